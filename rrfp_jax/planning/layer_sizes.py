@@ -12,11 +12,22 @@ token and in the dtype of computing unless said otherwise,
 =========  =========================================================================================================
 
 Between I and W wait the inputs of all products with parameters and the gradients of their results, whatever is
-recomputed. Temporaries are estimates of the same kind, by what XLA keeps at a time: of the largest layer the
-activations of one layer's backward; of every layer either the gradients of its parameters before they are added up or,
-where that is more, what the backward makes again, which goes layer by layer as the gradients come; elementwise steps
-make float32. What I makes again for W is owed, no temporary. Without rematerialisation every layer has a copy of some
-operands.
+recomputed.
+
+Temporaries bound those of the largest program from above. A layer needs room
+
+* for what lies between its products: three arrays of the stream, and three as wide as the MLP; where attention is not
+  fused, scores in float32 twice;
+* for what its backward makes again, which is what ``none`` would have kept; or for the float32 gradients of its
+  parameters, where these are more;
+* for parameters that are gathered from other devices;
+* for the gradients of results to which a bias is added.
+
+Compilers for accelerators give the first two to one layer after the other, since programs go through the layers in
+turn: a chunk needs as much as its largest layer (:meth:`LayerSizes.in_turn`). The other two last while programs are at
+other layers: parameters are gathered early, so that nothing waits for them, and gradients of biases are summed up late.
+XLA's CPU backend has the first alone in turn. The gradient of an embedding has room of its own everywhere: it is
+scattered into zeros, which are made early.
 """
 
 from dataclasses import dataclass, field, replace
@@ -26,6 +37,9 @@ from rrfp_jax.planning.flops import Flops, TaskFlops
 
 REMATS = ("none", "dots", "full")
 _FLOAT32 = 4
+LEAVES_AHEAD = 2
+"""For how many microbatches the batch leaves of a chunk go to devices with memory of their own before their tasks are
+launched; see :mod:`rrfp_jax.runtime.leaves_ahead`."""
 HEAD_BLOCK_BYTES = 512 << 20
 """The most that the float32 logits of one block take on one device; see :mod:`rrfp_jax.models.head_loss`."""
 
@@ -46,6 +60,8 @@ class Widths:
     """Widths of what is normalised beside the two norms of the stream: queries and keys, in some models."""
     mlp_kept: int = 6
     """How many times the width of the MLP a backward needs."""
+    biased: int = 0
+    """Widths of the results of products to which a bias is added."""
 
 
 class Sent(NamedTuple):
@@ -76,12 +92,16 @@ class LayerSizes:
     """What F, the input gradient and the weight gradient read and write."""
     stash_bytes: int = 0
     owed_bytes: int = 0
+    leaf_bytes: int = 0
+    """Of the microbatch's own data, which it reads."""
     derived_bytes: int = 0
     """Of parameters cast to the dtype of computing, once per update."""
     temporaries_bytes: int = 0
+    """While one of its programs runs; of a chunk the most that a layer needs."""
     more_temporaries_bytes: int = 0
-    split_temporaries_bytes: int | None = None
-    """The same where the backward is split; None: as much."""
+    """What the programs of a chunk need beyond that for each layer."""
+    lasting_bytes: int = 0
+    """Of these, what is there while programs are at other layers."""
     output_bytes: int = 0
     recomputed: Flops = field(default_factory=Flops)
     """What the backward computes again."""
@@ -91,6 +111,8 @@ class LayerSizes:
     """Of each of these sums."""
     returns_gradient: bool = True
     """Whether its backward hands a gradient on; not so the model's first layer."""
+    is_loss: bool = False
+    """Whether F makes the gradient of its input too, and the weight gradient computes its results again."""
 
     @property
     def num_held(self) -> int:
@@ -98,17 +120,22 @@ class LayerSizes:
         return self.num_params if self.held_params is None else self.held_params
 
     def with_temporaries(self, num_bytes: int) -> "LayerSizes":
-        """With so many more for every layer."""
-        split = self.split_temporaries_bytes
+        """Returns these with so many more for every layer."""
+        return replace(self, more_temporaries_bytes=self.more_temporaries_bytes + num_bytes)
+
+    def in_turn(self, *, trains: bool) -> "LayerSizes":
+        """Returns these for compilers that give the room of one layer to the next."""
         return replace(
             self,
-            more_temporaries_bytes=self.more_temporaries_bytes + num_bytes,
-            split_temporaries_bytes=None if split is None else split + num_bytes,
+            temporaries_bytes=self.temporaries_bytes + (self.more_temporaries_bytes - self.lasting_bytes) * trains,
+            more_temporaries_bytes=self.lasting_bytes,
         )
 
     def tasks(self, *, trains: bool = True, has_backward: bool = True) -> TaskFlops:
         """What F, the input gradient and the weight gradient compute; the input gradient computes again."""
         forward, input_gradient, weight_gradient = self.flops.tasks(trains=trains, has_backward=has_backward)
+        if self.is_loss:
+            return TaskFlops(forward + input_gradient, 0.0, weight_gradient + forward * trains)
         again = self.recomputed.forward * has_backward
         if not self.returns_gradient:
             return TaskFlops(forward, 0.0, weight_gradient + again)
@@ -145,9 +172,8 @@ def transformer_layer(
     forward = num_tokens * (products * c + elementwise + attention) + num_params * c
     again_of_scores = 0 if is_fused else attention
     again = {"none": 0.0, "dots": num_tokens * (elementwise + again_of_scores), "full": forward}[remat]
-    working = (3 * w.hidden + 3 * w.mlp) * _FLOAT32 + (0 if is_fused or remat != "none" else 2 * scores * _FLOAT32)
-    made, gradients = num_tokens * _made(w, 0.0 if is_fused else scores, length, remat, c), num_params * _FLOAT32
-    handed = owed if remat == "full" else 0.0
+    working = 3 * (w.hidden + w.mlp) * c + (0 if is_fused else 2 * scores * _FLOAT32)
+    made, gradients, lasting = num_tokens * (none - stash), num_params * _FLOAT32, num_tokens * w.biased * c
     return LayerSizes(
         flops=flops,
         num_params=num_params,
@@ -160,8 +186,8 @@ def transformer_layer(
         owed_bytes=round(owed),
         derived_bytes=num_params * c if is_cast else 0,
         temporaries_bytes=round(num_tokens * working),
-        more_temporaries_bytes=round(max(gradients, made)),
-        split_temporaries_bytes=round(max(gradients, made - handed)),
+        more_temporaries_bytes=round(max(gradients, made)) + lasting,
+        lasting_bytes=lasting,
         output_bytes=round(stream * num_tokens),
         recomputed=flops if remat == "full" else Flops(),
     )
@@ -170,20 +196,6 @@ def transformer_layer(
 def _products(w: Widths) -> float:
     """Widths of what goes into the products with parameters, and comes out of them."""
     return 4 * w.hidden + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp
-
-
-def _made(w: Widths, scores: float, length: float, remat: str, compute_bytes: int) -> float:
-    """Bytes per token that a backward makes of each layer before it is the layer's turn: all that was not stashed, and
-    scores three times, with the mask; else copies of operands."""
-    c, products = compute_bytes, (2 if w.is_gated else 1) * w.mlp
-    if remat == "none":
-        return (scores + 4 * w.hidden + 2 * w.mlp) * _FLOAT32
-    norms = (2 * w.hidden + w.normed_heads) * (3 * _FLOAT32 + c)
-    inner = (w.mlp_kept - 1) * w.mlp * _FLOAT32
-    attention = (3 * scores + length * bool(scores)) * _FLOAT32
-    if remat == "full":
-        return norms + (2 * w.query + 2 * w.key) * _FLOAT32 + inner - products * (_FLOAT32 - c) + attention
-    return norms - w.hidden * c + inner - products * c + attention
 
 
 def embedding_layer(
@@ -197,6 +209,7 @@ def embedding_layer(
         moved_bytes=(rows + output, 0.0, output + rows + num_params * 2 * _FLOAT32),
         stash_bytes=num_tokens * 4,
         owed_bytes=num_tokens * 4 + output,
+        leaf_bytes=num_tokens * 4,
         temporaries_bytes=num_tokens * hidden * _FLOAT32,
         more_temporaries_bytes=num_params * _FLOAT32,
         output_bytes=output,
@@ -234,9 +247,11 @@ def head_layer(
         ),
         stash_bytes=num_tokens * stash,
         owed_bytes=num_tokens * (stream + 12) + hidden * c,
+        leaf_bytes=num_tokens * 8,
         derived_bytes=num_params * c if is_cast else 0,
         temporaries_bytes=2 * min(num_tokens * logits, HEAD_BLOCK_BYTES),
         more_temporaries_bytes=num_params * _FLOAT32,
+        is_loss=True,
     )
 
 

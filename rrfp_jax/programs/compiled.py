@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
+from rrfp_jax.planning.layer_sizes import LEAVES_AHEAD
 from rrfp_jax.programs.analysis import memory_of
 from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, check_seed, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, naming
@@ -27,7 +28,7 @@ from rrfp_jax.programs.compiling import count_programs
 from rrfp_jax.programs.derived import DerivedValues
 from rrfp_jax.programs.gradients import GradientPrograms
 from rrfp_jax.programs.handover import OwedBytes
-from rrfp_jax.programs.microbatch_programs import LEAVES_AHEAD, MicrobatchPrograms
+from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.shapes import ChunkShapes
 from rrfp_jax.programs.shardings import all_passing, shardings_of, spread, unit_shardings
 from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes, pick

@@ -30,9 +30,6 @@ from rrfp_jax.programs.specs import Specs, num_bytes
 from rrfp_jax.programs.state import full, zeros
 from rrfp_jax.tasks import PipelineGraph
 
-LEAVES_AHEAD = 2
-"""For how many microbatches the batch leaves of a chunk go to devices with memory of their own before their tasks are
-launched; see :mod:`rrfp_jax.runtime.leaves_ahead`."""
 Prepare = Callable[[Params], tuple[Any, ...]]
 """Derives from parameters what costs work; see :class:`rrfp_jax.programs.compiled.CompiledChunk`."""
 

@@ -21,7 +21,7 @@ import jax
 from jax.experimental import topologies
 from jax.extend.backend import get_backend
 
-from rrfp_jax.hardware import CUDA12, TPU, install_command
+from rrfp_jax.hardware import CPU, CUDA12, TPU, install_command
 from rrfp_jax.planning.devices import CUDA, DEVICES, Device, device_like, device_of
 from rrfp_jax.private.jax_names import answer_cudnn
 
@@ -62,6 +62,17 @@ class Target:
             is_nvidia=is_nvidia,
             capability=None if told is None else _capability(str(told)),
             memory_bytes=memory_bytes_of(device),
+        )
+
+    @staticmethod
+    def like(record: Device) -> "Target":
+        """Returns the target that a device is by its record, which asks no backend; one of no kind is a CPU."""
+        return Target(
+            platform={CUDA: _GPU, TPU: TPU}.get(record.kind, CPU),
+            kind=record.title,
+            is_nvidia=record.kind == CUDA,
+            capability=None if record.card is None else record.card.capability,
+            memory_bytes=record.num_bytes,
         )
 
 

@@ -23,9 +23,11 @@ from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.remat import check_remat
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
+from rrfp_jax.programs.target import Target
 from rrfp_jax.tasks import chain
-from tests.models.cudnn_on_cpu import cudnn_on_cpu
+from tests.models.cudnn_on_cpu import HOPPER, cudnn_on_cpu
 
+CPU = Target(platform="cpu", kind="cpu")
 ROWS = Rows(num_rows=3, length=40)
 MODEL = LanguageModelConfig(
     vocab_size=300, hidden=48, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=10, mlp_dim=112
@@ -54,7 +56,7 @@ def traced(model: LanguageModelConfig, remat: str) -> list[ChunkPlan]:
 def test_bytes_are_those_of_the_programs(remat: str, more: dict[str, Any]) -> None:
     """Of stash, what I owes to W, and cast parameters, within a thousandth, of layers whose attention is not fused."""
     model = replace(MODEL, **more)
-    way = Way(rows=ROWS, remat=remat, is_cuda=False)
+    way = Way(rows=ROWS, remat=remat, target=CPU)
     layers = list(decoder_layers(model, way, packed=False))
     for layer, plan in zip(layers, traced(model, remat), strict=True):
         sizes, report = layer.sizes, plan.split.report
@@ -70,11 +72,55 @@ def test_bytes_are_those_of_the_programs(remat: str, more: dict[str, Any]) -> No
 def test_bytes_of_layers_whose_attention_is_fused(remat: str) -> None:
     """What a fused forward gives its backward is kept by ``dots`` too."""
     model = replace(MODEL, head_dim=16, compute_dtype="bfloat16")
-    layer = list(decoder_layers(model, Way(rows=ROWS, remat=remat, is_cuda=True), packed=False))[1]
+    layer = list(decoder_layers(model, Way(rows=ROWS, remat=remat, target=HOPPER), packed=False))[1]
     with cudnn_on_cpu():
         plan = traced(model, remat)[1]
     assert layer.sizes.stash_bytes == pytest.approx(num_bytes(tuple(plan.stash.specs)), rel=1e-3)
     assert layer.sizes.recomputed == Flops()
+
+
+@pytest.mark.parametrize(
+    ("device", "head_dim", "length", "is_fused"),
+    [("h100", 256, 64, True), ("a100", 256, 64, False), ("v5p", 48, 256, True), ("v5p", 48, 64, False)],
+)
+def test_scores_are_kept_where_attention_is_no_kernel(device: str, head_dim: int, length: int, is_fused: bool) -> None:
+    model = replace(MODEL, head_dim=head_dim, compute_dtype="bfloat16")
+    way = Way(rows=replace(ROWS, length=length), remat="dots", target=Target.like(device_of(device)))
+    layer = list(decoder_layers(model, way, packed=False))[1]
+    results = 2 * (2 * (6 + 2) * head_dim + 2 * 48 + 2 * 112)  # of products, in bfloat16
+    beside = layer.sizes.stash_bytes / (3 * length) - results
+    assert beside == 6 * 4 * (1 if is_fused else length)  # a normaliser of each head, or its scores
+
+
+def test_accelerators_give_the_room_of_one_layer_to_the_next() -> None:
+    """And get batch leaves of two microbatches ahead; a CPU device has neither."""
+    config = load_train_config("gpu/one_node_8", {})
+    for device, grows in ((device_of("h100"), False), (replace(device_of("h100"), kind=""), True)):
+        costs = analytic_book(config, device, microbatch_sizes=[2]).at(microbatch_size=2, remat="none").types["layer"]
+        assert (costs.more_temporaries_bytes > 0) == grows
+        assert costs.temporaries_bytes > 0
+    ours, theirs = (model_layers(config, microbatch_size=2, target=each).types["embedding"] for each in (CPU, HOPPER))
+    assert theirs.fixed_bytes - ours.fixed_bytes == 2 * 2 * 2048 * 4
+
+
+def test_the_head_computes_its_logits_twice() -> None:
+    head = model_layers(load_train_config("cpu/debug", {}), microbatch_size=2).types["head"].sizes
+    once = head.flops.forward
+    assert head.tasks() == (2 * once, 0, 2 * once)
+    assert head.tasks(trains=False) == (2 * once, 0, 0)
+
+
+@pytest.mark.parametrize(("target", "per_token"), [(CPU, 8), (HOPPER, 3), (Target.like(device_of("v5p")), 2)])
+def test_experts_without_a_capacity_compute_what_their_target_makes_them(target: Target, per_token: int) -> None:
+    """All of them every token on a CPU; runs that are filled up to blocks on a GPU; runs on a TPU."""
+    experts = {"num_experts": 8, "experts_per_token": 2}
+    config = load_train_config("cpu/debug", {"model.experts": experts})
+    rows = Rows(num_rows=4, length=64)
+    layer = model_layers(config, microbatch_size=4, rows=rows, target=target).types["layer"].sizes
+    model, tokens = config.model, rows.tokens
+    dense = 2 * tokens * model.hidden * (2 * model.num_heads + 2 * model.num_key_value_heads) * model.size_per_head
+    of_experts = layer.flops.with_parameters - dense - 2 * tokens * model.hidden * 8
+    assert of_experts / (2 * tokens * model.hidden * 3 * model.expert_dim) == pytest.approx(per_token, rel=0.15)
 
 
 def test_the_layers_of_a_model_with_an_encoder() -> None:

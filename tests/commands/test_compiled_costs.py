@@ -52,7 +52,7 @@ def small(**more: Any) -> TrainConfig:
 
 def made_up(times: float = 1.0, **more: bool) -> CompiledChunks:
     """Chunks of one layer that do so many times what the sizes of their layers make."""
-    model = model_layers(small(), microbatch_size=3, is_cuda=False)
+    model = model_layers(small(), microbatch_size=3)
     parts, work = [], []
     for name, layer in model.types.items():
         flops = layer.sizes.tasks()
@@ -80,7 +80,7 @@ def test_operations_that_are_apart_are_told_and_the_larger_number_counts(
     assert told[0].startswith(
         "the forward of a layer of type layer (microbatch size 3, tensor 1, remat none): XLA count"
     )
-    own = model_layers(small(), microbatch_size=3, is_cuda=False).types["layer"].sizes.tasks()
+    own = model_layers(small(), microbatch_size=3).types["layer"].sizes.tasks()
     assert way.works["layer"]["F"].flops == pytest.approx(counted * own.forward)
 
 
@@ -95,7 +95,7 @@ def test_a_backend_that_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: py
     told = " ".join(record.getMessage() for record in caplog.records)
     assert "operations and bytes come from the layers' sizes" in told
     assert "temporaries are estimated from sizes" in told
-    layer = model_layers(small(), microbatch_size=3, is_cuda=False).types["layer"]
+    layer = model_layers(small(), microbatch_size=3).types["layer"]
     assert way.works["layer"]["F"] == Work(layer.sizes.flops.forward, layer.sizes.moved_bytes[0])
     costs = way.costs(ROOFLINE)["layer"]
     assert costs.temporaries_bytes == layer.sizes.temporaries_bytes > 0
@@ -226,7 +226,7 @@ def test_memory_worked_out_for_a_mesh_is_that_of_compiled_programs(
         {f"model.{name}": size for name, size in sizes.items()}
         | {"data.length": 64, "data.batch_size": 32, "data.num_microbatches": 4, "pipeline.mesh": mesh},
     )
-    tensor, device = mesh.get("tensor", 1), device_of("tpu-v4")  # whose attention is not fused, as that of CPUs
+    tensor, device = mesh.get("tensor", 1), replace(device_of("tpu-v4"), kind="")  # as quick, and compiled for as CPUs
     books = (
         analytic_book(config, device, microbatch_sizes=[8], tensors=[tensor], remats=[remat]),
         compiled_book(config, [Setting(8, tensor, remat)], device=device),

@@ -27,7 +27,7 @@ def found(monkeypatch: pytest.MonkeyPatch, *, layers: float = 1000.0, elsewhere:
     run = load_train_config(
         "cpu/debug", {f"{'pipeline' if 'stage' in k else 'model'}.{k}": v for k, v in config.items()}
     )
-    model = model_layers(run, microbatch_size=4, is_cuda=False)
+    model = model_layers(run, microbatch_size=4)
     one = model.types[LAYER]
     each = one.fixed_bytes + one.sizes.more_temporaries_bytes + 3 * (one.sizes.stash_bytes + one.sizes.owed_bytes)
     monkeypatch.setattr(module, "_free_bytes", lambda _: 2 * layers * each)

@@ -5,12 +5,12 @@ from itertools import product
 from math import prod
 
 from rrfp_jax.commands.planning.layer_kinds import BYTES
-from rrfp_jax.commands.planning.microbatches import rows_of
+from rrfp_jax.commands.planning.microbatches import Rows, rows_of
 from rrfp_jax.commands.planning.model_layers import ModelLayers, model_layers
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts
 from rrfp_jax.planning.costs.analytic import Roofline
-from rrfp_jax.planning.devices import CUDA, Device, Efficiencies
+from rrfp_jax.planning.devices import Device, Efficiencies
 from rrfp_jax.planning.unit_axes import TENSOR, other_axes, spans
 from rrfp_jax.training.run_config import PipelineConfig
 
@@ -24,11 +24,12 @@ def analytic_book(
     remats: Sequence[str] = ("none",),
     efficiencies: Efficiencies | None = None,
     num_devices: int | None = None,
+    rows: Rows | None = None,
 ) -> CostBook:
     """The costs of a run's model for each of these ways to run it.
 
     Links are those of ``num_devices`` (None: as many as the configuration has): between hosts, where one host has not
-    so many.
+    so many. ``rows`` is what a microbatch holds (None: what the data say).
 
     Operations of a step, over what the devices could do in its time, are its MFU: those of the model alone, forward and
     backward, and not what is computed again. For each token of a decoder they are 6 for every parameter of a product,
@@ -37,15 +38,15 @@ def analytic_book(
 
     Raises ValueError, with the remedy, where devices cannot share the layers, or the data cannot be read.
     """
+    from rrfp_jax.programs.target import Target  # a plan whose costs come from a file loads no JAX
+
     found, layout = efficiencies or Efficiencies(), config.pipeline
-    entries, models = [], []
+    entries, models, target = [], [], Target.like(device)
     for size in dict.fromkeys(microbatch_sizes):
-        rows = rows_of(config, size)
+        of_size = rows or rows_of(config, size)
         for tensor, remat in product(dict.fromkeys(tensors), dict.fromkeys(remats)):
             models.append(
-                model_layers(
-                    config, microbatch_size=size, tensor=tensor, remat=remat, is_cuda=device.kind == CUDA, rows=rows
-                )
+                model_layers(config, microbatch_size=size, tensor=tensor, remat=remat, target=target, rows=of_size)
             )
             costs = _costs(models[-1], config, device, found)
             entries.append(CostEntry(types=costs, microbatch_size=size, tensor=tensor, remat=remat))
@@ -75,8 +76,10 @@ def fitted_efficiencies(
     remat: str = "none",
 ) -> Efficiencies:
     """Those with which one layer of a type takes as long as it was measured to take, without launches."""
+    from rrfp_jax.programs.target import Target
+
     model = model_layers(
-        config, microbatch_size=microbatch_size, tensor=tensor, remat=remat, is_cuda=device.kind == CUDA
+        config, microbatch_size=microbatch_size, tensor=tensor, remat=remat, target=Target.like(device)
     )
     if kind not in model.types:
         raise ValueError(f"the model has no layer of type {kind!r}: give one of {', '.join(model.types)}")

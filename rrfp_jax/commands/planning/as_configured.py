@@ -4,11 +4,15 @@ import argparse
 
 from rrfp_jax import arbitration
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax.commands.planning.analytic_costs import analytic_book
+from rrfp_jax.commands.planning.microbatches import Rows
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
 from rrfp_jax.models.encoder_config import DECODER, ENCODER, OWN_CHUNK
 from rrfp_jax.models.layer_cut import balanced_counts, plan_cut
 from rrfp_jax.planning.costs import CostBook, CutModel
+from rrfp_jax.planning.devices import Device
+from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.planning.order_memory import forecast_memory
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.forecasting import forecast
@@ -16,7 +20,7 @@ from rrfp_jax.planning.search.judging import Judge, draws_for
 from rrfp_jax.planning.search.objective import Objective
 from rrfp_jax.planning.search.records import Choice, Plan, Ranked, Shape
 from rrfp_jax.planning.unit_axes import TENSOR, describe_axes
-from rrfp_jax.training.run_config import AUTO_CUT
+from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig
 
 _CHOICES = (
     *("microbatches", "microbatch_size", "stages", "data", "tensor", "chunks_per_stage", "schedules", "consume"),
@@ -46,6 +50,34 @@ def check_as_configured(arguments: argparse.Namespace, config: TrainConfig | Non
 
 def configured_plan(config: TrainConfig, book: CostBook, *, draws: int | None, seed: int) -> Plan:
     """The one choice that the configuration is, by these costs. Raises ValueError where it does not fit together."""
+    one = _candidate(config, book)
+    judge = Judge(book.noise, Objective.parse("mean"), draws or draws_for([one.choice.shape]), seed)
+    ranked = Ranked(choice=one.choice, forecast=forecast(one, book, judge))
+    return Plan(
+        ranking=(ranked,), judged=(ranked,), is_decided=True, num_draws=judge.num_draws, seed=seed, evaluations=1,
+        notes=encoder_notes(config),
+    )  # fmt: skip
+
+
+def configured_memory(config: TrainConfig, device: Device, rows: Rows) -> tuple[StageForecast, ...]:
+    """The memory of every stage on such a device, worked out from the layers' sizes for microbatches that hold this."""
+    layout = config.pipeline
+    book = analytic_book(
+        config,
+        device,
+        microbatch_sizes=[config.data_set.microbatch_size],
+        tensors=[_tensor(layout)],
+        remats=[layout.remat],
+        rows=rows,
+    )
+    return _candidate(config, book).memory
+
+
+def _tensor(layout: PipelineConfig) -> int:
+    return layout.tensor if layout.mesh is None else layout.mesh.get(TENSOR, 1)
+
+
+def _candidate(config: TrainConfig, book: CostBook) -> Candidate:
     layout = config.pipeline
     share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
     order = _order(config, share)
@@ -55,7 +87,7 @@ def configured_plan(config: TrainConfig, book: CostBook, *, draws: int | None, s
         num_stages=layout.num_stages,
         num_microbatches=share,
         data=layout.data,
-        tensor=layout.tensor if layout.mesh is None else layout.mesh.get(TENSOR, 1),
+        tensor=_tensor(layout),
         mesh=tuple(book.mesh.items()),
         microbatch_size=config.data_set.microbatch_size,
         remat=layout.remat,
@@ -68,19 +100,13 @@ def configured_plan(config: TrainConfig, book: CostBook, *, draws: int | None, s
         split=bool(order.graph.split),
         replicas=layout.data,
     )
-    one = Candidate(
+    return Candidate(
         choice=Choice(
             shape=shape, cut=cut, is_even=layout.layer_counts is None, ordering=_ordering(config, order),
             order_name=layout.schedule or order.label,
         ),
         order=order,
         memory=tuple(forecast_memory(order, dict(enumerate(cut.chunk_bytes)), share)),
-    )  # fmt: skip
-    judge = Judge(book.noise, Objective.parse("mean"), draws or draws_for([shape]), seed)
-    ranked = Ranked(choice=one.choice, forecast=forecast(one, book, judge))
-    return Plan(
-        ranking=(ranked,), judged=(ranked,), is_decided=True, num_draws=judge.num_draws, seed=seed, evaluations=1,
-        notes=encoder_notes(config),
     )  # fmt: skip
 
 
@@ -139,11 +165,10 @@ def _decoder_counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
         raise ValueError(
             "--as-configured knows the embedding in the first chunk and the head in the last: put them there"
         )
-    plans = plan_cut(
-        config.model.num_layers,
-        num_chunks=None if layout.layer_counts else num_chunks,
-        layers_per_chunk=layout.layer_counts,
-    )
+    counts = layout.layer_counts
+    if config.vision is not None and counts is None:  # a decoder behind an encoder need not be cut evenly
+        counts = tuple(balanced_counts(config.model.num_layers, num_chunks))
+    plans = plan_cut(config.model.num_layers, num_chunks=None if counts else num_chunks, layers_per_chunk=counts)
     return tuple(map(len, types_of_plans(plans)))
 
 

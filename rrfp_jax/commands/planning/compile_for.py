@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.stages import Compiled
 
 from rrfp_jax.arbitration import STRICT
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.process import use_cpu
-from rrfp_jax.commands.planning.microbatches import leaf_specs
+from rrfp_jax.commands.planning.as_configured import configured_memory
+from rrfp_jax.commands.planning.microbatches import largest_rows, leaf_specs
 from rrfp_jax.commands.training.assembly import chunks_of, make_pipeline
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import evaluation_configs
+from rrfp_jax.commands.training.model_parts import pixel_scale
 from rrfp_jax.commands.training.planned import order_run
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.data import TRAIN, Part
@@ -27,6 +30,7 @@ from rrfp_jax.data.packing import PatchFormat, Shape
 from rrfp_jax.data.packing import leaf_specs as leaves_of_images
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.planning.devices import Device, device_of
+from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.analysis import memory_of, optimal_s
 from rrfp_jax.programs.program_text import ProgramText
@@ -57,6 +61,7 @@ class ProgramReport:
 class CompiledRun:
     """A run whose programs are compiled for a device that is not here."""
 
+    config: TrainConfig
     device: Device
     pipeline: Pipeline
     compiled: CompiledOnly
@@ -73,6 +78,10 @@ class CompiledRun:
                 if id(program) not in found:
                     found[id(program)] = self._report(number, name, program)
         return list(found.values())
+
+    def foreseen(self) -> tuple[StageForecast, ...]:
+        """Returns the memory of every stage as ``rrfp plan --as-configured`` works it out, without any program."""
+        return configured_memory(self.config, self.device, largest_rows(self.buckets))
 
     def check_fits(self) -> None:
         """Raise ValueError where a stage does not fit the device, in evaluations too, with what would help."""
@@ -114,7 +123,7 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
         )
     with console.compiling() as progress:
         compiled = pipeline.compile_only(buckets, num_microbatches, evaluation=evaluation, progress=progress)
-    return CompiledRun(device=record, pipeline=pipeline, compiled=compiled, buckets=buckets, notes=notes)
+    return CompiledRun(config=config, device=record, pipeline=pipeline, compiled=compiled, buckets=buckets, notes=notes)
 
 
 def show_compiled(run: CompiledRun, console: TrainingConsole) -> None:
@@ -167,7 +176,8 @@ def _buckets(config: TrainConfig, part: Part = TRAIN) -> tuple[list[dict[str, An
     rows, length = data.microbatch_size, data.image_length or config.vision.num_patches or data.max_patches
     shape = Shape(rows=rows, length=data.length, image_rows=rows, image_length=length)
     is_packed = data.image_size is None  # images of one size fill a row each
-    leaves = leaves_of_images(shape, PatchFormat(config.vision.patch_dim, data.merge, is_packed))
+    dtype = np.float32 if pixel_scale(config) is None else np.uint8
+    leaves = leaves_of_images(shape, PatchFormat(config.vision.patch_dim, data.merge, is_packed, dtype))
     return [leaves], (
         f"the data is not here: microbatches are taken to have {rows} rows of {data.length} tokens and {rows} rows of "
         f"{length} patches",

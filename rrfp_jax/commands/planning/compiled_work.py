@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from rrfp_jax.commands.planning.compiled_chunks import CompiledChunks, compile_chunks
 from rrfp_jax.commands.planning.model_layers import LayerType, ModelLayers, model_layers
 from rrfp_jax.commands.planning.setting import Setting
@@ -17,6 +15,7 @@ from rrfp_jax.planning.costs.analytic import Roofline
 from rrfp_jax.planning.costs.byte_fit import fit_bytes
 from rrfp_jax.planning.costs.cost_fit import Work, fit_work
 from rrfp_jax.programs.compiling import CompileProgress
+from rrfp_jax.programs.target import Target
 from rrfp_jax.runtime.process import Process
 
 _log = logging.getLogger(__name__)
@@ -47,7 +46,6 @@ class CompiledWay:
         estimates: dict[str, Any] = {
             "temporaries_bytes": layer.sizes.temporaries_bytes,
             "more_temporaries_bytes": layer.sizes.more_temporaries_bytes,
-            "split_temporaries_bytes": layer.sizes.split_temporaries_bytes,
         }
         return LayerCosts(
             forward_ms=ms["F"] + sums[0] + sent[0],
@@ -63,7 +61,8 @@ class CompiledWay:
 def compiled_way(config: TrainConfig, setting: Setting, process: Process, *, progress: CompileProgress) -> CompiledWay:
     """Compile what tells it, on the devices of the process. Raises ValueError where model, data and setting do not
     fit."""
-    model = model_layers(config, **setting._asdict(), is_cuda=jax.local_devices()[0].platform in ("gpu", "cuda"))
+    target = Target.of(process.own_device(process.units[0]))
+    model = model_layers(config, **setting._asdict(), target=target)
     chunks = compile_chunks(config, setting, process, progress=progress)
     if not chunks.tells_work:
         _log.warning("the backend does not say what programs do: operations and bytes come from the layers' sizes")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rrfp_jax.commands.planning.microbatches import Rows
 from rrfp_jax.commands.studies.model_pairs import decoder_sizes, sizes_of
@@ -22,11 +22,14 @@ from rrfp_jax.planning.layer_sizes import (
 )
 from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP
 
+if TYPE_CHECKING:
+    from rrfp_jax.programs.target import Target
+
 BYTES = {"float32": 4, "bfloat16": 2}
 """Of a number, by the name of its dtype."""
+_ID_COLUMNS = 64
+"""Of each head of packed rows in cuDNN's attention; see :mod:`rrfp_jax.models.attention`."""
 FLOAT32 = BYTES["float32"]
-_FUSED_HEAD_DIM = 128
-"""Of the widest heads whose attention cuDNN fuses."""
 
 
 class Placed(NamedTuple):
@@ -51,10 +54,12 @@ class Way:
     axes: Mapping[str, int] = field(default_factory=dict)
     """Those of the stage's mesh that share no matrices, with their sizes."""
     remat: str = "none"
-    is_cuda: bool = True
-    """Whether they are NVIDIA GPUs, which fuse attention."""
+    target: "Target"
+    """The kind of device that runs them, which decides how attention and experts are computed."""
     compute_bytes: int = 4
     """Of a number that the decoder computes with."""
+    pixel_bytes: int = 4
+    """Of a value of a patch, as the data hand it over."""
 
     def part(self, size: int) -> int:
         """Of each device: an equal part, or all where it does not divide."""
@@ -81,8 +86,9 @@ class Way:
         others that cut rows or positions into ``parts`` altogether; ``more`` is sent besides."""
         fsdp, held = self.axes.get(FSDP, 1), -(-sizes.num_params // self.axes.get(FSDP, 1))
         num_bytes = sizes.num_params * self.compute_bytes * (1 - 1 / fsdp)
-        copies = 1 + any(self.axes.get(axis, 1) > 1 for axis in (EXPERT, CONTEXT))
-        summed, split = sizes.num_params * FLOAT32 * copies, sizes.split_temporaries_bytes
+        # CPU devices sum gradients over such an axis into arrays of their own
+        copies = 1 + (self.target.platform == "cpu" and any(self.axes.get(axis, 1) > 1 for axis in (EXPERT, CONTEXT)))
+        summed, own = sizes.num_params * FLOAT32 * copies, sizes.more_temporaries_bytes - sizes.lasting_bytes
         sent = [Sent(FSDP, num_bytes, num_bytes * sizes.returns_gradient, num_bytes)] if fsdp > 1 else []
         for axis in (EXPERT, CONTEXT):
             size = self.axes.get(axis, 1)
@@ -91,16 +97,23 @@ class Way:
             sizes,
             held_params=held,
             derived_bytes=-(-sizes.derived_bytes // fsdp),
-            more_temporaries_bytes=round(max(sizes.more_temporaries_bytes, summed) + num_bytes),
-            split_temporaries_bytes=None if split is None else round(max(split, summed) + num_bytes),
+            more_temporaries_bytes=round(max(own, summed) + num_bytes) + sizes.lasting_bytes,
+            lasting_bytes=sizes.lasting_bytes + round(num_bytes),
             sharing=round(parts),
             sent=(*sent, *more),
         )
 
-    def is_fused(self, compute_dtype: str, head_dim: int) -> bool:
-        """Whether scores stay inside a kernel, as in :func:`rrfp_jax.models.attention.implementation`."""
-        fits = compute_dtype == "bfloat16" and head_dim <= _FUSED_HEAD_DIM and not head_dim % 8
-        return self.is_cuda and fits
+    def is_fused(self, compute_dtype: str, length: int, widths: Widths, *, head_dim: int, is_packed: bool) -> bool:
+        """Whether attention keeps no scores of all pairs of positions."""
+        import jax.numpy as jnp  # a plan whose costs come from a file loads no JAX
+
+        from rrfp_jax.models.attention import Asked, implementation
+
+        asked = Asked(
+            rows=self.own.num_rows, length=length, heads=round(widths.num_heads), kv_heads=widths.key // head_dim,
+            head_dim=head_dim, dtype=jnp.dtype(compute_dtype), is_causal=True, is_packed=is_packed,
+        )  # fmt: skip
+        return implementation(self.target, asked) != "formula"
 
 
 def _part(size: int, number: int) -> int:
@@ -150,19 +163,29 @@ def _decoder_layer(model: LanguageModelConfig, way: Way, is_sparse: bool, *, pac
     """Of the experts what a device computes, which is more than what tokens choose: see `rrfp_jax.models.experts`."""
     tokens, c, is_tiled = way.own.tokens, BYTES[model.compute_dtype], way.is_context_cut
     sizes = replace(decoder_sizes(model), expert_dims=_expert_dims(model, way)) if is_sparse else decoder_sizes(model)
+    widths = _decoder_widths(model, way, is_sparse)
     layer = transformer_layer(
-        _decoder_widths(model, way, is_sparse),
+        widths,
         sizes.layer(way.rows.tokens, way.rows.pairs * _seen(way), is_sparse=is_sparse),
         num_params=_layer_params(model, way, is_sparse),
         num_tokens=tokens,
         length=way.rows.length,
         remat=way.remat,
         compute_bytes=c,
-        is_fused=is_tiled or way.is_fused(model.compute_dtype, model.size_per_head),
+        is_fused=is_tiled
+        or way.is_fused(model.compute_dtype, way.rows.length, widths, head_dim=model.size_per_head, is_packed=packed),
         is_cast=model.compute_dtype != model.param_dtype,
     )
-    of_rows = (8 if way.remat != "none" else model.size_per_head * FLOAT32) if packed else 0
-    stash = layer.stash_bytes + tokens * of_rows  # positions and segments, or what is made of them
+    of_rows = 0
+    if packed:  # positions and segments, or what is made of them
+        of_rows = 8 if way.remat != "none" else model.size_per_head * FLOAT32
+        if way.target.is_nvidia and way.remat == "none":  # queries and keys tell samples apart by more columns
+            of_rows += (widths.query + widths.key) // model.size_per_head * _ID_COLUMNS * c
+    if is_sparse:  # tokens before, behind and weighed behind the experts; the second are a product's result
+        of_rows += round(
+            {"none": 3, "dots": 1, "full": 0}[way.remat] * _experts_per_token(model, way) * model.hidden * c
+        )
+    stash = layer.stash_bytes + tokens * of_rows
     layer = replace(layer, stash_bytes=stash, sums=(2, 2), sum_bytes=tokens * model.hidden * c)
     if is_tiled and way.remat != "none":  # keys and values of all devices of the axis, and sums over tiles
         keys = 2 * way.part(model.num_key_value_heads) * model.size_per_head * way.rows.length // way.own.length
@@ -171,7 +194,9 @@ def _decoder_layer(model: LanguageModelConfig, way: Way, is_sparse: bool, *, pac
     if is_sparse and way.remat != "none":  # rows before and behind the experts, and as they travel
         rows = tokens * _experts_per_token(model, way) * (2 if way.axes.get(EXPERT, 1) > 1 else 1)
         layer = layer.with_temporaries(round(2 * rows * model.hidden * c))
-    return way.spread(layer, way.rows.tokens / tokens, *_keys_sent(model, way), *_tokens_sent(model, way, is_sparse))
+    if is_sparse:  # matrices of other devices, and their gradients
+        layer = layer.with_temporaries(_gathered_params(model, way) * (c + FLOAT32))
+    return way.spread(layer, way.rows.tokens / tokens, *_keys_sent(model, way), *_experts_sent(model, way, is_sparse))
 
 
 def _seen(way: Way) -> float:
@@ -188,13 +213,26 @@ def _keys_sent(model: LanguageModelConfig, way: Way) -> Iterator[Sent]:
         yield Sent(CONTEXT, numbers * way.compute_bytes, numbers * (way.compute_bytes + FLOAT32))
 
 
-def _tokens_sent(model: LanguageModelConfig, way: Way, is_sparse: bool) -> Iterator[Sent]:
-    """To experts and back, in F and in the backward."""
+def _experts_sent(model: LanguageModelConfig, way: Way, is_sparse: bool) -> Iterator[Sent]:
+    """Tokens to experts and back, in F and in the backward; without a capacity the matrices of all experts instead."""
     size, experts = way.axes.get(EXPERT, 1), model.experts
-    if is_sparse and experts is not None and size > 1:
-        per_token = size if experts.capacity_factor is None else experts.capacity_factor * experts.experts_per_token
-        num_bytes = 2 * (1 - 1 / size) * way.own.tokens * min(per_token, size) * model.hidden * way.compute_bytes
+    if not is_sparse or experts is None or size == 1:
+        return
+    if experts.capacity_factor is None:
+        num_bytes: float = _gathered_params(model, way) * way.compute_bytes
+        yield Sent(EXPERT, num_bytes, num_bytes, num_bytes)
+    else:
+        per_token = min(experts.capacity_factor * experts.experts_per_token, size)
+        num_bytes = 2 * (1 - 1 / size) * way.own.tokens * per_token * model.hidden * way.compute_bytes
         yield Sent(EXPERT, num_bytes, num_bytes)
+
+
+def _gathered_params(model: LanguageModelConfig, way: Way) -> int:
+    """Of other devices' experts, which a device computes with where experts have no capacity."""
+    size, experts = way.axes.get(EXPERT, 1), model.experts
+    if experts is None or experts.capacity_factor is not None:
+        return 0
+    return (size - 1) * (experts.num_experts // size) * 3 * model.hidden * (model.expert_dim // way.tensor)
 
 
 def _expert_dims(model: LanguageModelConfig, way: Way) -> int:
@@ -212,7 +250,15 @@ def _experts_per_token(model: LanguageModelConfig, way: Way) -> float:
         return 0.0
     if experts.capacity_factor is not None:
         return min(float(experts.num_experts), experts.capacity_factor * experts.experts_per_token)
-    return experts.num_experts if way.is_cuda else experts.experts_per_token
+    if way.target.platform == "cpu":  # every expert computes every token
+        return float(experts.num_experts)
+    if way.target.platform == "gpu":  # runs are filled up to whole blocks
+        from rrfp_jax.models.experts import block_size
+
+        pairs, tokens = way.own.tokens * experts.experts_per_token, way.own.tokens
+        size = block_size(pairs, experts.num_experts)
+        return (pairs + experts.num_experts * (size - 1)) // size * size / tokens
+    return float(experts.experts_per_token)
 
 
 def _decoder_widths(model: LanguageModelConfig, way: Way, is_sparse: bool) -> Widths:
@@ -225,6 +271,7 @@ def _decoder_widths(model: LanguageModelConfig, way: Way, is_sparse: bool) -> Wi
         mlp=(_expert_dims(model, way) if is_sparse else model.mlp_dim) // way.tensor,
         num_heads=model.num_heads // way.tensor,
         normed_heads=(query + key) * model.qk_norm,
+        biased=(query + 2 * key) * model.qkv_bias,
     )
 
 
@@ -255,27 +302,35 @@ def encoder_layers(model: VisionLanguageConfig, way: Way) -> Iterator[Placed]:
         is_cast=is_cast,
         returns_gradient=False,
     )
-    stem = replace(stem, stash_bytes=patches * (vision.patch_dim * FLOAT32 + 8))  # pictures come in float32
+    pixels = patches * (vision.patch_dim * way.pixel_bytes + 8)
+    stem = replace(stem, stash_bytes=pixels, leaf_bytes=pixels)
     names = ("vision.patches", *(("vision.pre_norm",) if vision.pre_norm else ()))
     yield Placed("patches", names, way.spread(stem, parts), vision.param_dtype, is_encoder=True)
+    widths = _encoder_widths(vision, way)
     layer = transformer_layer(
-        _encoder_widths(vision, way),
+        widths,
         sizes.encoder.layer(way.rows.patches, way.rows.patch_pairs),
         num_params=way.part(vision.num_layer_params()),
         num_tokens=patches,
         length=way.rows.patch_length,
         remat=way.remat,
         compute_bytes=c,
-        is_fused=way.is_fused(vision.compute_dtype, vision.hidden // vision.num_heads),
+        is_fused=way.is_fused(
+            vision.compute_dtype,
+            way.rows.patch_length,
+            widths,
+            head_dim=vision.hidden // vision.num_heads,
+            is_packed=vision.is_packed,
+        ),
         is_cast=is_cast,
     )
     layer = way.spread(replace(layer, sums=(2, 2), sum_bytes=patches * vision.hidden * c), parts)
     for number in range(vision.num_layers_run):
         yield Placed("vision", (f"vision.layers.{number}",), layer, vision.param_dtype, is_encoder=True)
     features, decoder = patches // projector.patches_per_feature, model.decoder
-    widths = sizes.projector.in_dim, sizes.projector.inner_dim, sizes.projector.out_dim
+    dims = sizes.projector.in_dim, sizes.projector.inner_dim, sizes.projector.out_dim
     last = dense_layer(
-        widths,
+        dims,
         sizes.projector.whole(way.rows.patches // projector.patches_per_feature),
         num_params=projector.num_params(vision.hidden, decoder.hidden) + vision.final_norm * vision.num_norm_params,
         num_rows=features,
@@ -299,4 +354,5 @@ def _encoder_widths(vision: VisionConfig, way: Way) -> Widths:
         is_gated=False,
         normed_heads=2 * vision.hidden * vision.qk_norm,
         mlp_kept=6 if vision.activation == "gelu_tanh" else 4,
+        biased=vision.mlp_dim // way.tensor + 2 * vision.hidden + 3 * vision.hidden // part * vision.qkv_bias,
     )

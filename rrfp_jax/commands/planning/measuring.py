@@ -92,8 +92,7 @@ def measure(
 
 def layers_here(config: TrainConfig, setting: Setting) -> ModelLayers:
     """The layers of a model run in this way on the devices that are here."""
-    is_cuda = jax.local_devices()[0].platform in ("gpu", "cuda")
-    return model_layers(config, **setting._asdict(), is_cuda=is_cuda)
+    return model_layers(config, **setting._asdict())
 
 
 def _small_config(config: TrainConfig, setting: Setting) -> TrainConfig:

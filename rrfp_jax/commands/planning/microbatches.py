@@ -1,5 +1,6 @@
 """What a microbatch of a run holds: rows of text, and rows of patches."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +48,12 @@ def rows_of(config: TrainConfig, microbatch_size: int) -> Rows:
 
     Raises ValueError, with the remedy, where the data cannot be read.
     """
-    shapes = [_rows({name: leaf.shape for name, leaf in each.items()}) for each in leaf_specs(config, microbatch_size)]
+    return largest_rows(leaf_specs(config, microbatch_size))
+
+
+def largest_rows(buckets: Sequence[Mapping[str, Any]]) -> Rows:
+    """The largest of these microbatches, from arrays or specs of their leaves."""
+    shapes = [_rows({name: leaf.shape for name, leaf in each.items()}) for each in buckets]
     return max(shapes, key=lambda rows: (rows.tokens, rows.patches))
 
 

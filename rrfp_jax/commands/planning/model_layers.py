@@ -8,6 +8,7 @@ that are frozen are types of their own.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 from rrfp_jax.commands.planning.layer_kinds import BYTES, FLOAT32, Placed, Way, decoder_layers, encoder_layers
 from rrfp_jax.commands.planning.microbatches import Rows, rows_of
@@ -15,9 +16,12 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.models.encoder_config import DECODER, OWN_CHUNK, ProjectorConfig
 from rrfp_jax.models.mesh_fit import check_divides
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
-from rrfp_jax.planning.layer_sizes import LayerSizes
+from rrfp_jax.planning.layer_sizes import LEAVES_AHEAD, LayerSizes
 from rrfp_jax.planning.remat_names import rule_of
 from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP, TENSOR, describe_axes, other_axes, with_tensor
+
+if TYPE_CHECKING:
+    from rrfp_jax.programs.target import Target
 
 _COUNTS = 8
 """Of the updates that an optimizer counts, twice, for each chunk."""
@@ -66,14 +70,16 @@ def model_layers(
     microbatch_size: int,
     tensor: int = 1,
     remat: str = "none",
-    is_cuda: bool = True,
+    target: "Target | None" = None,
     rows: Rows | None = None,
 ) -> ModelLayers:
-    """The layers of a run's model; ``is_cuda`` says whether NVIDIA GPUs run it, which fuse attention, and ``rows`` what
-    a microbatch holds, where that is known already: data may have to be read for it.
+    """The layers of a run's model on a target (None: the running backend); ``rows`` is what a microbatch holds, where
+    that is known already: data may have to be read for it.
 
     Raises ValueError, with the remedy, where devices cannot share the layers, or the data cannot be read.
     """
+    from rrfp_jax.programs.target import current_target
+
     mesh, encoder_mesh = _meshes(config, tensor)
     check_divides(config.model, tensor, mesh.get(EXPERT, 1))
     way = Way(
@@ -81,23 +87,26 @@ def model_layers(
         tensor=tensor,
         axes=other_axes(mesh),
         remat=rule_of(remat),
-        is_cuda=is_cuda,
+        target=target or current_target(),
         compute_bytes=BYTES[config.model.compute_dtype],
+        pixel_bytes=FLOAT32 if config.image_text is None else 1,
     )
     of_encoder = replace(way, tensor=encoder_mesh.get(TENSOR, 1), axes=other_axes(encoder_mesh))
     placed = _placed(config, way, of_encoder)
     trains = [not _is_frozen(each.names, config.pipeline.freeze) for each in placed]
     if not any(trains):
         raise ValueError("every layer of the model is frozen, and nothing is left to train: freeze fewer layers")
+    ahead = 0 if way.target.platform == "cpu" else LEAVES_AHEAD
     first, replicas = trains.index(True), config.pipeline.data if config.pipeline.shard_optimizer else 1
     names, types = [], {}
     for place, (each, does) in enumerate(zip(placed, trains, strict=True)):
         has_backward = place >= first
         names.append(each.kind + ("" if does else " (frozen)" if has_backward else " (frozen, first)"))
         num_moments = config.optimizer.num_moments(is_matrix=each.kind not in _TABLES)
+        is_in_turn = way.target.platform != "cpu" and each.kind != "embedding"
         types[names[-1]] = LayerType(
-            sizes=each.sizes,
-            fixed_bytes=_fixed(each, num_moments if does else None, replicas),
+            sizes=each.sizes.in_turn(trains=does) if is_in_turn else each.sizes,
+            fixed_bytes=_fixed(each, num_moments if does else None, replicas) + ahead * each.sizes.leaf_bytes,
             num_moments=num_moments,
             trains=does,
             has_backward=has_backward,

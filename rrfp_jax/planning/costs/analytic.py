@@ -94,9 +94,6 @@ class Roofline:
             owed_bytes=sizes.owed_bytes * trains,
             temporaries_bytes=sizes.temporaries_bytes,
             more_temporaries_bytes=sizes.more_temporaries_bytes * trains,
-            split_temporaries_bytes=None
-            if sizes.split_temporaries_bytes is None
-            else sizes.split_temporaries_bytes * trains,
             output_bytes=sizes.output_bytes,
             flops=sum(sizes.flops.tasks(trains=trains, has_backward=has_backward)),
         )
