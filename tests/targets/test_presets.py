@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.planning.compile_for import CompiledRun, ProgramReport, compile_run
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.training_console import TrainingConsole
-from rrfp_jax.planning.devices import CUDA, Device
+from rrfp_jax.planning.devices import CUDA, Device, device_of
 from tests.commands.running import ROOT
+from tests.commands.test_presets import forecasts_told
 
 PRESETS = ROOT / "tpu_gpu_configs"
 NAMES = [str(path.relative_to(PRESETS).with_suffix("")) for path in sorted(PRESETS.glob("[gt]pu/*.yaml"))]
@@ -32,20 +34,23 @@ def run(request: pytest.FixtureRequest, target: Device) -> CompiledRun:
 
 
 @cache
-def _compiled(name: str, device: str) -> CompiledRun:
-    config = load_train_config(str(PRESETS / f"{name}.yaml"), _few_layers(name))
+def _compiled(name: str, device: str, *, in_full: bool = False) -> CompiledRun:
+    config = load_train_config(str(PRESETS / f"{name}.yaml"), {} if in_full else _few_layers(name))
     return compile_run(config, device, TrainingConsole(0, is_quiet=True))
 
 
 def _few_layers(name: str) -> dict[str, Any]:
     plain = yaml.safe_load((PRESETS / f"{name}.yaml").read_text())
-    layout = plain["pipeline"]
+    layout, section = plain["pipeline"], "image_text" if "vision" in plain else "data"
+    length, found = plain[section]["length"], dict[str, Any]()
+    if length == plain["model"]["hidden"]:  # the stream itself would look like scores
+        found[f"{section}.length"] = length * 3 // 4
     if "vision" in plain:
         encoders = layout["encoder_stages"]
-        return {"model.num_layers": layout["num_stages"] - encoders, "vision.num_layers": encoders}
-    chunks = layout["num_stages"] * layout.get("chunks_per_stage", 1)
-    # a null takes the preset's own cut away
-    return {"model.num_layers": chunks} | ({"pipeline.layers_per_chunk": None} if "layers_per_chunk" in layout else {})
+        return found | {"model.num_layers": layout["num_stages"] - encoders, "vision.num_layers": encoders}
+    if "layers_per_chunk" in layout:  # a null takes the preset's own cut away
+        found["pipeline.layers_per_chunk"] = None
+    return found | {"model.num_layers": layout["num_stages"] * layout.get("chunks_per_stage", 1)}
 
 
 def length_of(run: CompiledRun) -> int:
@@ -70,6 +75,22 @@ def test_attention_is_fused_and_no_array_grows_with_the_square_of_the_length(run
 def test_copies_are_few(run: CompiledRun) -> None:
     for each in of_microbatches(run):
         assert each.text.copied_bytes <= 0.05 * each.text.touched_bytes, f"{each.name} of chunk {each.chunk}"
+
+
+def test_memory_is_as_foreseen(run: CompiledRun) -> None:
+    """What a plan works out for every stage, without compiling, bounds what its programs need, and not by far."""
+    for stage, (foreseen, compiled) in enumerate(zip(run.foreseen(), run.compiled.forecast, strict=False)):
+        assert 1.0 <= foreseen.peak / compiled.peak <= 1.25, f"stage {stage}"
+
+
+@pytest.mark.parametrize("name", ["gpu/one_node_8"])
+def test_the_readme_tells_what_is_compiled(name: str, target: Device) -> None:
+    """The presets that compile quickly stand for all in its table."""
+    (told,) = (row for row in forecasts_told() if row[0] == name)
+    if device_of(told[1]) != target:
+        pytest.skip(f"{name} is for another accelerator than {target.name}")
+    peak = max(stage.peak for stage in _compiled(name, target.name, in_full=True).compiled.forecast)
+    assert peak == pytest.approx(parse_bytes(told[3], name), rel=0.02)
 
 
 def test_tokens_go_to_experts_and_back_by_all_to_all(run: CompiledRun) -> None:
