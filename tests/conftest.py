@@ -53,11 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Take one worker more than there are cores: tests that start processes wait a fifth of their time."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Take two workers more than there are cores: tests that start processes wait for them, and do not compute."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
-ONE_IN = {"test_explore_": 7, "test_groups_explore": 7, "test_reductions": 7}
+ONE_IN = {"test_explore_": 11, "test_groups_explore": 11, "test_reductions": 11}
 """By how the name of a module begins, how many sets of parameters there are for each that the fast tests take."""
 
 

@@ -45,7 +45,7 @@ def run(pipeline: Pipeline, sizes: list[str]) -> Any:
         return metrics.result()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("options", [{"hint": "f-priority", "window": 3}, {"hint": "bfw", "window": 2}], ids=str)
 @pytest.mark.parametrize("sizes", [["large"] * 12, ["small"] * 12, ["large", "small", "small"] * 4], ids=lambda s: s[1])
 def test_what_is_measured_never_exceeds_what_was_predicted(

@@ -80,6 +80,7 @@ def check(
     assert_same_training(results, params, *plain(config, packed=packed, num_steps=num_steps))
 
 
+@pytest.mark.slow
 def test_a_ring_beside_tensor_parallel_layers_in_packed_rows_with_a_split_backward() -> None:
     check(CONFIG, "ring", {"tensor": 2, "context": 2}, packed=True, hint="bfw")
 

@@ -132,7 +132,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return case_of(request.param)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("hint", ["bf", pytest.param("fb", marks=pytest.mark.slow), "bfw"])
 def test_hints(case: Case, hint: str) -> None:
     case.check(case.base.reordered(Ordering(hint=hint, window=3)))
@@ -228,6 +228,7 @@ def test_a_bidirectional_table_trains_what_is_not_frozen() -> None:
     assert_same_training(losses, params, *expected)
 
 
+@pytest.mark.one_in(3)
 def test_what_ran(case: Case) -> None:
     """Frozen chunks have no W, R and U; those before all that trains run F alone."""
     with case.base.reordered(Ordering(hint="bfw")) as pipeline:

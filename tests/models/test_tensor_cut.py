@@ -115,6 +115,7 @@ def test_an_encoder_whose_heads_do_not_divide_has_its_attention_whole() -> None:
         graph_partition(replace(config, vision=replace(SIGLIP, mlp_dim=21)), 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("vision", [INTERN, PACKED], ids=["intern", "packed"])
 def test_features_do_not_depend_on_the_cut(vision: VisionConfig) -> None:
     """Norms over the whole width of heads that are cut, too."""

@@ -29,6 +29,7 @@ def test_bytes_are_scaled_on_the_device(scale: PixelScale) -> None:
     np.testing.assert_allclose(scaled, normal(patches, scale), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("vision", [CLIP, PACKED], ids=["equal", "packed"])
 def test_an_encoder_reads_bytes_as_it_reads_floats(vision: Any) -> None:
     model, scale = small_model(vision), SCALES[1]

@@ -18,6 +18,7 @@ def run(*arguments: str, program: str = "probing", **variables: str) -> tuple[in
         return code, launcher.text, said
 
 
+@pytest.mark.slow
 def test_on_cpu_auto_takes_sockets_and_says_why() -> None:
     code, text, _ = run(*LARGE_ARRAYS, program="experiments.emulate")
     assert code == 0

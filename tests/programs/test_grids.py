@@ -72,6 +72,7 @@ def assert_replicas_equal(trainer: GridTrainer) -> None:
         np.testing.assert_array_equal(*tables)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("data", "tensor", "options"),
     [

@@ -9,7 +9,7 @@ from tests.programs.splitting.checks import check_split
 from tests.programs.splitting.zoo import ZOO
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", ZOO)
 def test_gradients_are_exact_in_float64(name: str) -> None:
     with jax.enable_x64(True):
