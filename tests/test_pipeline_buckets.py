@@ -69,7 +69,7 @@ def plainly() -> Callable[..., tuple[list[float], list[float], Any]]:
 FROZEN = {"encoders": ("image", "sound"), "all but one": ("image", "sound", "embedding", "layer", "head")}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     "options",
     [

@@ -75,6 +75,7 @@ def test_random_pipelines_shrinkable(random):
     check(random, most_stages=3, most_microbatches=4, most_chunks=2)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**64))
 @settings(max_examples=10)
 def test_large_random_pipelines(seed):

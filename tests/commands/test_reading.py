@@ -80,6 +80,7 @@ def read_one_by_one(params, batch, row):
     return lines_of(np.array(tokens[start:]), num_lines)
 
 
+@pytest.mark.slow
 def test_words_are_read_as_token_by_token_alone(params, batches):
     read = read_words(config(), params, batches)
     assert [word.written for word in read] == [word for batch in batches for words in batch.words for word in words]

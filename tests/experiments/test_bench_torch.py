@@ -121,6 +121,7 @@ def test_processes_are_numbered_answer_and_say_why_they_ended() -> None:
         assert members[0].answer().split()[-1] == "0.5"
 
 
+@pytest.mark.slow
 def test_our_ranks_run_the_order_whose_turn_it_is_on_the_given_durations(tmp_path: Path) -> None:
     given = ["--num-stages=2", "--num-microbatches=3", "--compare=1f1b:strict,bf", "--window=2"]
     ours = options_of_ours(make_parser().parse_args([*given, "--steps=9"]))

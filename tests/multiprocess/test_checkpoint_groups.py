@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from rrfp_jax.checkpoint import Checkpoints
 from tests.multiprocess.checkpoint_process import check, layout_of, start_ranks
 
 
+@pytest.mark.slow
 def test_two_processes_save_apart_and_together_and_restore_each_others(tmp_path: Path) -> None:
     commands = (
         "save apart 1  restore together 1  save together 2  save together 3  restore mixed 3  save mixed 4  "

@@ -44,6 +44,7 @@ def train_alone(folder: Path, **changes: Any) -> str:
     return result.stdout + result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_killed_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_told_to_stop_goes_on_in_another_layout_with_the_same_bits(is_killed_first: bool, tmp_path: Path) -> None:
     folder = tmp_path / "interrupted"

@@ -146,6 +146,7 @@ def test_a_storm_of_signals_changes_nothing_after_the_first(num_processes: int, 
     assert "Traceback" not in run.text
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("target", ["closed", "gone", "full"])
 def test_output_that_cannot_be_written_costs_the_output_only(target: str, tmp_path: Path) -> None:

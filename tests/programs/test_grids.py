@@ -125,6 +125,7 @@ def test_training_with_a_sharded_optimizer_equals_the_plain_loop(reference: Any,
     assert_same_training(trained_sharded.losses, trained_sharded.params, *reference)
 
 
+@pytest.mark.slow
 def test_every_device_holds_a_quarter_of_the_moments_and_half_of_the_parameters(sharded: GridTrainer) -> None:
     (own, *_), params = sharded.shared_states[0], sharded.held[0, 0].params["layers.0"]
     moments = next(each for each in own if isinstance(each, optax.ScaleByAdamState)).mu["layers.0"]

@@ -66,6 +66,7 @@ def half_split(params: list[Any]) -> Run:
     return run(params, "bfloat16", SPLIT, updates=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("graph", [GRAPH, SPLIT], ids=["fused", "split"])
 def test_tied_chunks(params: list[Any], exact: Any, graph: PipelineGraph) -> None:
     assert_close(run(params, "float32", graph).gradients, exact)

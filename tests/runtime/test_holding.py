@@ -56,6 +56,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("ending", "code", "last_line"),
     [("", 0, ""), ("sys.exit(3)", 3, ""), ("raise RuntimeError('my own')", 1, "RuntimeError: my own")],

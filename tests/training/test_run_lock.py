@@ -245,7 +245,7 @@ for attempt in range(5):
 """
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("links", ["links", "no links"])
 @pytest.mark.parametrize("kind", ["free", "dead"])
 def test_of_many_takers_at_once_one_succeeds(tmp_path: Path, kind: str, links: str) -> None:

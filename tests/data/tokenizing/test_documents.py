@@ -56,6 +56,7 @@ def read(path, *cuts, column="text"):
     return documents
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("zeros", [0, 1, 9, 512, 3 << 20])
 @pytest.mark.parametrize("members", [1, 3])
 def test_zeros_behind_a_gzip_file_are_no_damage(tmp_path, zeros, members):
