@@ -43,7 +43,9 @@ def _few_layers(name: str) -> dict[str, Any]:
     plain = yaml.safe_load((PRESETS / f"{name}.yaml").read_text())
     layout, section = plain["pipeline"], "image_text" if "vision" in plain else "data"
     length, found = plain[section]["length"], dict[str, Any]()
-    if length == plain["model"]["hidden"]:  # the stream itself would look like scores
+    model = plain["model"]
+    queries = model["num_heads"] * model.get("head_dim", model["hidden"] // model["num_heads"])
+    if length in (model["hidden"], queries // layout.get("tensor", 1)):  # the stream or queries would look like scores
         found[f"{section}.length"] = length * 3 // 4
     if "vision" in plain:
         encoders = layout["encoder_stages"]

@@ -31,5 +31,6 @@ def test_weight_gradients_are_added_as_the_products_make_them(middle: dict[str, 
     """No gradient is written and read again by a kernel of its own, nor joined with others of the same operand."""
     accumulators = 3 * 4 * (4 * 1536 * 1536 + 3 * 1536 * 4096)
     operands = 3 * 2 * 4096 * (4 * (1536 + 1536) + 3 * (1536 + 4096))  # input and gradient of every matrix
+    norms = 3 * 2 * 3 * 2 * 4096 * 1536  # each keeps its input alone: reads it twice, and writes its result again
     text = middle["weight_gradient"].text
-    assert text.touched_bytes < 1.1 * (2 * accumulators + operands)
+    assert text.touched_bytes < 1.01 * (2 * accumulators + operands + norms)
