@@ -58,7 +58,7 @@ def update_fault(optimizer: optax.GradientTransformation, params: Specs) -> Call
         unknown = [_Unknown(False)] * num_params
         updates = _run(update, [*unknown, *known, *unknown])[:num_params]
         sizes = [var.aval.size for var in open_jaxpr(update).outvars[:num_params]]
-        return _any(*(_flag(each) for each, size in zip(updates, sizes, strict=True) if size))
+        return any_flag(*(_flag(each) for each, size in zip(updates, sizes, strict=True) if size))
 
     return fault
 
@@ -95,11 +95,11 @@ def _equation(eqn: Any, inputs: list[Any]) -> Sequence[Any]:
 def _flag_of_result(name: str, inputs: list[Any]) -> Flag:
     flags = [_flag(each) for each in inputs]
     if name in _ANY:
-        return _any(*flags)
+        return any_flag(*flags)
     if name == "select_n":
         return _chosen(inputs[0], inputs[1:])
     if name == "div" and not isinstance(divisor := inputs[1], _Unknown):
-        return _any(flags[0], _all(jnp.isnan(divisor) | (divisor == 0)))
+        return any_flag(flags[0], _all(jnp.isnan(divisor) | (divisor == 0)))
     return flags[0] if name in _SAME or name == "div" else False
 
 
@@ -126,7 +126,8 @@ def _all(truths: Any) -> Flag:
     return jnp.all(truths) if jnp.ndim(truths) else truths
 
 
-def _any(*flags: Flag) -> Flag:
+def any_flag(*flags: Flag) -> Flag:
+    """Returns False if all flags are False, else a traced truth value that says whether any flag is true."""
     found = [flag for flag in flags if flag is not False]
     # Not by `jnp.any`: each call would cost a trace of its own, and every layer makes some.
     return functools.reduce(jax.lax.bitwise_or, found) if found else False

@@ -10,7 +10,6 @@ A shared layer is updated by a program of its own, which is the same for every c
 program XLA may round the same formula differently, and the copies would drift apart.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from rrfp_jax.programs.specs import Specs, accumulator_spec, pick, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs
 from rrfp_jax.programs.store import ProgramStore
-from rrfp_jax.programs.update_faults import scalars_of, update_fault
+from rrfp_jax.programs.update_faults import any_flag, scalars_of, update_fault
 from rrfp_jax.tasks import PipelineGraph
 
 
@@ -102,12 +101,11 @@ class _Updates:
         found: list[Any] = []
 
         def is_spoilt(scalars: Any) -> Any:
-            flags = [fault(own) for fault, own in zip(faults, scalars, strict=True)]
-            found.extend(flag for flag in flags if flag is not False)
-            return functools.reduce(jax.lax.bitwise_or, found) if found else False
+            found.append(any_flag(*(fault(own) for fault, own in zip(faults, scalars, strict=True))))
+            return found[0]
 
         traced = jax.make_jaxpr(is_spoilt)(scalars)
-        if not found:
+        if found[0] is False:
             return _unchanged, ()
 
         def signed(squared_norm: Any, scalars: Any) -> Any:

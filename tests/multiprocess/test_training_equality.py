@@ -35,7 +35,7 @@ ONE_OF_EACH = [
     Case(name="2 x 2 x 2", cut=(1, 1), num_stages=2, data=2, mesh={"fsdp": 2}, num_ranks=4),
 ]
 QUICK = ("tensor 2",)
-"""For the fast tests: others train in the layouts of "4 stages" and "data 2", with frozen layers."""
+"""Names of the cases that the fast tests train, beside those with frozen layers; the slow tests train all."""
 LONG = Case(
     name="long sums on 3",
     model=LONG_SUMS,
