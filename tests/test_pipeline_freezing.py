@@ -174,7 +174,8 @@ def test_replicas(name: str, shard_optimizer: bool) -> None:
     case.check(make_pipeline(case.chunks, placement=linear(4), optimizer=OPTIMIZER, hint="bfw", **options))
 
 
-@pytest.mark.parametrize("name", [pytest.param("encoder", marks=pytest.mark.slow), "in the middle"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["encoder", "in the middle"])
 def test_tensor_parallel_stages(name: str) -> None:
     case = case_of(name)
     options = {"tensor": 2, "clip_norm": 1.0, "progress_deadline_s": 60}

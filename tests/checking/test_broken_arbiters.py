@@ -87,7 +87,8 @@ def deadlocks(arbiter, graph, placement, **rules):
     return found
 
 
-@pytest.mark.parametrize("arbiter", [pytest.param(LooseArbiter, marks=pytest.mark.slow), CountingArbiter])
+@pytest.mark.slow
+@pytest.mark.parametrize("arbiter", [LooseArbiter, CountingArbiter])
 def test_the_papers_counter_deadlocks_under_general_hints_graphs_and_orders(arbiter):
     total = Counter()
     for name in ("chain", "two encoders"):

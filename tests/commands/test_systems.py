@@ -208,6 +208,7 @@ def test_a_schedule_of_ones_own_takes_part(levels, tmp_path: Path) -> None:
             assert steps[f"{own}:mine", mode, order] == steps["1f1b", mode, order]
 
 
+@pytest.mark.slow
 def test_what_is_written_and_printed(tmp_path: Path, capsys) -> None:
     folder = tmp_path / "study"
     assert main([*map(str, SMALL), "--stages", "2", "--processes", "1", "--output", str(folder)]) == 0

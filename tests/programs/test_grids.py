@@ -72,15 +72,15 @@ def assert_replicas_equal(trainer: GridTrainer) -> None:
         np.testing.assert_array_equal(*tables)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "tensor", "options"),
     [
         (1, 2, {"split": True}),
         (2, 1, {"ordered": True}),
-        pytest.param(2, 1, {"shard_optimizer": True}, marks=pytest.mark.slow),
-        pytest.param(2, 2, {"split": True, "shard_optimizer": True, "ordered": True}, marks=pytest.mark.slow),
-        pytest.param(2, 2, {"remat": "full"}, marks=pytest.mark.slow),
+        (2, 1, {"shard_optimizer": True}),
+        (2, 2, {"split": True, "shard_optimizer": True, "ordered": True}),
+        (2, 2, {"remat": "full"}),
     ],
 )
 def test_training_equals_the_plain_loop(reference: Any, data: int, tensor: int, options: Any) -> None:
