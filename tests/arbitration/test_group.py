@@ -28,9 +28,9 @@ from rrfp_jax.arbitration import (
     ready,
     strict,
 )
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY
 from rrfp_jax.tasks import Task, absences, chain, linear
 from rrfp_jax.timeline import IdleReason
+from tests.model_checker.catalogue import PIPELINE_ONLY
 
 ACTIVATION, GRADIENT = MessageKind.ACTIVATION, MessageKind.GRADIENT
 

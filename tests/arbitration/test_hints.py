@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from rrfp_jax.arbitration import HINTS, hint_by_name, ready, schedule_hint, strict
 from rrfp_jax.arbitration.plan import LANE, StepRules
 from rrfp_jax.arbitration.plan_builder import stage_plan
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY
 from rrfp_jax.tasks import Placement, Task, TaskKind, chain
+from tests.model_checker.catalogue import PIPELINE_ONLY
 
 NUM_CHUNKS, NUM_MICROBATCHES = 3, 4
 ONE_STAGE = Placement((0,) * NUM_CHUNKS)

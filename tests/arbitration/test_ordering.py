@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from rrfp_jax.arbitration import Ordering, StepRules
-from rrfp_jax.checking import CheckError, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, from_csv
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, chain, linear
 from tests.checking.guided import by_table
+from tests.model_checker import CheckError, explore
+from tests.model_checker.catalogue import PIPELINE_ONLY
 
 YOUNGER_FIRST = from_csv("0F1,0F0,0B1,0B0\n1F1,1B1,1F0,1B0\n", name="younger first")
 """Microbatch 1 goes ahead, backwards included; the second stage holds one activation."""

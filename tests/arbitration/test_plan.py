@@ -3,9 +3,9 @@
 import pytest
 
 from rrfp_jax.arbitration import Agreement, Message, MessageKind, StepRules, stage_plan
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, absences, chain, linear, looped
 from rrfp_jax.tree import CONTROL_DEGREE
+from tests.model_checker.catalogue import PIPELINE_ONLY
 
 FORK_JOIN = PipelineGraph(3, 2, (Edge(0, 2), Edge(1, 2)))
 

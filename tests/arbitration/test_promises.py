@@ -18,10 +18,10 @@ from rrfp_jax.arbitration import (
     ready,
     schedule_hint,
 )
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY
 from rrfp_jax.tasks import Task, chain, linear
 from rrfp_jax.timeline import IdleReason
 from tests.arbitration.test_foresight import B0, F0, GRADIENT, Clocked, knowing
+from tests.model_checker.catalogue import PIPELINE_ONLY
 
 ROW = "1F0 1F1 1B0 1B1"
 

@@ -5,10 +5,10 @@ import pytest
 from rrfp_jax.arbitration import Agreement, Message, MessageKind, Ordering, StepRules, stage_plan
 from rrfp_jax.arbitration.hints import BF, FB
 from rrfp_jax.arbitration.replicas import microbatches_per_replica, replicated_graph, replicated_placement, replication
-from rrfp_jax.checking import explore
-from rrfp_jax.checking.setting import Setting
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.tasks import Task, TaskKind, chain, linear, looped
+from tests.model_checker import explore
+from tests.model_checker.setting import Setting
 
 
 def test_each_replica_runs_its_own_microbatches() -> None:

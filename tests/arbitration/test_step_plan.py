@@ -23,8 +23,8 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.checking.catalogue import small_graphs
 from rrfp_jax.tasks import Absences, PipelineGraph, Placement, absences, chain, linear, looped
+from tests.model_checker.catalogue import small_graphs
 
 
 def described(plan: StagePlan) -> dict[str, tuple[list[str], list[str]]]:

@@ -21,8 +21,8 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.arbitration.reserve import Reserve
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY
 from rrfp_jax.tasks import Task, TaskKind, chain, linear
+from tests.model_checker.catalogue import PIPELINE_ONLY
 
 
 @given(data=st.data())

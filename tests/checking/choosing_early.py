@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from rrfp_jax.arbitration import HINTS
-from rrfp_jax.checking import Explorer, Setting, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs
 from rrfp_jax.tasks import chain, linear, looped
 from tests.checking.guided import guided, random_rows
+from tests.model_checker import Explorer, Setting, explore
+from tests.model_checker.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs
 
 NUMBERS = (10**15 + 37,)
 """Of the permutations that serve as tables."""

@@ -4,9 +4,9 @@ from itertools import accumulate
 from random import Random
 
 from rrfp_jax.arbitration import ForesightRules, schedule_hint
-from rrfp_jax.checking import Setting
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from tests.model_checker import Setting
+from tests.model_checker.catalogue import PIPELINE_ONLY
 
 Rows = tuple[tuple[Task, ...], ...]
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from rrfp_jax.arbitration import HINTS, ForesightRules, schedule_hint
-from rrfp_jax.checking import Setting
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY
-from rrfp_jax.checking.operations import Operations
 from rrfp_jax.tasks import Op
+from tests.model_checker import Setting
+from tests.model_checker.catalogue import PIPELINE_ONLY
+from tests.model_checker.operations import Operations
 
 TWO, ONE = ("d2h", "h2d"), ("copy", "copy")
 """The engines of an offload and of a reload."""

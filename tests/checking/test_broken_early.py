@@ -6,10 +6,10 @@ import pytest
 
 from rrfp_jax.arbitration import HINTS, DecideNow, Send, StageArbiter, StepRules
 from rrfp_jax.arbitration.story import RUNNING
-from rrfp_jax.checking import CheckError, Setting, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY
-from rrfp_jax.checking.random_walk import random_walk
 from rrfp_jax.tasks import chain, linear, looped
+from tests.model_checker import CheckError, Setting, explore
+from tests.model_checker.catalogue import PIPELINE_ONLY
+from tests.model_checker.random_walk import random_walk
 
 
 def setting(broken, *, graph=None, placement=None, window=2, hint="bf", rules=PIPELINE_ONLY):

@@ -5,8 +5,9 @@ from itertools import permutations
 import pytest
 
 from rrfp_jax.arbitration import HINTS, StepRules
-from rrfp_jax.checking import Setting
-from rrfp_jax.checking.catalogue import (
+from rrfp_jax.tasks import Task, chain, linear, looped
+from tests.model_checker import Setting
+from tests.model_checker.catalogue import (
     PIPELINE_ONLY,
     all_hints,
     all_windows,
@@ -15,7 +16,6 @@ from rrfp_jax.checking.catalogue import (
     small_settings,
     two_encoders,
 )
-from rrfp_jax.tasks import Task, chain, linear, looped
 
 
 def test_nth_permutation_numbers_all_permutations():

@@ -8,8 +8,6 @@ import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StepRules
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.checking import Explorer
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs, small_settings
 from rrfp_jax.tasks import absences, chain, linear, looped
 from tests.checking.choosing_early import (
     NUMBERS,
@@ -20,6 +18,8 @@ from tests.checking.choosing_early import (
 )
 from tests.checking.guided import guided, random_rows
 from tests.checking.test_reductions import check_same
+from tests.model_checker import Explorer
+from tests.model_checker.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs, small_settings
 
 GROUPS = [(2, 1), (1, 2)]
 

@@ -7,8 +7,6 @@ import pytest
 
 from rrfp_jax.arbitration import Agreement, GroupProtocol, StepRules, schedule_hint
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.checking import Explorer
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, nth_permutation, small_graphs, small_settings
 from rrfp_jax.tasks import absences, chain, linear, looped
 from tests.checking.choosing_early import (
     NUMBERS,
@@ -17,6 +15,8 @@ from tests.checking.choosing_early import (
     explore_strict_rows,
 )
 from tests.checking.test_reductions import check_same
+from tests.model_checker import Explorer
+from tests.model_checker.catalogue import PIPELINE_ONLY, nth_permutation, small_graphs, small_settings
 
 ORDERED_OR_NOT = pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
 GROUPS = [(2, 1), (1, 2)]

@@ -16,11 +16,11 @@ from rrfp_jax.arbitration import (
     StepRules,
 )
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.checking import CheckError, Explorer, Setting, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, evaluation_settings, optional_graphs, skipped, small_graphs
-from rrfp_jax.checking.random_walk import random_walk
 from rrfp_jax.tasks import absences, chain, linear, looped, opposite_chains, v_shaped
 from tests.checking.guided import guided, random_rows
+from tests.model_checker import CheckError, Explorer, Setting, explore
+from tests.model_checker.catalogue import PIPELINE_ONLY, evaluation_settings, optional_graphs, skipped, small_graphs
+from tests.model_checker.random_walk import random_walk
 
 TRAIN_EVALUATE_TRAIN = {"absences": ((),) * 3, "evaluates": frozenset({1})}
 LOSS = StepRules(agreement=Agreement.LOSS)

@@ -8,12 +8,12 @@ import pytest
 
 from rrfp_jax.arbitration import Agreement, GroupProtocol, StepRules, schedule_hint
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.checking import Explorer, Setting, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, nth_permutation, small_graphs
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
 from rrfp_jax.tasks import Task, absences, chain, linear, looped, v_shaped
 from tests.checking.guided import by_table, guided, random_rows
 from tests.checking.test_reductions import check_same
+from tests.model_checker import Explorer, Setting, explore
+from tests.model_checker.catalogue import PIPELINE_ONLY, nth_permutation, small_graphs
 
 SPLIT_OR_NOT = pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
 ORDERED_OR_NOT = pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])

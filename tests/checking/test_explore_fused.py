@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from rrfp_jax.arbitration import HINTS
-from rrfp_jax.checking import Explorer, Report, Setting, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, small_graphs, small_settings
 from rrfp_jax.tasks import PipelineGraph, Placement, chain, linear, looped, v_shaped
+from tests.model_checker import Explorer, Report, Setting, explore
+from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs, small_settings
 
 PERMUTATIONS = (12345678901234567, 98765432109876543210)
 SIZES = list(product((1, 2, 3), (1, 2)))

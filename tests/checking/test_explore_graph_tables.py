@@ -6,11 +6,11 @@ from itertools import product
 import pytest
 
 from rrfp_jax.arbitration import Agreement, StepRules
-from rrfp_jax.checking import explore
-from rrfp_jax.checking.catalogue import optional_graphs, skipped
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.tasks import Placement, linear
 from tests.checking.guided import by_table
+from tests.model_checker import explore
+from tests.model_checker.catalogue import optional_graphs, skipped
 
 WITH_UPDATES = StepRules(agreement=Agreement.LOSS)
 

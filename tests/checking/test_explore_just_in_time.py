@@ -8,8 +8,6 @@ import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StageArbiter, StepRules
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.checking import CheckError, Explorer, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, small_graphs, small_settings
 from rrfp_jax.tasks import absences, chain, linear, looped
 from tests.checking.choosing_early import (
     NUMBERS,
@@ -19,6 +17,8 @@ from tests.checking.choosing_early import (
     explore_strict_rows,
 )
 from tests.checking.test_reductions import check_same
+from tests.model_checker import CheckError, Explorer, explore
+from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs, small_settings
 
 SMALL = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (3, 1, 2)]
 LARGER = [(2, 2, 1), (2, 1, 3), (2, 2, 2), (4, 1, 2)]

@@ -8,14 +8,14 @@ import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, StepRules
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.checking import Explorer, Setting, explore
-from rrfp_jax.checking.operations import Operations
 from rrfp_jax.operations import offload as moving
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names, with_operations
 from rrfp_jax.tasks import Edge, Op, PipelineGraph, Task, TaskKind, absences, chain, linear, looped, v_shaped
 from tests.checking.guided import random_rows
 from tests.checking.operated import ONE, TWO, by_hint, by_row, offload, recompute, strictly, with_ops
 from tests.checking.test_reductions import check_same
+from tests.model_checker import Explorer, Setting, explore
+from tests.model_checker.operations import Operations
 
 LANES = pytest.mark.parametrize("lanes", [TWO, ONE], ids=["two engines", "one engine"])
 SPLIT_OR_NOT = pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])

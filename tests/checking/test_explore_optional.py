@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, StepRules
-from rrfp_jax.checking import Explorer, Setting, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, optional_graphs, skipped
-from rrfp_jax.checking.random_walk import random_walk
 from rrfp_jax.tasks import PipelineGraph, Placement, TaskKind, linear
 from tests.checking.guided import guided, random_rows
+from tests.model_checker import Explorer, Setting, explore
+from tests.model_checker.catalogue import PIPELINE_ONLY, optional_graphs, skipped
+from tests.model_checker.random_walk import random_walk
 
 NAMES = list(optional_graphs(1))
 HINT_NAMES = ("bf", "f-priority", "b-priority")

@@ -9,13 +9,13 @@ import pytest
 
 from rrfp_jax.arbitration import Agreement, StepRules
 from rrfp_jax.arbitration.promises import Promises
-from rrfp_jax.checking import CheckError, explore
-from rrfp_jax.checking.catalogue import small_graphs
-from rrfp_jax.checking.random_walk import random_walk
 from rrfp_jax.tasks import absences, chain, linear, looped
 from tests.checking.guided import guided, random_rows
 from tests.checking.test_random_foresight import random_setting
 from tests.checking.test_reductions import check_same
+from tests.model_checker import CheckError, explore
+from tests.model_checker.catalogue import small_graphs
+from tests.model_checker.random_walk import random_walk
 
 EARLY = [{}, {"certain_ahead": True}, {"decides_early": True}, {"certain_ahead": True, "decides_early": True}]
 """When stages choose what follows a task."""

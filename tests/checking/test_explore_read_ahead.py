@@ -9,12 +9,12 @@ import pytest
 from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, GroupProtocol, StageArbiter, StepRules
 from rrfp_jax.arbitration.read_ahead import ReadAhead, turns_of_table
 from rrfp_jax.arbitration.reserve import Reserve, peak, turns
-from rrfp_jax.checking import CheckError, Explorer, Setting, explore, replay
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, ahead_settings, small_graphs
-from rrfp_jax.checking.random_walk import random_walk
 from rrfp_jax.schedules.validation import execution_order
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, TaskKind, linear, looped
 from tests.checking.guided import guided, random_rows
+from tests.model_checker import CheckError, Explorer, Setting, explore, replay
+from tests.model_checker.catalogue import PIPELINE_ONLY, ahead_settings, small_graphs
+from tests.model_checker.random_walk import random_walk
 
 DEEP = PipelineGraph(3, 3, (Edge(0, 1, False), Edge(0, 2, False), Edge(1, 2)))
 """An encoder that two chunks of the decoder read."""

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
-from rrfp_jax.checking import Explorer
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, small_graphs, small_settings
 from rrfp_jax.tasks import looped
+from tests.model_checker import Explorer
+from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs, small_settings
 
 PERMUTATIONS = (31415926535897932384,)
 

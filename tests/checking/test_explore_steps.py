@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, StepRules
-from rrfp_jax.checking import Explorer, Setting
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, all_hints, all_windows, small_graphs, small_settings
 from rrfp_jax.tasks import Edge, PipelineGraph, absences, chain, linear, looped, opposite_chains, v_shaped
+from tests.model_checker import Explorer, Setting
+from tests.model_checker.catalogue import PIPELINE_ONLY, all_hints, all_windows, small_graphs, small_settings
 
 SHARED = {
     "no sharing": (),

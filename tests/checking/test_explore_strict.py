@@ -2,9 +2,9 @@
 
 import pytest
 
-from rrfp_jax.checking import CheckError, Explorer, Setting, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs
 from rrfp_jax.tasks import BUILT_IN_KINDS, Task, TaskKind, chain, linear, looped, v_shaped
+from tests.model_checker import CheckError, Explorer, Setting, explore
+from tests.model_checker.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs
 
 
 def sequential_rows(graph, placement):

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StepRules, group_arbiter
-from rrfp_jax.checking import CheckError, Explorer, Setting, explore
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, all_hints, fitting_tables, small_graphs
 from rrfp_jax.tasks import absences, chain, linear, looped
+from tests.model_checker import CheckError, Explorer, Setting, explore
+from tests.model_checker.catalogue import PIPELINE_ONLY, all_hints, fitting_tables, small_graphs
 
 LEADER, PROPOSE, OFF = GroupProtocol
 NUMBERS = (7**30,)

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from rrfp_jax.arbitration import Announce, ClockTick, ForesightRules, GroupProtocol, StepRules, WakeAt
 from rrfp_jax.arbitration.plan import Agreement
-from rrfp_jax.checking import CheckError, replay
-from rrfp_jax.checking.random_walk import random_walk
 from rrfp_jax.tasks import chain, looped
 from tests.checking.guided import guided, random_rows
 from tests.checking.test_broken_early import walk_often
 from tests.checking.test_broken_foresight import BROKEN, LINEAR, Broken, EndsHoldsByAnyTick, HoldsOnAndOn
 from tests.checking.test_random_walk import random_absences, random_graph, random_placement
+from tests.model_checker import CheckError, replay
+from tests.model_checker.random_walk import random_walk
 
 
 def random_rules(random):

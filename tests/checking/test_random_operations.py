@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from rrfp_jax.arbitration import HINTS, ForesightRules, StepRules
 from rrfp_jax.arbitration.plan import Agreement
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.checking.operations import Operations
-from rrfp_jax.checking.random_walk import random_walk
 from rrfp_jax.tasks import Op
 from tests.checking.guided import random_rows
 from tests.checking.operated import by_hint, by_row, peak, strictly
 from tests.checking.test_random_walk import random_absences, random_graph, random_placement
+from tests.model_checker.operations import Operations
+from tests.model_checker.random_walk import random_walk
 
 LANES = ("compute", "d2h", "h2d", "d2h", "h2d", "net")
 PARTS = (0.25, 0.5, 0.5, 1.0)

@@ -3,9 +3,9 @@
 import pytest
 
 from rrfp_jax.arbitration import HINTS, Agreement, StepRules, schedule_hint
-from rrfp_jax.checking import Explorer, Setting
-from rrfp_jax.checking.catalogue import PIPELINE_ONLY, all_hints, nth_permutation, small_graphs
 from rrfp_jax.tasks import absences, chain, linear, looped
+from tests.model_checker import Explorer, Setting
+from tests.model_checker.catalogue import PIPELINE_ONLY, all_hints, nth_permutation, small_graphs
 
 RULES = [
     PIPELINE_ONLY,

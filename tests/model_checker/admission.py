@@ -5,11 +5,11 @@ It looks at the account alone and knows nothing of how the arbiter keeps count.
 
 from collections.abc import Iterator
 
-from rrfp_jax.checking.account import Account, places_of
-from rrfp_jax.checking.contract import Contract
-from rrfp_jax.checking.guidance import Guidance
-from rrfp_jax.checking.setting import Setting
 from rrfp_jax.tasks import Task, TaskKind
+from tests.model_checker.account import Account, places_of
+from tests.model_checker.contract import Contract
+from tests.model_checker.guidance import Guidance
+from tests.model_checker.setting import Setting
 
 
 class Admission:

@@ -1,10 +1,10 @@
 """What a correct stage does in one step, derived from the graph alone and not from the arbiter's plan.
 
-Tasks and packets (:mod:`rrfp_jax.checking.packets`) are bits, so that a stage's history is a few integers.
+Tasks and packets (:mod:`tests.model_checker.packets`) are bits, so that a stage's history is a few integers.
 ``Contract.needs`` says what must have finished on the stage, and what must have reached it, before a task may start;
 ``Contract.sends`` says the same of every message that the stage must send, once.
 
-What operations add to this is in :mod:`rrfp_jax.checking.operations`.
+What operations add to this is in :mod:`tests.model_checker.operations`.
 
 Where a stage spans several processes, each is a place with this contract of its own. A message goes to every member of
 the receiving group: to member j of k from member j * n // k of the n members of the sending one.
@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import Agreement, InputArrived, InputPromised, Message, MessageKind
-from rrfp_jax.checking.operations import Operations
-from rrfp_jax.checking.packets import Packets
-from rrfp_jax.checking.setting import Setting
 from rrfp_jax.tasks import COMPUTE, Task, TaskKind
+from tests.model_checker.operations import Operations
+from tests.model_checker.packets import Packets
+from tests.model_checker.setting import Setting
 
 
 class Needs(NamedTuple):

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import RunTask
-from rrfp_jax.checking.contract import Needs
+from tests.model_checker.contract import Needs
 
 
 class Account(NamedTuple):

@@ -14,7 +14,7 @@ from typing import TypeVar
 from rrfp_jax.arbitration import Estimates, Foresight, ForesightRules, Message
 from rrfp_jax.arbitration.hints import Heads
 from rrfp_jax.arbitration.outlook import Outlook
-from rrfp_jax.checking.packets import Choice
+from tests.model_checker.packets import Choice
 
 EVENTS_S, TICK_S = 0.0, 1.0
 """The time of all events but the ticks that were asked for, and the time of those."""
@@ -84,7 +84,7 @@ class FreeForesight(Foresight):
     def finish(self, position: int, time_s: float) -> None:
         pass
 
-    def expected_end_s(self, position: int) -> float:  # noqa: ARG002
+    def expected_end_s(self, position: int) -> float:
         return EVENTS_S
 
     def key(self, *, is_active: bool) -> Hashable:
@@ -95,11 +95,11 @@ class FreeForesight(Foresight):
 
     def choose(
         self,
-        best: int,  # noqa: ARG002
+        best: int,
         heads: Heads,
-        missing: Sequence[int],  # noqa: ARG002
+        missing: Sequence[int],
         now_s: float,
-        free_s: float,  # noqa: ARG002
+        free_s: float,
     ) -> int | None:
         task_at = self.outlook.task_at
         tasks = {task_at[position]: position for position in sorted(head for head in heads if head is not None)}

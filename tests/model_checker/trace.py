@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator
 
 from rrfp_jax.arbitration import IllegalTransition, Instruction, StageArbiter
 from rrfp_jax.arbitration.story import of_event, of_instruction
-from rrfp_jax.checking.free_choice import FreeChoice
-from rrfp_jax.checking.packets import Stimulus
-from rrfp_jax.checking.setting import Setting
+from tests.model_checker.free_choice import FreeChoice
+from tests.model_checker.packets import Stimulus
+from tests.model_checker.setting import Setting
 
 Trace = tuple[Stimulus, ...]
 

@@ -20,7 +20,7 @@ contract:
   what is absent, never to wait; engines never wait, not under strict consumption either). A member of a group may idle
   so, since the others may not be ready;
 * a member of a group gives another one the same note twice, or gives one to nobody;
-* what :mod:`rrfp_jax.checking.guidance` demands of memory, announcements and holds is not so. A leader may hold for
+* what :mod:`tests.model_checker.guidance` demands of memory, announcements and holds is not so. A leader may hold for
   what has arrived on itself and not on the others.
 """
 
@@ -47,14 +47,14 @@ from rrfp_jax.arbitration import (
     TellGroup,
     WakeAt,
 )
-from rrfp_jax.checking.account import Account, places_of
-from rrfp_jax.checking.admission import Admission
-from rrfp_jax.checking.contract import Contract, Wiring
-from rrfp_jax.checking.guidance import Guidance
-from rrfp_jax.checking.packets import Joined
-from rrfp_jax.checking.setting import Setting
-from rrfp_jax.checking.trace import Violation
 from rrfp_jax.tasks import Task
+from tests.model_checker.account import Account, places_of
+from tests.model_checker.admission import Admission
+from tests.model_checker.contract import Contract, Wiring
+from tests.model_checker.guidance import Guidance
+from tests.model_checker.packets import Joined
+from tests.model_checker.setting import Setting
+from tests.model_checker.trace import Violation
 
 
 class StageJudge:

@@ -14,7 +14,7 @@ and not yet received. Every event makes progress and there are finitely many (of
 all runs.
 
 Proved for a setting, if :func:`explore` returns: no run gets stuck before every stage has ended every step; and what
-:mod:`rrfp_jax.checking.judge` watches holds throughout (each task once, dependencies, accumulation order, window,
+:mod:`tests.model_checker.judge` watches holds throughout (each task once, dependencies, accumulation order, window,
 messages sent once and complete, strict rows, no idling with work at hand, footprint, announcements, holds), as do the
 arbiter's own invariants; and all members of a group launch the same sequence of tasks. Where a group's tasks are
 collectives (``Setting.collective``), a task ends on no member before all have started it.
@@ -24,7 +24,7 @@ Why free choice covers foresight
 What foresight decides depends on times, averages and announcements, none of which are explored. But it is asked only
 where the row's next entry lacks nothing but inputs, and wherever it is asked it has the best task run, has another
 candidate run, or holds. So real foresight is replaced by one that is told what to choose
-(:mod:`rrfp_jax.checking.free_choice`), and every event is followed with each way to choose; each run under real
+(:mod:`tests.model_checker.free_choice`), and every event is followed with each way to choose; each run under real
 foresight, whatever it has learnt and been told, is one of these as far as tasks, messages and steps go. An announcement
 can do no more than make it choose again while the stage holds, and so can a tick. Hence the only one that is a move is
 the tick that was asked for, after which a stage must run something: it may come at any moment. Early and vain ticks and
@@ -35,7 +35,7 @@ Why the reductions lose nothing
 -------------------------------
 *States once.* An arbiter is deterministic but for its choices and equal keys mean equal futures, so a place's states
 are numbered by key and judge's account, each transition between them is made once by a real arbiter
-(:mod:`rrfp_jax.checking.automaton`), and a global state is a tuple of numbers. Settings that differ in one stage's
+(:mod:`tests.model_checker.automaton`), and a global state is a tuple of numbers. Settings that differ in one stage's
 window share the other places' automata.
 
 *Silent deliveries wait.* A delivery is silent if the arbiter answers with no instruction, as one to a busy stage that
@@ -70,13 +70,13 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from rrfp_jax.checking.automaton import Fault, PlaceAutomaton
-from rrfp_jax.checking.contract import Wiring, wiring
-from rrfp_jax.checking.free_choice import FreeChoice
-from rrfp_jax.checking.judge import diverging, stuck
-from rrfp_jax.checking.packets import Stimulus
-from rrfp_jax.checking.setting import Setting
-from rrfp_jax.checking.trace import CheckError
+from tests.model_checker.automaton import Fault, PlaceAutomaton
+from tests.model_checker.contract import Wiring, wiring
+from tests.model_checker.free_choice import FreeChoice
+from tests.model_checker.judge import diverging, stuck
+from tests.model_checker.packets import Stimulus
+from tests.model_checker.setting import Setting
+from tests.model_checker.trace import CheckError
 
 State = tuple[int, ...]
 

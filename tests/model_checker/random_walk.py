@@ -36,13 +36,13 @@ from rrfp_jax.arbitration import (
     TellGroup,
     WakeAt,
 )
-from rrfp_jax.checking.account import Account
-from rrfp_jax.checking.contract import wiring
-from rrfp_jax.checking.judge import StageJudge, diverging, stuck
-from rrfp_jax.checking.packets import Stimulus
-from rrfp_jax.checking.setting import Setting
-from rrfp_jax.checking.trace import CheckError, Violation
 from rrfp_jax.tasks import COMPUTE, Task, TaskKind
+from tests.model_checker.account import Account
+from tests.model_checker.contract import wiring
+from tests.model_checker.judge import StageJudge, diverging, stuck
+from tests.model_checker.packets import Stimulus
+from tests.model_checker.setting import Setting
+from tests.model_checker.trace import CheckError, Violation
 
 Draw = Callable[[int], int]
 """``draw(n)`` gives a number from 0 to n - 1."""

@@ -2,8 +2,8 @@
 
 A state is the arbiter's own key together with the judge's account, so two states are one only if both agree. Every
 transition is made by a real arbiter on a copy, judged, and its new state validated. Where the arbiter may choose
-(:mod:`rrfp_jax.checking.free_choice`), one event has an outcome for each choice. ``moves`` gives what a place can
-visibly do next; which deliveries it may leave out is explained in :mod:`rrfp_jax.checking.explore`.
+(:mod:`tests.model_checker.free_choice`), one event has an outcome for each choice. ``moves`` gives what a place can
+visibly do next; which deliveries it may leave out is explained in :mod:`tests.model_checker.explore`.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -20,14 +20,14 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     WakeAt,
 )
-from rrfp_jax.checking.account import Account
-from rrfp_jax.checking.contract import Wiring
-from rrfp_jax.checking.free_choice import TICK_S, Choices, FreeChoice, Script
-from rrfp_jax.checking.judge import StageJudge
-from rrfp_jax.checking.packets import Stimulus
-from rrfp_jax.checking.setting import Setting
-from rrfp_jax.checking.trace import Violation
 from rrfp_jax.tasks import Task
+from tests.model_checker.account import Account
+from tests.model_checker.contract import Wiring
+from tests.model_checker.free_choice import TICK_S, Choices, FreeChoice, Script
+from tests.model_checker.judge import StageJudge
+from tests.model_checker.packets import Stimulus
+from tests.model_checker.setting import Setting
+from tests.model_checker.trace import Violation
 
 T = TypeVar("T")
 Happening = TaskFinished | DecideNow | ClockTick

@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from rrfp_jax.arbitration import Announce, Instruction, Message, MessageKind
-from rrfp_jax.checking.account import Account, places_of
-from rrfp_jax.checking.contract import Contract
-from rrfp_jax.checking.operations import Operations
-from rrfp_jax.checking.setting import Setting
 from rrfp_jax.tasks import COMPUTE, Task, TaskKind
+from tests.model_checker.account import Account, places_of
+from tests.model_checker.contract import Contract
+from tests.model_checker.operations import Operations
+from tests.model_checker.setting import Setting
 
 ANNOUNCED = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 

@@ -15,9 +15,9 @@ from math import factorial
 from typing import TypeVar
 
 from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, Hint, StepRules, ready, schedule_hint, stage_plan
-from rrfp_jax.checking.setting import Policy, Setting
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
 from rrfp_jax.tasks import Absences, Edge, PipelineGraph, Placement, absences, chain
+from tests.model_checker.setting import Policy, Setting
 
 T = TypeVar("T")
 

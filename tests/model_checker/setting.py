@@ -26,8 +26,8 @@ from rrfp_jax.arbitration import (
     ready,
     strict,
 )
-from rrfp_jax.checking.operations import Operations
 from rrfp_jax.tasks import Absences, Edge, PipelineGraph, Placement, Task, absences
+from tests.model_checker.operations import Operations
 
 Policy = Hint | tuple[Task, ...]
 """How a stage picks its tasks: a hint, consumed by readiness, or a row of tasks, consumed strictly."""
@@ -66,7 +66,7 @@ class Setting:
     """Whether what is announced is promised, and devices, which keep to their order, wait for inputs by themselves."""
     footprints: tuple[int, ...] = ()
     """Per stage how many activations it may hold, in place of the windows; empty: these count. Where operations move
-    parts of one, in units (:attr:`rrfp_jax.checking.operations.Operations.unit`)."""
+    parts of one, in units (:attr:`tests.model_checker.operations.Operations.unit`)."""
     capacities: tuple[int, ...] = ()
     """Per stage what the microbatches that it holds may weigh; empty: they are counted."""
     weights: tuple[tuple[int, ...], ...] = ()
