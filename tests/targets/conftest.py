@@ -9,6 +9,7 @@ import pytest
 
 from rrfp_jax.planning.devices import Device, device_of
 from rrfp_jax.programs.target import devices_for
+from rrfp_jax.runtime.start_jax import use_virtual_devices
 
 TARGET = "RRFP_TARGET"
 
@@ -19,5 +20,6 @@ def target() -> Device:
     name = os.environ.get(TARGET)
     if name is None:
         pytest.skip("no accelerator is named to compile for: run make test-targets")
+    use_virtual_devices(1)  # as a run that is only compiled does; JAX takes the number before its first array only
     devices_for(name, 1)  # says which package is missing
     return device_of(name)
