@@ -44,7 +44,9 @@ class ChunkBytes:
     outputs: int
     """Per microbatch: the larger of the output and the input gradients."""
     temporaries: int
-    """Of the largest program while it runs."""
+    """Memory that the largest program of a microbatch needs while it runs."""
+    step_temporaries: int = 0
+    """Memory that the largest program of a whole step (R, U) needs while it runs."""
     moves: int = 0
     """Per microbatch, of the stash: what an operation can bring elsewhere."""
     stays: int = 0
@@ -105,16 +107,24 @@ class StageForecast:
     """Bytes that all microbatches in flight take at most, where these are bounded instead of their number."""
     less_than_waiting: int = 0
     """How much more a microbatch in flight may take while it waits in the inbox of some chunk of the stage."""
+    step_temporaries: int = 0
+    """Memory that R or U need while they run, on a stage of one chunk, where no microbatch is in flight meanwhile."""
     host_peak: int = 0
     """Bytes of what operations put into host memory."""
 
     @property
     def peak(self) -> int:
+        """Bytes at the fullest moment, between microbatches or at the end of a step."""
         if self.in_row is not None:
-            return self.fixed + self.in_row + self.temporaries
+            return max(self.fixed + self.in_row + self.temporaries, self._step_end)
         if self.footprint is not None:
-            return self.fixed + self.in_footprint + self.temporaries
+            return max(self.fixed + self.in_footprint + self.temporaries, self._step_end)
         return self._peak(self.window)
+
+    @property
+    def _step_end(self) -> int:
+        # The stage before may have begun the next step: its outputs wait here while R and U run.
+        return self.fixed + self.reached * self.per_waiting + self.step_temporaries
 
     @property
     def held(self) -> str:
@@ -130,7 +140,7 @@ class StageForecast:
         if self.capacity is not None and window == self.window:  # small ones may take what is left beside large ones
             in_flight = min(self.capacity, self.reached * self.per_microbatch)
         in_inbox = waiting * self.per_waiting + window * self.less_than_waiting
-        return self.fixed + in_flight + in_inbox + self.temporaries
+        return max(self.fixed + in_flight + in_inbox + self.temporaries, self._step_end)
 
     def largest_window(self, limit: int) -> int:
         """The most microbatches in flight, up to the present window, that fit into ``limit`` bytes; 0 if none does."""
@@ -164,13 +174,18 @@ def forecast_stage(
     if footprint is not None:
         in_footprint = _in_footprint(chunks, footprint, num_microbatches, paths)
         in_footprint += _beside_footprint(chunks, footprint, num_microbatches, reaches, moved)
+    temporaries = max(chunk.temporaries + chunk.outputs for chunk in chunks)
+    step_temporaries = max(chunk.step_temporaries for chunk in chunks)
+    if len(chunks) > 1:  # another chunk may have microbatches in flight while one reduces and updates
+        temporaries, step_temporaries = max(temporaries, step_temporaries), 0
     return StageForecast(
         window=min(window, reached),
         reached=reached,
         fixed=sum(chunk.fixed for chunk in chunks),
         per_microbatch=sum(chunk.per_microbatch for chunk in chunks),
         per_waiting=sum(chunk.inputs for chunk in chunks),
-        temporaries=max(chunk.temporaries + chunk.outputs for chunk in chunks),
+        temporaries=temporaries,
+        step_temporaries=step_temporaries,
         footprint=footprint,
         in_footprint=in_footprint,
         in_row=in_row,

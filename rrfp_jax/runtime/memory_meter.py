@@ -28,6 +28,8 @@ _PROGRAM_OF_KIND = {
     TaskKind.U: "update ",
 }
 """How the names of the programs of each kind of task begin."""
+_OF_A_STEP = ("prepare", _PROGRAM_OF_KIND[TaskKind.R], _PROGRAM_OF_KIND[TaskKind.U])
+"""How the names of programs begin that run once in a step, when no microbatch of their chunk is in flight."""
 
 
 def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
@@ -40,6 +42,7 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         sizes.zeros_bytes,
         sizes.leaves_ahead_bytes,
     )
+    by_program = sizes.temporaries.items()
     return ChunkBytes(
         fixed=sum(once),
         stash=sizes.stash_bytes + sizes.kept_bytes,
@@ -47,7 +50,8 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         inputs=sizes.inputs_bytes,
         output_grads=sizes.output_grads_bytes,
         outputs=max(sizes.outputs_bytes, sizes.input_grads_bytes),
-        temporaries=max(sizes.temporaries.values(), default=0),
+        temporaries=max((size for name, size in by_program if not name.startswith(_OF_A_STEP)), default=0),
+        step_temporaries=max((size for name, size in by_program if name.startswith(_OF_A_STEP)), default=0),
         moves=sizes.stash_bytes + sizes.kept_inputs_bytes,
         stays=sizes.kept_others_bytes,
     )

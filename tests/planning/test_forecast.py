@@ -28,6 +28,16 @@ def test_a_stage_adds_up_what_it_holds_always_per_microbatch_and_at_once() -> No
     assert forecast.peak == 2000 + 3 * 320 + 100 + 60
 
 
+def test_an_update_of_the_only_chunk_runs_when_no_microbatch_is_in_flight() -> None:
+    updated = replace(CHUNK, step_temporaries=500)
+    assert forecast_stage([updated], 3, 8).peak == forecast_stage([CHUNK], 3, 8).peak == 1000 + 3 * 160 + 50 + 60
+    assert forecast_stage([updated], 1, 8).peak == 1000 + 8 * 10 + 500, "eight inputs of the next step may wait"
+    assert forecast_stage([updated], 3, 8).largest_window(1000 + 8 * 10 + 499) == 0
+    assert forecast_stage([updated], 8, 8, footprint=2).peak == 1000 + 8 * 10 + 500
+    assert forecast_stage([updated], 8, 8, in_row=100).peak == 1000 + 8 * 10 + 500
+    assert forecast_stage([updated, CHUNK], 1, 8).temporaries == 500, "the other chunk may hold microbatches"
+
+
 def test_a_window_beyond_the_microbatches_costs_nothing_more() -> None:
     assert forecast_stage([CHUNK], 32, 4) == forecast_stage([CHUNK], 4, 4)
 
