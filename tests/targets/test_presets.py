@@ -22,8 +22,8 @@ PRESETS = ROOT / "tpu_gpu_configs"
 NAMES = [str(path.relative_to(PRESETS).with_suffix("")) for path in sorted(PRESETS.glob("[gt]pu/*.yaml"))]
 _OF_KIND = {CUDA: "gpu/", "tpu": "tpu/"}
 _LAYERS = {"gpu/llama3_70b_128": 3}
-"""Layers of a chunk where one is too few: a plan counts the embedding's output, which this preset's programs make again,
-as kept, and beside a single layer that is more than the quarter by which a forecast may be too high."""
+"""Layers of a chunk where one is too few: a plan counts the embedding's output, which this preset's programs make
+again, as kept, and beside a single layer that is more than the quarter by which a forecast may be too high."""
 _OF_MICROBATCHES = ("forward", "backward", "input_gradient", "weight_gradient")
 
 
