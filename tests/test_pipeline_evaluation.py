@@ -155,12 +155,6 @@ def test_several_chunks_on_a_stage_in_bfloat16() -> None:
     assert_no_trace(chunks, placement=looped(2, 2))
 
 
-@pytest.mark.slow
-def test_an_adaptive_table_is_planned_from_training_alone() -> None:
-    options = {"schedule": table("zb-h1"), "adaptive": True}
-    assert_no_trace(make_chunks(2), num_steps=8, placement=linear(2), **options)
-
-
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[Pipeline]:
     with make_pipeline(make_chunks(2), placement=linear(2), optimizer=OPTIMIZER) as pipeline:

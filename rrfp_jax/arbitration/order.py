@@ -42,8 +42,6 @@ class Order:
     read_ahead: tuple[tuple[int, int], ...] = ()
     """(chunk, microbatches) for each chunk that runs F only for others: how many of its outputs may not have been taken
     by all of them. None under strict consumption."""
-    adaptive: bool = False
-    """Whether the table may be planned anew between steps."""
 
     @property
     def bounds(self) -> tuple[str, ...]:

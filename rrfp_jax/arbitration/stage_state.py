@@ -194,13 +194,6 @@ class StageState:
         twin._begin(twin._full)
         return twin
 
-    def succeeding(self, former: "StageState") -> Self:
-        """This one, fresh, in the place of another that is between steps: it knows what the other has ended, has learnt
-        and has been sent early."""
-        twin = self.fresh(former.step, former.estimates())
-        twin._early, twin._promises = former._early.copy(), former._promises.copy()
-        return twin
-
     def estimates(self) -> Estimates | None:
         """What the stage has learnt for its foresight so far; None if it has none."""
         foresight = self._foresight or self._resting

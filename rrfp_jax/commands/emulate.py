@@ -25,7 +25,7 @@ from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import add_ordering_arguments, given_order, parse_ordering, refuse_adaptive
+from rrfp_jax.commands.common.ordering import add_ordering_arguments, given_order, parse_ordering
 from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.studies.durations import GivenDurations, Profile, load_durations, parse_durations_ms
@@ -252,7 +252,6 @@ def _dispatch(arguments: argparse.Namespace) -> Dispatch:
 
 def _resolve(arguments: argparse.Namespace, workload: Planned | None) -> Order:
     ordering = parse_ordering(**given_order(arguments))
-    refuse_adaptive(ordering, "emulate")
     check_fits_graph([ordering], has_graph=has_graph(arguments), chunks_per_stage=arguments.chunks_per_stage)
     num_microbatches = microbatches_per_replica(arguments.num_microbatches, max(arguments.data, 1))
     if workload is None:

@@ -37,14 +37,12 @@ from rrfp_jax.commands.studies.durations import (
     load_trace,
     parse_durations_ms,
 )
-from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.commands.studies.graphs import ModelGraph, check_fits_graph, parse_graph, requested_graph
 from rrfp_jax.commands.studies.machine import arbiters_of, dispatch, make_machine
 from rrfp_jax.commands.studies.noise import check_noise, make_costs
 from rrfp_jax.commands.studies.simulate_options import parse_entries, parse_memory_weights, simulate_parser
 from rrfp_jax.commands.studies.simulate_report import show_comparison, show_names, show_run
 from rrfp_jax.commands.studies.workload_options import Planned, has_graph, plan_workload
-from rrfp_jax.planning.replanning import simulate_adapting
 from rrfp_jax.simulation import (
     Costs,
     Machine,
@@ -196,8 +194,6 @@ def prepare(setting: Setting, ordering: Ordering) -> Prepared:
         placement=setting.model and setting.model.placement,
         graph=setting.model and setting.model.graph,
     )
-    if resolved.adaptive and setting.durations.absent:
-        raise ValueError("adaptive plans from steps in which every task exists, and here some lack pairs: leave it out")
     durations_ms = for_steps(setting.durations.for_graph(resolved.graph), setting.num_steps)
     for pairs in setting.durations.absent:
         resolved.graph.skipping(pairs)
@@ -210,24 +206,13 @@ def prepare(setting: Setting, ordering: Ordering) -> Prepared:
 
 def run(setting: Setting, one: Prepared) -> Outcome:
     """Simulate one order."""
-    if one.ordering.adaptive:
-        ahead = dispatch(setting.arguments).ahead
-        simulation, _ = simulate_adapting(
-            one.ordering,
-            one.costs,
-            rules=RULES,
-            machine=setting.machine,
-            num_steps=setting.num_steps,
-            dispatch_ahead=ahead,
-        )
-    else:
-        simulation = run_simulation(
-            one.arbiters,
-            one.costs,
-            machine=setting.machine,
-            num_steps=setting.num_steps,
-            absent=setting.durations.absent,
-        )
+    simulation = run_simulation(
+        one.arbiters,
+        one.costs,
+        machine=setting.machine,
+        num_steps=setting.num_steps,
+        absent=setting.durations.absent,
+    )
     return Outcome(
         ordering=one.ordering,
         timeline=simulation.timeline,

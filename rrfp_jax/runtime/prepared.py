@@ -22,7 +22,6 @@ from rrfp_jax.arbitration import (
     MessageKind,
     Order,
     Ordering,
-    StageArbiter,
     StepRules,
     dispatch_of,
 )
@@ -72,8 +71,6 @@ class Prepared:
     runtime: PipelineRuntime
     weights: Weights
     """Of microbatches, where their bytes are bounded."""
-    make_arbiters: Callable[[Order], list[StageArbiter]]
-    """Fresh arbiters of the stages that this process hosts, for an order."""
     evaluation: PreparedEvaluation | None
     """For steps that evaluate; None: there are none."""
 
@@ -135,9 +132,8 @@ def prepare(
     make_stage = _stage_maker(model, order, state, programs, copies=copies, step_rules=rules)
     wrap = options.wrap_stage or (lambda stage: stage)
     dispatch = dispatch_of(options.dispatch_ahead, on_host=process.own_device(process.units[0]).platform == "cpu")
-
-    def make_arbiters(order: Order) -> list[StageArbiter]:
-        return order.arbiters(
+    runtime = process.start(
+        order.arbiters(
             rules,
             dispatch_ahead=dispatch.ahead,
             certain_ahead=dispatch.certain,
@@ -145,10 +141,7 @@ def prepare(
             protocol=GroupProtocol(options.group_protocol),
             shortest_s=process.shortest_foreseen_s(),
             evaluation_batches=0 if evaluation is None else evaluation.batches,
-        )
-
-    runtime = process.start(
-        make_arbiters(order),
+        ),
         lambda unit, ship: _wrapped(wrap, make_stage(unit, ship), unit),
         edge=_edge_of(model, programs),
         num_buckets=len(programs.shapes),
@@ -176,7 +169,6 @@ def prepare(
         sizes={chunk: each.sizes for chunk, each in programs.chunks.items()},
         runtime=runtime,
         weights=Weights(order, programs.chunks, process.units),
-        make_arbiters=make_arbiters,
         evaluation=of_evaluation,
     )
 

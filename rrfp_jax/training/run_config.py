@@ -104,8 +104,6 @@ class PipelineConfig:
     read_ahead: int | None = None
     """Microbatches that a chunk without a backward, such as a frozen encoder, may have produced that others have not
     taken yet; None: twice what the stages that read it may hold."""
-    adaptive: bool = False
-    """Whether such a table is planned anew after the first steps, where another one suits their durations better."""
     offload: int | None = None
     """Microbatches whose activations a stage holds on its devices; what its schedule holds beyond that waits for its
     backward in host memory; None: nothing is moved."""

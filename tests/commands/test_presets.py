@@ -106,7 +106,6 @@ def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
         backward=pipeline.backward,
         footprint=pipeline.footprint,
         foresight=pipeline.foresight,
-        adaptive=pipeline.adaptive,
     ).resolve(
         num_stages=pipeline.num_stages,
         num_microbatches=share,

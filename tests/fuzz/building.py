@@ -99,7 +99,6 @@ def ordering_of(composition: Composition) -> Ordering:
         foresight=False if guided and not composition.foresight else None,
         footprint=False if guided and not composition.footprint else None,
         read_ahead=composition.read_ahead or None,
-        adaptive=composition.adaptive,
         ops=ops,
     )
 

@@ -88,7 +88,6 @@ class Composition:
     foresight: bool = True
     footprint: bool = True
     read_ahead: int = 0
-    adaptive: bool = False
     dispatch: int | str = "auto"
     operation: str = ""
     """The operation, if any: ``recompute``, ``offload`` or ``gathered``."""
