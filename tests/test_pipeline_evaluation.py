@@ -135,7 +135,7 @@ def test_training_is_the_same_with_and_without() -> None:
         {"data": 2},
         {"data": 2, "shard_optimizer": True},
         {"remat": "full"},
-        {"dispatch_ahead": 1},
+        {"dispatch_ahead": "just-in-time"},
         {"clip_norm": None, "skip_nonfinite": False},
         {"window": "1MiB"},
     ],

@@ -87,7 +87,6 @@ def main(argv: list[str] | None = None) -> int:
     with checking_input():
         arbiters = resolved.arbiters(
             EMULATED_STEP,
-            dispatch_ahead=dispatch.ahead,
             certain_ahead=dispatch.certain,
             members=process.members(),
             protocol=GroupProtocol(arguments.group_protocol),
@@ -178,9 +177,9 @@ def make_parser() -> CommandParser:
     work.add_argument(
         "--dispatch-ahead",
         default=AUTO,
-        metavar="auto|just-in-time|certain|N",
+        metavar="auto|just-in-time|certain|0",
         help="when a stage is handed its next task: shortly before the running one ends, once nothing can "
-        "change the choice, or so many tasks before (default auto: just-in-time with --accelerator, else certain)",
+        "change the choice, or, by 0, at its end (default auto: just-in-time with --accelerator, else certain)",
     )
     work.add_argument(
         "--accelerator", action="store_true", help="tasks run on emulated accelerators, which have queues of their own"

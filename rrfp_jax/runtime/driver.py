@@ -129,8 +129,6 @@ class PipelineRuntime:
         if just_in_time:
             rule = timing_rule(looks_ahead=arbiter.foresight_rules is not None)
             thread = LaunchAndWait(name, executor.launch, waited, decide=partial(self._due, stage), rule=rule)
-        elif arbiter.dispatch_ahead:
-            thread = LaunchAndWait(name, executor.launch, waited)
         else:
             thread = ComputeThread(name, executor.launch, done)
         self._threads[stage] = thread

@@ -135,7 +135,6 @@ def prepare(
     runtime = process.start(
         order.arbiters(
             rules,
-            dispatch_ahead=dispatch.ahead,
             certain_ahead=dispatch.certain,
             members=process.members(),
             protocol=GroupProtocol(options.group_protocol),

@@ -235,7 +235,7 @@ def _draw_order(random: Random, setup: Composition, *, is_split: bool) -> Compos
         foresight=not guided or chance(0.8),
         footprint=not guided or bool(operation) or chance(0.8),
         read_ahead=random.randint(1, 3) if consume == READY and chance(0.1) else 0,
-        dispatch=random.choice(("auto", 0, 1, 2, "certain", "just-in-time")),
+        dispatch=random.choice(("auto", 0, "certain", "just-in-time")),
         operation=operation,
         weights=_pick(random, random=8, zero=2, none=0.7, negative=0.3),
         absent=setup.graph in ("towers", "optional") and chance(0.6),
