@@ -40,7 +40,6 @@ from rrfp_jax.runtime.fitting_order import fitting_order, forecast_order
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes
-from rrfp_jax.runtime.operating import check_evaluation
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.same_programs import check_same_plans, check_same_programs
@@ -101,8 +100,6 @@ def prepare(
     Raises ValueError if chunks, graph, batch and memory do not fit, before anything runs.
     """
     process, data = model.process, model.process.layout.data
-    if evaluation is not None:
-        check_evaluation(graph)
     graph = _for_batch(graph, num_microbatches, ordering, data)
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     with process.losses_first():

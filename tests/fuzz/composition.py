@@ -90,7 +90,7 @@ class Composition:
     read_ahead: int = 0
     dispatch: int | str = "auto"
     operation: str = ""
-    """The operation, if any: ``recompute``, ``offload`` or ``gathered``."""
+    """The operation, if any: ``recompute`` or ``offload``."""
     weights: str = "random"
     """The weights: ``random``, ``zero`` (of some microbatches), ``none`` (of a whole step) or ``negative`` (of a whole
     step)."""
@@ -267,5 +267,5 @@ def _draw_window(random: Random, setup: Composition, microbatches: int, *, follo
 
 
 def _draw_operation(random: Random, setup: Composition, schedule: str) -> str:
-    names = ["offload"] * bool(schedule) + ["gathered"] * bool(schedule and setup.mesh)
+    names = ["offload"] * bool(schedule)
     return random.choice(names + ["recompute"] * (setup.remat != "full") or [""])
