@@ -26,6 +26,7 @@ from rich.console import Console
 from rrfp_jax.arbitration import Order, StageArbiter
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
+from rrfp_jax.commands.common.garbage import rare_collections
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import Ordering, given_order, parse_ordering
 from rrfp_jax.commands.common.outputs import check_outputs, draw
@@ -113,14 +114,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if arguments.num_stages is None or arguments.num_microbatches is None:
         parser.error("give --num-stages and --num-microbatches (or --list for the names of schedules and hints)")
-    with checking_input():
-        setting = make_setting(arguments)
-        orderings = _orderings(arguments)
-        check_fits_graph(
-            [one for _, one in orderings], has_graph=has_graph(arguments), chunks_per_stage=arguments.chunks_per_stage
-        )
-        prepared = [(label, prepare(setting, ordering)) for label, ordering in orderings]
-    outcomes = {label or one.ordering.label: run(setting, one) for label, one in prepared}
+    with rare_collections():
+        with checking_input():
+            setting = make_setting(arguments)
+            orderings = _orderings(arguments)
+            check_fits_graph(
+                [one for _, one in orderings],
+                has_graph=has_graph(arguments),
+                chunks_per_stage=arguments.chunks_per_stage,
+            )
+            prepared = [(label, prepare(setting, ordering)) for label, ordering in orderings]
+        outcomes = {label or one.ordering.label: run(setting, one) for label, one in prepared}
     show(console, setting, outcomes)
     write_files(arguments, outcomes)
     return 0

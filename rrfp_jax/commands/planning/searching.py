@@ -1,6 +1,5 @@
 """The search as a user sees it: a bar on a terminal, and Ctrl-C ends it with the best so far."""
 
-import gc
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,31 +9,17 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from rrfp_jax.commands.common.garbage import rare_collections
 from rrfp_jax.commands.planning.asking import Asked
 from rrfp_jax.commands.planning.words import milliseconds
 from rrfp_jax.planning.search import planner
 from rrfp_jax.planning.search.records import Plan
 
-_BETWEEN_COLLECTIONS = 100_000
-"""Records that are made and not yet gone."""
-
 
 def search(asked: Asked, seed: int) -> Plan:
     """The plan; one that is not complete where the user had enough. Raises ValueError where wishes contradict costs."""
-    with _rare_collections(), _interruptible() as interrupt, _Bar() as bar:
+    with rare_collections(), _interruptible() as interrupt, _Bar() as bar:
         return planner.make_plan(asked.book, asked.wishes, seed=seed, progress=bar.tell, should_stop=interrupt.asked)
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """A search makes millions of records that live for long or go by themselves: looking for cycles among them at the
-    usual rate takes a tenth of its time."""
-    before = gc.get_threshold()
-    gc.set_threshold(_BETWEEN_COLLECTIONS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 class _Interrupt:
