@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     run, target = Path(arguments.run), Path(arguments.folder)
     with checking_input():
-        from rrfp_jax.exchange.whole_folder import check_new
+        from rrfp_jax.exchange.new_folder import check_new
 
         check_new(target, "the folder of the export")
         shard_bytes = parse_bytes(arguments.shard_size, "shard-size")

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     source, target = Path(arguments.source), Path(arguments.folder)
     with checking_input():
-        from rrfp_jax.exchange.whole_folder import check_new
+        from rrfp_jax.exchange.new_folder import check_new
 
         check_new(target, "the folder of the import")
         return_large_blocks()

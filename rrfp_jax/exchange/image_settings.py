@@ -1,8 +1,8 @@
-"""How an imported model's images become pixels, and which tokens stand for them: from the files that came with it.
+"""Reads how an imported model's images become pixels, and which tokens stand for them, from the files with it.
 
-``preprocessor_config.json``, or ``image_processor`` in ``processor_config.json``, says what image processors of
-transformers do one after the other: resize, crop the middle, scale, subtract and divide. ``config.json`` says which
-token stands for a feature, and ``tokenizer_config.json`` what InternVL puts around an image.
+``preprocessor_config.json``, or ``image_processor`` in ``processor_config.json``, holds the steps of image processors
+of transformers, one after the other: resize, crop the middle, scale, subtract and divide. ``config.json`` says which
+token stands for a feature, and ``tokenizer_config.json`` which tokens InternVL puts around an image.
 """
 
 from collections.abc import Mapping
@@ -12,50 +12,51 @@ from pathlib import Path
 from typing import Any
 
 from rrfp_jax.data.image_tokens import ImageTokens
-from rrfp_jax.exchange.config_fields import ConfigFields
-from rrfp_jax.exchange.families import internvl
+from rrfp_jax.exchange._config_fields import ConfigFields
+from rrfp_jax.exchange._vision_language import INTERNVL
 from rrfp_jax.exchange.tensor_files import read_json
 from rrfp_jax.models.encoder_config import VisionConfig
 
+# The older file, and the newer one with the part of it that describes images.
 _FILES = (("preprocessor_config.json", None), ("processor_config.json", "image_processor"))
-"""The older file, and the newer one with the part of it that speaks of images."""
-_FILTERS = range(6)
-"""Numbers of Pillow's filters."""
-Size = tuple[int, int]
+_FILTERS = range(6)  # Pillow's numbers of filters
+# The tokens around the features of an image, by the fields of the tokenizer that may name others.
+_AROUND_IMAGES = {"start_image_token": "<img>", "end_image_token": "</img>"}
+ImageSize = tuple[int, int]
 """Height and width, in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """From a picture of any size to numbers; what is None is not done."""
+    """How a picture of any size becomes numbers. A step whose field is None is left out."""
 
-    resized: Size | int | None
-    """To this size, or the shorter side to so many pixels, the shape being kept."""
+    resized: ImageSize | int | None
+    """The size after resizing, or the pixels of the shorter side, where the shape is kept."""
     resample: int
     """Pillow's number of the filter."""
-    crop: Size | None
-    """The middle, of this size."""
+    crop: ImageSize | None
+    """The size of the middle that is cut out."""
     factor: float | None
-    """What pixels, 0 to 255, are multiplied by."""
+    """The factor of pixels, which are 0 to 255."""
     mean: tuple[float, ...] | None
-    """What is subtracted then, for each channel."""
+    """The numbers that are subtracted after that, one for each channel."""
     std: tuple[float, ...] | None
-    """What is divided by."""
+    """The divisors after that, one for each channel."""
     channels: int
-    """3: RGB; 1: grey."""
+    """The number of channels: 3 for RGB, 1 for grey."""
     patch_size: int
     """Pixels of a patch along each side."""
 
     @property
-    def size(self) -> Size:
-        """Of all pictures in the end."""
+    def size(self) -> ImageSize:
+        """The size that all pictures have in the end."""
         size = self.crop or self.resized
         assert isinstance(size, tuple)
         return size
 
 
 def read_image_settings(carried: Path, vision: VisionConfig) -> ImageSettings:
-    """Read the image settings of a model from the files that came with it.
+    """Returns the image settings of a model by the files that came with it.
 
     Raises ValueError, naming file and field, if the tower's images cannot be made that way.
     """
@@ -88,21 +89,24 @@ def read_image_settings(carried: Path, vision: VisionConfig) -> ImageSettings:
 
 
 def read_image_tokens(carried: Path) -> ImageTokens:
-    """Read the words that stand for an image from the files that came with a model; raises ValueError if they do not
-    say."""
+    """Returns the tokens that stand for an image, by the files that came with a model.
+
+    Raises ValueError if they do not say.
+    """
     config, where = _config(carried)
     token = ConfigFields(config, where, {}).get("image_token_id", "image_token_index")
     if type(token) is not int or token < 0:
         raise ValueError(
             f"{where}: image_token_id is {token!r}: the number of the token that stands for an image is needed"
         )
-    if config.get("model_type") != internvl.MODEL_TYPE:
+    if config.get("model_type") != INTERNVL:
         return ImageTokens(feature=token)
     path = carried / "tokenizer_config.json"
-    told: Mapping[str, Any] = read_json(path) if path.is_file() else {}
-    extra = told.get("extra_special_tokens")
-    told = {**(extra if isinstance(extra, dict) else {}), **told}
-    before, behind = (str(told.get(name, word)) for name, word in internvl.AROUND_IMAGES.items())
+    words: Mapping[str, Any] = read_json(path) if path.is_file() else {}
+    extra = words.get("extra_special_tokens")
+    # The tokenizer's own entry counts before one in the newer part for more tokens.
+    words = {**(extra if isinstance(extra, dict) else {}), **words}
+    before, behind = (str(words.get(name, word)) for name, word in _AROUND_IMAGES.items())
     return ImageTokens(feature=token, before=before, behind=behind)
 
 
@@ -133,8 +137,8 @@ def _filter(fields: ConfigFields) -> int:
     return value
 
 
-def _size(fields: ConfigFields, name: str, *, shorter: bool) -> Size | int:
-    """A size; one number alone is that of the shorter side, or of both."""
+def _size(fields: ConfigFields, name: str, *, shorter: bool) -> ImageSize | int:
+    """Returns a size; one number alone counts for the shorter side, or for both."""
     value = fields.get(name)
     if isinstance(value, dict) and value.keys() == {"shortest_edge"}:
         value, shorter = value["shortest_edge"], True
@@ -146,7 +150,7 @@ def _size(fields: ConfigFields, name: str, *, shorter: bool) -> Size | int:
     return sides[0] if shorter and not isinstance(value, tuple) else sides
 
 
-def _whole_size(fields: ConfigFields, name: str) -> Size:
+def _whole_size(fields: ConfigFields, name: str) -> ImageSize:
     size = _size(fields, name, shorter=False)
     if not isinstance(size, tuple):
         raise fields.refusal(name, fields.get(name), "height and width are needed")

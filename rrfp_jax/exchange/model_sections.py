@@ -4,21 +4,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from rrfp_jax.exchange.transforms import Shape
+from rrfp_jax.exchange._tensor_names import TensorShape
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 
 _RECORDS: dict[str, type] = {"model": LanguageModelConfig, "vision": VisionConfig, "projector": ProjectorConfig}
-_LOSSES = {"z_loss", "balance_coefficient", "z_coefficient"}
-_FREE = {"init_std", "param_dtype", "compute_dtype", "capacity_factor", *_LOSSES}
-"""Fields that parameters do not depend on: how a model begins, in which numbers it computes, and what it adds to the
-loss."""
+# Fields that parameters do not depend on: how a model begins, its dtypes, and the terms that it adds to the loss.
+_FREE = {
+    *("init_std", "param_dtype", "compute_dtype", "capacity_factor"),
+    *("z_loss", "balance_coefficient", "z_coefficient"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSections:
-    """A language model, or one that also sees."""
+    """A language model, or a vision-language model."""
 
     model: LanguageModelConfig
     vision: VisionConfig | None = None
@@ -26,7 +27,10 @@ class ModelSections:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> "ModelSections":
-        """From the sections of a configuration, other sections set aside; raises ValueError in one sentence."""
+        """Returns the model of a configuration, whose other sections do not count.
+
+        Raises ValueError in one sentence.
+        """
         from pydantic import TypeAdapter, ValidationError
 
         if not isinstance(config.get("model"), dict):
@@ -41,18 +45,17 @@ class ModelSections:
                 first = error.errors()[0]
                 way = ".".join(map(str, (name, *first["loc"])))
                 raise ValueError(f"{where}: {way} does not fit ({first['msg']}): import or train again") from None
-        sections = cls(**records)
-        if sections.vision is not None and sections.projector is None:
-            return cls(model=sections.model, vision=sections.vision, projector=ProjectorConfig())
-        return sections
+        if "vision" in records:
+            records.setdefault("projector", ProjectorConfig())
+        return cls(**records)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain data: what differs from the defaults of the records."""
+        """Returns plain data: the fields that differ from the defaults of the records."""
         held = {name: getattr(self, name) for name in _RECORDS}
-        return {name: dict(_given(record)) for name, record in held.items() if record is not None}
+        return {name: dict(_changed_fields(record)) for name, record in held.items() if record is not None}
 
-    def shapes(self) -> dict[tuple[str, ...], Shape]:
-        """The shape of every array of the model, by layer and way in the layer, in the model's order."""
+    def shapes(self) -> dict[tuple[str, ...], TensorShape]:
+        """Returns the shape of every array of the model, by layer and path in the layer, in the model's order."""
         from rrfp_jax.checkpoint.arrays import named_leaves
         from rrfp_jax.models import language_model, vision_language_model
         from rrfp_jax.programs.chunk import param_specs
@@ -64,50 +67,48 @@ class ModelSections:
             whole = VisionLanguageConfig(vision=self.vision, projector=projector, decoder=self.model)
             chunks = vision_language_model(whole).split().chunks
         return {
-            (layer, *way): tuple(spec.shape)
+            (layer, *path): tuple(spec.shape)
             for chunk in chunks
             for layer, params in param_specs(chunk).items()
-            for way, spec in named_leaves(params).items()
+            for path, spec in named_leaves(params).items()
         }
 
 
-def differences(known: ModelSections, given: ModelSections) -> list[str]:
-    """What another model's parameters do not fit, each by the name of its field; empty where they do."""
+def model_differences(known: ModelSections, given: ModelSections) -> list[str]:
+    """Returns why the parameters of ``known`` do not fit ``given``, each by the field's name; empty where they fit."""
     found = []
     for section in _RECORDS:
-        there, here = (_plain(getattr(each, section)) for each in (known, given))
-        names = dict.fromkeys((*there, *here))
+        there, here = (_shaping_fields(getattr(each, section)) for each in (known, given))
         found += [
             f"{section}.{name} is {here.get(name)!r} and not {there.get(name)!r}"
-            for name in names
+            for name in dict.fromkeys((*there, *here))
             if there.get(name) != here.get(name)
         ]
     return found
 
 
-def _plain(record: Any) -> dict[str, Any]:
-    """The fields that parameters depend on, those of records inside by dotted names."""
+def _shaping_fields(record: Any) -> dict[str, Any]:
+    """Returns the fields that parameters depend on, those of records inside by dotted names."""
     if record is None:
         return {}
     plain: dict[str, Any] = {}
     for name, value in asdict(record).items():
         if isinstance(value, dict):
             plain |= {f"{name}.{inner}": each for inner, each in value.items() if inner not in _FREE}
-        elif name == "layer_scale":  # the number is where it begins
+        elif name == "layer_scale":  # the number is only where training begins
             plain[name] = value is not None
         elif name not in _FREE:
             plain[name] = value
     if isinstance(record, LanguageModelConfig):
+        # Two files may say the same by a number and by leaving it out.
         plain |= {"num_kv_heads": record.num_key_value_heads, "head_dim": record.size_per_head}
     return plain
 
 
-def _given(record: Any) -> Iterator[tuple[str, Any]]:
+def _changed_fields(record: Any) -> Iterator[tuple[str, Any]]:
     for field in fields(record):
         value = getattr(record, field.name)
         if field.default is MISSING or value != field.default:
-            yield field.name, dict(_given(value)) if hasattr(value, "__dataclass_fields__") else _as_list(value)
-
-
-def _as_list(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+            if hasattr(value, "__dataclass_fields__"):
+                value = dict(_changed_fields(value))
+            yield field.name, list(value) if isinstance(value, tuple) else value

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rrfp_jax.exchange.hub_form import read_config
-from rrfp_jax.exchange.names import matches
-from rrfp_jax.exchange.shard_writer import Planned, ShardWriter
+from rrfp_jax.exchange._model_config import read_config
+from rrfp_jax.exchange._tensor_names import match_tensors
+from rrfp_jax.exchange.tensor_files import PlannedTensor, ShardWriter
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -41,9 +41,9 @@ def write_folder(folder: Path, config: dict[str, Any] = TINY_LLAMA, *, shard_byt
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     form = read_config(config, "the test", has_head=None, dtype="float32")
-    found = matches(form.table, form.sections.shapes())
+    found = match_tensors(form.table, form.sections.shapes())
     planned = [
-        Planned(name, shape, "float32")
+        PlannedTensor(name, shape, "float32")
         for match in found
         for name, shape in zip(match.theirs, match.their_shapes, strict=True)
     ]

@@ -219,10 +219,10 @@ def test_old_names_and_a_doubled_table_are_understood(tmp_path: Path):
 
     tensors(source, double)
     doubled = plan_import(source)
-    assert doubled.form == old.form
-    assert doubled.form.sections.model.tie_embeddings
+    assert doubled.model == old.model
+    assert doubled.model.sections.model.tie_embeddings
     tensors(source, lambda held: held.update({"lm_head.weight": held["lm_head.weight"] + 1}))
-    assert not plan_import(source).form.sections.model.tie_embeddings  # transformers does not tie what differs
+    assert not plan_import(source).model.sections.model.tie_embeddings  # transformers does not tie what differs
 
 
 IN_MEMORY = {

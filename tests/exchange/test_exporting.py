@@ -10,10 +10,10 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from rrfp_jax.exchange._model_config import new_config
 from rrfp_jax.exchange.exporting import plan_export, write_export
 from rrfp_jax.exchange.importing import plan_import, write_import
 from rrfp_jax.exchange.model_sections import ModelSections
-from rrfp_jax.exchange.new_config import new_config
 from rrfp_jax.exchange.tensor_files import stored_tensors
 from rrfp_jax.models.config import LanguageModelConfig, RopeScaling
 from rrfp_jax.models.experts_config import ExpertsConfig
@@ -83,18 +83,18 @@ def test_other_numbers_and_what_does_not_fit_into_them(tmp_path: Path):
     ],
 )
 def test_a_model_that_began_here_becomes_one_of_a_family(changes: dict, kind: str | None, tmp_path: Path):
-    from rrfp_jax.exchange.exporting import _form
+    from rrfp_jax.exchange.exporting import _hub_model
     from rrfp_jax.exchange.model_folder import ModelFolder
 
     sections = ModelSections(model=replace(_LLAMA, **changes))
     folder = ModelFolder(path=tmp_path, sections=sections, config={})
     if kind is None:
         with pytest.raises(ValueError, match=r"^[^\n]*(experts|qkv_bias)[^\n]*$"):
-            _form(folder, None)
+            _hub_model(folder, None)
         return
-    form, config = _form(folder, None)
+    model, config = _hub_model(folder, None)
     assert config["model_type"] == kind == new_config(sections, "here")["model_type"]
-    assert form.sections.shapes() == sections.shapes()
+    assert model.sections.shapes() == sections.shapes()
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path: Path):

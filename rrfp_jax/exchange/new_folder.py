@@ -1,4 +1,4 @@
-"""A folder that is there as a whole or not at all."""
+"""Makes a folder that is there as a whole or not at all."""
 
 import os
 import secrets
@@ -13,20 +13,21 @@ from rrfp_jax.observe.output_files import check_folder
 
 
 def check_new(path: Path, what: str) -> None:
-    """Raise ValueError unless the folder can be made: it is not there yet, or is empty."""
+    """Raises ValueError unless the folder can be made: it is not there yet, or is empty."""
     check_folder(path, what)
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"{what} {path} is not empty: name a new folder, or remove this one")
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file that is not there yet, with its permissions: nobody may read the copy who may not read the source.
+    """Copies a file with its permissions: nobody may read the copy who may not read the source.
 
-    Raises ValueError if the source is a link that leads out of its folder.
+    Raises ValueError if the source is a link that leads out of its folder, and OSError if the target is there.
     """
     check_inside(source, source.parent)
     with source.open("rb") as file:
         rights = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
+        # Private from the first byte on: the rights come only once the file is known to be new.
         with open(target, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as copy:
             os.fchmod(copy.fileno(), rights)
             shutil.copyfileobj(file, copy)
@@ -34,9 +35,9 @@ def copy_file(source: Path, target: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder beside ``path``, which becomes ``path`` when the block succeeds and is removed when it raises.
+    """Makes a folder beside ``path`` that becomes ``path`` when the block succeeds, and is removed when it raises.
 
-    What a killed process leaves has a name that begins with a dot and ends in ``.part``.
+    A killed process leaves a folder behind whose name begins with a dot and ends in ``.part``.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
