@@ -17,7 +17,7 @@ from rrfp_jax.commands.training.model_parts import cut_language_model
 from rrfp_jax.commands.training.planned import OrderedRun, PlannedRun
 from rrfp_jax.commands.training.resuming import check_same_training
 from rrfp_jax.commands.training.training_console import TrainingConsole
-from rrfp_jax.exchange.model_folder import files_are_kept, keep_files
+from rrfp_jax.hf.model_folder import files_are_kept, keep_files
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.observe.trackers import TrackedMetrics
 from rrfp_jax.operations.offloading import moves_activations

@@ -16,14 +16,14 @@ from rrfp_jax.commands.sampling.generating import Drawing, Generator
 from rrfp_jax.commands.sampling.hub_prompts import prompt_of_import
 from rrfp_jax.commands.sampling.vocabulary import Tokenizer as OurTokenizer
 from rrfp_jax.data.patches import patches_of
-from rrfp_jax.exchange.importing import plan_import, write_import
-from rrfp_jax.exchange.model_folder import CARRIED, open_model
+from rrfp_jax.hf.importing import plan_import, write_import
+from rrfp_jax.hf.model_folder import CARRIED, open_model
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.exchange import hub_models  # noqa: E402 - it needs both
+from tests.hf import hub_models  # noqa: E402 - it needs both
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rrfp_jax.exchange.importing import plan_import, write_import
-from tests.exchange.ours import Ours
+from rrfp_jax.hf.importing import plan_import, write_import
+from tests.hf.ours import Ours
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir())

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rrfp_jax.exchange._model_config import read_config
-from rrfp_jax.exchange._tensor_names import match_tensors
-from rrfp_jax.exchange.tensor_files import PlannedTensor, ShardWriter
+from rrfp_jax.hf._model_config import read_config
+from rrfp_jax.hf._tensor_names import match_tensors
+from rrfp_jax.hf.tensor_files import PlannedTensor, ShardWriter
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",

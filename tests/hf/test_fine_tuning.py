@@ -9,16 +9,16 @@ import pytest
 from rrfp_jax.checkpoint.parameters import newest_step, read_params
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.data import TextBytes
-from rrfp_jax.exchange.exporting import plan_export, write_export
-from rrfp_jax.exchange.importing import plan_import, write_import
+from rrfp_jax.hf.exporting import plan_export, write_export
+from rrfp_jax.hf.importing import plan_import, write_import
 from tests.commands.running import run_afresh
-from tests.exchange.test_starting import run_file, trained_plainly
+from tests.hf.test_starting import run_file, trained_plainly
 from tests.plain_loop import assert_same_training
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.exchange import hub_models  # noqa: E402 - it needs both
+from tests.hf import hub_models  # noqa: E402 - it needs both
 
 _TINY = {
     "vocab_size": 256,

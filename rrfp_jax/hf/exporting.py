@@ -11,12 +11,12 @@ import numpy as np
 
 from rrfp_jax.checkpoint.parameters import newest_step, param_specs_of, read_layer
 from rrfp_jax.checkpoint.reader import Found
-from rrfp_jax.exchange._model_config import HubModel, new_config, read_config
-from rrfp_jax.exchange._tensor_names import TensorMatch, match_tensors
-from rrfp_jax.exchange.model_folder import CONFIG, TOKENS, UNUSED, ModelFolder, came_with_the_model, open_model
-from rrfp_jax.exchange.model_sections import model_differences
-from rrfp_jax.exchange.new_folder import check_new, copy_file, new_folder
-from rrfp_jax.exchange.tensor_files import PlannedTensor, ShardWriter, StoredTensor, read_headers, read_json
+from rrfp_jax.hf._model_config import HubModel, new_config, read_config
+from rrfp_jax.hf._tensor_names import TensorMatch, match_tensors
+from rrfp_jax.hf.model_folder import CONFIG, TOKENS, UNUSED, ModelFolder, came_with_the_model, open_model
+from rrfp_jax.hf.model_sections import model_differences
+from rrfp_jax.hf.new_folder import check_new, copy_file, new_folder
+from rrfp_jax.hf.tensor_files import PlannedTensor, ShardWriter, StoredTensor, read_headers, read_json
 
 _TIED = "tie_word_embeddings"
 

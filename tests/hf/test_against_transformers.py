@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.exchange.exporting import plan_export, write_export
-from rrfp_jax.exchange.importing import plan_import, write_import
-from rrfp_jax.exchange.tensor_files import stored_tensors
-from tests.exchange.ours import Ours
+from rrfp_jax.hf.exporting import plan_export, write_export
+from rrfp_jax.hf.importing import plan_import, write_import
+from rrfp_jax.hf.tensor_files import stored_tensors
+from tests.hf.ours import Ours
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.exchange import hub_models  # noqa: E402 - it needs both
+from tests.hf import hub_models  # noqa: E402 - it needs both
 
 pytestmark = [
     pytest.mark.slow,

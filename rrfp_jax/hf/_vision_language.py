@@ -7,10 +7,10 @@ has InternViT, and pixel shuffle before a normed projector. Both take any decode
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rrfp_jax.exchange._config_fields import ConfigFields
-from rrfp_jax.exchange._decoder_fields import read_decoder
-from rrfp_jax.exchange._tensor_names import NameTable, linears_and_norms, prefixed
-from rrfp_jax.exchange._vision_towers import (
+from rrfp_jax.hf._config_fields import ConfigFields
+from rrfp_jax.hf._decoder_fields import read_decoder
+from rrfp_jax.hf._tensor_names import NameTable, linears_and_norms, prefixed
+from rrfp_jax.hf._vision_towers import (
     CLIP_TOWER,
     CLIP_TOWERS,
     HUB_ACTIVATIONS,
@@ -22,8 +22,8 @@ from rrfp_jax.exchange._vision_towers import (
     read_clip_tower,
     read_intern_vit,
 )
-from rrfp_jax.exchange.decoders import DECODER_FAMILIES, DecoderFamily
-from rrfp_jax.exchange.model_sections import ModelSections
+from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily
+from rrfp_jax.hf.model_sections import ModelSections
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 

@@ -10,14 +10,14 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from rrfp_jax.exchange._model_config import new_config
-from rrfp_jax.exchange.exporting import plan_export, write_export
-from rrfp_jax.exchange.importing import plan_import, write_import
-from rrfp_jax.exchange.model_sections import ModelSections
-from rrfp_jax.exchange.tensor_files import stored_tensors
+from rrfp_jax.hf._model_config import new_config
+from rrfp_jax.hf.exporting import plan_export, write_export
+from rrfp_jax.hf.importing import plan_import, write_import
+from rrfp_jax.hf.model_sections import ModelSections
+from rrfp_jax.hf.tensor_files import stored_tensors
 from rrfp_jax.models.config import LanguageModelConfig, RopeScaling
 from rrfp_jax.models.experts_config import ExpertsConfig
-from tests.exchange.random_folder import TINY_LLAMA, write_folder
+from tests.hf.random_folder import TINY_LLAMA, write_folder
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
@@ -83,8 +83,8 @@ def test_other_numbers_and_what_does_not_fit_into_them(tmp_path: Path):
     ],
 )
 def test_a_model_that_began_here_becomes_one_of_a_family(changes: dict, kind: str | None, tmp_path: Path):
-    from rrfp_jax.exchange.exporting import _hub_model
-    from rrfp_jax.exchange.model_folder import ModelFolder
+    from rrfp_jax.hf.exporting import _hub_model
+    from rrfp_jax.hf.model_folder import ModelFolder
 
     sections = ModelSections(model=replace(_LLAMA, **changes))
     folder = ModelFolder(path=tmp_path, sections=sections, config={})

@@ -11,8 +11,8 @@
 4. Models that began here are exported as the family that ``_family_of`` in ``_model_config.py`` picks: extend it if
    the new family has something that none had.
 5. A family with a vision tower goes to ``_vision_language.py``, its tower to ``_vision_towers.py``.
-6. Add the family to ``TEXT`` in ``tests/exchange/hub_models.py``, write its golden model with
-   ``python -m tests.exchange.make_golden`` (needs torch and transformers), and name it in ``docs/hugging-face.md``.
+6. Add the family to ``TEXT`` in ``tests/hf/hub_models.py``, write its golden model with
+   ``python -m tests.hf.make_golden`` (needs torch and transformers), and name it in ``docs/hugging-face.md``.
    The tests then compare logits and gradients with transformers, and the bits of a round trip.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp_jax.exchange._tensor_names import PER_EXPERT, SAME, TRANSPOSED, NameTable
+from rrfp_jax.hf._tensor_names import PER_EXPERT, SAME, TRANSPOSED, NameTable
 
 NO_WINDOW, PLAIN_WINDOW, LAYERED_WINDOW, SWITCHED_WINDOW = "none", "plain", "layered", "switched"
 """How a family limits how far tokens look back: not at all; by ``sliding_window`` alone; by ``use_sliding_window`` for

@@ -11,12 +11,12 @@ from rrfp_jax.checkpoint.parameters import newest_step, read_params
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.starting import check_init_from
 from rrfp_jax.data import TextBytes
-from rrfp_jax.exchange.importing import plan_import, write_import
+from rrfp_jax.hf.importing import plan_import, write_import
 from rrfp_jax.models import language_model
 from rrfp_jax.training.learning_rates import learning_rate_schedule
 from rrfp_jax.training.optimizer import make_optimizer
 from tests.commands.running import run_command, sentence
-from tests.exchange.random_folder import write_folder
+from tests.hf.random_folder import write_folder
 from tests.plain_loop import assert_same_training, train_plainly
 
 STEPS = 3
@@ -99,7 +99,7 @@ def test_a_folder_without_parameters_is_refused(tmp_path: Path):
 
 
 def test_imported_arrays_are_the_tensors_of_the_files(tmp_path: Path):
-    from rrfp_jax.exchange.tensor_files import stored_tensors
+    from rrfp_jax.hf.tensor_files import stored_tensors
 
     start = imported(tmp_path)
     params, theirs = read_params(newest_step(start / "checkpoints")), stored_tensors(tmp_path / "theirs")

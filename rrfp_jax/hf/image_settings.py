@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rrfp_jax.data.image_tokens import ImageTokens
-from rrfp_jax.exchange._config_fields import ConfigFields
-from rrfp_jax.exchange._vision_language import INTERNVL
-from rrfp_jax.exchange.tensor_files import read_json
+from rrfp_jax.hf._config_fields import ConfigFields
+from rrfp_jax.hf._vision_language import INTERNVL
+from rrfp_jax.hf.tensor_files import read_json
 from rrfp_jax.models.encoder_config import VisionConfig
 
 # The older file, and the newer one with the part of it that describes images.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from rrfp_jax.exchange.importing import plan_import, write_import
+from rrfp_jax.hf.importing import plan_import, write_import
 from tests.commands.running import run_code
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -360,7 +360,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused_by_name(name: str, tmp_p
 
 
 def test_a_link_in_an_import_is_not_exported(tmp_path: Path):
-    from rrfp_jax.exchange.exporting import plan_export, write_export
+    from rrfp_jax.hf.exporting import plan_export, write_export
 
     write_import(plan_import(copy_of("llama", tmp_path / "theirs")), tmp_path / "ours")
     (tmp_path / "secret").write_text("root:x")
@@ -371,7 +371,7 @@ def test_a_link_in_an_import_is_not_exported(tmp_path: Path):
 
 
 def test_the_cache_of_the_hub_is_read_and_rights_are_kept(tmp_path: Path):
-    from rrfp_jax.exchange.exporting import plan_export, write_export
+    from rrfp_jax.hf.exporting import plan_export, write_export
 
     plain, snapshot = copy_of("llama", tmp_path / "plain"), tmp_path / "models--a--b" / "snapshots" / "1a2b"
     (plain / "generation_config.json").write_text("{}")

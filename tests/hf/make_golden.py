@@ -1,6 +1,6 @@
 """Makes the small models of ``golden/``, with what transformers computes from them.
 
-Run where torch and transformers are: ``python -m tests.exchange.make_golden``. The fast tests read the files.
+Run where torch and transformers are: ``python -m tests.hf.make_golden``. The fast tests read the files.
 """
 
 import shutil
@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from tests.exchange import hub_models
+from tests.hf import hub_models
 
 GOLDEN = Path(__file__).parent / "golden"
 EXPECTED = "expected.safetensors"

@@ -24,10 +24,10 @@ import yaml
 from rrfp_jax.data.token_kind import BYTE_TOKENS, TokenKind, kind_of_file, kind_of_set
 from rrfp_jax.data.tokenizing.tokenizer import TOKENIZER_CONFIG, ends_of_model, read_tokenizer, tokenizer_file
 from rrfp_jax.data.tokens.header import TOKENIZER, read_header
-from rrfp_jax.exchange._tensor_names import fits
-from rrfp_jax.exchange.model_sections import ModelSections, model_differences
-from rrfp_jax.exchange.new_folder import copy_file, new_folder
-from rrfp_jax.exchange.tensor_files import read_json
+from rrfp_jax.hf._tensor_names import fits
+from rrfp_jax.hf.model_sections import ModelSections, model_differences
+from rrfp_jax.hf.new_folder import copy_file, new_folder
+from rrfp_jax.hf.tensor_files import read_json
 from rrfp_jax.record_files import TEXT_BYTES, read_record
 from rrfp_jax.yaml_text import read_yaml
 

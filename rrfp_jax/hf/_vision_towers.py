@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp_jax.exchange._config_fields import ConfigFields
-from rrfp_jax.exchange._tensor_names import SAME, NameTable, PatchConvolution, Same, linears_and_norms
+from rrfp_jax.hf._config_fields import ConfigFields
+from rrfp_jax.hf._tensor_names import SAME, NameTable, PatchConvolution, Same, linears_and_norms
 from rrfp_jax.models.encoder_config import NORMS, VisionConfig
 
 TOWER, CLIP_TOWER = "vision_tower.", "vision_tower.vision_model."

@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from rrfp_jax.exchange._tensor_names import TensorShape
+from rrfp_jax.hf._tensor_names import TensorShape
 from rrfp_jax.record_files import parse_json, read_record
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

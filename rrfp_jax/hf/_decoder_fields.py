@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from rrfp_jax.exchange._config_fields import ConfigFields
-from rrfp_jax.exchange.decoders import (
+from rrfp_jax.hf._config_fields import ConfigFields
+from rrfp_jax.hf.decoders import (
     LAYERED_WINDOW,
     NO_WINDOW,
     PLAIN_WINDOW,

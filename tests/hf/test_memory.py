@@ -8,7 +8,7 @@ import pytest
 
 from tests.commands.running import ROOT
 from tests.environment import of_child
-from tests.exchange.random_folder import TINY_LLAMA, write_folder
+from tests.hf.random_folder import TINY_LLAMA, write_folder
 
 _MIB = 2**20
 _LAYERS = 16

@@ -10,11 +10,11 @@ import numpy as np
 import yaml
 
 from rrfp_jax.data.links import check_inside
-from rrfp_jax.exchange._model_config import DROPPED, EMBEDDING, HEAD, HubModel, read_config
-from rrfp_jax.exchange._tensor_names import TensorMatch, fits, match_tensors, older_name
-from rrfp_jax.exchange.model_folder import CARRIED, CHECKPOINTS, CONFIG, MODEL, UNUSED
-from rrfp_jax.exchange.new_folder import check_new, copy_file, new_folder
-from rrfp_jax.exchange.tensor_files import (
+from rrfp_jax.hf._model_config import DROPPED, EMBEDDING, HEAD, HubModel, read_config
+from rrfp_jax.hf._tensor_names import TensorMatch, fits, match_tensors, older_name
+from rrfp_jax.hf.model_folder import CARRIED, CHECKPOINTS, CONFIG, MODEL, UNUSED
+from rrfp_jax.hf.new_folder import check_new, copy_file, new_folder
+from rrfp_jax.hf.tensor_files import (
     HUB_DTYPES,
     INDEX,
     PlannedTensor,

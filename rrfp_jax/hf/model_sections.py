@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from rrfp_jax.exchange._tensor_names import TensorShape
+from rrfp_jax.hf._tensor_names import TensorShape
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
