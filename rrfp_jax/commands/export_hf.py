@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
         plan = plan_export(run, dtype=arguments.dtype)
         write_export(plan, target, shard_bytes=shard_bytes)
-    kind, step = plan.config["architectures"][0], plan.found.step
+    kind, step = plan.config["architectures"][0], plan.stored.step
     make_console().print(
         f"{target} holds a {kind} of {len(plan.tensors)} tensors, after {step} steps of {run}", soft_wrap=True
     )

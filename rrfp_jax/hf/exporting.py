@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rrfp_jax.checkpoint.parameters import newest_step, param_specs_of, read_layer
-from rrfp_jax.checkpoint.reader import Found
+from rrfp_jax.checkpoint import StoredStep, newest_step, read_layer_params, stored_param_specs
 from rrfp_jax.hf._model_config import HubModel, new_config, read_config
 from rrfp_jax.hf._tensor_names import TensorMatch, match_tensors
 from rrfp_jax.hf.model_folder import CONFIG, TOKENS, UNUSED, ModelFolder, came_with_the_model, open_model
@@ -28,7 +27,7 @@ class PlannedExport:
     folder: ModelFolder
     files: Path | None
     """The folder of files that belong to the model. None: there are none."""
-    found: Found
+    stored: StoredStep
     config: Mapping[str, Any]
     """The content of ``config.json``."""
     matches: list[TensorMatch]
@@ -67,7 +66,7 @@ def plan_export(run: Path, *, dtype: str | None = None) -> PlannedExport:
                 part |= {"bos_token_id": None, "eos_token_id": end}
     found = newest_step(folder.checkpoints)
     shapes = folder.sections.shapes()
-    stored = {(name[0], *name[2:]): spec for name, spec in param_specs_of(found).items()}
+    stored = {(name[0], *name[2:]): spec for name, spec in stored_param_specs(found).items()}
     if {name: spec.shape for name, spec in stored.items()} != shapes:
         odd = next(name for name in (*shapes, *stored) if getattr(stored.get(name), "shape", None) != shapes.get(name))
         raise ValueError(
@@ -140,7 +139,7 @@ def _hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[
 
 
 def _layer_tensors(plan: PlannedExport, layer: str, own: list[TensorMatch]) -> Iterator[tuple[str, np.ndarray]]:
-    arrays = read_layer(plan.found, layer)
+    arrays = read_layer_params(plan.stored, layer)
     for match in own:
         # Popped, so that each array is freed once its tensors are written.
         array = _converted(arrays.pop(match.ours[1:]), plan.dtype, "/".join(match.ours))

@@ -27,7 +27,7 @@ from rrfp_jax.hf.tensor_files import (
 from rrfp_jax.models.config import DTYPES
 
 if TYPE_CHECKING:
-    from rrfp_jax.checkpoint.layer_writer import ReadLater
+    from rrfp_jax.checkpoint import ReadLater
 
 _WEIGHTS = ("*.safetensors",)
 _CHECKED_NUMBERS = 1 << 20
@@ -102,7 +102,7 @@ def write_import(plan: PlannedImport, target: Path, *, progress: Callable[[int, 
 
     Raises ValueError if a tensor cannot be read, and OSError if nothing can be written.
     """
-    from rrfp_jax.checkpoint.layer_writer import LayerWriter
+    from rrfp_jax.checkpoint import LayerWriter
 
     check_new(target, "the folder of the import")
     layers = plan.layers
@@ -214,7 +214,7 @@ def _read_later(match: TensorMatch, plan: PlannedImport, broken: list[str]) -> "
     """
     import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
 
-    from rrfp_jax.checkpoint.layer_writer import ReadLater
+    from rrfp_jax.checkpoint import ReadLater
 
     dtype = np.dtype(plan.dtype)
 

@@ -56,7 +56,7 @@ class ModelSections:
 
     def shapes(self) -> dict[tuple[str, ...], TensorShape]:
         """Returns the shape of every array of the model, by layer and path in the layer, in the model's order."""
-        from rrfp_jax.checkpoint.arrays import named_leaves
+        from rrfp_jax.checkpoint import named_leaves
         from rrfp_jax.models import language_model, vision_language_model
         from rrfp_jax.programs.chunk import param_specs
 

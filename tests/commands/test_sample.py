@@ -15,7 +15,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from rrfp_jax.checkpoint.parameters import newest_step, read_params
+from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.commands import sample
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.sampling.generating import Drawing, Generator, TokenPrompt

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rrfp_jax.checkpoint.parameters import newest_step, read_params
+from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.hf.model_folder import open_model
 from rrfp_jax.models.layer_cut import plan_cut
 from rrfp_jax.models.model import decoder_chunk

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rrfp_jax.checkpoint.parameters import newest_step, read_params
+from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.data import TextBytes
 from rrfp_jax.hf.exporting import plan_export, write_export

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from rrfp_jax.checkpoint.parameters import newest_step, read_params
+from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.commands.sampling.generating import Drawing, Generator
 from rrfp_jax.commands.sampling.hub_prompts import prompt_of_import
 from rrfp_jax.commands.sampling.vocabulary import Tokenizer as OurTokenizer

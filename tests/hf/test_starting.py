@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rrfp_jax.checkpoint.parameters import newest_step, read_params
+from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.starting import check_init_from
 from rrfp_jax.data import TextBytes

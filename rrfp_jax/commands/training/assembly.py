@@ -9,7 +9,7 @@ from typing import Any, cast
 import jax
 
 from rrfp_jax.byte_sizes import parse_bytes
-from rrfp_jax.checkpoint import Found, last_committed
+from rrfp_jax.checkpoint import StoredStep, last_committed
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_flops import model_flops
@@ -165,7 +165,7 @@ class Run:
         if problem is not None:
             raise ValueError(problem)
 
-    def _go_on(self, saver: RunSaver, found: Found, *, force: bool) -> None:
+    def _go_on(self, saver: RunSaver, found: StoredStep, *, force: bool) -> None:
         if not isinstance(found.host.get("config"), dict):
             raise ValueError(
                 f"{found.path} was not saved by this command: start over with --fresh, or in another run_dir"

@@ -1,4 +1,4 @@
-"""A step whose parameters come from elsewhere: written layer by layer, so that no model is ever held."""
+"""Writes a step whose parameters come from elsewhere, layer by layer, so that no model is ever held."""
 
 import math
 import os
@@ -11,15 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from rrfp_jax.checkpoint.arrays import PARAMS, HostArray
-from rrfp_jax.checkpoint.durable_files import sync_directory
-from rrfp_jax.checkpoint.ownership import Part, part_name
-from rrfp_jax.checkpoint.part_writer import PartWriter
-from rrfp_jax.checkpoint.record import Commit, step_directory
+from rrfp_jax.checkpoint._arrays import PARAMS, HostArray
+from rrfp_jax.checkpoint._part_writer import PartWriter, StepPart, part_name
+from rrfp_jax.checkpoint._records import Commit, step_directory, sync_directory
 
-_SYSTEM = re.compile(r"os_error_code='(\d+)'")
-_BATCH_BYTES = 1 << 20
-"""An array at a time, but for small ones: memory is what counts here."""
+_SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")
+_BATCH_BYTES = 1 << 20  # one array at a time, but for small ones: memory counts more here than speed
 
 
 @dataclass(frozen=True)
@@ -41,11 +38,11 @@ class ReadLater:
 
 
 class LayerWriter:
-    """Writes the parameters of a model as a step that has no optimizer state; every layer is a part of its own.
+    """Writes the parameters of a model as a step without optimizer state; every layer is a part of its own.
 
     Args:
-        root: the folder of the checkpoints; made where it is missing.
-        step: how many steps the parameters have been trained here.
+        root: the folder of the checkpoints; made if it is missing.
+        step: the number of steps that the parameters have been trained here.
 
     Nothing counts before :meth:`commit`.
     """
@@ -57,19 +54,22 @@ class LayerWriter:
         self._checksums: dict[str, str] = {}
 
     def write(self, layer: str, arrays: Mapping[tuple[str, ...], ReadLater]) -> None:
-        """Write a layer, whose arrays come by their way inside it; memory holds one of them at a time.
+        """Writes a layer, whose arrays come by their path inside it; memory holds one of them at a time.
 
-        Raises whatever they raise where they are read, or the file system.
+        Raises the errors of reading the arrays, and OSError.
         """
-        part = Part(name=part_name(layer), layers=(layer,), ranks=(0,))
+        part = StepPart(name=part_name(layer), layers=(layer,), ranks=(0,))
         folder = self._directory / self._data
-        held = {(layer, PARAMS, *way): _whole(array) for way, array in arrays.items()}
+        held = {}
+        for path, array in arrays.items():
+            everything = (slice(None),) * len(array.shape)
+            held[layer, PARAMS, *path] = HostArray(array.shape, array.dtype, array.shape, ((everything, array),))
         writer = PartWriter(0, [part], [0], batch_bytes=_BATCH_BYTES)
         try:
             writer.write(folder, held)
             self._checksums |= writer.finish(folder, held)
         except ValueError as error:
-            if (code := _SYSTEM.search(str(error))) is None:
+            if (code := _SYSTEM_ERROR.search(str(error))) is None:
                 raise
             # TensorStore reports a refusal by the file system as a ValueError, like every other error.
             number = int(code[1])
@@ -78,13 +78,8 @@ class LayerWriter:
             writer.close()
 
     def commit(self, host: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
-        """Make it count, with plain data beside the arrays."""
+        """Makes the step count, with plain data beside the arrays."""
         sync_directory(self._directory / self._data)
         Commit(step=self._step, data=self._data, parts=self._checksums, layout=dict(layout), host=dict(host)).write(
             self._directory
         )
-
-
-def _whole(array: ReadLater) -> HostArray:
-    everything = (slice(None),) * len(array.shape)
-    return HostArray(array.shape, array.dtype, array.shape, ((everything, array),))
