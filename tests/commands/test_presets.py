@@ -25,8 +25,8 @@ from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_t
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
 from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED
+from rrfp_jax.launch.launch_settings import LaunchSettings
 from rrfp_jax.launch.output import Output
-from rrfp_jax.launch.settings import LaunchSettings
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.network import RunKey
 from rrfp_jax.planning.devices import device_of

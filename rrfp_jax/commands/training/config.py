@@ -35,7 +35,7 @@ from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, RowsConfig, 
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
-from rrfp_jax.network.cluster_config import ClusterConfig
+from rrfp_jax.network.config import ClusterConfig
 from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
 from rrfp_jax.planning.remat_names import NAMES as REMATS
 from rrfp_jax.record_files import read_bounded
