@@ -1,7 +1,7 @@
-"""What makes tokens of texts: a file of the ``tokenizers`` library, or nothing but the bytes of UTF-8.
+"""Tokenizers: files of the ``tokenizers`` library, or nothing but the bytes of UTF-8.
 
-A text is tokenised as it stands: what the file says about cutting, padding, dropping merges at random, or tokens that
-open a text is not applied, for those are no part of the text.
+A text is tokenised as it stands: settings of the file for cutting, padding, dropping merges at random, or tokens that
+open a text are not applied, for those are no part of the text.
 """
 
 import json
@@ -15,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.dataset import BrokenData
-from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
+from rrfp_jax.data.tokens.header import BYTE_TOKENIZER, TOKENIZER
 from rrfp_jax.record_files import parse_json, read_bounded, read_record
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 MODEL_FILES = ("generation_config.json", "config.json")
-"""Files of a model that name the tokens at which it ends."""
-_INNER = ("", "hugging-face", "tokenizer")
-"""Places of the tokenizer.json in a folder of the hub, of an import and of a run."""
+"""Files of a model that name the tokens at which it ends a text."""
+_INNER = ("", "hugging-face", "tokenizer")  # places of tokenizer.json in a folder of the hub, of an import and of a run
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _MOST_BYTES, _MOST_GROWTH = 1 << 27, 100
 _THREADS = "TOKENIZERS_PARALLELISM"
@@ -32,29 +31,29 @@ class Encoder(Protocol):
     """Makes tokens of texts."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The tokens of every text, ``[tokens]`` each."""
+        """Returns the tokens of every text, ``[tokens]`` each."""
         ...
 
 
 class ByteEncoder:
-    """Tokens are bytes."""
+    """An encoder whose tokens are bytes."""
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The bytes of every text, uint8 ``[bytes]`` each."""
+        """Returns the bytes of every text, uint8 ``[bytes]`` each."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
 class FileEncoder:
-    """Tokens of a tokenizer.json; its special tokens in a text are plain text, unless ``reads_special``."""
+    """The encoder of a tokenizer.json. Its special tokens in a text are plain text, unless ``reads_special``."""
 
     def __init__(self, data: bytes, *, reads_special: bool, name: str = TOKENIZER) -> None:
         self._name = name
         self._tokenizer = load(data, name)
         self._tokenizer.encode_special_tokens = not reads_special
-        self._loses = may_lose(self._tokenizer)
+        self._loses = _may_lose(self._tokenizer)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The tokens of every text, uint32 ``[tokens]`` each."""
+        """Returns the tokens of every text, uint32 ``[tokens]`` each; raises BrokenData for text that would be lost."""
         try:
             encode = self._tokenizer.encode_batch if self._loses else self._tokenizer.encode_batch_fast
             encoded = encode(texts, add_special_tokens=False)
@@ -74,7 +73,7 @@ class FileEncoder:
 
 
 def raise_unless_of_library(error: BaseException) -> None:
-    """Raise an error again if a library in Rust cannot have raised it.
+    """Raises an error again if a library in Rust cannot have raised it.
 
     Such a library raises Exception, or PanicException, which is no Exception, if its own code has given up: for example
     a pattern that takes too many steps on a text.
@@ -93,20 +92,19 @@ class TokenizerFile(NamedTuple):
 
     name: str
     data: bytes | None
-    """tokenizer.json as it stands; None: tokens are bytes."""
+    """The bytes of tokenizer.json. None: tokens are bytes."""
     end_of_document: int
     vocab_size: int
     unknown: int | None = None
-    """The token that stands for text without a token; None: there is no such token."""
+    """The token that stands for text without a token. None: there is no such token."""
 
 
-PLAIN = TokenizerFile(BYTES.name, None, end_of_document=0, vocab_size=256)
-"""Bytes; the zero byte closes a document."""
+BYTE_TOKENIZER_FILE = TokenizerFile(BYTE_TOKENIZER.name, None, end_of_document=0, vocab_size=256)
+"""The tokenizer of bytes; the zero byte closes a document."""
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:
-    """Returns the tokenizer.json that a path names: the file, or the folder of a model, an import or a run that has
-    one."""
+    """Returns the tokenizer.json that a path names: a file, or the folder of a model, an import or a run."""
     named = Path(path).expanduser()
     if not named.is_dir():
         return named
@@ -130,12 +128,12 @@ def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) ->
             f"tokenizer {file} cannot be read ({error.strerror}): make it readable, or name another"
         ) from None
     tokenizer = load(data, str(file))
-    end = end_of_document_in(tokenizer, file, end_of_document)
+    end = _end_of_document_in(tokenizer, file, end_of_document)
     return TokenizerFile(file.name, data, end, size_of(tokenizer), unknown_of(tokenizer))
 
 
 def load(data: bytes, name: str) -> Any:
-    """The ``tokenizers.Tokenizer`` of a tokenizer.json, without what does not belong to a text's own tokens."""
+    """Returns the ``tokenizers.Tokenizer`` of a tokenizer.json, without settings for more than a text's own tokens."""
     from tokenizers import Tokenizer
 
     try:
@@ -171,12 +169,12 @@ def _growth(tokenizer: Any) -> int:
 
 
 def size_of(tokenizer: Any) -> int:
-    """One more than the largest token."""
+    """Returns one more than the largest token."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
 
 
-def end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
-    """The number of the token that closes documents; arguments as in :func:`read_tokenizer`."""
+def _end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
+    """Returns the number of the token that closes documents; arguments as in :func:`read_tokenizer`."""
     if named is not None:
         number = tokenizer.token_to_id(named)
         if number is None:
@@ -208,12 +206,11 @@ def end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
 
 
 def ends_of_model(folder: Path) -> tuple[int, ...]:
-    """Returns the tokens at which the model in ``folder`` ends a text, by its own files; none if the files do not
-    say."""
+    """Returns the tokens at which the model in ``folder`` ends a text, by its files; empty if they do not say."""
     ends: dict[int, None] = {}
-    for told in (_object(folder / name) for name in MODEL_FILES):
-        text = told.get("text_config")
-        found = told.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
+    for content in (_object(folder / name) for name in MODEL_FILES):
+        text = content.get("text_config")
+        found = content.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         ends |= dict.fromkeys(each for each in (found if isinstance(found, list) else [found]) if type(each) is int)
     return tuple(ends)
 
@@ -226,7 +223,7 @@ def unknown_of(tokenizer: Any) -> int | None:
     return number
 
 
-def may_lose(tokenizer: Any) -> bool:
+def _may_lose(tokenizer: Any) -> bool:
     """Returns whether characters can vanish without a trace: neither an unknown token nor bytes stand for them."""
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -241,14 +238,17 @@ def may_lose(tokenizer: Any) -> bool:
 
 
 def lost_part(tokenizer: Any, text: str, encoded: Any, unknown: int | None) -> str | None:
-    """Returns the first part of a text that its tokens do not tell; text that the tokenizer leaves out on purpose is
-    not lost."""
-    is_told = [character.isspace() for character in text]
+    """Returns the first part of a text that its tokens do not stand for; None if there is none.
+
+    Text that the tokenizer leaves out on purpose is not lost.
+    """
+    is_covered = [character.isspace() for character in text]
     for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
         if token == unknown and start < end:
             return text[start:end]
-        is_told[start:end] = [True] * (end - start)
-    lost = next((text[at] for at, told in enumerate(is_told) if not told and _is_kept(tokenizer, text[at])), None)
+        is_covered[start:end] = [True] * (end - start)
+    missing = (text[at] for at, covered in enumerate(is_covered) if not covered)
+    lost = next((character for character in missing if _is_kept(tokenizer, character)), None)
     if lost is None:
         return None
     # The library counts on past a character that it drops: the offsets tell that one is lost, but not which.
@@ -263,12 +263,12 @@ def _is_kept(tokenizer: Any, character: str) -> bool:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Returns the object in a file of JSON; empty if the file is missing or tells nothing."""
+    """Returns the object in a file of JSON; empty if the file is missing or holds none."""
     try:
-        told = parse_json(read_record(path)[0])
+        content = parse_json(read_record(path)[0])
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _configured_end(path: Path) -> str | None:
@@ -280,7 +280,7 @@ def _configured_end(path: Path) -> str | None:
 
 @contextmanager
 def threads_of_tokenizers(are_on: bool) -> Iterator[None]:
-    """Whether the ``tokenizers`` library uses threads of its own in the block; afterwards as before."""
+    """Switches the ``tokenizers`` library's own threads on or off in the block."""
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = "true" if are_on else "false"
     try:
