@@ -1,4 +1,4 @@
-"""What ran when, and why a stage was idle: one record for the simulator and the runtime.
+"""The record of a run, for the simulator and the runtime: which task ran when, and why a stage was idle.
 
 Definitions (times in seconds on one clock, whose zero is arbitrary)
 --------------------------------------------------------------------
@@ -14,8 +14,8 @@ stage bubble
 in flight
     A stage holds a microbatch from the start of its first F there to the end of its last B or W there.
 
-R and U run once per step, after the pipeline has drained, and count in none of these; nor does what runs on an engine
-beside a stage's own (:mod:`rrfp_jax.tasks.operations`).
+R and U run once per step, after the pipeline has drained, and count in none of these. Neither do operations on an
+engine beside the stage (:mod:`rrfp_jax.tasks.operations`).
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ from rrfp_jax.tasks import COMPUTE, Task, TaskKind
 
 
 class IdleReason(StrEnum):
-    """Why a stage had nothing to run."""
+    """Reasons why a stage ran nothing."""
 
     FILL = "fill"
     """It has not run any task of this step yet: no input has reached it."""
@@ -61,11 +61,11 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     lane: str = COMPUTE
-    """The engine that it kept busy; where none is named, the stage's own."""
+    """The engine that the task kept busy, by default the stage's own."""
 
     @property
     def is_beside(self) -> bool:
-        """Whether it ran beside what the stage computed."""
+        """Whether the task ran on an engine beside the stage's own."""
         return self.lane != COMPUTE
 
 
@@ -80,35 +80,36 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sums:
-    """What the record of one step adds up to: of constant size, and sums of different stages can be merged."""
+class StepSums:
+    """Sums over the record of one step: of constant size, and mergeable with those of other stages."""
 
     num_stages: int
-    """Of the whole run, of which these are the sums of some stages or all."""
+    """Number of stages of the whole run; the sums may be over fewer."""
     start_s: float = inf
-    """First start, and last end, of a task with a microbatch."""
+    """First start of a task with a microbatch."""
     end_s: float = -inf
+    """Last end of a task with a microbatch."""
     cost_s: float = 0.0
-    """The longest stage's own first start to last end."""
+    """The longest span of a stage, from its own first start to its own last end."""
     work_s: float = 0.0
     idle_s: dict[IdleReason, float] = field(default_factory=dict)
     looking_ahead: int = 0
-    """Stages whose foresight was at work."""
+    """Number of stages whose foresight was at work."""
 
     def makespan_s(self) -> float:
-        """First start to last end; 0 where nothing ran."""
+        """Returns the time from the first start to the last end; 0 where nothing ran."""
         return max(0.0, self.end_s - self.start_s)
 
     def bubble_fraction(self) -> float:
         return (self.cost_s - self.work_s / self.num_stages) / self.cost_s if self.cost_s else 0.0
 
-    def merged(self, *others: "Sums", later_s: float = 0.0) -> "Sums":
-        """These with those of other stages, whose clock shows ``later_s`` less."""
+    def merged(self, *others: "StepSums", later_s: float = 0.0) -> "StepSums":
+        """Returns the sums of these stages and others, whose clock shows ``later_s`` less."""
         idle_s = {**self.idle_s}
         for other in others:
             for reason, seconds in other.idle_s.items():
                 idle_s[reason] = idle_s.get(reason, 0.0) + seconds
-        return Sums(
+        return StepSums(
             num_stages=self.num_stages,
             start_s=min([self.start_s, *(other.start_s + later_s for other in others)]),
             end_s=max([self.end_s, *(other.end_s + later_s for other in others)]),
@@ -131,19 +132,19 @@ class Timeline:
         return sorted({span.step for span in self.spans})
 
     def of_step(self, step: int) -> "Timeline":
-        """The record of one step alone."""
+        """Returns the record of one step."""
         return Timeline(
             self.num_stages, [s for s in self.spans if s.step == step], [w for w in self.waits if w.step == step]
         )
 
     def of_stage(self, stage: int) -> "Timeline":
-        """The record of one stage alone, in the same stage numbering."""
+        """Returns the record of one stage, in the same stage numbering."""
         return Timeline(
             self.num_stages, [s for s in self.spans if s.stage == stage], [w for w in self.waits if w.stage == stage]
         )
 
     def last_steps(self, number: int) -> "Timeline":
-        """The record of the last so many steps alone."""
+        """Returns the record of the last ``number`` steps."""
         wanted = frozenset(self.steps()[-number:])
         return Timeline(
             self.num_stages,
@@ -152,7 +153,7 @@ class Timeline:
         )
 
     def shifted(self, later_s: float, later_steps: int) -> "Timeline":
-        """The same record, so much later and with larger numbers of steps."""
+        """Returns the same record, later by ``later_s`` and with step numbers larger by ``later_steps``."""
         return Timeline(
             self.num_stages,
             [
@@ -166,7 +167,7 @@ class Timeline:
         )
 
     def by_step(self) -> list["Timeline"]:
-        """The record of each step, ascending, in one pass."""
+        """Returns the record of each step, ascending, in one pass."""
         records = {step: Timeline(self.num_stages) for step in self.steps()}
         for span in self.spans:
             records[span.step].spans.append(span)
@@ -179,12 +180,12 @@ class Timeline:
         self.spans.extend(other.spans)
         self.waits.extend(other.waits)
 
-    def sums(self) -> Sums:
-        """What this record of one step adds up to."""
+    def sums(self) -> StepSums:
+        """Returns the sums over this record of one step."""
         spans, idle_s = list(self._microbatch_spans()), dict[IdleReason, float]()
         for wait in self.waits:
             idle_s[wait.reason] = idle_s.get(wait.reason, 0.0) + wait.end_s - wait.start_s
-        return Sums(
+        return StepSums(
             num_stages=self.num_stages,
             start_s=min((s.start_s for s in spans), default=inf),
             end_s=max((s.end_s for s in spans), default=-inf),
@@ -194,15 +195,15 @@ class Timeline:
         )
 
     def makespan_s(self) -> float:
-        """First start to last end; 0 where nothing ran."""
+        """Returns the time from the first start to the last end; 0 where nothing ran."""
         return _extent(self._microbatch_spans())
 
     def cost_s(self) -> float:
-        """The longest stage's own first start to last end."""
+        """Returns the longest span of a stage, from its own first start to its own last end."""
         return max(map(_extent, self._per_stage()), default=0.0)
 
     def work_s(self) -> list[float]:
-        """Seconds of work of each stage."""
+        """Returns the seconds of work of each stage."""
         return [sum(s.end_s - s.start_s for s in spans) for spans in self._per_stage()]
 
     def bubble_fraction(self) -> float:
@@ -214,22 +215,22 @@ class Timeline:
         return [1 - work / makespan if makespan else 0.0 for work in self.work_s()]
 
     def order(self) -> list[list[Task]]:
-        """The tasks with a microbatch that each stage ran, by start."""
+        """Returns the tasks with a microbatch that each stage ran, by start."""
         return [[s.task for s in sorted(spans, key=lambda s: s.start_s)] for spans in self._per_stage()]
 
     def peak_in_flight(self) -> list[int]:
-        """The largest number of microbatches that each stage held at once, over all steps recorded."""
+        """Returns the most microbatches that each stage held at once, over all steps recorded."""
         return [_peak(spans) for spans in self._per_stage()]
 
     def idle_s_by_reason(self) -> list[dict[IdleReason, float]]:
-        """Seconds that each stage was idle, by reason."""
+        """Returns the seconds that each stage was idle, by reason."""
         totals: list[dict[IdleReason, float]] = [defaultdict(float) for _ in range(self.num_stages)]
         for wait in self.waits:
             totals[wait.stage][wait.reason] += wait.end_s - wait.start_s
         return [dict(total) for total in totals]
 
     def as_plain(self, *, later_s: float = 0.0) -> list[list[list[int | float | str]]]:
-        """Spans and waits as plain lists, ``later_s`` later: for another process, whose clock shows so much more."""
+        """Returns spans and waits as plain lists, ``later_s`` later: for a process whose clock shows that much more."""
         return [
             [
                 [
@@ -247,7 +248,7 @@ class Timeline:
 
     @classmethod
     def from_plain(cls, num_stages: int, plain: Iterable[Iterable[Iterable[Any]]]) -> "Timeline":
-        """The record that :meth:`as_plain` wrote; raises ValueError on anything else."""
+        """Reads the record that :meth:`as_plain` wrote. Raises ValueError on anything else."""
         spans, waits = plain
         return cls(
             num_stages,
@@ -262,7 +263,7 @@ class Timeline:
         return (s for s in self.spans if s.task.microbatch >= 0 and not s.is_beside)
 
     def beside(self) -> list[Span]:
-        """The spans of engines beside compute, which count in none of the definitions above."""
+        """Returns the spans of engines beside compute, which count in none of the definitions above."""
         return [s for s in self.spans if s.is_beside]
 
     def _per_stage(self) -> list[list[Span]]:

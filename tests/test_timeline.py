@@ -3,7 +3,7 @@
 import pytest
 
 from rrfp_jax.tasks import Task
-from rrfp_jax.timeline import IdleReason, Span, Sums, Timeline, Wait
+from rrfp_jax.timeline import IdleReason, Span, StepSums, Timeline, Wait
 
 
 def timeline(num_stages, *spans, step=0):
@@ -117,8 +117,8 @@ def test_idle_time_by_reason():
 
 
 def test_sums_of_different_stages_add_up():
-    one = Sums(num_stages=2, start_s=1.0, end_s=3.0, work_s=2.0, idle_s={IdleReason.HOLD: 0.5}, looking_ahead=1)
-    other = Sums(num_stages=2, start_s=0.0, end_s=1.0, work_s=1.0, idle_s={IdleReason.HOLD: 0.25}, looking_ahead=1)
+    one = StepSums(num_stages=2, start_s=1.0, end_s=3.0, work_s=2.0, idle_s={IdleReason.HOLD: 0.5}, looking_ahead=1)
+    other = StepSums(num_stages=2, start_s=0.0, end_s=1.0, work_s=1.0, idle_s={IdleReason.HOLD: 0.25}, looking_ahead=1)
     both = one.merged(other, later_s=1.5)
     assert (both.start_s, both.end_s, both.work_s) == (1.0, 3.0, 3.0)
     assert (both.idle_s, both.looking_ahead) == ({IdleReason.HOLD: 0.75}, 2)

@@ -66,7 +66,7 @@ class Ordering:
     the stages that read it may hold. Strict consumption goes as far ahead as its table does."""
     ops: tuple[Op, ...] = ()
     """Operations of a pipeline that no table orders; a table brings its own
-    (:func:`rrfp_jax.schedules.with_operations`)."""
+    (:func:`rrfp_jax.schedules.table`)."""
 
     def __post_init__(self) -> None:
         check_types(self)

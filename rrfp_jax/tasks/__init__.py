@@ -1,4 +1,4 @@
-"""The vocabulary every room shares: task kinds, tasks, placements and pipeline graphs.
+"""The vocabulary of all packages: task kinds, tasks, placements and pipeline graphs.
 
 Terms
 -----
@@ -16,10 +16,10 @@ Dependencies of one step (RRFP paper, section 3.1, generalised to graphs and to 
   successor that runs ``m`` and returns a gradient to ``c``.
 * ``W(c, m)`` waits for ``I(c, m)``.
 * ``R(c)`` waits for every ``B`` (or ``W``) of ``c`` and of the chunks that share parameters with it.
-* ``U(c)`` waits for ``R(c)`` and for what the stages agree on once per step.
+* ``U(c)`` waits for ``R(c)`` and for the decision on which the stages agree once per step.
 
-Operations of one's own (:mod:`rrfp_jax.tasks.operations`) are tasks of further kinds, which say themselves what they
-wait for and what waits for them.
+Operations of one's own (:mod:`rrfp_jax.tasks.operations`) are tasks of further kinds, which declare the tasks before
+and after them.
 
 A frozen chunk, whose parameters never change, has no W, R and U. It has a backward only where a gradient must pass
 through it, to a chunk before it that trains; otherwise it runs F alone.

@@ -1,6 +1,7 @@
-"""Which chunks feed which, and what the tasks of a step wait for."""
+"""The graph of a pipeline: which chunks feed which, and which tasks of a step wait for which others."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from rrfp_jax.tasks.graph_operations import GraphOperations
 from rrfp_jax.tasks.kinds import Task, TaskKind
 from rrfp_jax.tasks.operations import COMPUTE, Op
 
-MOST_PAIRS = 1 << 20
+_MOST_PAIRS = 1 << 20
 """Largest number of pairs of a chunk and a microbatch in one step. A pair takes about a kilobyte and 50 microseconds to
 plan."""
 
@@ -21,7 +22,7 @@ Absences = tuple[tuple[int, int], ...]
 
 
 def absences(pairs: Iterable[tuple[int, int]]) -> Absences:
-    """Some (chunk, microbatch) pairs in their compact form; raises ValueError for a negative number."""
+    """Returns (chunk, microbatch) pairs in their compact form. Raises ValueError for a negative number."""
     masks: dict[int, int] = {}
     for chunk, microbatch in pairs:
         if chunk < 0 or microbatch < 0:
@@ -31,7 +32,7 @@ def absences(pairs: Iterable[tuple[int, int]]) -> Absences:
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set, ascending."""
+    """Yields the numbers of the bits that are set, ascending."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
@@ -77,12 +78,12 @@ class PipelineGraph:
             raise ValueError(
                 f"num_chunks ({self.num_chunks}) and num_microbatches ({self.num_microbatches}) must both be at least 1"
             )
-        # refuse before anything is made for each pair; a replica's chunks have the pairs of its own microbatches alone
+        # Refuse before anything is made for each pair. A replica's chunks have the pairs of its own microbatches alone.
         num_pairs = sum(stop - first for first, stop in self.owned) or self.num_chunks * self.num_microbatches
-        if num_pairs > MOST_PAIRS:
+        if num_pairs > _MOST_PAIRS:
             raise ValueError(
                 f"{shown(self.num_chunks)} chunks of {shown(self.num_microbatches)} microbatches are more than the "
-                f"{MOST_PAIRS} pairs that a step may have: give fewer of either"
+                f"{_MOST_PAIRS} pairs that a step may have: give fewer of either"
             )
         self._check_edges()
         if self.owned and len(self.owned) != self.num_chunks:
@@ -94,7 +95,7 @@ class PipelineGraph:
         if len(set(self.owned)) > 1:
             self._check_feeding(range(self.num_chunks))
         if self.ops:
-            _ = self.operations
+            self.operations.check()
 
     def _check_edges(self) -> None:
         seen: set[tuple[int, int]] = set()
@@ -116,7 +117,7 @@ class PipelineGraph:
                 raise ValueError(f"chunk {chunk} is not one of the {self.num_chunks} chunks")
 
     def _check_pairs(self, absent: Absences) -> None:
-        """Check some of the absent pairs and what their chunks' neighbours are left with."""
+        """Raises ValueError where absent pairs do not exist, or leave a neighbouring chunk without input or reader."""
         touched: set[int] = set()
         for chunk, mask in absent:
             if not (0 <= chunk < self.num_chunks and mask > 0 and mask.bit_length() <= self.num_microbatches):
@@ -127,7 +128,7 @@ class PipelineGraph:
         self._check_feeding(sorted(touched))
 
     def _check_feeding(self, chunks: Iterable[int]) -> None:
-        """Every existing pair of these chunks has an input, if the chunk needs one, and a reader, likewise."""
+        """Raises ValueError where a pair of these chunks lacks an input or a reader that its chunk needs."""
         for chunk in chunks:
             present, required = self.present(chunk), self.required_predecessors(chunk)
             hungry = present & ~self._present_in_any(required, or_else=present)
@@ -152,7 +153,7 @@ class PipelineGraph:
 
     @cached_property
     def operations(self) -> GraphOperations:
-        """What can be asked about ``ops``."""
+        """The operations with everything that they wait for and move."""
         return GraphOperations(self)
 
     @cached_property
@@ -171,7 +172,7 @@ class PipelineGraph:
 
     @cached_property
     def _gradient_neighbours(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Of each chunk, those before it to which it returns a gradient, and those behind it that return one to it."""
+        """For each chunk the predecessors that get a gradient from it, and the successors that return one to it."""
         chunks = range(self.num_chunks)
         before = tuple(tuple(p for p in self.predecessors(c) if self._passes_gradient(p, c)) for c in chunks)
         after = tuple(tuple(s for s in self.successors(c) if self._passes_gradient(c, s)) for c in chunks)
@@ -187,8 +188,11 @@ class PipelineGraph:
 
     @cached_property
     def _backward_chunks(self) -> tuple[bool, ...]:
-        """A chunk has a backward if it is a sink (it computes a loss) or a successor's gradient reaches it; and if it
-        trains itself, or the gradient is for a chunk before it that does."""
+        """Whether each chunk has a backward.
+
+        It has one if a gradient reaches it, because it computes a loss or a successor returns one, and if somebody
+        wants that gradient: the chunk itself, which trains, or a chunk before it that does.
+        """
         wants = [c not in self.frozen for c in range(self.num_chunks)]
         for chunk in range(self.num_chunks):
             wants[chunk] |= any((p, chunk) in self._gradient_edges and wants[p] for p in self.predecessors(chunk))
@@ -209,27 +213,27 @@ class PipelineGraph:
         return groups
 
     def predecessors(self, chunk: int) -> tuple[int, ...]:
-        """Chunks whose output ``chunk`` reads, ascending."""
+        """Returns the chunks whose output ``chunk`` reads, ascending."""
         return self._neighbours[0][chunk]
 
     def successors(self, chunk: int) -> tuple[int, ...]:
-        """Chunks that read the output of ``chunk``, ascending."""
+        """Returns the chunks that read the output of ``chunk``, ascending."""
         return self._neighbours[1][chunk]
 
     def required_predecessors(self, chunk: int) -> tuple[int, ...]:
-        """Predecessors of which a microbatch must have at least one, ascending."""
+        """Returns the predecessors of which a microbatch must have at least one, ascending."""
         return tuple(p for p in self.predecessors(chunk) if (p, chunk) not in self._optional_edges)
 
     def optional_predecessors(self, chunk: int) -> tuple[int, ...]:
-        """Predecessors without which ``chunk`` runs as well, ascending."""
+        """Returns the predecessors that a microbatch may skip although it runs on ``chunk``, ascending."""
         return tuple(p for p in self.predecessors(chunk) if (p, chunk) in self._optional_edges)
 
     def gradient_successors(self, chunk: int) -> tuple[int, ...]:
-        """Successors that return a gradient to ``chunk``, ascending."""
+        """Returns the successors that return a gradient to ``chunk``, ascending."""
         return self._gradient_neighbours[1][chunk]
 
     def gradient_predecessors(self, chunk: int) -> tuple[int, ...]:
-        """Predecessors to which ``chunk`` returns a gradient, ascending."""
+        """Returns the predecessors to which ``chunk`` returns a gradient, ascending."""
         return self._gradient_neighbours[0][chunk]
 
     def _passes_gradient(self, source: int, target: int) -> bool:
@@ -237,14 +241,14 @@ class PipelineGraph:
         return has[source] and has[target] and (source, target) in self._gradient_edges
 
     def range_of(self, chunk: int) -> range:
-        """The microbatches that belong to ``chunk``, absent ones included."""
+        """Returns the microbatches that belong to ``chunk``, absent ones included."""
         return range(*self.owned[chunk]) if self.owned else range(self.num_microbatches)
 
     def exists(self, chunk: int, microbatch: int) -> bool:
         return microbatch in self.range_of(chunk) and not self._masks.get(chunk, 0) >> microbatch & 1
 
     def present(self, chunk: int) -> int:
-        """The microbatches that exist for ``chunk``, as the bits of a mask."""
+        """Returns the microbatches that exist for ``chunk``, as the bits of a mask."""
         owned = self.range_of(chunk)
         return (1 << owned.stop) - (1 << owned.start) & ~self._masks.get(chunk, 0)
 
@@ -254,11 +258,12 @@ class PipelineGraph:
         return not self.absent and all(owned == (0, self.num_microbatches) for owned in self.owned)
 
     def has_backward(self, chunk: int) -> bool:
-        """False for a chunk that needs no gradient or gets none, such as a frozen encoder: it has F tasks only."""
+        """Whether gradients pass through the chunk. One that needs none or gets none, such as a frozen encoder, has F
+        tasks only."""
         return self._backward_chunks[chunk]
 
     def reads_ahead(self, chunk: int) -> bool:
-        """Whether the chunk runs F only, for others: nothing but these others' pace holds it back."""
+        """Whether the chunk runs F alone, for chunks that read its output: only their pace holds it back."""
         return not self._backward_chunks[chunk] and bool(self.successors(chunk))
 
     def trains(self, chunk: int) -> bool:
@@ -266,43 +271,46 @@ class PipelineGraph:
         return self._backward_chunks[chunk] and chunk not in self.frozen
 
     def microbatches(self, chunk: int) -> tuple[int, ...]:
-        """The microbatches that exist for ``chunk``, ascending."""
+        """Returns the microbatches that exist for ``chunk``, ascending."""
         absent = self._masks.get(chunk)
         return tuple(m for m in self.range_of(chunk) if not absent >> m & 1) if absent else tuple(self.range_of(chunk))
 
     def passes_per_microbatch(self, chunks: Sequence[int]) -> int:
-        """How many of these chunks a microbatch passes through: the largest number, and at least 1."""
+        """Returns the largest number of these chunks that one microbatch passes through, at least 1."""
         if not self.absent and not self.owned:
             return max(1, len(chunks))
         return max(1, *(sum(self.exists(c, m) for c in chunks) for m in range(self.num_microbatches)))
 
     def input_gradient_kind(self, chunk: int) -> TaskKind:
-        """The kind of task that returns the input gradient of ``chunk``: I if its backward is split, else B."""
+        """Returns the kind that computes the input gradient of ``chunk``: I if its backward is split, else B."""
         return TaskKind.I if chunk in self.split else TaskKind.B
 
     def accumulating_kind(self, chunk: int) -> TaskKind:
-        """The kind of task that adds to the gradients of ``chunk`` and ends its microbatch: W if its backward is split,
-        else B; of a frozen chunk, which adds up nothing, the one that returns the input gradient."""
+        """Returns the kind of task that adds to the gradients of ``chunk`` and ends its microbatch.
+
+        It is W if the backward is split, else B. A frozen chunk adds up nothing: there it is the kind that computes the
+        input gradient.
+        """
         return TaskKind.W if chunk in self.split and chunk not in self.frozen else self.input_gradient_kind(chunk)
 
     def built_in_kinds(self, chunk: int) -> tuple[TaskKind, ...]:
-        """F, B, I and W, as far as each microbatch has them on ``chunk``, in the order in which they run."""
+        """Returns the kinds among F, B, I and W that microbatches have on ``chunk``, in the order in which they run."""
         if not self.has_backward(chunk):
             return (TaskKind.F,)
         last = self.accumulating_kind(chunk)
         return (TaskKind.F, TaskKind.I, TaskKind.W) if last is TaskKind.W else (TaskKind.F, last)
 
     def kinds(self, chunk: int) -> tuple[TaskKind, ...]:
-        """The kinds of tasks that microbatches have on ``chunk``, operations included, in an order in which they can
-        run."""
+        """Returns the kinds of tasks that microbatches have on ``chunk``, operations included, in an order in which
+        they can run."""
         return self.operations.kinds(chunk) if self.ops else self.built_in_kinds(chunk)
 
     def lane(self, kind: TaskKind) -> str:
-        """The engine that tasks of this kind keep busy."""
+        """Returns the engine that tasks of this kind keep busy."""
         return self.operations.lane(kind) if self.ops else COMPUTE
 
     def tasks(self, chunks: Iterable[int] | None = None) -> Iterator[Task]:
-        """All tasks with a microbatch (F, B, I, W and operations), of some chunks or of all."""
+        """Yields the tasks with a microbatch (F, B, I, W and operations) of these chunks, or of all."""
         for chunk in range(self.num_chunks) if chunks is None else chunks:
             kinds = self.kinds(chunk)
             for microbatch in self.microbatches(chunk):
@@ -311,15 +319,17 @@ class PipelineGraph:
                         yield Task(kind, chunk, microbatch)
 
     def num_tasks(self, chunks: Iterable[int] | None = None) -> int:
-        """The number of :meth:`tasks` of these chunks, or of all."""
+        """Returns the number of :meth:`tasks` of these chunks, or of all."""
         if self.ops:
             return sum(1 for _ in self.tasks(chunks))
         counted = range(self.num_chunks) if chunks is None else chunks
         return sum(self.present(c).bit_count() * len(self.built_in_kinds(c)) for c in counted)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
-        """The tasks with a microbatch that must finish before ``task`` may start (R and U: see the module's rules), and
-        those of operations."""
+        """Returns the tasks that must finish before ``task`` may start, operations included.
+
+        For R and U these are the tasks with a microbatch alone; see the rules in :mod:`rrfp_jax.tasks`.
+        """
         if not self.ops:
             return self._built_in_dependencies(task)
         if task.kind in self.operations.by_letter:
@@ -344,8 +354,10 @@ class PipelineGraph:
         )
 
     def memory_effect(self, task: Task) -> tuple[float, float]:
-        """What a task takes as it starts and frees as it ends, in activations: what a chunk with a backward keeps of a
-        microbatch, from F to B or W."""
+        """Returns the memory that a task takes as it starts and frees as it ends.
+
+        The unit is an activation: all that a chunk with a backward keeps of a microbatch, from F to B or W.
+        """
         if task.microbatch < 0 or not self.has_backward(task.chunk):
             return 0.0, 0.0
         if self.ops:
@@ -354,11 +366,11 @@ class PipelineGraph:
         return float(task.kind is TaskKind.F), float(task.kind is self.accumulating_kind(task.chunk))
 
     def sharing(self, chunk: int) -> tuple[int, ...]:
-        """``chunk`` and the chunks that share parameters with it, ascending."""
+        """Returns ``chunk`` and the chunks that share parameters with it, ascending."""
         return self._sharing.get(chunk, (chunk,))
 
     def evaluating(self, num_batches: int = 1) -> "PipelineGraph":
-        """The graph of a step that evaluates so many batches: F alone, as nothing trains and no gradient flows back.
+        """Returns the graph of a step that evaluates this many batches: F alone, since no gradient flows back.
 
         A replica's microbatches stay consecutive: those of its share of the first batch, then of the second, and so on.
         Each batch lacks the pairs that this graph lacks. Operations are left out.
@@ -380,32 +392,34 @@ class PipelineGraph:
         )
 
     def skipping(self, absent: Absences) -> "PipelineGraph":
-        """The same graph without these pairs too; raises ValueError where that leaves a chunk without input or reader.
+        """Returns the same graph without these pairs too.
 
-        What does not depend on the absent pairs is neither checked nor worked out again, so that a step may have a
-        graph of its own.
+        Raises ValueError where that leaves a chunk without input or reader.
         """
         if not absent:
             return self
         masks = dict(self._masks)
         for chunk, mask in absent:
             masks[chunk] = masks.get(chunk, 0) | mask
-        twin = object.__new__(PipelineGraph)
-        twin.__dict__.update(self.__dict__, absent=tuple(sorted(masks.items())), _masks=masks)
-        twin.__dict__.pop("operations", None)
+        # A copy, not a constructor call: each step may have a graph of its own, and only the new pairs need checking.
+        # The constructor takes ten times as long for 64 chunks.
+        twin = copy(self)
+        object.__setattr__(twin, "absent", tuple(sorted(masks.items())))
+        for derived in ("_masks", "operations"):
+            twin.__dict__.pop(derived, None)
         twin._check_pairs(absent)
         return twin
 
 
 def lanes_beside(graph: PipelineGraph) -> dict[str, str]:
-    """The engine of every operation that does not run on the compute lane, by the operation's letters."""
+    """Returns the engine of every operation that does not run on the compute lane, by the operation's letters."""
     return {op.letter: op.lane for op in graph.ops if op.is_beside}
 
 
 def chain(
     num_chunks: int, num_microbatches: int, *, split: bool = False, shared: tuple[tuple[int, ...], ...] = ()
 ) -> PipelineGraph:
-    """Chunk 0 feeds chunk 1 feeds chunk 2 and so on; every microbatch runs everywhere."""
+    """Returns a chain: chunk 0 feeds chunk 1, which feeds chunk 2, and so on. Every microbatch runs everywhere."""
     return PipelineGraph(
         num_chunks,
         num_microbatches,
@@ -418,7 +432,7 @@ def chain(
 def opposite_chains(
     num_chunks: int, down_microbatches: Iterable[int], num_microbatches: int, *, split: bool = False
 ) -> PipelineGraph:
-    """Two chains of ``num_chunks`` chunks with tied parameters; each microbatch runs through one of them.
+    """Returns two chains of ``num_chunks`` chunks with tied parameters. Each microbatch runs through one of them.
 
     ``down_microbatches`` run through chunks ``0..num_chunks-1``, the others through the copies, ``num_chunks`` and up.
     """

@@ -1,4 +1,4 @@
-"""The operations of one graph: on which chunks they are, what they wait for, and what they do to memory."""
+"""The operations of one graph: their chunks, the tasks that they wait for, and the memory that they move."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -8,7 +8,7 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from rrfp_jax.tasks.kinds import NO_MICROBATCH, Task, TaskKind
-from rrfp_jax.tasks.operations import COMPUTE, Op, Per, in_order
+from rrfp_jax.tasks.operations import COMPUTE, Op, Per, order_with_operations
 
 if TYPE_CHECKING:
     from rrfp_jax.tasks.graph import PipelineGraph
@@ -20,25 +20,28 @@ _MICROBATCHES = "all microbatches"
 
 
 class GraphOperations:
-    """What a graph with operations asks about them. Raises ValueError where one does not fit the graph."""
+    """The operations of a graph, resolved for its chunks."""
 
     def __init__(self, graph: "PipelineGraph") -> None:
         self.graph = graph
         self.by_letter = {op.letter: op for op in graph.ops}
-        if len(self.by_letter) < len(graph.ops):
-            letters = [op.letter for op in graph.ops]
-            twice = next(letter for letter in letters if letters.count(letter) > 1)
-            raise ValueError(f"two operations have the letter {twice!r}: give each its own")
-        self._check_places()
         self.unit = lcm(*(_part(part).denominator for op in graph.ops for part in (op.holds, op.frees)))
-        """How many units of memory one activation is."""
+        """The number of units of memory in one activation."""
         self._waits: dict[Task, list[Task]] = {}
         for task, anchor in (wait for op in graph.ops for wait in sorted(op.waits)):
             self._waits.setdefault(task, []).append(anchor)
         self._of_chunk = cache(self._on_chunk)
         self._order = cache(self._kinds)
         self._takes = cache(self._forward_takes)
-        for chunk in range(graph.num_chunks):
+
+    def check(self) -> None:
+        """Raises ValueError where an operation does not fit the graph."""
+        if len(self.by_letter) < len(self.graph.ops):
+            letters = [op.letter for op in self.graph.ops]
+            twice = next(letter for letter in letters if letters.count(letter) > 1)
+            raise ValueError(f"two operations have the letter {twice!r}: give each its own")
+        self._check_places()
+        for chunk in range(self.graph.num_chunks):
             self._order(chunk)
             self._check_memory(chunk)
             self._check_once(chunk)
@@ -57,7 +60,7 @@ class GraphOperations:
                     raise ValueError(f"operation {op.letter!r}: the graph has no chunk {chunk} with microbatch {m}")
 
     def _check_backwards(self, op: Op) -> None:
-        """Raise ValueError for an operation around a backward on a chunk that has none."""
+        """Raises ValueError for an operation around a backward on a chunk that has none."""
         if op.per is not Per.MICROBATCH or not {"B", "I", "W"}.intersection((*op.after, *op.before)):
             return
         chunks = [c for c in range(self.graph.num_chunks) if op.is_on(c, self.graph.num_chunks)]
@@ -104,7 +107,7 @@ class GraphOperations:
                 )
 
     def _emptied(self, chunk: int, microbatch: int, ops: Iterable[Op]) -> str | None:
-        """A task whose end, in some order in which a pair's tasks can run, leaves less than nothing."""
+        """Returns a kind of task after which memory is below zero in some order in which the pair's tasks can run."""
         if not any(op.moves_memory for op in ops):
             return None
         kinds = [kind for kind in self._order(chunk) if self.has(kind, chunk, microbatch)]
@@ -124,7 +127,7 @@ class GraphOperations:
         return None
 
     def _check_once(self, chunk: int) -> None:
-        """What runs once per chunk or step comes before all microbatches there or after them, and names what exists."""
+        """Raises ValueError unless each operation once per chunk or step comes before or after all microbatches."""
         graph = self.graph
         own = {op.letter: op for op in graph.ops if op.per is not Per.MICROBATCH and op.is_on(chunk, graph.num_chunks)}
         if not own:
@@ -158,7 +161,7 @@ class GraphOperations:
                 )
 
     def _on_chunk(self, chunk: int) -> tuple[Op, ...]:
-        """The operations per microbatch, with ``after`` and ``before`` in the kinds that this chunk has."""
+        """Returns the operations per microbatch, with ``after`` and ``before`` in the kinds that this chunk has."""
         graph = self.graph
         return tuple(
             replace(op, after=self._after_kinds(op, chunk), before=self._before_kinds(op, chunk))
@@ -167,7 +170,6 @@ class GraphOperations:
         )
 
     def _after_kinds(self, op: Op, chunk: int) -> tuple[str, ...]:
-        """What it comes after, in the kinds of this chunk."""
         return self._fitted(op.after, chunk, self.graph.accumulating_kind(chunk))
 
     def _before_kinds(self, op: Op, chunk: int) -> tuple[str, ...]:
@@ -179,7 +181,7 @@ class GraphOperations:
 
     def _kinds(self, chunk: int) -> tuple[TaskKind, ...]:
         try:
-            return tuple(map(TaskKind, in_order(self.graph.built_in_kinds(chunk), self._of_chunk(chunk))))
+            return tuple(map(TaskKind, order_with_operations(self.graph.built_in_kinds(chunk), self._of_chunk(chunk))))
         except ValueError as error:
             raise ValueError(f"chunk {chunk}: {error}") from None
 
@@ -187,7 +189,7 @@ class GraphOperations:
         return [op for op in self._of_chunk(chunk) if op.exists(chunk, microbatch)]
 
     def kinds(self, chunk: int) -> tuple[TaskKind, ...]:
-        """All kinds of tasks that microbatches have on a chunk, in an order in which they can run."""
+        """Returns all kinds of tasks that microbatches have on a chunk, in an order in which they can run."""
         return self._order(chunk)
 
     def has(self, kind: TaskKind, chunk: int, microbatch: int) -> bool:
@@ -196,7 +198,7 @@ class GraphOperations:
         return op is None or op.exists(chunk, microbatch)
 
     def remakes_stash(self, chunk: int) -> bool:
-        """Whether an operation makes what backwards of a chunk need, so that their F keeps only what it read."""
+        """Whether an operation recomputes the residuals of a chunk, so that its F keeps only its inputs."""
         return any(op.remakes_stash and op.is_on(chunk, self.graph.num_chunks) for op in self.graph.ops)
 
     def lane(self, kind: TaskKind) -> str:
@@ -204,7 +206,7 @@ class GraphOperations:
         return COMPUTE if op is None else op.lane
 
     def once(self, chunks: Iterable[int]) -> Iterator[Task]:
-        """The tasks of operations that run once per chunk or step, on some chunks."""
+        """Yields the tasks of operations that run once per chunk or step, on these chunks."""
         for chunk in chunks:
             for op in self.graph.ops:
                 if op.per is not Per.MICROBATCH and op.is_on(chunk, self.graph.num_chunks):
@@ -213,7 +215,7 @@ class GraphOperations:
     # -- dependencies ------------------------------------------------------------------------------------------------
 
     def before(self, task: Task) -> Iterator[Task]:
-        """The tasks of operations that a task waits for, itself an operation's or not; on its own chunk."""
+        """Yields the tasks of operations on the same chunk that must finish before this task, of any kind, starts."""
         kind, chunk, m = task
         if m >= 0:
             yield from (
@@ -228,7 +230,7 @@ class GraphOperations:
                 yield Task(TaskKind(op.letter), chunk)
 
     def dependencies(self, task: Task) -> tuple[Task, ...]:
-        """What an operation's task waits for."""
+        """Returns the tasks that must finish before an operation's task starts."""
         kind, chunk, m = task
         op = self.by_letter[kind]
         if op.per is Per.MICROBATCH:
@@ -241,7 +243,7 @@ class GraphOperations:
         return (*found, *self.before(task))
 
     def _needed(self, task: Task) -> tuple[Task, ...]:
-        """What a task waits for on its own chunk and of its own microbatch."""
+        """Returns the dependencies of a task on its own chunk and microbatch."""
         if task.kind in self.by_letter:
             return tuple(needed for needed in self.dependencies(task) if needed[1:] == task[1:])
         built_in = self.graph.built_in_kinds(task.chunk)
@@ -249,7 +251,7 @@ class GraphOperations:
         return tuple(needed for needed in before if needed.microbatch >= 0)
 
     def _anchors(self, task: Task) -> Iterator[Task]:
-        """What it waits for besides, as far as it is there."""
+        """Yields the existing tasks that the operation's ``waits`` name for this one."""
         for anchor in self._waits.get(task, ()):
             kind, chunk, m = anchor
             if m < 0 or (self.graph.exists(chunk, m) and self.has(kind, chunk, m)):
@@ -271,7 +273,10 @@ class GraphOperations:
         return any(op.moves_memory for op in self.graph.ops)
 
     def effect(self, task: Task) -> tuple[int, int]:
-        """What a task of a chunk with a backward takes as it starts and frees as it ends, in :attr:`unit` parts."""
+        """Returns the memory that a task takes as it starts and frees as it ends, in parts of :attr:`unit`.
+
+        The chunk must have a backward.
+        """
         kind, chunk, m = task
         op = self.by_letter.get(kind)
         if op is not None:

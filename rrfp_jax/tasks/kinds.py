@@ -1,4 +1,4 @@
-"""What a task does, and a task: one unit of work of a stage."""
+"""Kinds of tasks, and a task: one unit of work of a stage."""
 
 import re
 from typing import ClassVar, NamedTuple
@@ -10,15 +10,17 @@ NO_MICROBATCH = -1
 
 
 class TaskKind(str):
-    """What a task does, in capital letters: those of ``torch.distributed.pipelining``, or an operation's own
-    (:mod:`rrfp_jax.tasks.operations`). There is one object for each kind, so that kinds may be compared with ``is``.
+    """The kind of a task, in capital letters: those of ``torch.distributed.pipelining``, or an operation's own.
+
+    There is one object for each kind, so that kinds may be compared with ``is``. For operations see
+    :mod:`rrfp_jax.tasks.operations`.
 
     Raises ValueError for anything but capital letters.
     """
 
     __slots__ = ()
     F: ClassVar["TaskKind"]
-    """Forward."""
+    """The forward of a chunk."""
     B: ClassVar["TaskKind"]
     """Full backward: input gradient and weight gradient in one."""
     I: ClassVar["TaskKind"]  # noqa: E741 - the field's letter
@@ -63,7 +65,7 @@ class Task(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Task":
-        """Read the text form, for example ``2F5`` or ``3U``; raises ValueError on anything else."""
+        """Reads the text form, for example ``2F5`` or ``3U``. Raises ValueError on anything else."""
         match = _TASK_TEXT.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is not a task: write chunk, kind and microbatch, for example '2F5'")

@@ -1,19 +1,20 @@
 """Operations of one's own: work that a schedule orders beside F, B, I, W, R and U.
 
 An operation belongs to a graph (``PipelineGraph.ops``). Wherever it exists it is a task like any other: validated,
-drawn, simulated, ranked, run, and written ``2O5``. Six things say what it is:
+drawn, simulated, ranked, run, and written ``2O5``. Six things define it:
 
-* ``per``: whether every microbatch of a chunk has one, or every chunk once per step, or the whole step.
+* ``per``: whether every microbatch of a chunk has such a task, or every chunk once per step, or the whole step once.
 * ``after`` and ``before``: the kinds of tasks that it comes after and before, of the same chunk and microbatch. B means
   the whole backward where that is split: an operation after B comes after W, one before B before I.
 * ``lane``: the engine that it keeps busy. ``compute`` is the stage's own, where one task runs at a time; any other
   name is an engine beside it, for example ``d2h``, that also runs one at a time.
-* ``holds`` and ``frees``: memory that it takes as it starts and gives back as it ends, in parts of what a chunk keeps
-  of a microbatch for its backward. At its backward a chunk has all of it: F takes what operations do not take later.
-* ``lead``: where it is issued. An operation that comes before something has its place in the stage's order so many
-  tasks ahead of it, the other ones right behind what they come after; memory is reserved in this order
+* ``holds`` and ``frees``: memory that it takes as it starts and gives back as it ends, in parts of an activation (all
+  that a chunk keeps of a microbatch for its backward). At its backward a chunk has all of it: F takes the part that no
+  operation takes later.
+* ``lead``: the place where it is issued. An operation that comes before a task stands this many tasks ahead of it in
+  the stage's order; any other stands right behind the last task that it comes after. Memory is reserved in this order
   (:mod:`rrfp_jax.arbitration.footprint`).
-* ``run``: what it does; None in simulation alone. ``ms``: how long that takes there.
+* ``run``: the function that it runs; None for simulation alone. ``ms``: its duration in simulation.
 
 Piper's directives (arXiv 2606.11169) and the actions of ``torch.distributed.pipelining`` name such work without a place
 where it is issued, or without memory; an offload that is taken back too soon gains nothing.
@@ -36,19 +37,19 @@ UNRECORDED = MappingProxyType({"recorded": False})
 
 
 class Per(StrEnum):
-    """What has one such task."""
+    """The unit that has one task of an operation: a microbatch, a chunk or a step."""
 
     MICROBATCH = "microbatch"
-    """Every microbatch of every chunk."""
+    """Every microbatch of every chunk has a task."""
     CHUNK = "chunk"
-    """Every chunk, once per step."""
+    """Every chunk has a task, once per step."""
     STEP = "step"
-    """The step: once, on the first of the operation's chunks."""
+    """The step has one task, on the first of the operation's chunks."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation; see the module's description. Raises ValueError, with the remedy, on what means nothing."""
+    """One operation; see the module's description. Raises ValueError, with the remedy, on values without a meaning."""
 
     letter: str
     """Capital letters; not one of the built-in kinds."""
@@ -56,23 +57,25 @@ class Op:
     per: Per = Per.MICROBATCH
     lane: str = COMPUTE
     after: tuple[str, ...] = ()
-    """Letters; an operation stands for its own, and one alone need be in no tuple. So in ``before``."""
+    """Letters of the kinds that it comes after. An :class:`Op` stands for its letter, and one kind needs no tuple."""
     before: tuple[str, ...] = ()
+    """Letters of the kinds that it comes before, given as in ``after``."""
     holds: float = 0.0
     frees: float = 0.0
     lead: int = 1
     ms: float = 0.0
     run: Callable[..., Any] | None = field(default=None, metadata=UNRECORDED)
     keeps_inputs: bool = False
-    """Whether what the chunk reads of the microbatch is kept until this has run, so that its forward can run again."""
+    """Whether the chunk's inputs of the microbatch are kept until this has run, so that its forward can run again."""
     remakes_stash: bool = False
-    """Whether it makes what the backward needs from what was read, which is all that the forward then keeps."""
+    """Whether it recomputes the residuals of the backward from the inputs; the forward then keeps the inputs alone."""
     keeps_on_host: bool = False
-    """Whether what it frees lies in host memory from its start to the end of the operation that takes it back."""
+    """Whether the memory that it frees lies on the host, from its start to the end of the operation that takes it
+    back."""
     chunks: frozenset[int] | None = None
-    """Where it exists; None: on every chunk."""
+    """Chunks on which it exists; None: on every chunk."""
     pairs: frozenset[tuple[int, int]] | None = None
-    """The (chunk, microbatch) pairs that have one; None: all of its chunks."""
+    """The (chunk, microbatch) pairs that have such a task; None: all pairs of its chunks."""
     waits: frozenset[tuple[Task, Task]] = frozenset()
     """Anchors: some of its tasks, each with a further task of the same stage that it waits for. For a table's own
     operations, whose rows stand in an order that keeps to them."""
@@ -131,18 +134,17 @@ class Op:
         return wanted and 0 <= chunk < num_chunks and (self.pairs is None or any(c == chunk for c, _ in self.pairs))
 
     def exists(self, chunk: int, microbatch: int) -> bool:
-        """Whether this pair, which the graph has, has one."""
+        """Whether this pair, which the graph has, has such a task."""
         if self.chunks is not None and chunk not in self.chunks:
             return False
         return self.pairs is None or (chunk, microbatch) in self.pairs
 
 
-def in_order(letters: Sequence[str], ops: Sequence[Op]) -> tuple[str, ...]:
-    """The kinds of one chunk's microbatch in an order in which they can run: ``letters``, which are in order, with the
-    operations per microbatch put among them.
+def order_with_operations(letters: Sequence[str], ops: Sequence[Op]) -> tuple[str, ...]:
+    """Returns ``letters``, which are in an order in which they can run, with operations per microbatch put among them.
 
-    An operation that comes before something stands right before it, any other one right behind what it comes after.
-    Raises ValueError where operations wait for each other, or for a kind that is not there.
+    An operation that comes before a kind stands right before it, any other right behind the last kind that it comes
+    after. Raises ValueError where operations wait for each other, or for a kind that the chunk does not have.
     """
     order = list(letters)
     left = list(ops)
@@ -156,7 +158,7 @@ def in_order(letters: Sequence[str], ops: Sequence[Op]) -> tuple[str, ...]:
 
 
 def _place(op: Op, order: Sequence[str]) -> int | None:
-    """Where it goes; None while something that it names has no place yet."""
+    """Returns the operation's place in the order; None while a kind that it names has no place yet."""
     if not {*op.after, *op.before} <= {*order}:
         return None
     earliest = 1 + max((order.index(kind) for kind in op.after), default=-1)

@@ -1,4 +1,4 @@
-"""Which stage owns which chunk, and the placements that schedules use."""
+"""Placements: which stage owns which chunk."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,26 +55,26 @@ class Placement:
 
 @typed
 def linear(num_stages: int) -> Placement:
-    """One chunk per stage, in order."""
+    """Returns the placement with one chunk per stage, in order."""
     return looped(num_stages, chunks_per_stage=1)
 
 
 @typed
 def looped(num_stages: int, chunks_per_stage: int) -> Placement:
-    """Chunk ``c`` on stage ``c mod num_stages``: the interleaved placement."""
+    """Returns the interleaved placement: chunk ``c`` on stage ``c mod num_stages``."""
     _check_sizes(num_stages, "chunks_per_stage", chunks_per_stage)
     return Placement(tuple(range(num_stages)) * chunks_per_stage)
 
 
 @typed
 def v_shaped(num_stages: int) -> Placement:
-    """Two chunks per stage, down and back up: chunks ``c`` and ``2 * num_stages - 1 - c`` share a stage."""
+    """Returns two chunks per stage, down and back up: chunks ``c`` and ``2 * num_stages - 1 - c`` share a stage."""
     return waves(num_stages, num_waves=1)
 
 
 @typed
 def waves(num_stages: int, num_waves: int) -> Placement:
-    """``2 * num_waves`` chunks per stage, zigzag: down the stages, back up, down again (Hanayo, SC'23)."""
+    """Returns ``2 * num_waves`` chunks per stage, zigzag: down the stages, back up, down again (Hanayo, SC'23)."""
     _check_sizes(num_stages, "num_waves", num_waves)
     down = tuple(range(num_stages))
     return Placement((down + down[::-1]) * num_waves)
@@ -82,7 +82,7 @@ def waves(num_stages: int, num_waves: int) -> Placement:
 
 @typed
 def bidirectional(num_stages: int) -> Placement:
-    """Two copies of the model in opposite directions (Chimera, SC'21).
+    """Returns the placement of two copies of the model in opposite directions (Chimera, SC'21).
 
     Chunks ``0..num_stages-1`` go down the stages; their copies ``num_stages..2*num_stages-1`` go up.
     """

@@ -7,9 +7,9 @@ import pytest
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, with_operations
-from rrfp_jax.schedules.entry import ScheduleEntry
 from rrfp_jax.schedules.language import B, F, Order, Stage, nothing, rounds, rule, stream
-from rrfp_jax.schedules.shapes import ONE_EACH
+from rrfp_jax.schedules.registry import ScheduleEntry
+from rrfp_jax.schedules.request import ONE_EACH
 from rrfp_jax.simulation import Costs, constant, simulate
 from rrfp_jax.tasks import Op
 

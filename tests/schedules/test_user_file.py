@@ -16,7 +16,7 @@ from rrfp_jax.tasks import Edge, PipelineGraph, chain, linear
 FILE = """
 from rrfp_jax.schedules import schedule
 from rrfp_jax.schedules.language import B, F, I, Stage, W, rounds, rule, turns
-from rrfp_jax.schedules.shapes import V
+from rrfp_jax.schedules.request import V
 
 def mine(s):
     return rounds(F.ahead(s.p - 1 - s.i), B)
