@@ -23,7 +23,7 @@ from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.simulation import Costs, Links, Machine, constant, for_steps, lognormal, simulate
-from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.simulation.costs import Durations
 from rrfp_jax.tasks import Task, TaskKind
 
 ORDERS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -33,7 +33,7 @@ from rrfp_jax.planning.search.records import Plan, Shape
 from rrfp_jax.planning.search.wishes import READY, STRICT, Wishes
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.simulation import both_directions
-from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.simulation.costs import Durations
 from rrfp_jax.timeline import Timeline
 
 STAGES, MICROBATCHES, STEPS, PLAN_STEPS, SETTINGS, TOP = 4, 8, 5, 10, 20, 10

@@ -196,15 +196,21 @@ class Timeline:
 
     def makespan_s(self) -> float:
         """Returns the time from the first start to the last end; 0 where nothing ran."""
-        return _extent(self._microbatch_spans())
+        extents = self._extents()
+        return max(
+            0.0, max((end for _, end in extents), default=0.0) - min((start for start, _ in extents), default=0.0)
+        )
 
     def cost_s(self) -> float:
         """Returns the longest span of a stage, from its own first start to its own last end."""
-        return max(map(_extent, self._per_stage()), default=0.0)
+        return max((end_s - start_s for start_s, end_s in self._extents()), default=0.0)
 
     def work_s(self) -> list[float]:
         """Returns the seconds of work of each stage."""
-        return [sum(s.end_s - s.start_s for s in spans) for spans in self._per_stage()]
+        work = [0.0] * self.num_stages
+        for span in self._microbatch_spans():
+            work[span.stage] += span.end_s - span.start_s
+        return work
 
     def bubble_fraction(self) -> float:
         cost = self.cost_s()
@@ -260,7 +266,16 @@ class Timeline:
         )
 
     def _microbatch_spans(self) -> Iterator[Span]:
-        return (s for s in self.spans if s.task.microbatch >= 0 and not s.is_beside)
+        return (s for s in self.spans if s.task.microbatch >= 0 and s.lane == COMPUTE)
+
+    def _extents(self) -> list[tuple[float, float]]:
+        """Returns the first start and last end of every stage that ran a task with a microbatch."""
+        starts, ends = [inf] * self.num_stages, [-inf] * self.num_stages
+        for _, stage, task, start_s, end_s, lane in self.spans:
+            if task.microbatch >= 0 and lane == COMPUTE:
+                starts[stage] = min(starts[stage], start_s)
+                ends[stage] = max(ends[stage], end_s)
+        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < inf]
 
     def beside(self) -> list[Span]:
         """Returns the spans of engines beside compute, which count in none of the definitions above."""
@@ -271,11 +286,6 @@ class Timeline:
         for span in self._microbatch_spans():
             per_stage[span.stage].append(span)
         return per_stage
-
-
-def _extent(spans: Iterable[Span]) -> float:
-    spans = list(spans)
-    return max(s.end_s for s in spans) - min(s.start_s for s in spans) if spans else 0.0
 
 
 def _peak(spans: Iterable[Span]) -> int:

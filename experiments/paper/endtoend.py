@@ -28,7 +28,7 @@ from rrfp_jax.commands.studies.workload_options import on_graph
 from rrfp_jax.commands.studies.workloads import Workload
 from rrfp_jax.planning.flops import DecoderSizes
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, lognormal, simulate
-from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.simulation.costs import Durations
 from rrfp_jax.tasks import Absences, PipelineGraph, Placement
 
 GPT3 = "gpt3-large"

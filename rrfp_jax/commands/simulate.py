@@ -57,8 +57,7 @@ from rrfp_jax.simulation import (
     run_metrics,
 )
 from rrfp_jax.simulation import simulate as run_simulation
-from rrfp_jax.simulation.engine_figures import bottleneck
-from rrfp_jax.simulation.result import RunMetrics, memory_figures
+from rrfp_jax.simulation.result import RunMetrics, bottleneck, memory_figures
 from rrfp_jax.tasks import PipelineGraph, chain, lanes_beside, linear
 from rrfp_jax.timeline import Timeline
 

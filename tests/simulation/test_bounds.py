@@ -20,7 +20,7 @@ from rrfp_jax.simulation import (
     simulate,
 )
 from rrfp_jax.simulation.bounds import one_way_ms
-from rrfp_jax.simulation.jitter import SleepLevel
+from rrfp_jax.simulation.costs import SleepLevel
 from rrfp_jax.tasks import Edge, PipelineGraph, Placement, absences, chain, linear, looped
 from tests.simulation.helpers import by_hint, makespan_ms, run
 

@@ -9,7 +9,7 @@ import numpy as np
 from rrfp_jax.planning.costs.layer_costs import LayerCosts, ModelCosts
 from rrfp_jax.planning.forecast import ChunkBytes
 from rrfp_jax.simulation import Costs, Links, Machine
-from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.simulation.costs import Durations
 from rrfp_jax.tasks import PipelineGraph, Placement, chain
 
 
