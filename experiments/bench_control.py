@@ -49,9 +49,9 @@ from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers, control_neighbours
 from rrfp_jax.runtime.report import FailureNews, StageState, TaskFailed
 from rrfp_jax.runtime.transports.parts import Key, pack_key, unpack_key
-from rrfp_jax.tasks import PipelineGraph, Placement, chain, linear
+from rrfp_jax.schedules import PipelineGraph, Placement, chain, linear
+from rrfp_jax.schedules.timeline import StepSums
 from rrfp_jax.testing.virtual_network import VirtualNetwork, VirtualRank
-from rrfp_jax.timeline import StepSums
 from rrfp_jax.tree import CONTROL_DEGREE
 
 NUM_RANKS = (16, 64, 256, 1024, 4096)

@@ -13,7 +13,7 @@ import pytest
 
 from rrfp_jax.models import attention, language_model
 from rrfp_jax.programs.target import Target
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.models.cudnn_on_cpu import HOPPER, cudnn_on_cpu
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training

@@ -31,9 +31,8 @@ from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
 from rrfp_jax.arbitration.window import check_windows
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.field_rules import check_types
-from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules import Op, PipelineGraph, Placement, ScheduleTable, Task
 from rrfp_jax.schedules.validation import check_orders
-from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task
 
 
 @dataclass(frozen=True, kw_only=True)

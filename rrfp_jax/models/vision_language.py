@@ -41,7 +41,7 @@ from rrfp_jax.models.vision_language_config import (
 )
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.remat import one_layer
-from rrfp_jax.tasks import Edge
+from rrfp_jax.schedules import Edge
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from rrfp_jax.programs.batches import Leaf, StepBatch, num_microbatches
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.steps_under_way import StepOutcome
-from rrfp_jax.tasks import Absences, PipelineGraph
-from rrfp_jax.timeline import StepSums, Timeline
+from rrfp_jax.schedules import Absences, PipelineGraph
+from rrfp_jax.schedules.timeline import StepSums, Timeline
 from rrfp_jax.waiting import result_of
 
 

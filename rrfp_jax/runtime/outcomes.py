@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rrfp_jax.network import MalformedMessage
 from rrfp_jax.runtime.gatherings import Network
-from rrfp_jax.timeline import IdleReason, StepSums
+from rrfp_jax.schedules.timeline import IdleReason, StepSums
 from rrfp_jax.tree import children, parent
 
 _TOPIC = b"outcome"

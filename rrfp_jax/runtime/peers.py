@@ -21,7 +21,7 @@ from rrfp_jax.runtime.gatherings import Gatherings, PeerFailed
 from rrfp_jax.runtime.outcomes import Outcomes, Summary
 from rrfp_jax.runtime.report import FailureNews
 from rrfp_jax.runtime.transports.parts import KEY_BYTES, Key, pack_key, unpack_key
-from rrfp_jax.timeline import StepSums
+from rrfp_jax.schedules.timeline import StepSums
 from rrfp_jax.tree import neighbours
 
 __all__ = ["Listener", "PeerFailed", "Peers"]

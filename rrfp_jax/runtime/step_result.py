@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.steps_under_way import StepOutcome
-from rrfp_jax.timeline import StepSums, Timeline
+from rrfp_jax.schedules.timeline import StepSums, Timeline
 from rrfp_jax.waiting import result_of
 
 

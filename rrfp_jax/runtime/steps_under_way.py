@@ -12,7 +12,7 @@ from typing import Any
 from rrfp_jax.runtime.executor import StageOutcome
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers
-from rrfp_jax.timeline import StepSums, Timeline
+from rrfp_jax.schedules.timeline import StepSums, Timeline
 
 _STEPS_NAMED = 16
 

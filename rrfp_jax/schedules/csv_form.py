@@ -7,8 +7,8 @@ backwards are split (DualPipe-V) as I and W. Communication and sharding cells of
 ...) are left out: here stages send their outputs by themselves, and a
 chunk's parameters are always there. The log notes both.
 
-A row also names the operations of the table's graph (:mod:`rrfp_jax.tasks.operations`), such as ``0O3``, each where it
-is issued. No cell holds their dependencies, engines and memory: the graph must be given to read them.
+A row also names the operations of the table's graph (:mod:`rrfp_jax.schedules.operations`), such as ``0O3``, each where
+it is issued. No cell holds their dependencies, engines and memory: the graph must be given to read them.
 """
 
 import csv
@@ -21,8 +21,9 @@ from pathlib import Path
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.record_files import read_bounded
+from rrfp_jax.schedules.graph import PipelineGraph, chain, opposite_chains
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.tasks import BUILT_IN, PipelineGraph, Placement, Task, TaskKind, chain, opposite_chains
+from rrfp_jax.schedules.tasks import BUILT_IN, Placement, Task, TaskKind
 
 _log = logging.getLogger(__name__)
 _MOST_BYTES, _MOST_ROWS, _LONGEST_CELL = 1 << 24, 1 << 14, 200

@@ -22,10 +22,10 @@ from rrfp_jax.schedules.language.blocks import block
 from rrfp_jax.schedules.language.order import Order
 from rrfp_jax.schedules.language.rule import Rule
 from rrfp_jax.schedules.language.stage import Described, Mistake, Quickest, Stage
+from rrfp_jax.schedules.operations import Per
 from rrfp_jax.schedules.slots import execute
 from rrfp_jax.schedules.table import ScheduleTable, with_operations
 from rrfp_jax.schedules.validation import some
-from rrfp_jax.tasks import Per
 
 Description = Callable[[Stage], Described]
 _T = TypeVar("_T")

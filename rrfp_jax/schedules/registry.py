@@ -23,9 +23,10 @@ from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules.description import Description, located, table_of, told
 from rrfp_jax.schedules.language.rule import Rule
 from rrfp_jax.schedules.language.stage import Stage, WholeBackward
+from rrfp_jax.schedules.operations import Op
 from rrfp_jax.schedules.request import ANY, ScheduleRequest, ScheduleShape
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.tasks import Op, linear
+from rrfp_jax.schedules.tasks import linear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,17 +5,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from rrfp_jax.field_rules import AT_LEAST_1, POSITIVE, check_fields, check_types
-from rrfp_jax.tasks import (
-    PipelineGraph,
-    Placement,
-    bidirectional,
-    chain,
-    linear,
-    looped,
-    opposite_chains,
-    v_shaped,
-    waves,
-)
+from rrfp_jax.schedules.graph import PipelineGraph, chain, opposite_chains
+from rrfp_jax.schedules.tasks import Placement, bidirectional, linear, looped, v_shaped, waves
 
 
 @dataclass(frozen=True, kw_only=True)

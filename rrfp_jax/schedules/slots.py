@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from rrfp_jax.schedules.graph import PipelineGraph
+from rrfp_jax.schedules.operations import COMPUTE
 from rrfp_jax.schedules.table import ScheduleTable, relative_sizes
+from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
+from rrfp_jax.schedules.timeline import Span, Timeline
 from rrfp_jax.schedules.validation import execution_order
-from rrfp_jax.tasks import COMPUTE, PipelineGraph, Placement, Task, TaskKind
-from rrfp_jax.timeline import Span, Timeline
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from functools import cached_property
 from typing import Any
 
 from rrfp_jax.field_rules import check_types, typed, with_type
+from rrfp_jax.schedules.graph import PipelineGraph
+from rrfp_jax.schedules.operations import COMPUTE, Op, Per
+from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
 from rrfp_jax.schedules.validation import check_orders, out_of_order, peak_in_flight
-from rrfp_jax.tasks import COMPUTE, Op, Per, PipelineGraph, Placement, Task, TaskKind
 
 
 @dataclass(frozen=True)

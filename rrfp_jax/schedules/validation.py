@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from rrfp_jax.tasks import BUILT_IN_KINDS, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules.graph import PipelineGraph
+from rrfp_jax.schedules.tasks import BUILT_IN_KINDS, Placement, Task, TaskKind
 
 Orders = Sequence[Sequence[Task]]
 

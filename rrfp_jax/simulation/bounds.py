@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.arbitration import MessageKind
+from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.simulation.costs import InjectedSleeps, for_graph, of_tasks
 from rrfp_jax.simulation.links import Links
-from rrfp_jax.tasks import COMPUTE, PipelineGraph, Placement, Task, TaskKind
 
 Array = NDArray[np.float64]
 

@@ -17,8 +17,8 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task, TaskKind
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules.timeline import Timeline
 
 Durations = NDArray[np.float64]
 """Milliseconds, [steps, chunks, microbatches, 3] for F, input gradient and weight gradient."""

@@ -32,11 +32,11 @@ from rrfp_jax.arbitration import (
     timing_rule,
 )
 from rrfp_jax.arbitration.events import record
+from rrfp_jax.schedules import COMPUTE, Absences, Task, lanes_beside
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
 from rrfp_jax.simulation.links import Communication, Links
 from rrfp_jax.simulation.transfers import TransferContext, VirtualTime, make_transfers
-from rrfp_jax.tasks import COMPUTE, Absences, Task, lanes_beside
-from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
 _OCCUPIED = IdleReason.INPUT
 """The recorded reason for the time in which its own transfer holds up a stage (blocking and rendezvous)."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rrfp_jax.schedules import PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.simulation.bounds import is_counted, task_lengths_ms, transfer_ms
 from rrfp_jax.simulation.links import Links
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 _UNITS_PER_MS = 10**6
 

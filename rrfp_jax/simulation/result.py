@@ -1,4 +1,4 @@
-"""The numbers of a run, simulated or real, by the definitions of :mod:`rrfp_jax.timeline`; and those of its engines."""
+"""The numbers of a run and of its engines, simulated or real, by the definitions of the timeline."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from rrfp_jax.arbitration.footprint import memory_effect, memory_unit
+from rrfp_jax.schedules import PipelineGraph, Placement, TaskKind
 from rrfp_jax.schedules.table import relative_sizes
+from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.simulation.costs import DURATION_SLOTS
-from rrfp_jax.tasks import PipelineGraph, Placement, TaskKind
-from rrfp_jax.timeline import IdleReason, Timeline
 
 _DECIMALS = 6
 """Decimals of milliseconds, which are nanoseconds: virtual time is exact, seconds in floating point are not."""

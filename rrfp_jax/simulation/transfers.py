@@ -25,8 +25,8 @@ from rrfp_jax.arbitration import (
     stage_plan,
 )
 from rrfp_jax.arbitration.events import record
+from rrfp_jax.schedules import Task
 from rrfp_jax.simulation.links import CONTROL, Communication, Links
-from rrfp_jax.tasks import Task
 
 _ARRIVAL, _END = 0, 1
 

@@ -25,11 +25,11 @@ from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.steps_under_way import StepOutcome
 from rrfp_jax.runtime.transports import Edge
+from rrfp_jax.schedules import Absences, lanes_beside
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline
 from rrfp_jax.simulation.costs import DURATION_SLOTS, InjectedSleeps, of_tasks
-from rrfp_jax.tasks import Absences, lanes_beside
 from rrfp_jax.testing.accelerator import AcceleratedStage, EmulatedAccelerator
 from rrfp_jax.testing.emulated_stage import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec, duration_of
-from rrfp_jax.timeline import IdleReason, Span, Timeline
 from rrfp_jax.waiting import result_of
 
 

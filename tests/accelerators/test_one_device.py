@@ -20,7 +20,7 @@ from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.target import current_target
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.plain_loop import train_plainly
 
 NUM_STAGES, NUM_MICROBATCHES, ROWS, LENGTH, NUM_STEPS = 4, 8, 2, 64, 5

@@ -86,7 +86,7 @@ def test_a_run_without_operations_says_nothing_of_engines(output):
 OWN = """
 from rrfp_jax.schedules import schedule
 from rrfp_jax.schedules.language import B, F, rounds
-from rrfp_jax.tasks import Op
+from rrfp_jax.schedules import Op
 
 first = {"chunks": frozenset({0}), "lane": "copy", "ms": 40.0}
 out = Op("O", after=("F",), frees=1.0, **first)

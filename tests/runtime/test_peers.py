@@ -16,8 +16,8 @@ from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import PeerFailed, Peers
 from rrfp_jax.runtime.report import FailureNews
 from rrfp_jax.runtime.wishes import Wishes
-from rrfp_jax.tasks import Task
-from rrfp_jax.timeline import StepSums
+from rrfp_jax.schedules import Task
+from rrfp_jax.schedules.timeline import StepSums
 from tests.network.mesh import PATIENCE_S, eventually, networks
 
 LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)

@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest, description, schedule
+from rrfp_jax.schedules import Op, ScheduleRequest, TaskKind, description, linear, schedule
 from rrfp_jax.schedules.description import Description
 from rrfp_jax.schedules.language import (
     B,
@@ -29,7 +29,6 @@ from rrfp_jax.schedules.language import (
 )
 from rrfp_jax.schedules.registry import ScheduleEntry
 from rrfp_jax.schedules.request import ONE_EACH, ScheduleShape, V
-from rrfp_jax.tasks import Op, TaskKind, linear
 
 CALLS: Iterator[int] = count()
 

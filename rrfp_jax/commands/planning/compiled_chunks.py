@@ -19,7 +19,7 @@ from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.runtime.hosted import HostedModel
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 from rrfp_jax.training.learning_rates import learning_rate_schedule
 from rrfp_jax.training.optimizer import make_optimizer
 

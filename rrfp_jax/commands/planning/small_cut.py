@@ -14,7 +14,7 @@ from rrfp_jax.models.encoder_config import VisionConfig
 from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.freezing import freeze
-from rrfp_jax.tasks import Edge
+from rrfp_jax.schedules import Edge
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 PATCHES, VISION, PROJECTOR = "patches", "vision", "projector"

@@ -16,7 +16,7 @@ from rrfp_jax.planning.flops import pairs
 from rrfp_jax.planning.unit_axes import CONTEXT
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.freezing import freeze
-from rrfp_jax.tasks import Edge, Placement
+from rrfp_jax.schedules import Edge, Placement
 from rrfp_jax.training.run_config import PipelineConfig
 
 

@@ -21,7 +21,7 @@ from rrfp_jax.models.encoder_config import ENCODER
 from rrfp_jax.models.layer_cut import plan_cut
 from rrfp_jax.observe.trackers.config import check_installed
 from rrfp_jax.planning.unit_axes import with_axes_in_order
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 from rrfp_jax.training.run_config import PipelineConfig
 from rrfp_jax.training.run_directory import RunDirectory
 

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from rrfp_jax.arbitration import MessageKind
 from rrfp_jax.planning.costs import CutModel
-from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleTable, Task, TaskKind
 from rrfp_jax.schedules.validation import all_needed
 from rrfp_jax.simulation.costs import DURATION_SLOTS, Durations
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import parent
 
 Times = NDArray[np.float64]

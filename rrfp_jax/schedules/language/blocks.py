@@ -29,7 +29,7 @@ from typing import Any
 from rrfp_jax.schedules.language.order import Order, OrderRow
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, is_number
 from rrfp_jax.schedules.language.streams import Stream
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules.tasks import Task, TaskKind
 
 _Starts = dict[Task, float]
 """The slot in which each task starts."""

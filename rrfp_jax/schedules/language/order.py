@@ -8,9 +8,10 @@ chunk, or nothing where none is left. A B of a split backward is I with its W ri
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from rrfp_jax.schedules.graph import PipelineGraph
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number, is_number
+from rrfp_jax.schedules.tasks import BUILT_IN, Task, TaskKind
 from rrfp_jax.schedules.validation import why_unknown
-from rrfp_jax.tasks import BUILT_IN, PipelineGraph, Task, TaskKind
 
 
 class OrderRow:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rrfp_jax.schedules.graph import PipelineGraph
 from rrfp_jax.schedules.language.order import Order
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number, is_number
 from rrfp_jax.schedules.language.streams import Stream
+from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
 from rrfp_jax.schedules.validation import dependants
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 RuleKey = Callable[[Task], tuple[int, ...]]
 WORDS: dict[str, Callable[[Task], int]] = {

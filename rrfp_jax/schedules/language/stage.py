@@ -8,9 +8,11 @@ from math import isfinite
 from numbers import Real
 from typing import Any
 
+from rrfp_jax.schedules.graph import PipelineGraph
+from rrfp_jax.schedules.operations import Per
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
-from rrfp_jax.tasks import Per, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
 
 
 class Mistake(ValueError):

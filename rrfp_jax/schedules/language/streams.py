@@ -15,7 +15,8 @@ from typing import Any
 
 from rrfp_jax.schedules.language.order import Order, OrderRow
 from rrfp_jax.schedules.language.stage import Mistake, Stage, is_number
-from rrfp_jax.tasks import Op, Task, TaskKind
+from rrfp_jax.schedules.operations import Op
+from rrfp_jax.schedules.tasks import Task, TaskKind
 
 _Shift = int | Callable[[int], int]
 """A number of rounds, or a function that returns it for a chunk."""

@@ -25,7 +25,7 @@ from rrfp_jax.schedules.language import B, Described, F, I, Order, Stage, W, blo
 from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.request import ALTERNATING, TWO_WAYS, WAVES, V, place_in_unit
 from rrfp_jax.schedules.slots import EQUAL
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules.tasks import Task, TaskKind
 
 _TWO_WAYS: dict[str, Any] = {"shape": TWO_WAYS, "constraints": "an even number of stages and of microbatches"}
 

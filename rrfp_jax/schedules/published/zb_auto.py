@@ -19,7 +19,7 @@ from itertools import product
 from rrfp_jax.schedules.language import Order, Stage, given
 from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.request import ONE_EACH, ScheduleRequest
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules.tasks import Task, TaskKind
 
 F, I, W = TaskKind.F, TaskKind.I, TaskKind.W  # noqa: E741 - the field's letters
 _ROUNDING = 1e-9

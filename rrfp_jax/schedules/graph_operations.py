@@ -7,11 +7,11 @@ from functools import cache
 from math import lcm
 from typing import TYPE_CHECKING
 
-from rrfp_jax.tasks.kinds import NO_MICROBATCH, Task, TaskKind
-from rrfp_jax.tasks.operations import COMPUTE, Op, Per, order_with_operations
+from rrfp_jax.schedules.operations import COMPUTE, Op, Per, order_with_operations
+from rrfp_jax.schedules.tasks import NO_MICROBATCH, Task, TaskKind
 
 if TYPE_CHECKING:
-    from rrfp_jax.tasks.graph import PipelineGraph
+    from rrfp_jax.schedules.graph import PipelineGraph
 
 _FINEST = 1000
 """Memory is counted in parts of an activation not finer than this."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import COUNTABLE, check_fields, check_types, is_whole
-from rrfp_jax.tasks.graph_operations import GraphOperations
-from rrfp_jax.tasks.kinds import Task, TaskKind
-from rrfp_jax.tasks.operations import COMPUTE, Op
+from rrfp_jax.schedules.graph_operations import GraphOperations
+from rrfp_jax.schedules.operations import COMPUTE, Op
+from rrfp_jax.schedules.tasks import Task, TaskKind
 
 _MOST_PAIRS = 1 << 20
 """Largest number of pairs of a chunk and a microbatch in one step. A pair takes about a kilobyte and 50 microseconds to
@@ -58,7 +58,7 @@ class PipelineGraph:
     each chunk, the microbatches that it runs as (first, one past the last): those of its replica; empty: all of them
     everywhere. ``split`` holds the chunks whose backward runs as I and W. ``shared`` holds groups of chunks that hold
     copies of the same parameters (tied embeddings). ``frozen`` holds the chunks whose parameters never change. ``ops``
-    holds the operations that the pipeline has beside the built-in tasks (:mod:`rrfp_jax.tasks.operations`).
+    holds the operations that the pipeline has beside the built-in tasks (:mod:`rrfp_jax.schedules.operations`).
     """
 
     num_chunks: int
@@ -328,7 +328,7 @@ class PipelineGraph:
     def dependencies(self, task: Task) -> tuple[Task, ...]:
         """Returns the tasks that must finish before ``task`` may start, operations included.
 
-        For R and U these are the tasks with a microbatch alone; see the rules in :mod:`rrfp_jax.tasks`.
+        For R and U these are the tasks with a microbatch alone; see the rules in :mod:`rrfp_jax.schedules.tasks`.
         """
         if not self.ops:
             return self._built_in_dependencies(task)

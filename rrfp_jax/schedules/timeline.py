@@ -15,7 +15,7 @@ in flight
     A stage holds a microbatch from the start of its first F there to the end of its last B or W there.
 
 R and U run once per step, after the pipeline has drained, and count in none of these. Neither do operations on an
-engine beside the stage (:mod:`rrfp_jax.tasks.operations`).
+engine beside the stage (:mod:`rrfp_jax.schedules.operations`).
 """
 
 from collections import defaultdict
@@ -26,7 +26,8 @@ from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
-from rrfp_jax.tasks import COMPUTE, Task, TaskKind
+from rrfp_jax.schedules.operations import COMPUTE
+from rrfp_jax.schedules.tasks import Task, TaskKind
 
 
 class IdleReason(StrEnum):

@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rrfp_jax.field_rules import check_types, is_whole
-from rrfp_jax.tasks.kinds import BUILT_IN, Task
+from rrfp_jax.schedules.tasks import BUILT_IN, Task
 
 COMPUTE = "compute"
 """The lane on which all built-in tasks run."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rrfp_jax.tasks import Task
-from rrfp_jax.timeline import IdleReason, Span, StepSums, Timeline, Wait
+from rrfp_jax.schedules import Task
+from rrfp_jax.schedules.timeline import IdleReason, Span, StepSums, Timeline, Wait
 
 
 def timeline(num_stages, *spans, step=0):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.tasks import (
+from rrfp_jax.schedules import (
     BUILT_IN_KINDS,
     NO_MICROBATCH,
     Edge,
