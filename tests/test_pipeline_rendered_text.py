@@ -10,7 +10,7 @@ import pytest
 
 from rrfp_jax.data import RenderedText, RenderedTextConfig, prefetched
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.context_cut import ContextCut
+from rrfp_jax.models.cuts import ContextCut
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.models.vision_language import vision_language_model
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.models.layer_cut import balanced_counts, plan_cut
+from rrfp_jax.models.cuts import balanced_counts, plan_cut
 
 
 def contents(plans):

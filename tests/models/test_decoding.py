@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig
-from rrfp_jax.models.cached_decoder import CachedDecoder
 from rrfp_jax.models.config import RopeScaling
-from rrfp_jax.models.layer_cut import plan_cut
+from rrfp_jax.models.cuts import plan_cut
+from rrfp_jax.models.decoding import CachedDecoder, next_token, nucleus
 from rrfp_jax.models.model import decoder_chunk
-from rrfp_jax.models.nucleus import next_token, nucleus
 
 LENGTH, VOCAB = 12, 19
 PLAIN = LanguageModelConfig(vocab_size=VOCAB, hidden=8, num_layers=2, num_heads=2, mlp_dim=8, init_std=0.4)
@@ -59,13 +58,13 @@ def check(config: LanguageModelConfig, num_prompt: int, seed: int = 0) -> None:
     @jax.jit
     def grown(params: Any, tokens: Any) -> Any:
         padded = tokens.at[:, num_prompt:].set(VOCAB - 1)
-        vectors = decoder.embedded(params, padded)
-        stream, cache = decoder.extended(params, vectors, decoder.empty(2, LENGTH), 0)
+        vectors = decoder.embed(params, padded)
+        stream, cache = decoder.decode_step(params, vectors, decoder.empty_cache(2, LENGTH), 0)
         first = decoder.logits(params, stream)[:, :num_prompt]
 
         def turn(cache: Any, at: Any) -> Any:
             token = jax.lax.dynamic_slice_in_dim(tokens, at, 1, axis=1)
-            stream, cache = decoder.extended(params, decoder.embedded(params, token), cache, at)
+            stream, cache = decoder.decode_step(params, decoder.embed(params, token), cache, at)
             return cache, decoder.logits(params, stream)[:, 0]
 
         _, rest = jax.lax.scan(turn, cache, jnp.arange(num_prompt, LENGTH))

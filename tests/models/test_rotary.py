@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from rrfp_jax.models.rope_scaling import RopeScaling
-from rrfp_jax.models.wave_numbers import wave_numbers
+from rrfp_jax.models.config import RopeScaling
+from rrfp_jax.models.rotary import inv_freq
 
 # bits of inv_freq as transformers 5.23 computes it on a CPU, by the wave's number
 THEIRS = [
@@ -26,7 +26,7 @@ THEIRS = [
 
 @pytest.mark.parametrize(("theta", "half", "scaling", "bits"), THEIRS, ids=["plain", "linear", "llama3", "yarn"])
 def test_waves_have_the_bits_of_published_weights(theta, half, scaling, bits):
-    waves = wave_numbers(half, theta, scaling)
+    waves = inv_freq(half, theta, scaling)
     assert waves.dtype == np.float32
     ours = waves.view(np.int32)
     assert {number: int(ours[number]) for number in bits} == bits
@@ -36,4 +36,4 @@ def test_waves_have_the_bits_of_published_weights(theta, half, scaling, bits):
 @pytest.mark.parametrize("half", [1, 7, 64, 128])
 def test_waves_are_those_of_the_formula(theta, half):
     exact = np.exp(-np.arange(half) / half * math.log(theta))
-    np.testing.assert_allclose(wave_numbers(half, theta), exact, rtol=1.5e-7 + 6e-8 * math.log(theta))
+    np.testing.assert_allclose(inv_freq(half, theta), exact, rtol=1.5e-7 + 6e-8 * math.log(theta))

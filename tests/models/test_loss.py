@@ -10,8 +10,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rrfp_jax.models import head_loss
-from rrfp_jax.models.head_loss import HeadLoss
+from rrfp_jax.models import loss as module
+from rrfp_jax.models.loss import HeadLoss
 from rrfp_jax.programs.remat import Remat, rematerialised
 from rrfp_jax.programs.split import SplitBackward, split_backward
 from tests.programs.splitting.flops import dot_flops
@@ -57,13 +57,13 @@ def assert_near(found: Any, expected: Any, bound: float) -> None:
 @pytest.mark.parametrize("words_first", [True, False])
 @pytest.mark.parametrize("z_loss", [0.0, 0.02])
 def test_it_is_the_formula(monkeypatch: Any, block_bytes: int, words_first: bool, z_loss: float) -> None:
-    monkeypatch.setattr(head_loss, "HEAD_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(module, "HEAD_BLOCK_BYTES", block_bytes)
     how = HeadLoss(words_first, "float32", z_loss)
     assert_near(*both(how, *arrays(words_first=words_first)), 1e-6)
 
 
 def test_in_bfloat16_losses_are_those_of_the_formula_and_gradients_are_rounded_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr(head_loss, "HEAD_BLOCK_BYTES", SMALL)
+    monkeypatch.setattr(module, "HEAD_BLOCK_BYTES", SMALL)
     given = arrays("bfloat16")
     found, expected = both(HeadLoss(True, "bfloat16", 0.0), *given)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
@@ -93,7 +93,7 @@ def split(remat: Remat = "none") -> SplitBackward:
 @pytest.mark.parametrize("block_bytes", [WHOLE, SMALL], ids=["whole", "blocks"])
 def test_logits_are_handed_to_nobody(monkeypatch: Any, block_bytes: int, remat: str) -> None:
     """The forward makes the gradient of its input, so that the input gradient has no product."""
-    monkeypatch.setattr(head_loss, "HEAD_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(module, "HEAD_BLOCK_BYTES", block_bytes)
     programs = split(remat)
     assert max(spec.size for spec in programs.stash_specs) <= BATCH * LENGTH * HIDDEN
     assert max(spec.size for spec in programs.owed_specs) <= BATCH * LENGTH * HIDDEN
@@ -107,7 +107,7 @@ def test_logits_are_handed_to_nobody(monkeypatch: Any, block_bytes: int, remat: 
 @pytest.mark.parametrize("words_first", [True, False])
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"fsdp": 2, "context": 2}, {"tensor": 2, "fsdp": 2}], ids=str)
 def test_on_a_mesh_it_is_the_same(monkeypatch: Any, axes: dict[str, int], words_first: bool, block_bytes: int) -> None:
-    monkeypatch.setattr(head_loss, "HEAD_BLOCK_BYTES", block_bytes // 4 if block_bytes == SMALL else block_bytes)
+    monkeypatch.setattr(module, "HEAD_BLOCK_BYTES", block_bytes // 4 if block_bytes == SMALL else block_bytes)
     sizes = tuple(axes.values())
     mesh = Mesh(np.reshape(jax.devices()[: math.prod(sizes)], sizes), tuple(axes))
     rows = PartitionSpec("fsdp" if "fsdp" in axes else None, "context" if "context" in axes else None)
