@@ -225,6 +225,7 @@ def _cudnn(
     if length % 2:  # cuDNN's backward wants an even length
         query, key, value, segments = _lengthened(length + 1, query, key, value, segments)
         if segments is None and not is_causal:
+            # only lengths keep tokens from the added position, where no mask does
             options["key_value_seq_lengths"] = jnp.full(len(query), length, jnp.int32)
     if segments is None:
         local = None if window is None else (window - 1, 0)
@@ -326,7 +327,7 @@ def _splash(
 
     length, heads, size = query.shape[1:]
     step = _LANES if length <= _LARGEST_BLOCK else _LARGEST_BLOCK // 2
-    padded = -(-length // step) * step
+    padded = -(-length // step) * step  # kernels take whole blocks
     if padded > length:
         if segments is None and not is_causal:
             segments = jnp.zeros(query.shape[:2], jnp.int32)

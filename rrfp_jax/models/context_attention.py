@@ -216,6 +216,7 @@ def _ring_backward(attend: Callable[..., Any], query_grads: jax.Array, own: KeyV
 
     def step(carry: Any, number: Any, *, is_last: bool = False) -> Any:
         query_grads, key_grads, held = carry
+        # gradients follow the keys that they belong to, one round behind
         arrived = plan.shifted(key_grads, 1)
         following = held if is_last else plan.shifted(held, 1)
         query_grads, more = attend(query_grads, held, number, plan.pairs(number))
@@ -223,6 +224,7 @@ def _ring_backward(attend: Callable[..., Any], query_grads: jax.Array, own: KeyV
 
     carry = query_grads, key_grads, plan.shifted(own, 1)
     query_grads, key_grads, _ = _later_rounds(step, carry, plan)
+    # they lie where the keys were in the last round, and go home at once
     return query_grads, plan.shifted(key_grads, -plan.last_round)
 
 

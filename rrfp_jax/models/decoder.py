@@ -111,6 +111,7 @@ class Attention(nnx.Module):
         positions = start + jnp.arange(x.shape[1])
         tables = self._tables(positions)
         new = apply_rope(key, *tables), value
+        # written before attention reads the cache, so that tokens attend to themselves
         keys, values = (
             jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
             for held, part in zip(cache, new, strict=True)

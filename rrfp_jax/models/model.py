@@ -165,6 +165,7 @@ def decoder_chunk(
     """
     layers = named_decoder_layers(config, plan, prefix)
     layers += [merge.projector for merge in merges if merge.projector is not None]
+    # in two chunks, tied embeddings are copies of one parameter
     shared = {prefix + EMBEDDING} if config.tie_embeddings and plan.embedding != plan.head else set()
     has_router_loss = config.has_router_loss and not gives_logits
     counts_answers = counts_answers and plan.head and not gives_logits
@@ -296,6 +297,7 @@ def merge_features(hidden: jax.Array, features: jax.Array, leaves: dict[str, jax
     """
     if name not in leaves:
         raise ValueError(f"features came for a microbatch without {name}: give that leaf wherever there are features")
+    # -1 must not count from the end; a number that is too high must not become a wrong feature
     flat, index = features.reshape(-1, features.shape[-1]), leaves[name]
     taken = jnp.take(flat, jnp.maximum(index, 0), axis=0, mode="fill", fill_value=jnp.nan)
     return jnp.where(index[..., None] >= 0, taken.astype(hidden.dtype), hidden)

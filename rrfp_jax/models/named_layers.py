@@ -76,6 +76,7 @@ def _build(config: Any, build: LayerBuilder, key: jax.Array) -> nnx.Module:
 
 
 def _init(builders: _Builders, key: jax.Array, *, numbers: dict[str, Any]) -> Params:
+    # keys come from names in the model, so that initial values do not depend on the cut
     modules = {name: _build(config, build, jax.random.fold_in(key, numbers[name])) for name, build, config in builders}
     return {name: nnx.to_pure_dict(nnx.state(module)) for name, module in modules.items()}
 

@@ -195,6 +195,7 @@ def _graph(chains: dict[str, list[Chunk]]) -> ChunkGraph:
         chunks += chain
     merging = parts["decoder"][0]
     edges = [Edge(*pair) for numbers in parts.values() for pair in pairwise(numbers)]
+    # a microbatch without pictures or sounds skips the chunks of that encoder
     edges += [Edge(numbers[-1], merging, is_optional=True) for name, numbers in parts.items() if name != "decoder"]
     return ChunkGraph(chunks, tuple(sorted(edges)), parts)
 
