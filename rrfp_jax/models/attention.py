@@ -9,7 +9,7 @@ its square.
 Kernels know no mesh: each device of a stage calls them with its own rows and heads. The choice is made when a program
 is traced, so that forward and backward agree on the residuals.
 
-Packed rows hold several samples, told apart by segment ids: a token attends only to tokens of its own id, and the
+Packed rows hold several samples, which differ by segment ids: a token attends only to tokens of its own id, and the
 weight of all other tokens is exactly 0, so nothing of a sample shows in the bits of its neighbours. Padding is a
 segment like any other, with id 0: each of its tokens attends to itself at least, and no row of the softmax is empty.
 """

@@ -237,8 +237,8 @@ def _run(
     layers = [module for module in modules.values() if isinstance(module, DecoderLayer)]
     rows = is_token = None
     if layers:
-        told = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed else {}
-        rows = row_info(layers[0].config, hidden.shape[1], cut=context, **told)
+        packed_rows = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed else {}
+        rows = row_info(layers[0].config, hidden.shape[1], cut=context, **packed_rows)
     if packed:
         is_token = leaves["segments"] != 0
     for layer in layers:

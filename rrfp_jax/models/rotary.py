@@ -33,7 +33,7 @@ def inv_freq(half: int, theta: float, scaling: RopeScaling | None = None) -> NDA
         begin, end = (
             half
             * math.log(settings["original_max_positions"] / (2 * math.pi * settings[num_turns]))
-            / math.log(theta)  # the number of the wave, not whole, that fits so often into the first training's texts
+            / math.log(theta)  # number of the wave with these turns in the first training's texts, not whole
             for num_turns in ("beta_fast", "beta_slow")
         )
         # published weights expect 2 * half - 1 as the number of the last wave, although there are only half of them

@@ -1,8 +1,8 @@
 """Evaluation of a pipeline on named data sets: the same batches every time, through the stages that train.
 
 Several batches go through the pipeline as one step (:mod:`rrfp_jax.runtime.evaluating`), so that it fills and drains
-once for them; the next ones are made meanwhile. Each such step asks whether the run is to stop, so a run that is told
-to stop does so within an evaluation.
+once for them; the next ones are made meanwhile. Each such step asks whether the run is to stop, so a request
+to stop takes effect within an evaluation.
 """
 
 import math

@@ -132,7 +132,7 @@ class TrainingLoop:
         num_skipped: updates that were left out before the first step of this loop.
         evaluations: evaluates between steps; None: nothing does.
         on_evaluation: called with every row of the evaluations.
-        max_skipped_in_row: so many skipped steps one after another end the loop; None: any number goes on.
+        max_skipped_in_row: number of consecutive skipped steps that ends the loop; None: no number does.
         num_bad: returns how many samples were left out so far.
     """
 
@@ -166,7 +166,7 @@ class TrainingLoop:
         self._stop = self._asked_to_save = False
         """The requests of the steps recorded so far, to stop and to save; the same in all processes."""
         self.was_stopped = False
-        """Whether the loop ended before its last step because it was told to stop."""
+        """Whether the loop ended before its last step because of a request to stop."""
         self._max_skipped_in_row, self._num_bad = max_skipped_in_row, num_bad
         self.skipped_in_row = self.num_skipped = self.num_recorded = 0
         """Numbers of steps that were skipped since the last one that was not, that were skipped in all, and that this
@@ -186,7 +186,7 @@ class TrainingLoop:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether so many steps were skipped one after another that the loop ends."""
+        """Whether ``max_skipped_in_row`` consecutive steps were skipped, which ends the loop."""
         return self._max_skipped_in_row is not None and self.skipped_in_row >= self._max_skipped_in_row
 
     def run(self, state: PipelineState, batches: Iterator[Mapping[str, Any]], num_steps: int) -> PipelineState:

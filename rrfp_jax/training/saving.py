@@ -21,8 +21,8 @@ class RunSaver:
     Args:
         directory: the directory of the run's checkpoints, shared by all processes.
         pipeline: the pipeline, which may have run steps already.
-        every: save after every so many steps; None: not by steps.
-        minutes: save when so many minutes have passed since the last save; None: not by time.
+        every: number of steps from one save to the next; None: steps do not count.
+        minutes: minutes after which a save is due since the last one; None: time does not count.
         keep: how many committed steps stay.
         before_commit: called on rank 0 before a step is committed; an error that it raises keeps it from being so.
     """

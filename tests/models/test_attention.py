@@ -43,7 +43,9 @@ def test_presets_take_a_fused_one(preset: Path):
         ASKED, dtype=jnp.dtype(model.compute_dtype), head_dim=model.size_per_head, length=config.data.length
     )
     assert implementation(HOPPER, asked) == "cudnn"
-    assert implementation(TPU, asked) == "splash"
+    # no device holds whole the sequences that are cut over devices: they go by the tiles of context attention
+    is_cut = "context" in (config.pipeline.mesh or {})
+    assert implementation(TPU, asked) == ("tiles" if is_cut else "splash")
 
 
 @pytest.mark.parametrize(
