@@ -1,7 +1,7 @@
 """Attention by the fastest implementation that the target has for it; :data:`IMPLEMENTATIONS` is the whole rule.
 
 ``cudnn``: flash attention of cuDNN, on NVIDIA GPUs. ``splash``: JAX's flash attention for TPUs. ``tiles``: our own
-tiles with a streaming softmax (:mod:`rrfp_jax.models.tiled_attention`), for long rows that no kernel takes.
+tiles with a streaming softmax (:mod:`rrfp_jax.models._tiled_attention`), for long rows that no kernel takes.
 ``formula``: XLA compiles the formula as it stands, and keeps the scores of every token against every other; that is
 right for short rows. The memory that the first three keep for the backward grows with the length of the text, not with
 its square.
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
-from rrfp_jax.models.tiled_attention import tiled_attention
+from rrfp_jax.models._tiled_attention import tiled_attention
 from rrfp_jax.planning.unit_axes import EXPERT, FSDP, TENSOR
 from rrfp_jax.private.jax_names import fused_attention_stablehlo
 from rrfp_jax.programs.remat import KEPT_BY_DOTS

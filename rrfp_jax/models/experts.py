@@ -30,8 +30,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
+from rrfp_jax.models._parts import learned, projection
 from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig
-from rrfp_jax.models.parts import learned, projection
 from rrfp_jax.planning.unit_axes import EXPERT
 from rrfp_jax.programs.shardings import row_axes
 from rrfp_jax.programs.target import current_target
@@ -84,7 +84,7 @@ def router_loss(config: ExpertsConfig, logits: jax.Array, routes: Routes, is_rea
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
-class Experts(nnx.Module):
+class _Experts(nnx.Module):
     """SwiGLU MLPs side by side."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
@@ -96,7 +96,7 @@ class Experts(nnx.Module):
         self.compute_dtype = jnp.dtype(config.compute_dtype)
 
 
-class SharedExpert(nnx.Module):
+class _SharedExpert(nnx.Module):
     """The MLP that computes every token."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
@@ -121,8 +121,8 @@ class MixtureOfExperts(nnx.Module):
         assert config.experts is not None
         self.config: ExpertsConfig = config.experts
         self.router = learned(config, (config.hidden, self.config.num_experts), rngs)
-        self.experts = Experts(config, rngs)
-        self.shared = None if self.config.shared_mlp_dim is None else SharedExpert(config, rngs)
+        self.experts = _Experts(config, rngs)
+        self.shared = None if self.config.shared_mlp_dim is None else _SharedExpert(config, rngs)
 
     def __call__(
         self,

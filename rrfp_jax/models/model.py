@@ -1,6 +1,6 @@
 """A language model as a list of chunks.
 
-The model is a chain of named layers (:mod:`rrfp_jax.models.named_layers`): ``embedding``, ``layers.0`` ...,
+The model is a chain of named layers (:mod:`rrfp_jax.models._named_layers`): ``embedding``, ``layers.0`` ...,
 ``final_norm``, ``head``. As the decoder of a larger model it has a prefix before each of these, and features of
 encoders may take the place of some tokens' vectors.
 """
@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.cuts import ChunkContents, ContextCut, SequenceOrder, plan_cut
-from rrfp_jax.models.decoder import (
+from rrfp_jax.models._decoder import (
     DecoderLayer,
     Embedding,
     LMHead,
@@ -23,9 +21,11 @@ from rrfp_jax.models.decoder import (
     row_info,
     sparse_decoder_layer,
 )
+from rrfp_jax.models._named_layers import NamedLayer, chunk_of
+from rrfp_jax.models._tensor_cut import decoder_partition
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.cuts import ChunkContents, ContextCut, SequenceOrder, plan_cut
 from rrfp_jax.models.loss import answer_counts, normaliser_loss, token_loss
-from rrfp_jax.models.named_layers import NamedLayer, chunk_of
-from rrfp_jax.models.tensor_cut import decoder_partition
 from rrfp_jax.programs.chunk import Chunk, Partition
 from rrfp_jax.programs.remat import one_layer
 

@@ -157,6 +157,7 @@ def batches_per_step(batches: int, *, num_chunks: int, num_microbatches: int) ->
 
     All steps get about equally many. ``num_microbatches`` is a replica's share of a batch.
     """
+    # filling and draining take the time of num_chunks - 1 microbatches
     enough = math.ceil((num_chunks - 1) * (1 - _MOST_IDLE) / _MOST_IDLE / num_microbatches)
     num_steps = math.ceil(batches / min(batches, max(1, enough)))
     return math.ceil(batches / num_steps)

@@ -75,7 +75,7 @@ class StepRow:
     """Peak of each stage's data in host memory, beside that on its devices, in bytes."""
 
 
-class StepSpeed(NamedTuple):
+class _StepSpeed(NamedTuple):
     """Speed of one step; None where it is not known."""
 
     tokens_per_s_per_device: float | None = None
@@ -102,10 +102,10 @@ class ModelSpeed:
         peaks = [peak for kind in kinds if (peak := peak_flops(kind)) is not None]
         return cls(flops=flops, num_devices=len(kinds), peak_flops=sum(peaks) if len(peaks) == len(kinds) else None)
 
-    def of_step(self, contents: BatchContents, *, weight: float, step_time_s: float) -> StepSpeed:
+    def of_step(self, contents: BatchContents, *, weight: float, step_time_s: float) -> _StepSpeed:
         """Returns the speed of a step whose loss has this weight."""
         flops = self.flops(contents)
-        return StepSpeed(
+        return _StepSpeed(
             tokens_per_s_per_device=weight / step_time_s / self.num_devices,
             model_flops=flops,
             model_tflops_per_device=flops / step_time_s / self.num_devices / 1e12,
@@ -267,6 +267,7 @@ class TrainingLoop:
             if self._metrics is not None:
                 self._metrics.write(asdict(row))
             self._on_evaluation(row)
+        # an evaluation's requests count as those of a step
         self._stop |= self._evaluations.stop
         self._asked_to_save |= self._evaluations.take_save()
         if self._last_end_s:
@@ -291,6 +292,7 @@ class TrainingLoop:
         self._stop |= result.stop
         self._asked_to_save |= result.save
         self._timelines.append(result.timeline)
+        # from end to end, since steps overlap on the host
         step_time_s = result.ended_s - self._last_end_s
         self._last_end_s = result.ended_s
         learning_rate = float(self._learning_rate(result.step - self._num_skipped))
@@ -300,7 +302,7 @@ class TrainingLoop:
         self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
         self.last_fault = result.fault or self.last_fault
         self._stop |= self.has_diverged
-        speed = StepSpeed()
+        speed = _StepSpeed()
         if self._speed is not None:
             speed = self._speed.of_step(contents, weight=result.weight, step_time_s=step_time_s)
         row = StepRow(

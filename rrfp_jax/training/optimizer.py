@@ -219,6 +219,7 @@ def rates_changed(config: OptimizerConfig, before: int, now: int, step: int, upd
     if config.schedule == CONSTANT or (config.decay_steps is not None and config.schedule != STABLE):
         return "its learning rates stay as they are"
     was, becomes = (float(learning_rate_schedule(config, num_steps)(update)) for num_steps in (before, now))
+    # updates fall behind steps by those that were skipped
     last = float(learning_rate_schedule(config, now)(max(update, update + now - 1 - step)))
     return (
         f"its learning rates change, to {becomes:.2e} at step {step}, which was to have {was:.2e}, and {last:.2e} at "

@@ -218,7 +218,7 @@ class RunConfig:
     """The folder of an import (``rrfp import-hf``) or of another run, whose parameters this run starts from; None: from
     initial values by ``seed``."""
     run_dir: str | None = None
-    """Directory that the run writes; None: a new folder under ``runs/``, named by the configuration and the time."""
+    """Directory that the run writes to; None: a new folder under ``runs/``, named by the configuration and the time."""
     report_every: int = 1
     """Every so many steps a line is printed, in place of a terminal's bar; also for the last one and those left out."""
     trackers: tuple[str, ...] = ()
@@ -273,7 +273,7 @@ class RunConfig:
             raise ValueError(f"seed is {self.seed}: give a number from 0 to {2**32 - 1}")
 
 
-HELD_OUT_SET = "held_out"
+_HELD_OUT_SET = "held_out"
 """Name of the only set where none is named: the part of the run's data that is held out."""
 
 
@@ -303,7 +303,7 @@ class EvaluationConfig:
     @property
     def named_sets(self) -> dict[str, dict[str, Any]]:
         """The sets by name, as differences from the section of the run's data."""
-        return self.sets or {HELD_OUT_SET: {}}
+        return self.sets or {_HELD_OUT_SET: {}}
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Returns whether to evaluate after ``step`` steps of a run of ``num_steps``."""

@@ -33,12 +33,18 @@ from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackedRun,
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.runtime.log_file import PATTERN as LOG_PATTERN
 from rrfp_jax.runtime.log_file import RunLog, log_name, write_log
-from rrfp_jax.schedules.timeline import Timeline
-from rrfp_jax.training.run_lock import RunLock
+from rrfp_jax.timeline import Timeline
+from rrfp_jax.training._run_lock import RunLock
 from rrfp_jax.training.step_profile import PROFILE_FOLDER
 
-CONFIG, METRICS, PICTURE, TRACE, FAILURE = "config.yaml", "metrics.jsonl", "timeline.png", "trace.json", "failure.json"
-CHECKPOINTS, DAMAGED = "checkpoints", f"{METRICS}.damaged"
+CONFIG, METRICS, _PICTURE, TRACE, _FAILURE = (
+    "config.yaml",
+    "metrics.jsonl",
+    "timeline.png",
+    "trace.json",
+    "failure.json",
+)
+CHECKPOINTS, _DAMAGED = "checkpoints", f"{METRICS}.damaged"
 _LOG = logging.getLogger(__name__)
 
 
@@ -52,7 +58,7 @@ class RunDirectory:
     def check(self) -> None:
         """Raises ValueError, with the remedy, unless all files of a run can be written; creates nothing."""
         check_folder(self.path, "run_dir")
-        for name in (CONFIG, METRICS, PICTURE, TRACE, FAILURE):
+        for name in (CONFIG, METRICS, _PICTURE, TRACE, _FAILURE):
             check_file(self.path / name, "the run's file")
 
     @property
@@ -70,7 +76,7 @@ class RunDirectory:
         try:
             self._write_text(CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
             # they would be taken for reports of this run
-            for name in (FAILURE, *(path.name for path in self.path.glob(LOG_PATTERN))):
+            for name in (_FAILURE, *(path.name for path in self.path.glob(LOG_PATTERN))):
                 (self.path / name).unlink(missing_ok=True)
             cut_metrics(self.path / METRICS, _first_row(from_step))
         except OSError as error:
@@ -78,7 +84,7 @@ class RunDirectory:
 
     def leftovers(self) -> list[str]:
         """Returns the names of the files and folders that an earlier run has left here."""
-        names = (CONFIG, METRICS, DAMAGED, *TRACKER_FILES, PROFILE_FOLDER, PICTURE, TRACE, FAILURE, CHECKPOINTS)
+        names = (CONFIG, METRICS, _DAMAGED, *TRACKER_FILES, PROFILE_FOLDER, _PICTURE, TRACE, _FAILURE, CHECKPOINTS)
         kept = (KEPT,) if files_are_kept(self.path) else ()
         logs = sorted(path.name for path in self.path.glob(LOG_PATTERN))
         return [name for name in (*names, *kept, *logs) if (self.path / name).exists()]
@@ -129,9 +135,9 @@ class RunDirectory:
         def draw() -> None:
             from rrfp_jax.observe.picture import draw_timelines  # takes long to load
 
-            draw_timelines([(caption, timeline)], self.path / PICTURE)
+            draw_timelines([(caption, timeline)], self.path / _PICTURE)
 
-        for name, write in ((PICTURE, draw), (TRACE, lambda: write_trace(timeline, self.path / TRACE))):
+        for name, write in ((_PICTURE, draw), (TRACE, lambda: write_trace(timeline, self.path / TRACE))):
             try:
                 write()
             except Exception as error:  # whatever a library for pictures may raise
@@ -139,7 +145,7 @@ class RunDirectory:
 
     def written(self) -> list[str]:
         """Returns the names of the files of a run's end that exist."""
-        return [name for name in (CONFIG, METRICS, PICTURE, TRACE) if (self.path / name).is_file()]
+        return [name for name in (CONFIG, METRICS, _PICTURE, TRACE) if (self.path / name).is_file()]
 
     def write_events(self, log: RunLog, num_ranks: int) -> Path:
         """Writes a process's last events, and returns the file's path."""
@@ -152,9 +158,9 @@ class RunDirectory:
 
         The first report of a run counts: to a process that stood still and wakes up, all others seem to be lost.
         """
-        if not (self.path / FAILURE).exists():
-            self._write_text(FAILURE, json.dumps(report.as_dict(), indent=2) + "\n")
-        return self.path / FAILURE
+        if not (self.path / _FAILURE).exists():
+            self._write_text(_FAILURE, json.dumps(report.as_dict(), indent=2) + "\n")
+        return self.path / _FAILURE
 
     def _write_text(self, name: str, text: str) -> None:
         with replacing(self.path / name) as path:

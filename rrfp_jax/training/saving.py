@@ -77,6 +77,7 @@ class RunSaver:
         """Returns whether enough minutes have passed by the clock of this process."""
         if self._minutes is None:
             return False
+        # a save that failed is tried again soon, but not at every step
         wait_s = min(60 * self._minutes, _AGAIN_S) if self.checkpoints.has_failed else 60 * self._minutes
         return time.monotonic() - self._last_s >= wait_s
 

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.models import LanguageModelConfig, attention, language_model
+from rrfp_jax.models._tiled_attention import tiled_attention
 from rrfp_jax.models.attention import AttentionCall, causal_attention, full_attention, implementation
-from rrfp_jax.models.tiled_attention import tiled_attention
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.shapes import derive_shapes

@@ -19,6 +19,7 @@ from rrfp_jax.models.config import LINEAR_ROPE, YARN_ROPE, RopeScaling
 def inv_freq(half: int, theta: float, scaling: RopeScaling | None = None) -> NDArray[np.float32]:
     """Returns the radians per token of each wave, float32 ``[half]``, stretched as ``scaling`` says."""
     one = np.float32(1)
+    # float32 and float64 where transformers has them: a wave may differ in no bit
     exponents = (np.arange(half, dtype=np.float32) / np.float32(half)).astype(np.float64)
     lengths = np.power(np.float64(np.float32(theta)), exponents).astype(np.float32)
     plain: NDArray[np.float32] = one / lengths

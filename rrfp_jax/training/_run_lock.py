@@ -35,9 +35,9 @@ from pydantic import Field, TypeAdapter
 from rrfp_jax.record_files import read_record
 
 LOCK = "run.lock"
-TOUCH_S = 5.0
+_TOUCH_S = 5.0
 """Seconds between two touches by a holder."""
-STALE_S = 60.0
+_STALE_S = 60.0
 """Age in seconds at which a lock is dead: a holder would have touched it twelve times by then."""
 _LOG = logging.getLogger(__name__)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
@@ -74,7 +74,7 @@ class _Holder:
 class RunLock:
     """The lock of one directory, held from :meth:`take` to :meth:`release`."""
 
-    def __init__(self, directory: Path, *, touch_s: float = TOUCH_S, stale_s: float = STALE_S) -> None:
+    def __init__(self, directory: Path, *, touch_s: float = _TOUCH_S, stale_s: float = _STALE_S) -> None:
         self._path, self._touch_s, self._stale_s = directory / LOCK, touch_s, stale_s
         pid = os.getpid()
         since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
