@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.text import Text
 
+from rrfp_jax.cluster.config import Address
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
@@ -40,7 +41,6 @@ from rrfp_jax.commands.diagnosis.network_checks import (
 )
 from rrfp_jax.commands.diagnosis.start_check import check_start
 from rrfp_jax.exit_codes import BAD_INPUT, DONE
-from rrfp_jax.network.config import Address
 
 _PORT = 8476
 _DEADLINE_S = 15.0

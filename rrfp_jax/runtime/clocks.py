@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rrfp_jax.network.wire import field, pack
+from rrfp_jax.cluster.wire import field, pack
 from rrfp_jax.runtime.gatherings import Network, PeerFailed
 from rrfp_jax.tree import parent
 from rrfp_jax.waiting import wait_for

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from rrfp_jax.network import MalformedMessage
-from rrfp_jax.network.wire import field, pack, unpack
+from rrfp_jax.cluster import MalformedMessage
+from rrfp_jax.cluster.wire import field, pack, unpack
 from rrfp_jax.tree import children, parent
 from rrfp_jax.waiting import wait_for
 
@@ -33,7 +33,7 @@ class PeerFailed(ConnectionError):
 
 
 class Network(Protocol):
-    """What gatherings, outcomes and clocks need of a :class:`~rrfp_jax.network.PeerNetwork`."""
+    """What gatherings, outcomes and clocks need of a :class:`~rrfp_jax.cluster.PeerNetwork`."""
 
     rank: int
     num_ranks: int

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from rrfp_jax.arbitration import Message, Note
-from rrfp_jax.network import MalformedMessage, PeerNetwork
-from rrfp_jax.network.failure_detector import watched
-from rrfp_jax.network.wire import field, pack, unpack
+from rrfp_jax.cluster import MalformedMessage, PeerNetwork
+from rrfp_jax.cluster.failure_detector import watched
+from rrfp_jax.cluster.wire import field, pack, unpack
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.clocks import Clocks

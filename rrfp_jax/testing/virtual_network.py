@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rrfp_jax.network.topics import Handler, PackedHandler, unpacked
-from rrfp_jax.network.wire import pack
+from rrfp_jax.cluster.topics import Handler, PackedHandler, unpacked
+from rrfp_jax.cluster.wire import pack
 
 
 @dataclass
@@ -68,7 +68,7 @@ class VirtualNetwork:
 
 
 class VirtualRank:
-    """One rank's network; the methods are those of :class:`rrfp_jax.network.PeerNetwork` and its loop."""
+    """One rank's network; the methods are those of :class:`rrfp_jax.cluster.PeerNetwork` and its loop."""
 
     def __init__(self, network: VirtualNetwork, rank: int, num_ranks: int, connections: frozenset[int]) -> None:
         self._network, self.rank, self.num_ranks, self.connections = network, rank, num_ranks, connections

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rrfp_jax.cluster.config import Address
 from rrfp_jax.commands.diagnosis import network_checks
 from rrfp_jax.commands.diagnosis.addresses import own_addresses
 from rrfp_jax.commands.diagnosis.finding import Status
@@ -21,7 +22,6 @@ from rrfp_jax.commands.diagnosis.network_checks import (
     check_proxies,
     given_interface,
 )
-from rrfp_jax.network.config import Address
 from tests.commands.running import ROOT
 from tests.commands.test_doctor import assert_found
 

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from rrfp_jax.cluster.as_module import python_module
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem
 from rrfp_jax.hardware import CPU, PACKAGES, find_hardware, install_command, installed_accelerators
-from rrfp_jax.launch.as_module import python_module
 from rrfp_jax.runtime.plugins import idle_plugin, two_cudas
 from rrfp_jax.version import __version__
 

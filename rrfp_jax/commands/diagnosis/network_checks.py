@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import Any
 
+from rrfp_jax.cluster.config import GRPC_PROXIES, INTERFACE, LOOPBACK, Address
+from rrfp_jax.cluster.host import addresses_of, is_misleading
+from rrfp_jax.cluster.launch_settings import LaunchSettings
 from rrfp_jax.commands.diagnosis.addresses import interface_of, own_addresses
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem, warning
-from rrfp_jax.launch.launch_settings import LaunchSettings
-from rrfp_jax.network.config import GRPC_PROXIES, INTERFACE, LOOPBACK, Address
-from rrfp_jax.network.host import addresses_of, is_misleading
 
 _CONNECT_S = 3.0
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
 from rrfp_jax.bounded_text import shown
+from rrfp_jax.cluster.config import ClusterConfig
 from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
 from rrfp_jax.commands.common.options import INSTEAD, add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.paths import at_home, whole_paths
@@ -35,7 +36,6 @@ from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, RowsConfig, 
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.cuts import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
-from rrfp_jax.network.config import ClusterConfig
 from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
 from rrfp_jax.planning.remat_names import NAMES as REMATS
 from rrfp_jax.record_files import read_bounded

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from rrfp_jax.arbitration import Message
-from rrfp_jax.network import MalformedMessage, PeerNetwork
-from rrfp_jax.network.wire import pack, unpack
+from rrfp_jax.cluster import MalformedMessage, PeerNetwork
+from rrfp_jax.cluster.wire import pack, unpack
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.inbox import Inbox
