@@ -28,7 +28,7 @@ from rrfp_jax.cluster._peer_loss import PeerLossCallbacks
 from rrfp_jax.cluster._zmq_link import ZmqLink
 from rrfp_jax.cluster._zmq_sockets import ConnectionEvent, QuietLog, connection_events, monitor_of
 from rrfp_jax.cluster.failure_detector import Broken, FailureDetector, HeartbeatClock, Left, Lost, Suspicion
-from rrfp_jax.cluster.wire import MalformedMessage, field, pack, unpack
+from rrfp_jax.cluster.wire import MalformedMessage, field, pack_plain, unpack_plain
 
 _LOG = logging.getLogger(__name__)
 FAREWELL_LINGER_S = 1.0
@@ -218,7 +218,7 @@ class Liveness:
         while (received := self._link.receive()) is not None:
             rank, frames = received
             try:
-                beat = unpack(bytes(frames[0]))
+                beat = unpack_plain(bytes(frames[0]))
                 blocked_s = field(beat, "blocked_s", float)
                 hears = self._watched - self._closed.keys() - self._unheard
                 is_news = self._detector.learn(beat.get("news"), self._clock.awake_s, hears=hears)
@@ -292,7 +292,7 @@ class Liveness:
     def _beat(self, *, leaves: bool = False) -> None:
         self._next_beat_s = time.monotonic() + self._clock.interval_s
         blocked_s = 0.0 if self._loop_asked_s is None else self._clock.awake_s - self._loop_asked_s
-        beat = pack({"blocked_s": blocked_s, "news": self._detector.news(leaves=leaves)})
+        beat = pack_plain({"blocked_s": blocked_s, "news": self._detector.news(leaves=leaves)})
         for rank in self._listeners:
             self._link.send(rank, beat)
         if self._loop is not None and self._loop_asked_s is None:

@@ -23,7 +23,7 @@ from rrfp_jax.cluster._rendezvous_server import (
 from rrfp_jax.cluster._zmq_sockets import connect_as, connect_socket, connection_events, monitor_of, new_socket
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.rendezvous import JoinRequest, LauncherReport, Member, ProcessEnding, RunStatus
-from rrfp_jax.cluster.wire import MalformedMessage, pack, unpack
+from rrfp_jax.cluster.wire import MalformedMessage, pack_plain, unpack_plain
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
 _REPEAT_S = 1.0
@@ -45,7 +45,7 @@ def meet(address: str, request: JoinRequest, key: RunKey, *, deadline_s: float =
             the rendezvous', or nobody answers.
         ValueError: where the request is larger than 1 MiB.
     """
-    said = pack({"kind": "hello", "hello": to_plain(request)})
+    said = pack_plain({"kind": "hello", "hello": to_plain(request)})
     next_s, until_s, has_answered = 0.0, time.monotonic() + deadline_s, False
     with closing(_Client(address, key)) as client:
         while (now_s := time.monotonic()) < until_s:
@@ -170,7 +170,7 @@ class LauncherLink:
         now_s = time.monotonic()
         endings = {rank: replace(ending, at_s=now_s - ending.at_s) for rank, ending in self._endings.items()}
         report = LauncherReport(ranks=self._ranks, endings=endings, version=self._version, is_leaving=is_leaving)
-        return pack({"kind": "launcher", "report": to_plain(report)})
+        return pack_plain({"kind": "launcher", "report": to_plain(report)})
 
     def _read(self, answer: dict[str, Any]) -> bool:
         """Takes an answer of the head. Returns whether it is news."""
@@ -222,7 +222,7 @@ class _Client:
         if self._socket not in ready:
             return None
         try:
-            answer = unpack(self._socket.recv(zmq.NOBLOCK), MAX_ANSWER_BYTES)
+            answer = unpack_plain(self._socket.recv(zmq.NOBLOCK), MAX_ANSWER_BYTES)
         except MalformedMessage:
             return None
         return answer if isinstance(answer, dict) else None

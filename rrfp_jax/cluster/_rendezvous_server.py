@@ -32,7 +32,7 @@ from rrfp_jax.cluster.rendezvous import (
     RunStatus,
     name_ranks,
 )
-from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, MalformedMessage, pack, unpack
+from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, MalformedMessage, pack_plain, unpack_plain
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
 _LOG = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             try:
                 if len(frames) != 1:
                     raise MalformedMessage(f"{len(frames)} frames instead of one")
-                match said := unpack(frames[0].bytes):
+                match said := unpack_plain(frames[0].bytes):
                     case {"kind": "hello", "hello": data}:
                         self._hear_rank(route.bytes, from_plain(JoinRequest, data))
                     case {"kind": "launcher", "report": data}:
@@ -265,7 +265,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
 
     def _reply(self, route: bytes, said: dict[str, Any]) -> None:
         with suppress(zmq.ZMQError):  # it has gone meanwhile
-            self._socket.send_multipart([route, pack(said, MAX_ANSWER_BYTES)], zmq.NOBLOCK)
+            self._socket.send_multipart([route, pack_plain(said, MAX_ANSWER_BYTES)], zmq.NOBLOCK)
 
     def _watch_strangers(self) -> None:
         """Names the hosts whose connections fail.

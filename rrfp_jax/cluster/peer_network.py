@@ -26,7 +26,7 @@ from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.loop_thread import runs_here
 from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.cluster.topics import Handler, PackedHandler, Topics, unpacked
-from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, pack
+from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, pack_plain
 
 _LOG = logging.getLogger(__name__)
 
@@ -410,7 +410,7 @@ class PeerNetwork:
             frames: contiguous buffers, which must not change until the message is confirmed.
             on_confirmed: called on the loop once the peer has received the message.
         """
-        self._send_in_order(rank, topic.encode(), pack(header), frames, on_confirmed)
+        self._send_in_order(rank, topic.encode(), pack_plain(header), frames, on_confirmed)
 
     def send_arrays(
         self,

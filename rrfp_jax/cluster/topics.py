@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rrfp_jax.cluster._zmq_sockets import QuietLog
-from rrfp_jax.cluster.wire import MalformedMessage, unpack
+from rrfp_jax.cluster.wire import MalformedMessage, unpack_plain
 
 _LOG = logging.getLogger(__name__)
 _OVERHEAD_BYTES = 500
@@ -103,7 +103,7 @@ def unpacked(handler: Handler) -> PackedHandler:
     """Returns a handler of packed headers that calls ``handler`` with the header as plain data."""
 
     def handle(rank: int, packed: bytes, frames: list[memoryview]) -> None:
-        header = unpack(packed)
+        header = unpack_plain(packed)
         if not isinstance(header, dict):
             raise MalformedMessage("its header is no dict")
         handler(rank, header, frames)

@@ -23,7 +23,7 @@ class MalformedMessage(ValueError):
     """Data arrived that no peer of this run sends; the message is dropped, and the run goes on."""
 
 
-def pack(value: Any, max_bytes: int = MAX_HEADER_BYTES) -> bytes:
+def pack_plain(value: Any, max_bytes: int = MAX_HEADER_BYTES) -> bytes:
     """Encodes None, booleans, integers, floats, strings, bytes, lists and dicts of these.
 
     Raises:
@@ -40,8 +40,8 @@ def pack(value: Any, max_bytes: int = MAX_HEADER_BYTES) -> bytes:
     return packed
 
 
-def unpack(data: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES) -> Any:
-    """Decodes the output of :func:`pack`; tuples come back as lists. Raises MalformedMessage for any other data."""
+def unpack_plain(data: bytes | memoryview, max_bytes: int = MAX_HEADER_BYTES) -> Any:
+    """Decodes the output of :func:`pack_plain`; tuples become lists. Raises MalformedMessage for any other data."""
     if len(data) > max_bytes:
         raise MalformedMessage(f"a header of {len(data)} bytes, at most {max_bytes} are read")
     try:

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 
 from rrfp_jax.cluster.topics import Handler, PackedHandler, unpacked
-from rrfp_jax.cluster.wire import pack
+from rrfp_jax.cluster.wire import pack_plain
 
 
 @dataclass
@@ -98,7 +98,7 @@ class VirtualRank:
 
     def send(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
         """Send a message; its header is packed as it would be for a socket."""
-        self._send(rank, topic.encode(), pack(header), frames)
+        self._send(rank, topic.encode(), pack_plain(header), frames)
 
     def send_arrays(self, rank: int, topic: bytes, header: bytes, frames: Sequence[Any]) -> None:
         """Send a message whose header is bytes of the sender's own making; here it keeps its place."""

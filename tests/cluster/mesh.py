@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.cluster import LoopThread, NetworkSettings, PeerAddress, PeerNetwork, RunKey
-from rrfp_jax.cluster.wire import pack
+from rrfp_jax.cluster.wire import pack_plain
 from rrfp_jax.tree import children, parent
 
 PATIENCE_S = 30.0
@@ -77,7 +77,7 @@ class Node:
     def send_arrays(
         self, rank: int, header: dict[str, Any], frames: Sequence[Any], on_confirmed: Callable[[], None] | None = None
     ) -> None:
-        network, packed = self.network, pack(header)
+        network, packed = self.network, pack_plain(header)
         network.call_soon(lambda: network.send_arrays(rank, b"note", packed, frames, on_confirmed))
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from rrfp_jax.cluster._direct_link import CLEAR_BYTES, MAX_FRAME_BYTES, MAX_FRAMES, DirectLink, open_record, seal_record
 from rrfp_jax.cluster._private_connections import ProvenConnection
-from rrfp_jax.cluster.wire import SECRET_BYTES, MalformedMessage, Seal, pack
+from rrfp_jax.cluster.wire import SECRET_BYTES, MalformedMessage, Seal, pack_plain
 from tests.cluster.mesh import Node, eventually, nodes
 
 both_ways = pytest.mark.parametrize("encrypts", [True, False], ids=["encrypted", "clear"])
@@ -271,8 +271,8 @@ def test_between_ranks_small_data_take_it_and_large_data_and_messages_do_not(ask
         assert eventually(lambda: len(second.got) == 7)
         assert sent_directly(first) == 4
         at_once = first.network.send_at_once
-        assert not at_once(1 - asking, TOPIC, pack({"number": 8}), [bytes(1 << 18)])
-        assert at_once(1 - asking, TOPIC, pack({"number": 9}), [b"now"], lambda: confirmed.append(9))
+        assert not at_once(1 - asking, TOPIC, pack_plain({"number": 8}), [bytes(1 << 18)])
+        assert at_once(1 - asking, TOPIC, pack_plain({"number": 9}), [b"now"], lambda: confirmed.append(9))
         assert eventually(lambda: 9 in confirmed)
         assert second.got[-1][1]["number"] == 9
         assert sent_directly(first) == 5
@@ -280,7 +280,7 @@ def test_between_ranks_small_data_take_it_and_large_data_and_messages_do_not(ask
 
 def test_nothing_is_sent_at_once_where_no_direct_connection_is_wanted() -> None:
     with nodes(2) as (first, second):
-        assert not first.network.send_at_once(1, TOPIC, pack({}), [b"now"])
+        assert not first.network.send_at_once(1, TOPIC, pack_plain({}), [b"now"])
         first.send_arrays(1, {"number": 0}, [])
         assert eventually(lambda: len(second.got) == 1)
 

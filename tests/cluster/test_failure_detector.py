@@ -7,7 +7,7 @@ import pytest
 
 from rrfp_jax.cluster import MalformedMessage
 from rrfp_jax.cluster.failure_detector import Broken, FailureDetector, Left, Lost, Suspicion, lost_sight, watched
-from rrfp_jax.cluster.wire import pack, unpack
+from rrfp_jax.cluster.wire import pack_plain, unpack_plain
 
 HOSTS = ["a", "a", "b", "b"]
 ANSWER_S = 0.3
@@ -16,7 +16,7 @@ ANSWER_S = 0.3
 def told(
     source: FailureDetector, target: FailureDetector, now_s: float, *, hears: Any = (), leaves: bool = False
 ) -> bool:
-    return target.learn(unpack(pack(source.news(leaves=leaves))), now_s, hears=hears)
+    return target.learn(unpack_plain(pack_plain(source.news(leaves=leaves))), now_s, hears=hears)
 
 
 def test_who_does_not_answer_is_lost_and_named_once() -> None:
@@ -159,7 +159,7 @@ def test_what_is_told_is_bounded() -> None:
     for rank in range(1, num_ranks):
         detector.suspect(Suspicion(rank - 1, rank, "x" * 10_000), 0.0)
         detector.leave(rank, dict.fromkeys(range(50), "x" * 10000), 0.0)
-    assert len(pack(detector.news(leaves=True))) < 1 << 20
+    assert len(pack_plain(detector.news(leaves=True))) < 1 << 20
 
 
 def test_sentences_name_both_sides_by_host() -> None:

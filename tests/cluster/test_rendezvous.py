@@ -225,7 +225,9 @@ def test_no_ending_is_lost_where_messages_are(monkeypatch: pytest.MonkeyPatch) -
     key = RunKey.generate()
     with RendezvousServer(2, key) as server:
         replies = Lossy(server._socket, 2)
-        monkeypatch.setattr(server, "_reply", lambda route, said: replies.send_multipart([route, clients.pack(said)]))
+        monkeypatch.setattr(
+            server, "_reply", lambda route, said: replies.send_multipart([route, clients.pack_plain(said)])
+        )
         with linked(server, key, 1) as (link, got):
             link.ended(1, 0)
             server.ended(0, 0)

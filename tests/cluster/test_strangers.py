@@ -31,7 +31,7 @@ from rrfp_jax.cluster import host as host_limits
 from rrfp_jax.cluster._admission import UnprovenConnections
 from rrfp_jax.cluster._zmq_sockets import rank_role
 from rrfp_jax.cluster.rendezvous import LauncherReport, ProcessEnding
-from rrfp_jax.cluster.wire import pack, unpack
+from rrfp_jax.cluster.wire import pack_plain, unpack_plain
 from rrfp_jax.records import from_plain, to_plain
 from tests.cluster.mesh import Node, eventually, nodes, running_loop
 
@@ -200,7 +200,7 @@ def test_a_member_hears_only_what_is_for_its_own_rank() -> None:
             first.on_loop(first.send, 1, "note", {"for": 1})
             first.on_loop(first.send, 2, "note", {"for": 2})
             assert listener.poll(2000)
-            assert listener.recv().endswith(pack({"for": 2}))
+            assert listener.recv().endswith(pack_plain({"for": 2}))
             assert not listener.poll(200)
         assert eventually(lambda: [header for _, header, _ in members[1].got] == [{"for": 1}])
 
@@ -254,7 +254,7 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
 
         mad._loop.call_soon_threadsafe(rave)
         assert done.wait(5)
-        accusation = pack({"blocked_s": 0.0, "news": {"accusations": [[2, 7, "?", True]]}})
+        accusation = pack_plain({"blocked_s": 0.0, "news": {"accusations": [[2, 7, "?", True]]}})
         for said in (b"", b"\xc1", b"\x81\xa4rank\xa1x", b"\x80", b"x" * (3 << 20), accusation):
             mad._liveness._command(lambda said=said: mad._liveness._link.send(0, said))
         assert eventually(lambda: members[0].network.traffic().num_dropped >= len(mad_heads()) // 2)
@@ -270,7 +270,7 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
 def test_a_heartbeat_is_that_of_whoever_has_the_connection() -> None:
     """Whatever name it bears: one that says of itself that it hangs brings nobody else into disrepute."""
     with nodes(3, silence_deadline_s=2.0) as members:
-        liar, said = members[2].network._liveness, pack({"rank": 1, "blocked_s": 1e6})
+        liar, said = members[2].network._liveness, pack_plain({"rank": 1, "blocked_s": 1e6})
 
         def found_out() -> bool:
             liar._command(lambda: liar._link.send(0, said))
@@ -326,7 +326,7 @@ def test_strangers_at_the_rendezvous_are_dropped(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING), closing(RendezvousServer(2, key, deadline_s=5.0)) as server:
         scan(server.address)
         public, nothing = key.pair("rendezvous").public, LauncherReport(ranks=(1,), endings={}, version=-1)
-        report = pack({"kind": "launcher", "report": to_plain(nothing)})
+        report = pack_plain({"kind": "launcher", "report": to_plain(nothing)})
         foreign = RunKey.generate().pair("member")
         with (
             stranger(server.address, zmq.DEALER) as bare,
@@ -340,13 +340,13 @@ def test_strangers_at_the_rendezvous_are_dropped(caplog: pytest.LogCaptureFixtur
                 mad.send(said)
             mad.send_multipart([b"a", b"b"])
             ended = {7: ProcessEnding(code=0, at_s=0.0)}
-            mad.send(pack({"kind": "launcher", "report": to_plain(replace(nothing, endings=ended))}))
+            mad.send(pack_plain({"kind": "launcher", "report": to_plain(replace(nothing, endings=ended))}))
             server.ended(1, 3)
             mad.send(report)
             bulletin = RunStatus()
             while 1 not in bulletin.endings:
                 assert mad.poll(5000)
-                bulletin = from_plain(RunStatus, unpack(mad.recv())["bulletin"])
+                bulletin = from_plain(RunStatus, unpack_plain(mad.recv())["bulletin"])
             # its handshake may be refused later than the other member is answered
             other_key = "a process on 127.0.0.1 tries to join with another run key"
             assert eventually(lambda: other_key in caplog.text)
