@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from rrfp_jax.tasks import linear
 
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.models.config import ExpertsConfig

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rrfp_jax.tasks import linear
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.programs.chunk import Chunk

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rrfp_jax.tasks import linear
 
 from rrfp_jax.arbitration import FUSED, SPLIT, Ordering
 from rrfp_jax.commands.planning import compiled_work
