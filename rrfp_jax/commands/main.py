@@ -24,7 +24,6 @@ COMMANDS = {
     "launch": "start, watch and end the processes of a run on this host",
     "tokenize": "make a token set of text, JSON lines or Parquet, or a tokenizer of them",
     "evaluate": "the loss of a trained model on data that it was not trained on",
-    "read": "what a trained vision-language model reads in pictures of words",
     "sample": "text of a trained model, from a prompt and images",
     "import-hf": "take in a model of Hugging Face, to train it further",
     "export-hf": "write a trained model as one of Hugging Face",
@@ -40,6 +39,8 @@ COMMANDS = {
     "completion": "what a shell needs to complete all this",
 }
 """The commands, each with what it is for."""
+_MOVED = {"read": "python -m experiments.reading, in a checkout"}
+"""Names that were commands, and what took their place."""
 
 
 def module_of(name: str) -> str:
@@ -109,6 +110,8 @@ def _answer(word: str) -> int:
         print(__version__)
     else:
         near = difflib.get_close_matches(word, COMMANDS, n=1)
+        if word in _MOVED:
+            raise BadInput(f"{word!r} is no command any more: give {_MOVED[word]}")
         advice = f"did you mean {near[0]}" if near else f"the commands are {', '.join(COMMANDS)}"
         raise BadInput(f"{word!r} is no command: {advice}")
     return 0

@@ -30,7 +30,6 @@ from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.commands.training.trust import refuse_code
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.own_data_config import OwnDataConfig
-from rrfp_jax.data.rendered_config import RenderedTextConfig
 from rrfp_jax.data.text_bytes import DataConfig
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, RowsConfig, TokensConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
@@ -44,9 +43,7 @@ from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerC
 from rrfp_jax.training.run_config import AUTO_CUT, EvaluationConfig, PipelineConfig, RunConfig
 from rrfp_jax.yaml_text import read_yaml
 
-DataSetConfig = (
-    DataConfig | RenderedTextConfig | ImageTextConfig | TokensConfig | JsonlConfig | ParquetConfig | OwnDataConfig
-)
+DataSetConfig = DataConfig | ImageTextConfig | TokensConfig | JsonlConfig | ParquetConfig | OwnDataConfig
 """What a data set can be."""
 
 
@@ -60,7 +57,6 @@ class TrainConfig:
     model: LanguageModelConfig
     """Of a vision-language model, its decoder."""
     data: DataConfig | None = None
-    rendered_text: RenderedTextConfig | None = None
     image_text: ImageTextConfig | None = None
     tokens: TokensConfig | None = None
     jsonl: JsonlConfig | None = None
@@ -107,7 +103,7 @@ class TrainConfig:
     @property
     def counts_answers(self) -> bool:
         """Whether evaluations say how many answers are right: where the data says what is an answer."""
-        return self.evaluation is not None and (self.rendered_text is not None or self.image_text is not None)
+        return self.evaluation is not None and self.image_text is not None
 
     @property
     def row_length(self) -> int | None:
@@ -148,7 +144,7 @@ def _record_type(kind: Any) -> type:
 
 _MOST_NESTED = 32
 _LONGEST_VALUE = 60
-DATA_SETS = ("data", "rendered_text", "image_text", "tokens", "jsonl", "parquet", "own_data")
+DATA_SETS = ("data", "image_text", "tokens", "jsonl", "parquet", "own_data")
 """Sections of which there is one."""
 SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
 _WITH_SECTION = (*(name for name in DATA_SETS if name != "data"), "vision", "projector", "evaluation", "tracking")

@@ -1,6 +1,7 @@
 """Drawn words through a pipeline: how a step's samples are cut, packed and padded changes rounding only."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,9 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.data import RenderedText, RenderedTextConfig, prefetched
+from experiments.reading.draw import TRAIN, draw_data
+from rrfp_jax.data import ImageText, ImageTextConfig, prefetched
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.cuts import ContextCut
+from rrfp_jax.models.encoder import PixelScale
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.models.vision_language import vision_language_model
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
@@ -19,7 +22,7 @@ from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training
 
-WORDS = ("am", "Be", "do", "up", "Zoo", "ink", "wax", "lot")
+TEXT = "am Be do up Zoo ink wax lot " * 4
 MODEL = VisionLanguageConfig(
     # A bias of keys changes nothing, so its gradients are rounding alone.
     vision=VisionConfig(
@@ -31,16 +34,27 @@ MODEL = VisionLanguageConfig(
 NUM_STEPS = 3
 
 
-def trained(meshes: Sequence[dict[str, int]] = (), **changes: Any) -> tuple[list[float], Any]:
-    """Losses and final parameters of a few steps, on the meshes of encoder and decoder; nothing is drawn but what the
-    pipeline reads."""
-    values = {"batch_size": 8, "num_microbatches": 4, "words": WORDS, "held_out": 0.0, "max_bytes": 2**16}
-    few = {"text_buckets": 2, "image_buckets": 1, "max_images": 2, "text_only": 0.4, "gather_text": True}
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("words")
+    draw = {"num_samples": 40, "num_pictures": 30, "num_held_out": 0, "max_images": 2, "text_only": 0.4}
+    draw_data(folder, **draw, held_out=0.0, text=TEXT)
+    return folder / TRAIN
+
+
+def trained(words: Path, meshes: Sequence[dict[str, int]] = (), **changes: Any) -> tuple[list[float], Any]:
+    """Returns losses and final parameters of a few steps on the meshes of encoder and decoder. Only the pictures that
+    the pipeline reads are decoded."""
+    grey = {"channels": 1, "patch_size": 8, "mean": (1.0,), "std": (1.0,)}
+    few = {"batch_size": 8, "num_microbatches": 4, "text_buckets": 2, "image_buckets": 1, "gather_text": True}
     encoder_mesh, mesh = meshes or ({}, {})
-    data = RenderedText(RenderedTextConfig(**(values | few | changes)), cut=cut_sizes(mesh, encoder_mesh))
+    config = ImageTextConfig(path=str(words), **(grey | few | changes))
+    data = ImageText(config, cut=cut_sizes(mesh, encoder_mesh))
     devices = mesh.get("context", 1)
     graph = vision_language_model(MODEL).split(
-        packed=True, context=ContextCut(devices=devices) if devices > 1 else None
+        packed=True,
+        context=ContextCut(devices=devices) if devices > 1 else None,
+        pixels=PixelScale(config.mean, config.std),
     )
     with make_pipeline(
         graph.chunks,
@@ -62,8 +76,8 @@ def trained(meshes: Sequence[dict[str, int]] = (), **changes: Any) -> tuple[list
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[list[float], Any]:
-    return trained(gather_text=False, balance=False, num_microbatches=1)
+def expected(words: Path) -> tuple[list[float], Any]:
+    return trained(words, gather_text=False, balance=False, num_microbatches=1)
 
 
 IN_ORDER = {"balance": False, "gather_text": False}
@@ -83,8 +97,10 @@ IN_ORDER = {"balance": False, "gather_text": False}
     ],
     ids=str,
 )
-def test_microbatches_of_any_cut_train_alike(expected: tuple[list[float], Any], changes: dict[str, Any]) -> None:
-    losses, params = trained(**changes)
+def test_microbatches_of_any_cut_train_alike(
+    words: Path, expected: tuple[list[float], Any], changes: dict[str, Any]
+) -> None:
+    losses, params = trained(words, **changes)
     assert_same_training(losses, params, *expected)
 
 
@@ -100,8 +116,8 @@ def test_microbatches_of_any_cut_train_alike(expected: tuple[list[float], Any], 
     ids=str,
 )
 def test_meshes_cut_what_was_padded_for_them(
-    expected: tuple[list[float], Any], meshes: list[dict[str, int]], pack: bool
+    words: Path, expected: tuple[list[float], Any], meshes: list[dict[str, int]], pack: bool
 ) -> None:
     """Every leaf of every bucket has a part on each device, and training is that of one bucket in one piece."""
-    losses, params = trained(meshes, pack=pack)
+    losses, params = trained(words, meshes, pack=pack)
     assert_same_training(losses, params, *expected)
