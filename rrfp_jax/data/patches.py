@@ -26,12 +26,6 @@ def patches_of(pixels: NDArray[Any], patch: int, merge: int) -> NDArray[Any]:
     return blocks.reshape(-1, channels * patch**2)
 
 
-def pixels_of(patches: NDArray[Any], grid: Grid, patch: int, merge: int) -> NDArray[Any]:
-    """The image ``[height, width, channels]`` that ``patches_of`` has cut into these patches."""
-    blocks = patches.reshape(grid.rows // merge, grid.columns // merge, merge, merge, -1, patch, patch)
-    return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(grid.rows * patch, grid.columns * patch, -1)
-
-
 @lru_cache(maxsize=4096)
 def places_of(grid: Grid, merge: int) -> NDArray[np.int32]:
     """Row and column of each patch in its image, ``[2, patches]``, in the order of ``patches_of``."""

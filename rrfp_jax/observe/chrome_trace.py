@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace as an object for ``json.dump``; raises ValueError for a timeline without tasks."""
+    """Returns the trace as an object for ``json.dump``; raises ValueError for a timeline without tasks."""
     require_drawable(timeline)
     zero_s = first_start_s(timeline)
     tracks = _Tracks(timeline)
@@ -35,14 +35,14 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write :func:`chrome_trace` to ``path`` in one piece."""
+    """Writes :func:`chrome_trace` to ``path`` in one piece."""
     text = json.dumps(chrome_trace(timeline), allow_nan=False, separators=(",", ":"))
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def read_trace(path: str | os.PathLike[str]) -> Timeline:
-    """The timeline that :func:`write_trace` wrote, on a clock whose zero is its first start.
+    """Returns the timeline that :func:`write_trace` wrote, on a clock whose zero is its first start.
 
     Raises ValueError, with the file's name, where there is none or it is something else.
     """

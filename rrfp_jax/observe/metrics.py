@@ -21,18 +21,18 @@ _log = logging.getLogger(__name__)
 
 
 class TakesRows(Protocol):
-    """What a run gives its rows to."""
+    """Takes the rows of a run."""
 
     def write(self, values: Mapping[str, Any]) -> Any:
-        """Write one row; raises ValueError for values that JSON does not know."""
+        """Writes one row. Raises ValueError for values that JSON does not know."""
 
 
 class MetricsFile:
     """Appends one object per line and flushes each, so that a killed run loses no finished line.
 
     A run that continues opens the same file again. Where the run before was killed within a line, that partial line is
-    dropped, a warning is logged, and :attr:`dropped` holds it. A power cut may cost the last lines: nothing is forced
-    to the disk. Where the disk takes no more, lines are left out with one warning: they are not worth a run.
+    dropped, a warning is logged, and :attr:`dropped` holds it. A power cut may cost the last lines, since nothing is
+    forced to the disk. If the disk takes no more, lines are left out with one warning: they are not worth a run.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -44,7 +44,7 @@ class MetricsFile:
         """The partial last line that was removed on opening; empty where the file was whole."""
 
     def write(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Append one object, and return it as it stands there, in JSON's own types.
+        """Appends one object and returns it as it stands in the file, in JSON's own types.
 
         Values are what JSON knows, NumPy or JAX scalars and arrays, or nested dicts and lists of them; everything else
         raises ValueError, and then the file is unchanged.
@@ -87,7 +87,7 @@ class MetricsFile:
         return last
 
     def _start_of_last_line(self) -> int:
-        """Found from the end, because the file of a long run is long."""
+        """Returns the offset of the last line, read from the end, because the file of a long run is long."""
         size = self._file.seek(0, os.SEEK_END)
         length = 4096
         while True:
@@ -102,25 +102,14 @@ class MetricsFile:
             length *= 2
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The objects of a metrics file; raises ValueError naming the first line that is not one."""
-    rows: list[dict[str, Any]] = []
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not _is_object(line):
-                raise ValueError(f"line {number} of {path} is not a JSON object: remove it, or cut the file before it")
-            rows.append(json.loads(line))
-    return rows
-
-
 def cut_metrics(path: Path, from_step: int) -> None:
-    """Drop the rows from a step on, so that these steps can be trained again.
+    """Drops the rows from a step on, so that these steps can be trained again.
 
     Lines that are no rows with a step are moved to a file beside, ``<name>.damaged``, and named in a warning.
     """
     if not path.exists():
         return
-    if path.is_symlink():  # what it shows belongs to somebody else
+    if path.is_symlink():  # the file behind the link belongs to somebody else
         with replacing(path) as own:
             shutil.copyfile(path, own)
     MetricsFile(path).close()  # drops a line that was not finished
@@ -149,7 +138,7 @@ def _is_object(line: bytes) -> bool:
 
 
 def _strict(value: Any, name: str) -> Any:
-    """``value`` as strict JSON types."""
+    """Returns ``value`` in strict JSON types."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

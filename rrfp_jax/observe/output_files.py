@@ -1,7 +1,4 @@
-"""Writing a file in one piece, so that a reader, or a later run, never sees half of it.
-
-And asking whether it can be written, before there is anything to write.
-"""
+"""Files written in one piece, so that no reader sees half of one, and checks that they can be written at all."""
 
 import os
 import secrets
@@ -12,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path in the same folder (created if missing), moved to ``path`` when the block succeeds.
+    """Yields a temporary path in the same folder (created if missing), moved to ``path`` when the block succeeds.
 
     When the block raises, the temporary file is removed and whatever stood at ``path`` before is untouched. Protects
     from a killed process, not from a power cut: nothing is forced to the disk.
@@ -33,10 +30,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def check_folder(path: Path, what: str) -> None:
-    """Raise ValueError unless files can be written into ``path``, which may be missing as yet.
-
-    Nothing is left behind.
-    """
+    """Raises ValueError unless files can be written into ``path``, which may be missing. Nothing is left behind."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"{what} {path} is a file: name a folder")
     nearest = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
@@ -45,7 +39,7 @@ def check_folder(path: Path, what: str) -> None:
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ValueError(f"{what} {path}: nothing can be written into {nearest}, so name another folder")
     probe = nearest / f".{secrets.token_hex(8)}.tmp"
-    try:  # rights are not all: some file systems take nothing
+    try:  # access rights tell too little: some file systems take nothing
         probe.mkdir()
         probe.rmdir()
     except OSError as error:
@@ -55,7 +49,7 @@ def check_folder(path: Path, what: str) -> None:
 
 
 def check_file(path: Path, what: str) -> None:
-    """Raise ValueError unless ``path`` can be written; it and its folders may be missing as yet."""
+    """Raises ValueError unless ``path`` can be written. It and its folders may be missing."""
     if path.is_dir():
         raise ValueError(f"{what} {path} is a folder: name a file, or move the folder away")
     if path.exists() and not path.is_file():

@@ -1,6 +1,6 @@
 """Timelines as one HTML page that works without a network: choose a step, zoom, point at a box for its facts.
 
-``page.html`` draws them with a small script of its own, on canvases; what is put into it here are numbers, compressed.
+``page.html`` draws them with a small script of its own, on canvases, from compressed numbers that are put in here.
 Colours, hatchings and words are those of the picture (:mod:`rrfp_jax.observe.style`).
 """
 
@@ -25,7 +25,7 @@ from rrfp_jax.schedules.timeline import IdleReason, Timeline
 def write_page(
     timelines: Iterable[tuple[str, Timeline]], path: str | os.PathLike[str], *, title: str = "Pipeline timelines"
 ) -> None:
-    """Write (caption, timeline) pairs as one self-contained HTML file, in one piece.
+    """Writes (caption, timeline) pairs as one self-contained HTML file, in one piece.
 
     The page opens on the last step. Raises ValueError for a timeline without tasks, before anything is written.
     """
@@ -35,7 +35,7 @@ def write_page(
     task_looks = drawn[0].looks
     looks = [*(TaskGroup(kind, rank) for kind in task_looks for rank in range(num_shades)), *IdleReason]
     data = {
-        "looks": [_look(what, num_shades, task_looks) for what in looks],
+        "looks": [_look(each, num_shades, task_looks) for each in looks],
         "panels": [_panel(panel, timeline, looks) for panel, (_, timeline) in zip(drawn, given, strict=True)],
     }
     packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), level=9)
@@ -46,12 +46,12 @@ def write_page(
         temporary.write_text(text, encoding="utf-8")
 
 
-def _look(what: TaskGroup | IdleReason, num_shades: int, task_looks: Mapping[TaskKind, TaskLook]) -> dict[str, str]:
-    if isinstance(what, TaskGroup):
-        look = task_looks[what.kind]
-        colour = shade(look.colour, what.rank, num_shades)
-        return {"label": look.label, "kind": what.kind, "colour": colour, "ink": text_colour(colour)}
-    idle = IDLE_LOOKS[what]
+def _look(group: TaskGroup | IdleReason, num_shades: int, task_looks: Mapping[TaskKind, TaskLook]) -> dict[str, str]:
+    if isinstance(group, TaskGroup):
+        look = task_looks[group.kind]
+        colour = shade(look.colour, group.rank, num_shades)
+        return {"label": look.label, "kind": group.kind, "colour": colour, "ink": text_colour(colour)}
+    idle = IDLE_LOOKS[group]
     return {"label": f"idle: {idle.label}", "colour": idle.fill, "line": idle.line, "pattern": idle.pattern}
 
 
@@ -65,7 +65,7 @@ def _panel(panel: Panel, timeline: Timeline, looks: Sequence[TaskGroup | IdleRea
         ],
         "height": panel.height,
         "facts": {"all": panel.summary(), **{step: facts(one) for step, one in _by_step(timeline)}},
-        "boxes": [[looks.index(what), *_columns(boxes)] for what, boxes in groups],
+        "boxes": [[looks.index(group), *_columns(boxes)] for group, boxes in groups],
     }
 
 
@@ -74,7 +74,7 @@ def _by_step(timeline: Timeline) -> Iterator[tuple[int, Timeline]]:
 
 
 def _columns(boxes: Boxes) -> Iterator[list[int]]:
-    """Step, row, start and length in microseconds, chunk and microbatch of every box."""
+    """Yields step, row, start and length in microseconds, chunk and microbatch of every box."""
     start_us, end_us = (np.rint(times * 1e3).astype(np.int64) for times in (boxes.start_ms, boxes.end_ms))
     for column in (boxes.step, boxes.row, start_us, end_us - start_us, boxes.chunk, boxes.microbatch):
         yield column.tolist()

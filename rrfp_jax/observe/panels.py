@@ -1,7 +1,7 @@
-"""From timelines to boxes: what picture and page both draw, in milliseconds from the first start.
+"""Timelines as boxes for picture and page, in milliseconds from the first start.
 
-A panel is one captioned timeline. Its boxes are grouped by colour, as arrays, because that is how many boxes
-are drawn quickly.
+A panel is one captioned timeline. It has a row for each stage, and right under it a thin one for each engine that ran
+beside the stage. Boxes are grouped by colour, as arrays, because many boxes are drawn quickly that way.
 """
 
 import math
@@ -14,10 +14,34 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.observe.lanes import Row, rows_of
 from rrfp_jax.observe.style import TaskLook, shade, task_looks
 from rrfp_jax.schedules import COMPUTE, TaskKind
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
+
+_THIN = 0.45
+"""Height of an engine's row, in heights of a stage's row."""
+
+
+class PanelRow(NamedTuple):
+    """One row; lengths are in heights of a stage's row, from the top of the panel."""
+
+    stage: int
+    lane: str
+    top: float
+    height: float
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the row shows an engine beside its stage."""
+        return self.lane != COMPUTE
+
+    @property
+    def middle(self) -> float:
+        return self.top + self.height / 2
+
+    @property
+    def bottom(self) -> float:
+        return self.top + self.height
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +49,14 @@ class Boxes:
     """Boxes of one look; all arrays have the shape [boxes]."""
 
     row: NDArray[np.int64]
-    """Which of the panel's rows."""
+    """Number of the row in its panel."""
     step: NDArray[np.int64]
     start_ms: NDArray[np.float64]
     end_ms: NDArray[np.float64]
     chunk: NDArray[np.int64]
-    """-1 for idle time."""
+    """Chunk of the task; -1 for idle time."""
     microbatch: NDArray[np.int64]
-    """-1 for idle time and for tasks that run once per step."""
+    """Microbatch of the task; -1 for idle time and for tasks that run once per step."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -55,32 +79,32 @@ class Panel:
 
     caption: str
     num_stages: int
-    rows: tuple[Row, ...]
+    rows: tuple[PanelRow, ...]
     looks: Mapping[TaskKind, TaskLook]
-    """Of all kinds in this drawing, in the order of legends."""
+    """Looks of all kinds in the drawing, in the order of legends."""
     steps: tuple[int, ...]
     chunks_of_stage: tuple[tuple[int, ...], ...]
     """The chunks that ran on each stage, ascending."""
     tasks: Mapping[TaskGroup, Boxes]
     waits: Mapping[IdleReason, Boxes]
     end_ms: float
-    """The last end, of a task or of idle time."""
+    """Last end of a task or of idle time."""
     makespan_ms: float
-    """Mean over the steps."""
+    """Makespan of a step, mean over the steps."""
     bubble_fraction: float
-    """Mean over the steps."""
+    """Bubble of a step, mean over the steps."""
     idle_shares: tuple[float, ...]
-    """Per row, of the makespan: the bubble of a stage, the idle time of an engine; mean over the steps."""
+    """For each row its idle share of the makespan, mean over the steps: a stage's bubble, or an engine's idle time."""
     step_starts_ms: Mapping[int, Mapping[int, float]]
     """step -> stage -> start of the stage's first task of that step, engines apart."""
 
     @property
     def height(self) -> float:
-        """Of all rows, in heights of a stage's."""
+        """Height of all rows, in heights of a stage's row."""
         return self.rows[-1].bottom
 
     def is_beside(self, boxes: Boxes) -> bool:
-        """Whether tasks of one look ran on an engine."""
+        """Returns whether boxes of one look ran on an engine."""
         return bool(len(boxes)) and self.rows[boxes.row[0]].is_beside
 
     @property
@@ -92,7 +116,7 @@ class Panel:
         return sum(len(boxes) for boxes in (*self.tasks.values(), *self.waits.values()))
 
     def visible_kinds(self) -> set[TaskKind]:
-        """The kinds that one finds by looking: all together they take half a pixel of 1,000 on a stage, or more."""
+        """Returns the kinds that a reader can see: their boxes take half a pixel of 1,000 on a stage, or more."""
         found = dict.fromkeys((group.kind for group in self.tasks), 0.0)
         for group, boxes in self.tasks.items():
             found[group.kind] += float(boxes.width_ms.sum()) / self.num_stages
@@ -104,7 +128,7 @@ class Panel:
         return shade(self.looks[group.kind].colour, group.rank, self.num_shades)
 
     def summary(self) -> str:
-        """The facts of the title line: makespan, bubble fraction, step."""
+        """Returns the facts of the title line: makespan, bubble fraction, step."""
         text = _facts(self.makespan_ms, self.bubble_fraction)
         if len(self.steps) == 1:
             return f"{text} · step {self.steps[0]}"
@@ -112,7 +136,7 @@ class Panel:
 
 
 def facts(step: Timeline) -> str:
-    """The makespan and the bubble fraction of one step."""
+    """Returns the makespan and the bubble fraction of one step, as text."""
     return _facts(step.makespan_s() * 1e3, step.bubble_fraction())
 
 
@@ -121,7 +145,7 @@ def _facts(makespan_ms: float, bubble_fraction: float) -> str:
 
 
 def panels(timelines: Iterable[tuple[str, Timeline]]) -> list[Panel]:
-    """One panel per (caption, timeline).
+    """Returns one panel per (caption, timeline).
 
     Raises ValueError for no timeline at all, and for a timeline that is empty or that cannot be drawn.
     """
@@ -134,7 +158,7 @@ def panels(timelines: Iterable[tuple[str, Timeline]]) -> list[Panel]:
 
 
 def require_drawable(timeline: Timeline, name: str = "the timeline") -> None:
-    """Raise ValueError with one sentence where ``timeline`` holds nothing, or what no stage can have done."""
+    """Raises ValueError with one sentence for a timeline without tasks, or with times that no stage can have."""
     if not timeline.spans:
         raise ValueError(
             f"{name} holds no task (and {len(timeline.waits)} idle intervals): record at least one step first"
@@ -153,12 +177,12 @@ def require_drawable(timeline: Timeline, name: str = "the timeline") -> None:
 
 
 def first_start_s(timeline: Timeline) -> float:
-    """The zero of every drawn axis: the first start of a task or of idle time."""
+    """Returns the zero of every drawn axis: the first start of a task or of idle time."""
     return min(entry.start_s for entry in _entries(timeline))
 
 
 def format_ms(milliseconds: float) -> str:
-    """Four significant digits and the unit, for example ``57.25 ms`` or ``1,234 ms``."""
+    """Returns four significant digits and the unit, for example ``57.25 ms`` or ``1,234 ms``."""
     if milliseconds <= 0:
         return "0 ms"
     decimals = max(0, 3 - math.floor(math.log10(milliseconds)))
@@ -169,11 +193,12 @@ def _panel(caption: str, timeline: Timeline, looks: Mapping[TaskKind, TaskLook])
     require_drawable(timeline, f"timeline {caption!r}")
     zero_s = first_start_s(timeline)
     chunks_of_stage = _chunks_of_stage(timeline)
-    rows = rows_of(timeline.num_stages, timeline.spans)
+    rows = _rows_of(timeline.num_stages, timeline.spans)
     steps = tuple(timeline.steps())
     by_step = timeline.by_step()
     starts: dict[int, dict[int, float]] = {step: {} for step in steps}
     for span in sorted(timeline.spans, key=lambda s: s.start_s, reverse=True):
+        # In descending order, so that the first start of a stage is the last to be written.
         if not span.is_beside:
             starts[span.step][span.stage] = _ms(span.start_s, zero_s)
     return Panel(
@@ -193,7 +218,18 @@ def _panel(caption: str, timeline: Timeline, looks: Mapping[TaskKind, TaskLook])
     )
 
 
-def _idle_shares(step: Timeline, rows: Sequence[Row]) -> list[float]:
+def _rows_of(num_stages: int, spans: Iterable[Span]) -> tuple[PanelRow, ...]:
+    """Returns the rows from top to bottom; a stage's engines stand in the order of their names."""
+    engines = sorted({(span.stage, span.lane) for span in spans if span.is_beside})
+    rows: list[PanelRow] = []
+    for stage in range(num_stages):
+        for lane in (COMPUTE, *(lane for of, lane in engines if of == stage)):
+            top = rows[-1].bottom if rows else 0.0
+            rows.append(PanelRow(stage, lane, top, 1.0 if lane == COMPUTE else _THIN))
+    return tuple(rows)
+
+
+def _idle_shares(step: Timeline, rows: Sequence[PanelRow]) -> list[float]:
     bubbles, makespan_s = step.stage_bubbles(), step.makespan_s()
     busy_s: dict[tuple[int, str], float] = defaultdict(float)
     for span in step.beside():
@@ -222,7 +258,7 @@ def _task_boxes(
     spans: Sequence[Span],
     chunks_of_stage: Sequence[Sequence[int]],
     zero_s: float,
-    rows: Sequence[Row],
+    rows: Sequence[PanelRow],
     kinds: Sequence[TaskKind],
 ) -> dict[TaskGroup, Boxes]:
     rank_of = [{chunk: rank for rank, chunk in enumerate(chunks)} for chunks in chunks_of_stage]
@@ -233,7 +269,7 @@ def _task_boxes(
     return {group: _boxes(groups[group], zero_s, rows) for group in ordered}
 
 
-def _wait_boxes(waits: Sequence[Wait], zero_s: float, rows: Sequence[Row]) -> dict[IdleReason, Boxes]:
+def _wait_boxes(waits: Sequence[Wait], zero_s: float, rows: Sequence[PanelRow]) -> dict[IdleReason, Boxes]:
     groups: dict[IdleReason, list[Wait]] = defaultdict(list)
     for wait in waits:
         if wait.end_s > wait.start_s:
@@ -241,7 +277,7 @@ def _wait_boxes(waits: Sequence[Wait], zero_s: float, rows: Sequence[Row]) -> di
     return {reason: _boxes(groups[reason], zero_s, rows) for reason in IdleReason if reason in groups}
 
 
-def _boxes(entries: Sequence[Span] | Sequence[Wait], zero_s: float, rows: Sequence[Row]) -> Boxes:
+def _boxes(entries: Sequence[Span] | Sequence[Wait], zero_s: float, rows: Sequence[PanelRow]) -> Boxes:
     number = {(row.stage, row.lane): at for at, row in enumerate(rows)}
     tasks = [(e.task.chunk, e.task.microbatch) if isinstance(e, Span) else (-1, -1) for e in entries]
     chunk, microbatch = np.array(tasks).T

@@ -1,5 +1,11 @@
-"""The rows of one panel of a picture: idle time, tasks, numbers, labels and the time axis."""
+"""Draws the rows of one panel of a picture: idle time, tasks, numbers, labels and the time axis.
 
+Boxes that are thinner than a pixel become an image. Drawn one over another, such boxes show only the last, in
+misleading bands. Instead every pixel column of a row is divided among the colours by their share of the time around it,
+stacked from the bottom, so that nothing is lost and no colour appears that the legend does not explain.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,15 +14,12 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from rrfp_jax.observe.dense import are_thin, share_images
-from rrfp_jax.observe.lanes import Row
-from rrfp_jax.observe.measure import shortened, text_width
-from rrfp_jax.observe.panels import Boxes, Panel
-from rrfp_jax.observe.style import FAINT_INK, GRID, IDLE_LOOKS, INK, PAPER, text_colour
+from rrfp_jax.observe.figure_files import DPI, shortened, text_width
+from rrfp_jax.observe.panels import Boxes, Panel, PanelRow
+from rrfp_jax.observe.style import FAINT_INK, GRID, IDLE_LOOKS, INK, PAPER, rgb, text_colour
 
-DPI = 160
 POINTS = 72
-"""Per inch."""
+"""Points of one inch."""
 DIGIT = 0.64
 """Width of a digit of DejaVu Sans, in font sizes."""
 LABEL_POINTS = 9.0
@@ -29,13 +32,15 @@ _NO_ROOM = 1e-9
 _MAX_NUMBERS = 8000
 """More are neither legible nor quick to draw."""
 _MAX_HATCHED = 6000
+_WINDOW = 10
+"""Pixels over which shares are taken: enough boxes that neighbouring columns look alike."""
 _CAPTION_POINTS, _FACTS_POINTS, _SMALL_POINTS = 10.5, 9.5, 7.5
 _BESIDE = 8
-"""From the time axis to what stands on its right, in points."""
+"""Distance in points from the time axis to the text on its right."""
 
 
 class Rows:
-    """Draws one panel; all sizes in inches."""
+    """Draws one panel. All sizes are in inches."""
 
     def __init__(self, panel: Panel, *, time_width: float, row_height: float, end_ms: float) -> None:
         self.panel = panel
@@ -45,7 +50,7 @@ class Rows:
         self._end_ms = end_ms
         self._points_per_ms = time_width * POINTS / end_ms
         widths = [boxes.width_ms for boxes in panel.tasks.values() if not panel.is_beside(boxes)]
-        self.thin = are_thin(widths, time_width * DPI / end_ms)
+        self.thin = _are_thin(widths, time_width * DPI / end_ms)
         """Whether tasks are drawn as shares of the time."""
         self.number_points = self._number_points()
         """Font size of the numbers in the boxes of stages; None where too few would fit."""
@@ -53,7 +58,7 @@ class Rows:
         self._half_box = np.array([row.height for row in panel.rows]) * _BOX / 2
 
     def draw(self, axes: Axes, *, last: bool) -> None:
-        """Draw into ``axes``; the last panel carries the time scale of all."""
+        """Draws into ``axes``. The last panel carries the time scale of all."""
         axes.set_xlim(0, self._end_ms)
         axes.set_ylim(self.panel.height, 0)
         axes.set_autoscale_on(False)
@@ -70,7 +75,7 @@ class Rows:
         self._draw_step_marks(axes)
 
     def _draw_titles(self, axes: Axes) -> None:
-        """The caption on the left, the facts on the right."""
+        """Draws the caption on the left and the facts on the right."""
         facts = self.panel.summary()
         room = self._time_width - text_width(facts, _FACTS_POINTS) - 0.3
         caption = shortened(self.panel.caption, _CAPTION_POINTS, room, bold=True)
@@ -80,7 +85,7 @@ class Rows:
         _note(axes, "idle", (1, 1), (_BESIDE, 3), fontsize=_SMALL_POINTS, color=FAINT_INK)
 
     def _draw_stage_labels(self, axes: Axes) -> None:
-        """The stage on the left, its idle share on the right; in low rows only every few stages."""
+        """Draws a stage's name on the left and its idle share on the right; in low rows only of every few stages."""
         size = float(np.clip(self._row_height * POINTS * 0.6, 6, LABEL_POINTS))
         every = max(1, int(np.ceil(0.125 / self._row_height)))
         labels = {
@@ -146,7 +151,8 @@ class Rows:
         return size if 0.3 * len(fitting) <= num_fitting <= _MAX_NUMBERS else None
 
     def _room(self, boxes: Boxes) -> NDArray[np.float64]:
-        """The greatest font size in which each box holds its number, [boxes]; 0 where it has none, or no time."""
+        """Returns the greatest font size in which each box holds its number, [boxes]; 0 for boxes without a number or
+        without length."""
         num_digits = 1 + np.floor(np.log10(np.maximum(boxes.microbatch, 1)))
         room = (boxes.width_ms * self._points_per_ms - 1.5) / (num_digits * DIGIT)
         return np.where((boxes.microbatch >= 0) & (boxes.width_ms > 0), np.maximum(room, _NO_ROOM), 0)
@@ -170,7 +176,7 @@ class Rows:
                 )
 
     def _engine_points(self, boxes: Boxes, room: NDArray[np.float64], size: float) -> float:
-        """The font size of numbers in a thin row; more than there is room for, where they would be too small."""
+        """Returns the font size of numbers in a thin row; infinity, which fits nowhere, if they would be too small."""
         height, fitting = 2 * float(self._half_box[boxes.row[0]]) * self._row_height * POINTS, room[room > 0]
         smallest = _NUMBER_POINTS[0]
         most_fit = max(smallest, float(np.quantile(fitting, 0.1))) if fitting.size else smallest
@@ -178,7 +184,7 @@ class Rows:
         return points if points >= smallest else np.inf
 
     def _draw_step_marks(self, axes: Axes) -> None:
-        """Where several steps are drawn: a line at each stage's first task of a step, and the step's number above."""
+        """Draws a line at each stage's first task of a step, and the step's number above; nothing for a single step."""
         if len(self.panel.steps) == 1:
             return
         starts = self.panel.step_starts_ms
@@ -192,21 +198,21 @@ class Rows:
         end_of_last_in = -1.0
         for step, of_stage in starts.items():
             start_in = min(of_stage.values()) / self._end_ms * self._time_width
-            # Labels that would run into their left neighbour are left out.
+            # A label that would run into its left neighbour is left out.
             if start_in > end_of_last_in:
                 place = (start_in / self._time_width, 1)
                 _note(axes, f"step {step}", place, (0, 2), fontsize=_SMALL_POINTS, color=FAINT_INK)
                 end_of_last_in = start_in + text_width(f"step {step}", _SMALL_POINTS) + 0.08
 
 
-def label_points(row: Row, row_height: float, size: float = LABEL_POINTS) -> float:
-    """The font size of a row's label: of an engine's so small that neighbours stay apart."""
+def label_points(row: PanelRow, row_height: float, size: float = LABEL_POINTS) -> float:
+    """Returns the font size of a row's label. An engine's is so small that neighbours stay apart."""
     return min(size, _ENGINE_POINTS, 0.85 * row.height * row_height * POINTS) if row.is_beside else size
 
 
-def row_label(panel: Panel, row: Row, row_height: float) -> str:
-    """``stage 2``, with its chunks on a second line where it has several and the row is high enough; of an engine its
-    name, or nothing where its row is too low."""
+def row_label(panel: Panel, row: PanelRow, row_height: float) -> str:
+    """Returns ``stage 2``, with its chunks on a second line if it has several and the row is high enough; for an engine
+    its name, or nothing if its row is too low."""
     if row.is_beside:
         return row.lane if label_points(row, row_height) > _NUMBER_POINTS[0] else ""
     stage = row.stage
@@ -220,7 +226,7 @@ def row_label(panel: Panel, row: Row, row_height: float) -> str:
 
 
 def _fits(room: NDArray[np.float64], size: float) -> NDArray[np.bool_]:
-    """Boxes of equal length are treated alike, whatever rounding their ends went through."""
+    """Returns which boxes have room for a font size, alike for boxes whose lengths differ by rounding alone."""
     return room >= size * (1 - 1e-6)
 
 
@@ -238,7 +244,7 @@ def _draw_time_axis(axes: Axes, *, last: bool) -> None:
 
 
 def _note(axes: Axes, text: str, place: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
-    """Text at a place in fractions of the axes, moved by points; never read as mathematics, whatever it holds."""
+    """Writes text at a place in fractions of the axes, moved by points. It is never read as mathematics."""
     axes.annotate(
         text,
         place,
@@ -249,3 +255,49 @@ def _note(axes: Axes, text: str, place: tuple[float, float], offset: tuple[float
         annotation_clip=False,
         **{"va": "bottom", **style},
     )
+
+
+def share_images(panel: Panel, *, end_ms: float, num_columns: int, num_levels: int) -> list[NDArray[np.uint8]]:
+    """Returns one image per row, [levels, num_columns, 4] in RGBA, of the time from 0 to ``end_ms``; a stage's row has
+    ``num_levels``.
+
+    A pixel is transparent where no task ran, so that the hatching of long idle times behind it stays visible.
+    """
+    colours = [panel.colour(group) for group in panel.tasks] + [IDLE_LOOKS[reason].fill for reason in panel.waits]
+    palette = np.array([(*rgb(colour), 255) for colour in colours] + [(255, 255, 255, 0)], dtype=np.uint8)
+    middles = (np.arange(num_columns) + 0.5) * end_ms / num_columns
+    reach = _WINDOW / 2 * end_ms / num_columns
+    begins, ends = np.maximum(middles - reach, 0), np.minimum(middles + reach, end_ms)
+    images = []
+    for number, row in enumerate(panel.rows):
+        height = max(1, round(num_levels * row.height))
+        # The lowest level comes last in an image.
+        levels = (np.arange(height)[::-1] + 0.5) / height
+        boxes = (*panel.tasks.values(), *panel.waits.values())
+        stacked = np.cumsum([_shares(one, number, begins, ends) for one in boxes], axis=0)
+        index = (stacked[:, None, :] < levels[None, :, None]).sum(axis=0)
+        idle = stacked[len(panel.tasks) - 1] < 1e-9
+        images.append(palette[np.where(idle, len(boxes), index)])
+    return images
+
+
+def _are_thin(widths_ms: Sequence[NDArray[np.float64]], pixels_per_ms: float) -> bool:
+    """Returns whether a quarter of the boxes with any length is thinner than two pixels."""
+    widths = np.concatenate(widths_ms)
+    widths = widths[widths > 0]
+    return bool(widths.size) and float(np.quantile(widths, 0.25)) * pixels_per_ms < 2
+
+
+def _shares(boxes: Boxes, row: int, begins: NDArray[np.float64], ends: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns the part of each interval that the boxes of a row cover, [intervals]."""
+    mine = boxes.row == row
+    starts, stops = np.sort(boxes.start_ms[mine]), np.sort(boxes.end_ms[mine])
+    covered = [_ramp(starts, edges) - _ramp(stops, edges) for edges in (begins, ends)]
+    return (covered[1] - covered[0]) / (ends - begins)
+
+
+def _ramp(ordered: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns for each edge the sum of (edge - time) over the ordered times before it."""
+    before = np.searchsorted(ordered, edges)
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    return edges * before - sums[before]

@@ -14,7 +14,7 @@ from rrfp_jax.schedules.timeline import IdleReason
 INK = "#111111"
 """Text and axes."""
 FAINT_INK = "#666666"
-"""Secondary text."""
+"""Ink of secondary text."""
 GRID = "#dddddd"
 PAPER = "#ffffff"
 
@@ -62,12 +62,12 @@ TASK_LOOKS: Mapping[TaskKind, TaskLook] = {
 }
 
 OPERATION_COLOURS = ("#9955ff", "#663300", "#9999ff", "#440055", "#0000dd")
-"""Of operations of one's own, one after the other: apart from each other, the above and the pale ones, also for
-colour-blind readers. A drawing with more operations begins again."""
+"""Colours of operations, one after the other. They are apart from each other, from the above and from the pale ones,
+also for colour-blind readers. A drawing with more operations begins again."""
 
 
 def task_looks(lane_of: Mapping[TaskKind, str]) -> Mapping[TaskKind, TaskLook]:
-    """The looks of the built-in kinds, and of operations, of which the lane is given, in the order of their letters."""
+    """Returns the looks of the built-in kinds, and of the operations among the given kinds in the order of letters."""
     looks = dict(TASK_LOOKS)
     for number, kind in enumerate(sorted(set(lane_of).difference(TASK_LOOKS))):
         where = "" if lane_of[kind] == COMPUTE else f" on {lane_of[kind]}"
@@ -92,7 +92,7 @@ UNEXPLAINED_LABEL = "idle, reason not recorded"
 
 
 def shade(colour: str, rank: int, count: int) -> str:
-    """The colour of the ``rank``-th of a stage's ``count`` chunks: the first is full, later ones are lighter."""
+    """Returns the colour of a stage's chunk by its rank among ``count``: the first is full, later ones are lighter."""
     blend = _LIGHTEST * rank / max(count - 1, 1)
     if count == 2:
         blend *= 0.75
@@ -100,7 +100,7 @@ def shade(colour: str, rank: int, count: int) -> str:
 
 
 def text_colour(colour: str) -> str:
-    """Dark or white, whichever stands out more against ``colour`` (contrast ratio of WCAG 2.1)."""
+    """Returns dark or white ink, whichever stands out more against ``colour`` (contrast ratio of WCAG 2.1)."""
     luminance = relative_luminance(colour)
     contrast_with_white = 1.05 / (luminance + 0.05)
     contrast_with_ink = (luminance + 0.05) / (relative_luminance(INK) + 0.05)
@@ -108,13 +108,13 @@ def text_colour(colour: str) -> str:
 
 
 def relative_luminance(colour: str) -> float:
-    """0 for black to 1 for white (WCAG 2.1)."""
+    """Returns the luminance of a colour, from 0 for black to 1 for white (WCAG 2.1)."""
     red, green, blue = (_linear(channel / 255) for channel in rgb(colour))
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
-    """The channels of ``#rrggbb``, 0 to 255."""
+    """Returns the channels of ``#rrggbb``, 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 

@@ -3,8 +3,14 @@
 import numpy as np
 import pytest
 
-from rrfp_jax.data.patches import patches_of, pixels_of, places_of
+from rrfp_jax.data.patches import patches_of, places_of
 from rrfp_jax.data.samples import Grid
+
+
+def pixels_of(patches, grid, patch, merge):
+    """Puts patches together to the image ``[height, width, channels]`` again."""
+    blocks = patches.reshape(grid.rows // merge, grid.columns // merge, merge, merge, -1, patch, patch)
+    return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(grid.rows * patch, grid.columns * patch, -1)
 
 
 @pytest.mark.parametrize(("patch", "merge", "channels"), [(8, 2, 1), (4, 1, 3), (2, 3, 3), (1, 2, 1)])

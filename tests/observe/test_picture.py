@@ -9,10 +9,9 @@ import pytest
 from matplotlib.image import imread
 from matplotlib.text import Text
 
-from rrfp_jax.observe.dense import share_images
-from rrfp_jax.observe.legend import idle_keys, task_keys
 from rrfp_jax.observe.panels import panels
-from rrfp_jax.observe.picture import draw_timelines, figure_of
+from rrfp_jax.observe.picture import draw_timelines, figure_of, idle_keys, task_keys
+from rrfp_jax.observe.rows import share_images
 from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS, UNEXPLAINED_LABEL, rgb
 from rrfp_jax.schedules import BUILT_IN_KINDS, Task, TaskKind
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait

@@ -52,7 +52,7 @@ class TrackedRun:
     """The facts that a tracker gets about its run."""
 
     path: Path
-    """Run directory."""
+    """The run's directory."""
     config: Mapping[str, Any]
     """Resolved configuration, as plain data by section."""
     first_step: int
