@@ -1,8 +1,8 @@
 """An emulated accelerator: a device with a queue of its own, to measure how well the host keeps it busy.
 
-What distinguishes it from virtual CPU devices: a task is handed over and runs later, behind those handed over before
-it; handing it over costs the host time; and nobody learns of its end before it has come. The device's own times are
-exact, however late the host's threads wake up, so that what is idle is told in the device's time.
+It differs from virtual CPU devices in three ways: a task is handed over and runs later, behind the tasks handed over
+before it; handing it over costs the host time; and nobody learns of its end before it has come. The device's own times
+are exact, however late the host's threads wake up, so idle time is counted in the device's time.
 """
 
 import threading
@@ -23,19 +23,19 @@ from rrfp_jax.testing.wrapped import WrappedStage
 
 @dataclass(frozen=True)
 class DeviceTask:
-    """A task that the device was given, in the device's time (``time.perf_counter``)."""
+    """A task on the device, in the device's time (``time.perf_counter``)."""
 
     start_s: float
     end_s: float
 
     def wait(self) -> None:
-        """Return once the task has ended."""
+        """Blocks until the task has ended."""
         while (remaining_s := self.end_s - time.perf_counter()) > 0:
             sleep_exactly(remaining_s)
 
 
 class EmulatedAccelerator:
-    """A device that runs what it is given one after another; it may be shared by several stages.
+    """A device that runs its tasks one after another. Several stages may share it.
 
     Args:
         launch_ms: how long handing over a task occupies the thread that does it.
@@ -50,8 +50,8 @@ class EmulatedAccelerator:
         self._free_s = 0.0
 
     def launch(self, duration_ms: float, *, since_s: float | None = None, inputs_s: float = 0.0) -> DeviceTask:
-        """Hand over a task that takes so long; ``since_s``: when its launch began, now by default; ``inputs_s``: when
-        the inputs are there for which the device waits."""
+        """Hands over a task of this duration. Its launch began at ``since_s``, by default now; the device waits for its
+        inputs until ``inputs_s``."""
         self._sleeper.until((time.perf_counter() if since_s is None else since_s) + self._launch_s)
         with self._lock:
             start_s = max(time.perf_counter(), self._free_s, inputs_s)
@@ -68,9 +68,9 @@ class AcceleratedStage(WrappedStage):
     meanwhile; a task should be given at least the time that its program takes there.
 
     Args:
-        inner: what the stage does.
-        accelerator: where its tasks take their time.
-        duration_ms: how long a task of a step takes.
+        inner: the executor that runs the programs.
+        accelerator: the device on which tasks take their time.
+        duration_ms: returns the milliseconds of a task of a step.
         stage: the number of the stage in the recorded spans.
         lanes_beside: the engine of each operation that does not run on the accelerator's own queue.
     """
@@ -89,11 +89,11 @@ class AcceleratedStage(WrappedStage):
         self._engines = {lane: EmulatedAccelerator() for lane in lanes_beside.values()}
         self._accelerator, self._duration_ms, self._stage = accelerator, duration_ms, stage
         self._ends_s: dict[int, dict[Task, float]] = {}
-        """By step, when the tasks that were launched end on the device."""
+        """Ends of launched tasks on the device, by step."""
         self._inputs_s = 0.0
-        """When what was fetched for the next launch is there."""
+        """Time at which the inputs fetched for the next launch are there."""
         self.spans: list[Span] = []
-        """When the device ran each task: exact, and complete for steps that have ended."""
+        """Exact times of the device's tasks, complete for steps that have ended."""
 
     def launch(self, step: int, task: Task) -> Launched:
         since_s = time.perf_counter()
@@ -107,7 +107,7 @@ class AcceleratedStage(WrappedStage):
         return Launched(time.perf_counter(), partial(_wait, inner, on_device))
 
     def ahead(self, step: int, message: Message) -> Any:
-        """A payload, and when it is there in the devices' time."""
+        """Returns a payload and the time at which it is there, in the devices' time; None before its task's launch."""
         payload, ends_s = super().ahead(step, message), self._ends_s.get(step, {})
         kinds = (TaskKind.F,) if message.kind is MessageKind.ACTIVATION else (TaskKind.B, TaskKind.I)
         makers = [Task(kind, message.source, message.microbatch) for kind in kinds]

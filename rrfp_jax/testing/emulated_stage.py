@@ -2,7 +2,7 @@
 
 Each task is a jitted program with a small array in and out, after which the stage's thread sleeps until the task's
 duration has passed since its launch, as the recorded span of a real task would have it; the core is free meanwhile, so
-many stages run on few cores. With all durations zero what remains is the overhead of the runtime.
+many stages run on few cores. With all durations zero the overhead of the runtime remains.
 """
 
 import time
@@ -32,12 +32,11 @@ class EmulatedStage:
     """A stage whose tasks take given durations; implements the runtime's ``StageExecutor``.
 
     ``durations_ms`` is [steps, chunks, microbatches, 3] for F, input and weight gradient; a fused backward takes the
-    sum of the last two, and step ``s`` reads row ``s mod steps``; an operation takes what it says itself, or no time
-    where all durations are 0. ``sleeps`` are the RRFP paper's, beside them, as in a
-    simulation. ``activation`` is what travels between chunks, as
-    :func:`activation_spec` makes it. A stage of several devices works on one of them, and hands its outputs over as if
-    all had them. ``hands_ahead``: outputs can be had from the launch on, as on an accelerator, by receivers that are
-    all in this process.
+    sum of the last two, and step ``s`` reads row ``s mod steps``; an operation takes its own ``ms``, or no time
+    where all durations are 0. ``sleeps`` are the RRFP paper's, beside them, as in a simulation. ``activation`` is the
+    spec of the arrays between chunks, as :func:`activation_spec` makes it. A stage of several devices works on one of
+    them, and hands its outputs over as if all had them. ``hands_ahead``: outputs can be had from the launch on, as on an
+    accelerator, by receivers that are all in this process.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class EmulatedStage:
         self._mailbox.begin(step)
 
     def launch(self, step: int, task: Task) -> Launched:
-        """Run the task on the thread that launches it; its outputs leave the stage once it is waited for.
+        """Runs the task on the thread that launches it; its outputs leave the stage once it is waited for.
 
         An operation has no program and takes its time.
         """
@@ -106,7 +105,7 @@ class EmulatedStage:
         return self.hands_ahead or self._placement.stage_of_chunk[message.target] == self._stage
 
     def _present(self, step: int, messages: Iterable[Message]) -> Iterable[Message]:
-        """Those between chunks that both run the microbatch in this step."""
+        """Returns the messages between chunks that both run the microbatch in this step."""
         graph = self._graphs[step]
         if graph.absent == self._graph.absent:
             return messages
@@ -127,16 +126,16 @@ class EmulatedStage:
 def duration_of(
     durations_ms: np.ndarray, sleeps: InjectedSleeps | None = None, ops: Iterable[Op] = ()
 ) -> Callable[[int, Task], float]:
-    """How long a task of a step takes, from an array as :class:`EmulatedStage` has it.
+    """Returns a function that gives the milliseconds of a task of a step, from durations as :class:`EmulatedStage` has.
 
-    For one stage, and asked once for each task, in the order in which they start.
+    It serves one stage, which calls it once for each task, in the order in which tasks start.
     """
     return StageTimes(Costs(durations_ms=durations_ms, sleeps=sleeps), ops).duration_ms
 
 
 @lru_cache(maxsize=1)  # all stages of a process have the same graph
 def _traffic(graph: PipelineGraph) -> tuple[dict[Task, list[Message]], dict[Task, list[Message]]]:
-    """The messages that each task takes from the mailbox, and those that it posts."""
+    """Returns the messages that each task takes from the mailbox, and the messages that it posts."""
     taken, posted = defaultdict(list), defaultdict(list)
     for task in graph.tasks():
         for source in graph.dependencies(task):
@@ -149,7 +148,8 @@ def _traffic(graph: PipelineGraph) -> tuple[dict[Task, list[Message]], dict[Task
 
 
 def activation_spec(num_bytes: int) -> jax.ShapeDtypeStruct:
-    """A float32 vector of ``num_bytes``; raises ValueError unless that is a positive multiple of 4."""
+    """Returns the spec of a float32 vector of ``num_bytes``. Raises ValueError unless that is a positive multiple of
+    4."""
     if num_bytes < _ITEM_BYTES or num_bytes % _ITEM_BYTES:
         raise ValueError(f"activations have {num_bytes} bytes: give a positive multiple of {_ITEM_BYTES}")
     return jax.ShapeDtypeStruct((num_bytes // _ITEM_BYTES,), jnp.float32)
@@ -164,6 +164,6 @@ def _compile(device: jax.Device, activation: jax.ShapeDtypeStruct) -> Any:
 
 
 def _warm_up(program: Any, value: np.ndarray) -> None:
-    """The first calls of a compiled program are slower than all others."""
+    # The first calls of a compiled program are slower than all others.
     for _ in range(2):
         program(value).block_until_ready()

@@ -1,6 +1,6 @@
-"""Run the real runtime on emulated stages for some steps, in one process or in several, and keep what it recorded.
+"""Runs the real runtime on emulated stages for some steps, in one process or in several, and keeps its records.
 
-Also what the runtime added to the durations that the run was given.
+Also tells how much time the runtime added to the given durations.
 """
 
 import time
@@ -35,21 +35,21 @@ from rrfp_jax.waiting import result_of
 
 @dataclass(frozen=True)
 class Emulation:
-    """What an emulated run leaves: on rank 0 that of all stages, elsewhere that of the stages hosted there."""
+    """Records of an emulated run: on rank 0 of all stages, elsewhere of the stages hosted there."""
 
     timeline: Timeline
     step_ms: list[float]
-    """Intervals between the ends of steps; the first counts from its submission."""
+    """Milliseconds between the ends of steps; the first counts from its submission."""
     logs: Mapping[int, EventLog]
-    """The event log of each stage hosted here, of its last steps."""
+    """Event logs of the stages hosted here, with their last steps."""
     cpu_s: float
     """Processor time of all processes, user and system, from the end of the first step to that of the last."""
     peak_transport_bytes: int
-    """The most that this process's transport held of messages under way."""
+    """Most bytes of messages under way that this process's transport held."""
     looking_ahead: int = 0
     """Stages whose foresight was at work in the last step; elsewhere than on rank 0 of those hosted there."""
     on_device: Timeline | None = None
-    """With emulated accelerators, the spans in their own time; ``timeline`` has what the host saw of them."""
+    """With emulated accelerators, the spans in their own time; ``timeline`` has the host's view of them."""
 
 
 def emulate(
@@ -68,22 +68,22 @@ def emulate(
     absent: Sequence[Absences] = (),
     sleeps: InjectedSleeps | None = None,
 ) -> Emulation:
-    """Run ``num_steps`` steps, one after another, on stages that sleep, or on emulated accelerators.
+    """Runs ``num_steps`` steps, one after another, on stages that sleep, or on emulated accelerators.
 
     Args:
         arbiters: one per stage hosted here, in order, fresh; without R and U tasks.
         durations_ms: [steps, chunks, microbatches, 3]; see :class:`EmulatedStage`.
         process: this process's part in a run of several; None: all stages are here, and share its devices.
-        activation_bytes: the size of what travels between chunks.
-        launch_ms: what handing a task over costs the host; every stage has an :class:`EmulatedAccelerator`. None: tasks
-            run where they are launched, as small programs do on a CPU.
+        activation_bytes: the size of an array between chunks.
+        launch_ms: the host's time to hand a task over; every stage has an :class:`EmulatedAccelerator`. None: tasks run
+            on the thread that launches them, as small programs do on a CPU.
         just_in_time: choose a stage's next task when the running one may end within the host's latency.
         log_steps: how many steps of the event logs are kept.
-        events: where to write the event logs in the end, however the run ends; of several processes each writes its
+        events: the file for the event logs, written in the end, however the run ends; of several processes each writes its
             own, with the rank in the name.
         link_delays_ms: how much later than it came a tensor is handed over, by (sending unit, receiving unit).
         absent: the pairs that each step lacks beyond those of the graph, beginning again after the last; empty: none.
-        sleeps: what the RRFP paper injects into tasks, as in a simulation.
+        sleeps: the RRFP paper's sleeps within tasks, as in a simulation.
 
     Raises RunFailed, with the wait-for report, if no task finishes within the deadline or another process is lost.
     """
@@ -156,8 +156,8 @@ def emulate(
 
 
 def idle_shares(on_device: Timeline) -> list[float]:
-    """For every stage the share of its own time that its device was idle, from the first start of a step's tasks to the
-    last end; the mean over the steps, without the first of several, which warms up."""
+    """Returns for every stage the share of its own time that its device was idle, from the first start of a step's
+    tasks to the last end: the mean over the steps, without the first of several, which warms up."""
     shares = []
     for stage in range(on_device.num_stages):
         steps = on_device.of_stage(stage).by_step()
@@ -167,11 +167,11 @@ def idle_shares(on_device: Timeline) -> list[float]:
 
 
 def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
-    """Mean milliseconds per task between the end of one task and the start of the next that were not its duration.
+    """Returns the mean milliseconds that the host adds to a task.
 
-    The sum of two parts: how long the host takes from the end of a task to the start of the next, where the next was
-    ready at once; and how much longer tasks ran than the durations say (sleeps overshoot, calls cost time). It is what
-    a simulation of the same run takes as its dispatch overhead. ``durations_ms`` is [steps, chunks, microbatches, 3].
+    They have two parts: how long the host takes from the end of a task to the start of the next, where the next was
+    ready at once; and how much longer tasks ran than the durations say (sleeps overshoot, calls cost time). A
+    simulation of the same run takes the sum as its dispatch overhead. ``durations_ms`` is [steps, chunks, microbatches, 3].
     """
     nominal_ms = of_tasks(durations_ms)
     excess_ms = []
@@ -182,7 +182,7 @@ def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
 
 
 def _run(runtime: PipelineRuntime, process: Process, num_steps: int, absent: Sequence[Absences]) -> Emulation:
-    """As training does it, each step is enqueued while the one before it runs."""
+    # As in training, each step is enqueued while the one before it runs.
     timeline, step_ms, looking_ahead = Timeline(process.layout.num_units), [], 0
     last_s = runtime.clock()
     cpu_s = 0.0
@@ -217,7 +217,7 @@ def _own_file(events: Path, process: Process) -> Path:
 
 
 def _gaps_ms(timeline: Timeline) -> list[float]:
-    """Between two tasks of a stage where nothing but the host stood in between."""
+    """Returns the gaps between two tasks of a stage that the host alone made."""
     host = {(w.stage, w.start_s, w.end_s) for w in timeline.waits if w.reason is IdleReason.HOST}
     per_stage: dict[int, list[Span]] = defaultdict(list)
     for span in sorted(timeline.spans, key=lambda span: span.start_s):

@@ -1,4 +1,4 @@
-"""A model of chunks as one function, without anything of the pipeline: what a pipeline's results are compared with."""
+"""A model of chunks as one function without a pipeline, to compare a pipeline's results with."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,15 +11,15 @@ from rrfp_jax.schedules import Edge
 def run_unpipelined(
     chunks: Sequence[Chunk], params: Params, leaves: Mapping[str, Any], *, edges: Sequence[Edge] | None = None
 ) -> Any:
-    """What the last chunk returns of one microbatch: the summed loss, its weight, and named sums where it has them.
+    """Returns the last chunk's output for one microbatch: the summed loss, its weight, and named sums if it has them.
 
-    Differentiable, and meant to be jitted.
+    The function is differentiable, and meant to be jitted.
 
     Args:
         chunks: in their order; the last one returns the loss.
-        params: of all chunks, by layer name.
-        leaves: what the microbatch has. A chunk that lacks one which it needs does not exist, as in a pipeline.
-        edges: which chunk feeds which; None: a chain.
+        params: the parameters of all chunks, by layer name.
+        leaves: the microbatch's leaves by name. A chunk that lacks a leaf which it needs is left out, as in a pipeline.
+        edges: edges from chunk to chunk; None: a chain.
     """
     if edges is None:
         edges = [Edge(source, target) for source, target in pairwise(range(len(chunks)))]

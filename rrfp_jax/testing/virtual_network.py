@@ -1,8 +1,8 @@
 """A network among thousands of ranks in one process: no sockets, no threads, every message counted.
 
-For the parts of the control plane, which only need to send, to subscribe and to be called on "the loop". Nothing
-happens until :meth:`VirtualNetwork.run`, which delivers messages and makes calls in the order in which they were sent,
-in virtual time.
+It serves parts of the control plane, which only send, subscribe and are called on "the loop". Nothing happens until
+:meth:`VirtualNetwork.run`, which delivers messages and makes calls in the order in which they were sent, in virtual
+time.
 """
 
 import heapq
@@ -19,7 +19,7 @@ from rrfp_jax.cluster.wire import pack_plain
 
 @dataclass
 class Counts:
-    """What one rank has done."""
+    """Counts of one rank's messages and of its time."""
 
     num_sent: int = 0
     num_received: int = 0
@@ -28,14 +28,14 @@ class Counts:
     neighbours: set[int] = field(default_factory=set)
     """The ranks that it has sent to or heard from."""
     handlers_s: float = 0.0
-    """Processor time of its handlers, those of its own calls included."""
+    """Processor time of the rank's handlers and of its own calls, in seconds."""
 
 
 class VirtualNetwork:
-    """All ranks of a run; ``ranks[r]`` is what rank r has of it.
+    """The network of all ranks of a run; ``ranks[r]`` is the part of rank r.
 
     Args:
-        connections: whom each rank may send to; None: all others.
+        connections: returns the ranks to which a rank may send; None: all others.
     """
 
     def __init__(self, num_ranks: int, connections: Callable[[int], Iterable[int]] | None = None) -> None:
@@ -44,12 +44,12 @@ class VirtualNetwork:
         self.now_s = 0.0
         self.numbers = count()
         self.before: Callable[[VirtualRank], None] = lambda rank: None
-        """Called before each call of a rank, whose time does not count it."""
+        """Called before each call of a rank, outside that rank's counted time."""
         allowed = connections or (lambda rank: set(range(num_ranks)) - {rank})
         self.ranks = [VirtualRank(self, rank, num_ranks, frozenset(allowed(rank))) for rank in range(num_ranks)]
 
     def run(self) -> None:
-        """Deliver messages and make calls until none are left, those that are due later last."""
+        """Delivers messages and makes calls until none are left. Calls that are due later come last."""
         clock = time.process_time
         while self.queue or self.timers:
             if not self.queue:
@@ -62,7 +62,7 @@ class VirtualNetwork:
             rank.counts.handlers_s += clock() - start_s
 
     def reset_counts(self) -> None:
-        """Count from now on."""
+        """Sets all counts to zero."""
         for rank in self.ranks:
             rank.counts = Counts()
 
@@ -76,36 +76,36 @@ class VirtualRank:
         self.counts = Counts()
 
     def subscribe(self, topic: str, handler: Handler) -> None:
-        """Give the messages of a topic to ``handler``."""
+        """Gives the messages of a topic to ``handler``."""
         self.subscribe_packed(topic.encode(), unpacked(handler))
 
     def subscribe_packed(self, topic: bytes, handler: PackedHandler) -> None:
-        """The same, with the header as it was sent."""
+        """Gives the messages of a topic to ``handler``, with the header as it was sent."""
         self._handlers[topic] = handler
 
     def unsubscribe(self, topic: str | bytes) -> None:
-        """Nobody takes the messages of a topic any more."""
+        """Removes the handler of a topic."""
         del self._handlers[topic.encode() if isinstance(topic, str) else topic]
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Make a call in its turn."""
+        """Makes a call in its turn."""
         self._network.queue.append((self, call))
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Make a call when nothing is under way any more that comes before it."""
+        """Makes a call once everything that comes before it is done."""
         network = self._network
         heapq.heappush(network.timers, (network.now_s + delay_s, next(network.numbers), self, call))
 
     def send(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
-        """Send a message; its header is packed as it would be for a socket."""
+        """Sends a message, with its header packed as for a socket."""
         self._send(rank, topic.encode(), pack_plain(header), frames)
 
     def send_arrays(self, rank: int, topic: bytes, header: bytes, frames: Sequence[Any]) -> None:
-        """Send a message whose header is bytes of the sender's own making; here it keeps its place."""
+        """Sends a message whose header is the sender's own bytes; here it keeps its place."""
         self._send(rank, topic, header, frames)
 
     def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
-        """Send a message of the sender's own making; there is always room here."""
+        """Sends a message of the sender's own bytes; there is always room here."""
         self._send(rank, topic, header, ())
 
     def _send(self, rank: int, topic: bytes, packed: bytes, frames: Sequence[Any]) -> None:

@@ -1,5 +1,9 @@
-"""A stage's executor around another one: hands everything on, for subclasses that change how tasks are launched."""
+"""Stage executors around another one, for ``RuntimeOptions.wrap_stage``: one hands everything on, one delays tasks.
 
+Delays show that the results of real programs do not depend on timing.
+"""
+
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -8,9 +12,12 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.executor import HandsAhead, Launched, StageExecutor, StageOutcome
 from rrfp_jax.schedules import PipelineGraph, Task
 
+Delay = Callable[[int, Task], float]
+"""Returns the seconds by which a task of a step is held up before it runs."""
+
 
 class WrappedStage:
-    """Does what ``inner`` does; for ``RuntimeOptions.wrap_stage``."""
+    """Hands every call on to ``inner``. Subclasses change how tasks are launched."""
 
     def __init__(self, inner: StageExecutor) -> None:
         self._inner = inner
@@ -39,3 +46,19 @@ class WrappedStage:
 
     def finish(self, step: int) -> StageOutcome:
         return self._inner.finish(step)
+
+
+class DelayedStage(WrappedStage):
+    """Holds up every task of a stage before it runs.
+
+    Give ``lambda stage: DelayedStage(stage, delay)`` as ``RuntimeOptions.wrap_stage``.
+    """
+
+    def __init__(self, inner: StageExecutor, delay: Delay) -> None:
+        super().__init__(inner)
+        self._delay = delay
+
+    def launch(self, step: int, task: Task) -> Launched:
+        begun_s = time.perf_counter()
+        time.sleep(self._delay(step, task))
+        return super().launch(step, task)._replace(begun_s=begun_s)

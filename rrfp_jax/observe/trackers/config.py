@@ -44,8 +44,8 @@ def check_trackers(names: tuple[str, ...]) -> None:
     for name in names:
         if name == "csv":
             raise ValueError(
-                "trackers has 'csv': metrics.jsonl has every row, and pandas.read_json(FILE, lines=True).to_csv() makes "
-                f"it a CSV file; give some of {', '.join(TRACKERS)}, or none"
+                "trackers has 'csv': metrics.jsonl has every row, and pandas.read_json(FILE, lines=True).to_csv() makes"
+                f" it a CSV file; give some of {', '.join(TRACKERS)}, or none"
             )
         if name not in TRACKERS:
             raise ValueError(f"trackers has {name!r}: give some of {', '.join(TRACKERS)}")

@@ -4,7 +4,7 @@ A list becomes ``peak_memory_bytes/0``, ``peak_memory_bytes/1`` ..., an object `
 writes names its set under ``evaluation``; its numbers become ``evaluation/NAME/loss``. ``step`` stays ``step``.
 
 A run that goes on goes on in the same run of its service, and every number carries its step. Steps that are trained
-again replace the earlier ones in TensorBoard; W&B and MLflow take nothing back and hold both. ``metrics.jsonl`` alone is
+again replace the earlier ones in TensorBoard; W&B and MLflow take nothing back and hold both. Only ``metrics.jsonl`` is
 exact to the row.
 """
 

@@ -1,8 +1,8 @@
 """``metrics.jsonl`` and the trackers that get its rows.
 
 A tracker never ends a run, and never slows its loop: each works on a thread of its own. A failure is named in one
-warning, and the tracker is left out from then on. All rows are handed over before the process ends, however it ends; the
-time for that is bounded.
+warning, and the tracker is left out from then on. All rows are handed over before the process ends, however it ends,
+within a bounded time.
 """
 
 import logging
