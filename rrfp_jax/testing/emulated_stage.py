@@ -35,8 +35,8 @@ class EmulatedStage:
     sum of the last two, and step ``s`` reads row ``s mod steps``; an operation takes its own ``ms``, or no time
     where all durations are 0. ``sleeps`` are the RRFP paper's, beside them, as in a simulation. ``activation`` is the
     spec of the arrays between chunks, as :func:`activation_spec` makes it. A stage of several devices works on one of
-    them, and hands its outputs over as if all had them. ``hands_ahead``: outputs can be had from the launch on, as on an
-    accelerator, by receivers that are all in this process.
+    them, and hands its outputs over as if all had them. ``hands_ahead``: receivers, all in this process, can have
+    outputs from the launch on, as on an accelerator.
     """
 
     def __init__(

@@ -79,8 +79,8 @@ def emulate(
             on the thread that launches them, as small programs do on a CPU.
         just_in_time: choose a stage's next task when the running one may end within the host's latency.
         log_steps: how many steps of the event logs are kept.
-        events: the file for the event logs, written in the end, however the run ends; of several processes each writes its
-            own, with the rank in the name.
+        events: the file for the event logs, written however the run ends; of several processes each writes its own,
+            with the rank in the name.
         link_delays_ms: how much later than it came a tensor is handed over, by (sending unit, receiving unit).
         absent: the pairs that each step lacks beyond those of the graph, beginning again after the last; empty: none.
         sleeps: the RRFP paper's sleeps within tasks, as in a simulation.
@@ -171,7 +171,8 @@ def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
 
     They have two parts: how long the host takes from the end of a task to the start of the next, where the next was
     ready at once; and how much longer tasks ran than the durations say (sleeps overshoot, calls cost time). A
-    simulation of the same run takes the sum as its dispatch overhead. ``durations_ms`` is [steps, chunks, microbatches, 3].
+    simulation of the same run takes the sum as its dispatch overhead. ``durations_ms`` is [steps, chunks, microbatches,
+    3].
     """
     nominal_ms = of_tasks(durations_ms)
     excess_ms = []
