@@ -16,7 +16,7 @@ from rich.table import Table
 
 from experiments.order_cases import CASES, NUM_MICROBATCHES, PLACEMENTS, Case
 from rrfp_jax.commands.common.console import make_console
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.planning.cuts.best import best_cut
 from rrfp_jax.planning.cuts.even import even_cut
 from rrfp_jax.planning.cuts.room import Room

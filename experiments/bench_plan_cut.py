@@ -22,7 +22,7 @@ from rrfp_jax.arbitration import Order, Ordering, StepRules
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.commands.emulate import EMULATED_STEP
-from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
+from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planning.cuts import best_cut, even_cut
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.simulation import simulate

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.order_cases import Case, encoder_and_lm, gemma_like, homogeneous
 from experiments.paper.scene import SLOW_LINK, SLOW_LINK_PARTS, SLOW_STAGE, SLOW_STAGE_FACTOR
 from rrfp_jax.arbitration import READY, STRICT, Ordering, StepRules
-from rrfp_jax.planning.costs import CostBook, CostEntry, Noise
+from rrfp_jax.costs import CostBook, CostEntry, Noise
 from rrfp_jax.planning.cuts import even_cut
 from rrfp_jax.planning.orders import named_orders
 from rrfp_jax.planning.search.candidates import Candidate, candidate

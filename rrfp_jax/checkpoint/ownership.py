@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import jax
 
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

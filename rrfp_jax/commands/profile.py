@@ -28,9 +28,9 @@ from rrfp_jax.commands.planning.setting import Setting, every_setting
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
+from rrfp_jax.costs.layer_sizes import NAMES
+from rrfp_jax.layout import with_axes_in_order
 from rrfp_jax.observe.output_files import check_file
-from rrfp_jax.planning.remat_names import NAMES
-from rrfp_jax.planning.unit_axes import with_axes_in_order
 from rrfp_jax.runtime.detection import membership_from
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _of_width(process: "Process", tensor: int) -> "Process":
     """A process whose one stage takes so many of the devices."""
     if process.layout.tensor == tensor:
         return process
-    from rrfp_jax.planning.layout import Layout
+    from rrfp_jax.layout import Layout
     from rrfp_jax.runtime.process import Process
 
     return Process(Layout(num_stages=1, tensor=tensor), devices=process.devices[:tensor])

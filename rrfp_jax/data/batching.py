@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
+from rrfp_jax.data.balancing import Groups, balanced, in_order, spread
 from rrfp_jax.data.batching_config import BatchingConfig
+from rrfp_jax.data.cut_sizes import CutSizes, rounded_up
 from rrfp_jax.data.dataset import Batch, Bucket, Reads
+from rrfp_jax.data.length_buckets import Pair, best_buckets, occurring_pairs, smallest_fitting
 from rrfp_jax.data.packing import (
     PatchFormat,
     Shape,
@@ -28,11 +31,8 @@ from rrfp_jax.data.packing import (
     place_leaves,
     text_leaves,
 )
+from rrfp_jax.data.row_packing import Packing, most_rows, pack
 from rrfp_jax.data.samples import Sample
-from rrfp_jax.planning.balancing import Groups, balanced, in_order, spread
-from rrfp_jax.planning.buckets import Pair, best_buckets, occurring_pairs, smallest_fitting
-from rrfp_jax.planning.cut_sizes import CutSizes, rounded_up
-from rrfp_jax.planning.packing import Packing, most_rows, pack
 
 Cost = Callable[[int, Sequence[int]], float]
 """(tokens, patches of each image) -> what a sample costs, a positive number."""

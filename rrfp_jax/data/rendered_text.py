@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 
 from rrfp_jax.data.batching import Batching, Cost, Limits
 from rrfp_jax.data.corpus import read_corpus
+from rrfp_jax.data.cut_sizes import CutSizes
 from rrfp_jax.data.dataset import Batch, Bucket, Reads
 from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, place_leaves, text_leaves
 from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, refuse_nothing_held_out
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.pictures import Picture, Pictures, Place
 from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
+from rrfp_jax.data.row_packing import Packing, pack
 from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
 from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.data.words import divided, words_of
-from rrfp_jax.planning.cut_sizes import CutSizes
-from rrfp_jax.planning.packing import Packing, pack
 
 _SURVEYED_SAMPLES = 2048
 _TEXT = 1

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
+from rrfp_jax.layout import CONTEXT, TENSOR
 from rrfp_jax.models.attention import causal_attention
 from rrfp_jax.models.context_cut import AUTO, GATHER, RING, ContextCut, SequenceOrder
 from rrfp_jax.models.streaming import (
@@ -46,7 +47,6 @@ from rrfp_jax.models.streaming import (
     result,
     untiled,
 )
-from rrfp_jax.planning.unit_axes import CONTEXT, TENSOR
 
 
 class _Look(NamedTuple):

@@ -4,8 +4,8 @@ What does not divide is mostly held whole (:mod:`rrfp_jax.models.tensor_cut`); w
 devices repeat nearly all of the work.
 """
 
+from rrfp_jax.layout import EXPERT, TENSOR
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.planning.unit_axes import EXPERT, TENSOR
 
 
 def check_divides(config: LanguageModelConfig, num_shards: int, num_expert_shards: int = 1) -> None:

@@ -9,8 +9,8 @@ from dataclasses import astuple, replace
 from zlib import crc32
 
 from rrfp_jax.arbitration import STRICT, Order, Ordering
-from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
-from rrfp_jax.planning.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
+from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
+from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.runtime.evaluating import EvaluationShapes
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp_jax.arbitration.group import check_engines
-from rrfp_jax.planning.unit_axes import FSDP
+from rrfp_jax.layout import FSDP
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.process import Process

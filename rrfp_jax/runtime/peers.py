@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from rrfp_jax.arbitration import Message, Note
+from rrfp_jax.layout import Layout
 from rrfp_jax.network import MalformedMessage, PeerNetwork
 from rrfp_jax.network.plain import field, pack, unpack
 from rrfp_jax.network.watch_graph import watched
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.clocks import Clocks
 from rrfp_jax.runtime.gatherings import Gatherings, PeerFailed

@@ -27,9 +27,9 @@ from rrfp_jax.arbitration import (
     dispatch_of,
 )
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
+from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_fits
+from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation
 from rrfp_jax.field_rules import with_type
-from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits
-from rrfp_jax.planning.order_memory import check_evaluation_fits, forecast_evaluation
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from rrfp_jax.costs.devices import SHARE_OF_GPU
 from rrfp_jax.exit_codes import START_FAILED
 from rrfp_jax.hardware import smallest_gpu_bytes
 from rrfp_jax.network.certificates import rank_credentials
@@ -21,7 +22,6 @@ from rrfp_jax.network.cluster_config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, P
 from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.membership import Membership
 from rrfp_jax.network.roll_call import name_ranks
-from rrfp_jax.planning.devices import SHARE_OF_GPU
 from rrfp_jax.private.jax_names import (
     backends_are_initialized,
     global_state,

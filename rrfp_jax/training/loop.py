@@ -47,7 +47,7 @@ class StepRow:
     forwards_skipped: int
     """Tasks that did not exist: forwards of chunks for microbatches that lack what they read, such as encoders'."""
     model_flops: float | None
-    """Operations that the model needs for this step, nothing computed again (:mod:`rrfp_jax.planning.model_flops`)."""
+    """Operations that the model needs for this step, nothing computed again (:mod:`rrfp_jax.costs.flops`)."""
     model_tflops_per_device: float | None
     """10^12 of them per second and device."""
     mfu: float | None

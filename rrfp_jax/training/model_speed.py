@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
+from rrfp_jax.costs.devices import peak_flops
 from rrfp_jax.data.contents import BatchContents
-from rrfp_jax.planning.devices import peak_flops
 
 if TYPE_CHECKING:
     import jax
@@ -25,7 +25,7 @@ class ModelSpeed:
     """What the speed of a run is measured by."""
 
     flops: Callable[[BatchContents], float]
-    """What the model needs for a step (:mod:`rrfp_jax.planning.model_flops`)."""
+    """What the model needs for a step (:mod:`rrfp_jax.costs.flops`)."""
     num_devices: int
     """Of the whole run; each counts once, however many stages share it."""
     peak_flops: float | None

@@ -17,7 +17,7 @@ from rrfp_jax.checkpoint import Checkpoints, Coordinator, NotDone, Owner
 from rrfp_jax.checkpoint import checkpoints as room
 from rrfp_jax.checkpoint.coordinator import sentence
 from rrfp_jax.checkpoint.record import is_committed
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.gatherings import PeerFailed
 from rrfp_jax.runtime.peers import Peers
 from tests.checkpoint.states import Pieces, bits, pieces_of, trained

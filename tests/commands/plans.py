@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from rrfp_jax.arbitration import Ordering
-from rrfp_jax.planning.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
-from rrfp_jax.planning.order_memory import forecast_memory
+from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
+from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planning.search.records import Choice, Forecast, Plan, Ranked, Refused, Sensitivity, Shape
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.tasks import linear, looped

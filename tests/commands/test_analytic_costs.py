@@ -13,12 +13,11 @@ from rrfp_jax.commands.planning.microbatches import Rows
 from rrfp_jax.commands.planning.model_layers import model_layers
 from rrfp_jax.commands.planning.options import parse_words
 from rrfp_jax.commands.training.config import choices_of_options, load_train_config
+from rrfp_jax.costs.devices import SHARE_OF_GPU, device_of
+from rrfp_jax.costs.flops import Flops
+from rrfp_jax.costs.layer_sizes import NAMES, REMATS
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
-from rrfp_jax.planning.devices import SHARE_OF_GPU, device_of
-from rrfp_jax.planning.flops import Flops
-from rrfp_jax.planning.layer_sizes import REMATS
-from rrfp_jax.planning.remat_names import NAMES
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.remat import check_remat
 from rrfp_jax.programs.shapes import derive_shapes

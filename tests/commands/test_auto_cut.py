@@ -11,7 +11,7 @@ from rrfp_jax.commands.planning.auto_cut import resolved
 from rrfp_jax.commands.planning.cost_file import write_costs
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.planned import plan_run
-from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts
 from tests.commands.running import run_command
 
 DEBUG, MULTIMODAL = "cpu/debug", "cpu/multimodal"

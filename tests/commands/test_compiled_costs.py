@@ -16,15 +16,15 @@ from rrfp_jax.commands.planning.microbatches import leaf_specs
 from rrfp_jax.commands.planning.model_layers import model_layers
 from rrfp_jax.commands.planning.setting import Setting
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
+from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
+from rrfp_jax.costs.byte_fit import ChunkParts
+from rrfp_jax.costs.devices import Efficiencies, device_of
+from rrfp_jax.costs.fitting import ChunkWork, Work
+from rrfp_jax.costs.forecast import ChunkBytes
+from rrfp_jax.costs.order_memory import forecast_memory
+from rrfp_jax.costs.roofline import Roofline
+from rrfp_jax.layout import Layout
 from rrfp_jax.models import language_model
-from rrfp_jax.planning.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
-from rrfp_jax.planning.costs.analytic import Roofline
-from rrfp_jax.planning.costs.byte_fit import ChunkParts
-from rrfp_jax.planning.costs.cost_fit import ChunkWork, Work
-from rrfp_jax.planning.devices import Efficiencies, device_of
-from rrfp_jax.planning.forecast import ChunkBytes
-from rrfp_jax.planning.layout import Layout
-from rrfp_jax.planning.order_memory import forecast_memory
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.runtime.hosted import HostedModel

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rrfp_jax.commands.planning.cost_file import read_costs, write_costs
-from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
 
 LAYER = LayerCosts(
     forward_ms=0.1, input_gradient_ms=0.2, weight_gradient_ms=0.1, backward_ms=0.25, stash_bytes=2**33, flops=1e13

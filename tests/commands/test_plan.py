@@ -18,7 +18,7 @@ from rrfp_jax.commands.planning.options import parse_counts, parse_noise
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.presets import find_preset
-from rrfp_jax.planning.costs import CostBook, CostEntry, LinkCosts, Noise
+from rrfp_jax.costs import CostBook, CostEntry, LinkCosts, Noise
 from tests.commands.plans import MIB, TYPES
 from tests.commands.running import run_command
 

@@ -15,7 +15,7 @@ from rrfp_jax.commands.planning.as_json import plan_as_json
 from rrfp_jax.commands.planning.picture import draw_frontier, figure_of, frontier, mark_of
 from rrfp_jax.commands.planning.report import show_plan
 from rrfp_jax.commands.planning.words import milliseconds, order_in_words
-from rrfp_jax.planning.costs import CostBook, CostEntry
+from rrfp_jax.costs import CostBook, CostEntry
 from rrfp_jax.planning.search.records import Plan, Ranked, Sensitivity
 from tests.commands.plans import MIB, TYPES, choice_of, made_plan, ranked_of, table_of
 

@@ -24,13 +24,13 @@ from rrfp_jax.commands.planning.microbatches import Rows, rows_of
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
+from rrfp_jax.costs.devices import device_of
 from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED
 from rrfp_jax.launch.output import Output
 from rrfp_jax.launch.settings import LaunchSettings
+from rrfp_jax.layout import Layout
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.network import RunKey
-from rrfp_jax.planning.devices import device_of
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.runtime.detection import membership_from
 from tests.commands.running import ROOT

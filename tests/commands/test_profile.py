@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from rrfp_jax.commands.planning.cost_file import read_costs
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.tasks import linear
 from tests.commands.running import run_command, sentence
 

@@ -21,7 +21,7 @@ from experiments.paper.rows import Cell, RowFile
 from experiments.paper.run import measure_all, row_file
 from experiments.paper.scene import EQUAL, Method, Scene, simulated
 from experiments.paper.tables import geometric_mean, interval
-from rrfp_jax.planning.costs import CostBook, CostEntry
+from rrfp_jax.costs import CostBook, CostEntry
 from rrfp_jax.planning.search.wishes import Wishes
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
 

@@ -8,10 +8,10 @@ from rrfp_jax.commands.planning.layer_kinds import BYTES
 from rrfp_jax.commands.planning.microbatches import Rows, rows_of
 from rrfp_jax.commands.planning.model_layers import ModelLayers, model_layers
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts
-from rrfp_jax.planning.costs.analytic import Roofline
-from rrfp_jax.planning.devices import Device, Efficiencies
-from rrfp_jax.planning.unit_axes import TENSOR, other_axes, spans
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts
+from rrfp_jax.costs.devices import Device, Efficiencies
+from rrfp_jax.costs.roofline import Roofline
+from rrfp_jax.layout import TENSOR, other_axes, spans
 from rrfp_jax.training.run_config import PipelineConfig
 
 

@@ -8,18 +8,18 @@ from rrfp_jax.commands.planning.analytic_costs import analytic_book
 from rrfp_jax.commands.planning.microbatches import Rows
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
+from rrfp_jax.costs import CostBook, CutModel
+from rrfp_jax.costs.devices import Device
+from rrfp_jax.costs.forecast import StageForecast
+from rrfp_jax.costs.order_memory import forecast_memory
+from rrfp_jax.layout import TENSOR, describe_axes
 from rrfp_jax.models.encoder_config import DECODER, ENCODER, OWN_CHUNK
 from rrfp_jax.models.layer_cut import balanced_counts, plan_cut
-from rrfp_jax.planning.costs import CostBook, CutModel
-from rrfp_jax.planning.devices import Device
-from rrfp_jax.planning.forecast import StageForecast
-from rrfp_jax.planning.order_memory import forecast_memory
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.forecasting import forecast
 from rrfp_jax.planning.search.judging import Judge, draws_for
 from rrfp_jax.planning.search.objective import Objective
 from rrfp_jax.planning.search.records import Choice, Plan, Ranked, Shape
-from rrfp_jax.planning.unit_axes import TENSOR, describe_axes
 from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig
 
 _CHOICES = (

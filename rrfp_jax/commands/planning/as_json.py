@@ -4,9 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rrfp_jax.commands.planning.words import order_in_words
-from rrfp_jax.planning.costs import CostBook
-from rrfp_jax.planning.cut_words import cut_in_words, letters_of
-from rrfp_jax.planning.forecast import StageForecast
+from rrfp_jax.costs import CostBook
+from rrfp_jax.costs.cut_model import cut_in_words, letters_of
+from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.planning.search.records import Choice, Plan, Ranked, Refused
 
 

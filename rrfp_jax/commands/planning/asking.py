@@ -11,11 +11,11 @@ from rrfp_jax.commands.planning.given_costs import check_given, given_costs
 from rrfp_jax.commands.planning.options import ORDER_NAMES, parse_counts, parse_noise, parse_words
 from rrfp_jax.commands.planning.writing import check_writable
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
+from rrfp_jax.costs import CostBook
+from rrfp_jax.costs.layer_sizes import NAMES
+from rrfp_jax.layout import describe_axes, other_axes
 from rrfp_jax.observe.output_files import check_file
-from rrfp_jax.planning.costs import CostBook
-from rrfp_jax.planning.remat_names import NAMES
 from rrfp_jax.planning.search.wishes import CONSUMPTIONS, Wishes
-from rrfp_jax.planning.unit_axes import describe_axes, other_axes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,10 @@ from rrfp_jax.commands.planning.auto_words import choice_in_words
 from rrfp_jax.commands.planning.given_costs import costs_of_model
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
+from rrfp_jax.costs import CostBook, CutModel
+from rrfp_jax.costs.devices import Device, device_of
 from rrfp_jax.models.encoder_config import ENCODER
-from rrfp_jax.planning.costs import CostBook, CutModel
 from rrfp_jax.planning.cuts import Room, best_cut, even_cut
-from rrfp_jax.planning.devices import Device, device_of
 from rrfp_jax.record_files import read_record
 from rrfp_jax.training.run_config import AUTO_CUT
 from rrfp_jax.training.run_directory import CONFIG

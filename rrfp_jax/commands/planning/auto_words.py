@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from rrfp_jax.arbitration import Order, StepRules
-from rrfp_jax.planning.costs import CostBook, CutModel
+from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.simulation import simulate
 
 _STEPS, _MOST_TASKS = 3, 30_000

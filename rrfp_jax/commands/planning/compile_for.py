@@ -25,13 +25,13 @@ from rrfp_jax.commands.training.data_sets import evaluation_configs
 from rrfp_jax.commands.training.model_parts import pixel_scale
 from rrfp_jax.commands.training.planned import order_run
 from rrfp_jax.commands.training.training_console import TrainingConsole
+from rrfp_jax.costs.devices import Device, device_of
+from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.data import TRAIN, Part
 from rrfp_jax.data.packing import PatchFormat, Shape
 from rrfp_jax.data.packing import leaf_specs as leaves_of_images
+from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.devices import Device, device_of
-from rrfp_jax.planning.forecast import StageForecast
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.analysis import memory_of, optimal_s
 from rrfp_jax.programs.program_text import ProgramText
 from rrfp_jax.runtime.evaluating import EvaluationShapes

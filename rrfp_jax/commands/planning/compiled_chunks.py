@@ -9,8 +9,8 @@ from rrfp_jax.commands.planning.microbatches import leaf_specs
 from rrfp_jax.commands.planning.setting import Setting
 from rrfp_jax.commands.planning.small_cut import SmallCut, small_cut
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.planning.costs.byte_fit import ChunkParts
-from rrfp_jax.planning.costs.cost_fit import ChunkWork, Work
+from rrfp_jax.costs.byte_fit import ChunkParts
+from rrfp_jax.costs.fitting import ChunkWork, Work
 from rrfp_jax.programs.analysis import ProgramCost, cost_of, memory_of
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk

@@ -20,11 +20,10 @@ from rrfp_jax.commands.planning.compiled_work import CompiledWay, compiled_way
 from rrfp_jax.commands.planning.setting import Setting
 from rrfp_jax.commands.planning.small_cut import LAYER, named
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.planning.costs import CostBook, CostEntry
-from rrfp_jax.planning.costs.analytic import Roofline
-from rrfp_jax.planning.devices import Device, Efficiencies, device_like, fitted_device
-from rrfp_jax.planning.layout import Layout
-from rrfp_jax.planning.unit_axes import describe_axes, other_axes, spans, with_tensor
+from rrfp_jax.costs import CostBook, CostEntry
+from rrfp_jax.costs.devices import Device, Efficiencies, device_like, fitted_device
+from rrfp_jax.costs.roofline import Roofline
+from rrfp_jax.layout import Layout, describe_axes, other_axes, spans, with_tensor
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.process import Process

@@ -10,10 +10,10 @@ from rrfp_jax.commands.planning.model_layers import LayerType, ModelLayers, mode
 from rrfp_jax.commands.planning.setting import Setting
 from rrfp_jax.commands.planning.small_cut import named
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.planning.costs import LayerCosts
-from rrfp_jax.planning.costs.analytic import Roofline
-from rrfp_jax.planning.costs.byte_fit import fit_bytes
-from rrfp_jax.planning.costs.cost_fit import Work, fit_work
+from rrfp_jax.costs import LayerCosts
+from rrfp_jax.costs.byte_fit import fit_bytes
+from rrfp_jax.costs.fitting import Work, fit_work
+from rrfp_jax.costs.roofline import Roofline
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.target import Target
 from rrfp_jax.runtime.process import Process

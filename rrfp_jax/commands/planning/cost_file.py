@@ -1,4 +1,4 @@
-"""Files of costs: a :class:`rrfp_jax.planning.costs.CostBook` as JSON that people can read and write.
+"""Files of costs: a :class:`rrfp_jax.costs.CostBook` as JSON that people can read and write.
 
 ::
 
@@ -18,7 +18,7 @@
       "noise": {"sigma": {"F": 0.1, "I": 0.1, "W": 0.1}}
     }
 
-Keys are the fields of the records in :mod:`rrfp_jax.planning.costs`; what a record has a default for may be left out. A
+Keys are the fields of the records in :mod:`rrfp_jax.costs`; what a record has a default for may be left out. A
 run of layers of one type is its name and their number.
 """
 
@@ -33,8 +33,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rrfp_jax.bounded_text import shown
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
 from rrfp_jax.field_rules import POSITIVE, check_fields
-from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
 from rrfp_jax.record_files import read_bounded
 
 VERSION = 1

@@ -7,8 +7,8 @@ from statistics import median
 import jax
 import numpy as np
 
-from rrfp_jax.planning.costs import LinkCosts
-from rrfp_jax.planning.costs.link_fit import fit_links
+from rrfp_jax.costs import LinkCosts
+from rrfp_jax.costs.fitting import fit_links
 
 _REPEATS = 20
 

@@ -7,11 +7,10 @@ from rrfp_jax.commands.planning.cost_file import read_costs
 from rrfp_jax.commands.planning.options import parse_counts, parse_words
 from rrfp_jax.commands.planning.setting import every_setting
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.planning.costs import CostBook
-from rrfp_jax.planning.devices import device_of
-from rrfp_jax.planning.layer_sizes import REMATS
-from rrfp_jax.planning.remat_names import NAMES
-from rrfp_jax.planning.unit_axes import TENSOR, other_axes, with_tensor
+from rrfp_jax.costs import CostBook
+from rrfp_jax.costs.devices import device_of
+from rrfp_jax.costs.layer_sizes import NAMES, REMATS
+from rrfp_jax.layout import TENSOR, other_axes, with_tensor
 
 _SIZES = (1, 2, 4, 8)
 """Of microbatches, and devices that share a layer, where the user does not say."""

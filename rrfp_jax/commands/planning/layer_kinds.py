@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rrfp_jax.commands.planning.microbatches import Rows
 from rrfp_jax.commands.studies.model_pairs import decoder_sizes, sizes_of
-from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.encoder_config import VisionConfig
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
-from rrfp_jax.planning.layer_sizes import (
+from rrfp_jax.costs.layer_sizes import (
     LayerSizes,
     Sent,
     Widths,
@@ -20,7 +17,10 @@ from rrfp_jax.planning.layer_sizes import (
     head_layer,
     transformer_layer,
 )
-from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP
+from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.encoder_config import VisionConfig
+from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 
 if TYPE_CHECKING:
     from rrfp_jax.programs.target import Target

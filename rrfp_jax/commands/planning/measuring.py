@@ -20,9 +20,9 @@ from rrfp_jax.commands.planning.setting import Setting
 from rrfp_jax.commands.planning.small_cut import MANY, SmallCut, small_cut
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
+from rrfp_jax.costs.byte_fit import ChunkParts
+from rrfp_jax.costs.fitting import ChunkTimes
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.costs.byte_fit import ChunkParts
-from rrfp_jax.planning.costs.fitting import ChunkTimes
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.adapting import Arrival, arrivals_at

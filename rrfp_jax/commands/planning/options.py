@@ -7,9 +7,9 @@ from rrfp_jax.arbitration import READY, STRICT
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
-from rrfp_jax.planning.costs import Noise
-from rrfp_jax.planning.devices import DEVICES
-from rrfp_jax.planning.remat_names import NAMES
+from rrfp_jax.costs import Noise
+from rrfp_jax.costs.devices import DEVICES
+from rrfp_jax.costs.layer_sizes import NAMES
 from rrfp_jax.planning.search.candidates import HINTS
 from rrfp_jax.planning.search.wishes import CONSUMPTIONS
 from rrfp_jax.schedules import schedule_entry, schedule_names

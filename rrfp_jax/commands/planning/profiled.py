@@ -11,11 +11,9 @@ from rrfp_jax.commands.planning.model_layers import ModelLayers
 from rrfp_jax.commands.planning.setting import Setting
 from rrfp_jax.commands.planning.small_cut import named
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts, LinkCosts
-from rrfp_jax.planning.costs.byte_fit import fit_bytes
-from rrfp_jax.planning.costs.fitting import LayerTimes, fit_times
-from rrfp_jax.planning.costs.link_fit import fit_links
-from rrfp_jax.planning.costs.noise_fit import fit_noise
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts
+from rrfp_jax.costs.byte_fit import fit_bytes
+from rrfp_jax.costs.fitting import LayerTimes, fit_links, fit_noise, fit_times
 
 
 @dataclass(frozen=True, kw_only=True)

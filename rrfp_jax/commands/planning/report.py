@@ -19,9 +19,9 @@ from rrfp_jax.commands.planning.words import (
     share,
     step_in_words,
 )
-from rrfp_jax.planning.costs import CostBook
-from rrfp_jax.planning.costs.cost_book import NONE
-from rrfp_jax.planning.cut_words import cut_in_words, legend
+from rrfp_jax.costs import CostBook
+from rrfp_jax.costs.cut_model import cut_in_words, legend
+from rrfp_jax.costs.layer_costs import NONE
 from rrfp_jax.planning.search.records import Plan, Ranked, Refused
 
 _FEW, _CHANGES = 3, 5

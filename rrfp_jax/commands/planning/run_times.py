@@ -6,8 +6,8 @@ from pathlib import Path
 from rrfp_jax.commands.planning.measuring import Measured, chunk_times, host_ms
 from rrfp_jax.commands.planning.small_cut import cut_of_run
 from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.costs.fitting import ChunkTimes
 from rrfp_jax.observe.chrome_trace import read_trace
-from rrfp_jax.planning.costs.fitting import ChunkTimes
 from rrfp_jax.timeline import Timeline
 from rrfp_jax.training.run_directory import TRACE
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rrfp_jax.planning.remat_names import NAMES, is_known
+from rrfp_jax.costs.layer_sizes import NAMES, is_known
 
 
 class Setting(NamedTuple):
-    """One way, by the names that :class:`rrfp_jax.planning.costs.CostEntry` has for it."""
+    """One way, by the names that :class:`rrfp_jax.costs.CostEntry` has for it."""
 
     microbatch_size: int
     tensor: int

@@ -15,10 +15,10 @@ from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.planning.words import milliseconds, order_in_words
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
+from rrfp_jax.costs.cut_model import cut_in_words, letters_of
+from rrfp_jax.layout import with_tensor
 from rrfp_jax.observe.output_files import check_file, replacing
-from rrfp_jax.planning.cut_words import cut_in_words, letters_of
 from rrfp_jax.planning.search.records import Choice, Ranked
-from rrfp_jax.planning.unit_axes import with_tensor
 from rrfp_jax.schedules import ScheduleTable, schedule_names, write_csv
 from rrfp_jax.tasks import looped
 from rrfp_jax.training.run_config import PipelineConfig

@@ -15,10 +15,10 @@ from rrfp_jax.data.image_tokens import TextWriter
 from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, place_leaves
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
+from rrfp_jax.data.row_packing import pack
 from rrfp_jax.data.samples import IMAGE_TOKEN, Grid, Text, make_sample
 from rrfp_jax.models.vision import PixelScale
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig, check_image_index
-from rrfp_jax.planning.packing import pack
 
 ImageData = ImageTextConfig | RenderedTextConfig
 

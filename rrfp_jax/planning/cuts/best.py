@@ -21,7 +21,7 @@ from math import comb
 import numpy as np
 
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.planning.costs import CutModel, ModelCosts
+from rrfp_jax.costs import CutModel, ModelCosts
 from rrfp_jax.planning.cuts.dealing import least_sum, most_even, smallest_largest
 from rrfp_jax.planning.cuts.fill_and_drain import step_ms_by_stage
 from rrfp_jax.planning.cuts.moving import improved, squares_of_chunks, squares_of_stages

@@ -3,7 +3,7 @@ last one."""
 
 from collections import Counter
 
-from rrfp_jax.planning.costs import CutModel, ModelCosts
+from rrfp_jax.costs import CutModel, ModelCosts
 from rrfp_jax.planning.cuts.problem import CutProblem
 from rrfp_jax.tasks import Placement
 

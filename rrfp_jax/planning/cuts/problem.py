@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.planning.costs import ModelCosts
+from rrfp_jax.costs import ModelCosts
 from rrfp_jax.planning.cuts.room import Room
 from rrfp_jax.tasks import Placement
 

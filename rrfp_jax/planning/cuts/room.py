@@ -6,9 +6,9 @@ from itertools import permutations
 
 from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.footprint import memory_unit
+from rrfp_jax.costs.forecast import Reach
+from rrfp_jax.costs.order_memory import reaches
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE
-from rrfp_jax.planning.forecast import Reach
-from rrfp_jax.planning.order_memory import reaches
 from rrfp_jax.tasks import Placement
 
 

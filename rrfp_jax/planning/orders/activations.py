@@ -8,7 +8,7 @@ F, at most as many as the sending chunk can have in flight.
 from collections.abc import Sequence
 from math import inf
 
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 
 
 def activation_weight(cut: CutModel, chunk: int) -> int:

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.planning.orders.found import Pool
 from rrfp_jax.planning.orders.problem import Problem, Rows, problem_of
 from rrfp_jax.planning.orders.reducing import extended_starts

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.planning.orders.problem import Problem
 from rrfp_jax.schedules.entry import KNOWN, ScheduleEntry
 from rrfp_jax.schedules.registry import build_schedule, schedule_names

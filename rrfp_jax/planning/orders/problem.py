@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.planning.orders.activations import activation_weights
 from rrfp_jax.simulation import Links, lower_bound
 from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.planning.orders.dispatch import Keys
 from rrfp_jax.planning.orders.found import Candidate, Pool
 from rrfp_jax.planning.orders.problem import Problem

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from rrfp_jax.arbitration import Ordering, StepRules
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.planning.orders.blocks import try_blocks
 from rrfp_jax.planning.orders.found import FoundOrder, Pool
 from rrfp_jax.planning.orders.improving import improve

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rrfp_jax.arbitration import Order, Ordering
-from rrfp_jax.planning.costs import CutModel
-from rrfp_jax.planning.forecast import StageForecast
-from rrfp_jax.planning.order_memory import forecast_memory
+from rrfp_jax.costs import CutModel
+from rrfp_jax.costs.forecast import StageForecast
+from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planning.search.points import LINEAR, Point
 from rrfp_jax.planning.search.records import Choice
 from rrfp_jax.planning.search.wishes import READY, STRICT, Wishes

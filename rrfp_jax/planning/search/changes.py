@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.planning.costs import CostBook, CutModel
+from rrfp_jax.costs import CostBook, CutModel
+from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planning.cuts import Room, best_cut
-from rrfp_jax.planning.order_memory import forecast_memory
 from rrfp_jax.planning.search.candidates import largest_windows
 from rrfp_jax.planning.search.cutting import costs_of
 from rrfp_jax.planning.search.points import Point, points_of

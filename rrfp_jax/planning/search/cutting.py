@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rrfp_jax.planning.costs import CostBook, CutModel, ModelCosts
+from rrfp_jax.costs import CostBook, CutModel, ModelCosts
 from rrfp_jax.planning.cuts import Room, best_cut, even_cut
 from rrfp_jax.planning.search.candidates import largest_windows
 from rrfp_jax.planning.search.points import Point

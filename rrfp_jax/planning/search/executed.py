@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.judging import Judge
 from rrfp_jax.planning.search.strict_times import Times, Walk, strict_times_ms

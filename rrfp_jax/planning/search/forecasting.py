@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rrfp_jax.planning.costs import CostBook
+from rrfp_jax.costs import CostBook
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.judging import HELD_OUT, Judge
 from rrfp_jax.planning.search.records import Forecast

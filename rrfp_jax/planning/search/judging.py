@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 
 from rrfp_jax.arbitration import Order, StageArbiter, StepRules
-from rrfp_jax.planning.costs import CutModel, Noise
+from rrfp_jax.costs import CutModel, Noise
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.objective import Draws, Objective
 from rrfp_jax.planning.search.records import Shape

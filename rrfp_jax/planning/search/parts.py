@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rrfp_jax.planning.costs import CostBook, CutModel, LinkCosts
-from rrfp_jax.planning.costs.cost_book import NONE
+from rrfp_jax.costs import CostBook, CutModel, LinkCosts
+from rrfp_jax.costs.layer_costs import NONE
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.judging import Judge
 from rrfp_jax.planning.search.strict_times import once_per_step_ms

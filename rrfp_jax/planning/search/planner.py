@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from rrfp_jax.planning.costs import CostBook
+from rrfp_jax.costs import CostBook
 from rrfp_jax.planning.search.candidates import Candidate, hints_for
 from rrfp_jax.planning.search.changes import Changes
 from rrfp_jax.planning.search.contest import CLEARLY, FEW_DRAWS, FEWEST_DRAWS, contest

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rrfp_jax.planning.costs import CostBook
+from rrfp_jax.costs import CostBook
 from rrfp_jax.planning.search.records import Refused, Shape
 from rrfp_jax.planning.search.wishes import Wishes
 from rrfp_jax.tasks import Placement, looped, waves

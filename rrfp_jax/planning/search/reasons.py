@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.planning.costs import CostBook
+from rrfp_jax.costs import CostBook
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.judging import Judge
 from rrfp_jax.planning.search.parts import Parts, largest_first, parts_of

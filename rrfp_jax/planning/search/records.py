@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from rrfp_jax.arbitration import Ordering
-from rrfp_jax.planning.costs import CutModel
-from rrfp_jax.planning.forecast import StageForecast
-from rrfp_jax.planning.unit_axes import Axes, num_devices
+from rrfp_jax.costs import CutModel
+from rrfp_jax.costs.forecast import StageForecast
+from rrfp_jax.layout import Axes, num_devices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.planning.search.candidates import Candidate
 from rrfp_jax.planning.search.executed import with_same_decisions
 from rrfp_jax.planning.search.judging import Judge

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from rrfp_jax.planning.costs import CostBook, CutModel
+from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.planning.orders.activations import room_for_activations
 from rrfp_jax.planning.orders.found import SEARCHED
 from rrfp_jax.planning.orders.named import built_table, named_tables, split_orders

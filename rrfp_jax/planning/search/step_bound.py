@@ -1,6 +1,6 @@
 """What no order of a cut can beat as an interval between the ends of steps, R and U included."""
 
-from rrfp_jax.planning.costs import CutModel, ModelCosts
+from rrfp_jax.costs import CutModel, ModelCosts
 from rrfp_jax.planning.search.points import Point
 from rrfp_jax.planning.search.strict_times import once_per_step_ms
 from rrfp_jax.simulation import lower_bound

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.arbitration import MessageKind
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.schedules.validation import all_needed
 from rrfp_jax.simulation.costs import SLOTS

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from rrfp_jax.arbitration import Ordering
-from rrfp_jax.planning.costs import CutModel
+from rrfp_jax.costs import CutModel
 from rrfp_jax.planning.search.candidates import Candidate, candidate
 from rrfp_jax.planning.search.judging import Judge
 from rrfp_jax.planning.search.points import Point

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from rrfp_jax.arbitration import Message
+from rrfp_jax.layout import Layout
 from rrfp_jax.network import MalformedMessage, PeerNetwork
 from rrfp_jax.network.plain import pack, unpack
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import Deliver, Failed, HeldBytes, Remote, TransportFailed

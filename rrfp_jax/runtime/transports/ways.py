@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.layout import Layout
 from rrfp_jax.network import MalformedMessage
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports.edges import Edge, EdgePlan
 from rrfp_jax.runtime.transports.routes import sender_for
 from rrfp_jax.tasks import Placement

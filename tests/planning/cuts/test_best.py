@@ -6,13 +6,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.arbitration import Ordering
-from rrfp_jax.planning.costs import LayerCosts, ModelCosts
+from rrfp_jax.costs import LayerCosts, ModelCosts
+from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planning.cuts import Room, best, best_cut
 from rrfp_jax.planning.cuts.problem import CutProblem
 from rrfp_jax.planning.cuts.program import solve
 from rrfp_jax.planning.cuts.proof import may_stay_below
 from rrfp_jax.planning.cuts.two_runs import best_of_two_runs
-from rrfp_jax.planning.order_memory import forecast_memory
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
 from tests.planning.cuts.models import MICROBATCHES, PLACEMENTS, every_cut, fits, largest_ms, layers, models, rooms

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.planning.costs import LayerCosts, ModelCosts
+from rrfp_jax.costs import LayerCosts, ModelCosts
 from rrfp_jax.planning.cuts import even_cut
 from rrfp_jax.tasks import linear, looped, v_shaped
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
-from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
+from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planning.cuts import best_cut
 from rrfp_jax.planning.cuts.fill_and_drain import step_ms_by_stage
 from rrfp_jax.planning.cuts.problem import CutProblem

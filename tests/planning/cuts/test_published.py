@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
-from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
+from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planning.cuts import best_cut
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.simulation import simulate

@@ -1,6 +1,6 @@
 """Cut models to order."""
 
-from rrfp_jax.planning.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
+from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
 
 PART = 12

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rrfp_jax.planning.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
+from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.planning.orders import activation_weights, search_orders
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
 from rrfp_jax.schedules.entry import KNOWN

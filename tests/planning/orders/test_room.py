@@ -3,8 +3,8 @@
 import pytest
 
 from rrfp_jax.arbitration import Ordering
-from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
-from rrfp_jax.planning.order_memory import forecast_memory
+from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
+from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planning.orders import room_for_activations, search_orders
 from tests.planning.orders.cuts import PLACEMENTS
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.planning.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
+from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.planning.orders import search_orders
 from rrfp_jax.planning.orders.search import simulated_makespan_ms
 from tests.planning.orders.cuts import PART, PLACEMENTS, homogeneous

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from rrfp_jax.arbitration import Ordering, StepRules
-from rrfp_jax.planning.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
+from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
+from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planning.cuts import best_cut, even_cut
-from rrfp_jax.planning.order_memory import forecast_memory
 from rrfp_jax.planning.orders.named import named_tables
 from rrfp_jax.planning.orders.problem import problem_of
 from rrfp_jax.planning.search.planner import make_plan

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.arbitration import Ordering, StepRules
-from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
 from rrfp_jax.planning.cuts import best_cut
 from rrfp_jax.planning.search.candidates import Candidate, candidate
 from rrfp_jax.planning.search.contest import contest

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
 from rrfp_jax.planning.search.contest import FEW_DRAWS
 from rrfp_jax.planning.search.planner import Progress, make_plan
 from rrfp_jax.planning.search.wishes import Wishes

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.arbitration import Ordering, StepRules
-from rrfp_jax.planning.costs import CutModel, LayerCosts, LinkCosts, ModelCosts, Noise
+from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts, Noise
 from rrfp_jax.planning.cuts import best_cut
 from rrfp_jax.planning.search.points import LINEAR, LOOPED, WAVES, Point
 from rrfp_jax.planning.search.records import Shape
