@@ -1,4 +1,4 @@
-"""Which process and device does what: stages, replicas and the devices of each, dealt out to ranks in order.
+"""The layout of a run: stages, replicas and the devices of each, dealt out to ranks in order.
 
 A *unit* is one replica of one stage: a stage of its own with an arbiter of its own, on the devices of a mesh with named
 axes, ``tensor`` and others. Devices are numbered with the first of these axes innermost, then data, then stages, and
@@ -49,7 +49,7 @@ def checked_axes(mesh: Mapping[str, int]) -> Axes:
 
 
 def other_axes(mesh: Mapping[str, int] | None) -> dict[str, int]:
-    """Those of a mesh that have several devices and share no matrices."""
+    """Returns the axes of a mesh that have several devices and share no matrices."""
     return {name: size for name, size in (mesh or {}).items() if name != TENSOR and size > 1}
 
 
@@ -65,7 +65,7 @@ def spans(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def num_devices(axes: Axes) -> int:
-    """Of a mesh with these axes."""
+    """Returns the number of devices of a mesh with these axes."""
     return prod(size for _, size in axes)
 
 
@@ -102,7 +102,7 @@ class Layout:
     """All axes over the devices of a unit with their sizes, innermost first; where stages have different ones, those of
     each stage, of equally many devices; empty: ``tensor`` alone."""
     num_ranks: int = 1
-    """Processes."""
+    """Number of processes."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,4 +1,4 @@
-"""What the layers of a model cost, in milliseconds and bytes, and what a cut of them into chunks costs then."""
+"""The costs of a model's layers, in milliseconds and bytes, and of its cuts into chunks; the memory of every stage."""
 
 from rrfp_jax.costs.cut_model import CutModel as CutModel
 from rrfp_jax.costs.layer_costs import CostBook as CostBook

@@ -1,6 +1,6 @@
-"""What layers hold, from what chunks of one type of layers hold: by differences, and never less than was seen.
+"""The bytes of layers, from differences between chunks of one type of layers, and never less than was seen.
 
-Most of what a chunk holds is the sum of its layers. Two things are not. A chunk that computes its forward again keeps
+Most bytes of a chunk are the sum of its layers'. Two things are not. A chunk that computes its forward again keeps
 its input, once, however many layers follow. And programs reuse room from layer to layer, so that temporaries are some
 bytes and some more for each layer.
 """
@@ -13,10 +13,10 @@ _HALVES = {"input_gradient", "weight_gradient"}
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkParts:
-    """What a chunk of layers of one type holds, in bytes."""
+    """The bytes of a chunk of layers of one type."""
 
     layer: str
-    """Their type."""
+    """The type of the layers."""
     count: int
     fixed: int
     """Parameters, accumulators, optimizer state and the like."""
@@ -29,11 +29,11 @@ class ChunkParts:
     """Per microbatch from I to W; 0 where the backward is whole."""
     outputs: int
     temporaries: Mapping[str, int] = field(default_factory=dict)
-    """Of each program, while it runs."""
+    """Bytes of each program while it runs."""
 
 
 def fit_bytes(chunks: Sequence[ChunkParts]) -> dict[str, dict[str, int]]:
-    """By type the fields of :class:`rrfp_jax.costs.LayerCosts` that are bytes."""
+    """Returns for each type the fields of :class:`rrfp_jax.costs.LayerCosts` that are bytes."""
     alike: dict[tuple[str, int], list[ChunkParts]] = {}
     for chunk in chunks:
         alike.setdefault((chunk.layer, chunk.count), []).append(chunk)
@@ -56,7 +56,7 @@ def fit_bytes(chunks: Sequence[ChunkParts]) -> dict[str, dict[str, int]]:
 
 
 def _merged(some: Sequence[ChunkParts]) -> ChunkParts:
-    """Of every part the most that was seen, with split and with whole backwards."""
+    """Returns the most bytes of every part that were seen, with split and with whole backwards."""
     sizes = {each.name: max(getattr(one, each.name) for one in some) for each in fields(ChunkParts) if each.type is int}
     names = dict.fromkeys(name for one in some for name in one.temporaries)
     temporaries = {name: max(one.temporaries.get(name, 0) for one in some) for name in names}
@@ -64,7 +64,8 @@ def _merged(some: Sequence[ChunkParts]) -> ChunkParts:
 
 
 def _most(some: Sequence[ChunkParts], part: str) -> int:
-    """Of a layer, where layers add up; rounded up, and with what a chunk has once."""
+    """Returns a layer's share of a part in which layers add up, rounded up; it has a share of the bytes that a chunk
+    has once."""
     return max(-(-int(getattr(each, part)) // each.count) for each in some)
 
 
@@ -74,7 +75,7 @@ def _ends(some: Sequence[ChunkParts]) -> tuple[ChunkParts, ChunkParts]:
 
 
 def _stash(some: Sequence[ChunkParts]) -> tuple[int, int]:
-    """Of a layer, and of a chunk beside its layers."""
+    """Returns the stash of a layer, and of a chunk beside its layers."""
     few, many = _ends(some)
     if few.count == many.count:
         return _most(some, "stash"), 0
@@ -83,7 +84,8 @@ def _stash(some: Sequence[ChunkParts]) -> tuple[int, int]:
 
 
 def _stash_fields(some: Sequence[ChunkParts], stash: int, kept: int, *, keeps_input: bool) -> dict[str, int]:
-    """Where chunks of other types keep their input once, one of a single layer does so too."""
+    """Returns the fields of the stash. Where chunks of other types keep their input once, one of a single layer does so
+    too."""
     few, many = _ends(some)
     if keeps_input and few.count == many.count:
         kept = max(each.kept_inputs for each in some)
@@ -92,8 +94,8 @@ def _stash_fields(some: Sequence[ChunkParts], stash: int, kept: int, *, keeps_in
 
 
 def _temporaries(some: Sequence[ChunkParts]) -> dict[str, int]:
-    """The room of the largest program, and what each layer adds, with whole and with split backwards; an upper bound of
-    every program."""
+    """Returns the temporaries of the largest program, and those that each layer adds, with whole and with split
+    backwards; an upper bound of every program."""
     names = {name for each in some for name in each.temporaries}
     whole, split = names - _HALVES if "backward" in names else names, names - {"backward"}
     more, split_more = _grown(some, whole), _grown(some, split)
@@ -103,7 +105,7 @@ def _temporaries(some: Sequence[ChunkParts]) -> dict[str, int]:
 
 
 def _grown(some: Sequence[ChunkParts], names: Collection[str]) -> int:
-    """What these programs need more for each layer."""
+    """Returns the bytes that these programs need more for each layer."""
     few, many = _ends(some)
     if few.count == many.count:
         return 0

@@ -1,4 +1,4 @@
-"""A model cut into chunks that lie on stages: what its tasks take, and what its chunks hold.
+"""A model cut into chunks that lie on stages: the times of its tasks, and the bytes of its chunks.
 
 A cut as one line of text, in the manner of Megatron's pipeline layouts: ``Et*6|t*6|t*5L``.
 
@@ -38,7 +38,8 @@ class CutModel:
     stage_factors: tuple[float, ...] = ()
     """How many times as long each stage takes; empty: all alike."""
     replicas: int = 1
-    """Of the whole pipeline, whose gradients are summed once per step; microbatches are those of one replica."""
+    """Replicas of the whole pipeline, whose gradients are summed once per step; microbatches are those of one
+    replica."""
 
     def __post_init__(self) -> None:
         total, chunks = sum(self.counts), self.placement.num_chunks
@@ -97,9 +98,9 @@ class CutModel:
 
     @cached_property
     def chunk_bytes(self) -> tuple[ChunkBytes, ...]:
-        """What each chunk holds; microbatches of the largest factor count.
+        """Bytes of each chunk; microbatches of the largest factor count.
 
-        The first chunk, which returns no gradient, leaves all of its backward to W, and so owes what it has stashed
+        The first chunk, which returns no gradient, leaves all of its backward to W, and so keeps its stash until then
         and the gradient that came, whatever its layers would owe elsewhere.
         """
         outputs = [self.costs.of(stop - 1).output_bytes for _, stop in self.bounds]
@@ -128,7 +129,7 @@ class CutModel:
 
     @cached_property
     def links(self) -> Links:
-        """What travels from chunk to chunk; between two stages the largest output counts."""
+        """Links between stages; between two of them the largest output that travels counts."""
         stage_of, extra_ms = self.placement.stage_of_chunk, dict[tuple[int, int], float]()
         costs = self.costs.links
         for chunk, (_, stop) in enumerate(self.bounds[:-1]):
@@ -141,11 +142,11 @@ class CutModel:
 
     @property
     def machine(self) -> Machine:
-        """What the simulator runs it on."""
+        """The machine on which the simulator runs the cut."""
         return Machine(links=self.links, dispatch_overhead_ms=self.costs.task_ms)
 
     def simulated_costs(self, durations_ms: Durations | None = None) -> Costs:
-        """Durations (its own, or draws of them) and what ends a step."""
+        """Returns durations (its own, or draws of them) and the times of the tasks that end a step."""
         chunks = range(len(self.counts))
         gradients = [sum(each.gradient_bytes for each in self.layers_of(chunk)) for chunk in chunks]
         return Costs(
@@ -166,7 +167,8 @@ _WORTH_IT = 3
 
 
 def letters_of(layers: Sequence[str]) -> dict[str, str]:
-    """A letter for each type of layer, in the order in which the types occur; the most common other one is t."""
+    """Returns a letter for each type of layer, in the order in which the types occur; the most common other one is
+    t."""
     letters = {name: letter for name in dict.fromkeys(layers) if (letter := _known(name))}
     others = [name for name in dict.fromkeys(layers) if name not in letters]
     for name in sorted(others, key=lambda name: ("decod" not in name.lower(), -layers.count(name))):
@@ -175,14 +177,14 @@ def letters_of(layers: Sequence[str]) -> dict[str, str]:
 
 
 def cut_in_words(cut: CutModel, *, short: bool = False) -> str:
-    """The line of a cut."""
+    """Returns the line of a cut."""
     layers, letters = cut.costs.layers, letters_of(cut.costs.layers)
     chunks = [_chunk([letters[name] for name in layers[start:stop]]) for start, stop in cut.bounds]
     return _shortened(chunks) if short else "|".join(chunks)
 
 
 def legend(cut: CutModel) -> str:
-    """What the letters stand for."""
+    """Returns the type of layer for each letter."""
     return ", ".join(f"{letter}: {name}" for name, letter in letters_of(cut.costs.layers).items())
 
 

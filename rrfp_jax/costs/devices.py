@@ -1,4 +1,4 @@
-"""Accelerators by name: what one computes, holds and moves, and how much of that a program gets.
+"""Accelerators by name: operations, memory and bandwidths of each, and the parts of these that programs get.
 
 Peaks are dense (no sparsity), in bfloat16. The memory of an NVIDIA GPU is the share of it that a run lets JAX take
 (:data:`SHARE_OF_GPU`); that of a TPU is in decimal gigabytes, as its vendor prints it. Links are per device and
@@ -74,13 +74,13 @@ class Card:
     capability: tuple[int, int]
     """The compute capability."""
     cores: int
-    """Streaming multiprocessors."""
+    """Number of streaming multiprocessors."""
     fpus: int = 128
     """Units for float32 of each of them."""
     shared_memory: int = 233_472
     """Bytes of shared memory of each of them."""
     l2_cache: int
-    """Bytes."""
+    """Bytes of the second-level cache."""
     clock_ghz: float
     bandwidth: int
     """Bytes of memory per second."""
@@ -102,7 +102,7 @@ class Device:
 
     name: str
     title: str
-    """For people."""
+    """Name for people."""
     kind: str
     """``cuda``, ``tpu``, or nothing for another."""
     flops: float
@@ -111,7 +111,7 @@ class Device:
     """In float32 as JAX computes it by default: TF32 on NVIDIA GPUs, bfloat16 products on TPUs."""
     memory_gb_per_s: float
     num_bytes: int
-    """Memory."""
+    """Bytes of memory."""
     near_gb_per_s: float
     """To a device of the same host."""
     far_gb_per_s: float
@@ -126,35 +126,37 @@ class Device:
         check_fields(self, AT_LEAST_1, "num_bytes", "per_host")
 
     def rate_gb_per_s(self, num_devices: int) -> float:
-        """Between so many devices, on the slowest way that there is."""
+        """Returns the bandwidth between ``num_devices`` devices, on the slowest link among them."""
         return self.near_gb_per_s if num_devices <= self.per_host else self.far_gb_per_s
 
     def links(self, num_devices: int, efficiencies: "Efficiencies") -> LinkCosts:
-        """Between stages and between replicas of a run on so many devices."""
+        """Returns the links between stages and between replicas of a run on ``num_devices`` devices."""
         return LinkCosts(latency_ms=efficiencies.hop_ms, gb_per_s=self.rate_gb_per_s(num_devices) * efficiencies.links)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiencies:
-    """The parts of a device's peaks that programs get; the defaults are what large products and streams commonly reach,
-    to be :func:`fitted` where a layer has been measured. Raises ValueError for numbers that are no such parts."""
+    """The parts of a device's peaks that programs get; the defaults are those that large products and streams commonly
+    reach, to be :func:`fitted` where a layer has been measured. Raises ValueError for numbers that are no such
+    parts."""
 
     compute: float = 0.6
     memory: float = 0.8
     links: float = 0.8
     launch_ms: float = 0.05
-    """Of every task, whatever it computes."""
+    """Milliseconds that every task takes beside its computations."""
     hop_ms: float = 0.1
-    """Of every message between stages, whatever it carries."""
+    """Milliseconds of every message between stages beside its bytes."""
     sum_ms: float = 0.02
-    """Of every sum over the devices that share a layer, whatever it sums."""
+    """Milliseconds of every sum over the devices that share a layer, beside its bytes."""
 
     def __post_init__(self) -> None:
         check_fields(self, _SHARE, "compute", "memory", "links")
         check_fields(self, NOT_NEGATIVE, "launch_ms", "hop_ms", "sum_ms")
 
     def fitted(self, forecast_ms: float, measured_ms: float) -> "Efficiencies":
-        """Such that layers which these foresaw to take ``forecast_ms`` take ``measured_ms``, both without launches.
+        """Returns efficiencies with which layers that these foresaw to take ``forecast_ms`` take ``measured_ms``, both
+        without launches.
 
         One number is known, so compute and memory change alike. Raises ValueError for layers that are faster than the
         device's peaks allow.
@@ -251,29 +253,30 @@ _KINDS = (
     *((each, each) for each in ("a100", "h100", "h200", "b200", "l40s")),
     *(("v4", "tpu-v4"), ("v5 lite", "tpu-v5e"), ("v5e", "tpu-v5e"), ("v5", "tpu-v5p"), ("v6", "tpu-v6e")),
 )
-"""Parts of what JAX calls the kind of a device, and its record; the first that fits counts."""
+"""Parts of JAX's name for the kind of a device, and its record; the first that fits counts."""
 
 _OTHER_PEAK = re.compile(r"\bMIG\b|\bG[HB]200\b|\bH[12]00 (PCIe|NVL)\b|v4 lite", re.IGNORECASE)
-"""In what JAX calls devices that compute slower or faster than the record of their name."""
+"""Parts of JAX's names for devices that compute slower or faster than the record of their name."""
 
 
 def device_like(kind: str) -> Device | None:
-    """The record of a device that JAX calls so (``device_kind``); None where there is none, as for a CPU."""
+    """Returns the record of a device by the name that JAX has for it (``device_kind``); None where there is none, as
+    for a CPU."""
     names = [name for part, name in _KINDS if part in kind.lower()]
     return DEVICES[names[0]] if names else None
 
 
 def peak_flops(kind: str) -> float | None:
-    """Operations per second in bfloat16, dense, of a device that JAX calls so; None where that is not known for sure,
-    as of slower variants under the same name, and of parts of a device."""
+    """Returns operations per second in bfloat16, dense, of a device of this kind; None where that is not known for
+    sure, as of slower variants under the same name, and of parts of a device."""
     device = device_like(kind)
     return None if device is None or _OTHER_PEAK.search(kind) else device.flops
 
 
 def fitted_device(title: str, tasks: Sequence[tuple[float, float]], took_ms: float) -> Device:
-    """A device without a record, on which tasks of so many operations and bytes took so long together.
+    """Returns a device without a record, on which tasks of these operations and bytes took ``took_ms`` together.
 
-    Over all of them computing and moving are held to take equally long. Raises ValueError for what takes no time.
+    Over all of them computing and moving are held to take equally long. Raises ValueError for tasks that take no time.
     """
     flops, moved = (sum(values) for values in zip(*tasks, strict=True))
     if not all(map(POSITIVE.holds, (flops, moved, took_ms))):
@@ -294,7 +297,7 @@ def fitted_device(title: str, tasks: Sequence[tuple[float, float]], took_ms: flo
 
 
 def device_of(name: str) -> Device:
-    """The device of a name; raises ValueError, with those that are known, for another."""
+    """Returns the device of a name; raises ValueError, with those that are known, for another."""
     word = name.strip().lower().replace(" ", "-").replace("_", "-")
     word = _ALIASES.get(word, word)
     if word in DEVICES:

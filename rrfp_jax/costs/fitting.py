@@ -1,25 +1,23 @@
-"""From what chunks were measured to take, the costs of a layer of each type, by least squares.
+"""Costs of a layer of each type, of links and of noise, fitted to measurements of chunks.
 
-A task of a chunk takes what its layers take, and the same small time more whatever they are: launching, waiting, the
-way to the next task. So with chunks of one and of several layers the time of a layer comes from differences, and what
-is left is of every task. Numbers that a fit would make negative are 0 (non-negative least squares). Errors in
-milliseconds count: a chunk of several layers says more about each of them than one of a single layer does.
+*Times of layers* come from least squares. A task of a chunk takes the time of its layers, and the same small time more
+whatever they are: launching, waiting, the way to the next task. So with chunks of one and of several layers the time of
+a layer comes from differences, and the rest belongs to every task. Numbers that a fit would make negative are 0
+(non-negative least squares). Errors in milliseconds count: a chunk of several layers says more about each of them than
+one of a single layer does.
 
 A chunk that returns no gradient, the first of a model, leaves its whole backward to W. Of it only the sum of I and W
 counts, and of types that stand in no other chunk, such as an embedding, all of it is W.
 
-What layers do, from what the programs of chunks of one type of layers do: by differences.
+*Operations and bytes* of layers come from differences between the programs of chunks of one type of layers: those of a
+chunk are the sum of its layers', and some more that are there once.
 
-A chunk's operations and bytes are the sum of its layers', and some more that are there once.
+*Latency and bandwidth* of links come from how long messages of several sizes took.
 
-Latency and bandwidth of links, from how long messages of several sizes took.
-
-How durations vary, fitted to repeated runs: the sigma of a log-normal body for each kind, and a common tail.
-
-Runs of one task are taken relative to their median. The body's sigma comes from the middle half of the logarithms,
-which no tail reaches. What lies further out than a normal distribution of that sigma would come in a thousand runs, and
-by at least a fifth of the median, is the tail: its share, and how many times the median it takes.
-"""
+*Noise* is fitted to repeated runs: the sigma of a log-normal body for each kind, and a common tail. Runs of one task
+are taken relative to their median. The body's sigma comes from the middle half of the logarithms, which no tail
+reaches. Runs that lie further out than a normal distribution of that sigma would come in a thousand runs, and by at
+least a fifth of the median, is the tail: its share, and how many times the median it takes."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,15 +31,15 @@ from scipy.optimize import nnls
 from rrfp_jax.costs.layer_costs import LinkCosts
 from rrfp_jax.costs.noise import Noise
 
-KINDS = ("F", "I", "W", "B")
+_TASK_KINDS = ("F", "I", "W", "B")
 """Tasks of a microbatch; B is the whole backward."""
-Row = tuple[dict[tuple[str, str], float], float]
-"""How often each unknown counts, and what they add up to."""
+_Equation = tuple[dict[tuple[str, str], float], float]
+"""Number of times that each unknown counts, and their sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTimes:
-    """What the tasks of one chunk took."""
+    """Times of the tasks of one chunk."""
 
     layers: tuple[str, ...]
     """The types of its layers."""
@@ -52,18 +50,18 @@ class ChunkTimes:
 
     @property
     def medians_ms(self) -> dict[str, float]:
-        """Of each kind that ran."""
+        """Median of each kind that ran."""
         return {kind: median(runs) for kind, runs in self.runs_ms.items() if runs}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """What a fit has found."""
+    """Times of the layers, as a fit has found them."""
 
     types: Mapping[str, Mapping[str, float]]
-    """By type milliseconds by kind."""
+    """Milliseconds by kind of task, for each type."""
     task_ms: float = 0.0
-    """Of every task, whatever it holds."""
+    """Milliseconds that every task takes beside its layers."""
     off: Mapping[str, float] = field(default_factory=dict)
     """By kind how far the fit is from the medians, as a share: the mean over chunks, each weighed by its time."""
 
@@ -82,7 +80,7 @@ def fit_times(chunks: Sequence[ChunkTimes]) -> LayerTimes:
             if "U" in chunk.medians_ms
         ]
     )
-    types = {name: {kind: found[kind, name] for kind in KINDS if (kind, name) in found} for name in names}
+    types = {name: {kind: found[kind, name] for kind in _TASK_KINDS if (kind, name) in found} for name in names}
     for name, times in types.items():
         if "F" not in times:
             raise ValueError(f"layer type {name!r} was seen to run no forward: record whole steps")
@@ -93,7 +91,7 @@ def fit_times(chunks: Sequence[ChunkTimes]) -> LayerTimes:
 _TASK = ("", "task")
 
 
-def _rows(chunk: ChunkTimes, inner: Iterable[str]) -> Iterable[Row]:
+def _rows(chunk: ChunkTimes, inner: Iterable[str]) -> Iterable[_Equation]:
     """The equations of one chunk."""
     known = chunk.medians_ms
     groups = [("F",), ("B",)] + ([("I",), ("W",)] if chunk.returns_gradient else [("I", "W")])
@@ -108,7 +106,7 @@ def _rows(chunk: ChunkTimes, inner: Iterable[str]) -> Iterable[Row]:
         yield row, sum(known.get(kind, 0.0) for kind in kinds)
 
 
-def _solved(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+def _solved(rows: Sequence[_Equation]) -> dict[tuple[str, str], float]:
     if not rows:
         return {}
     unknowns = list(dict.fromkeys(key for row, _ in rows for key in row))
@@ -120,7 +118,7 @@ def _solved(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
 
 def _off(chunks: Sequence[ChunkTimes], types: Mapping[str, Mapping[str, float]], task_ms: float) -> dict[str, float]:
     off: dict[str, float] = {}
-    for kind in KINDS:
+    for kind in _TASK_KINDS:
         known = [chunk for chunk in chunks if kind in chunk.medians_ms and (chunk.returns_gradient or kind in "FB")]
         seen = [chunk.medians_ms[kind] for chunk in known]
         fitted = [task_ms + sum(types[name].get(kind, 0.0) for name in chunk.layers) for chunk in known]
@@ -133,8 +131,8 @@ _WORK_KINDS = ("F", "I", "W", "B", "U")
 """Tasks of a microbatch, B being the whole backward; and U, with R, once per step."""
 
 
-class Work(NamedTuple):
-    """On one device."""
+class TaskWork(NamedTuple):
+    """Operations and bytes on one device."""
 
     flops: float = 0.0
     moved_bytes: float = 0.0
@@ -142,34 +140,35 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkWork:
-    """What the tasks of a chunk of layers of one type do."""
+    """Operations and bytes of the tasks of a chunk of layers of one type."""
 
     layer: str
     count: int
-    work: Mapping[str, Work] = field(default_factory=dict)
+    work: Mapping[str, TaskWork] = field(default_factory=dict)
     """By kind; kinds that run no program are missing."""
 
 
-def fit_work(chunks: Sequence[ChunkWork]) -> dict[str, dict[str, Work]]:
-    """By type and kind what a layer does; a type with one number of layers gets what its chunk has once, too."""
+def fit_work(chunks: Sequence[ChunkWork]) -> dict[str, dict[str, TaskWork]]:
+    """Returns the work of a layer by type and kind; a type with one number of layers gets the work that its chunk has
+    once, too."""
     by_type: dict[str, list[ChunkWork]] = {}
     for chunk in chunks:
         by_type.setdefault(chunk.layer, []).append(chunk)
     return {name: {kind: _layer(some, kind) for kind in _WORK_KINDS} for name, some in by_type.items()}
 
 
-def _layer(some: Sequence[ChunkWork], kind: str) -> Work:
+def _layer(some: Sequence[ChunkWork], kind: str) -> TaskWork:
     seen = sorted((chunk.count, chunk.work[kind]) for chunk in some if kind in chunk.work)
     if not seen:
-        return Work()
+        return TaskWork()
     (few, least), (many, most) = seen[0], seen[-1]
     if few == many:
-        return Work(*(max(values) / few for values in zip(least, most, strict=True)))
-    return Work(*(max(0.0, (b - a) / (many - few)) for a, b in zip(least, most, strict=True)))
+        return TaskWork(*(max(values) / few for values in zip(least, most, strict=True)))
+    return TaskWork(*(max(0.0, (b - a) / (many - few)) for a, b in zip(least, most, strict=True)))
 
 
 def fit_links(seen: Iterable[tuple[float, float]], control_ms: float | None = None) -> LinkCosts:
-    """From (bytes, milliseconds) of tensors, and what a message without tensors takes, where that is known.
+    """Returns the links of tensors that are given as (bytes, milliseconds), and of a message without tensors, if known.
 
     With a single size and no such message all of the time is latency. A fit in which size does not matter says so.
     """
@@ -190,20 +189,20 @@ def fit_links(seen: Iterable[tuple[float, float]], control_ms: float | None = No
 
 
 _QUARTILES_APART = 1.34898
-"""Of a standard normal distribution."""
+"""Distance of the quartiles of a standard normal distribution."""
 _FAR = 3.2905
 """Sigmas within which a normal distribution has 999 of 1000 draws."""
 _LEAST_FACTOR = 1.2
 _LEAST_RUNS = 8
-"""Of a task, for its median to mean much."""
+"""Runs of a task from which on its median means much."""
 _SHORT_MS = 0.2
-"""Shorter tasks vary by what the clock and the host do, and are left out where there are longer ones."""
+"""Shorter tasks vary with the clock and the host, and are left out where there are longer ones."""
 _SLOTS = {"F": "F", "I": "I", "W": "W", "B": "I"}
 """As which kind of :class:`Noise` each counts: a whole backward like an input gradient, and like a weight gradient."""
 
 
 def fit_noise(chunks: Sequence[ChunkTimes]) -> Noise:
-    """The noise of these runs; none where too few were made."""
+    """Returns the noise of these runs; none where too few were made."""
     logs: dict[str, list[float]] = defaultdict(list)
     for least_ms in (_SHORT_MS, 0.0):
         for chunk in chunks:

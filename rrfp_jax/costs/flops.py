@@ -10,7 +10,7 @@ Attention looks at pairs of tokens: the square of a sequence's length, or the su
 are packed into a row and none attends to another (:func:`pairs`). Kernels that leave out the half above the diagonal
 do half of that; this counts whole squares, as papers do.
 
-What a model has to compute for a step: the numerator of model FLOPs utilisation.
+The operations of a step of the model, the numerator of model FLOPs utilisation, are
 
 ::
 
@@ -18,10 +18,10 @@ What a model has to compute for a step: the numerator of model FLOPs utilisation
     MFU         = model FLOPs / (step time x sum of the devices' bfloat16 peaks)           (Chowdhery et al. 2022, B)
 
 For a decoder that trains, this is 6 for each token and parameter of a product, the head's included, plus 12 times the
-width of all heads for each layer and each pair of tokens that may look at each other. Counted is what the model asks
-for and not what is executed:
+width of all heads for each layer and each pair of tokens that may look at each other. Counted are the operations
+that the model asks for, not those that are executed:
 
-* what is computed again (rematerialisation, recomputing) counts once;
+* an operation that is computed again (rematerialisation, recomputing) counts once;
 * padding counts nothing, and packed sequences are pairs only within themselves; whole squares, no triangles;
 * the embedding is a look-up and counts nothing, and so do norms, activations and the optimizer;
 * of experts those count that compute a token, and the router;
@@ -37,7 +37,7 @@ from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 
 
 class TaskFlops(NamedTuple):
-    """Of one microbatch's tasks; a full backward takes the sum of the last two."""
+    """Operations of one microbatch's tasks; a full backward takes the sum of the last two."""
 
     forward: float
     input_gradient: float
@@ -67,7 +67,7 @@ class Flops:
         return sum(self.tasks())
 
     def tasks(self, *, trains: bool = True, has_backward: bool = True) -> TaskFlops:
-        """What F, the input gradient and the weight gradient take.
+        """Returns the operations of F, the input gradient and the weight gradient.
 
         Args:
             trains: whether the parameters' gradient is computed; False for frozen layers.
@@ -151,7 +151,7 @@ class EncoderSizes:
     patch_dim: int
     """Values of one patch: for images 3 channels times the patch's pixels."""
     head_dim: int | None = None
-    """None: ``hidden / num_heads``."""
+    """Width of a head; None: ``hidden / num_heads``."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, *self.__dataclass_fields__)
@@ -191,11 +191,11 @@ class ProjectorSizes:
 
 
 class Amounts(NamedTuple):
-    """What a step's batch holds, over all microbatches, padding left out."""
+    """Contents of a step's batch, over all microbatches, padding left out."""
 
     tokens: float
     pairs: float
-    """Of tokens that may look at each other, see :func:`rrfp_jax.costs.flops.pairs`."""
+    """Pairs of tokens that may look at each other, see :func:`rrfp_jax.costs.flops.pairs`."""
     patches: float = 0.0
     patch_pairs: float = 0.0
 

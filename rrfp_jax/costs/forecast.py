@@ -2,21 +2,21 @@
 
 A stage's peak is the sum of
 
-* what it holds all the time: parameters, gradient accumulators, optimizer state, values derived from parameters;
-* what each microbatch in flight holds, ``window`` of them at most: per chunk the stash from F to the backward or, where
-  the backward is split, what I hands to W, whichever is larger. A microbatch is reserved whole, with all its chunks;
-  Where a footprint counts, it is that many activations of one chunk and microbatch, of the largest chunks, as far as
-  these may be held without others (:func:`rrfp_jax.costs.order_memory.paths`). Where
-  microbatches differ in size and the window is given in bytes, it is that many bytes;
-* where operations move activations, what each of those that are away leaves on the device: the gradient that may wait
-  for it, and what its stash refers to beside inputs;
+* its lasting bytes: parameters, gradient accumulators, optimizer state, values derived from parameters; * the bytes of
+each microbatch in flight, ``window`` of them at most: per chunk the stash from F to the backward or, where the backward
+is split, the residuals that I hands to W, whichever is larger. A microbatch is reserved whole, with all its chunks;
+Where a footprint counts, it is that many activations of one chunk and microbatch, of the largest chunks, as far as
+these may be held without others (:func:`rrfp_jax.costs.order_memory.paths`). Where microbatches differ in size and the
+window is given in bytes, it is that many bytes;
+* where operations move activations, the bytes that each of those that are away leaves on the device: the gradient that
+  may wait for it, and the arrays to which its stash refers beside inputs;
 * its inboxes: activations that wait for their F, and gradients that wait for their backward, at most one of the latter
   per microbatch in flight. How many microbatches may reach the stage, in flight or waiting, the senders bound
   (:func:`rrfp_jax.costs.order_memory.reaches`), where a footprint counts of several chunks together. A chunk that
   runs F only holds nothing in flight, but all microbatches may wait for it;
 * the temporaries of its largest program, and one output on its way out.
 
-All of it is an upper bound: not everything peaks at once. What lies in host memory is a sum of its own.
+All of it is an upper bound: not everything peaks at once. Host memory is a sum of its own.
 
 How many activations a stage has under way at most, and how many of them may lie in host memory.
 """
@@ -31,18 +31,18 @@ from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkBytes:
-    """What one chunk holds, in bytes."""
+    """The bytes of one chunk."""
 
     fixed: int
-    """Parameters, accumulators, optimizer state, values derived from parameters, and zeros for what is skipped."""
+    """Parameters, accumulators, optimizer state, values derived from parameters, and zeros for skipped gradients."""
     stash: int
     """Per microbatch, from F to B or I; inputs that the stash keeps alive included."""
     owed: int
     """Per microbatch, from I to W; 0 with a full backward."""
     inputs: int
-    """Per microbatch: what arrives from other stages for F."""
+    """Bytes per microbatch that arrive from other stages for F."""
     output_grads: int
-    """Per microbatch: what arrives from other stages for B or I."""
+    """Bytes per microbatch that arrive from other stages for B or I."""
     outputs: int
     """Per microbatch: the larger of the output and the input gradients."""
     temporaries: int
@@ -50,18 +50,18 @@ class ChunkBytes:
     step_temporaries: int = 0
     """Memory that the largest program of a whole step (R, U) needs while it runs."""
     moves: int = 0
-    """Per microbatch, of the stash: what an operation can bring elsewhere."""
+    """Bytes of the stash of a microbatch that an operation can bring elsewhere."""
     stays: int = 0
-    """Per microbatch, of the stash: what stays on the device, but for inputs."""
+    """Bytes of the stash of a microbatch that stay on the device, but for inputs."""
 
     @classmethod
     def from_tuple(cls, values: Sequence[int]) -> "ChunkBytes":
-        """What ``dataclasses.astuple`` made of one."""
+        """Returns the record from which ``dataclasses.astuple`` made these values."""
         return cls(**dict(zip((field.name for field in fields(cls)), values, strict=True)))
 
     @property
     def per_microbatch(self) -> int:
-        """What a microbatch in flight holds here at most."""
+        """The most bytes of a microbatch in flight here."""
         return max(self.stash, self.owed) + self.output_grads
 
     @property
@@ -77,7 +77,7 @@ class ChunkBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class MovedActivations:
-    """Of one stage whose operations move memory, in activations of a chunk and microbatch."""
+    """Activations of one stage whose operations move memory, each of a chunk and microbatch."""
 
     under_way: int
     """Between the start of F and the end of the backward at most, wherever they lie."""
@@ -92,7 +92,7 @@ class Reach:
     chunks: tuple[int, ...]
     """Their places among the stage's chunks."""
     number: int
-    """Of all these chunks together; of each one no more than there are microbatches."""
+    """Activations of all these chunks together; of each one no more than there are microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +105,16 @@ class StageForecast:
     """Microbatches that may be at a chunk at a time, in flight or waiting."""
     fixed: int
     per_microbatch: int
-    """Of each microbatch in flight."""
+    """Bytes of each microbatch in flight."""
     per_waiting: int
-    """Of each microbatch that is not in flight here yet: its activations may wait in the inbox."""
+    """Bytes of each microbatch that is not in flight here yet: its activations may wait in the inbox."""
     temporaries: int
     footprint: int | None = None
     """Activations of one chunk and microbatch at most, where these are bounded instead of microbatches."""
     in_footprint: int = 0
-    """What so many take at most, with all that waits beside them."""
+    """The most bytes of that many activations, with all that waits beside them."""
     in_row: int | None = None
-    """What microbatches take at most, in flight and waiting, in the very row that the stage keeps to."""
+    """The most bytes of microbatches, in flight and waiting, in the very row that the stage keeps to."""
     capacity: int | None = None
     """Bytes that all microbatches in flight take at most, where these are bounded instead of their number."""
     less_than_waiting: int = 0
@@ -122,7 +122,7 @@ class StageForecast:
     step_temporaries: int = 0
     """Memory that R or U need while they run, on a stage of one chunk, where no microbatch is in flight meanwhile."""
     host_peak: int = 0
-    """Bytes of what operations put into host memory."""
+    """Bytes that operations put into host memory."""
 
     @property
     def peak(self) -> int:
@@ -140,7 +140,7 @@ class StageForecast:
 
     @property
     def held(self) -> str:
-        """What the stage holds at most, in words."""
+        """The bound of the activations that the stage holds, in words."""
         if self.footprint is not None:
             return f"{self.footprint} activations of a chunk"
         if self.capacity is not None:
@@ -171,10 +171,11 @@ def forecast_stage(
     capacity: int | None = None,
     moved: MovedActivations | None = None,
 ) -> StageForecast:
-    """The peak of a stage with these chunks; ``footprint`` or ``capacity``, where given, count in place of the window.
+    """Returns the peak of a stage with these chunks; ``footprint`` or ``capacity``, where given, count in place of the
+    window.
 
     ``footprint`` is in activations, those on the device where operations move some (``moved``); ``in_row``, where it is
-    known, is what they and all that waits take at most in the very row that the stage keeps to. Activations may wait
+    known, is the most bytes of them and of all that waits in the very row that the stage keeps to. Activations may wait
     for every microbatch that is not in flight here yet, of those that may be here (``reaches``, which name each chunk
     once; empty: all). ``paths`` names each chunk once too: an activation is held with those of the chunks before it in
     its path (empty: alone).
@@ -210,7 +211,7 @@ def forecast_stage(
 def _in_footprint(
     chunks: Sequence[ChunkBytes], footprint: int, num_microbatches: int, paths: Sequence[Sequence[int]]
 ) -> int:
-    """What so many activations take at most beyond their inputs."""
+    """Returns the most bytes of ``footprint`` activations beyond their inputs."""
     more = [chunk.more_than_waiting for chunk in chunks]
     return min(_largest(more, footprint, num_microbatches), _along(more, footprint, paths))
 
@@ -222,7 +223,8 @@ def _beside_footprint(
     reaches: Sequence[Reach],
     moved: MovedActivations | None,
 ) -> int:
-    """All that may be here as if it waited, and what those leave here that were moved."""
+    """Returns the bytes of all that may be here, as if it waited, and of the parts that moved activations leave
+    here."""
     waiting = sum(
         _largest([chunks[place].inputs for place in reach.chunks], reach.number, num_microbatches) for reach in reaches
     )
@@ -231,7 +233,8 @@ def _beside_footprint(
 
 
 def _largest(sizes: Sequence[int], number: int, num_microbatches: int) -> int:
-    """What so many activations take at most: those of the largest chunks first, of each one for every microbatch."""
+    """Returns the most bytes of ``number`` activations: those of the largest chunks first, of each one for every
+    microbatch."""
     num_bytes, room = 0, number
     for size in sorted(sizes, reverse=True):
         num_bytes += size * min(room, num_microbatches)
@@ -240,7 +243,8 @@ def _largest(sizes: Sequence[int], number: int, num_microbatches: int) -> int:
 
 
 def _along(sizes: Sequence[int], number: int, paths: Sequence[Sequence[int]]) -> int:
-    """What so many activations take at most where each has those of the chunks before it in its path beside it."""
+    """Returns the most bytes of ``number`` activations, where each has those of the chunks before it in its path beside
+    it."""
     starts = [total for path in paths for total in enumerate(accumulate(sizes[place] for place in path), start=1)]
     best = [0]
     for room in range(1, number + 1):
@@ -249,7 +253,7 @@ def _along(sizes: Sequence[int], number: int, paths: Sequence[Sequence[int]]) ->
 
 
 def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int, num_microbatches: int) -> int:
-    """How many whole microbatches ``num_bytes`` reserves, at most all; raises ValueError if not even one fits.
+    """Returns how many whole microbatches ``num_bytes`` reserves, at most all; raises ValueError if not even one fits.
 
     ``chunks`` are those that a microbatch passes through.
     """
@@ -262,12 +266,13 @@ def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int, nu
     return min(num_microbatches, num_bytes // max(1, per_microbatch))
 
 
-def check_fits(forecasts: Sequence[StageForecast], limits: Sequence[int | None], *, is_strict: bool = False) -> None:
+def check_stages_fit(
+    forecasts: Sequence[StageForecast], limits: Sequence[int | None], *, is_strict: bool = False
+) -> None:
     """Raise ValueError if some stage is predicted to need more than its limit, with the largest windows that fit.
 
-    Under strict consumption the table decides what is in flight, and the remedy is another table; so it is with a
-    footprint, which can also be switched off.
-    """
+    Under strict consumption the table decides which microbatches are in flight, and the remedy is another table; so it
+    is with a footprint, which can also be switched off."""
     over = [
         (stage, forecast, limit)
         for stage, (forecast, limit) in enumerate(zip(forecasts, limits, strict=True))
@@ -300,10 +305,10 @@ def check_fits(forecasts: Sequence[StageForecast], limits: Sequence[int | None],
 def moved_activations(
     graph: PipelineGraph, chunks: Iterable[int], row: Sequence[Task] | None
 ) -> MovedActivations | None:
-    """Those of a stage with these chunks; None where no operation frees any of them.
+    """Returns the activations of a stage with these chunks; None where no operation frees any of them.
 
-    ``row`` is what the stage computes in this very order; None: it keeps to none, and may have everything under way.
-    """
+    ``row`` holds the stage's tasks in the very order in which it computes them; None: it keeps to none, and may have
+    everything under way."""
     moving = [op for op in graph.ops if op.frees]
     pairs = [(c, m) for c in chunks if graph.has_backward(c) for m in graph.microbatches(c)]
     if not any(op.exists(*pair) for op in moving for pair in pairs):

@@ -1,16 +1,17 @@
-"""The one form of costs: of a layer of each type, and of the model that is a sequence of such layers.
+"""The one form of costs: of a layer of each type, of a model that is a sequence of such layers, and of all ways to run
+it.
 
 The costs of a chunk are the sums of those of its layers. Ends of the model are layers too: an embedding and a head are
 types of their own, of which there is one each. Whatever the source (measured, from compiled programs, or worked out
 from a device's record), planning sees this form alone.
-
-The costs of a model in every way in which its stages may run: an entry for each, and how to find one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
+from rrfp_jax.costs.layer_sizes import REMAT_NAMES, is_known_remat
 from rrfp_jax.costs.noise import Noise
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, check_fields
 
@@ -23,45 +24,46 @@ class LayerCosts:
     input_gradient_ms: float
     weight_gradient_ms: float
     backward_ms: float | None = None
-    """Of the whole backward as one task; None: the sum of its halves."""
+    """Milliseconds of the whole backward as one task; None: the sum of its halves."""
     update_ms: float = 0.0
-    """Of the optimizer, once per step."""
+    """Milliseconds of the optimizer, once per step."""
     fixed_bytes: int = 0
     """On each device all the time: parameters, gradient accumulators, optimizer state."""
     gradient_bytes: int = 0
-    """Of the parameters' gradient, what replicas sum up once per step."""
+    """Bytes of the parameters' gradient, which replicas sum up once per step."""
     stash_bytes: int = 0
     """Per microbatch, from F to B or I."""
     owed_bytes: int = 0
     """Per microbatch, from I to W where the backward is split."""
     kept_bytes: int = 0
-    """Per microbatch, from F to B or I, beside the stash, where it is the first layer of a chunk: what the chunk keeps
-    of its input however many layers follow."""
+    """Per microbatch, from F to B or I, beside the stash, where it is the first layer of a chunk: the part of its input
+    that the chunk keeps however many layers follow."""
     temporaries_bytes: int = 0
-    """While one of its programs runs; of a chunk the most that a layer needs."""
+    """Bytes while one of its programs runs; a chunk needs those of its largest layer."""
     more_temporaries_bytes: int = 0
-    """What the programs of a chunk need beyond that for each layer."""
+    """Bytes that the programs of a chunk need beyond that for each layer."""
     split_temporaries_bytes: int | None = None
     """The same where the backward is split; None: as much."""
     output_bytes: int = 0
-    """Per microbatch, what it hands on; as much comes back as a gradient."""
+    """Bytes per microbatch that it hands on; as many come back as a gradient."""
     flops: float = 0.0
-    """Of the model, forward and backward of one microbatch, on all devices of the stage; what is computed again does
-    not count."""
+    """Operations of the model, forward and backward of one microbatch, on all devices of the stage; rematerialisation
+    does not count."""
 
     def __post_init__(self) -> None:
         check_fields(self, NOT_NEGATIVE, *self.__dataclass_fields__)
 
     @property
     def whole_backward_ms(self) -> float:
-        """Of the backward as one task."""
+        """Milliseconds of the backward as one task."""
         if self.backward_ms is None:
             return self.input_gradient_ms + self.weight_gradient_ms
         return self.backward_ms
 
     def room_bytes(self, *, split: bool, is_first: bool = False) -> int:
-        """What the programs of a chunk need for each layer beyond the temporaries of the largest one; in the first
-        chunk of a model W does the whole backward."""
+        """Returns the bytes that the programs of a chunk need for each layer beyond the temporaries of the largest one.
+
+        In the first chunk of a model W does the whole backward."""
         halves = self.more_temporaries_bytes if self.split_temporaries_bytes is None else self.split_temporaries_bytes
         if not split:
             return self.more_temporaries_bytes
@@ -80,13 +82,13 @@ class LayerCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCosts:
-    """What it takes to send something from one stage to another. Raises ValueError for numbers that no link has."""
+    """The times of messages from one stage to another. Raises ValueError for numbers that no link has."""
 
     latency_ms: float = 0.0
     gb_per_s: float | None = None
     """10^9 bytes per second; None: size does not matter."""
     control_ms: float = 0.0
-    """Of a message without tensors."""
+    """Milliseconds of a message without tensors."""
     replicas_gb_per_s: float | None = None
     """Between the replicas of a stage, for the sums of gradients; None: as between stages."""
 
@@ -95,12 +97,12 @@ class LinkCosts:
         check_fields(self, POSITIVE, "gb_per_s", "replicas_gb_per_s")
 
     def transfer_ms(self, num_bytes: float) -> float:
-        """Of a tensor of so many bytes."""
+        """Returns the milliseconds of a tensor of ``num_bytes``."""
         return self.latency_ms + (0.0 if self.gb_per_s is None else num_bytes / self.gb_per_s / 1e6)
 
     def sum_ms(self, num_bytes: float, replicas: int) -> float:
-        """Of the sum of gradients over so many replicas, as a ring does it: each device sends and receives
-        ``2 (n - 1) / n`` of the bytes (Patarasuk and Yuan, 2009)."""
+        """Returns the milliseconds of a sum of gradients over replicas, as a ring does it: each device sends and
+        receives ``2 (n - 1) / n`` of the bytes (Patarasuk and Yuan, 2009)."""
         rate = self.replicas_gb_per_s or self.gb_per_s
         if replicas == 1 or not num_bytes:
             return 0.0
@@ -110,7 +112,7 @@ class LinkCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """A model as the types of its layers in order, and what each type costs.
+    """A model as the types of its layers in order, and the costs of each type.
 
     Raises ValueError, with the remedy, for a layer whose type has no costs, or a model without layers.
     """
@@ -123,7 +125,7 @@ class ModelCosts:
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """By type, how many times its costs each microbatch takes, where microbatches differ; other types: 1."""
     task_ms: float = 0.0
-    """Of every task, whatever it holds: what launching it takes that nothing hides."""
+    """Milliseconds of every task beside its layers: the part of launching it that nothing hides."""
     links: LinkCosts = field(default_factory=LinkCosts)
 
     def __post_init__(self) -> None:
@@ -145,7 +147,7 @@ class ModelCosts:
 
     @property
     def num_layers(self) -> int:
-        """Ends included."""
+        """Number of layers, ends included."""
         return len(self.layers)
 
     def of(self, layer: int) -> LayerCosts:
@@ -165,9 +167,33 @@ class ModelCosts:
 NONE = "none"
 
 
+class StageSetting(NamedTuple):
+    """One way to run the stages of a model, for which there are costs."""
+
+    microbatch_size: int = 1
+    """Samples of a microbatch."""
+    tensor: int = 1
+    """Devices that share every layer."""
+    remat: str = NONE
+    """Name of the arrays that backwards compute again (:data:`rrfp_jax.costs.layer_sizes.REMAT_NAMES`)."""
+
+    @property
+    def words(self) -> str:
+        """The setting in words, for messages."""
+        return f"microbatch size {self.microbatch_size}, tensor {self.tensor}, remat {self.remat}"
+
+
+def every_setting(sizes: Sequence[int], tensors: Sequence[int], remats: Sequence[str]) -> list[StageSetting]:
+    """Returns every combination; raises ValueError for an unknown rematerialisation."""
+    unknown = [name for name in remats if not is_known_remat(name)]
+    if unknown:
+        raise ValueError(f"remat is {unknown[0]!r}: give some of {', '.join(REMAT_NAMES)}")
+    return [StageSetting(size, tensor, remat) for tensor in tensors for remat in remats for size in sizes]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CostEntry:
-    """What the layer types cost in one way to run a stage."""
+    """The costs of the layer types in one way to run a stage."""
 
     types: Mapping[str, LayerCosts]
     microbatch_size: int = 1
@@ -175,21 +201,26 @@ class CostEntry:
     tensor: int = 1
     """Devices that share every layer."""
     remat: str = NONE
-    """What backwards recompute: ``none``, ``dots`` or ``full``."""
+    """Name of the arrays that backwards compute again."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "microbatch_size", "tensor")
 
     @property
+    def setting(self) -> StageSetting:
+        """The way to run a stage."""
+        return StageSetting(self.microbatch_size, self.tensor, self.remat)
+
+    @property
     def words(self) -> str:
-        """For messages."""
-        return f"microbatch size {self.microbatch_size}, tensor {self.tensor}, remat {self.remat}"
+        """The setting in words, for messages."""
+        return self.setting.words
 
 
 @dataclass(frozen=True, kw_only=True)
 class CostBook:
-    """All that planning knows about a model and the machine that it is to run on. Raises ValueError where entries lack
-    a layer type, or say two things of one way to run."""
+    """All that the planner knows about a model and the machine that it is to run on. Raises ValueError where entries
+    lack a layer type, or say two things of one way to run."""
 
     layers: tuple[str, ...]
     """The type of each layer in order, ends included."""
@@ -199,7 +230,7 @@ class CostBook:
     links: LinkCosts = field(default_factory=LinkCosts)
     noise: Noise = field(default_factory=Noise)
     task_ms: float = 0.0
-    """Of every task, whatever it holds."""
+    """Milliseconds of every task beside its layers."""
     factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """By type, how many times its costs each microbatch takes, where microbatches differ."""
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -207,13 +238,13 @@ class CostBook:
     tokens_per_sample: float = 0.0
     """0: not known, so that no throughput in tokens is told."""
     device: str = ""
-    """What it runs on, in words."""
+    """The device in words."""
     device_bytes: int | None = None
     """Memory of a device; None: not known."""
     device_flops: float | None = None
     """Peak operations per second of a device in the dtype that computes; None: not known."""
     source: str = ""
-    """Where the costs come from, in words."""
+    """The source of the costs, in words."""
 
     def __post_init__(self) -> None:
         check_fields(self, POSITIVE, "device_bytes", "device_flops")
@@ -230,17 +261,17 @@ class CostBook:
                 raise ValueError(f"no layer takes any time for {entry.words}: give milliseconds above 0 to some")
 
     def unit_devices(self, tensor: int) -> int:
-        """Of one replica of a stage."""
+        """Returns the devices of one replica of a stage."""
         return tensor * prod(self.mesh.values())
 
     def at(self, *, microbatch_size: int, tensor: int = 1, remat: str = NONE) -> ModelCosts:
         """The costs of the model run so; raises ValueError, with those that there are, where no entry says so."""
+        wanted = StageSetting(microbatch_size, tensor, remat)
         for entry in self.entries:
-            if (entry.microbatch_size, entry.tensor, entry.remat) == (microbatch_size, tensor, remat):
+            if entry.setting == wanted:
                 return self._model(entry)
-        wanted = CostEntry(types={}, microbatch_size=microbatch_size, tensor=tensor, remat=remat).words
         known = "; ".join(entry.words for entry in self.entries)
-        raise ValueError(f"no costs are known for {wanted}: take one of {known}, or profile it")
+        raise ValueError(f"no costs are known for {wanted.words}: take one of {known}, or profile it")
 
     def _model(self, entry: CostEntry) -> ModelCosts:
         return ModelCosts(

@@ -1,7 +1,7 @@
-"""What one layer computes and holds for one microbatch on one device, by plain arithmetic from a layer's widths.
+"""Operations and bytes of one layer for one microbatch on one device, by plain arithmetic from a layer's widths.
 
-The bytes follow from what the chunk programs keep (:mod:`rrfp_jax.programs.split`): between F and the backward, per
-token and in the dtype of computing unless said otherwise,
+The bytes follow from the arrays that the chunk programs keep (:mod:`rrfp_jax.programs.split`): between F and the
+backward, per token and in the dtype of computing unless said otherwise,
 
 =========  =========================================================================================================
 ``none``   of each norm its input and its result; queries, keys, values, attention's result; of a gated MLP six times
@@ -16,9 +16,9 @@ recomputed.
 
 Temporaries bound those of the largest program from above. A layer needs room
 
-* for what lies between its products: three arrays of the stream, and three as wide as the MLP; where attention is not
+* for the arrays between its products: three arrays of the stream, and three as wide as the MLP; where attention is not
   fused, scores in float32 twice;
-* for what its backward makes again, which is what ``none`` would have kept; or for the float32 gradients of its
+* for the arrays that its backward makes again, which ``none`` would have kept; or for the float32 gradients of its
   parameters, where these are more;
 * for parameters that are gathered from other devices;
 * for the gradients of results to which a bias is added.
@@ -29,8 +29,8 @@ other layers: parameters are gathered early, so that nothing waits for them, and
 XLA's CPU backend has the first alone in turn. The gradient of an embedding has room of its own everywhere: it is
 scattered into zeros, which are made early.
 
-Names of what the backward of a chunk computes again, as configurations, profiles and plans have them.
-"""
+Configurations, profiles and plans have names for the arrays that the backward of a chunk computes again
+(:data:`REMAT_NAMES`)."""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -48,7 +48,7 @@ HEAD_BLOCK_BYTES = 512 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Widths:
-    """What a transformer layer is made of, per token; of one device where several share it."""
+    """The widths of a transformer layer, per token; those on one device where several share it."""
 
     hidden: int
     query: int
@@ -59,7 +59,7 @@ class Widths:
     num_heads: float
     is_gated: bool = True
     normed_heads: int = 0
-    """Widths of what is normalised beside the two norms of the stream: queries and keys, in some models."""
+    """Widths of the arrays that are normalised beside the two norms of the stream: queries and keys, in some models."""
     mlp_kept: int = 6
     """How many times the width of the MLP a backward needs."""
     biased: int = 0
@@ -67,7 +67,7 @@ class Widths:
 
 
 class Sent(NamedTuple):
-    """What a device gets from the others of an axis, or adds up with them."""
+    """Bytes that a device gets from the others of an axis, or adds up with them."""
 
     axis: str
     forward: float = 0.0
@@ -91,26 +91,26 @@ class LayerSizes:
     sent: tuple[Sent, ...] = ()
     """Over axes of the mesh that share no matrices."""
     moved_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """What F, the input gradient and the weight gradient read and write."""
+    """Bytes that F, the input gradient and the weight gradient read and write."""
     stash_bytes: int = 0
     owed_bytes: int = 0
     leaf_bytes: int = 0
-    """Of the microbatch's own data, which it reads."""
+    """Bytes of the microbatch's own data, which it reads."""
     derived_bytes: int = 0
-    """Of parameters cast to the dtype of computing, once per update."""
+    """Bytes of parameters cast to the dtype of computing, once per update."""
     temporaries_bytes: int = 0
     """While one of its programs runs; of a chunk the most that a layer needs."""
     more_temporaries_bytes: int = 0
-    """What the programs of a chunk need beyond that for each layer."""
+    """Bytes that the programs of a chunk need beyond that for each layer."""
     lasting_bytes: int = 0
-    """Of these, what is there while programs are at other layers."""
+    """The part of these that lasts while programs are at other layers."""
     output_bytes: int = 0
     recomputed: Flops = field(default_factory=Flops)
-    """What the backward computes again."""
+    """Operations that the backward computes again."""
     sums: tuple[int, int] = (0, 0)
     """How often F and the input gradient sum over the devices that share the layer."""
     sum_bytes: int = 0
-    """Of each of these sums."""
+    """Bytes of each of these sums."""
     returns_gradient: bool = True
     """Whether its backward hands a gradient on; not so the model's first layer."""
     is_loss: bool = False
@@ -134,7 +134,8 @@ class LayerSizes:
         )
 
     def tasks(self, *, trains: bool = True, has_backward: bool = True) -> TaskFlops:
-        """What F, the input gradient and the weight gradient compute; the input gradient computes again."""
+        """Returns the operations of F, the input gradient and the weight gradient; the input gradient computes
+        again."""
         forward, input_gradient, weight_gradient = self.flops.tasks(trains=trains, has_backward=has_backward)
         if self.is_loss:
             return TaskFlops(forward + input_gradient, 0.0, weight_gradient + forward * trains)
@@ -196,7 +197,7 @@ def transformer_layer(
 
 
 def _products(w: Widths) -> float:
-    """Widths of what goes into the products with parameters, and comes out of them."""
+    """Returns the widths of the inputs and results of all products with parameters."""
     return 4 * w.hidden + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp
 
 
@@ -288,22 +289,22 @@ def dense_layer(
 
 
 KEPT = ("attention", "experts")
-"""Names of what a layer may be told to keep: the result of attention; tokens where they have reached their experts, and
-what these make of them, so that no backward sends them again."""
-NAMES = (*REMATS, *KEPT, "+".join(KEPT))
+"""Names of arrays that a layer may be told to keep: the result of attention; tokens where they have reached their
+experts, and the experts' results, so that no backward sends them again."""
+REMAT_NAMES = (*REMATS, *KEPT, "+".join(KEPT))
 
 
-def is_known(name: str) -> bool:
+def is_known_remat(name: str) -> bool:
     """Returns whether there is such a rematerialisation; names of :data:`KEPT` may be joined by ``+``."""
     return name in REMATS or set(name.split("+")) <= set(KEPT)
 
 
-def rule_of(name: str) -> str:
+def remat_rule(name: str) -> str:
     """Returns the rule of :mod:`rrfp_jax.costs.layer_sizes` by which a name is counted.
 
-    Where layers keep arrays by name the nearest is ``full``: the arrays are left out, and what need not be computed
-    again for them is counted. Raises ValueError for a name that there is not.
+    Where layers keep arrays by name the nearest is ``full``: the arrays are left out, and the operations that they
+    save are counted. Raises ValueError for a name that there is not.
     """
-    if not is_known(name):
-        raise ValueError(f"remat is {name!r}: give one of {', '.join(NAMES)}")
+    if not is_known_remat(name):
+        raise ValueError(f"remat is {name!r}: give one of {', '.join(REMAT_NAMES)}")
     return name if name in REMATS else "full"

@@ -9,18 +9,18 @@ from rrfp_jax.field_rules import NOT_NEGATIVE, Rule, check_fields
 from rrfp_jax.simulation.jitter import Durations
 
 _SHARE = Rule("a share between 0 and 1", lambda value: 0 <= value <= 1)
-SLOTS = ("F", "I", "W")
-"""What the last axis of durations holds."""
+NOISE_KINDS = ("F", "I", "W")
+"""Kinds of task along the last axis of durations."""
 MOST_SIGMA = 5
-"""Of a logarithm; with more, one task in a hundred takes longer than all others together."""
+"""The largest sigma of a logarithm; with more, one task in a hundred takes longer than all others together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Independent factors of every task, with mean 1 each. Raises ValueError for what no distribution has."""
+    """Independent factors of every task, with mean 1 each. Raises ValueError for numbers that no distribution has."""
 
     sigma: Mapping[str, float] = field(default_factory=dict)
-    """Of the logarithm, by kind F, I and W; a kind that is not named does not vary."""
+    """Sigma of the logarithm, by kind F, I and W; a kind that is not named does not vary."""
     tail: float = 0.0
     """The share of tasks that take ``tail_factor`` times as long."""
     tail_factor: float = 1.0
@@ -29,15 +29,17 @@ class Noise:
         check_fields(self, _SHARE, "tail")
         check_fields(self, NOT_NEGATIVE, "tail_factor")
         for kind, sigma in self.sigma.items():
-            if kind not in SLOTS or not 0 <= sigma <= MOST_SIGMA:
-                raise ValueError(f"sigma {sigma} of kind {kind!r}: give 0 to {MOST_SIGMA}, for {', '.join(SLOTS)}")
+            if kind not in NOISE_KINDS or not 0 <= sigma <= MOST_SIGMA:
+                raise ValueError(
+                    f"sigma {sigma} of kind {kind!r}: give 0 to {MOST_SIGMA}, for {', '.join(NOISE_KINDS)}"
+                )
         if not self.tail_mean > 0:
             raise ValueError(f"tail {self.tail}, {self.tail_factor}: no task takes any time, give a factor above 0")
 
     @classmethod
     def alike(cls, sigma: float) -> "Noise":
         """The same for all kinds, without a tail."""
-        return cls(sigma=dict.fromkeys(SLOTS, sigma))
+        return cls(sigma=dict.fromkeys(NOISE_KINDS, sigma))
 
     @property
     def is_none(self) -> bool:
@@ -50,8 +52,8 @@ class Noise:
         return 1 + self.tail * (self.tail_factor - 1)
 
     def draws(self, durations_ms: Durations, num_draws: int, rng: np.random.Generator) -> Durations:
-        """So many steps [draws, chunks, microbatches, 3] of the first step of ``durations_ms``."""
-        sigmas = np.array([self.sigma.get(kind, 0.0) for kind in SLOTS])
+        """Returns ``num_draws`` noisy steps [draws, chunks, microbatches, 3] of the first step of ``durations_ms``."""
+        sigmas = np.array([self.sigma.get(kind, 0.0) for kind in NOISE_KINDS])
         shape = (num_draws, *durations_ms.shape[1:])
         factors = np.exp(sigmas * rng.standard_normal(shape) - sigmas**2 / 2)
         if self.tail:

@@ -1,4 +1,4 @@
-"""The memory that the stages of an order will need, from what their chunks hold.
+"""The memory that the stages of an order will need, from the bytes of their chunks.
 
 How many microbatches reach a stage
 -----------------------------------
@@ -10,23 +10,25 @@ chunk without predecessors has nothing waiting.
 
 Where p is all that feeds c and feeds no other chunk, a microbatch that waits at c, or lies there between F and B or I,
 is an activation of p that p's stage holds, and of no other chunk's. So where a footprint bounds the activations of p's
-stage, it bounds those at all the chunks that the stage feeds in this way together; what these hold between I and W, the
-footprint of their own stage bounds together. A window, in whole microbatches, bounds those at each chunk alone.
+stage, it bounds those at all the chunks that the stage feeds in this way together; those that they hold between I and
+W, the footprint of their own stage bounds together. A window, in whole microbatches, bounds those at each chunk alone.
 
 For the same reason an activation of c that lies between F and B has one of p's beside it, and so on: where chunks of
 one stage feed each other in this way, through others, a footprint has no room for the last of them alone. Between I and
 W that does not hold.
 
 This says nothing where p and c pass no gradient, where bytes are bounded in place of microbatches, and where operations
-move what stages hold or make it again: all microbatches may then be at c. A step's first activations may come while the
-step before still ends here; of that one nothing is held any more.
+move the activations of stages or make them again: all microbatches may then be at c. A step's first activations may
+come while the step before still ends here; of that one nothing is held any more.
 
-What microbatches take on a stage that keeps to a row: an exact walk over the row, in bytes.
+Rows that stages keep to
+------------------------
+The bytes of microbatches on a stage that keeps to a row come from an exact walk over the row.
 
 Chunks differ in size, and so the largest ones need not be at their peaks together. Each activation takes its stash, and
-room for the gradient that may wait for it, from the start of its F to the end of its B or I; and what it owes from
-there to the end of its W. While an I runs both may be there in part, of which the larger counts: what the program makes
-of one takes the place of the other.
+room for the gradient that may wait for it, from the start of its F to the end of its B or I; and its residuals for W
+from there to the end of its W. While an I runs both may be there in part, of which the larger counts: the program's
+results take the place of its inputs.
 
 Beside these, inputs wait for their F. A microbatch that waits at chunk c, or lies there between F and backward, lies
 between F and backward at the chunk p before as well, since the gradient comes back through c. The row of p's stage says
@@ -131,7 +133,8 @@ def _held_beside(graph: PipelineGraph, chunk: int, chunks: Sequence[int]) -> int
 
 
 def _only_feeder(order: Order, chunk: int) -> int | None:
-    """The stage whose footprint bounds what is at a chunk together with what is at others; None where none does."""
+    """Returns the stage whose footprint bounds the activations at a chunk together with those at others; None: no
+    stage."""
     graph, sources = order.graph, order.graph.predecessors(chunk)
     if order.footprints is None or not _is_bounded(order, chunk) or len(sources) != 1:
         return None
@@ -140,7 +143,7 @@ def _only_feeder(order: Order, chunk: int) -> int | None:
 
 
 def _is_bounded(order: Order, chunk: int) -> bool:
-    """Whether those that feed a chunk hold what is there."""
+    """Returns whether the stages that feed a chunk hold the activations that are there."""
     graph = order.graph
     returns = set(graph.predecessors(chunk)) <= set(graph.gradient_predecessors(chunk))
     return returns and not graph.ops and order.capacities is None
@@ -175,7 +178,7 @@ def _with_remaking(sizes: ChunkBytes) -> ChunkBytes:
 
 
 def _bytes_of_row(order: Order, stage: int, sizes: Mapping[int, ChunkBytes]) -> int | None:
-    """What microbatches take in the row that a stage keeps to; None where it keeps to none."""
+    """Returns the bytes of microbatches in the row that a stage keeps to; None where it keeps to none."""
     if order.table is None or order.graph.ops or _row_kept(order, stage) is None:
         return None
     return bytes_in_row(order.table, stage, sizes)

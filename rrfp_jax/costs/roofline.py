@@ -6,9 +6,9 @@
 
 for F, the input gradient and the weight gradient each (Williams et al. 2009). Where ``n`` devices share a layer each of
 them computes a part, and sums of activations follow, as a ring does them: ``2 (n - 1) / n`` of the bytes over the link
-between them. Axes that cut rows, positions and parameters add what travels over each: parameters that programs gather,
-keys and values, tokens on their way to experts, and sums of gradients; nothing of it is held to overlap with computing.
-What launching takes is of the task, whatever it holds, and is no part of a layer.
+between them. Axes that cut rows, positions and parameters add the bytes that travel over each: parameters that programs
+gather, keys and values, tokens on their way to experts, and sums of gradients; nothing of it is held to overlap with
+computing. The time of launching belongs to the task and is no part of a layer.
 
 The optimizer reads and writes parameters, accumulators and moments once. A head's bytes and operations are those
 of its logits, which may be as much as several layers; an embedding only moves bytes.
@@ -25,7 +25,7 @@ from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """A device as the costs of layers see it."""
+    """A device on whose roofline the times of layers are read."""
 
     device: Device
     efficiencies: Efficiencies
@@ -45,19 +45,21 @@ class Roofline:
         return self.device.float32_flops if self.is_float32 else self.device.flops
 
     def task_ms(self, flops: float, moved_bytes: float) -> float:
-        """Of a task with so many operations on all devices of the stage, and so many bytes on each."""
+        """Returns the milliseconds of a task with ``flops`` on all devices of the stage, and ``moved_bytes`` on
+        each."""
         compute_s = flops / self.tensor / (self.peak_flops * self.efficiencies.compute)
         return max(compute_s * 1e3, moved_bytes / (self.device.memory_gb_per_s * self.efficiencies.memory) / 1e6)
 
     def sums_ms(self, number: int, num_bytes: int) -> float:
-        """Of so many sums over the devices of the stage."""
+        """Returns the milliseconds of ``number`` sums over the devices of the stage."""
         if self.tensor == 1:
             return 0.0
         rate = self.device.rate_gb_per_s(self.tensor) * self.efficiencies.links
         return number * (2 * (self.tensor - 1) / self.tensor * num_bytes / rate / 1e6 + self.efficiencies.sum_ms)
 
     def sent_ms(self, sizes: LayerSizes) -> tuple[float, float, float]:
-        """What axes that share no matrices take of F, the input gradient and the weight gradient."""
+        """Returns the milliseconds that axes which share no matrices add to F, the input gradient and the weight
+        gradient."""
         found = [0.0, 0.0, 0.0]
         for sent in sizes.sent:
             rate = self.device.rate_gb_per_s(self.spans.get(sent.axis, 1)) * self.efficiencies.links
@@ -75,8 +77,8 @@ class Roofline:
         trains: bool = True,
         has_backward: bool = True,
     ) -> LayerCosts:
-        """The costs of a layer; ``param_bytes`` of each of its parameters, for which the optimizer has so many moments.
-        Frozen ones are neither trained nor owed."""
+        """Returns the costs of a layer; ``param_bytes`` of each of its parameters, for which the optimizer has so many
+        moments. Frozen ones are neither trained nor owed."""
         flops = sizes.tasks(trains=trains, has_backward=has_backward)
         moved = [each * does for each, does in zip(sizes.moved_bytes, (True, has_backward, trains), strict=True)]
         shared = [each / sizes.sharing for each in flops]

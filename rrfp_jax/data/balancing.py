@@ -1,4 +1,4 @@
-"""Which of a step's samples go into which microbatch, so that the most expensive microbatch costs least.
+"""The assignment of a step's samples to microbatches, so that the most expensive microbatch costs least.
 
 A stage's time per microbatch follows the costs of the samples in it, and the dearest microbatch of all replicas decides
 when a step ends. A step's samples stay the same; only who shares a microbatch changes, and with it the order of
@@ -28,7 +28,7 @@ Fits = Callable[[Sequence[int]], bool]
 _MOST_CHANGES_PER_SAMPLE = 8
 
 
-def in_order(num_samples: int, num_groups: int) -> Groups:
+def samples_in_order(num_samples: int, num_groups: int) -> Groups:
     """Consecutive samples share a group; groups are equal in number, the first ones by one larger where they differ."""
     size, rest = divmod(num_samples, num_groups)
     stops = list(accumulate(size + (group < rest) for group in range(num_groups)))
@@ -48,7 +48,7 @@ def balanced(costs: Sequence[float], num_groups: int, *, fits: Fits = lambda _: 
     values = np.asarray(costs, np.float64)
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ValueError(f"the costs of samples are {values.min()} to {values.max()}: give positive numbers")
-    plain = in_order(len(costs), num_groups)
+    plain = samples_in_order(len(costs), num_groups)
     longest_first = _longest_first(values, num_groups, fits)
     if longest_first is not None:
         better = _improved(longest_first, values, fits)
@@ -57,7 +57,7 @@ def balanced(costs: Sequence[float], num_groups: int, *, fits: Fits = lambda _: 
     return _improved(plain, values, fits)
 
 
-def spread(costs: Sequence[float]) -> list[int]:
+def spread_by_cost(costs: Sequence[float]) -> list[int]:
     """An order of microbatches in which equal ranges cost about the same, however many replicas share them.
 
     Halves are balanced first, then the halves of each, and so on by the prime factors of the number of microbatches;
@@ -69,7 +69,7 @@ def spread(costs: Sequence[float]) -> list[int]:
         return order
     size = len(order) // num_parts
     parts = balanced(costs, num_parts, fits=lambda members: len(members) <= size)
-    return [part[index] for part in parts for index in spread([costs[member] for member in part])]
+    return [part[index] for part in parts for index in spread_by_cost([costs[member] for member in part])]
 
 
 def _total(group: Sequence[int], costs: NDArray[np.float64]) -> float:

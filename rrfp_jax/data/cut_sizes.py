@@ -1,8 +1,8 @@
-"""What the sizes of a microbatch are to be multiples of, so that the devices of its stages' meshes share all of it.
+"""Multiples to which the sizes of a microbatch are rounded up, so that the devices of its stages' meshes share all of
+it.
 
-What does not divide is whole on every device, which then repeats the work of the others. Data whose rows are padded
-anyway is padded up to these instead.
-"""
+A size that does not divide is whole on every device, which then repeats the work of the others. Data whose rows are
+padded anyway is padded up to these instead."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,31 +17,31 @@ ROW_AXES = (FSDP, EXPERT)
 
 @dataclass(frozen=True, kw_only=True)
 class CutSizes:
-    """Of what each size of a microbatch is to be a multiple."""
+    """The number of which each size of a microbatch is to be a multiple."""
 
     rows: int = 1
     length: int = 1
-    """Of rows, in tokens."""
+    """Length of rows, in tokens."""
     image_rows: int = 1
     image_length: int = 1
-    """Of rows of images, in features."""
+    """Length of rows of images, in features."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "rows", "length", "image_rows", "image_length")
 
 
 def rounded_up(size: int, multiple: int) -> int:
-    """The least multiple that is not below ``size``."""
+    """Returns the least multiple that is not below ``size``."""
     return -(-size // multiple) * multiple
 
 
 def row_parts(mesh: Mapping[str, int]) -> int:
-    """Into how many parts the rows of a microbatch are cut on a mesh."""
+    """Returns the number of parts into which the rows of a microbatch are cut on a mesh."""
     return prod(mesh.get(axis, 1) for axis in ROW_AXES)
 
 
 def cut_sizes(mesh: Mapping[str, int], encoder_mesh: Mapping[str, int] | None = None) -> CutSizes:
-    """Those of a decoder's stages on ``mesh``, and of an encoder's on ``encoder_mesh`` (None: the same).
+    """Returns the multiples for a decoder's stages on ``mesh``, and an encoder's on ``encoder_mesh`` (None: the same).
 
     A decoder deals the positions of a sequence out in twice as many pieces as ``context`` has devices
     (:mod:`rrfp_jax.models.context_cut`). Features of images pass from one mesh to the other, and are cut on both.

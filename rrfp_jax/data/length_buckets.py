@@ -1,4 +1,4 @@
-"""Which few sizes a run is compiled for, so that data of many sizes is padded least.
+"""The few sizes for which a run is compiled, so that data of many sizes is padded least.
 
 Every size is a program, so a run has a fixed set of them, its *buckets*, and what is smaller than a bucket is padded up
 to it. The best at most ``k`` out of ``n`` different lengths are found exactly: with the lengths in ascending order,
@@ -14,14 +14,15 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Pair = tuple[int, int]
+SizePair = tuple[int, int]
 """A size of text and a size of images; 0 where there are no images."""
 
 
 def best_buckets(
     lengths: ArrayLike, num_buckets: int, *, multiple: int = 1, largest: int | None = None
 ) -> tuple[int, ...]:
-    """At most ``num_buckets`` lengths, ascending, to which the ``lengths`` (a sample of the data) are padded least.
+    """Returns at most ``num_buckets`` lengths, ascending, to which the ``lengths`` (a sample of the data) are padded
+    least.
 
     Each is one of the lengths rounded up to a ``multiple``; the last one is the longest, or ``largest`` where data
     longer than the sample may come. Fewer buckets are taken where more would save nothing.
@@ -47,7 +48,7 @@ def best_buckets(
 
 
 def _best_indices(lengths: NDArray[np.int64], counts: NDArray[np.int64], num_buckets: int) -> list[int]:
-    """Of ascending ``lengths`` that occur ``counts`` times, those to choose; the last one always."""
+    """Returns the indices to choose of ascending ``lengths`` that occur ``counts`` times; the last one always."""
     num = len(lengths)
     below = np.concatenate([[0], np.cumsum(counts)])  # how many are shorter than each length
     costs = lengths * below[1:]  # one bucket for the lengths up to each
@@ -71,23 +72,18 @@ def _best_indices(lengths: NDArray[np.int64], counts: NDArray[np.int64], num_buc
 
 
 def padded(lengths: ArrayLike, buckets: Collection[int]) -> NDArray[np.int64]:
-    """The smallest bucket that holds each of the ``lengths``. Raises ValueError where one is above all buckets."""
+    """Returns the smallest bucket that holds each of the ``lengths``. Raises ValueError where one is above all
+    buckets."""
     sample, ascending = np.asarray(lengths, np.int64), np.unique(np.asarray(list(buckets), np.int64))
     if not ascending.size or (sample.size and sample.max() > ascending[-1]):
         raise ValueError(f"a length is {sample.max()}, above all of the buckets {ascending.tolist()}: add a larger one")
     return ascending[np.searchsorted(ascending, sample)]
 
 
-def padding_fraction(lengths: ArrayLike, buckets: Collection[int]) -> float:
-    """Which part of the padded data is padding, from 0 to below 1."""
-    total = int(padded(lengths, buckets).sum())
-    return 1 - int(np.sum(np.asarray(lengths))) / total if total else 0.0
-
-
 def occurring_pairs(
-    sizes: Iterable[Pair], texts: Collection[int], images: Collection[int], *, always: Collection[Pair] = ()
-) -> tuple[Pair, ...]:
-    """The buckets of two dimensions that a sample of the data falls into, ascending: texts x (images or none).
+    sizes: Iterable[SizePair], texts: Collection[int], images: Collection[int], *, always: Collection[SizePair] = ()
+) -> tuple[SizePair, ...]:
+    """Returns the buckets of two dimensions that a sample of the data falls into, ascending: texts x (images or none).
 
     ``texts`` and ``images`` are the buckets of each; ``always`` are sizes whose pairs are among the result whether
     they occur or not, such as the largest that may come.
@@ -98,8 +94,8 @@ def occurring_pairs(
     return tuple(sorted(pairs))
 
 
-def smallest_fitting(size: Pair, pairs: Sequence[Pair]) -> Pair:
-    """The pair of the least text, then of the least images, that holds ``size``; what has no images is given none.
+def smallest_fitting(size: SizePair, pairs: Sequence[SizePair]) -> SizePair:
+    """Returns the pair of the least text, then of the least images, that holds ``size``; without images one without.
 
     Raises ValueError where it fits none of the ``pairs``.
     """

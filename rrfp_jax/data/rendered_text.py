@@ -24,7 +24,7 @@ from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, refuse_nothing_held_out
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.pictures import Picture, Pictures, Place
 from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
-from rrfp_jax.data.row_packing import Packing, pack
+from rrfp_jax.data.row_packing import Packing, pack_rows
 from rrfp_jax.data.samples import Grid, Sample, Text, make_sample
 from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.data.words import divided, words_of
@@ -200,7 +200,7 @@ class RenderedText:
         prompts = [self._prompt(pictures) for pictures in chosen]
         parts = [slice(start, start + rows) for start in range(0, num_samples, rows)]
         image_places = [
-            pack([size for prompt in prompts[part] for size in prompt.patches], self._batching.image_length)
+            pack_rows([size for prompt in prompts[part] for size in prompt.patches], self._batching.image_length)
             for part in parts
         ]
         image_rows = max(each.num_rows for each in image_places)

@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 
 class Packing(NamedTuple):
-    """Where each of some things lies."""
+    """The place of each of some things."""
 
     num_rows: int
     rows: tuple[int, ...]
     """The row of each, from 0."""
     offsets: tuple[int, ...]
-    """Where in its row each begins."""
+    """The beginning of each in its row."""
 
 
-def pack(lengths: Sequence[int], capacity: int) -> Packing:
-    """Put things of these lengths into as few rows of ``capacity`` as best fit decreasing finds; the same every time.
+def pack_rows(lengths: Sequence[int], capacity: int) -> Packing:
+    """Puts things of these lengths into as few rows of ``capacity`` as best fit decreasing finds; the same every time.
 
     Raises ValueError where one is longer than a row.
     """
@@ -42,7 +42,8 @@ def pack(lengths: Sequence[int], capacity: int) -> Packing:
 
 
 def most_rows(num: int, *, longest: int, total: int, capacity: int) -> int:
-    """How many rows ``pack`` needs at most for up to ``num`` things of up to ``longest``, together up to ``total``."""
+    """Returns how many rows ``pack`` needs at most for up to ``num`` things of up to ``longest``, together up to
+    ``total``."""
     if not num or not total:
         return 0
     if longest > capacity:

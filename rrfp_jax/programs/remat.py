@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from rrfp_jax.costs.layer_sizes import KEPT, is_known
+from rrfp_jax.costs.layer_sizes import KEPT, is_known_remat
 
 Policy = Callable[..., Any]
 """A policy of ``jax.checkpoint``, for example one of ``jax.checkpoint_policies``."""
@@ -59,7 +59,7 @@ _of_layers: ContextVar[Policy | None] = ContextVar("of_layers", default=None)
 
 def check_remat(remat: Remat) -> None:
     """Raise ValueError for a name that stands for no rematerialisation."""
-    if not callable(remat) and not is_known(remat):
+    if not callable(remat) and not is_known_remat(remat):
         raise ValueError(
             f"remat is {remat!r}: give none, dots, full, or a policy of jax.checkpoint, or what layers are to keep: "
             f"{', '.join(KEPT)}, or {'+'.join(KEPT)}"

@@ -27,7 +27,7 @@ from rrfp_jax.arbitration import (
     dispatch_of,
 )
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
-from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_fits
+from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_stages_fit
 from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation
 from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.buckets import Buckets
@@ -196,9 +196,9 @@ class CompiledOnly:
     limit_bytes: int | None
     """The memory of every unit; None where it is unknown."""
 
-    def check_fits(self, *, is_strict: bool) -> None:
+    def check_stages_fit(self, *, is_strict: bool) -> None:
         """Raise ValueError where a unit is predicted to need more than it has, with what would help."""
-        check_fits(self.forecast, [self.limit_bytes] * len(self.forecast), is_strict=is_strict)
+        check_stages_fit(self.forecast, [self.limit_bytes] * len(self.forecast), is_strict=is_strict)
         check_evaluation_fits(self.evaluation, [self.limit_bytes] * len(self.evaluation))
 
 

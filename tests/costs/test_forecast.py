@@ -9,7 +9,7 @@ import pytest
 from rrfp_jax.arbitration import Order, Ordering
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.emulate import EMULATED_STEP
-from rrfp_jax.costs.forecast import ChunkBytes, Reach, check_fits, forecast_stage, window_of_bytes
+from rrfp_jax.costs.forecast import ChunkBytes, Reach, check_stages_fit, forecast_stage, window_of_bytes
 from rrfp_jax.costs.order_memory import forecast_memory, reaches
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.simulation import Costs, simulate
@@ -60,13 +60,13 @@ def test_a_window_in_bytes_reserves_whole_microbatches() -> None:
 
 def test_a_run_that_cannot_fit_is_told_the_largest_windows_that_do() -> None:
     forecasts = [forecast_stage([CHUNK], 8, 8), forecast_stage([CHUNK], 4, 8)]
-    check_fits(forecasts, [forecasts[0].peak, None])
+    check_stages_fit(forecasts, [forecasts[0].peak, None])
     with pytest.raises(ValueError, match="largest windows that fit are 7,4"):
-        check_fits(forecasts, [forecasts[0].peak - 1, None])
+        check_stages_fit(forecasts, [forecasts[0].peak - 1, None])
     with pytest.raises(ValueError, match="take a schedule that holds fewer"):
-        check_fits(forecasts, [forecasts[0].peak - 1, None], is_strict=True)
+        check_stages_fit(forecasts, [forecasts[0].peak - 1, None], is_strict=True)
     with pytest.raises(ValueError, match="not even one microbatch fits"):
-        check_fits(forecasts, [1100, None])
+        check_stages_fit(forecasts, [1100, None])
 
 
 def test_a_footprint_counts_activations_of_the_largest_chunks() -> None:
@@ -80,9 +80,9 @@ def test_a_footprint_counts_activations_of_the_largest_chunks() -> None:
 
 def test_a_footprint_that_cannot_fit_is_told_what_else_there_is() -> None:
     forecast = forecast_stage([CHUNK], 32, 8, footprint=5)
-    check_fits([forecast], [forecast.peak])
+    check_stages_fit([forecast], [forecast.peak])
     with pytest.raises(ValueError, match=r"with 5 activations of a chunk, .* footprint off with window 4 at most"):
-        check_fits([forecast], [forecast.peak - 1])
+        check_stages_fit([forecast], [forecast.peak - 1])
 
 
 @pytest.mark.parametrize("inputs", [0, 10, 150, 300])

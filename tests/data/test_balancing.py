@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.data.balancing import balanced, in_order, spread
+from rrfp_jax.data.balancing import balanced, samples_in_order, spread_by_cost
 
 COSTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=24)
 
@@ -21,7 +21,7 @@ def test_every_sample_is_in_one_group_and_no_group_is_dearer_than_in_order(costs
     assert len(groups) == num_groups
     assert all(group and group == sorted(group) for group in groups)
     assert sorted(member for group in groups for member in group) == list(range(len(costs)))
-    assert dearest(groups, costs) <= dearest(in_order(len(costs), num_groups), costs) * (1 + 1e-9)
+    assert dearest(groups, costs) <= dearest(samples_in_order(len(costs), num_groups), costs) * (1 + 1e-9)
     assert groups == balanced(costs, num_groups)
 
 
@@ -31,7 +31,7 @@ def test_limits_are_kept(num_groups, size, data):
     num = num_groups * size
     costs = data.draw(st.lists(st.floats(0.01, 100), min_size=num, max_size=num))
     sizes = data.draw(st.lists(st.integers(1, 9), min_size=num, max_size=num))
-    room = dearest(in_order(num, num_groups), sizes)
+    room = dearest(samples_in_order(num, num_groups), sizes)
 
     def fits(members):
         return len(members) <= size and sum(sizes[member] for member in members) <= room
@@ -39,7 +39,7 @@ def test_limits_are_kept(num_groups, size, data):
     groups = balanced(costs, num_groups, fits=fits)
     assert all(fits(group) for group in groups)
     assert sorted(member for group in groups for member in group) == list(range(num))
-    assert dearest(groups, costs) <= dearest(in_order(num, num_groups), costs) * (1 + 1e-9)
+    assert dearest(groups, costs) <= dearest(samples_in_order(num, num_groups), costs) * (1 + 1e-9)
 
 
 def test_costs_that_can_be_equal_become_equal():
@@ -51,7 +51,7 @@ def test_costs_that_can_be_equal_become_equal():
 def test_microbatches_of_drawn_samples_come_close_to_their_mean():
     costs = np.random.default_rng(0).lognormal(0, 0.5, 64)
     assert dearest(balanced(costs, 8), costs) < 1.01 * costs.sum() / 8
-    assert dearest(in_order(64, 8), costs) > 1.1 * costs.sum() / 8
+    assert dearest(samples_in_order(64, 8), costs) > 1.1 * costs.sum() / 8
 
 
 def test_one_that_fits_nowhere_sends_it_back_to_the_cut_in_order():
@@ -68,7 +68,7 @@ def test_equal_ranges_of_microbatches_cost_about_the_same(num):
     excess = {True: [], False: []}
     for seed in range(20):
         costs = np.random.default_rng(seed).uniform(1, 3, num)
-        order = spread(list(costs))
+        order = spread_by_cost(list(costs))
         assert sorted(order) == list(range(num))
         for num_ranges in (parts for parts in (2, 4) if num % parts == 0 and num > parts):
             sums, plain = (values.reshape(num_ranges, -1).sum(axis=1) for values in (costs[order], costs))

@@ -1,6 +1,8 @@
 """Buckets beside all other choices, and how much padding they leave on lengths as trainers see them."""
 
+from collections.abc import Collection
 from itertools import combinations, islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp_jax.commands.studies.sample_lengths import sft_samples
-from rrfp_jax.data.length_buckets import best_buckets, occurring_pairs, padded, padding_fraction, smallest_fitting
+from rrfp_jax.data.length_buckets import best_buckets, occurring_pairs, padded, smallest_fitting
+
+
+def padding_fraction(lengths: Any, buckets: Collection[int]) -> float:
+    """Which part of the padded data is padding."""
+    return 1 - float(np.sum(lengths)) / float(padded(lengths, buckets).sum())
 
 
 def total(lengths, buckets):

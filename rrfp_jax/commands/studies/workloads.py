@@ -26,8 +26,8 @@ from rrfp_jax.commands.studies.graphs import ModelGraph
 from rrfp_jax.commands.studies.model_pairs import ModelPair
 from rrfp_jax.commands.studies.sample_lengths import Sample, interleaved_samples, sft_samples
 from rrfp_jax.costs.flops import Flops, TaskFlops, pairs
-from rrfp_jax.data.balancing import balanced, in_order
-from rrfp_jax.data.row_packing import pack
+from rrfp_jax.data.balancing import balanced, samples_in_order
+from rrfp_jax.data.row_packing import pack_rows
 from rrfp_jax.tasks import absences
 
 ROW_TOKENS = 4096
@@ -90,7 +90,7 @@ class Workload:
         if self.is_balanced:
             groups = balanced([self._cost(sample) for sample in samples], self.num_microbatches)
         else:
-            groups = in_order(len(samples), self.num_microbatches)
+            groups = samples_in_order(len(samples), self.num_microbatches)
         return [tuple(samples[index] for index in group) for group in groups]
 
     def _packed(self, source: Iterator[Sample]) -> list[Microbatch]:
@@ -98,10 +98,10 @@ class Workload:
         samples: list[Sample] = []
         while True:
             more = [*samples, next(source)]
-            if pack([sample.tokens for sample in more], ROW_TOKENS).num_rows > self.num_microbatches:
+            if pack_rows([sample.tokens for sample in more], ROW_TOKENS).num_rows > self.num_microbatches:
                 break
             samples = more
-        rows = pack([sample.tokens for sample in samples], ROW_TOKENS).rows
+        rows = pack_rows([sample.tokens for sample in samples], ROW_TOKENS).rows
         groups = [[index for index, row in enumerate(rows) if row == m] for m in range(self.num_microbatches)]
         if self.is_balanced:
             groups = self._exchanged(samples, groups)

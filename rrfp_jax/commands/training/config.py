@@ -27,7 +27,7 @@ from rrfp_jax.commands.common.options import add_record_options, flag_of, given_
 from rrfp_jax.commands.training.paths import at_home, whole_paths
 from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.commands.training.trust import refuse_code
-from rrfp_jax.costs.layer_sizes import NAMES as REMATS
+from rrfp_jax.costs.layer_sizes import REMAT_NAMES as REMATS
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.rendered_config import RenderedTextConfig
