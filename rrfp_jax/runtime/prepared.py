@@ -196,7 +196,7 @@ class CompiledOnly:
     limit_bytes: int | None
     """The memory of every unit; None where it is unknown."""
 
-    def check_stages_fit(self, *, is_strict: bool) -> None:
+    def check_fits(self, *, is_strict: bool) -> None:
         """Raise ValueError where a unit is predicted to need more than it has, with what would help."""
         check_stages_fit(self.forecast, [self.limit_bytes] * len(self.forecast), is_strict=is_strict)
         check_evaluation_fits(self.evaluation, [self.limit_bytes] * len(self.evaluation))
