@@ -1,4 +1,4 @@
-"""What the host costs by when it decides: at a task's end, a task ahead, or just in time, in virtual time.
+"""What the host costs by when it decides: at a task's end, or just in time, in virtual time.
 
 Loss is how much longer a step takes than with a host that takes no time and decides at each task's end. Its part by
 *order* is what is left where decisions come as early and the host takes no time; the rest is *idle*: devices that wait
@@ -99,13 +99,12 @@ class _Case:
         host_ms: float,
         timer: Callable[[TimingRule], DecisionTimer] | None = None,
         *,
-        ahead: int = 0,
         certain: bool = False,
         awaits_inputs: bool = False,
     ) -> float:
         """By how many percent a step takes longer than where the host is free and decides at each end."""
         machine = Machine(dispatch_overhead_ms=host_ms, just_in_time=timer, awaits_inputs=awaits_inputs)
-        return self._percent(machine, Dispatch(ahead=ahead, certain=certain))
+        return self._percent(machine, Dispatch(certain=certain))
 
     def longer_by_links(self, latency_ms: float) -> float:
         """The same where the host stays free, and messages take so long."""
@@ -116,7 +115,7 @@ class _Case:
 
     def _run_ms(self, machine: Machine, how: Dispatch) -> float:
         """Of all steps but the first, in which timers learn."""
-        arbiters = self.order.arbiters(RULES, dispatch_ahead=how.ahead, certain_ahead=how.certain)
+        arbiters = self.order.arbiters(RULES, certain_ahead=how.certain)
         costs = Costs(durations_ms=self.durations_ms)
         return sum(simulate(arbiters, costs, machine=machine, num_steps=NUM_STEPS).step_ms[1:])
 
@@ -169,7 +168,7 @@ def _mean(losses: Sequence[Loss]) -> Loss:
 
 
 def _ways() -> dict[str, Way]:
-    ways: dict[str, Way] = {"at the end": _at_the_end, "1 ahead": _ahead, "known ends": _known_ends}
+    ways: dict[str, Way] = {"at the end": _at_the_end, "known ends": _known_ends}
     ways["slower links"] = _slower_links
     ways["timer alone"] = partial(_just_in_time, TimingRule(), certain=False)
     ways["by default"] = _by_default
@@ -179,10 +178,6 @@ def _ways() -> dict[str, Way]:
 
 def _at_the_end(case: _Case) -> Loss:
     return Loss(case.longer(HOST_MS), 0.0)
-
-
-def _ahead(case: _Case) -> Loss:
-    return Loss(case.longer(HOST_MS, ahead=1), case.longer(0.0, ahead=1))
 
 
 def _known_ends(case: _Case) -> Loss:

@@ -14,7 +14,7 @@ from rrfp_jax.arbitration import Order, dispatch_of
 from rrfp_jax.arbitration.dispatch import AUTO
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import parse_ordering, refuse_adaptive
+from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.commands.studies.durations import load_durations
@@ -87,7 +87,6 @@ def resolve_entries(
     """The orders by their entries. Raises ValueError where one does not fit, or has another number of chunks."""
     orders = {}
     for label, ordering in parse_entries(compare, parse_ordering(window=window)):
-        refuse_adaptive(ordering, "bench_torch")
         order = ordering.resolve(num_stages=num_stages, num_microbatches=num_microbatches)
         if order.placement.num_chunks != (num_chunks or num_stages):
             raise ValueError(

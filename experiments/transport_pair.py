@@ -59,12 +59,12 @@ def pair(way: Way, sizes: Sequence[int], main: Callable[["Stage", Connection], N
 
 def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None:
     from rrfp_jax.commands.common.process import use_cpu
-    from rrfp_jax.launch.binding import rank_cores
-    from rrfp_jax.launch.tether import bind
+    from rrfp_jax.launch.child_processes import rank_cores
+    from rrfp_jax.launch.child_reaper import bind_to_cores
     from rrfp_jax.network.loop_thread import LoopThread
 
     if cores := rank_cores("cores", 2)[rank]:
-        bind(set(cores))
+        bind_to_cores(set(cores))
     use_cpu(1)
     from rrfp_jax.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
 
@@ -76,7 +76,7 @@ def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None
     addresses = {r: PeerAddress(**address) for r, address in enumerate(pipe.recv())}
     network.start(thread.loop, addresses, lost=lambda *_: None)
     network.wait_connected(PATIENCE_S)
-    network.open_direct([1 - rank])
+    network.open_direct_connections([1 - rank])
     server = None
     if selection == "transfer":
         from rrfp_jax.runtime.transports.transfer_server import TransferServer

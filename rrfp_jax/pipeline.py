@@ -41,8 +41,7 @@ from rrfp_jax.programs.optimizers import check_leafwise, with_standard_promotion
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params
 from rrfp_jax.programs.state import ChunkState, layer_groups
-from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
-from rrfp_jax.runtime.adapting import Adapting
+from rrfp_jax.runtime import PipelineRuntime, StepMetrics
 from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.evaluating import EvaluationMetrics, EvaluationShapes
 from rrfp_jax.runtime.holding import Hold
@@ -145,7 +144,6 @@ class Pipeline:
         self._state: HostedState | None = None
         """What the chunks hold; the stages', once they run."""
         self._preparation: Prepared | None = None
-        self._adapting = Adapting(self.process) if ordering.adaptive else None
         self._enqueued: deque[StepMetrics | EvaluationMetrics] = deque()
         self._step = 0
         self._turn = 0
@@ -299,7 +297,7 @@ class Pipeline:
         self._checked(state)
         if self._only_evaluates:
             raise ValueError("the pipeline was made to evaluate alone, with trains=False: make one that trains")
-        running = self._adapted(self._prepared(batch))
+        running = self._prepared(batch)
         leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=self._model.base_chunks)
         if (number := num_microbatches(leaves)) != running.num_microbatches:
             raise ValueError(
@@ -313,12 +311,10 @@ class Pipeline:
         batch_of_step = StepBatch(leaves, buckets, self._step)
         weights = running.weights.of(buckets)
         future = running.runtime.submit(self._turn, batch_of_step, pairs, weights, trained=self._step)
-        tables_planned = 0 if self._adapting is None else self._adapting.num_planned
         metrics = StepMetrics(
             future,
             self._step,
             has_norm=self.updates.needs_norm,
-            tables_planned=tables_planned,
             forwards_skipped=len(set(skipped)),
             hold=self._hold,
         )
@@ -381,17 +377,6 @@ class Pipeline:
             pairs.append((chunk, microbatch))
         return pairs
 
-    def _adapted(self, running: Prepared) -> Prepared:
-        """With a table planned anew, where it is time for that and a better one was found."""
-        if self._adapting is None:
-            return running
-        while self._enqueued and self._enqueued[0].done():
-            self._wait_for_oldest()
-        if self._adapting.is_due(self._step):
-            self.wait()
-            running = self._preparation = self._adapting.plan(running)
-        return running
-
     def wait(self) -> None:
         """Wait for all steps enqueued."""
         self._hold.check_process()
@@ -399,11 +384,10 @@ class Pipeline:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        """A step that failed stays in the queue, so that nobody goes on from half of an update."""
-        result = self._enqueued[0].result()
+        """Wait for the oldest enqueued step. A step that failed stays in the queue, so that nobody goes on from half of
+        an update."""
+        self._enqueued[0].result()
         self._enqueued.popleft()
-        if self._adapting is not None and isinstance(result, StepResult):
-            self._adapting.record(result.timeline)
 
     @typed
     def prepare(

@@ -1,7 +1,7 @@
 """Counts of the house: ``python -m tests.house PATH ...`` prints them, and says where prose breaks the rules.
 
-The rules hold for docstrings of ``rrfp_jax``, ``experiments`` and for Markdown in ``docs``; ``make lint`` runs this file
-over those that keep them already.
+The rules hold for the docstrings of the library and the experiments; ``make lint`` runs this file over the packages
+that keep them already.
 """
 
 import ast

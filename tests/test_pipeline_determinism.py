@@ -68,7 +68,7 @@ def test_orders_and_timing_leave_every_bit_alone(
     jax.tree.map(np.testing.assert_array_equal, params, expected[1])
 
 
-@pytest.mark.parametrize("dispatch_ahead", [1, JUST_IN_TIME])
+@pytest.mark.parametrize("dispatch_ahead", ["certain", JUST_IN_TIME])
 def test_tasks_handed_over_early_leave_every_bit_alone(
     base: Pipeline, expected: tuple[list[float], dict[str, Any]], dispatch_ahead: int | str
 ) -> None:

@@ -109,7 +109,7 @@ def test_replicas_and_tensor_parallel_stages_train_what_the_plain_loop_does(tied
         {"data": 2, "shard_optimizer": True},
         {"tensor": 2, "backward": "split"},
         {"data": 2, "tensor": 2, "shard_optimizer": True, "dispatch_ahead": "just-in-time"},
-        {"data": 2, "backward": "split", "hint": "bfw", "dispatch_ahead": 1},
+        {"data": 2, "backward": "split", "hint": "bfw", "dispatch_ahead": 0},
         {"tensor": 2},
         {"mesh": {"fsdp": 4}, "hint": "bfw"},
         {"mesh": {"expert": 2, "fsdp": 2}},

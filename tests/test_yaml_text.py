@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rrfp_jax.exchange.model_folder import open_model
+from rrfp_jax.hf.model_folder import open_model
 from rrfp_jax.yaml_text import read_yaml
 
 

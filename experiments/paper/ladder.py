@@ -2,8 +2,8 @@
 
 The paper gives readiness a window of 32 microbatches and asynchronous communication, and strict 1F1B neither. Here each
 is a step of its own. *Cumulated*, a step is added to all before it; *alone*, to blocking strict 1F1B. Where the two
-differ, steps help or hinder each other. An adaptive table needs foresight, so that alone it is added to that. All but
-the wider window are taken within the memory of strict 1F1B, and once more in the paper's regime, with a window of 32.
+differ, steps help or hinder each other. All but the wider window are taken within the memory of strict 1F1B, and once
+more in the paper's regime, with a window of 32.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,6 @@ from experiments.paper.pictures import draw_bars
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, selected
 from experiments.paper.scene import (
-    ADAPTIVE,
     EQUAL,
     FORESIGHT,
     NO_JITTER,
@@ -25,13 +24,10 @@ from experiments.paper.scene import (
     simulated,
 )
 from experiments.paper.tables import geometric_mean, interval, markdown, settings_of
-from rrfp_jax.planning.replanning import LEAST_GAIN
 
 PAPER_WINDOW = 32
 STRICT = {"schedule": "1f1b", "consume": "strict"}
 BASE = "1f1b strict, blocking"
-CHANGED = 1e-6
-"""Factors farther from 1 tell that another table was taken."""
 
 
 class Step(NamedTuple):
@@ -41,7 +37,6 @@ class Step(NamedTuple):
     cumulated: str
     before: str
     alone: str
-    alone_before: str = BASE
 
 
 METHODS = {
@@ -50,8 +45,6 @@ METHODS = {
     "bf": Method({"hint": "bf"}, EQUAL),
     "bfw": Method({"hint": "bfw"}, EQUAL),
     "1f1b-split + foresight": Method({"schedule": "1f1b-split"}),
-    "1f1b-split + foresight, adaptive": Method({"schedule": "1f1b-split", "adaptive": True}),
-    "1f1b + foresight, adaptive, blocking": Method({"schedule": "1f1b", "adaptive": True}, communication="blocking"),
     "bf, blocking": Method({"hint": "bf"}, EQUAL, "blocking"),
     "1f1b-split strict, blocking": Method({"schedule": "1f1b-split", "consume": "strict"}, communication="blocking"),
     "1f1b + foresight, blocking": Method({"schedule": "1f1b"}, communication="blocking"),
@@ -60,7 +53,6 @@ METHODS = {
     "bf, wide": Method({"hint": "bf"}, PAPER_WINDOW),
     "bfw, wide": Method({"hint": "bfw"}, PAPER_WINDOW),
     "bfw's table + foresight, wide": Method({"hint": "bfw"}, PAPER_WINDOW, frozen=FORESIGHT),
-    "bfw's table + foresight, adaptive, wide": Method({"hint": "bfw"}, PAPER_WINDOW, frozen=ADAPTIVE),
 }
 """Every method of the ladder."""
 EQUAL_MEMORY = (
@@ -68,13 +60,6 @@ EQUAL_MEMORY = (
     Step("readiness (bf)", "bf", "1f1b strict", "bf, blocking"),
     Step("split backward (bfw)", "bfw", "bf", "1f1b-split strict, blocking"),
     Step("table, footprint and foresight", "1f1b-split + foresight", "bfw", "1f1b + foresight, blocking"),
-    Step(
-        "adaptive table",
-        "1f1b-split + foresight, adaptive",
-        "1f1b-split + foresight",
-        "1f1b + foresight, adaptive, blocking",
-        "1f1b + foresight, blocking",
-    ),
 )
 PAPER_REGIME = (
     Step("asynchronous communication", "1f1b strict", BASE, "1f1b strict"),
@@ -82,13 +67,6 @@ PAPER_REGIME = (
     Step("readiness (bf)", "bf, wide", "1f1b strict, wide", "bf, blocking"),
     Step("split backward (bfw)", "bfw, wide", "bf, wide", "1f1b-split strict, blocking"),
     Step("table, footprint and foresight", "bfw's table + foresight, wide", "bfw, wide", "1f1b + foresight, blocking"),
-    Step(
-        "adaptive table",
-        "bfw's table + foresight, adaptive, wide",
-        "bfw's table + foresight, wide",
-        "1f1b + foresight, adaptive, blocking",
-        "1f1b + foresight, blocking",
-    ),
 )
 WITHIN = tuple(name for name in METHODS if "wide" not in name)
 """What holds no more than strict 1F1B."""
@@ -142,18 +120,12 @@ def write(rows: Rows, folder: Path) -> str:
     within = [factors(rows, BASE, step.cumulated) for step in EQUAL_MEMORY][-1]
     fixed = factors(rows, "1f1b strict", "1f1b-split + foresight")
     wide = factors(rows, "1f1b strict, wide", "bf, wide")
-    adaptive = [factors(rows, steps[-1].before, steps[-1].cumulated) for _, steps in regimes]
-    replaced = [sum(abs(factor - 1) > CHANGED for factor in some) for some in adaptive]
     parts += [
         picture,
         f"At equal memory (no method above strict 1F1B by more than {above:g} activations) all steps together make "
         f"{geometric_mean(within):.3f} of blocking 1F1B's speed, the least {min(within):.3f}; against *asynchronous* "
         f"1F1B the table with foresight makes {geometric_mean(fixed):.3f} (least {min(fixed):.3f}). In the paper's "
-        f"window, readiness alone is {geometric_mean(wide):.3f} times as fast as an order with the same warm-up. An "
-        f"adaptive table is for stages and links that are always slower, and changes only for a plan that is more than "
-        f"{LEAST_GAIN:.0%} faster: it did in {replaced[0]} of {len(adaptive[0])} cells at equal memory (at most "
-        f"{max(adaptive[0]):.3f} times as fast), and in {replaced[1]} in the window of {PAPER_WINDOW} (at most "
-        f"{max(adaptive[1]):.3f}).",
+        f"window, readiness alone is {geometric_mean(wide):.3f} times as fast as an order with the same warm-up.",
         f"*Threats*: durations are drawn independently for each task, and blocking senders are simulated as occupied "
         f"for the whole transfer. {len(rows) // len(METHODS)} cells, simulated; the section on the real runtime "
         "repeats the steps there.",
@@ -167,7 +139,7 @@ def _table(rows: Rows, steps: Sequence[Step]) -> str:
     for step in steps:
         cumulated = factors(rows, step.before, step.cumulated)
         total *= geometric_mean(cumulated)
-        alone = factors(rows, step.alone_before, step.alone)
+        alone = factors(rows, BASE, step.alone)
         lines.append(
             [
                 step.name,

@@ -17,8 +17,7 @@ from experiments.paper.tables import markdown, settings_of
 
 BAR = 0.03
 """How far a factor may be from its forecast."""
-REAL = {name: method for name, method in METHODS.items() if "adaptive" not in name}
-STEPS = [step for step in (*EQUAL_MEMORY, *PAPER_REGIME) if step.cumulated in REAL]
+STEPS = (*EQUAL_MEMORY, *PAPER_REGIME)
 
 
 def one_round(quick: bool, number: int) -> Sequence[Cell]:
@@ -43,7 +42,7 @@ def one_round(quick: bool, number: int) -> Sequence[Cell]:
 def measure(cell: Cell) -> Measured:
     """Each method once, and its forecast."""
     scene = Scene.of(cell)
-    return [{"method": name, **emulated(scene, method)._asdict()} for name, method in REAL.items()]
+    return [{"method": name, **emulated(scene, method)._asdict()} for name, method in METHODS.items()]
 
 
 def factors(rows: Rows, before: str, after: str, column: str, jitter: str) -> list[float]:

@@ -13,7 +13,6 @@ from rrfp_jax.arbitration import Ordering as TableOrdering
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.commands.studies.noise import parse_jitter
-from rrfp_jax.planning.replanning import simulate_adapting
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.simulation import (
     Communication,
@@ -29,7 +28,7 @@ from rrfp_jax.simulation import (
 from rrfp_jax.timeline import Timeline
 
 NO_JITTER, SLOW_LINK, SLOW_STAGE = "none", "slow link", "slow stage"
-FORESIGHT, ADAPTIVE = "foresight", "foresight, adaptive"
+FORESIGHT = "foresight"
 SLOW_LINK_PARTS = 3.0
 """What the link in the middle takes more, in forwards."""
 SLOW_STAGE_FACTOR = 1.3
@@ -90,7 +89,7 @@ class Method(NamedTuple):
     communication: str = "async"
     frozen: str | None = None
     """Of the order that the words give, what it comes to where nothing varies, as a table: consumed ``strict``, or as a
-    hint within its memory with ``foresight``, or ``foresight, adaptive``."""
+    hint within its memory with ``foresight``."""
 
     def order(self, scene: Scene) -> Order:
         words = dict(self.words)
@@ -120,10 +119,7 @@ def simulated(scene: Scene, method: Method) -> Simulated:
     """Run a method in virtual time; the first step, in which averages are learnt, counts too."""
     order = method.order(scene)
     costs, machine = scene.costs(order), scene.machine(method.communication)
-    if order.adaptive:
-        run, _ = simulate_adapting(order, costs, rules=RULES, machine=machine, num_steps=scene.steps)
-    else:
-        run = simulate(order.arbiters(RULES), costs, machine=machine, num_steps=scene.steps)
+    run = simulate(order.arbiters(RULES), costs, machine=machine, num_steps=scene.steps)
     makespans_ms = [run.timeline.of_step(step).makespan_s() * 1e3 for step in range(scene.steps)]
     held = peak_memory(run.timeline, order.graph, order.placement)
     return Simulated(fmean(makespans_ms), max(held), peaks_above_1f1b(run.timeline, order))
@@ -146,5 +142,5 @@ def _quiet_table(order: Order, scene: Scene) -> ScheduleTable:
 def table_order(table: ScheduleTable, use: str, *, window: int | None = None) -> Order:
     """A table consumed ``strict``, or as a hint with ``foresight``: within its own memory, or within a window."""
     consume = STRICT if use == STRICT else READY
-    ordering = TableOrdering(schedule=table, consume=consume, window=window, adaptive=use == ADAPTIVE)
+    ordering = TableOrdering(schedule=table, consume=consume, window=window)
     return ordering.resolve(table.placement, table.graph)

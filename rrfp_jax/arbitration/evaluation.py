@@ -58,7 +58,6 @@ def evaluation_setup(setup: "StageSetup") -> "StageSetup":
         consumption=CONSUMPTION,
         window=graph.num_microbatches,
         rules=evaluation_rules(setup.rules),
-        dispatch_ahead=setup.dispatch_ahead,
         certain_ahead=setup.certain_ahead,
         read_ahead=tuple(bound for bound in outputs_ahead(graph) if bound.chunk in own),
     )

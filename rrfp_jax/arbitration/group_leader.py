@@ -13,8 +13,8 @@ deep. Notes only travel in other ways by that: what the leader knows of its memb
 Why the ends of a follower's tasks need not be told
 ---------------------------------------------------
 Tasks of the stage itself are prerequisites too, and a follower may be behind with them. Let the leader dispatch task n,
-and let D be those of the tasks 0..n-1 that had finished on the leader then or were due (without ``dispatch_ahead``, all
-of them). Whatever task n waits for on its own stage is in D, and the messages that it waits for have arrived on all
+and let D be those of the tasks 0..n-1 that had finished on the leader then or were due, all
+of them. Whatever task n waits for on its own stage is in D, and the messages that it waits for have arrived on all
 members. A follower starts 0..n-1 before it, and they end; once all have, it has finished at least D, so task n is ready
 there too. It is also admissible: the leader's window admitted n with D finished, and where more tasks have finished,
 more slots are free and no microbatch that holds one has lost it to a younger one. So by induction every follower starts

@@ -7,7 +7,6 @@ from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.estimates import Estimates
 from rrfp_jax.arbitration.events import Event, GroupHeard, InputArrived, Instruction
 from rrfp_jax.arbitration.stage_setup import StageSetup
-from rrfp_jax.arbitration.stage_state import StageState
 from rrfp_jax.timeline import IdleReason
 from rrfp_jax.tree import children, parent
 
@@ -50,13 +49,6 @@ class GroupMember(StageArbiter, Generic[Key, Value]):
         twin = super().fresh(after, estimates)
         assert isinstance(twin, GroupMember)
         twin._kept = {}
-        return twin
-
-    def succeeding(self, former: StageState) -> "GroupMember[Key, Value]":
-        twin = super().succeeding(former)
-        assert isinstance(twin, GroupMember)
-        assert isinstance(former, GroupMember)
-        twin._kept = {step: kept.copy() for step, kept in former._kept.items()}
         return twin
 
     def key(self) -> Hashable:

@@ -104,7 +104,7 @@ class _Member:
             if self._running[-1:] == [run]:
                 self._due = run
                 self.due_s[event.step, event.task] = event.time_s
-                self._note_idle(event.time_s, self.arbiter.dispatch_ahead + 1)
+                self._note_idle(event.time_s, 1)
 
     def _finish(self, run: RunTask, time_s: float) -> None:
         """Where one may follow already on the task that ends, its end lets none run that could not run before."""
@@ -114,7 +114,7 @@ class _Member:
         if self._running and self.arbiter.certain_ahead:
             self.launch_s[self._running[0]] = self.idle_s[self._running[0]] = time_s
         if not was_due:
-            self._note_idle(time_s, self.arbiter.dispatch_ahead + (self._due is not None))
+            self._note_idle(time_s, int(self._due is not None))
 
     def _note_idle(self, time_s: float, most_running: int) -> None:
         if len(self._running) == most_running:

@@ -42,8 +42,6 @@ class Order:
     read_ahead: tuple[tuple[int, int], ...] = ()
     """(chunk, microbatches) for each chunk that runs F only for others: how many of its outputs may not have been taken
     by all of them. None under strict consumption."""
-    adaptive: bool = False
-    """Whether the table may be planned anew between steps."""
 
     @property
     def bounds(self) -> tuple[str, ...]:
@@ -67,7 +65,6 @@ class Order:
         self,
         rules: StepRules,
         *,
-        dispatch_ahead: int = 0,
         certain_ahead: bool = False,
         members: Mapping[int, tuple[int, int]] | None = None,
         protocol: GroupProtocol = GroupProtocol.LEADER,
@@ -101,7 +98,6 @@ class Order:
                 window=self.windows[stage],
                 capacity=None if self.capacities is None else self.capacities[stage],
                 rules=rules,
-                dispatch_ahead=dispatch_ahead,
                 certain_ahead=certain_ahead,
                 foresight=foresight,
                 footprint=None if self.footprints is None else self.footprints[stage],

@@ -64,9 +64,6 @@ class Ordering:
     read_ahead: int | None = None
     """How many microbatches a chunk that runs F only may have produced that others have not taken yet. None: twice what
     the stages that read it may hold. Strict consumption goes as far ahead as its table does."""
-    adaptive: bool = False
-    """Whether such a table is planned anew from what the first steps took, if another one of the same tasks, in the
-    same memory, suits them better."""
     ops: tuple[Op, ...] = ()
     """Operations of a pipeline that no table orders; a table brings its own
     (:func:`rrfp_jax.schedules.with_operations`)."""
@@ -74,7 +71,7 @@ class Ordering:
     def __post_init__(self) -> None:
         check_types(self)
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
-        check_guidance(self.footprint, self.foresight, self.adaptive, is_guided=self.is_guided)
+        check_guidance(self.footprint, self.foresight, is_guided=self.is_guided)
         check_read_ahead(self.read_ahead, self.consume)
         if self.ops and self.follows_table:
             raise ValueError("ops are for pipelines that no table orders: put them into the table, with_operations")
@@ -85,8 +82,6 @@ class Ordering:
                 f"schedule {self.schedule.name!r} has operations, and hint {self.hint} does not follow it: "
                 f"give hint {SCHEDULE}, or consume {STRICT}"
             )
-        if self.adaptive and self.schedule is not None and self.schedule.graph.ops:
-            raise ValueError("adaptive plans tables of built-in tasks: leave it out where the schedule has operations")
         if isinstance(self.window, str):
             parse_bytes(self.window, "window")
 
@@ -149,7 +144,6 @@ class Ordering:
             is_bf=self.consume == READY and hint in ("bf", BFW.name),
             foresight=self._foresight(),
             footprints=footprints,
-            adaptive=self.adaptive,
         )
         return order if self.consume == STRICT else replace(order, read_ahead=read_ahead_of(order, self.read_ahead))
 

@@ -41,13 +41,9 @@ def check_words(consume: str, hint: str | None, backward: str | None, *, has_sch
         raise ValueError(f"hint {BFW.name} needs a split backward: leave backward out, or take hint bf")
 
 
-def check_guidance(
-    footprint: bool | None, foresight: ForesightRules | bool | None, adaptive: bool | None, *, is_guided: bool
-) -> None:
-    """Raise ValueError where footprint, foresight or adaptive are asked for and cannot mean anything."""
-    if adaptive and False in (footprint, foresight):
-        raise ValueError("adaptive plans tables for footprint and foresight: leave these on, or leave adaptive out")
-    for name, asked in (("footprint", footprint), ("foresight", foresight), ("adaptive", adaptive)):
+def check_guidance(footprint: bool | None, foresight: ForesightRules | bool | None, *, is_guided: bool) -> None:
+    """Raise ValueError where footprint or foresight are asked for and cannot mean anything."""
+    for name, asked in (("footprint", footprint), ("foresight", foresight)):
         if asked and not is_guided:
             raise ValueError(
                 f"{name} needs a schedule that ranks what is ready: give one, for example zb-h1, with consume {READY} "

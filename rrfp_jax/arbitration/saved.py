@@ -34,7 +34,8 @@ class SavedArbiter:
     capacity: int | None
     """What microbatches held may weigh, where steps say what each weighs."""
     rules: StepRules
-    dispatch_ahead: int
+    dispatch_ahead: int = 0
+    """Always 0. The format of event logs has this key."""
     footprint: int | None
     """Activations."""
     foresight: ForesightRules | None
@@ -61,7 +62,6 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
         window=arbiter.limit,
         capacity=arbiter.capacity,
         rules=arbiter.rules,
-        dispatch_ahead=arbiter.dispatch_ahead,
         footprint=arbiter.footprint,
         foresight=arbiter.foresight_rules,
         read_ahead=arbiter.read_ahead,
@@ -82,6 +82,11 @@ def rebuild(
     """
     if not 0 <= saved.stage < placement.num_stages:
         raise ValueError(f"stage {saved.stage} is none of the {placement.num_stages} stages")
+    if saved.dispatch_ahead:
+        raise ValueError(
+            f"stage {saved.stage} was handed {saved.dispatch_ahead} tasks ahead, which no arbiter does: record the run "
+            "again, with dispatch_ahead just-in-time"
+        )
     has_window = not saved.is_strict and saved.footprint is None
     if (saved.window is not None) != has_window or (saved.window is not None and saved.window < 1):
         raise ValueError(f"stage {saved.stage} has window {saved.window}, which its consumption does not allow")
@@ -93,7 +98,6 @@ def rebuild(
         window=1 if saved.window is None else saved.window,  # ignored where it is None
         capacity=saved.capacity,
         rules=saved.rules,
-        dispatch_ahead=saved.dispatch_ahead,
         footprint=saved.footprint,
         foresight=saved.foresight,
         read_ahead=saved.read_ahead,

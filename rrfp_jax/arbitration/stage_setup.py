@@ -30,8 +30,6 @@ class StageSetup:
     (:attr:`rrfp_jax.arbitration.events.StepStarted.weights`); None: no step does."""
     rules: StepRules = StepRules()  # noqa: RUF009 - frozen
     """What a step consists of beyond the graph's tasks."""
-    dispatch_ahead: int = 0
-    """How many tasks may be dispatched before the running one has finished (hides host latency)."""
     certain_ahead: bool = False
     """Whether the next task is handed over while one runs where nothing that may still happen changes the choice
     (:mod:`rrfp_jax.arbitration.certainty`)."""
@@ -53,8 +51,6 @@ class StageSetup:
             raise ValueError("foresight and footprint need a table as hint, whose row they follow")
         if moves_memory and self.footprint is None:
             raise ValueError("operations that move memory need a footprint: say how many activations a stage may hold")
-        if self.certain_ahead and self.dispatch_ahead:
-            raise ValueError("certain choices are handed over ahead, or a number of tasks: not both")
         if self.capacity is not None and (self.consumption.is_strict or self.footprint is not None):
             raise ValueError(
                 "a capacity takes the place of the window: strict consumption and a footprint heed neither"

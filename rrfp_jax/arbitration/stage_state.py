@@ -64,7 +64,6 @@ class StageState:
         "capacity",
         "certain_ahead",
         "consumption",
-        "dispatch_ahead",
         "evaluates",
         "evaluation_batches",
         "footprint",
@@ -99,8 +98,7 @@ class StageState:
 
     def __init__(self, setup: StageSetup) -> None:
         self.placement, self.stage = setup.placement, setup.stage
-        self.dispatch_ahead, self.evaluation_batches = setup.dispatch_ahead, setup.evaluation_batches
-        self.certain_ahead = setup.certain_ahead
+        self.certain_ahead, self.evaluation_batches = setup.certain_ahead, setup.evaluation_batches
         self.step: int | None = None
         self.is_active = self.evaluates = False
         self._now_s = 0.0
@@ -194,13 +192,6 @@ class StageState:
         twin._begin(twin._full)
         return twin
 
-    def succeeding(self, former: "StageState") -> Self:
-        """This one, fresh, in the place of another that is between steps: it knows what the other has ended, has learnt
-        and has been sent early."""
-        twin = self.fresh(former.step, former.estimates())
-        twin._early, twin._promises = former._early.copy(), former._promises.copy()
-        return twin
-
     def estimates(self) -> Estimates | None:
         """What the stage has learnt for its foresight so far; None if it has none."""
         foresight = self._foresight or self._resting
@@ -243,7 +234,7 @@ class StageState:
         self._due: int | None = None
         self._is_told = False
         """Whether the driver has said that the due task is about to end, and nothing waits behind it yet."""
-        self._capacity = 1 + self.dispatch_ahead
+        self._capacity = 1
         self._certainty = Certainty(ranked) if self.certain_ahead and not plan.engines else None
         self._hint_state = self.consumption.initial
         self._left = plan.num_nodes - len(plan.absent)

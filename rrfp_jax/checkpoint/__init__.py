@@ -1,17 +1,24 @@
 """Checkpoints that are committed as a whole, named by layer, and restored into any layout.
 
 :class:`ChunkLayers` takes the state of a chunk apart by layer, :class:`Checkpoints` saves and restores. A step is saved
-in parts, one for each group of processes that share layers, and each part is an Orbax checkpoint.
+in parts, one for each group of processes that share layers, and each part is an Orbax checkpoint. ``_records.py`` shows
+the files of a step and says when old steps are removed.
 """
 
-from rrfp_jax.checkpoint.checkpoints import Checkpoints as Checkpoints
-from rrfp_jax.checkpoint.checkpoints import Saved as Saved
-from rrfp_jax.checkpoint.chunk_layers import ChunkLayers as ChunkLayers
-from rrfp_jax.checkpoint.coordinator import Alone as Alone
-from rrfp_jax.checkpoint.coordinator import Coordinator as Coordinator
-from rrfp_jax.checkpoint.coordinator import NotDone as NotDone
-from rrfp_jax.checkpoint.ownership import Owner as Owner
-from rrfp_jax.checkpoint.ownership import layer_owners as layer_owners
-from rrfp_jax.checkpoint.reader import Found as Found
-from rrfp_jax.checkpoint.record import Unusable as Unusable
-from rrfp_jax.checkpoint.record import last_committed as last_committed
+from rrfp_jax.checkpoint._arrays import named_leaves as named_leaves
+from rrfp_jax.checkpoint._checkpoints import Checkpoints as Checkpoints
+from rrfp_jax.checkpoint._checkpoints import SaveOutcome as SaveOutcome
+from rrfp_jax.checkpoint._chunk_layers import ChunkLayers as ChunkLayers
+from rrfp_jax.checkpoint._joint_calls import Coordinator as Coordinator
+from rrfp_jax.checkpoint._joint_calls import NotDone as NotDone
+from rrfp_jax.checkpoint._layer_writer import LayerWriter as LayerWriter
+from rrfp_jax.checkpoint._layer_writer import ReadLater as ReadLater
+from rrfp_jax.checkpoint._part_writer import Owner as Owner
+from rrfp_jax.checkpoint._part_writer import layer_owners as layer_owners
+from rrfp_jax.checkpoint._reader import StoredStep as StoredStep
+from rrfp_jax.checkpoint._reader import newest_step as newest_step
+from rrfp_jax.checkpoint._reader import read_layer_params as read_layer_params
+from rrfp_jax.checkpoint._reader import read_params as read_params
+from rrfp_jax.checkpoint._reader import stored_param_specs as stored_param_specs
+from rrfp_jax.checkpoint._records import Unusable as Unusable
+from rrfp_jax.checkpoint._records import last_committed as last_committed

@@ -40,7 +40,7 @@ from rrfp_jax.commands.diagnosis.network_checks import (
 )
 from rrfp_jax.commands.diagnosis.start_check import check_start
 from rrfp_jax.exit_codes import BAD_INPUT, DONE
-from rrfp_jax.launch.settings import Address
+from rrfp_jax.network.config import Address
 
 _PORT = 8476
 _DEADLINE_S = 15.0

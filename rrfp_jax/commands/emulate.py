@@ -25,7 +25,7 @@ from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import add_ordering_arguments, given_order, parse_ordering, refuse_adaptive
+from rrfp_jax.commands.common.ordering import add_ordering_arguments, given_order, parse_ordering
 from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.studies.durations import GivenDurations, Profile, load_durations, parse_durations_ms
@@ -87,7 +87,6 @@ def main(argv: list[str] | None = None) -> int:
     with checking_input():
         arbiters = resolved.arbiters(
             EMULATED_STEP,
-            dispatch_ahead=dispatch.ahead,
             certain_ahead=dispatch.certain,
             members=process.members(),
             protocol=GroupProtocol(arguments.group_protocol),
@@ -178,9 +177,9 @@ def make_parser() -> CommandParser:
     work.add_argument(
         "--dispatch-ahead",
         default=AUTO,
-        metavar="auto|just-in-time|certain|N",
+        metavar="auto|just-in-time|certain|0",
         help="when a stage is handed its next task: shortly before the running one ends, once nothing can "
-        "change the choice, or so many tasks before (default auto: just-in-time with --accelerator, else certain)",
+        "change the choice, or, by 0, at its end (default auto: just-in-time with --accelerator, else certain)",
     )
     work.add_argument(
         "--accelerator", action="store_true", help="tasks run on emulated accelerators, which have queues of their own"
@@ -252,7 +251,6 @@ def _dispatch(arguments: argparse.Namespace) -> Dispatch:
 
 def _resolve(arguments: argparse.Namespace, workload: Planned | None) -> Order:
     ordering = parse_ordering(**given_order(arguments))
-    refuse_adaptive(ordering, "emulate")
     check_fits_graph([ordering], has_graph=has_graph(arguments), chunks_per_stage=arguments.chunks_per_stage)
     num_microbatches = microbatches_per_replica(arguments.num_microbatches, max(arguments.data, 1))
     if workload is None:

@@ -37,7 +37,6 @@ _NO_ORDER: dict[str, Any] = {
     **dict.fromkeys(("schedule", "schedule_hash", "group_size", "hint", "window", "backward")),
     **dict.fromkeys(("footprint", "foresight", "read_ahead", "offload", "recompute")),
     "consume": "ready",
-    "adaptive": False,
     "shard_optimizer": False,
 }
 """What a run says of its order has no meaning here."""

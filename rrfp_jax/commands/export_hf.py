@@ -28,17 +28,17 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     run, target = Path(arguments.run), Path(arguments.folder)
     with checking_input():
-        from rrfp_jax.exchange.whole_folder import check_new
+        from rrfp_jax.hf.new_folder import check_new
 
         check_new(target, "the folder of the export")
         shard_bytes = parse_bytes(arguments.shard_size, "shard-size")
         return_large_blocks()
         use_cpu(1)
-        from rrfp_jax.exchange.exporting import plan_export, write_export
+        from rrfp_jax.hf.exporting import plan_export, write_export
 
         plan = plan_export(run, dtype=arguments.dtype)
         write_export(plan, target, shard_bytes=shard_bytes)
-    kind, step = plan.config["architectures"][0], plan.found.step
+    kind, step = plan.config["architectures"][0], plan.stored.step
     make_console().print(
         f"{target} holds a {kind} of {len(plan.tensors)} tensors, after {step} steps of {run}", soft_wrap=True
     )

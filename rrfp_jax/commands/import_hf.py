@@ -19,8 +19,8 @@ from rrfp_jax.commands.common.memory import return_large_blocks
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.data.tokens.header import TOKENIZER
-from rrfp_jax.exchange.model_folder import CARRIED, MODEL
 from rrfp_jax.exit_codes import DONE
+from rrfp_jax.hf.model_folder import CARRIED, MODEL
 from rrfp_jax.models.config import DTYPES
 
 
@@ -29,12 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     source, target = Path(arguments.source), Path(arguments.folder)
     with checking_input():
-        from rrfp_jax.exchange.whole_folder import check_new
+        from rrfp_jax.hf.new_folder import check_new
 
         check_new(target, "the folder of the import")
         return_large_blocks()
         use_cpu(1)
-        from rrfp_jax.exchange.importing import plan_import, write_import
+        from rrfp_jax.hf.importing import plan_import, write_import
 
         plan = plan_import(source, dtype=arguments.dtype)
         write_import(plan, target)

@@ -37,15 +37,13 @@ from pathlib import Path
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.main import COMMANDS
-from rrfp_jax.launch.binding import BINDINGS
+from rrfp_jax.launch.launch_settings import BINDINGS, OWN_COMMANDS, PREFIXES, LaunchSettings
 from rrfp_jax.launch.launcher import launch
-from rrfp_jax.launch.output import PREFIXES, Output
-from rrfp_jax.launch.placement import Placement
-from rrfp_jax.launch.settings import OWN_COMMANDS, Address, LaunchSettings
+from rrfp_jax.launch.output import Output
+from rrfp_jax.launch.scheduler_env import NodePlace
 from rrfp_jax.network import RunKey
-from rrfp_jax.network.descriptors import require_descriptors
-from rrfp_jax.network.membership import INTERFACE
-from rrfp_jax.network.routes import await_name
+from rrfp_jax.network.config import INTERFACE, Address
+from rrfp_jax.network.host import await_name, require_descriptors
 
 _FILES_OF_A_RANK = 2
 """What it prints and its errors."""
@@ -174,8 +172,8 @@ def _settings(arguments: argparse.Namespace, environ: Mapping[str, str], output:
     )
 
 
-def _placement(arguments: argparse.Namespace, environ: Mapping[str, str], output: Output) -> Placement:
-    given = Placement(
+def _placement(arguments: argparse.Namespace, environ: Mapping[str, str], output: Output) -> NodePlace:
+    given = NodePlace(
         num_nodes=arguments.nodes,
         node_rank=arguments.node_rank,
         head=None if arguments.head is None else Address.parse(arguments.head),

@@ -78,7 +78,7 @@ def _config_of(run: Path) -> TrainConfig:
 def _read(run: Path, config: TrainConfig, num_samples: int) -> "tuple[int, list[ReadWord]]":
     """After how many steps, and what is read."""
     start_alone(config.run.platform)
-    from rrfp_jax.checkpoint.parameters import newest_step, read_params
+    from rrfp_jax.checkpoint import newest_step, read_params
     from rrfp_jax.commands.training.model_parts import vision_language_config
     from rrfp_jax.commands.training.reading import read_words
     from rrfp_jax.data import RenderedText

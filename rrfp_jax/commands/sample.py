@@ -21,8 +21,8 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import start_alone
 from rrfp_jax.commands.training.config import TrainConfig, read_train_config
-from rrfp_jax.exchange.model_folder import RUN, ModelFolder, open_model
 from rrfp_jax.exit_codes import DONE
+from rrfp_jax.hf.model_folder import RUN, ModelFolder, open_model
 
 if TYPE_CHECKING:
     from rrfp_jax.commands.sampling.generating import TokenPrompt
@@ -119,7 +119,7 @@ def _prompt(
     from rrfp_jax.commands.sampling.prompts import prompt_with_images
     from rrfp_jax.commands.training.model_parts import vision_language_config
     from rrfp_jax.data.image_tokens import TextWriter
-    from rrfp_jax.exchange.image_settings import read_image_tokens
+    from rrfp_jax.hf.image_settings import read_image_tokens
 
     data = run.image_text or run.rendered_text
     assert data is not None
@@ -130,7 +130,7 @@ def _prompt(
 
 
 def _made(folder: ModelFolder, prompt: "TokenPrompt", drawing: object, vocabulary: "Vocabulary") -> str:
-    from rrfp_jax.checkpoint.parameters import newest_step, read_params
+    from rrfp_jax.checkpoint import newest_step, read_params
     from rrfp_jax.commands.sampling.generating import Drawing, Generator
     from rrfp_jax.models.encoder_config import ProjectorConfig
     from rrfp_jax.models.vision_language_config import VisionLanguageConfig

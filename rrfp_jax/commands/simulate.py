@@ -26,6 +26,7 @@ from rich.console import Console
 from rrfp_jax.arbitration import Order, StageArbiter
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
+from rrfp_jax.commands.common.garbage import rare_collections
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import Ordering, given_order, parse_ordering
 from rrfp_jax.commands.common.outputs import check_outputs, draw
@@ -37,14 +38,12 @@ from rrfp_jax.commands.studies.durations import (
     load_trace,
     parse_durations_ms,
 )
-from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.commands.studies.graphs import ModelGraph, check_fits_graph, parse_graph, requested_graph
 from rrfp_jax.commands.studies.machine import arbiters_of, dispatch, make_machine
 from rrfp_jax.commands.studies.noise import check_noise, make_costs
 from rrfp_jax.commands.studies.simulate_options import parse_entries, parse_memory_weights, simulate_parser
 from rrfp_jax.commands.studies.simulate_report import show_comparison, show_names, show_run
 from rrfp_jax.commands.studies.workload_options import Planned, has_graph, plan_workload
-from rrfp_jax.planning.replanning import simulate_adapting
 from rrfp_jax.simulation import (
     Costs,
     Machine,
@@ -115,14 +114,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if arguments.num_stages is None or arguments.num_microbatches is None:
         parser.error("give --num-stages and --num-microbatches (or --list for the names of schedules and hints)")
-    with checking_input():
-        setting = make_setting(arguments)
-        orderings = _orderings(arguments)
-        check_fits_graph(
-            [one for _, one in orderings], has_graph=has_graph(arguments), chunks_per_stage=arguments.chunks_per_stage
-        )
-        prepared = [(label, prepare(setting, ordering)) for label, ordering in orderings]
-    outcomes = {label or one.ordering.label: run(setting, one) for label, one in prepared}
+    with rare_collections():
+        with checking_input():
+            setting = make_setting(arguments)
+            orderings = _orderings(arguments)
+            check_fits_graph(
+                [one for _, one in orderings],
+                has_graph=has_graph(arguments),
+                chunks_per_stage=arguments.chunks_per_stage,
+            )
+            prepared = [(label, prepare(setting, ordering)) for label, ordering in orderings]
+        outcomes = {label or one.ordering.label: run(setting, one) for label, one in prepared}
     show(console, setting, outcomes)
     write_files(arguments, outcomes)
     return 0
@@ -196,8 +198,6 @@ def prepare(setting: Setting, ordering: Ordering) -> Prepared:
         placement=setting.model and setting.model.placement,
         graph=setting.model and setting.model.graph,
     )
-    if resolved.adaptive and setting.durations.absent:
-        raise ValueError("adaptive plans from steps in which every task exists, and here some lack pairs: leave it out")
     durations_ms = for_steps(setting.durations.for_graph(resolved.graph), setting.num_steps)
     for pairs in setting.durations.absent:
         resolved.graph.skipping(pairs)
@@ -210,24 +210,13 @@ def prepare(setting: Setting, ordering: Ordering) -> Prepared:
 
 def run(setting: Setting, one: Prepared) -> Outcome:
     """Simulate one order."""
-    if one.ordering.adaptive:
-        ahead = dispatch(setting.arguments).ahead
-        simulation, _ = simulate_adapting(
-            one.ordering,
-            one.costs,
-            rules=RULES,
-            machine=setting.machine,
-            num_steps=setting.num_steps,
-            dispatch_ahead=ahead,
-        )
-    else:
-        simulation = run_simulation(
-            one.arbiters,
-            one.costs,
-            machine=setting.machine,
-            num_steps=setting.num_steps,
-            absent=setting.durations.absent,
-        )
+    simulation = run_simulation(
+        one.arbiters,
+        one.costs,
+        machine=setting.machine,
+        num_steps=setting.num_steps,
+        absent=setting.durations.absent,
+    )
     return Outcome(
         ordering=one.ordering,
         timeline=simulation.timeline,

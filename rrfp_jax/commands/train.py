@@ -37,7 +37,7 @@ from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.costs.devices import DEVICES, device_of
 from rrfp_jax.exit_codes import DATA_UNREADABLE, DONE, INTERNAL_ERROR, NOT_FINITE, PREEMPTED
-from rrfp_jax.network.membership import ATTEMPT, STARTED
+from rrfp_jax.network.config import ATTEMPT, STARTED
 from rrfp_jax.planner.auto_cut import resolve_auto_cut
 from rrfp_jax.runtime.last_words import say_last_words
 from rrfp_jax.runtime.plugins import check_plugin

@@ -135,7 +135,10 @@ class StageForecast:
 
     @property
     def _step_end(self) -> int:
-        # The stage before may have begun the next step: its outputs wait here while R and U run.
+        """Bytes while R or U run on a stage of one chunk; 0 where these programs need nothing."""
+        if self.step_temporaries == 0:
+            return 0
+        # The stage before may have begun the next step: its outputs wait here meanwhile.
         return self.fixed + self.reached * self.per_waiting + self.step_temporaries
 
     @property

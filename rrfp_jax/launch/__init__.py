@@ -1,4 +1,4 @@
-"""Starts the processes of a run, watches them and ends them together: :func:`rrfp_jax.launch.launcher.launch`.
+"""The launcher of a run's processes: :func:`rrfp_jax.launch.launcher.launch` starts, watches and ends them together.
 
-Hosts the rendezvous and JAX's coordination service, and loads no JAX itself.
+It hosts the rendezvous and JAX's coordination service, and loads no JAX itself.
 """

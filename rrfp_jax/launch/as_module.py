@@ -1,4 +1,4 @@
-"""A script that runs a module as ``python -m`` does, but with the current folder after all other places of modules.
+"""A script that runs a module as ``python -m`` does, but looks into the current folder last.
 
 Usage: ``python -P as_module.py MODULE ARGUMENT...``. ``python -m`` looks into the current folder first, and that folder
 is the user's: a file ``queue.py`` there would take the place of Python's own module, in ranks and in processes that the
@@ -18,7 +18,7 @@ def python_module(module: str, *arguments: str) -> list[str]:
 
 
 def run_as_module() -> None:
-    """Run the module that the first argument names."""
+    """Runs the module that the first argument names."""
     root = str(Path(__file__).parents[2])
     if root not in sys.path:  # a checkout that is not installed uses its own code, whatever else is installed
         sys.path.insert(0, root)

@@ -1,4 +1,4 @@
-"""Find out how the processes of a run ended, and which of them is to blame. Pure.
+"""Ends of the processes of a run, and which of them is to blame. Pure.
 
 When a process dies, the others notice and end too, with codes that only say so; they may even be seen to end first. So
 the cause is the earliest ending of the least derived kind: a reason of its own; told to stop (7); could not come
@@ -11,14 +11,14 @@ import signal
 from collections.abc import Callable
 
 from rrfp_jax import exit_codes as codes
-from rrfp_jax.network.roll_call import Ending, name_ranks
+from rrfp_jax.network.rendezvous import ProcessEnding, name_ranks
 
 STOOD_STILL = "stood still (SIGSTOP)"
-"""Why a launcher ended a rank that others had taken for lost."""
+"""Reason for which a launcher ended a rank that others had taken for lost."""
 ABORTED = codes.SIGNALLED + signal.SIGABRT
 _SAME_TIME_S = 1.0
 _LATE_SIGNALS = (signal.SIGABRT, signal.SIGTERM)
-"""With these a process may end since another did: JAX aborts, and whoever watches terminates."""
+"""Signals that may end a process because another has ended: JAX aborts, and a watcher terminates."""
 _MEANINGS = {
     codes.DONE: "done",
     codes.INTERNAL_ERROR: "internal error",
@@ -33,7 +33,7 @@ _MEANINGS = {
     codes.INTERRUPTED: "interrupted",
 }
 _LIMITED = (127, ABORTED, codes.SIGNALLED + signal.SIGSEGV)
-"""How JAX ends where the system gives it no more memory or threads."""
+"""Exit codes with which JAX ends where the system gives it no more memory or threads."""
 _LIMITS = (
     "  a crash without a message of its own is mostly lack of memory or threads: look at ulimit -v and -u, and at the "
     "limits of the container"
@@ -41,7 +41,7 @@ _LIMITS = (
 
 
 def meaning(code: int) -> str:
-    """A process's exit code in words."""
+    """Returns a process's exit code in words."""
     if code in _MEANINGS:
         return f"code {code}, {_MEANINGS[code]}" if code else _MEANINGS[code]
     try:
@@ -51,29 +51,29 @@ def meaning(code: int) -> str:
 
 
 class Endings:
-    """The endings of the ``num_ranks`` ranks of a run, as far as they are known, by rank."""
+    """Ends of the ``num_ranks`` ranks of a run, as far as they are known."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self.by_rank: dict[int, Ending] = {}
-        self.service: Ending | None = None
-        """Of the coordination service, where it ended before the ranks."""
+        self.by_rank: dict[int, ProcessEnding] = {}
+        self.service: ProcessEnding | None = None
+        """End of the coordination service, if it came before those of the ranks."""
 
     def missing(self) -> list[int]:
-        """The ranks whose ending is not known."""
+        """Returns the ranks whose end is not known."""
         return [rank for rank in range(self._num_ranks) if rank not in self.by_rank]
 
     def has_failed(self) -> bool:
-        """Whether anything is known that did not end well."""
+        """Returns whether the service or any rank is known to have failed."""
         return self.service is not None or any(ending.code for ending in self.by_rank.values())
 
     def is_services(self) -> bool:
-        """Whether the coordination service is to blame, since no rank had a reason of its own before."""
+        """Returns whether the coordination service is to blame, since no rank had a reason of its own before."""
         earlier = [e for e in self.by_rank.values() if self.service is not None and e.at_s < self.service.at_s]
         return self.service is not None and all(e.code in (codes.DONE, codes.PEER_LOST, ABORTED) for e in earlier)
 
     def cause(self) -> int | None:
-        """The rank to blame; None where all that is known went well."""
+        """Returns the rank to blame; None where no failure is known."""
         failed = {rank: ending for rank, ending in self.by_rank.items() if ending.code != codes.DONE}
         first = min(failed, key=lambda rank: (_derivation(failed[rank]), failed[rank].at_s, rank), default=None)
         if first is None:
@@ -83,7 +83,7 @@ class Endings:
         return min(killed, key=lambda rank: failed[rank].at_s, default=first)
 
     def code(self) -> int:
-        """The exit code of the run."""
+        """Returns the exit code of the run."""
         if self.is_services():
             return ABORTED
         if (cause := self.cause()) is not None:
@@ -130,20 +130,20 @@ class Endings:
         return f"the run {what} after {ending.at_s:.1f} s: rank {cause} ({_how(ending)})"
 
 
-def _how(ending: Ending) -> str:
-    """The ending in words."""
+def _how(ending: ProcessEnding) -> str:
+    """Returns the end in words."""
     text = meaning(ending.code)
     return f"{ending.by_launcher}: the launcher ended it ({text})" if ending.by_launcher else text
 
 
-def _derivation(ending: Ending) -> int:
-    """0 for a reason of its own; the larger, the more it only follows from other ranks' ends."""
+def _derivation(ending: ProcessEnding) -> int:
+    """Returns 0 for a reason of its own; the larger, the more it only follows from other ranks' ends."""
     kinds = {codes.PREEMPTED: 1, codes.START_FAILED: 2, codes.PEER_LOST: 3}
     return 4 if ending.by_launcher else kinds.get(ending.code, 0)
 
 
-def _was_killed(ending: Ending) -> bool:
-    """Whether a signal ended it out of the blue."""
+def _was_killed(ending: ProcessEnding) -> bool:
+    """Returns whether a signal ended it out of the blue."""
     return (
         not ending.by_launcher and ending.code > codes.SIGNALLED and ending.code - codes.SIGNALLED not in _LATE_SIGNALS
     )

@@ -1,4 +1,4 @@
-"""Where a run meets: the rendezvous and the coordination service, hosted here or reached from another node."""
+"""The head of a run: its rendezvous and its coordination service, hosted here or reached from another node."""
 
 import select
 import subprocess
@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rrfp_jax.launch.as_module import python_module
-from rrfp_jax.launch.children import ASKING, Child, Guardian
-from rrfp_jax.launch.launcher_events import EventQueue
+from rrfp_jax.launch.child_processes import ASKING, Child, Guardian, LauncherEvents
+from rrfp_jax.launch.launch_settings import LaunchSettings
 from rrfp_jax.launch.output import Output
-from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network import LauncherLink, RendezvousServer, RunKey
 from rrfp_jax.network.certificates import SERVICE_SECURITY, service_security
-from rrfp_jax.network.sockets import LOOPBACK
+from rrfp_jax.network.config import LOOPBACK, Address
 
-SERVICE = "coordination"
+_SERVICE = "coordination"
 _READY_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 _MOMENT_S = 0.02
@@ -26,31 +25,31 @@ class HeadFailed(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launcher:
-    """What a launcher has throughout its attempts."""
+class LauncherParts:
+    """The parts of a launcher that serve all of its attempts."""
 
     settings: LaunchSettings
     environment: Mapping[str, str]
-    """Of every rank, but for its place in the run and the key."""
+    """Environment of every rank, without its place in the run and the key."""
     guardian: Guardian
-    events: EventQueue
+    events: LauncherEvents
     output: Output
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
-    """What a launcher needs of the place where its run meets."""
+class RunHead:
+    """The place where a run meets, as one launcher uses it."""
 
     rendezvous: str
     coordinator: str
     interface: str | None
-    """What this node's ranks listen on; None: loopback."""
+    """Interface that this node's ranks listen on; None: loopback."""
     board: RendezvousServer | LauncherLink
-    """Where launchers report how their ranks end, and learn how others did."""
+    """Takes the reports of how ranks end, and tells how those of other nodes did."""
     service: Child | None = None
 
     def close(self) -> None:
-        """Free sockets and processes; after the ranks have ended, since JAX aborts ranks that lose the service."""
+        """Frees sockets and processes, after the ranks have ended: JAX aborts ranks that lose the service."""
         self.board.close()
         if self.service is not None:
             self.service.close_stdin()
@@ -59,8 +58,8 @@ class Head:
                 self.service.join(_STOP_TIMEOUT_S)
 
 
-def host_head(launcher: Launcher, key: RunKey) -> Head:
-    """Start the head on this node. Raises HeadFailed."""
+def host_head(launcher: LauncherParts, key: RunKey) -> RunHead:
+    """Starts the head on this node. Raises HeadFailed."""
     settings, place = launcher.settings, launcher.settings.head
     interface = _interface(settings)
     try:
@@ -70,7 +69,7 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
             deadline_s=settings.start_deadline_s,
             interface=interface or LOOPBACK,
             port=None if place is None else place.port,
-            on_bulletin=launcher.events.put,
+            on_status=launcher.events.put,
             notice=launcher.output.say,
             expected={SERVICE_SECURITY: service_security()},
         )
@@ -78,7 +77,7 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
         raise HeadFailed(f"the rendezvous {error}") from error
     host = server.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     port = 0 if place is None else place.next_port().port
-    module = "rrfp_jax.launch.coordination_process"
+    module = "rrfp_jax.launch.coordination_service"
     service = Child(
         python_module(module, host, str(port), str(settings.num_ranks)),
         {**launcher.environment, **key.environment()},
@@ -91,22 +90,24 @@ def host_head(launcher: Launcher, key: RunKey) -> Head:
         port = _ready_port(service, launcher.events)
     except HeadFailed:
         service.kill()
-        Head(rendezvous="", coordinator="", interface=None, board=server, service=service).close()
+        RunHead(rendezvous="", coordinator="", interface=None, board=server, service=service).close()
         raise
-    launcher.output.follow(SERVICE, service.stdout, service.stderr, is_main=False)
+    launcher.output.follow(_SERVICE, service.stdout, service.stderr, is_main=False)
     coordinator = str(Address(host=host, port=port))
-    return Head(rendezvous=server.address, coordinator=coordinator, interface=interface, board=server, service=service)
+    return RunHead(
+        rendezvous=server.address, coordinator=coordinator, interface=interface, board=server, service=service
+    )
 
 
-def join_head(launcher: Launcher, key: RunKey, attempt: int) -> Head:
-    """Reach the head on node 0: after a restart, that of the attempt before may still be there.
+def join_head(launcher: LauncherParts, key: RunKey, attempt: int) -> RunHead:
+    """Reaches the head on node 0: after a restart, that of the attempt before may still be there.
 
     Raises HeadFailed where it does not answer before the deadline, or not to this key.
     """
     settings, place, events = launcher.settings, launcher.settings.head, launcher.events
     assert place is not None
     ranks, say = tuple(settings.local_ranks()), launcher.output.say
-    link = LauncherLink(f"tcp://{place}", key, ranks, attempt=attempt, on_bulletin=events.put, notice=say)
+    link = LauncherLink(f"tcp://{place}", key, ranks, attempt=attempt, on_status=events.put, notice=say)
     try:
         if not _until(lambda: link.is_accepted, settings.start_deadline_s, events):
             late = f"cannot be joined after {settings.start_deadline_s:g} s: {link.why_not()}"
@@ -115,18 +116,18 @@ def join_head(launcher: Launcher, key: RunKey, attempt: int) -> Head:
     except HeadFailed:
         link.close()
         raise
-    return Head(rendezvous=f"tcp://{place}", coordinator=str(place.next_port()), interface=interface, board=link)
+    return RunHead(rendezvous=f"tcp://{place}", coordinator=str(place.next_port()), interface=interface, board=link)
 
 
 def _interface(settings: LaunchSettings) -> str | None:
-    """Once for each attempt: before a restart, names may lead elsewhere, or nowhere."""
+    # Looked up for each attempt: before a restart, names may lead elsewhere, or nowhere.
     try:
         return settings.listens_on()
     except ValueError as error:
         raise HeadFailed(str(error)) from error
 
 
-def _ready_port(service: Child, events: EventQueue) -> int:
+def _ready_port(service: Child, events: LauncherEvents) -> int:
     poll = select.poll()
     poll.register(service.stdout, select.POLLIN)
     is_ready = _until(lambda: bool(poll.poll(0)), _READY_TIMEOUT_S, events)
@@ -138,8 +139,8 @@ def _ready_port(service: Child, events: EventQueue) -> int:
     raise HeadFailed(text or f"the coordination service was not ready after {_READY_TIMEOUT_S:g} s")
 
 
-def _until(condition: Callable[[], bool], timeout_s: float, events: EventQueue) -> bool:
-    """Whether the condition holds in time. Raises HeadFailed where somebody asks the launcher to stop."""
+def _until(condition: Callable[[], bool], timeout_s: float, events: LauncherEvents) -> bool:
+    """Returns whether the condition holds in time. Raises HeadFailed where somebody asks the launcher to stop."""
     until_s = time.monotonic() + timeout_s
     while not condition():
         if events.stopped_by is not None:

@@ -1,4 +1,4 @@
-"""What the processes print, line by line, each line with its process's name."""
+"""The output of the processes, copied line by line, each line with its process's name."""
 
 import errno
 import os
@@ -7,9 +7,8 @@ import threading
 from collections import deque
 from typing import IO, BinaryIO
 
-PREFIXES = ("auto", "always", "never")
 _MAX_PART_BYTES = 1 << 20
-"""Of a longer line, this much is copied at a time."""
+"""Largest part of a line that is copied at a time."""
 _KEPT_LINES, _KEPT_BYTES = 40, 400
 _TELLING = re.compile(
     r"what\(\)|terminate called|check failed|fatal|error|too many|cannot|unable|failed|incarnation|exhausted",
@@ -18,7 +17,7 @@ _TELLING = re.compile(
 _FRAME = re.compile(r"\s*(@|#\d|\*\*\*|File |Fatal Python error|Thread 0x)")
 """Pattern of the lines of a stack, which say where an error happened and not why."""
 _GONE = (errno.EPIPE, errno.EIO)
-"""What writing ends with once a pipe has no reader, or a terminal has hung up."""
+"""Errors of a pipe that has no reader any more, and of a terminal that has hung up."""
 
 
 class Output:
@@ -37,10 +36,10 @@ class Output:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._last_errors: dict[str, deque[bytes]] = {}
-        """The last lines that each process wrote to its standard error."""
+        """The last lines that each process wrote to its standard error, by its name."""
 
     def follow(self, name: str, stdout: IO[bytes], stderr: IO[bytes], *, is_main: bool) -> None:
-        """Copy both pipes of a process until they close; ``is_main`` for rank 0."""
+        """Copies both pipes of a process until they close; ``is_main`` says that it is rank 0."""
         mark = f"[{name}] ".encode() if self._marks else b""
         if self._is_pure:
             self._copy(stdout, *((self._stdout, b"") if is_main else (self._stderr, mark)))
@@ -59,16 +58,16 @@ class Output:
         return None
 
     def say(self, text: str) -> None:
-        """Lines of the launcher's own."""
+        """Writes lines of the launcher's own, for people."""
         lines = [f"[launcher] {line}\n" for line in text.splitlines()]
         self._write(self._stderr, "".join(lines).encode())
 
     def tell(self, text: str) -> None:
-        """Lines of the launcher's own that a program reads."""
+        """Writes lines of the launcher's own that a program reads."""
         self._write(self._stdout, f"{text}\n".encode())
 
     def drain(self, timeout_s: float) -> None:
-        """Wait until all pipes are closed and copied."""
+        """Waits until all pipes are closed and copied."""
         for thread in self._threads:
             thread.join(timeout_s)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -90,8 +89,8 @@ class Output:
             self._write(target, b"\n")
 
     def _write(self, target: BinaryIO, data: bytes) -> None:
-        """Where nobody reads any longer, lines go nowhere, and what cannot be written now is lost: neither a process
-        that prints nor the launcher may stop for that."""
+        # Where nobody reads any longer, lines go nowhere, and a line that cannot be written now is lost: neither a
+        # process that prints nor the launcher may stop for that.
         with self._lock:
             try:
                 target.write(data)

@@ -103,7 +103,8 @@ def implementation(target: Target, asked: Asked) -> Implementation:
     """Returns the implementation that a target runs."""
     if target.is_nvidia and _cudnn_widths(target, asked) is not None:
         return "cudnn"
-    if target.platform == "tpu" and asked.dtype in (jnp.bfloat16, jnp.float32) and asked.length >= _LANES:
+    is_splash = target.platform == "tpu" and asked.dtype in (jnp.bfloat16, jnp.float32)
+    if is_splash and _LANES <= asked.length <= _LONGEST_SPLASH:
         return "splash"
     return "tiles" if asked.length > _LONG else "formula"
 
@@ -317,6 +318,9 @@ def _say_once(problem: str) -> None:
 # -- TPUs --------------------------------------------------------------------------------------------------------------
 
 _LANES, _LARGEST_BLOCK = 128, 1024
+_LONGEST_SPLASH = 32_768
+"""Longest rows that splash attention gets. Each time that a call is traced, JAX looks at every pair of positions of its
+mask on the host: 3 s for this length, hours for a million positions."""
 _FEW_BLOCKS = 4
 """Up to so many blocks of keys one kernel makes all gradients; it holds the queries' once for every block."""
 

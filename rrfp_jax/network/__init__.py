@@ -1,10 +1,10 @@
-"""How the processes of a run find, recognise, watch and talk to each other; knows nothing of JAX.
+"""The network of a run's processes: they find, recognise, watch and talk to each other. It knows nothing of JAX.
 
 The launcher makes a :class:`RunKey` and hosts a :class:`RendezvousServer`. Each rank opens a :class:`PeerNetwork`,
-goes to the rendezvous (:func:`meet`) with its address and configuration, and starts the network with the addresses of
+joins the rendezvous (:func:`meet`) with its address and configuration, and starts the network with the addresses of
 all others.
 
-The names load on first use, so that whoever reads a configuration (:mod:`rrfp_jax.network.cluster_config`) loads no
+The names load on first use, so that a program that reads a configuration (:mod:`rrfp_jax.network.config`) loads no
 ZeroMQ.
 """
 

@@ -1,13 +1,13 @@
 """Certificates for JAX's coordination service, made from the run key: mutual TLS between the service and every rank.
 
 The key of the authority comes from the run key, so every process makes it anew and nothing more must be copied between
-hosts. Each process signs a certificate for a key of its own, which never leaves it. Who does not have the run key can
-sign nothing that either side accepts. As a launcher makes another run key for every attempt, so is the authority: what
-is left of an earlier attempt has no say.
+hosts. Each process signs a certificate for a key of its own, which never leaves it. A process without the run key can
+sign nothing that either side accepts. A launcher makes another run key for every attempt, and with it another
+authority, so processes that are left of an earlier attempt are refused.
 
-A certificate names what its holder is by a URI, since the service's address may be an IP address of any interface. The
-service accepts those of ranks and ranks that of the service, so a rank cannot stand in for the service. They are valid
-at all times (RFC 5280, 4.1.2.5): the attempt is what ends them, and clocks of hosts need not agree.
+A certificate names the role of its holder by a URI, since the service's address may be an IP address of any interface.
+The service accepts the certificates of ranks, and ranks that of the service, so a rank cannot stand in for the service.
+Certificates are valid at all times (RFC 5280, 4.1.2.5): the attempt ends them, and clocks of hosts need not agree.
 
 JAX reads files, again and again. Here they lie in memory of this process (``memfd_create``): nobody else needs to be
 kept from them, and they end with the process, however that ends.
@@ -29,7 +29,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rrfp_jax.network.keys import RunKey
 
 SERVICE_SECURITY = "coordination service"
-"""Under which name the head and all ranks compare how their JAX protects it."""
+"""Name under which the head and all ranks compare how their JAX protects the service."""
 SECURED, OPEN = "mutual TLS", "open, as in JAX before 0.11.2"
 _SECURED_SINCE = (0, 11, 2)
 _SERVICE_URI, _RANK_URI = "rrfp://service/", "rrfp://rank/"
@@ -38,14 +38,11 @@ _EVER = datetime(1970, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzi
 _CURVE = ec.SECP256R1()
 _CURVE_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _SCALAR_BYTES = 48
-"""More than the order has, so that the remainder is as good as uniform (FIPS 186-5, A.2.1)."""
+"""More bytes than the order has, so that the remainder is as good as uniform (FIPS 186-5, A.2.1)."""
 
 
 def service_security() -> str:
-    """How the JAX that is installed here protects its coordination service: ``SECURED`` or ``OPEN``.
-
-    Asks for the version only: JAX is not loaded.
-    """
+    """Returns how the installed JAX protects its coordination service, ``SECURED`` or ``OPEN``; JAX is not loaded."""
     release = re.match(r"[0-9.]*[0-9]", version("jaxlib"))  # without "rc1" and the like
     assert release is not None
     return SECURED if tuple(map(int, release[0].split("."))) >= _SECURED_SINCE else OPEN
@@ -65,12 +62,12 @@ def service_warning(coordinator: str, own_host: str) -> str | None:
 
 
 def service_credentials(key: RunKey) -> dict[str, str | bool]:
-    """What the process that hosts the service gives JAX as keyword arguments; nothing where JAX leaves it open."""
+    """Returns JAX's keyword arguments in the process that hosts the service; none where JAX leaves it open."""
     return _credentials(key, _SERVICE_URI, ExtendedKeyUsageOID.SERVER_AUTH, accepts=_RANK_URI)
 
 
 def rank_credentials(key: RunKey, rank: int) -> dict[str, str | bool]:
-    """The same for the client of a rank."""
+    """Returns JAX's keyword arguments for the client of a rank; none where JAX leaves the service open."""
     return _credentials(key, f"{_RANK_URI}{rank}", ExtendedKeyUsageOID.CLIENT_AUTH, accepts=_SERVICE_URI)
 
 
@@ -132,7 +129,7 @@ def _named(name: str) -> x509.Name:
 
 
 def _in_memory(name: str, content: bytes) -> str:
-    """The path of a file that only this process has, as long as it lives, since JAX reads it now and then."""
+    """Returns the path of a file that exists in this process alone, until it ends: JAX reads it now and then."""
     descriptor = os.memfd_create(f"rrfp-{name}")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)

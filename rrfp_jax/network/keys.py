@@ -2,7 +2,7 @@
 
 Each role (``rank 3``, ``rendezvous``) has a key pair of its own, so a handshake proves not only that a peer belongs to
 the run but also which rank it is. The secret reaches the ranks through their environment or a private file, never
-through a service. Whoever holds it belongs to the run: ranks are not protected from each other.
+through a service. Every process that holds it belongs to the run: ranks are not protected from each other.
 """
 
 import base64
@@ -47,12 +47,12 @@ class RunKey:
 
     @classmethod
     def generate(cls) -> "RunKey":
-        """A fresh key from the operating system's randomness."""
+        """Returns a fresh key from the operating system's randomness."""
         return cls(secrets.token_bytes(_NUM_BYTES))
 
     @classmethod
     def from_text(cls, text: str, where: str = "the run key") -> "RunKey":
-        """Read what :meth:`text` wrote; ``where`` names the source in errors, which never show the text itself."""
+        """Reads the output of :meth:`text`; ``where`` names the source in errors, which never show the text itself."""
         try:
             return cls(base64.b64decode(text.strip().encode("ascii"), altchars=b"-_", validate=True))
         except (UnicodeEncodeError, binascii.Error) as error:
@@ -62,7 +62,7 @@ class RunKey:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> "RunKey":
-        """The key from ``RRFP_RUN_KEY``, or from the file that ``RRFP_RUN_KEY_FILE`` names.
+        """Returns the key from ``RRFP_RUN_KEY``, or from the file that ``RRFP_RUN_KEY_FILE`` names.
 
         Raises:
             ValueError: where neither or both are set, the key is malformed, or others may read the file.
@@ -79,9 +79,10 @@ class RunKey:
 
     @classmethod
     def from_file(cls, path: Path) -> "RunKey":
-        """Read a key file that nobody else may read."""
+        """Reads a key file. Raises ValueError where it is no regular file, or others may read it."""
         try:
             with open(path, encoding="ascii", errors="replace", opener=_open_now) as file:
+                # Checked on the open file: its path could lead to another one a moment later.
                 mode = os.fstat(file.fileno()).st_mode
                 if not stat.S_ISREG(mode):
                     raise ValueError(
@@ -100,15 +101,15 @@ class RunKey:
         return cls.from_text(text, f"the key file {path}")
 
     def text(self) -> str:
-        """The secret as text, for the environment or a secret store."""
+        """Returns the secret as text, for the environment or a secret store."""
         return base64.b64encode(self._secret, altchars=b"-_").decode("ascii")
 
     def environment(self) -> dict[str, str]:
-        """The variables to set for the processes of the run; remove ``RRFP_RUN_KEY_FILE`` from theirs."""
+        """Returns the variables to set for the processes of the run; remove ``RRFP_RUN_KEY_FILE`` from theirs."""
         return {KEY_VARIABLE: self.text()}
 
     def write(self, path: Path) -> None:
-        """Write a new key file with mode 0600; an existing file is not overwritten.
+        """Writes a new key file with mode 0600; an existing file is not overwritten.
 
         Raises:
             ValueError: where the file exists, or cannot be written.
@@ -127,15 +128,15 @@ class RunKey:
             raise ValueError(f"{path} cannot be written ({error.strerror}): make room, or name another path") from error
 
     def pair(self, role: str) -> KeyPair:
-        """The key pair of a role, the same in every process of the run."""
+        """Returns the key pair of a role, the same in every process of the run."""
         return _derive(self._secret, role)
 
     def expand(self, purpose: str, num_bytes: int) -> bytes:
-        """Secret bytes for a purpose (HKDF), from which nothing can be told of the key or of other purposes."""
+        """Returns secret bytes for a purpose (HKDF), which tell nothing of the key or of other purposes."""
         return HKDF(SHA256(), num_bytes, salt=None, info=f"rrfp {purpose}".encode()).derive(self._secret)
 
     def mac_key(self, purpose: str) -> bytes:
-        """32 bytes for a message authentication code, different for each purpose and from every key pair."""
+        """Returns 32 bytes for a message authentication code, different for each purpose and from every key pair."""
         return _expand(self._secret, f"mac {purpose}")
 
     def __eq__(self, other: object) -> bool:
@@ -149,7 +150,7 @@ class RunKey:
 
 
 def _open_now(path: str, flags: int) -> int:
-    """Open without waiting: a named pipe, which is refused as no regular file, would wait for a writer for ever."""
+    """Opens without waiting: a named pipe, which is refused as no regular file, would wait for a writer for ever."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

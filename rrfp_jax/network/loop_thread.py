@@ -22,7 +22,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class LoopThread:
-    """Runs ``loop`` from the start until :meth:`close`, in a daemon thread."""
+    """Runs ``loop`` from its construction until :meth:`close`, in a daemon thread."""
 
     def __init__(self, name: str = "rrfp-loop") -> None:
         self.loop = uvloop.new_event_loop()
@@ -35,7 +35,7 @@ class LoopThread:
         return self._thread.is_alive()
 
     def call(self, function: Callable[..., _T], *args: Any, timeout_s: float | None = None) -> _T:
-        """Call ``function(*args)`` on the loop and return its result or raise its error; from any thread.
+        """Calls ``function(*args)`` on the loop. Returns its result or raises its error; any thread may call this.
 
         Raises:
             RuntimeError: where the loop is closed.
@@ -55,7 +55,7 @@ class LoopThread:
         return result_of(future, timeout_s)
 
     def close(self) -> None:
-        """End the loop after the call it is in; what is scheduled for later is dropped. May be called again."""
+        """Ends the loop after the call it is in; calls scheduled for later are dropped. May be called again."""
         if self.loop.is_closed():
             return
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -71,7 +71,7 @@ class LoopThread:
 
 
 def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether this thread is in a call of the loop."""
+    """Returns whether this thread is in a call of the loop."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
@@ -79,7 +79,7 @@ def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
 
 
 def _preempt_others() -> None:
-    """Let this thread preempt the others of its process as it wakes, where binding makes all wait their turn.
+    """Lets this thread preempt the others of its process as it wakes, where binding makes all wait their turn.
 
     Its turns are short, and all wait for them; ZeroMQ's thread would keep it waiting while it copies a large array.
     """

@@ -1,237 +1,273 @@
-"""A rank's and a launcher's side of the rendezvous."""
+"""The rules of the rendezvous, without sockets or clocks: who has come, who is refused, and how it ends.
 
-import os
-import socket as sockets
-import threading
-import time
-from collections.abc import Callable, Collection
-from contextlib import closing, suppress
-from dataclasses import replace
+Every rank sends a :class:`JoinRequest`. The rendezvous succeeds once all have come with the same configuration. It
+fails where a rank ends before that or the deadline passes. A rank that comes after a failure is refused with a text
+that is made anew, so that it never names as missing a rank that has come meanwhile. Launchers learn all this from a
+:class:`RunStatus`.
+"""
+
+import json
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import zmq
+from rrfp_jax.record_files import parse_json
 
-from rrfp_jax.network.keys import RunKey
-from rrfp_jax.network.plain import MalformedMessage, pack, unpack
-from rrfp_jax.network.rendezvous_server import (
-    MAX_ANSWER_BYTES,
-    MEMBER_ROLE,
-    MOMENT_S,
-    SERVER_ROLE,
-    SILENT_S,
-    WAITING_S,
-    RendezvousFailed,
-)
-from rrfp_jax.network.roll_call import Bulletin, Ending, Hello, LauncherReport, Member
-from rrfp_jax.network.sockets import connect, connect_as, connection_events, new_socket, watch
-from rrfp_jax.records import MalformedRecord, from_plain, to_plain
-
-_REPEAT_S = 1.0
-_RECONNECT_MS = 500
-_MARGIN_S = 2.0
-"""How much later than the rendezvous its guests give up, so that they hear its verdict."""
-_MAX_REFUSALS = 3
-"""A key that is refused so often in a row is another one."""
-_FAREWELL_MS = 2000
+_MAX_KEYS_SHOWN = 10
+_ABSENT = "nothing"
+_TOKEN = secrets.token_hex(8)
 
 
-def meet(address: str, hello: Hello, key: RunKey, *, deadline_s: float = 60.0) -> tuple[Member, ...]:
-    """Go to the rendezvous at ``address`` (``tcp://host:port``) and return all members, ascending by rank.
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """A rank as it introduces itself to all others."""
 
-    Blocks until the verdict, at most until the rendezvous' own deadline (once it has answered) or ``deadline_s``.
+    rank: int
+    host: str
+    pid: int
+    address: dict[str, str]
+    """Addresses on which its sockets listen (``PeerAddress.as_dict()``)."""
+    boot: str = ""
+    """Identifier of the boot of the member's host; empty if the system has none."""
+    token: str = _TOKEN
+    """Random text of this process alone: containers may share a host name, and call each of their first processes 1."""
 
-    Raises:
-        RendezvousFailed: with the verdict, where ranks are missing or differ, this one is refused, the run key is not
-            the rendezvous', or nobody answers.
-        ValueError: where the hello is larger than 1 MiB.
+    def __str__(self) -> str:
+        return f"pid {self.pid} on host {self.host}"
+
+
+def name_hosts(members: Sequence[Member]) -> tuple[str, ...]:
+    """Returns the name of each member's host; hosts that share a name get their addresses and boots added.
+
+    Containers and images often share a name, so two ranks share a host if name, boot and address are all equal.
     """
-    said = pack({"kind": "hello", "hello": to_plain(hello)})
-    next_s, until_s, has_answered = 0.0, time.monotonic() + deadline_s, False
-    with closing(_Guest(address, key)) as guest:
-        while (now_s := time.monotonic()) < until_s:
-            if now_s >= next_s and not has_answered:
-                guest.say(said)
-                next_s = now_s + _REPEAT_S
-            answer = guest.hear(until_s)
-            if guest.num_refused >= _MAX_REFUSALS:
-                raise RendezvousFailed(
-                    f"the rendezvous at {address} does not accept this process's run key: every process of a run "
-                    "needs the key that its launcher made"
-                )
-            match answer:
-                case {"kind": "waiting", "remaining_s": float() as remaining_s}:
-                    has_answered = True
-                    until_s = time.monotonic() + remaining_s + _MARGIN_S
-                case {"kind": "failed", "text": str() as text}:
-                    raise RendezvousFailed(text)
-                case {"kind": "complete", "members": members}:
-                    return tuple(from_plain(tuple[Member, ...], members))
-    state = "fell silent" if has_answered else "did not answer: is the launcher running, and the address right?"
-    raise RendezvousFailed(f"the rendezvous at {address} {state}")
+    places = [
+        (m.host, m.address.get("messages", "").rpartition(":")[0].removeprefix("tcp://"), m.boot) for m in members
+    ]
+    known = Counter(name for name, _, _ in set(places))
+    return tuple(
+        name if known[name] == 1 else f"{name} (at {address}, boot {boot[:8] or 'unknown'})"
+        for name, address, boot in places
+    )
 
 
-class LauncherLink:
-    """The connection of another node's launcher to the head, in a thread of its own; close it.
+@dataclass(frozen=True, kw_only=True)
+class JoinRequest:
+    """The data that a rank brings to the rendezvous."""
+
+    member: Member
+    num_ranks: int
+    configuration: str
+    """Settings that must be the same on all ranks, as canonical JSON."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(parse_json(self.configuration), dict):
+            raise ValueError(f"the configuration is {self.configuration:.60}: give an object")
+
+    @classmethod
+    def of(cls, member: Member, num_ranks: int, configuration: Mapping[str, Any]) -> "JoinRequest":
+        """Makes a request with a configuration of plain data. Raises TypeError for other data."""
+        text = json.dumps(configuration, sort_keys=True, separators=(",", ":"))
+        return cls(member=member, num_ranks=num_ranks, configuration=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessEnding:
+    """The end of the process of a rank, or of the coordination service."""
+
+    code: int
+    """Exit code, 128 + n where signal n killed the process."""
+    at_s: float
+    """Seconds since the head's start."""
+    by_launcher: str = ""
+    """Reason for which its launcher ended it; empty where it ended by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """The head's knowledge of a run, for all launchers."""
+
+    endings: dict[int, ProcessEnding] = field(default_factory=dict)
+    """Ends of ranks, by rank."""
+    failure: str | None = None
+    """Why the ranks did not come together."""
+    doomed: tuple[int, ...] = ()
+    """Ranks that have not come since that failure: they would be refused, so their launchers end them at once."""
+    service: ProcessEnding | None = None
+    """End of the coordination service, if it came too early: JAX aborts all ranks."""
+    is_last: bool = False
+    """Whether the head ends, and says nothing more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherReport:
+    """A report that the launcher of another node sends to the head, again and again."""
+
+    ranks: tuple[int, ...]
+    """Ranks that it starts."""
+    endings: dict[int, ProcessEnding]
+    """Ends of these ranks; ``at_s`` counts backwards from now."""
+    version: int
+    """Version of the latest status that it has."""
+    is_leaving: bool = False
+    """Whether it ends, and needs no further status."""
+
+
+class Rendezvous:
+    """Collects the join requests of one run until it is decided: ``members`` (all is well) or ``failure`` (why not).
 
     Args:
-        ranks: those that the launcher starts.
-        attempt: how often the run was started before; the head may still serve the attempt before this one.
-        on_bulletin: called on that thread whenever there is news.
-        notice: called there with sentences for the user while the head does not answer.
-
-    ``is_accepted``: the head has answered to this key. ``is_gone``: it has ended, or not answered for a while since.
+        expected: settings of the head; a rank's configuration must have the same, or none of the same name.
     """
 
-    def __init__(
-        self,
-        address: str,
-        key: RunKey,
-        ranks: tuple[int, ...],
-        *,
-        attempt: int = 0,
-        on_bulletin: Callable[[Bulletin], None],
-        notice: Callable[[str], None],
-    ) -> None:
-        self._address, self._key, self._ranks, self._attempt = address, key, ranks, attempt
-        self._on_bulletin, self._notice = on_bulletin, notice
-        self.is_accepted = self.is_gone = False
-        self._bulletin, self._version = Bulletin(), -1
-        self._endings: dict[int, Ending] = {}
-        self._is_closing = False
-        self._wake_read, self._wake_write = sockets.socketpair()
-        self._guest = _Guest(address, key, self._wake_read.fileno())
-        self._thread = threading.Thread(target=self._run, name="rrfp-head", daemon=True)
-        self._thread.start()
+    def __init__(self, num_ranks: int, expected: Mapping[str, Any] | None = None) -> None:
+        self.num_ranks = num_ranks
+        self._expected = expected or {}
+        self.endings: dict[int, ProcessEnding] = {}
+        """Ends of ranks, as their launchers reported them."""
+        self.members: tuple[Member, ...] | None = None
+        self._requests: dict[int, JoinRequest] = {}
+        self._occasion: str | None = None
+        self._first_failure: str | None = None
+        """The failure as its text was at first."""
+        self._lines: list[str] = []
+        self._doomed: list[int] = []
+        self._awaited: list[int] = []
+        """Ranks that had not joined when the rendezvous failed, and have not since."""
 
-    def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "") -> None:
-        """A process of this node has ended, now or at ``time.monotonic() == at_s``; told until the head has it."""
-        at_s = time.monotonic() if at_s is None else at_s
-        self._endings = {**self._endings, rank: Ending(code=code, at_s=at_s, by_launcher=by_launcher)}
-        self._wake_write.send(b"\0")
+    @property
+    def is_decided(self) -> bool:
+        """Whether the rendezvous has succeeded or failed."""
+        return self.members is not None or self._occasion is not None
 
-    def is_settled(self) -> bool:
-        """Whether the head knows all that was reported here, or is gone."""
-        return self.is_gone or self._endings.keys() <= self._bulletin.endings.keys()
-
-    def may_hear_of(self, _: Collection[int], *, may_come: bool = True) -> bool:  # noqa: ARG002 - the head is there or not
-        """Whether the head may still tell of the ends of other ranks."""
-        return not self.is_gone
-
-    def why_not(self) -> str:
-        """Why the head has not accepted this launcher yet."""
-        if self._guest.num_refused < _MAX_REFUSALS:
-            return "it does not answer"
-        if self._attempt:
-            return "it still serves an earlier attempt"
-        return "it answers, but not to this node's run key: give the same to all nodes"
-
-    def close(self) -> None:
-        """Say farewell and end the thread."""
-        self._is_closing = True
-        self._wake_write.send(b"\0")
-        self._thread.join()
-        self._wake_read.close()
-        self._wake_write.close()
-
-    def _run(self) -> None:
-        with closing(self._guest) as guest:
-            started_s = time.monotonic()
-            next_s, waiting_s, was_refused, num_unanswered = 0.0, WAITING_S, False, 0
-            while not self._is_closing:
-                now_s = time.monotonic()
-                if now_s >= next_s and guest.is_connected:
-                    guest.say(self._report())
-                    next_s = now_s + _REPEAT_S
-                    num_unanswered += 1
-                answer = guest.hear(now_s + _REPEAT_S)
-                if guest.was_woken or (answer is not None and self._read(answer)):
-                    next_s = 0.0
-                if answer is not None:
-                    self.is_accepted, num_unanswered = True, 0
-                    continue
-                is_refused = guest.num_refused >= _MAX_REFUSALS
-                if self.is_accepted:
-                    is_unreached = guest.num_unreached >= _MAX_REFUSALS
-                    self.is_gone |= is_refused or is_unreached or num_unanswered * _REPEAT_S > SILENT_S
-                elif now_s > started_s + waiting_s or is_refused > was_refused:
-                    self._notice(
-                        f"waiting for the head at {self._address} ({now_s - started_s:.0f} s): {self.why_not()}"
-                    )
-                    waiting_s, was_refused = 2 * max(waiting_s, now_s - started_s), is_refused
-            if not self.is_gone:
-                guest.linger_ms = _FAREWELL_MS
-                guest.say(self._report(is_leaving=True))
-
-    def _report(self, *, is_leaving: bool = False) -> bytes:
-        now_s = time.monotonic()
-        endings = {rank: replace(ending, at_s=now_s - ending.at_s) for rank, ending in self._endings.items()}
-        report = LauncherReport(ranks=self._ranks, endings=endings, version=self._version, is_leaving=is_leaving)
-        return pack({"kind": "launcher", "report": to_plain(report)})
-
-    def _read(self, answer: dict[str, Any]) -> bool:
-        """Whether it is news."""
-        match answer:
-            case {"kind": "bulletin", "version": int() as version, "bulletin": data} if version != self._version:
-                with suppress(MalformedRecord):
-                    self._bulletin, self._version = from_plain(Bulletin, data), version
-                    self.is_gone |= self._bulletin.is_last
-                    self._on_bulletin(self._bulletin)
-                    return True
-        return False
-
-
-class _Guest:
-    """A connection to the rendezvous. What is written to ``wake_fd`` wakes who hears, as a new connection does."""
-
-    def __init__(self, address: str, key: RunKey, wake_fd: int | None = None) -> None:
-        self._wake_fd = wake_fd
-        self._context = zmq.Context()
-        self._socket = new_socket(self._context, zmq.DEALER)
-        self._socket.maxmsgsize = MAX_ANSWER_BYTES
-        self._socket.reconnect_ivl_max = _RECONNECT_MS
-        self._monitor = watch(self._socket)
-        self._poller = zmq.Poller()
-        for readable in (self._socket, self._monitor, *(() if wake_fd is None else (wake_fd,))):
-            self._poller.register(readable, zmq.POLLIN)
-        self.num_refused = self.num_unreached = 0
-        """In a row."""
-        self.is_connected = self.was_woken = False
-        self.linger_ms = 0
-        connect_as(self._socket, key.pair(MEMBER_ROLE), key.pair(SERVER_ROLE).public)
-        try:
-            connect(self._socket, address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ValueError(f"'{address}' is no address of a rendezvous: give tcp://host:port") from error
-
-    def say(self, data: bytes) -> None:
-        with suppress(zmq.Again):  # refused, and not yet connected again: said again later
-            self._socket.send(data, zmq.NOBLOCK)
-
-    def hear(self, until_s: float) -> dict[str, Any] | None:
-        """The next answer before ``until_s``, at most a moment later, if any."""
-        left_s = min(MOMENT_S, max(0.0, until_s - time.monotonic()))
-        ready = dict(self._poller.poll(round(left_s * 1000) + 1))
-        self.was_woken = self._monitor in ready and self._has_connected()
-        if self._wake_fd is not None and self._wake_fd in ready:
-            self.was_woken = bool(os.read(self._wake_fd, 4096))
-        if self._socket not in ready:
+    @property
+    def failure(self) -> str | None:
+        """Why the ranks did not come together, as far as it is known now."""
+        if self._occasion is None:
             return None
-        try:
-            answer = unpack(self._socket.recv(zmq.NOBLOCK), MAX_ANSWER_BYTES)
-        except MalformedMessage:
+        awaited = [f"not here yet: {name_ranks(self._awaited)}"] if self._awaited else []
+        return "\n  ".join([f"the rendezvous failed: {self._occasion}", *awaited, *self._lines])
+
+    def status(self) -> RunStatus:
+        """Returns the status for the launchers."""
+        doomed = tuple(rank for rank in self._doomed if rank not in self.endings and rank not in self._requests)
+        return RunStatus(endings=dict(self.endings), failure=self._first_failure, doomed=doomed)
+
+    def admit(self, request: JoinRequest) -> str | None:
+        """Notes a rank's request. Returns a text where it is refused. To ask again changes nothing."""
+        new = request.member
+        if not 0 <= new.rank < self.num_ranks:
+            return (
+                f"rank {new.rank} (host {new.host}, pid {new.pid}) is out of range: this run has {self.num_ranks} "
+                f"ranks, 0 to {self.num_ranks - 1}; start as many processes as the rendezvous was told"
+            )
+        known = self._requests.get(new.rank)
+        if known is not None and known.member.token != new.token:
+            return (
+                f"rank {new.rank} was started twice: it is here as {known.member}, this is another process, {new}; "
+                "start every rank once"
+            )
+        if known is not None:
             return None
-        return answer if isinstance(answer, dict) else None
+        self._requests[new.rank] = request
+        if self._occasion is not None:
+            return self._refuse_late(new.rank)
+        if len(self._requests) == self.num_ranks:
+            self._decide(f"all {self.num_ranks} ranks have come")
+        return None
 
-    def _has_connected(self) -> bool:
-        was_connected = self.is_connected
-        for event in connection_events(self._monitor):
-            self.is_connected = event.succeeded
-            self.num_refused = 0 if event.succeeded else self.num_refused + (event.failed is not None)
-            self.num_unreached = 0 if event.succeeded else self.num_unreached + event.unreachable
-        return self.is_connected and not was_connected
+    def _refuse_late(self, rank: int) -> str:
+        if rank in self._awaited:
+            self._awaited.remove(rank)
+            return str(self.failure)
+        self._doomed = self._doomed or self.missing()
+        late = f"rank {rank} came late: the rendezvous had failed before; start all ranks together again"
+        return f"{late}\n  {self.failure}"
 
-    def close(self) -> None:
-        self._monitor.close()
-        self._socket.close(linger=self.linger_ms)
-        self._context.term()
+    def ended(self, rank: int, ending: ProcessEnding) -> None:
+        """Notes that a rank's process has ended, by which the rendezvous fails unless it is decided."""
+        self.endings.setdefault(rank, ending)
+        if not self.is_decided:
+            self._awaited = [other for other in self.missing() if other != rank]
+            self._decide(f"rank {rank} ended with code {ending.code} before all ranks had come", must_fail=True)
+            if ending.code:  # else each may have done its work, such as printing its help
+                self._doomed = self._awaited.copy()
+
+    def expire(self, deadline_s: float) -> None:
+        """Notes that the deadline is over."""
+        if not self.is_decided:
+            missing = self.missing()
+            lines = [f"missing: {name_ranks(missing)}"]
+            self._decide(f"the rendezvous was not complete after {deadline_s:g} s", lines, must_fail=True)
+            if self._requests:  # else this may be a program that goes to no rendezvous
+                self._doomed = missing
+
+    def give_up(self, why: str) -> None:
+        """Waits for no further rank."""
+        if not self.is_decided:
+            self._occasion = why
+
+    def missing(self) -> list[int]:
+        """Returns the ranks that have sent no request."""
+        return [rank for rank in range(self.num_ranks) if rank not in self._requests]
+
+    def _decide(self, occasion: str, lines: Iterable[str] = (), *, must_fail: bool = False) -> None:
+        # A failure names everything that is known to be wrong, not just the first thing.
+        self._lines = [*lines, *self._differences()]
+        if must_fail or self._lines:
+            self._occasion = occasion
+            self._first_failure = self.failure
+        else:
+            self.members = tuple(self._requests[rank].member for rank in sorted(self._requests))
+
+    def _differences(self) -> Iterator[str]:
+        for rank, request in sorted(self._requests.items()):
+            if request.num_ranks != self.num_ranks:
+                yield f"{self.num_ranks} ranks are expected, rank {rank} was told of {request.num_ranks}"
+        brought = {rank: json.loads(request.configuration) for rank, request in self._requests.items()}
+        for key, value in self._expected.items():
+            others = [rank for rank, configuration in brought.items() if configuration.get(key, value) != value]
+            if others:
+                values = sorted({json.dumps(brought[rank][key]) for rank in others})
+                yield f"{key} is {json.dumps(value)} on the head, but {' or '.join(values):.80} on {name_ranks(others)}"
+        yield from configuration_differences({rank: request.configuration for rank, request in self._requests.items()})
+
+
+def configuration_differences(configurations: Mapping[int, str]) -> list[str]:
+    """Returns a line for each key (``optimizer.lr``) that differs between ranks, with all values and their ranks."""
+    if len(set(configurations.values())) < 2:
+        return []
+    flat = {rank: dict(_flatten(json.loads(text), "")) for rank, text in configurations.items()}
+    keys = sorted({key for values in flat.values() for key in values})
+    lines = []
+    for key in keys:
+        ranks_of: dict[str, list[int]] = {}
+        for rank in sorted(flat):
+            ranks_of.setdefault(flat[rank].get(key, _ABSENT), []).append(rank)
+        if len(ranks_of) > 1:
+            lines.append(f"{key} is " + ", ".join(f"{v:.80} on {name_ranks(r)}" for v, r in ranks_of.items()))
+    if len(lines) > _MAX_KEYS_SHOWN:
+        lines[_MAX_KEYS_SHOWN:] = [f"and {len(lines) - _MAX_KEYS_SHOWN} more keys"]
+    return lines
+
+
+def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and (value or not prefix):
+        for key, inner in value.items():
+            yield from _flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, json.dumps(value, sort_keys=True)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Returns ``rank 3``, or ``ranks 0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank {text}" if len(spans) == 1 and spans[0][0] == spans[0][1] else f"ranks {text}"

@@ -1,9 +1,10 @@
-"""Where the ranks of a run meet before ``jax.distributed`` starts; hosted by the launcher or a supervisor.
+"""The server of the rendezvous, at which the ranks of a run meet before ``jax.distributed`` starts.
 
 ``jax.distributed.initialize`` aborts the process when a rank is missing. So all ranks come here first: within a
 deadline either everyone learns everyone's address, or everyone learns who is missing and which settings differ. The
-server stays afterwards: the launchers of other nodes report how their ranks end, and get a :class:`Bulletin` of all.
-Both sides repeat all that they know until the other has it, so lost messages and connections do no harm.
+server stays afterwards: the launchers of other nodes report how their ranks end, and get a :class:`RunStatus` of all.
+Both sides repeat all that they know until the other has it, so lost messages and connections do no harm. The launcher
+or a supervisor hosts it.
 """
 
 import logging
@@ -19,26 +20,33 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from rrfp_jax.network.gate import Gate
+from rrfp_jax.network.admission import Gate, UnprovenConnections
+from rrfp_jax.network.config import LOOPBACK
 from rrfp_jax.network.keys import RunKey
-from rrfp_jax.network.plain import MAX_HEADER_BYTES, MalformedMessage, pack, unpack
-from rrfp_jax.network.roll_call import Bulletin, Ending, Hello, LauncherReport, RollCall, name_ranks
-from rrfp_jax.network.sockets import LOOPBACK, WATCHED_EVENTS, bind, new_socket, serve_as
-from rrfp_jax.network.unproven import Unproven
+from rrfp_jax.network.rendezvous import (
+    JoinRequest,
+    LauncherReport,
+    ProcessEnding,
+    Rendezvous,
+    RunStatus,
+    name_ranks,
+)
+from rrfp_jax.network.wire import MAX_HEADER_BYTES, MalformedMessage, pack, unpack
+from rrfp_jax.network.zmq_sockets import WATCHED_EVENTS, bind_socket, monitor_of, new_socket, serve_as
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
 _LOG = logging.getLogger(__name__)
 SERVER_ROLE, MEMBER_ROLE = "rendezvous", "member"
 MAX_ANSWER_BYTES = 64 << 20
-"""An answer names all members of the run."""
+"""Largest answer, which names all members of the run."""
 MOMENT_S = 0.25
-"""No wait is longer, so that Ctrl-C is noticed."""
+"""Longest wait, so that Ctrl-C is noticed."""
 SILENT_S = 10.0
-"""After this much silence, the other side of a launcher's connection counts as gone."""
+"""Silence after which the other side of a launcher's connection counts as gone."""
 _LINGER_MS = 1000
 _STOP_TIMEOUT_S = 5.0
 WAITING_S = 4.0
-"""When it is first said who is missing; then after twice as long each time."""
+"""Time after which it is first said who is missing; then after twice as long each time."""
 _MAX_COMPLAINTS, _MAX_NAMELESS = 32, 5
 _OTHER_KEY = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 
@@ -48,13 +56,13 @@ class RendezvousFailed(RuntimeError):
 
 
 class RendezvousServer(AbstractContextManager["RendezvousServer"]):
-    """Collects the hellos of ``num_ranks`` ranks in a thread of its own; use it as a context manager, or close it.
+    """Runs a :class:`Rendezvous` of ``num_ranks`` ranks on a thread of its own; a context manager, or close it.
 
     Args:
-        deadline_s: from now, for all ranks to come.
-        interface, port: where to listen; by default on loopback, on a free port.
-        expected: what holds for the head; a rank's configuration must say the same, or nothing of it.
-        on_bulletin: called on the server's thread whenever there is news.
+        deadline_s: seconds from now that all ranks have to come.
+        interface, port: the address to listen on; by default on loopback, on a free port.
+        expected: settings of the head; a rank's configuration must have the same, or none of the same name.
+        on_status: called on the server's thread whenever there is news.
         notice: called there with sentences for the user: who is waited for, who is refused.
     """
 
@@ -67,41 +75,41 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         interface: str = LOOPBACK,
         port: int | None = None,
         expected: Mapping[str, Any] | None = None,
-        on_bulletin: Callable[[Bulletin], None] | None = None,
+        on_status: Callable[[RunStatus], None] | None = None,
         notice: Callable[[str], None] = _LOG.warning,
     ) -> None:
         if num_ranks < 1 or deadline_s <= 0:
             raise ValueError(f"num_ranks {num_ranks} and deadline_s {deadline_s} must be positive")
-        self._roll = RollCall(num_ranks, expected)
+        self._rules = Rendezvous(num_ranks, expected)
         self._started_s = time.monotonic()
         self._deadline_s, self._ends_s = deadline_s, self._started_s + deadline_s
-        self._on_bulletin, self._notice = on_bulletin, notice
+        self._on_status, self._notice = on_status, notice
         self._context = zmq.Context()
         self._gate = Gate(self._context, {key.pair(MEMBER_ROLE).public: MEMBER_ROLE})
         self._socket = new_socket(self._context, zmq.ROUTER)
-        self._monitor = self._socket.get_monitor_socket(WATCHED_EVENTS | zmq.EVENT_ACCEPTED)
+        self._monitor = monitor_of(self._socket, WATCHED_EVENTS | zmq.EVENT_ACCEPTED)
         self._wake_read, self._wake_write = sockets.socketpair()
-        self._unproven = Unproven(num_ranks)
+        self._unproven = UnprovenConnections(num_ranks)
         try:
             self._socket.maxmsgsize = MAX_HEADER_BYTES
             serve_as(self._socket, key.pair(SERVER_ROLE))
-            self.address = bind(self._socket, interface, port)
+            self.address = bind_socket(self._socket, interface, port)
         except ValueError:
             self._free()
             raise
         self._routes: dict[bytes, int] = {}
         self._launchers: dict[bytes, tuple[LauncherReport, float]] = {}
-        """Of other nodes, and when they were heard."""
+        """Last reports of other nodes' launchers, and when they were heard."""
         self._commands: deque[Callable[[], None]] = deque()
         self._has_announced = False
-        self._bulletin, self._version = Bulletin(), 0
-        self._service: Ending | None = None
+        self._status, self._version = RunStatus(), 0
+        self._service: ProcessEnding | None = None
         self._complaints: set[str] = set()
         self._hosts: dict[int, str | None] = {}
-        """Whose connection each descriptor is."""
+        """Host at the other end of each descriptor."""
         self._num_nameless = 0
         self._flaw: str | None = None
-        """Of the connection that is closed next."""
+        """Fault of the connection that is closed next."""
         self._waiting_s = WAITING_S
         self._running = True
         self._thread = threading.Thread(target=self._serve, name="rrfp-rendezvous", daemon=True)
@@ -110,24 +118,25 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
     # -- called from any thread --------------------------------------------------------------------------------------
 
     def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "") -> None:
-        """A process of this node has ended, now or at ``time.monotonic() == at_s``."""
+        """Reports that a process of this node has ended, now or at ``time.monotonic() == at_s``."""
         self._check_rank(rank)
         seconds = (time.monotonic() if at_s is None else at_s) - self._started_s
-        self._command(lambda: self._roll.ended(rank, Ending(code=code, at_s=seconds, by_launcher=by_launcher)))
+        ending = ProcessEnding(code=code, at_s=seconds, by_launcher=by_launcher)
+        self._command(lambda: self._rules.ended(rank, ending))
 
     def service_ended(self, code: int, at_s: float) -> None:
-        """The coordination service has ended too early, at ``time.monotonic() == at_s``."""
-        self._command(lambda: setattr(self, "_service", Ending(code=code, at_s=at_s - self._started_s)))
+        """Reports that the coordination service has ended too early, at ``time.monotonic() == at_s``."""
+        self._command(lambda: setattr(self, "_service", ProcessEnding(code=code, at_s=at_s - self._started_s)))
 
     def may_hear_of(self, ranks: Collection[int], *, may_come: bool = True) -> bool:
-        """Whether some of these ranks have a launcher that is there, or that ``may_come`` before the deadline."""
+        """Returns whether some of these ranks have a launcher that is present, or ``may_come`` before the deadline."""
         has_come = {rank for report, _ in list(self._launchers.values()) for rank in report.ranks}
         is_there = {rank for report in self._present().values() for rank in report.ranks}
         may_come &= time.monotonic() < self._ends_s
         return any(rank in is_there or (may_come and rank not in has_come) for rank in ranks)
 
     def is_settled(self) -> bool:
-        """Whether all launchers that are there have the latest bulletin."""
+        """Returns whether all launchers that are present have the latest status."""
         return not self._commands and all(report.version == self._version for report in self._present().values())
 
     def _present(self) -> dict[bytes, LauncherReport]:
@@ -136,7 +145,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         return {route: report for route, (report, at_s) in launchers if at_s > since_s and not report.is_leaving}
 
     def close(self) -> None:
-        """End the thread and free the port; ranks that still wait are told that the launcher has ended."""
+        """Ends the thread and frees the port; ranks that still wait are told that the launcher has ended."""
         if self._thread.is_alive():
             self._command(lambda: setattr(self, "_running", False))
             self._thread.join(_STOP_TIMEOUT_S)
@@ -150,8 +159,8 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             self._wake_write.send(b"\0")
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self._roll.num_ranks:
-            raise MalformedMessage(f"an end of rank {rank} of {self._roll.num_ranks}")
+        if not 0 <= rank < self._rules.num_ranks:
+            raise MalformedMessage(f"an end of rank {rank} of {self._rules.num_ranks}")
 
     # -- on the thread -----------------------------------------------------------------------------------------------
 
@@ -171,9 +180,9 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                 self._announce()
         except Exception as error:
             _LOG.exception("the rendezvous failed")
-            self._roll.give_up(f"the rendezvous itself failed: {error!r}")
+            self._rules.give_up(f"the rendezvous itself failed: {error!r}")
         finally:
-            self._roll.give_up("the launcher has ended the run")
+            self._rules.give_up("the launcher has ended the run")
             self._announce(is_last=True)
             self._free()
 
@@ -182,14 +191,14 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             self._wake_read.recv(4096, sockets.MSG_DONTWAIT)
         while self._commands:
             self._commands[0]()
-            self._commands.popleft()
+            self._commands.popleft()  # afterwards: :meth:`is_settled` must not find it gone and undone
 
     def _look_at_clock(self) -> None:
         waited_s = time.monotonic() - self._started_s
         if waited_s > self._deadline_s:
-            self._roll.expire(self._deadline_s)
-        if waited_s > self._waiting_s and not self._roll.is_decided:
-            self._notice(f"waiting for {name_ranks(self._roll.missing())} ({waited_s:.0f} s)")
+            self._rules.expire(self._deadline_s)
+        if waited_s > self._waiting_s and not self._rules.is_decided:
+            self._notice(f"waiting for {name_ranks(self._rules.missing())} ({waited_s:.0f} s)")
             self._waiting_s *= 2
 
     def _receive(self) -> None:
@@ -209,21 +218,21 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
     def _handle(self, route: bytes, said: Any) -> None:
         match said:
             case {"kind": "hello", "hello": data}:
-                self._greet(route, from_plain(Hello, data))
+                self._hear_rank(route, from_plain(JoinRequest, data))
             case {"kind": "launcher", "report": data}:
                 self._hear_launcher(route, from_plain(LauncherReport, data))
             case _:
                 raise MalformedMessage(f"{said!r:.80} is nothing that the rendezvous answers")
 
-    def _greet(self, route: bytes, hello: Hello) -> None:
-        was_decided = self._roll.is_decided
-        if refusal := self._roll.admit(hello):
-            self._complain(f"rank {hello.member.rank} ({hello.member}) is refused: {refusal.splitlines()[0]}")
+    def _hear_rank(self, route: bytes, request: JoinRequest) -> None:
+        was_decided = self._rules.is_decided
+        if refusal := self._rules.admit(request):
+            self._complain(f"rank {request.member.rank} ({request.member}) is refused: {refusal.splitlines()[0]}")
             self._reply(route, {"kind": "failed", "text": refusal})
             return
-        self._routes[route] = hello.member.rank
+        self._routes[route] = request.member.rank
         if was_decided:
-            self._reply(route, self._verdict())
+            self._reply(route, self._decision())
         else:
             self._reply(route, {"kind": "waiting", "remaining_s": max(0.0, self._ends_s - time.monotonic())})
 
@@ -231,33 +240,31 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         now_s = time.monotonic()
         for rank, ending in report.endings.items():
             self._check_rank(rank)
-            self._roll.ended(rank, replace(ending, at_s=now_s - ending.at_s - self._started_s))
+            self._rules.ended(rank, replace(ending, at_s=now_s - ending.at_s - self._started_s))
         self._launchers[route] = report, now_s
-        self._send_bulletin(route, report)
-
-    # -- what it says ------------------------------------------------------------------------------------------------
+        self._send_status(route, report)
 
     def _announce(self, *, is_last: bool = False) -> None:
-        """Tell everyone what is new."""
-        if self._roll.is_decided and not self._has_announced:
+        """Tells ranks the decision, once, and launchers every new status."""
+        if self._rules.is_decided and not self._has_announced:
             for route in self._routes:
-                self._reply(route, self._verdict())
+                self._reply(route, self._decision())
             self._has_announced = True
-        bulletin = replace(self._roll.bulletin(), service=self._service, is_last=is_last)
-        if bulletin != self._bulletin:
-            self._bulletin, self._version = bulletin, self._version + 1
-            if self._on_bulletin is not None:
-                self._on_bulletin(bulletin)
+        status = replace(self._rules.status(), service=self._service, is_last=is_last)
+        if status != self._status:
+            self._status, self._version = status, self._version + 1
+            if self._on_status is not None:
+                self._on_status(status)
             for route, report in self._present().items():
-                self._send_bulletin(route, report)
+                self._send_status(route, report)
 
-    def _verdict(self) -> dict[str, Any]:
-        if self._roll.members is None:
-            return {"kind": "failed", "text": self._roll.failure}
-        return {"kind": "complete", "members": to_plain(self._roll.members)}
+    def _decision(self) -> dict[str, Any]:
+        if self._rules.members is None:
+            return {"kind": "failed", "text": self._rules.failure}
+        return {"kind": "complete", "members": to_plain(self._rules.members)}
 
-    def _send_bulletin(self, route: bytes, report: LauncherReport) -> None:
-        news = {"bulletin": to_plain(self._bulletin)} if report.version != self._version else {}
+    def _send_status(self, route: bytes, report: LauncherReport) -> None:
+        news = {"bulletin": to_plain(self._status)} if report.version != self._version else {}
         self._reply(route, {"kind": "bulletin", "version": self._version, **news})
 
     def _reply(self, route: bytes, said: dict[str, Any]) -> None:
@@ -265,8 +272,10 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             self._socket.send_multipart([route, pack(said, MAX_ANSWER_BYTES)], zmq.NOBLOCK)
 
     def _watch_strangers(self) -> None:
-        """Name the hosts whose connections fail: ZeroMQ tells a connection's descriptor as it comes and as it goes, and
-        what is wrong with it just before it goes."""
+        """Names the hosts whose connections fail.
+
+        ZeroMQ tells a connection's descriptor as it comes and as it goes, and its fault just before it goes.
+        """
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             kind, value = event["event"], event["value"]
@@ -283,13 +292,13 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                 self._flaw = "does not speak the protocol of the rendezvous, and is not heard"
 
     def _is_new(self, host: str | None, flaw: str) -> bool:
-        """Who is nameless, since it was gone too soon, may try again and be named then."""
+        # A peer that disconnected before its host was known may reconnect, and be named then.
         self._num_nameless += host is None
         is_known = any(complaint.endswith(flaw) for complaint in self._complaints)
         return host is not None or (self._num_nameless > _MAX_NAMELESS and not is_known)
 
     def _complain(self, text: str) -> None:
-        """Once, and not for ever: strangers could cause it at will."""
+        # Each once, and not for ever: strangers could cause complaints at will.
         if text not in self._complaints and len(self._complaints) < _MAX_COMPLAINTS:
             self._complaints.add(text)
             self._notice(text)

@@ -1,7 +1,7 @@
-"""Who is given the messages of a topic, and what is kept for topics that nobody has subscribed to yet.
+"""Handlers of messages by topic, and the messages of topics that have no handler yet.
 
-So the network can start first, and what listens to it can be built later, in order, from values: what has come
-meanwhile is handed over on subscription, in the order in which it came, before anything newer.
+So the network can start first, and its listeners can be built later, in order, from values: messages that have come
+meanwhile are handed over on subscription, in the order in which they came, before anything newer.
 """
 
 import logging
@@ -10,19 +10,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rrfp_jax.network.plain import MalformedMessage, unpack
-from rrfp_jax.network.sockets import QuietLog
+from rrfp_jax.network.wire import MalformedMessage, unpack
+from rrfp_jax.network.zmq_sockets import QuietLog
 
 _LOG = logging.getLogger(__name__)
 _OVERHEAD_BYTES = 500
-"""What a kept message takes beside its bytes, so that empty ones count too."""
+"""Memory that a kept message takes beside its bytes, so that empty ones count too."""
 
 Handler = Callable[[int, dict[str, Any], list[memoryview]], None]
 """Called on the event loop with the sender's rank, the header and the frames, which stay valid as long as they are
 referenced. May raise :class:`MalformedMessage`: the message is then dropped and logged."""
 
 PackedHandler = Callable[[int, bytes, list[memoryview]], None]
-"""The same, with the header as it came."""
+"""Called as a :data:`Handler` is, with the header as the bytes that came."""
 
 _Message = tuple[int, bytes, list[memoryview]]
 
@@ -31,7 +31,8 @@ class Topics:
     """The handlers of a network, by topic.
 
     Args:
-        limit_bytes: what is kept in all for topics without a handler; what comes beyond is dropped and logged.
+        limit_bytes: largest number of bytes that are kept for topics without a handler; later messages are dropped
+            and logged.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -43,11 +44,11 @@ class Topics:
         self.kept_bytes = self.num_dropped = 0
 
     def start(self, loop: AbstractEventLoop) -> None:
-        """Hand messages over on ``loop`` from now on."""
+        """Hands messages over on ``loop`` from now on."""
         self._loop = loop
 
     def subscribe(self, topic: bytes, handler: PackedHandler) -> None:
-        """Give a topic's messages to ``handler``, those that are kept first; from any thread."""
+        """Gives a topic's messages to ``handler``, kept ones first; any thread may call it."""
         if topic in self._handlers:
             raise ValueError(f"the topic '{topic.decode()}' has a handler: choose another name, or unsubscribe")
         self._handlers[topic] = handler
@@ -55,33 +56,30 @@ class Topics:
             self._loop.call_soon_threadsafe(self._hand_over, topic)
 
     def unsubscribe(self, topic: bytes) -> None:
-        """Keep a topic's messages from now on, for the next who subscribes."""
+        """Keeps a topic's messages from now on, for the next handler."""
         self._handlers.pop(topic, None)
 
     def deliver(self, rank: int, topic: bytes, header: bytes, frames: list[memoryview]) -> None:
-        """A message has come; on the event loop."""
+        """Gives a message that has come to its handler, or keeps it; called on the event loop."""
         handler = self._handlers.get(topic)
-        if handler is None or topic in self._kept:
-            self._keep(topic, (rank, header, frames))
-        else:
+        if handler is not None and topic not in self._kept:
             self._give(handler, rank, header, frames)
-
-    def _keep(self, topic: bytes, message: _Message) -> None:
-        num_bytes = _size(message)
+            return
+        num_bytes = _size(header, frames)
         if self.kept_bytes + num_bytes > self._limit:
             why = f"nobody listens to the topic {topic[:40]!r}, and {self.kept_bytes} bytes are kept already"
-            self._drop(message[0], why)
+            self._drop(rank, why)
             return
         self.kept_bytes += num_bytes
-        self._kept.setdefault(topic, deque()).append(message)
+        self._kept.setdefault(topic, deque()).append((rank, header, frames))
 
     def _hand_over(self, topic: bytes) -> None:
-        """Handlers may subscribe and unsubscribe meanwhile."""
+        # The handler is looked up for each message: handlers may subscribe and unsubscribe meanwhile.
         kept = self._kept.get(topic, deque())
         while kept and (handler := self._handlers.get(topic)):
-            message = kept.popleft()
-            self.kept_bytes -= _size(message)
-            self._give(handler, *message)
+            rank, header, frames = kept.popleft()
+            self.kept_bytes -= _size(header, frames)
+            self._give(handler, rank, header, frames)
         if not kept:
             self._kept.pop(topic, None)
 
@@ -101,7 +99,7 @@ class Topics:
 
 
 def unpacked(handler: Handler) -> PackedHandler:
-    """Have a handler called with the header as plain data."""
+    """Returns a handler of packed headers that calls ``handler`` with the header as plain data."""
 
     def handle(rank: int, packed: bytes, frames: list[memoryview]) -> None:
         header = unpack(packed)
@@ -112,6 +110,5 @@ def unpacked(handler: Handler) -> PackedHandler:
     return handle
 
 
-def _size(message: _Message) -> int:
-    _, header, frames = message
+def _size(header: bytes, frames: list[memoryview]) -> int:
     return _OVERHEAD_BYTES + len(header) + sum(frame.nbytes for frame in frames)

@@ -1,7 +1,5 @@
 """The names of this package and where they live; see :mod:`rrfp_jax.first_use`."""
 
-from rrfp_jax.operations.gathering import gathered as gathered
-from rrfp_jax.operations.gathering import most_gathered as most_gathered
 from rrfp_jax.operations.offloading import device_slots as device_slots
 from rrfp_jax.operations.offloading import offload as offload
 from rrfp_jax.operations.recomputing import recompute as recompute

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.arbitration import FUSED, SPLIT, MessageKind, Ordering
+from rrfp_jax.arbitration import FUSED, SPLIT, InputArrived, MessageKind, Ordering
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
 from rrfp_jax.costs import LinkCosts
@@ -33,7 +33,7 @@ from rrfp_jax.planner.model_layers import ModelLayers, model_layers
 from rrfp_jax.planner.small_cut import MANY, SmallCut, cut_of_run, larger_chunk, small_cut
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
-from rrfp_jax.runtime.adapting import Arrival, arrivals_at
+from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.tasks import Placement, TaskKind
@@ -45,6 +45,9 @@ from rrfp_jax.training.run_directory import TRACE
 NUM_MICROBATCHES = 4
 _WARM_UP = 2
 """Steps that do not count: the first ones fill caches and allocate."""
+_TENSORS = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
+_Arrival = tuple[int, str, int, int, int, float]
+"""Step, kind, source and target chunk and microbatch of a message, and when it arrived."""
 _KINDS = {TaskKind.F: "F", TaskKind.I: "I", TaskKind.W: "W", TaskKind.B: "B"}
 
 
@@ -133,7 +136,7 @@ def _pipeline(
 def _note(found: Measured, cut: SmallCut, pipeline: Pipeline, process: Process, own: Timeline) -> None:
     """Brings the records of all processes to the first one, and notes there the measurements in them."""
     whole = process.whole_timeline(own)
-    arrivals = process.gather("arrivals", arrivals_at(process, pipeline.runtime), to_all=False)
+    arrivals = process.gather("arrivals", _arrivals_at(process, pipeline.runtime), to_all=False)
     if process.rank or not whole.spans:
         return
     found.times.extend(chunk_times(whole, cut.layers))
@@ -141,6 +144,20 @@ def _note(found: Measured, cut: SmallCut, pipeline: Pipeline, process: Process, 
     outputs = {chunk: each.outputs for chunk, each in enumerate(found.parts[: len(cut.layers)])}
     told = [arrival for each in arrivals.values() for arrival in each]
     found.messages.extend(_messages(whole, told, outputs, pipeline.placement))
+
+
+def _arrivals_at(process: Process, runtime: PipelineRuntime) -> list[_Arrival]:
+    """Returns the arrivals in the steps whose events are still kept, on the clock of rank 0, for the units that this
+    rank leads."""
+    later_s = 0.0 if process.peers is None else process.peers.clocks.offset_s
+    return [
+        (event.step, *event.message, event.time_s + later_s)
+        for unit, log in runtime.logs().items()
+        if process.layout.ranks_of(unit)[0] == process.rank
+        for segment in log.segments
+        for event, _ in segment.entries
+        if isinstance(event, InputArrived) and event.message.kind in _TENSORS
+    ]
 
 
 def chunk_times(timeline: Timeline, layers: Sequence[tuple[str, ...]]) -> list[ChunkTimes]:
@@ -174,7 +191,7 @@ def host_ms(timeline: Timeline) -> list[float]:
 
 
 def _messages(
-    timeline: Timeline, arrivals: Iterable[Arrival], outputs: Mapping[int, int], placement: Placement
+    timeline: Timeline, arrivals: Iterable[_Arrival], outputs: Mapping[int, int], placement: Placement
 ) -> list[tuple[float, float]]:
     """Returns the median time of a message of each size between two stages, from a task's end to the arrival."""
     ends_s: dict[tuple[int, str, int, int], float] = {}

@@ -43,7 +43,7 @@ def named_tables(cut: CutModel, problem: OrderProblem) -> Iterator[tuple[Schedul
 @lru_cache(maxsize=256)  # another cut on the same placement has the same tables, but for those made from times
 def built_table(name: str, request: ScheduleRequest) -> ScheduleTable:
     """Returns a named table, made once for equal requests; raises ValueError where these sizes do not suit it."""
-    return build_schedule(name, request, twice=False)
+    return build_schedule(name, request)
 
 
 def _request(cut: CutModel, entry: ScheduleEntry) -> ScheduleRequest | None:

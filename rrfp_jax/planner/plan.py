@@ -14,7 +14,6 @@ also runs on devices. ``rrfp train`` runs the configuration that ``--write`` has
 """
 
 import argparse
-import gc
 import json
 import logging
 import signal
@@ -30,6 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
+from rrfp_jax.commands.common.garbage import rare_collections
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.exit_codes import DONE, INTERRUPTED
 from rrfp_jax.planner.as_configured import configured_plan, encoder_notes
@@ -43,8 +43,6 @@ from rrfp_jax.planner.writing import write_choice
 _log = logging.getLogger(__name__)
 _FEW = 3
 """Number of shapes that are told where nothing fits."""
-_BETWEEN_COLLECTIONS = 100_000
-"""New records between two looks for cycles among them."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,20 +102,8 @@ def _write_files(arguments: argparse.Namespace, request: PlanRequest, plan: Plan
 
 
 def _search(request: PlanRequest, seed: int) -> Plan:
-    with _rare_collections(), _interruptible() as interrupt, _Bar() as bar:
+    with rare_collections(), _interruptible() as interrupt, _Bar() as bar:
         return make_plan(request.book, request.space, seed=seed, progress=bar.tell, should_stop=interrupt.is_requested)
-
-
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    # A search makes millions of records that live for long or go by themselves: looking for cycles among them at the
-    # usual rate takes a tenth of its time.
-    before = gc.get_threshold()
-    gc.set_threshold(_BETWEEN_COLLECTIONS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 class _Interrupt:

@@ -149,7 +149,6 @@ def _order(choice: PlanChoice) -> dict[str, Any]:
         "footprint": ordering.footprint,
         "foresight": None if ordering.foresight is None else bool(ordering.foresight),
         "read_ahead": ordering.read_ahead,
-        "adaptive": ordering.adaptive,
         "offload": choice.offload,
         "recompute": None,
         "backward": ordering.backward,
@@ -176,4 +175,4 @@ def _told(order: Order) -> tuple[Any, ...]:
     """Returns all of an order that decides when each task runs."""
     followed = [(one.is_strict, one.hint.name, one.hint.row) for one in order.consumptions]
     bounds = order.windows, order.footprints, order.foresight, order.read_ahead
-    return order.placement, order.graph, bounds, followed, order.adaptive
+    return order.placement, order.graph, bounds, followed

@@ -86,13 +86,6 @@ class StageActor:
         self._coming: deque[tuple[int, StepPlan]] = deque()
         """Steps whose batches are here and that have not started."""
 
-    def follow(self, arbiter: StageArbiter) -> None:
-        """Decide by another arbiter from the next step on, which goes on where the present one has ended."""
-        if self.arbiter.is_active or self._coming:
-            raise RuntimeError(f"stage {self.stage} cannot change its order within a step")
-        self.arbiter = arbiter.succeeding(self.arbiter)
-        self.log = self.log.succeeding(self.arbiter)
-
     def start_step(self, step: int, batch: StepBatch, graph: PipelineGraph, plan: StepPlan) -> None:
         """The batch of a step is here; it starts once the present step has ended.
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rrfp_jax.network.plain import field
+from rrfp_jax.network.wire import field, pack
 from rrfp_jax.runtime.gatherings import Network, PeerFailed
 from rrfp_jax.tree import parent
 from rrfp_jax.waiting import wait_for
@@ -77,7 +77,7 @@ class Clocks:
     def _ask(self, number: int) -> None:
         assert self._parent is not None
         header = {"round": self._num_asked, "number": number, "sent_s": self._clock()}
-        self._network.send_apart(self._parent, _TOPIC, header)
+        self._network.send_arrays(self._parent, _TOPIC.encode(), pack(header), ())
 
     def _receive(self, sender: int, header: dict[str, Any], _: list[memoryview]) -> None:
         if sender == self._parent:
@@ -93,7 +93,8 @@ class Clocks:
         if before == [place[0], place[1] - 1]:
             self._note_trip(now_s - answered_s)
         self._answered[child] = (*place, now_s)
-        self._network.send_apart(child, _TOPIC, {**header, "clock_s": self._clock(), "offset_s": self.offset_s})
+        answer = {**header, "clock_s": self._clock(), "offset_s": self.offset_s}
+        self._network.send_arrays(child, _TOPIC.encode(), pack(answer), ())
 
     def _hear(self, header: dict[str, Any]) -> None:
         now_s, number = self._clock(), field(header, "number", int)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.exit_codes import PEER_LOST
 from rrfp_jax.network import (
-    Hello,
+    JoinRequest,
     Member,
     NetworkSettings,
     PeerAddress,
@@ -29,12 +29,10 @@ from rrfp_jax.network import (
     meet,
 )
 from rrfp_jax.network.certificates import SERVICE_SECURITY, service_security, service_warning
-from rrfp_jax.network.cluster_config import ClusterConfig
+from rrfp_jax.network.config import ClusterConfig, Membership, host_of
+from rrfp_jax.network.host import await_name, is_misleading, own_address
 from rrfp_jax.network.loop_thread import LoopThread
-from rrfp_jax.network.membership import Membership
-from rrfp_jax.network.roll_call import name_hosts
-from rrfp_jax.network.routes import await_name, is_misleading, own_address
-from rrfp_jax.network.settings import host_of
+from rrfp_jax.network.rendezvous import name_hosts
 from rrfp_jax.runtime.last_words import say_last_words
 from rrfp_jax.runtime.xla_flags import flags_agreed, settings_agreed
 
@@ -90,9 +88,9 @@ def join(
         address=network.address.as_dict(),
         boot=_boot(),
     )
-    hello = Hello.of(member, membership.num_ranks, {**configuration, **_about_jax()})
+    request = JoinRequest.of(member, membership.num_ranks, {**configuration, **_about_jax()})
     try:
-        members = meet(membership.rendezvous, hello, key, deadline_s=config.start_deadline_s)
+        members = meet(membership.rendezvous, request, key, deadline_s=config.start_deadline_s)
         addresses = {other.rank: PeerAddress(**other.address) for other in members}
     except BaseException as error:
         network.close(linger_s=0)

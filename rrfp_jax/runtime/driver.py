@@ -44,7 +44,7 @@ from rrfp_jax.runtime.transports import Deliver, Failed, Transport, TransportFai
 from rrfp_jax.runtime.turns import Turns
 from rrfp_jax.tasks import Absences, lanes_beside
 from rrfp_jax.timeline import Timeline
-from rrfp_jax.waiting import result_of, wait_for
+from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
 _CHECKS_PER_DEADLINE = 8
@@ -129,8 +129,6 @@ class PipelineRuntime:
         if just_in_time:
             rule = timing_rule(looks_ahead=arbiter.foresight_rules is not None)
             thread = LaunchAndWait(name, executor.launch, waited, decide=partial(self._due, stage), rule=rule)
-        elif arbiter.dispatch_ahead:
-            thread = LaunchAndWait(name, executor.launch, waited)
         else:
             thread = ComputeThread(name, executor.launch, done)
         self._threads[stage] = thread
@@ -217,21 +215,6 @@ class PipelineRuntime:
                 raise PipelineClosed() from self._ending.error
             self._loop.call_soon_threadsafe(self._begin, step, starts, future)
         return future
-
-    def follow(self, arbiters: Sequence[StageArbiter]) -> None:
-        """Have the stages decide by these fresh arbiters from the next step on; no step must be under way."""
-        done: Future[None] = Future()
-        self._loop.call_soon_threadsafe(self._turns.always, self._follow, arbiters, done)
-        result_of(done)
-
-    def _follow(self, arbiters: Sequence[StageArbiter], done: "Future[None]") -> None:
-        try:
-            for arbiter in arbiters:
-                self._actors[arbiter.stage].follow(arbiter)
-        except Exception as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
 
     def name_tasks(self, is_on: bool) -> None:
         """Have every task named in traces of :mod:`jax.profiler`, or no more; no step must be under way."""

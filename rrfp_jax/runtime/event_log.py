@@ -52,13 +52,6 @@ class EventLog:
         self.segments: deque[Segment] = deque(maxlen=max_segments)
         self._open(arbiter.step, [])
 
-    def succeeding(self, arbiter: StageArbiter) -> "EventLog":
-        """The log of another arbiter that takes the place of this one's between steps, with what came early."""
-        assert self.segments.maxlen is not None
-        log = EventLog(arbiter, self.segments.maxlen)
-        log.segments[-1].early.extend([*self.segments[-1].early, *(event for event, _ in self.entries)])
-        return log
-
     def append(self, event: Event, instructions: list[Instruction]) -> None:
         """Log an event and its answer; the end of a step opens the next segment."""
         self.entries.append((event, instructions))

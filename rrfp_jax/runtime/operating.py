@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp_jax.arbitration.group import check_engines
-from rrfp_jax.layout import FSDP
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.process import Process
@@ -64,23 +63,7 @@ def check_operations(graph: PipelineGraph, process: Process) -> None:
     operations = operations_of(graph)
     for unit in process.units:
         check_engines(graph, process.layout.stage_of(unit), len(process.layout.ranks_of(unit)))
-        axes = dict(process.layout.axes_of_stage[process.layout.stage_of(unit)])
         for op in operations.values():
-            if getattr(op.run, "cuts_parameters", False) and axes.get(FSDP, 1) > 1:
-                raise ValueError(
-                    f"operation {op.letter!r} cuts parameters that {FSDP} {axes[FSDP]} cuts already: leave the "
-                    f"operation or {FSDP} out"
-                )
             check = getattr(op.run, "check", None)
             if check is not None:
                 check(process.devices_of(unit))
-
-
-def check_evaluation(graph: PipelineGraph) -> None:
-    """Raise ValueError if an evaluation would find parameters that an operation has cut."""
-    for op in graph.ops:
-        if getattr(op.run, "cuts_parameters", False):
-            raise ValueError(
-                f"operation {op.letter!r} leaves parameters cut between steps, which an evaluation needs whole: "
-                "evaluate in a pipeline without the operation, or leave it out"
-            )

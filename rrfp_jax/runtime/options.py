@@ -50,10 +50,9 @@ class RuntimeOptions:
     """Memory that each stage may take, in bytes or as ``16GiB``; None: what its device has, if that is known. A run
     that is predicted to need more is refused before its first step."""
     dispatch_ahead: int | str = AUTO
-    """When a stage is handed its next task. A number: so many before the running one has ended, which hides the host's
-    latency, and lets a task go ahead of a better one that becomes ready meanwhile. ``certain``: one, once
-    nothing that may happen changes the choice. ``just-in-time``: likewise, and any other when the running one may end
-    within the host's latency. ``auto``: ``certain`` on CPU devices, elsewhere ``just-in-time``."""
+    """When a stage is handed its next task. ``certain``: once nothing that may happen changes the choice.
+    ``just-in-time``: likewise, and any other when the running one may end within the host's latency. ``auto``:
+    ``certain`` on CPU devices, elsewhere ``just-in-time``. 0: at the end of the running one."""
     group_protocol: GroupProtocol | str = GroupProtocol.LEADER
     """How the processes of a stage that spans several agree on the next task: ``leader`` or ``propose``."""
     progress_deadline_s: float = 600.0

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from rrfp_jax.arbitration import Message, Note
 from rrfp_jax.layout import Layout
 from rrfp_jax.network import MalformedMessage, PeerNetwork
-from rrfp_jax.network.plain import field, pack, unpack
-from rrfp_jax.network.watch_graph import watched
+from rrfp_jax.network.failure_detector import watched
+from rrfp_jax.network.wire import field, pack, unpack
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.clocks import Clocks
 from rrfp_jax.runtime.gatherings import Gatherings, PeerFailed
@@ -144,7 +144,7 @@ class Peers:
             raise MalformedMessage(f"rank {rank} tells of a failure of rank {news.origin}, which does not exist")
         self.lose(f"rank {news.origin} gave up: {news.summary}")
         if self.rank in news.lost:
-            self.network.accused(news.origin, news.lost[self.rank])
+            self.network.suspected_by(news.origin, news.lost[self.rank])
         if self._listener is not None:
             self._listener.failed(news)
 

@@ -22,7 +22,6 @@ from rrfp_jax.arbitration import (
     MessageKind,
     Order,
     Ordering,
-    StageArbiter,
     StepRules,
     dispatch_of,
 )
@@ -41,7 +40,6 @@ from rrfp_jax.runtime.fitting_order import fitting_order, forecast_order
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes
-from rrfp_jax.runtime.operating import check_evaluation
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.same_programs import check_same_plans, check_same_programs
@@ -72,8 +70,6 @@ class Prepared:
     runtime: PipelineRuntime
     weights: Weights
     """Of microbatches, where their bytes are bounded."""
-    make_arbiters: Callable[[Order], list[StageArbiter]]
-    """Fresh arbiters of the stages that this process hosts, for an order."""
     evaluation: PreparedEvaluation | None
     """For steps that evaluate; None: there are none."""
 
@@ -104,8 +100,6 @@ def prepare(
     Raises ValueError if chunks, graph, batch and memory do not fit, before anything runs.
     """
     process, data = model.process, model.process.layout.data
-    if evaluation is not None:
-        check_evaluation(graph)
     graph = _for_batch(graph, num_microbatches, ordering, data)
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     with process.losses_first():
@@ -135,20 +129,15 @@ def prepare(
     make_stage = _stage_maker(model, order, state, programs, copies=copies, step_rules=rules)
     wrap = options.wrap_stage or (lambda stage: stage)
     dispatch = dispatch_of(options.dispatch_ahead, on_host=process.own_device(process.units[0]).platform == "cpu")
-
-    def make_arbiters(order: Order) -> list[StageArbiter]:
-        return order.arbiters(
+    runtime = process.start(
+        order.arbiters(
             rules,
-            dispatch_ahead=dispatch.ahead,
             certain_ahead=dispatch.certain,
             members=process.members(),
             protocol=GroupProtocol(options.group_protocol),
             shortest_s=process.shortest_foreseen_s(),
             evaluation_batches=0 if evaluation is None else evaluation.batches,
-        )
-
-    runtime = process.start(
-        make_arbiters(order),
+        ),
         lambda unit, ship: _wrapped(wrap, make_stage(unit, ship), unit),
         edge=_edge_of(model, programs),
         num_buckets=len(programs.shapes),
@@ -176,7 +165,6 @@ def prepare(
         sizes={chunk: each.sizes for chunk, each in programs.chunks.items()},
         runtime=runtime,
         weights=Weights(order, programs.chunks, process.units),
-        make_arbiters=make_arbiters,
         evaluation=of_evaluation,
     )
 

@@ -16,7 +16,7 @@ from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.field_rules import typed
 from rrfp_jax.layout import Layout
-from rrfp_jax.network.settings import host_of
+from rrfp_jax.network.config import host_of
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.driver import PipelineRuntime
@@ -344,7 +344,7 @@ class Process:
         if self.cluster is None:
             return frozenset()
         stages = partners(self.layout, placement, self.rank, messages)
-        self.cluster.network.open_direct(stages.union(neighbours(self.rank, self.layout.num_ranks)))
+        self.cluster.network.open_direct_connections(stages.union(neighbours(self.rank, self.layout.num_ranks)))
         if self._selection == "sockets":
             return frozenset()
         arrays = [message for message in messages if message.kind not in _CONTROL_ONLY]

@@ -36,8 +36,6 @@ class StepResult:
     """Whether it is time to save the state."""
     ended_s: float = field(repr=False)
     """When the step had ended on all stages (``time.perf_counter``)."""
-    tables_planned: int = field(default=0, repr=False)
-    """How often an adaptive schedule's table had been planned anew before the step."""
     fault: str | None = field(default=None, repr=False)
     """The fault of the step: a loss or gradients that are not finite, no weight at all, or a negative one."""
     means: dict[str, float] = field(default_factory=dict, repr=False)
@@ -55,12 +53,11 @@ class StepMetrics:
         step: int,
         *,
         has_norm: bool,
-        tables_planned: int,
         forwards_skipped: int,
         hold: Hold,
     ) -> None:
         self._future, self._step, self._has_norm = future, step, has_norm
-        self._tables_planned, self._forwards_skipped = tables_planned, forwards_skipped
+        self._forwards_skipped = forwards_skipped
         self._hold = hold
 
     def done(self) -> bool:
@@ -87,6 +84,5 @@ class StepMetrics:
             save=verdict.save,
             means=verdict.means,
             ended_s=outcome.ended_s,
-            tables_planned=self._tables_planned,
             forwards_skipped=self._forwards_skipped,
         )

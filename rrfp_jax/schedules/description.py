@@ -3,14 +3,15 @@
 Operations that a description does not name are put into its rows by their own ``lead``
 (:mod:`rrfp_jax.schedules.with_operations`).
 
-A description is a pure function of a :class:`~rrfp_jax.schedules.language.stage.Stage`. It is called twice for every
-stage, and what both calls give must be equal; who makes many tables of descriptions that are known may leave that out.
+A description is a pure function of a :class:`~rrfp_jax.schedules.language.stage.Stage`. One that a user wrote is called
+twice for every stage, and both calls must give the same order.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
+from types import CodeType
 from typing import Any, TypeVar
 
 from rrfp_jax.schedules.language.choice import Quickest
@@ -20,7 +21,7 @@ from rrfp_jax.schedules.language.stage import Described, Mistake, Stage
 from rrfp_jax.schedules.language.starts import block
 from rrfp_jax.schedules.slots import execute
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.schedules.users_code import Endless, bounded, in_line, told
+from rrfp_jax.schedules.users_code import Endless, bounded, in_line, is_users, told
 from rrfp_jax.schedules.validation import some
 from rrfp_jax.schedules.with_operations import with_operations
 from rrfp_jax.tasks import Per
@@ -29,14 +30,14 @@ Description = Callable[[Stage], Described]
 T = TypeVar("T")
 
 
-def table_of(name: str, describe: Description, stages: Sequence[Stage], *, twice: bool = True) -> ScheduleTable:
+def table_of(name: str, describe: Description, stages: Sequence[Stage]) -> ScheduleTable:
     """The validated table. Raises ValueError, naming stage and place, for what is wrong in the description."""
 
     def made() -> ScheduleTable:
         return _table(name, stages, [_called(name, describe, stage) for stage in stages])
 
     table = made()
-    again = made() if twice else table
+    again = made() if is_users(_code(describe)) else table
     for stage, (row, other) in enumerate(zip(table.orders, again.orders, strict=True)):
         differing = next((n for n, (a, b) in enumerate(zip_longest(row, other)) if a != b), None)
         if differing is not None:
@@ -47,9 +48,13 @@ def table_of(name: str, describe: Description, stages: Sequence[Stage], *, twice
     return table.validate()
 
 
+def _code(describe: Description) -> CodeType | None:
+    code: CodeType | None = getattr(getattr(describe, "func", describe), "__code__", None)
+    return code
+
+
 def _called(name: str, describe: Description, stage: Stage) -> Described:
-    code = getattr(getattr(describe, "func", describe), "__code__", None)
-    made: Any = located(name, stage.i, lambda: bounded(lambda: describe(stage), code))
+    made: Any = located(name, stage.i, lambda: bounded(lambda: describe(stage), _code(describe)))
     if isinstance(made, Described):
         return made
     remedies: dict[type, str] = {
@@ -105,10 +110,12 @@ def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> Sch
         for s, each in zip(stages, made, strict=True):
             located(name, s.i, partial(each.check, s, first))
         rows = located(name, None, partial(first.orders, stages, made))
-    named = {task.kind for row in rows for task in row}
+    named = {task.kind for row in rows for task in row} if graph.ops else set()
     unnamed = [op for op in graph.ops if op.letter not in named and op.per is Per.MICROBATCH]
     graph = replace(graph, ops=tuple(op for op in graph.ops if op not in unnamed))
     for stage, row in zip(stages, rows, strict=True):
+        if len(row) >= graph.num_tasks(stage.chunks):
+            continue  # whatever it may hold instead of a task, validation refuses
         there = set(row)
         missing = [task for task in graph.tasks(stage.chunks) if task not in there]
         if missing:

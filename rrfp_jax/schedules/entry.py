@@ -74,15 +74,15 @@ class ScheduleEntry:
         graph = replace(graph, ops=(*graph.ops, *own))
         return [Stage(i, placement, graph, request) for i in range(p)]
 
-    def table(self, request: ScheduleRequest, *, twice: bool = True) -> ScheduleTable:
+    def table(self, request: ScheduleRequest) -> ScheduleTable:
         """The validated table; raises ValueError with the remedy where the sizes do not fit it."""
         try:
             stages = self.stages(request, split=bool(self.split_backward))
-            table = table_of(self.name, self.describe, stages, twice=twice)
+            table = table_of(self.name, self.describe, stages)
         except ValueError as error:
             if self.split_backward is not None or not isinstance(error.__cause__, WholeBackward):
                 raise
-            table = table_of(self.name, self.describe, self.stages(request, split=True), twice=twice)
+            table = table_of(self.name, self.describe, self.stages(request, split=True))
         hint = table.hint and replace(table.hint, weights_fill=self.weights_fill)
         return table.as_hint(weights_fill=self.weights_fill, hint=hint)
 

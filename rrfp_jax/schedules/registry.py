@@ -46,10 +46,8 @@ def chunks_per_stage(name: str, request: ScheduleRequest) -> int:
 
 
 @typed
-def build_schedule(name: str | Description, request: ScheduleRequest, *, twice: bool = True) -> ScheduleTable:
+def build_schedule(name: str | Description, request: ScheduleRequest) -> ScheduleTable:
     """The validated table of a schedule, as :func:`schedule_entry` finds it.
-
-    ``twice`` calls the description a second time, to see that it gives the same again.
 
     Raises ValueError with the remedy where the sizes do not fit it.
     """
@@ -65,7 +63,7 @@ def build_schedule(name: str | Description, request: ScheduleRequest, *, twice: 
             f"schedule {entry.name!r} makes a chain of chunks and its own placement: leave graph and placement out, or "
             f"take {', '.join(schedules_of_any_graph())}"
         )
-    return entry.table(request, twice=twice)
+    return entry.table(request)
 
 
 def schedules_of_any_graph() -> tuple[str, ...]:

@@ -20,12 +20,17 @@ class Endless(Exception):
     """A call that has run more lines than it may."""
 
 
+def is_users(code: CodeType | None) -> bool:
+    """Whether a function with this code is neither this library's nor Python's."""
+    return code is not None and not code.co_filename.startswith(_OTHERS)
+
+
 def bounded(call: Callable[[], T], code: CodeType | None) -> T:
     """What the call gives; raises :class:`Endless` once code that is a user's has run so many lines.
 
     ``code`` is what is called. Nothing bounds this library's own, nor what a debugger follows.
     """
-    if code is None or code.co_filename.startswith(_OTHERS) or sys.gettrace() is not None:
+    if not is_users(code) or sys.gettrace() is not None:
         return call()
     left = MOST_LINES
 

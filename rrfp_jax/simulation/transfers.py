@@ -53,7 +53,7 @@ def make_transfers(communication: Communication, run: Surroundings) -> "AsyncTra
             f"contention has no effect with {communication} communication, in which a stage makes one transfer at a "
             "time: leave it out, or take async"
         )
-    if any(arbiter.dispatch_ahead or arbiter.certain_ahead for arbiter in run.arbiters):
+    if any(arbiter.certain_ahead for arbiter in run.arbiters):
         raise ValueError(
             f"dispatch_ahead has no meaning with {communication} communication, in which a stage sends before it goes "
             "on: set it to 0, or take async"

@@ -310,6 +310,13 @@ class PipelineGraph:
                     if not self.ops or self.operations.has(kind, chunk, microbatch):
                         yield Task(kind, chunk, microbatch)
 
+    def num_tasks(self, chunks: Iterable[int] | None = None) -> int:
+        """The number of :meth:`tasks` of these chunks, or of all."""
+        if self.ops:
+            return sum(1 for _ in self.tasks(chunks))
+        counted = range(self.num_chunks) if chunks is None else chunks
+        return sum(self.present(c).bit_count() * len(self.built_in_kinds(c)) for c in counted)
+
     def dependencies(self, task: Task) -> tuple[Task, ...]:
         """The tasks with a microbatch that must finish before ``task`` may start (R and U: see the module's rules), and
         those of operations."""

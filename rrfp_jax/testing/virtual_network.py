@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rrfp_jax.network.plain import pack
 from rrfp_jax.network.topics import Handler, PackedHandler, unpacked
+from rrfp_jax.network.wire import pack
 
 
 @dataclass
@@ -99,10 +99,6 @@ class VirtualRank:
     def send(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
         """Send a message; its header is packed as it would be for a socket."""
         self._send(rank, topic.encode(), pack(header), frames)
-
-    def send_apart(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
-        """Send a message that keeps no place among others; here it does."""
-        self.send(rank, topic, header, frames)
 
     def send_arrays(self, rank: int, topic: bytes, header: bytes, frames: Sequence[Any]) -> None:
         """Send a message whose header is bytes of the sender's own making; here it keeps its place."""

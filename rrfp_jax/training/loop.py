@@ -58,8 +58,6 @@ class StepRow:
     """Seconds that stages were idle, by reason (:class:`rrfp_jax.timeline.IdleReason`), added up over all stages."""
     looking_ahead: int
     """Stages whose foresight was at work: where tasks are too short for it, it sleeps."""
-    tables_planned: int
-    """How often an adaptive schedule's table had been planned anew before this step, since the run was started."""
     skipped: bool
     """Whether the update was left out; ``fault`` says why."""
     fault: str | None = None
@@ -277,7 +275,6 @@ class TrainingLoop:
             bubble_fraction=result.sums.bubble_fraction(),
             idle_s={str(reason): result.sums.idle_s.get(reason, 0.0) for reason in IdleReason},
             looking_ahead=result.sums.looking_ahead,
-            tables_planned=result.tables_planned,
             skipped=result.skipped,
             fault=result.fault,
             num_skipped=self._num_skipped,

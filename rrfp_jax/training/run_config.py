@@ -104,8 +104,6 @@ class PipelineConfig:
     read_ahead: int | None = None
     """Microbatches that a chunk without a backward, such as a frozen encoder, may have produced that others have not
     taken yet; None: twice what the stages that read it may hold."""
-    adaptive: bool = False
-    """Whether such a table is planned anew after the first steps, where another one suits their durations better."""
     offload: int | None = None
     """Microbatches whose activations a stage holds on its devices; what its schedule holds beyond that waits for its
     backward in host memory; None: nothing is moved."""
@@ -130,9 +128,9 @@ class PipelineConfig:
     deterministic: bool = False
     """The same bits for every order of tasks: gradients accumulate in microbatch order, CPU thread pools are pinned."""
     dispatch_ahead: int | str = AUTO
-    """When a stage is handed its next task: so many tasks ahead, ``just-in-time``, ``certain``, or ``auto``. A number
-    says how many before the running one has ended; just-in-time is when that may end within the host's latency; certain
-    is when nothing can change the choice any more; auto is certain on CPU devices and just-in-time elsewhere."""
+    """When a stage is handed its next task: ``just-in-time``, ``certain``, ``auto``, or 0. Just-in-time is when the
+    running one may end within the host's latency; certain is when nothing can change the choice any more; auto is
+    certain on CPU devices and just-in-time elsewhere; 0 is at the end of the running one."""
     progress_deadline_s: float = 600.0
     """How long no task may finish before the run is given up with a report."""
     transport: str = "auto"

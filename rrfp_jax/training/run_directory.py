@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from rrfp_jax.exchange.model_folder import KEPT, files_are_kept
+from rrfp_jax.hf.model_folder import KEPT, files_are_kept
 from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Found, layer_owners
+from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, StoredStep, layer_owners
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
 
@@ -61,7 +61,7 @@ class RunSaver:
         self._last_s = time.monotonic()
         self._last_step: int | None = None
 
-    def restore(self, found: Found) -> PipelineState:
+    def restore(self, found: StoredStep) -> PipelineState:
         """The pipeline's state as it was saved; raises ValueError where model or optimizer differ."""
         specs = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
         states = self.checkpoints.restore(found, specs)

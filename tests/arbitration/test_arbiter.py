@@ -248,19 +248,6 @@ def test_strict_consumption_waits_and_ignores_the_window():
     assert stage.gradient(1, 0, 1) == ["run 0B1"]
 
 
-def test_dispatch_ahead_fills_the_queue():
-    stage = Stage(chain(2, 4), dispatch_ahead=1)
-    assert stage.start() == ["run 0F0", "run 0F1"]
-    assert stage.arbiter.running() == (Task.parse("0F0"), Task.parse("0F1"))
-    assert stage.finish("0F0")[-1] == "run 0F2"
-    assert stage.arbiter.running() == (Task.parse("0F1"), Task.parse("0F2"))
-
-
-def test_dispatch_ahead_never_takes_what_is_not_ready():
-    stage = Stage(chain(1, 1), linear(1), dispatch_ahead=2)
-    assert stage.start() == ["run 0F0"]
-
-
 # -- graphs and absent pairs -------------------------------------------------------------------------------------------
 
 TWO_ENCODERS = PipelineGraph(3, 2, (Edge(0, 2), Edge(1, 2)))

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,11 +93,6 @@ def test_a_copy_looks_for_itself():
     later = only.copy()
     for each in (only, later):
         assert runs(each.handle(TaskFinished(0, 1.0, task("0F0")))) == ["0F1"]
-
-
-def test_numbers_ahead_and_certain_choices_are_two_ways():
-    with pytest.raises(ValueError, match="not both"):
-        arbiter(dispatch_ahead=1)
 
 
 @given(state=st.sampled_from([0, 1]), seed=st.integers(0, 10**6), name=st.sampled_from(sorted(HINTS)))

@@ -40,10 +40,8 @@ def test_the_successor_follows_at_once_and_messages_at_the_end():
 
 
 def test_a_backward_follows_the_forward_that_it_waits_for():
-    """Dispatching ahead takes 1F1 there, for 1B0 is not ready before 1F0 has ended."""
-    early, ahead = last_stage(), last_stage(dispatch_ahead=1)
+    early = last_stage()
     assert decide(early, "1F0") == ["run 1B0"]
-    assert ahead.arbiter.running() == (Task.parse("1F0"), Task.parse("1F1"))
     assert early.finish("1F0") == []
     assert decide(early, "1B0") == ["run 1F1"]
     assert early.finish("1B0") == [SENDS_B0]
@@ -134,16 +132,6 @@ def test_one_of_a_step_that_has_ended_changes_nothing():
     assert stage.start(1) == ["run 0F0"]
     assert decide(stage, "0F0", step=0) == []
     assert stage.arbiter.running() == (Task.parse("0F0"),)
-
-
-def test_behind_tasks_that_were_dispatched_ahead_the_last_one_counts():
-    stage = last_stage(4, dispatch_ahead=1)
-    assert stage.arbiter.running() == (Task.parse("1F0"), Task.parse("1F1"))
-    assert decide(stage, "1F0") == []
-    assert decide(stage, "1F1") == ["run 1B1"]
-    assert stage.finish("1F0") == ["run 1F2"]
-    assert stage.finish("1F1") == []
-    assert stage.finish("1B1") == ["send gradient of microbatch 1 from chunk 1 to chunk 0", "run 1B0"]
 
 
 def test_strict_rows_go_on_early_too():

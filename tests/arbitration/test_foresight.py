@@ -322,18 +322,6 @@ def test_a_kind_that_has_not_run_is_expected_to_take_as_long_as_the_longest():
 # -- handing over before the end ---------------------------------------------------------------------------------------
 
 
-def test_behind_a_running_task_only_the_next_entry_goes():
-    stage = Clocked(FUSED, knowing(durations={F0: 2}, lead=9), dispatch_ahead=1)
-    assert stage.start() == ["run 0F0", "run 0F1"]  # 0B0 lacks 0F0 as well
-    stage.announce(1.0, 0)
-    assert stage.finish(2.0, "0F0") == []  # 0F2 would fit, but 0B0 comes first
-    assert stage.finish(4.0, "0F1") == ["run 0F2"]
-    other = Clocked(FUSED, knowing(durations={F0: 2}, lead=9), dispatch_ahead=1)
-    other.start()
-    other.finish(2.0, "0F0")
-    assert other.gradient(3.0, 0) == ["run 0B0"]
-
-
 def test_a_decision_counts_from_the_end_that_is_expected():
     """0F0 will end at 2 s; the gradient is expected at 3.5 s, so 0F1 would not end before it."""
     stage = Clocked(FUSED, knowing(durations={F0: 2}, lead=2.5))
@@ -366,15 +354,7 @@ def test_durations_and_leads_are_moving_averages():
     assert stage.learnt.leads_s == {GRADIENT: 6.0}
 
 
-def test_what_a_task_waited_behind_another_is_not_its_duration():
-    stage = Clocked("0F0 0F1 0F2 0B0 0B1 0B2", dispatch_ahead=1, rules=replace(RULES, kept=0.0))
-    assert stage.start() == ["run 0F0", "run 0F1"]
-    stage.finish(5.0, "0F0")
-    stage.finish(6.0, "0F1")
-    assert stage.learnt.durations_s == {F0: 1.0}
-
-
-def test_nor_is_what_it_waited_behind_a_due_one():
+def test_what_a_task_waited_behind_a_due_one_is_not_its_duration():
     stage = Clocked("0F0 0F1 0F2 0B0 0B1 0B2", rules=replace(RULES, kept=0.0))
     stage.start()
     assert stage.decide(3.0, "0F0") == ["run 0F1"]

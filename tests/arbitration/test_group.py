@@ -236,7 +236,7 @@ def test_notes_of_a_later_step_are_kept():
 
 
 def test_choices_that_overtake_each_other_are_started_in_their_order():
-    group = Group("leader", dispatch_ahead=1)
+    group = Group("leader", hint="f-priority", certain_ahead=True)
     group.start_all()
     for microbatch in range(2):
         group.activation(1, microbatch)
@@ -252,7 +252,7 @@ def test_choices_that_overtake_each_other_are_started_in_their_order():
 
 def test_a_follower_that_is_behind_keeps_to_its_window():
     """The leader ended B0 and holds microbatch 1 in its place; the follower still runs B0."""
-    group = Group("leader", window=1, dispatch_ahead=1)
+    group = Group("leader", window=1)
     group.start_all()
     for member in (0, 1):
         group.activation(member, 0)

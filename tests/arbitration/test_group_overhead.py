@@ -79,22 +79,6 @@ def test_steps_whose_start_some_log_lacks_are_left_out():
     assert overhead(arbiter()) == {}
 
 
-def test_with_tasks_dispatched_ahead_a_member_is_idle_earlier():
-    log = [
-        (StepStarted(0, 0.0), []),
-        (arrival(1.0, 0), [run(F0)]),
-        (arrival(2.0, 1), []),
-        (GroupHeard(0, 2.5, 0, None), [run(F1)]),
-        (TaskFinished(0, 4.0, F0), []),
-        (GroupHeard(0, 4.5, 0, None), [run(B0)]),
-    ]
-    assert overhead(arbiter(dispatch_ahead=1), log) == {
-        run(F0): 0.0,
-        run(F1): 0.5,
-        run(B0): 0.5,
-    }
-
-
 def test_where_a_task_is_due_its_successor_could_follow_at_once():
     log = [
         (StepStarted(0, 0.0), []),
@@ -137,7 +121,7 @@ def test_gates_count():
     assert overhead(coordinator, log)[run(tasks[3])] == 0.25
 
 
-def virtual_run(protocol, *, num_members=2, dispatch_ahead=0):
+def virtual_run(protocol, *, num_members=2):
     """What agreement costs where each task is a collective of 10 s, a note takes 1 s, and all inputs come at 5 s."""
     members = [
         group_arbiter(
@@ -149,7 +133,6 @@ def virtual_run(protocol, *, num_members=2, dispatch_ahead=0):
                 consumption=ready(HINTS["bf"]),
                 window=4,
                 rules=PIPELINE_ONLY,
-                dispatch_ahead=dispatch_ahead,
             ),
             member,
             num_members,
@@ -181,12 +164,6 @@ def virtual_run(protocol, *, num_members=2, dispatch_ahead=0):
 def test_a_choice_costs_one_hop_and_a_leader_hears_of_inputs_by_another(protocol, num_members):
     first = 2.0 if protocol == "leader" else 1.0
     assert virtual_run(protocol, num_members=num_members) == {run(F0): first, run(B0): 1.0, run(F1): 1.0, run(B1): 1.0}
-
-
-def test_a_choice_made_ahead_costs_nothing():
-    """F1 is chosen together with F0. What a backward waits for is the group's own task, so none is chosen early."""
-    cost = virtual_run("leader", dispatch_ahead=1)
-    assert cost == {run(F0): 2.0, run(F1): 0.0, run(B0): 1.0, run(B1): 1.0}
 
 
 def test_without_agreement_nothing_is_lost():

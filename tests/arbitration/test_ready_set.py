@@ -117,7 +117,6 @@ def test_forwards_that_wait_behind_a_full_window_cost_nothing(monkeypatch):
                 consumption=ready(HINTS["b-priority"]),
                 window=4,
                 rules=StepRules(updates=False),
-                dispatch_ahead=3,
             )
         )
         CountingWindow.asked = num_tasks = 0

@@ -210,8 +210,9 @@ class EndsEarly(Answers):
 
 
 class RunsTwo(Answers):
-    def __init__(self, setup):
-        super().__init__(replace(setup, dispatch_ahead=setup.dispatch_ahead + 1))
+    def _begin(self, plan):
+        super()._begin(plan)
+        self._capacity = 2
 
 
 class RunsTwice(Answers):

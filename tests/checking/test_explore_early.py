@@ -90,11 +90,6 @@ def test_strict_rows(split):
     explore_strict_rows(early, split=split)
 
 
-def test_tasks_dispatched_ahead_too():
-    for dispatch_ahead, hint in product((1, 2), ("bf", "f-priority")):
-        Explorer().explore(early(chain(2, 3), linear(2), hint=hint, dispatch_ahead=dispatch_ahead))
-
-
 # -- groups ----------------------------------------------------------------------------------------------------------
 
 

@@ -113,7 +113,7 @@ def test_foresight_footprints_and_early_decisions():
     rows = random_rows(graph, placement, Random(3))
     explore(guided(graph, placement, rows, **TRAIN_EVALUATE_TRAIN))
     explore(small(graph, placement, rules=PIPELINE_ONLY, decides_early=True))
-    explore(small(graph, placement, rules=PIPELINE_ONLY, dispatch_ahead=1))
+    explore(small(graph, placement, rules=PIPELINE_ONLY, certain_ahead=True))
 
 
 def test_capacities_count_in_training_alone():

@@ -144,13 +144,6 @@ def test_replicas(lockstep):
         explore(drawn(graph, replicated_placement(looped(num_stages, per_stage), 2), 1, rules=rules))
 
 
-@pytest.mark.parametrize("dispatch_ahead", [1, 2])
-def test_tasks_dispatched_ahead(dispatch_ahead):
-    for number, words in product(range(3), WORDS):
-        explore(drawn(chain(2, 3), linear(2), number, dispatch_ahead=dispatch_ahead, **words))
-        explore(drawn(chain(4, 2), looped(2, 2), number, dispatch_ahead=dispatch_ahead, **words))
-
-
 # -- early decisions ---------------------------------------------------------------------------------------------------
 
 
@@ -162,9 +155,8 @@ def test_early_decisions(split):
     explore(drawn(chain(4, 2, split=split), looped(2, 2), 5, decides_early=True))
 
 
-def test_early_decisions_over_whole_steps_and_with_tasks_ahead():
+def test_early_decisions_over_whole_steps():
     explore(drawn(chain(2, 2), linear(2), 1, decides_early=True, rules=StepRules(), absences=((), ())))
-    explore(drawn(chain(2, 3), linear(2), 2, decides_early=True, dispatch_ahead=1))
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
@@ -183,7 +175,8 @@ def test_a_leader_that_decides_early(groups):
     for number, collective in product(range(2), (True, False)):
         more = {"groups": groups, "collective": collective, "decides_early": True}
         explore(drawn(chain(2, 2), linear(2), number, **more))
-        explore(drawn(chain(2, 2), linear(2), number, dispatch_ahead=1, groups=groups, collective=collective))
+        more = {"groups": groups, "collective": collective, "certain_ahead": True}
+        explore(drawn(chain(2, 2), linear(2), number, **more))
 
 
 def test_members_that_propose_have_a_footprint():
@@ -228,9 +221,9 @@ def test_same_visible_states_without_the_reductions(split):
     check_same(drawn(chain(2, 2), linear(2), 2, rules=StepRules(agreement=Agreement.LOSS), absences=((), ())))
 
 
-def test_same_visible_states_of_early_decisions_groups_and_tasks_ahead():
+def test_same_visible_states_of_early_decisions_and_groups():
     check_same(drawn(chain(2, 2), linear(2), 1, decides_early=True))
-    check_same(drawn(chain(2, 2), linear(2), 1, dispatch_ahead=1))
+    check_same(drawn(chain(2, 2), linear(2), 1, certain_ahead=True))
     check_same(drawn(chain(2, 1), linear(2), 1, groups=(1, 2)))
     check_same(drawn(chain(2, 1), linear(2), 1, groups=(2, 1), decides_early=True))
 

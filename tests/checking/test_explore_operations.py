@@ -219,10 +219,9 @@ def test_a_step_that_lacks_a_reader_of_what_an_operation_comes_before():
 
 
 @LANES
-@pytest.mark.parametrize("dispatch_ahead", [0, *slow(1)])
-def test_early_decisions(lanes, dispatch_ahead):
+def test_early_decisions(lanes):
     """What is about to end has freed its memory for the queue behind it, and not yet for engines."""
-    more = {"decides_early": True, "dispatch_ahead": dispatch_ahead}
+    more = {"decides_early": True}
     for way in WAYS:
         explore(way(*table("1f1b", 2, 2, offload(lanes=lanes)), **more))
     for name, window in product(("bf", "f-priority"), (1, 2)):
@@ -234,19 +233,18 @@ def test_early_decisions(lanes, dispatch_ahead):
 @LANES
 @SPLIT_OR_NOT
 def test_early_decisions_in_larger_pipelines(lanes, split):
-    for number, (size, dispatch_ahead) in enumerate(product([(2, 1, 3), (3, 1, 2), (2, 2, 2)], (0, 1))):
+    for number, size in enumerate([(2, 1, 3), (3, 1, 2), (2, 2, 2)]):
         placement = looped(*size[:2])
         graph = with_ops(chain(placement.num_chunks, size[2], split=split), offload(lanes=lanes))
-        more = {"decides_early": True, "dispatch_ahead": dispatch_ahead}
+        more = {"decides_early": True}
         for way in WAYS:
             explore(way(*drawn(graph, placement, number), **more))
         explore(by_hint(graph, placement, "bf", window=2, **more))
 
 
 @LANES
-def test_tasks_dispatched_ahead_and_accumulation_in_order(lanes):
+def test_accumulation_in_order(lanes):
     for way in WAYS:
-        explore(way(*table("1f1b", 2, 3, offload(lanes=lanes)), dispatch_ahead=1))
         explore(way(*table("1f1b", 2, 3, offload(lanes=lanes)), rules=StepRules(ordered=True)))
 
 
@@ -288,7 +286,7 @@ def test_same_visible_states_without_the_reductions():
     check_same(by_row(*table("1f1b", 2, 2, offload())))
     check_same(by_row(*table("1f1b", 2, 2, offload(lanes=ONE)), decides_early=True))
     check_same(by_hint(with_ops(chain(2, 2), offload()), linear(2), window=2, decides_early=True))
-    check_same(strictly(*table("1f1b", 2, 2, offload()), dispatch_ahead=1))
+    check_same(strictly(*table("1f1b", 2, 2, offload())))
 
 
 def test_the_checker_and_the_graph_read_operations_alike():

@@ -58,5 +58,5 @@ def test_handing_over_what_nobody_promised_is_found(monkeypatch):
 def test_large_random_pipelines_with_late_and_lost_promises(seed):
     random = Random(seed)
     setting = replace(random_setting(random), groups=(), awaits_inputs=True)
-    setting = replace(setting, certain_ahead=not setting.dispatch_ahead and random.random() < 0.5)
+    setting = replace(setting, certain_ahead=random.random() < 0.5)
     random_walk(setting, random.randrange)

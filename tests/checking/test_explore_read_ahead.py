@@ -69,7 +69,7 @@ TWO = small_graphs(2, 3)["frozen first chunk"]
 @pytest.mark.parametrize(
     "more",
     [
-        {"dispatch_ahead": 1},
+        {"certain_ahead": True},
         {"decides_early": True},
         {"rules": StepRules(agreement=Agreement.NONE), "absences": ((), ((0, 1), (1, 1)))},
         {"rules": StepRules(), "absences": ((), ())},

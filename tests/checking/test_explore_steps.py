@@ -7,7 +7,7 @@ import pytest
 from rrfp_jax.arbitration import HINTS, Agreement, StepRules
 from rrfp_jax.tasks import Edge, PipelineGraph, absences, chain, linear, looped, opposite_chains, v_shaped
 from tests.model_checker import Explorer, Setting
-from tests.model_checker.catalogue import PIPELINE_ONLY, all_hints, all_windows, small_graphs, small_settings
+from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs, small_settings
 
 SHARED = {
     "no sharing": (),
@@ -118,28 +118,6 @@ def test_two_steps_of_a_chain(rules):
 def test_three_steps_follow_each_other():
     explore_hints(chain(2, 1), linear(2), PIPELINE_ONLY, absences=((),) * 3)
     explore_hints(chain(2, 1), linear(2), StepRules(agreement=Agreement.LOSS), absences=((),) * 3)
-
-
-@pytest.mark.parametrize("dispatch_ahead", [1, 2])
-@pytest.mark.parametrize("ordered", [False, True], ids=["free", "ordered"])
-def test_dispatch_ahead(dispatch_ahead, ordered):
-    for graph, placement in [
-        (chain(2, 3), linear(2)),
-        (chain(4, 2), looped(2, 2)),
-        (small_graphs(3, 2)["two encoders"], linear(3)),
-    ]:
-        explorer = Explorer()
-        for hints, windows in product(all_hints(graph, placement, (5**20,)), all_windows(placement, 2)):
-            explorer.explore(
-                Setting(
-                    graph=graph,
-                    placement=placement,
-                    windows=windows,
-                    policies=hints,
-                    rules=StepRules(updates=False, agreement=Agreement.NONE, ordered=ordered),
-                    dispatch_ahead=dispatch_ahead,
-                )
-            )
 
 
 @pytest.mark.slow

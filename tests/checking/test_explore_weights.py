@@ -61,7 +61,7 @@ def test_three_stages(ordered):
 @pytest.mark.parametrize(
     "more",
     [
-        {"dispatch_ahead": 1},
+        {"certain_ahead": True},
         {"decides_early": True},
         {"rules": StepRules()},
         {"groups": (2, 1)},

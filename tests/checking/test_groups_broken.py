@@ -95,28 +95,6 @@ class FollowsItsOwnMind(FollowingMember):
         pass
 
 
-class FollowsWithoutLooking(FollowingMember):
-    """Starts what it was told, ready or not."""
-
-    def _can_start(self, note):
-        node = self._ranked.plan.index[note.task]
-        if self._waiting[node]:
-            self._waiting[node] = 0
-            self._ready.add(self._ranked.plan.lanes[node], self._ranked.position[node])
-        return True
-
-    def validate(self):
-        pass
-
-
-class IgnoresItsWindow(FollowingMember):
-    def _can_start(self, note):
-        return not self._waiting[self._ranked.plan.index[note.task]]
-
-    def validate(self):
-        pass
-
-
 class StartsInOrderOfArrival(FollowingMember):
     def _hear(self, event):
         number = self._num_started + len(self._kept.get(event.step, {}))
@@ -207,7 +185,7 @@ class WaitsToBeAsked(ProposingMember):
         return super()._candidate() if any(r == self._round for r, _ in kept) else None
 
 
-NOBODY_AHEAD, AHEAD = {}, {"dispatch_ahead": 1}
+NOBODY_AHEAD, AHEAD = {}, {"certain_ahead": True, "policies": (HINTS["f-priority"],) * 2}
 BROKEN = [
     (TellsNobody, NOBODY_AHEAD, "deadlock: .*member 1 of stage 0"),
     (TellsOnlyTheFirstFollower, {"groups": (1, 3)}, "deadlock: .*member 2 of stage 1"),
@@ -217,8 +195,6 @@ BROKEN = [
     (TellsTwice, NOBODY_AHEAD, "member 0 of stage 0 tells member 1 TaskChosen.* twice"),
     (ForgetsEarlyNotes, NOBODY_AHEAD, "order of arrivals shows"),
     (FollowsItsOwnMind, NOBODY_AHEAD, "members of stage 1 diverge"),
-    (FollowsWithoutLooking, AHEAD, "member 1 of stage 1 runs 1B0 before 1F0"),
-    (IgnoresItsWindow, {**AHEAD, "windows": (1, 1)}, r"member 1 of stage 0 runs 0F1 and holds microbatches \[0, 1\]"),
     (StartsInOrderOfArrival, AHEAD, "members of stage 0 diverge"),
     (StartsInOrderOfArrival, {"collective": False}, "members of stage 0 diverge"),
     (KeepsChoicesToItself, {"groups": (1, 3)}, "deadlock: .*member 2 of stage 1"),

@@ -129,21 +129,6 @@ def test_strict_rows(protocol):
     explore_all(graph, groups=(2, 2), hints=rows[:1], windows=[2], protocol=protocol)
 
 
-@pytest.mark.parametrize("dispatch_ahead", [1, 2])
-@COLLECTIVE_OR_NOT
-def test_a_leader_that_dispatches_ahead(dispatch_ahead, collective):
-    for groups in [(2, 1), (1, 2), (2, 2)]:
-        more = {"dispatch_ahead": dispatch_ahead, "collective": collective}
-        explore_all(chain(2, 2), groups=groups, hints=["bf", "f-priority"], windows=[1, 2], **more)
-
-
-@COLLECTIVE_OR_NOT
-def test_proposals_ahead(collective):
-    more = {"dispatch_ahead": 1, "collective": collective, "protocol": PROPOSE}
-    explore_all(chain(2, 2), groups=(1, 2), hints=["bf"], windows=[1], **more)
-    explore_all(chain(2, 2), groups=(2, 1), hints=["bf"], windows=[2], **more)
-
-
 @BOTH
 @pytest.mark.parametrize("agreement", Agreement)
 def test_the_end_of_a_step(protocol, agreement):
@@ -198,15 +183,6 @@ def test_all_hints_and_three_microbatches(protocol, groups, split, ordered, coll
         protocol=protocol,
         collective=collective,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dispatch_ahead", [1, 2])
-@COLLECTIVE_OR_NOT
-def test_proposals_further_ahead(dispatch_ahead, collective):
-    more = {"dispatch_ahead": dispatch_ahead, "collective": collective, "protocol": PROPOSE}
-    for groups in [(2, 1), (1, 2)]:
-        explore_all(chain(2, 2), groups=groups, hints=["bf", "f-priority"], windows=[1, 2], **more)
 
 
 @pytest.mark.slow

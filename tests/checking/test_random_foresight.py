@@ -56,7 +56,7 @@ def random_setting(random, *, most_stages=6, most_microbatches=10, most_chunks=3
         weights_last=random.random() < 0.3,
         rules=StepRules(ordered=ordered, updates=random.random() < 0.7, agreement=random.choice(list(Agreement))),
         absences=tuple(random_absences(random, graph) for _ in range(random.randint(1, 4))),
-        dispatch_ahead=random.choice((0, 0, 1, 2)),
+        certain_ahead=random.random() < 0.5,
         decides_early=random.random() < 0.4,
         **random_groups(random, placement.num_stages),
     )

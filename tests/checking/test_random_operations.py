@@ -78,7 +78,6 @@ def random_setting(random, *, most_stages=4, most_microbatches=8, most_chunks=3)
     more = {
         "rules": random_rules(random, ordered),
         "absences": tuple(random_absences(random, graph) for _ in range(random.randint(1, 3))),
-        "dispatch_ahead": random.choice((0, 0, 0, 1, 2)),
         "decides_early": random.random() < 0.5,
     }
     kind = random.choice(("strict", "row", "foresight", "hint", "hint"))

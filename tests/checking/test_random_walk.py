@@ -71,7 +71,7 @@ def random_setting(random, *, most_stages=6, most_microbatches=12, most_chunks=3
             ordered=random.random() < 0.5, updates=random.random() < 0.7, agreement=random.choice(list(Agreement))
         ),
         absences=tuple(random_absences(random, graph) for _ in range(random.randint(1, 3))),
-        dispatch_ahead=random.choice((0, 0, 1, 2)),
+        certain_ahead=random.random() < 0.5,
         decides_early=random.random() < 0.5,
         **random_groups(random, placement.num_stages),
     )

@@ -78,7 +78,7 @@ def test_same_visible_states_over_two_steps(rules):
             policies=(hint, hint),
             rules=rules,
             absences=((), absences({(0, 0), (1, 0)})),
-            dispatch_ahead=1,
+            certain_ahead=True,
         )
     )
 

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner
-from rrfp_jax.checkpoint.arrays import Name
+from rrfp_jax.checkpoint._arrays import ArrayName
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.specs import pick
 from rrfp_jax.programs.state import ChunkState, layer_groups
@@ -70,11 +70,11 @@ def trained(pieces: Pieces, step: int = 1) -> Pieces:
     return [(layers, layers.join(_numbers(layers.split(state), step), state)) for layers, state in pieces]
 
 
-def _numbers(leaves: dict[Name, Any], step: int) -> dict[Name, jax.Array]:
+def _numbers(leaves: dict[ArrayName, Any], step: int) -> dict[ArrayName, jax.Array]:
     return {name: jax.device_put(_number(name, leaf, step), leaf.sharding) for name, leaf in leaves.items()}
 
 
-def _number(name: Name, leaf: jax.Array, step: int) -> Any:
+def _number(name: ArrayName, leaf: jax.Array, step: int) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(step), leaf.shape)
     if jnp.issubdtype(leaf.dtype, jnp.integer):
@@ -84,7 +84,7 @@ def _number(name: Name, leaf: jax.Array, step: int) -> Any:
     return np.random.default_rng([step, *"/".join(own).encode()]).standard_normal(leaf.shape).astype(leaf.dtype)
 
 
-def bits(pieces: Pieces) -> dict[Name, bytes]:
+def bits(pieces: Pieces) -> dict[ArrayName, bytes]:
     """All elements of all states by name."""
 
     def data(leaf: jax.Array) -> bytes:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rrfp_jax.checkpoint.arrays import copy_to_host, owned
+from rrfp_jax.checkpoint._arrays import copy_to_host, own_copy
 
 NAME = ("layers.0", "params", "kernel")
 
@@ -46,4 +46,4 @@ class OnAccelerator:
 
 
 def test_the_host_copy_of_an_accelerators_array_is_not_copied_again() -> None:
-    assert owned(OnAccelerator()) is OnAccelerator.host  # type: ignore[arg-type]
+    assert own_copy(OnAccelerator()) is OnAccelerator.host  # type: ignore[arg-type]

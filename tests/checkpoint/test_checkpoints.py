@@ -196,7 +196,7 @@ def test_mistakes_of_the_caller_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_names_that_run_together_are_refused() -> None:
-    from rrfp_jax.checkpoint.arrays import nested
+    from rrfp_jax.checkpoint._arrays import nested
 
     with pytest.raises(ValueError, match=r"layers.0/w and layers/0/w cannot be told apart"):
         nested({("layers", "0", "w"): 1, ("layers.0", "w"): 2})

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from rrfp_jax.checkpoint import Checkpoints, Unusable
-from rrfp_jax.checkpoint.durable_files import canonical_json
+from rrfp_jax.checkpoint._records import canonical_json
 from tests.checkpoint.states import bits, newest_step, opened, pieces_of, restored, save, trained
 
 PIECES = pieces_of([["layers.0"], ["head"]], optax.sgd(1e-3))
@@ -200,7 +200,7 @@ def test_a_part_s_record_with_a_checksum_may_still_be_malformed(
 
 
 def test_a_layer_may_have_any_name(tmp_path: Path) -> None:
-    from rrfp_jax.checkpoint.ownership import Owner, parts_of_step
+    from rrfp_jax.checkpoint._part_writer import Owner, parts_of_step
 
     owner = Owner(ranks=(0,), device=jax.devices()[0])
     for layer, name in (("a/b", "a%2Fb"), ("..", "%2E%2E"), (".", "%2E"), ("layers.0", "layers.0")):

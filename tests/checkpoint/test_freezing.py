@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from rrfp_jax.checkpoint import ChunkLayers
-from rrfp_jax.checkpoint.arrays import Name
+from rrfp_jax.checkpoint._arrays import ArrayName
 from rrfp_jax.programs.specs import pick
 from rrfp_jax.programs.state import ChunkState, layer_groups
 from tests.checkpoint.states import LAYERS, Pieces, bits, chunk_of, cut_at, opened, restored, save, trained
@@ -70,7 +70,7 @@ def test_what_trains_anew_starts_afresh_but_for_what_all_have_in_common(
     moments = {name for name in leaves if name[1] == "optimizer" and {"mu", "nu"} & set(name) and leaves[name].size}
     assert fresh >= {name for name in moments if name[0] in ("head", "layers.1", "final_norm")}
     assert all(np.asarray(leaf).tobytes() == saved[name] for name, leaf in leaves.items() if name in saved)
-    counts: dict[Name, int] = {name: int(leaf) for name, leaf in leaves.items() if name[-1] == "count"}
+    counts: dict[ArrayName, int] = {name: int(leaf) for name, leaf in leaves.items() if name[-1] == "count"}
     assert {name[0] for name in counts} == set(LAYERS) - {"layers.0"}
     assert set(counts.values()) == {3}
     checkpoints.close()

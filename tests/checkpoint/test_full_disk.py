@@ -13,7 +13,7 @@ from typing import Any
 import optax
 import pytest
 
-from rrfp_jax.checkpoint import checkpoints as room
+from rrfp_jax.checkpoint import _checkpoints as module
 from tests.checkpoint.states import bits, newest_step, opened, pieces_of, restored, save, trained
 
 PIECES = pieces_of([["layers.0"], ["head"]], optax.adam(1e-3))
@@ -58,7 +58,7 @@ def test_a_disk_that_is_full_at_the_commit(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(room.Commit, "write", full)
+        patch.setattr(module.Commit, "write", full)
         assert save(checkpoints, 2, PIECES) == "rank 0: No space left on device"
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000001"]
     assert save(checkpoints, 2, PIECES) is None

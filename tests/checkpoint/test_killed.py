@@ -13,7 +13,7 @@ from typing import Any
 import optax
 import pytest
 
-from rrfp_jax.checkpoint.part_writer import PartWriter
+from rrfp_jax.checkpoint._part_writer import PartWriter
 from tests.checkpoint.states import bits, newest_step, opened, pieces_of, restored, save, trained
 
 PIECES = pieces_of([["layers.0"], ["head"]], optax.sgd(1e-3))

@@ -11,8 +11,8 @@ import optax
 import pytest
 import tensorstore as ts
 
-from rrfp_jax.checkpoint import part_writer, reader
-from rrfp_jax.checkpoint.part_writer import chunk_shape
+from rrfp_jax.checkpoint import _part_writer, _reader
+from rrfp_jax.checkpoint._part_writer import chunk_shape
 from tests.checkpoint.states import LAYERS, bits, opened, pieces_of, restored, save, trained
 
 
@@ -24,9 +24,9 @@ def test_chunks_tile_the_piece_and_are_small_enough() -> None:
 
 
 def test_chunks_and_batches_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_writer, "_CHUNK_BYTES", 64)
-    monkeypatch.setattr(part_writer, "_BATCH_BYTES", 200)
-    monkeypatch.setattr(reader, "_BATCH_BYTES", 200)
+    monkeypatch.setattr(_part_writer, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(_part_writer, "_BATCH_BYTES", 200)
+    monkeypatch.setattr(_reader, "_BATCH_BYTES", 200)
     pieces = pieces_of([LAYERS], optax.adam(1e-3))
     checkpoints = opened(tmp_path, pieces)
     assert save(checkpoints, 1, pieces) is None

@@ -14,9 +14,9 @@ import optax
 import pytest
 
 from rrfp_jax.checkpoint import Checkpoints, Coordinator, NotDone, Owner
-from rrfp_jax.checkpoint import checkpoints as room
-from rrfp_jax.checkpoint.coordinator import sentence
-from rrfp_jax.checkpoint.record import is_committed
+from rrfp_jax.checkpoint import _checkpoints as module
+from rrfp_jax.checkpoint._joint_calls import one_line
+from rrfp_jax.checkpoint._records import is_committed
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.gatherings import PeerFailed
 from rrfp_jax.runtime.peers import Peers
@@ -224,13 +224,13 @@ def _save_alone(ranks: Ranks, rank: int, step: int) -> str | None:
 def test_a_commit_that_stands_counts_although_the_disk_then_failed(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    write = room.Commit.write
+    write = module.Commit.write
 
     def write_and_fail(self: Any, directory: Path) -> None:
         write(self, directory)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(room.Commit, "write", write_and_fail)
+    monkeypatch.setattr(module.Commit, "write", write_and_fail)
     assert ranks.save(1) == [None, None]
     assert is_committed(tmp_path, 1)
     assert ranks.newest() == [1, 1]
@@ -242,7 +242,7 @@ def test_an_error_with_leftovers_reaches_the_others(
     def fail(_: Path) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr(room, "remove_leftovers", fail)
+    monkeypatch.setattr(module, "remove_leftovers", fail)
     made = Ranks.__new__(Ranks)
     made._pool = ThreadPoolExecutor(2)
 
@@ -271,20 +271,20 @@ def test_a_model_that_one_rank_cannot_restore_is_refused_by_all(ranks: Ranks) ->
 def test_a_shared_optimizer_state_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
 
-    from rrfp_jax.checkpoint import reader
+    from rrfp_jax.checkpoint import _reader
     from tests.checkpoint.states import opened, restored, save
 
     ((layers, state),) = pieces_of([["layers.0", "head"]], optax.adam(1e-3))
     checkpoints = opened(tmp_path, [(layers, state)])
     assert save(checkpoints, 1, [(layers, state)]) is None
     names: list[Any] = []
-    read = reader._read_arrays
+    read = _reader._read_batch
 
     def counting(path: Path, specs: Any) -> Any:
         names.extend(specs)
         return read(path, specs)
 
-    monkeypatch.setattr(reader, "_read_arrays", counting)
+    monkeypatch.setattr(_reader, "_read_batch", counting)
     replicas = [(layers, state), (layers, replace(state, params=dict(state.params)))]
     first, second = restored(checkpoints, replicas)
     of_optimizer = [name for name in names if name[1] == "optimizer"]
@@ -306,4 +306,4 @@ def test_a_shared_optimizer_state_is_read_once(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_an_error_is_told_without_the_names_of_classes(error: Exception, told: str) -> None:
-    assert sentence(error) == told
+    assert one_line(error) == told

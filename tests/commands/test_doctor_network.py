@@ -21,7 +21,7 @@ from rrfp_jax.commands.diagnosis.network_checks import (
     check_proxies,
     given_interface,
 )
-from rrfp_jax.launch.settings import Address
+from rrfp_jax.network.config import Address
 from tests.commands.running import ROOT
 from tests.commands.test_doctor import assert_found
 

@@ -82,10 +82,13 @@ def test_the_figures_say_what_they_hold() -> None:
         (("--link-delay-ms", "0-9:3"), "link 0-9 does not exist"),
         (("--link-delay-ms", "0-1:-3"), "extra_ms of link 0-1"),
         (("--steps", 0), "at least 1"),
-        (("--dispatch-ahead", -1), "dispatch_ahead is -1: give auto, just-in-time, certain, or 0 or more tasks"),
+        (
+            ("--dispatch-ahead", -1),
+            "dispatch_ahead is -1: give auto, just-in-time (in place of a number of tasks), certain, or 0",
+        ),
         (
             ("--dispatch-ahead", "later"),
-            "dispatch_ahead is 'later': give auto, just-in-time, certain, or 0 or more tasks",
+            "dispatch_ahead is 'later': give auto, just-in-time (in place of a number of tasks), certain, or 0",
         ),
         (("--launch-ms", 1), "give --accelerator too"),
         (("--accelerator", "--launch-ms", "nan"), "launch-ms is nan: give 0 or more milliseconds"),

@@ -12,7 +12,7 @@ from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.models import ExpertsConfig
-from rrfp_jax.network.roll_call import Hello, Member, differences
+from rrfp_jax.network.rendezvous import JoinRequest, Member, configuration_differences
 
 EXPERTS = ExpertsConfig(num_experts=4, experts_per_token=2)
 
@@ -63,12 +63,12 @@ def test_ranks_whose_meshes_differ_in_the_order_of_axes_do_not_agree(tmp_path: P
     told = {}
     for rank, mesh in enumerate(({"fsdp": 2, "tensor": 2}, {"tensor": 2, "fsdp": 2})):
         config = load_train_config("cpu/debug", {"pipeline.mesh": mesh, "pipeline.num_stages": 1})
-        hello = Hello.of(Member(rank=rank, host="host", pid=1, address={}), 2, plan_run(config, tmp_path).agreed)
+        hello = JoinRequest.of(Member(rank=rank, host="host", pid=1, address={}), 2, plan_run(config, tmp_path).agreed)
         told[rank] = hello.configuration
-    assert differences(told) == [
+    assert configuration_differences(told) == [
         'pipeline.mesh is [["fsdp", 2], ["tensor", 2]] on rank 0, [["tensor", 2], ["fsdp", 2]] on rank 1'
     ]
-    assert differences({0: told[0], 1: told[0]}) == []
+    assert configuration_differences({0: told[0], 1: told[0]}) == []
 
 
 def test_tensor_behind_another_axis_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,17 +16,17 @@ from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.model_tokens import token_notes
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
-from rrfp_jax.exchange.exporting import plan_export, write_export
-from rrfp_jax.exchange.importing import plan_import, write_import
-from rrfp_jax.exchange.model_folder import KEPT, TOKENS, open_model
+from rrfp_jax.hf.exporting import plan_export, write_export
+from rrfp_jax.hf.importing import plan_import, write_import
+from rrfp_jax.hf.model_folder import KEPT, TOKENS, open_model
 from rrfp_jax.training.run_directory import RunDirectory
 from tests.commands.running import run_command, sentence
-from tests.exchange.random_folder import TINY_LLAMA, write_folder
+from tests.hf.random_folder import TINY_LLAMA, write_folder
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind at all\n"
 END = "<|endoftext|>"
 ROWS = {"length": 16, "batch_size": 4, "num_microbatches": 2}
-GOLDEN = Path(__file__).parents[1] / "exchange" / "golden"
+GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 
 
 def tokenizer_file(path: Path, *, size: int = 270, specials: tuple[str, ...] = (END,)) -> Path:
@@ -222,7 +222,7 @@ def test_a_model_that_began_here_is_exported_with_its_tokenizer(work: Path) -> N
 
 
 def test_what_a_run_keeps_is_what_it_was_trained_with(work: Path) -> None:
-    from rrfp_jax.exchange.model_folder import keep_files
+    from rrfp_jax.hf.model_folder import keep_files
 
     run = Path("run")
     run.mkdir()

@@ -9,7 +9,7 @@ import pytest
 
 from rrfp_jax.arbitration import check_words
 from rrfp_jax.commands import simulate, train
-from rrfp_jax.commands.common.options import CommandParser, add_record_options
+from rrfp_jax.commands.common.options import INSTEAD, CommandParser, add_record_options
 from rrfp_jax.commands.training.config import SECTIONS, load_train_config
 from tests.commands.running import ROOT
 
@@ -33,6 +33,7 @@ def test_the_choices_that_are_shown_are_accepted() -> None:
     [
         ("--num-stagess", "'--num-stagess' is no option: did you mean --num-stages"),
         ("--num-stage=2", "'--num-stage=2' is no option: did you mean --num-stages"),
+        ("--adaptive=on", f"'--adaptive' is no option: {INSTEAD['adaptive']}"),
         ("--zzzzzzzz", "'--zzzzzzzz' is no option: rrfp train --help lists all options"),
     ],
 )

@@ -150,9 +150,9 @@ def test_a_model_with_its_own_graph():
 
 
 def test_the_arbiters_run_the_step():
-    arbiters = resolve(window="8,6,4,2").arbiters(StepRules(), dispatch_ahead=1)
+    arbiters = resolve(window="8,6,4,2").arbiters(StepRules(), certain_ahead=True)
     assert [a.limit for a in arbiters] == [8, 6, 4, 2]
-    assert {a.dispatch_ahead for a in arbiters} == {1}
+    assert all(a.certain_ahead for a in arbiters)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,6 @@ def test_offload_bounds_what_stages_hold_on_their_devices():
         ),
         ({"offload": 2, "schedule": "1f1b", "window": 4}, "leave window and footprint out"),
         ({"offload": 2, "schedule": "1f1b", "footprint": "off"}, "leave window and footprint out"),
-        ({"offload": 2, "schedule": "1f1b", "adaptive": "on"}, "leave it or offload out"),
         ({"copy_ms": 2.0, "schedule": "1f1b"}, "give offload too"),
         ({"offload": 0, "schedule": "1f1b"}, "offload has 0 slots"),
         ({"offload": 1, "schedule": "1f1b"}, "offload 1 is too little for '1f1b', of which stage 1 holds 3"),
@@ -273,7 +272,6 @@ def test_recompute_stands_ahead_of_backwards_that_wait():
         ({"recompute": 0, "schedule": "1f1b", "hint": "bf"}, "give --hint schedule or --consume strict"),
         ({"recompute": -1, "schedule": "1f1b"}, "recompute is -1: give 0 or more"),
         ({"recompute": 0, "schedule": "1f1b", "offload": 2}, "leave one of them out"),
-        ({"recompute": 0, "schedule": "1f1b", "adaptive": "on"}, "leave it or recompute out"),
     ],
 )
 def test_a_recompute_that_cannot_be_is_refused(words, message):

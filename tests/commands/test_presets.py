@@ -24,8 +24,8 @@ from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
 from rrfp_jax.costs.devices import device_of
 from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED
+from rrfp_jax.launch.launch_settings import LaunchSettings
 from rrfp_jax.launch.output import Output
-from rrfp_jax.launch.settings import LaunchSettings
 from rrfp_jax.layout import Layout
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.network import RunKey
@@ -107,7 +107,6 @@ def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
         backward=pipeline.backward,
         footprint=pipeline.footprint,
         foresight=pipeline.foresight,
-        adaptive=pipeline.adaptive,
     ).resolve(
         num_stages=pipeline.num_stages,
         num_microbatches=share,

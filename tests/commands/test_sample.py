@@ -15,19 +15,19 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from rrfp_jax.checkpoint.parameters import newest_step, read_params
+from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.commands import sample
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.sampling.generating import Drawing, Generator, TokenPrompt
 from rrfp_jax.commands.sampling.vocabulary import Bytes, Tokenizer, vocabulary_of
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.data.tokens import write_token_set
-from rrfp_jax.exchange.importing import plan_import, write_import
-from rrfp_jax.exchange.model_folder import ModelFolder
-from rrfp_jax.exchange.model_sections import ModelSections
+from rrfp_jax.hf.importing import plan_import, write_import
+from rrfp_jax.hf.model_folder import ModelFolder
+from rrfp_jax.hf.model_sections import ModelSections
 from tests.commands.running import run_command
 from tests.commands.test_train_multimodal import MULTIMODAL, SMALL
-from tests.exchange.random_folder import write_folder
+from tests.hf.random_folder import write_folder
 from tests.models.test_cached_decoder import PLAIN, initial, whole_logits
 
 DEBUG = "tpu_gpu_configs/cpu/debug.yaml"

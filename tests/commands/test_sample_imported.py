@@ -17,11 +17,11 @@ from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.sampling.hub_prompts import prompt_of_import
 from rrfp_jax.commands.sampling.vocabulary import Tokenizer
 from rrfp_jax.data.patches import patches_of
-from rrfp_jax.exchange.importing import plan_import, write_import
-from rrfp_jax.exchange.model_folder import CARRIED, ModelFolder, open_model
-from tests.exchange.ours import Ours
+from rrfp_jax.hf.importing import plan_import, write_import
+from rrfp_jax.hf.model_folder import CARRIED, ModelFolder, open_model
+from tests.hf.ours import Ours
 
-GOLDEN = Path(__file__).parents[1] / "exchange" / "golden"
+GOLDEN = Path(__file__).parents[1] / "hf" / "golden"
 KINDS = {"llava_clip": "<image>", "llava_siglip": "<image>", "internvl": "<IMG_CONTEXT>"}
 """What the models call the token that stands for an image."""
 AROUND = {"internvl": ([5], [6])}

@@ -39,7 +39,6 @@ ROW = {
     "bubble_fraction",
     "idle_s",
     "looking_ahead",
-    "tables_planned",
     "skipped",
     "fault",
     "num_skipped",
@@ -197,6 +196,7 @@ def write_config(tmp_path: Path, text: str) -> str:
     ("text", "message"),
     [
         ("model: {hiden: 3}", "'hiden' is no key of model: did you mean 'hidden'"),
+        ("pipeline: {adaptive: true}", "'adaptive' is no key of pipeline: plan from a finished run's durations"),
         ("modle: {}", "'modle' is no section: did you mean 'model'"),
         ("model: [", "is not YAML"),
         ("just text", "must hold the sections"),

@@ -35,7 +35,9 @@ def test_an_update_of_the_only_chunk_runs_when_no_microbatch_is_in_flight() -> N
     assert forecast_stage([updated], 3, 8).largest_window(1000 + 8 * 10 + 499) == 0
     assert forecast_stage([updated], 8, 8, footprint=2).peak == 1000 + 8 * 10 + 500
     assert forecast_stage([updated], 8, 8, in_row=100).peak == 1000 + 8 * 10 + 500
-    assert forecast_stage([updated, CHUNK], 1, 8).temporaries == 500, "the other chunk may hold microbatches"
+    both = forecast_stage([updated, CHUNK], 1, 8, footprint=2)
+    assert both.temporaries == 500, "the other chunk may hold microbatches"
+    assert both.peak == forecast_stage([CHUNK, CHUNK], 1, 8, footprint=2).peak + 500 - 60
 
 
 def test_a_window_beyond_the_microbatches_costs_nothing_more() -> None:

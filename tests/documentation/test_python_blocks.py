@@ -35,7 +35,7 @@ from rrfp_jax import Ordering, linear
 from rrfp_jax.arbitration import Agreement, StepRules
 from rrfp_jax.tasks import chain
 order = Ordering(hint="bf").resolve(linear(2), chain(2, 4))
-arbiters = order.arbiters(StepRules(updates=False, agreement=Agreement.ALL), dispatch_ahead=1)
+arbiters = order.arbiters(StepRules(updates=False, agreement=Agreement.ALL))
 durations_ms = np.full((1, 2, 4, 3), 1.0)
 """,
     "split = split_backward(": """

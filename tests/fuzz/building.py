@@ -87,8 +87,6 @@ def ordering_of(composition: Composition) -> Ordering:
         elif composition.operation == "offload":
             slots = max(2, int(max(table.peak_activations())) - 1)
             table = operations.offload(table, slots, copy_ms=0.01, consume=composition.consume)
-        elif hasattr(operations, "gathered"):
-            table = operations.gathered(table, prefetch=1)
     guided = follows and composition.consume == READY
     return Ordering(
         schedule=table,
@@ -99,7 +97,6 @@ def ordering_of(composition: Composition) -> Ordering:
         foresight=False if guided and not composition.foresight else None,
         footprint=False if guided and not composition.footprint else None,
         read_ahead=composition.read_ahead or None,
-        adaptive=composition.adaptive,
         ops=ops,
     )
 

@@ -88,10 +88,9 @@ class Composition:
     foresight: bool = True
     footprint: bool = True
     read_ahead: int = 0
-    adaptive: bool = False
     dispatch: int | str = "auto"
     operation: str = ""
-    """The operation, if any: ``recompute``, ``offload`` or ``gathered``."""
+    """The operation, if any: ``recompute`` or ``offload``."""
     weights: str = "random"
     """The weights: ``random``, ``zero`` (of some microbatches), ``none`` (of a whole step) or ``negative`` (of a whole
     step)."""
@@ -236,7 +235,7 @@ def _draw_order(random: Random, setup: Composition, *, is_split: bool) -> Compos
         foresight=not guided or chance(0.8),
         footprint=not guided or bool(operation) or chance(0.8),
         read_ahead=random.randint(1, 3) if consume == READY and chance(0.1) else 0,
-        dispatch=random.choice(("auto", 0, 1, 2, "certain", "just-in-time")),
+        dispatch=random.choice(("auto", 0, "certain", "just-in-time")),
         operation=operation,
         weights=_pick(random, random=8, zero=2, none=0.7, negative=0.3),
         absent=setup.graph in ("towers", "optional") and chance(0.6),
@@ -268,5 +267,5 @@ def _draw_window(random: Random, setup: Composition, microbatches: int, *, follo
 
 
 def _draw_operation(random: Random, setup: Composition, schedule: str) -> str:
-    names = ["offload"] * bool(schedule) + ["gathered"] * bool(schedule and setup.mesh)
+    names = ["offload"] * bool(schedule)
     return random.choice(names + ["recompute"] * (setup.remat != "full") or [""])

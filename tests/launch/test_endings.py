@@ -3,13 +3,13 @@
 import pytest
 
 from rrfp_jax.launch.endings import Endings
-from rrfp_jax.network.roll_call import Ending
+from rrfp_jax.network.rendezvous import ProcessEnding
 
 
 def endings(*known: tuple[int, int, float], num_ranks: int = 3) -> Endings:
     """From (rank, code, time)."""
     made = Endings(num_ranks)
-    made.by_rank.update({rank: Ending(code=code, at_s=at_s) for rank, code, at_s in known})
+    made.by_rank.update({rank: ProcessEnding(code=code, at_s=at_s) for rank, code, at_s in known})
     return made
 
 
@@ -36,19 +36,19 @@ def test_the_cause(known: list[tuple[int, int, float]], code: int, rank: int):
 
 def test_what_the_launcher_ended_is_never_the_cause_while_there_is_another():
     found = endings((0, 5, 1.0), (2, 5, 1.2))
-    found.by_rank[1] = Ending(code=137, at_s=0.5, by_launcher="stood still (SIGSTOP)")
+    found.by_rank[1] = ProcessEnding(code=137, at_s=0.5, by_launcher="stood still (SIGSTOP)")
     assert found.code() == 5
     assert "  rank 1: stood still (SIGSTOP): the launcher ended it (code 137, killed by SIGKILL) (by 0.5 s)" in (
         found.summary()
     )
     assert found.summary()[0] == "the run failed after 1.0 s: rank 1 stood still (SIGSTOP)"
-    found.by_rank[2] = Ending(code=4, at_s=1.2)
+    found.by_rank[2] = ProcessEnding(code=4, at_s=1.2)
     assert found.summary()[0] == "the run failed after 1.2 s: rank 2 (code 4, a task failed)"
 
 
 def test_nobody_is_blamed_for_what_the_coordination_service_did():
     found = endings((0, 5, 1.4), (1, 134, 1.1), (2, 134, 1.2))
-    found.service = Ending(code=137, at_s=1.05)
+    found.service = ProcessEnding(code=137, at_s=1.05)
     assert found.code() == 134
     assert found.summary()[0] == (
         "the run failed after 1.1 s: the coordination service (code 137, killed by SIGKILL), without which JAX aborts "

@@ -14,20 +14,20 @@ from queue import SimpleQueue
 import pytest
 
 from rrfp_jax.exit_codes import INTERRUPTED, PREEMPTED, START_FAILED
-from rrfp_jax.launch import children
-from rrfp_jax.launch.children import Child, Guardian
+from rrfp_jax.launch import child_processes
+from rrfp_jax.launch.child_processes import Child, Guardian, LauncherEvents
 from rrfp_jax.launch.head import HeadFailed, _ready_port
+from rrfp_jax.launch.launch_settings import LaunchSettings
 from rrfp_jax.launch.launcher import launch
-from rrfp_jax.launch.launcher_events import EventQueue
 from rrfp_jax.launch.output import Output
-from rrfp_jax.launch.settings import Address, LaunchSettings
 from rrfp_jax.network import RendezvousServer, RunKey
-from rrfp_jax.network.routes import Unreachable
+from rrfp_jax.network.config import Address
+from rrfp_jax.network.host import Unreachable
 
 
 def test_a_request_to_stop_ends_the_wait_for_the_coordination_service():
     ended: SimpleQueue[int] = SimpleQueue()
-    with closing(Guardian()) as guardian, EventQueue() as events:
+    with closing(Guardian()) as guardian, LauncherEvents() as events:
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
         child = Child(sleeper, os.environ, guardian, lambda code, _: ended.put(code), stdin=subprocess.PIPE)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -71,7 +71,7 @@ def test_a_heads_name_that_is_gone_after_it_was_reached_ends_the_attempt_in_a_se
 
 
 def test_a_guardian_that_is_stopped_keeps_no_launcher_from_ending(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(children, "_GUARDIAN_S", 0.2)
+    monkeypatch.setattr(child_processes, "_GUARDIAN_S", 0.2)
     guardian = Guardian()
     os.kill(guardian._process.pid, signal.SIGSTOP)
     guardian.close()

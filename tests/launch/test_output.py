@@ -7,8 +7,8 @@ from typing import BinaryIO
 
 import pytest
 
+from rrfp_jax.launch.launch_settings import LaunchSettings
 from rrfp_jax.launch.output import Output
-from rrfp_jax.launch.settings import LaunchSettings
 
 
 class Terminal(io.BytesIO):

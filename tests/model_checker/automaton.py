@@ -86,8 +86,6 @@ class PlaceAutomaton:
         self._numbers: dict[Hashable, int] = {}
         self._deliveries: dict[tuple[int, int], tuple[Outcome, ...]] = {}
         self._happenings: dict[tuple[int, type[Event], Happening], tuple[Outcome, ...]] = {}
-        self._may_postpone = not setting.dispatch_ahead
-        """Whether a silent decision may wait; with tasks ahead another one might be the last by then."""
         self._number(setting.make_arbiter(place), Account())
 
     @property
@@ -153,7 +151,7 @@ class PlaceAutomaton:
                 moves.append(Move(packets, 0, what, target, choices))
         for decision in self._possible_decisions(before):
             for choices, target, is_visible in self._behind(packets, partial(self._happen, before, decision)):
-                if is_visible or not self._may_postpone:
+                if is_visible:
                     moves.append(Move(packets, 0, decision, target, choices))
                 else:
                     check = partial(self._check_waits, before, decision, target, in_flight & ~packets)

@@ -49,8 +49,7 @@ within X is irrelevant is not assumed: all orders are followed, and a difference
 after whatever happens next at its place as well: after a packet's delivery, which then is answered together with the
 decision or not at all, likewise after the end of an engine's task, or after the task's own end, by which it is late. So
 it is postponed until it is answered, or left out. That both orders lead to one state is tested on the arbiter, for
-every silent decision and everything that can happen next. With tasks dispatched ahead another task may be the last by
-then: there every decision is a move.
+every silent decision and everything that can happen next.
 
 *Contained moves are left out.* Let X' be X without one packet p, and let the moves (X, e) and (X', e) lead to the
 states A and A'. If delivering p in A' is silent and leads to A, then (X, e) is (X', e) followed by a silent delivery,

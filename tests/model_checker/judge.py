@@ -73,7 +73,6 @@ class StageJudge:
         self.admission = Admission(setting, place, self.guidance)
         self.has_foresight = setting.foresight is not None
         """Of the setting; a follower hears announcements too, and does nothing about them."""
-        self.capacity = 1 + setting.dispatch_ahead
         self.counts_on = setting.certain_ahead and not (len(self.others) and setting.protocol is GroupProtocol.PROPOSE)
         """Whether each task is due from its start."""
         self.is_told = setting.decides_early
@@ -274,7 +273,7 @@ class StageJudge:
             account = account._replace(queue=(*account.queue, 1 << place))
             if self.counts_on and not account.due:
                 account = account._replace(due=1 << place)
-        capacity = self.capacity + (account.due > 0)
+        capacity = 1 + (account.due > 0)
         if (account.started & ~account.finished & contract.compute).bit_count() > capacity:
             raise Violation(f"{self.name} runs {contract.tasks[place]} beside {capacity} other tasks")
         return account

@@ -220,7 +220,7 @@ class _Walk:
         step, task = instruction
         lane = self.setting.graph.lane(task.kind)
         self.free_at_s[place, lane] = at_s = max(self.now_s, self.free_at_s[place, lane]) + self._delay_s()
-        if not (self.setting.decides_early or self.setting.awaits_inputs) or lane != COMPUTE:
+        if not self.setting.keeps_order or lane != COMPUTE:
             self._schedule(at_s, place, TaskFinished(step, 0.0, task))
             return
         self.end_orders[place] = max(self.end_orders[place], (at_s, self.draw(1 << 16)))

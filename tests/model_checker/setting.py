@@ -57,7 +57,6 @@ class Setting:
     evaluates: frozenset[int] = frozenset()
     """The steps, of those that are run, that evaluate: forwards alone, of :attr:`evaluation_batches` batches."""
     evaluation_batches: int = 1
-    dispatch_ahead: int = 0
     decides_early: bool = False
     """Whether stages are told, at any moment, that the last task is about to end; devices then keep to their order."""
     certain_ahead: bool = False
@@ -237,7 +236,6 @@ class Setting:
             window=self.windows[stage],
             capacity=self.capacities[stage] if self.capacities else None,
             rules=self.rules,
-            dispatch_ahead=self.dispatch_ahead,
             certain_ahead=self.certain_ahead,
             foresight=self.foresight,
             footprint=self.footprints[stage] if self.footprints else None,
@@ -246,6 +244,11 @@ class Setting:
         )
         num_members = self.group_size(stage)
         return self.arbiter(setup) if num_members == 1 else self.make_member(self.protocol, setup, member, num_members)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether devices run tasks in the order in which these were handed over."""
+        return self.decides_early or self.certain_ahead or self.awaits_inputs
 
     def wiring_key(self) -> Hashable:
         """Equal for settings whose places exchange the same messages in the same steps."""
@@ -265,7 +268,6 @@ class Setting:
         ways = (
             self.capacities[stage] if self.capacities else None,
             self.policies[stage],
-            self.dispatch_ahead,
             self.decides_early,
             self.certain_ahead,
             self.foresight,

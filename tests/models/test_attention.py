@@ -65,6 +65,8 @@ def test_presets_take_a_fused_one(preset: Path):
         (Target(platform="gpu", kind="AMD Instinct MI300X"), {"length": 2048}, "tiles"),
         (TPU, {"head_dim": 80, "dtype": jnp.dtype(jnp.float32)}, "splash"),
         (TPU, {"length": 64}, "formula"),
+        (TPU, {"length": 32_768}, "splash"),
+        (TPU, {"length": 2**20}, "tiles"),
         (TPU, {"dtype": jnp.dtype(jnp.float16)}, "formula"),
         (CPU, {}, "formula"),
         (CPU, {"length": 2048}, "tiles"),

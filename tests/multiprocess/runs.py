@@ -10,8 +10,8 @@ import numpy as np
 import yaml
 from jax.sharding import SingleDeviceSharding
 
-from rrfp_jax.checkpoint.arrays import Name
-from rrfp_jax.checkpoint.reader import open_step, read_layers
+from rrfp_jax.checkpoint._arrays import ArrayName
+from rrfp_jax.checkpoint._reader import open_step, read_arrays
 from rrfp_jax.commands.training.config import SECTIONS
 
 QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -47,7 +47,7 @@ class Outcome:
 
     losses: list[float]
     """Of every step."""
-    arrays: dict[Name, np.ndarray]
+    arrays: dict[ArrayName, np.ndarray]
     """Parameters and optimizer state in its last checkpoint."""
 
     def assert_same(self, other: "Outcome") -> None:
@@ -79,7 +79,7 @@ def outcome_of(run: Path, num_steps: int) -> Outcome:
         for part in found.parts.values()
         for name, dtype, shape in part.arrays
     }
-    return Outcome([row["loss"] for row in rows], jax.tree.map(np.asarray, read_layers(found, specs)))
+    return Outcome([row["loss"] for row in rows], jax.tree.map(np.asarray, read_arrays(found, specs)))
 
 
 def committed(run: Path) -> list[int]:

@@ -102,7 +102,7 @@ def test_a_rank_killed_at_the_start_ends_those_too_that_have_not_come_yet():
 def test_a_dead_coordination_service_is_named_and_no_rank_blamed():
     with launched("--processes", 2, "--", "talker", "--meet", "--run-s", 600) as launcher:
         launcher.numbers(r"met (\d+)", 2)
-        (service,) = launcher.running("coordination_process")
+        (service,) = launcher.running("coordination_service")
         started_s = time.monotonic()
         os.kill(service, signal.SIGKILL)
         assert launcher.wait() == 134
@@ -261,7 +261,7 @@ def test_a_dead_coordination_service_ends_other_nodes_too():
         nodes = two_nodes(stack, free_port(), "--", "talker", "--meet", "--run-s", 600)
         for node in nodes:
             node.numbers(r"met (\d+)", 2)
-        (service,) = nodes[0].running("coordination_process")
+        (service,) = nodes[0].running("coordination_service")
         os.kill(service, signal.SIGKILL)
         assert [node.wait() for node in nodes] == [134, 134]
     assert all("the run failed" in node.text and "coordination service (code 137" in node.text for node in nodes)

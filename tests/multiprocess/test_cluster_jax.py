@@ -94,7 +94,7 @@ def test_a_rank_with_too_few_devices_is_named():
 def test_the_death_of_the_coordination_service_is_told_apart():
     with launched("--processes", 2, "--", "summing", "--wait-s", 600) as launcher:
         pids(launcher, 2)
-        (service,) = launcher.running("coordination_process")
+        (service,) = launcher.running("coordination_service")
         os.kill(service, signal.SIGKILL)
         assert launcher.wait() == 134
         assert not launcher.living()

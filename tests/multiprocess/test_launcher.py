@@ -12,7 +12,7 @@ import pytest
 
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.launch import main
-from rrfp_jax.launch.binding import rank_cores
+from rrfp_jax.launch.child_processes import rank_cores
 from tests.multiprocess.launching import ROOT, Launched, eventually, launched
 
 
@@ -171,7 +171,7 @@ def test_ranks_may_open_as_many_files_as_the_system_lets_them():
 def test_what_is_no_rank_stays_unbound():
     with launched("--processes", 2, "--", "talker", "--run-s", 600) as launcher:
         launcher.numbers(r'"rank": (\d)', 2)
-        others = [*launcher.running("guardian"), *launcher.running("coordination_process")]
+        others = [*launcher.running("guardian"), *launcher.running("coordination_service")]
         assert len(others) == 2
         assert all(os.sched_getaffinity(pid) == os.sched_getaffinity(0) for pid in others)
         assert not any(os.sched_getscheduler(pid) == os.SCHED_BATCH for pid in others)

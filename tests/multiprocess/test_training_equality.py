@@ -29,7 +29,7 @@ ONE_OF_EACH = [
         num_stages=2,
         tensor=2,
         num_ranks=4,
-        options={"schedule": "zb-h1", "adaptive": True},
+        options={"schedule": "zb-h1"},
         delay_ms=8.0,
     ),
     Case(name="2 x 2 x 2", cut=(1, 1), num_stages=2, data=2, mesh={"fsdp": 2}, num_ranks=4),

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.network import LoopThread, NetworkSettings, PeerAddress, PeerNetwork, RunKey
-from rrfp_jax.network.plain import pack
+from rrfp_jax.network.wire import pack
 from rrfp_jax.tree import children, parent
 
 PATIENCE_S = 30.0
@@ -161,7 +161,7 @@ def live(rank: int, num_ranks: int, key: str, settings: dict[str, Any], pipe: Co
             match command:
                 case ("send", target, header, value, num_bytes):
                     frames = [np.full(num_bytes, value, np.uint8)] if num_bytes else []
-                    network.send_threadsafe(target, "note", header, frames)
+                    network.on_loop(network.send, target, "note", header, frames)
                 case ("files",):
                     report("files", len(os.listdir("/proc/self/fd")) - inherited + 3, sorted(sys.modules))
                 case ("block", seconds):

@@ -150,7 +150,7 @@ def test_connections_that_are_ended_between_ranks_that_live(which: str, monkeypa
 def test_a_heartbeats_connection_that_is_made_anew_is_forgiven() -> None:
     with two_hosts() as (members, between):
         between[0, 2][0].end_connections()
-        members[2].network.send_threadsafe(0, "note", {"number": 1})
+        members[2].network.on_loop(members[2].network.send, 0, "note", {"number": 1})
         assert not eventually(lambda: any(member.lost or member.broken for member in members), 2 * DEADLINE_S)
         members[3].network.close()
         assert eventually(lambda: all(member.left == [3] for member in members[:3]))

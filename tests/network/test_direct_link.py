@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.network.direct_link import DirectLink
-from rrfp_jax.network.direct_record import CLEAR_BYTES, MAX_FRAME_BYTES, MAX_FRAMES, closed, opened
-from rrfp_jax.network.lane import Proven
-from rrfp_jax.network.plain import MalformedMessage, pack
-from rrfp_jax.network.sealing import SECRET_BYTES, Seal
+from rrfp_jax.network.direct_link import CLEAR_BYTES, MAX_FRAME_BYTES, MAX_FRAMES, DirectLink, open_record, seal_record
+from rrfp_jax.network.private_connections import ProvenConnection
+from rrfp_jax.network.wire import SECRET_BYTES, MalformedMessage, Seal, pack
 from tests.network.mesh import Node, eventually, nodes
 
 both_ways = pytest.mark.parametrize("encrypts", [True, False], ids=["encrypted", "clear"])
@@ -41,7 +39,7 @@ class Pair:
             link.connect(1 - rank, "")
 
     def open(self, rank: int) -> None:
-        self.links[rank].open(1 - rank, [Proven(self.ends[rank], Seal(SECRET, rank), Seal(SECRET, 1 - rank))])
+        self.links[rank].open(1 - rank, [ProvenConnection(self.ends[rank], Seal(SECRET, rank), Seal(SECRET, 1 - rank))])
 
     def _drain(self, rank: int) -> None:
         while message := self.links[rank].receive():
@@ -109,9 +107,9 @@ def test_what_the_system_does_not_take_waits_and_keeps_its_order(encrypts: bool)
     with pair(encrypts=encrypts) as made:
         for head, *frames in sent:
             made.links[0].send(1, head, frames)
-        assert made.links[0]._lines[1].unsent, "the system took everything: send more"
+        assert made.links[0]._connections[1].unsent, "the system took everything: send more"
         assert made.received(1, len(sent)) == sent
-        assert not made.links[0]._lines[1].unsent
+        assert not made.links[0]._connections[1].unsent
 
 
 def test_what_is_sent_before_both_are_connected_waits() -> None:
@@ -137,8 +135,8 @@ def test_a_record_in_pieces_is_one_message() -> None:
 
 def sealed(body: bytes, clear: bytes = b"") -> bytes:
     """The first record that rank 0 may send."""
-    closed = Seal(SECRET, 0).closed(body)
-    return struct.pack("<II", len(closed), len(clear)) + closed + clear
+    sealed = Seal(SECRET, 0).closed(body)
+    return struct.pack("<II", len(sealed), len(clear)) + sealed + clear
 
 
 @pytest.mark.parametrize(
@@ -195,25 +193,25 @@ def test_larger_frames_go_in_the_clear_only_where_arrays_need_not_be_encrypted()
     head, frames = b"the head's own words", [b"what the frame says " * 1000, b"and the next"]
     for encrypts in (True, False):
         seal, way_back = Seal(SECRET, 0), Seal(SECRET, 0)
-        buffers, num_bytes = closed(seal, head, frames, encrypts=encrypts)
+        buffers, num_bytes = seal_record(seal, head, frames, encrypts=encrypts)
         wire = b"".join(buffers)
         assert len(wire) == num_bytes
         assert head not in wire
         assert [frame in wire for frame in frames] == [not encrypts] * 2
-        record = opened(way_back, memoryview(b"before" + wire + b"behind"), 6)
+        record = open_record(way_back, memoryview(b"before" + wire + b"behind"), 6)
         assert record is not None
         assert [[bytes(frame) for frame in record[0]], record[1]] == [[head, *frames], 6 + len(wire)]
-        assert b"next" not in b"".join(closed(seal, head, frames[1:], encrypts=encrypts)[0])
+        assert b"next" not in b"".join(seal_record(seal, head, frames[1:], encrypts=encrypts)[0])
 
 
 def test_who_controls_the_wire_cannot_move_where_frames_begin() -> None:
     frames = [bytes(CLEAR_BYTES), b"x"]
-    wire = b"".join(closed(Seal(SECRET, 0), b"head", frames, encrypts=False)[0])
+    wire = b"".join(seal_record(Seal(SECRET, 0), b"head", frames, encrypts=False)[0])
     num_sealed, num_clear = struct.unpack_from("<II", wire)
     for wrong in (num_clear - 1, num_clear + 1, 0):
         altered = struct.pack("<II", num_sealed, wrong) + wire[8:] + b"more"
         with pytest.raises(MalformedMessage, match="whose frames take"):
-            opened(Seal(SECRET, 0), memoryview(altered), 0)
+            open_record(Seal(SECRET, 0), memoryview(altered), 0)
 
 
 def test_who_no_longer_reads_is_noticed_by_who_sends() -> None:
@@ -250,7 +248,7 @@ def test_threads_may_send_what_the_system_does_not_take_at_once() -> None:
 def test_between_ranks_small_data_take_it_and_large_data_and_messages_do_not(asking: int) -> None:
     with nodes(2) as members:
         first, second = members[asking], members[1 - asking]
-        first.network.open_direct([second.network.rank])
+        first.network.open_direct_connections([second.network.rank])
         confirmed: list[int] = []
         for number, size in enumerate((100, 0, 60_000)):
             frame = np.full(size, number, np.uint8)
@@ -269,7 +267,7 @@ def test_between_ranks_small_data_take_it_and_large_data_and_messages_do_not(ask
         assert sent_directly(second) == 1
         first.send_arrays(1 - asking, {"number": 5}, [bytes(1 << 18)])
         first.send_arrays(1 - asking, {"number": 6}, [b"x"] * (MAX_FRAMES + 1))
-        first.network.send_threadsafe(1 - asking, "note", {"number": 7})
+        first.network.on_loop(first.network.send, 1 - asking, "note", {"number": 7})
         assert eventually(lambda: len(second.got) == 7)
         assert sent_directly(first) == 4
         at_once = first.network.send_at_once
@@ -294,7 +292,7 @@ def sent_directly(member: Node) -> int:
 
 def test_closing_sends_what_waits_first() -> None:
     with nodes(2, high_water_bytes=1 << 17) as (first, second):
-        first.network.open_direct([1])
+        first.network.open_direct_connections([1])
         for number in range(100):
             first.send_arrays(1, {"number": number}, [bytes(30_000)])
         first.network.close(linger_s=30.0)
@@ -305,11 +303,11 @@ def test_closing_sends_what_waits_first() -> None:
 
 def test_one_that_ends_between_ranks_that_live_is_named() -> None:
     with nodes(2) as (first, second):
-        first.network.open_direct([1])
+        first.network.open_direct_connections([1])
         first.send_arrays(1, {"number": 0}, [b"x"])
         assert eventually(lambda: len(second.got) == 1)
         own: Any = first.network._direct
-        own._link._lines[1].proven.connection.shutdown(socket.SHUT_RDWR)
+        own._link._connections[1].proven.socket.shutdown(socket.SHUT_RDWR)
         text = "rank 0 and rank 1 lost sight of each other: a connection within 127.0.0.1"
         assert eventually(lambda: bool(first.broken and second.broken))
         assert {*first.broken, *second.broken} == {text}

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from rrfp_jax.network import (
-    Bulletin,
-    Hello,
+    JoinRequest,
     LauncherLink,
     Member,
     NetworkSettings,
@@ -21,18 +20,19 @@ from rrfp_jax.network import (
     RendezvousFailed,
     RendezvousServer,
     RunKey,
+    RunStatus,
     meet,
     rendezvous_server,
 )
-from rrfp_jax.network import rendezvous as guests
+from rrfp_jax.network import rendezvous_client as clients
 from tests.network.mesh import Node, eventually, ipv6, running_loop
 
 
 def hello(
     rank: int, num_ranks: int = 3, *, token: str = "a", address: dict[str, str] | None = None, **more: Any
-) -> Hello:
+) -> JoinRequest:
     member = Member(rank=rank, host="here", pid=1, address=address or {}, token=token)
-    return Hello.of(member, num_ranks, {"seed": 0} | more)
+    return JoinRequest.of(member, num_ranks, {"seed": 0} | more)
 
 
 @contextmanager
@@ -140,10 +140,10 @@ def test_a_rank_may_come_before_the_rendezvous_opens() -> None:
 
 
 @contextmanager
-def linked(server: RendezvousServer, key: RunKey, *ranks: int) -> Iterator[tuple[LauncherLink, list[Bulletin]]]:
+def linked(server: RendezvousServer, key: RunKey, *ranks: int) -> Iterator[tuple[LauncherLink, list[RunStatus]]]:
     """Another node's launcher, and the bulletins that it has got."""
-    got: list[Bulletin] = []
-    link = LauncherLink(server.address, key, ranks, on_bulletin=got.append, notice=lambda text: None)
+    got: list[RunStatus] = []
+    link = LauncherLink(server.address, key, ranks, on_status=got.append, notice=lambda text: None)
     try:
         assert eventually(lambda: link.is_accepted)
         yield link, got
@@ -151,14 +151,14 @@ def linked(server: RendezvousServer, key: RunKey, *ranks: int) -> Iterator[tuple
         link.close()
 
 
-def codes(got: list[Bulletin]) -> dict[int, int]:
+def codes(got: list[RunStatus]) -> dict[int, int]:
     return {rank: ending.code for rank, ending in got[-1].endings.items()} if got else {}
 
 
 def test_launchers_learn_of_endings_early_and_late() -> None:
     key = RunKey.generate()
-    here: list[Bulletin] = []
-    with RendezvousServer(3, key, on_bulletin=here.append) as server, linked(server, key, 2) as (link, early):
+    here: list[RunStatus] = []
+    with RendezvousServer(3, key, on_status=here.append) as server, linked(server, key, 2) as (link, early):
         server.ended(0, 137)
         assert eventually(lambda: codes(early) == {0: 137})
         link.ended(2, 17, by_launcher="stood still")
@@ -213,19 +213,19 @@ class Lossy:
 
 
 def test_no_ending_is_lost_where_messages_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guests, "_REPEAT_S", 0.1)
-    monkeypatch.setattr(guests._Guest, "say", lambda guest, data: Lossy.send(guest.lossy, data))
-    opened = guests._Guest.__init__
+    monkeypatch.setattr(clients, "_REPEAT_S", 0.1)
+    monkeypatch.setattr(clients._Client, "say", lambda client, data: Lossy.send(client.lossy, data))
+    opened = clients._Client.__init__
 
-    def open_lossy(guest: Any, *arguments: Any) -> None:
-        opened(guest, *arguments)
-        guest.lossy = Lossy(guest._socket, 3)
+    def open_lossy(client: Any, *arguments: Any) -> None:
+        opened(client, *arguments)
+        client.lossy = Lossy(client._socket, 3)
 
-    monkeypatch.setattr(guests._Guest, "__init__", open_lossy)
+    monkeypatch.setattr(clients._Client, "__init__", open_lossy)
     key = RunKey.generate()
     with RendezvousServer(2, key) as server:
         replies = Lossy(server._socket, 2)
-        monkeypatch.setattr(server, "_reply", lambda route, said: replies.send_multipart([route, guests.pack(said)]))
+        monkeypatch.setattr(server, "_reply", lambda route, said: replies.send_multipart([route, clients.pack(said)]))
         with linked(server, key, 1) as (link, got):
             link.ended(1, 0)
             server.ended(0, 0)
@@ -251,7 +251,7 @@ def test_a_head_that_dies_without_a_word_is_gone(monkeypatch: pytest.MonkeyPatch
 
 def test_only_launchers_that_are_there_or_may_come_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous_server, "SILENT_S", 1.5)
-    monkeypatch.setattr(guests, "_REPEAT_S", 0.3)
+    monkeypatch.setattr(clients, "_REPEAT_S", 0.3)
     key = RunKey.generate()
     with RendezvousServer(3, key, deadline_s=2.5) as server:
         assert server.may_hear_of([2])
@@ -276,8 +276,8 @@ def test_who_is_waited_for_is_said_at_growing_intervals(monkeypatch: pytest.Monk
 def test_another_key_is_named_on_both_sides_once_and_the_right_one_still_welcome() -> None:
     key, here, there = RunKey.generate(), list[str](), list[str]()
     with RendezvousServer(2, key, notice=here.append) as server:
-        ignored: list[Bulletin] = []
-        link = LauncherLink(server.address, RunKey.generate(), (1,), on_bulletin=ignored.append, notice=there.append)
+        ignored: list[RunStatus] = []
+        link = LauncherLink(server.address, RunKey.generate(), (1,), on_status=ignored.append, notice=there.append)
         assert eventually(lambda: bool(there) and bool(here), 4.0)
         time.sleep(1.0)
         assert not link.is_accepted
@@ -292,7 +292,7 @@ def test_another_key_is_named_on_both_sides_once_and_the_right_one_still_welcome
 def test_a_head_of_an_earlier_attempt_is_no_matter_of_keys() -> None:
     there: list[str] = []
     with RendezvousServer(2, RunKey.generate(), notice=lambda text: None) as server:
-        arguments: dict[str, Any] = {"on_bulletin": lambda _: None, "notice": there.append}
+        arguments: dict[str, Any] = {"on_status": lambda _: None, "notice": there.append}
         link = LauncherLink(server.address, RunKey.generate(), (1,), attempt=1, **arguments)
         assert eventually(lambda: bool(there), 4.0)
         link.close()
@@ -353,7 +353,9 @@ def test_from_the_rendezvous_to_the_first_message() -> None:
             book = meet(server.address, said, key)
             node.start(loop, {member.rank: PeerAddress(**member.address) for member in book})
             node.network.wait_connected(5.0)
-            node.network.send_threadsafe((node.network.rank + 1) % num_ranks, "note", {"from": node.network.rank})
+            node.network.on_loop(
+                node.network.send, (node.network.rank + 1) % num_ranks, "note", {"from": node.network.rank}
+            )
 
         for done in [pool.submit(enter, node) for node in members]:
             done.result(8.0)

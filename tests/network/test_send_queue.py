@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp_jax.network import MalformedMessage
-from rrfp_jax.network.send_queue import Outgoing, SendQueue
+from rrfp_jax.network.channel import OutgoingMessage, SendQueue
 
 
-def outgoing(number: int, num_bytes: int) -> Outgoing:
-    return Outgoing(b"note", str(number).encode(), (), num_bytes, None)
+def outgoing(number: int, num_bytes: int) -> OutgoingMessage:
+    return OutgoingMessage(b"note", str(number).encode(), (), num_bytes, None)
 
 
 @given(st.lists(st.integers(1, 100), max_size=40), st.integers(1, 120), st.integers(0, 2**32))

@@ -19,19 +19,19 @@ import pytest
 import zmq
 
 from rrfp_jax.network import (
-    Bulletin,
-    Hello,
+    JoinRequest,
     Member,
     NetworkSettings,
     RendezvousServer,
     RunKey,
-    descriptors,
+    RunStatus,
     meet,
 )
-from rrfp_jax.network.plain import pack, unpack
-from rrfp_jax.network.roll_call import Ending, LauncherReport
-from rrfp_jax.network.sockets import rank_role
-from rrfp_jax.network.unproven import Unproven
+from rrfp_jax.network import host as host_limits
+from rrfp_jax.network.admission import UnprovenConnections
+from rrfp_jax.network.rendezvous import LauncherReport, ProcessEnding
+from rrfp_jax.network.wire import pack, unpack
+from rrfp_jax.network.zmq_sockets import rank_role
 from rrfp_jax.records import from_plain, to_plain
 from tests.network.mesh import Node, eventually, nodes, running_loop
 
@@ -63,12 +63,12 @@ def scan(address: str, seed: int = 0) -> None:
 
 def place_of_arrays(members: list[Node]) -> str:
     """Where the first of two ranks has been connected to for arrays, and listens for more."""
-    members[1].network.open_lanes([0])
+    members[1].network.open_array_connections([0])
     members[1].send_arrays(0, {"note": "array"}, [bytes(1 << 18)])
     assert eventually(lambda: len(members[0].got) == 1)
     members[0].got.clear()
-    lanes: Any = members[0].network._lanes
-    host, port = lanes._meeting._listener.getsockname()
+    arrays: Any = members[0].network._arrays
+    host, port = arrays._listener.getsockname()
     return f"tcp://{host}:{port}"
 
 
@@ -77,7 +77,7 @@ def assert_still_works(members: list[Node], note: Any = "still here") -> None:
     for member in members:
         for other in members:
             if other is not member:
-                member.network.send_threadsafe(other.network.rank, "note", {"note": note}, [b"frame"])
+                member.network.on_loop(member.network.send, other.network.rank, "note", {"note": note}, [b"frame"])
 
     def heard(member: Node) -> set[int]:
         return {rank for rank, header, _ in member.got if header.get("note") == note}
@@ -130,7 +130,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 @pytest.mark.parametrize("listener", ["heartbeats", "messages", "rendezvous"])
 def test_the_oldest_of_many_silent_connections_makes_room(listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(descriptors, "_UNPROVEN", 10)
+    monkeypatch.setattr(host_limits, "_UNPROVEN", 10)
     key = RunKey.generate()
     with nodes(2) as members, RendezvousServer(2, key) as server, ExitStack() as held:
         place = server.address if listener == "rendezvous" else getattr(members[0].network.address, listener)
@@ -140,15 +140,15 @@ def test_the_oldest_of_many_silent_connections_makes_room(listener: str, monkeyp
         assert not any(map(is_closed, silent[-10:]))
         assert_still_works(members)
         with ThreadPoolExecutor() as ranks:
-            hellos = [Hello.of(Member(rank=rank, host="here", pid=rank, address={}), 2, {}) for rank in range(2)]
+            hellos = [JoinRequest.of(Member(rank=rank, host="here", pid=rank, address={}), 2, {}) for rank in range(2)]
             meetings = [ranks.submit(meet, server.address, hello, key, deadline_s=20) for hello in hellos]
             assert [len(meeting.result()) for meeting in meetings] == [2, 2]
 
 
 def test_an_end_that_is_heard_late_is_not_that_of_another_listeners_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors come again at once, and each listener's events in a row of their own."""
-    monkeypatch.setattr(descriptors, "_UNPROVEN", 1)
-    with ExitStack() as held, closing(Unproven(0)) as unproven:
+    monkeypatch.setattr(host_limits, "_UNPROVEN", 1)
+    with ExitStack() as held, closing(UnprovenConnections(0)) as unproven:
         listener = held.enter_context(socket.create_server(("127.0.0.1", 0)))
         ends = [held.enter_context(socket.create_connection(listener.getsockname())) for _ in range(2)]
         first, second = [held.enter_context(listener.accept()[0]).fileno() for _ in range(2)]
@@ -197,8 +197,8 @@ def test_a_member_hears_only_what_is_for_its_own_rank() -> None:
         with stranger(first.address.messages, zmq.DEALER, pair=pair, server=server, identity=b"rank 1") as listener:
             listener.send(b"hello")
             assert eventually(lambda: link.welcome() in ([], [2]) and link._receivers[2] != before)
-            first.send_threadsafe(1, "note", {"for": 1})
-            first.send_threadsafe(2, "note", {"for": 2})
+            first.on_loop(first.send, 1, "note", {"for": 1})
+            first.on_loop(first.send, 2, "note", {"for": 2})
             assert listener.poll(2000)
             assert listener.recv().endswith(pack({"for": 2}))
             assert not listener.poll(200)
@@ -239,15 +239,15 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
 ) -> None:
     with caplog.at_level(logging.WARNING), nodes(3, encrypt_arrays=encrypt_arrays) as members:
         mad, done = members[2].network, threading.Event()
-        mad.open_lanes([0])
-        mad.open_direct([0])
+        mad.open_array_connections([0])
+        mad.open_direct_connections([0])
         members[2].send_arrays(0, {"note": "array"}, [bytes(1 << 18)])
         members[2].send_arrays(0, {"note": "small"}, [bytes(1 << 7)])
         assert eventually(lambda: len(members[0].got) == 2)
         members[0].got.clear()
 
         def rave() -> None:
-            for link in (mad._link, mad._lanes._link, mad._direct._link):
+            for link in (mad._link, mad._arrays._link, mad._direct._link):
                 for head, frames in mad_heads():
                     link.send(0, head, frames)
             done.set()
@@ -339,14 +339,14 @@ def test_strangers_at_the_rendezvous_are_dropped(caplog: pytest.LogCaptureFixtur
             for said in (b"", b"\xc1", b"\x80", b"\x81\xa4kind\xa5hello", b"\x81\xa4kind\xa8launcher", b"x" * 100_000):
                 mad.send(said)
             mad.send_multipart([b"a", b"b"])
-            ended = {7: Ending(code=0, at_s=0.0)}
+            ended = {7: ProcessEnding(code=0, at_s=0.0)}
             mad.send(pack({"kind": "launcher", "report": to_plain(replace(nothing, endings=ended))}))
             server.ended(1, 3)
             mad.send(report)
-            bulletin = Bulletin()
+            bulletin = RunStatus()
             while 1 not in bulletin.endings:
                 assert mad.poll(5000)
-                bulletin = from_plain(Bulletin, unpack(mad.recv())["bulletin"])
+                bulletin = from_plain(RunStatus, unpack(mad.recv())["bulletin"])
             # its handshake may be refused later than the other member is answered
             other_key = "a process on 127.0.0.1 tries to join with another run key"
             assert eventually(lambda: other_key in caplog.text)

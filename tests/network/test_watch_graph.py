@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from rrfp_jax.network.watch_graph import watched
+from rrfp_jax.network.failure_detector import watched
 
 
 def hops(num_ranks: int, gone: Collection[int] = ()) -> int | None:

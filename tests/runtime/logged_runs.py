@@ -58,8 +58,8 @@ class LoggedRun:
 
     Args:
         lost: messages that never arrive.
-        decides_early: tell a stage of each task once that it is about to end, at any moment from its start on; tasks
-            then end in the order in which they were started.
+        decides_early: tell a stage of each task once that it is about to end, at any moment from its start on. Tasks
+            then end in the order in which they were started, as they do where arbiters hand over certain choices.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class LoggedRun:
     ) -> None:
         self.arbiters, self.draw, self.lost = arbiters, draw, lost
         self.decides_early = decides_early
+        self.ends_in_order = decides_early or any(arbiter.certain_ahead for arbiter in arbiters.values())
         self.logs = {place: EventLog(arbiter, log_steps) for place, arbiter in arbiters.items()}
         self.pending: list[tuple[Place, Event]] = []
         self.now_s = 0.0
@@ -102,7 +103,7 @@ class LoggedRun:
         ]
         number = possible[self.draw(len(possible))]
         place, event = self.pending[number]
-        if isinstance(event, StepStarted) or (isinstance(event, TaskFinished) and self.decides_early):
+        if isinstance(event, StepStarted) or (isinstance(event, TaskFinished) and self.ends_in_order):
             number = next(n for n, (p, e) in enumerate(self.pending) if p == place and type(e) is type(event))
         self.now_s += 1.0
         place, event = self.pending.pop(number)

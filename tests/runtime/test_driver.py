@@ -23,7 +23,7 @@ from rrfp_jax.tasks import Task, absences, chain, linear
 
 AT_COMPLETION = Dispatch()
 JUST_IN_TIME = Dispatch(just_in_time=True, certain=True)
-every_way = pytest.mark.parametrize("way", [AT_COMPLETION, Dispatch(ahead=1), JUST_IN_TIME], ids=str)
+every_way = pytest.mark.parametrize("way", [AT_COMPLETION, Dispatch(certain=True), JUST_IN_TIME], ids=str)
 
 
 class CountingStage:
@@ -85,7 +85,6 @@ def make_runtime(
                 consumption=ready(HINTS["bf"]),
                 window=2,
                 rules=StepRules(updates=False, agreement=Agreement.ALL),
-                dispatch_ahead=way.ahead,
                 certain_ahead=way.certain,
             )
         )

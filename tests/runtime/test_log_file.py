@@ -67,12 +67,12 @@ def through_a_file(log: RunLog, folder: Path) -> RunLog:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(("dispatch_ahead", "decides_early"), [(0, False), (1, False), (0, True)])
+@pytest.mark.parametrize(("certain_ahead", "decides_early"), [(False, False), (True, False), (False, True)])
 def test_every_order_replays_as_recorded(
-    order: dict[str, Any], dispatch_ahead: int, decides_early: bool, tmp_path: Path
+    order: dict[str, Any], certain_ahead: bool, decides_early: bool, tmp_path: Path
 ) -> None:
     resolved = Ordering(**order).resolve(num_stages=3, num_microbatches=6)
-    arbiters = {(a.stage, 0): a for a in resolved.arbiters(StepRules(), dispatch_ahead=dispatch_ahead)}
+    arbiters = {(a.stage, 0): a for a in resolved.arbiters(StepRules(), certain_ahead=certain_ahead)}
     run = LoggedRun(arbiters, draw=Random(0).randrange, decides_early=decides_early).start(4).run()
     log = log_of(run)
     replay = replay_run([through_a_file(log, tmp_path)])
@@ -115,7 +115,7 @@ def random_arbiters(random: Random) -> dict[tuple[int, int], Any]:
     if random.random() < 0.3:
         rows = [random.sample(tasks, len(tasks)) for tasks in (list(graph.tasks(c)) for c in placement.chunks_of_stage)]
         hints = [schedule_hint(row[: random.randint(0, len(row))]) for row in rows]
-    protocol, dispatch_ahead = random.choice(list(GroupProtocol)), random.choice((0, 0, 1, 2))
+    protocol, certain_ahead = random.choice(list(GroupProtocol)), random.random() < 0.5
     windows = [random.choice((1, 2, 8)) for _ in range(placement.num_stages)]
     return {
         (stage, member): group_arbiter(
@@ -127,7 +127,7 @@ def random_arbiters(random: Random) -> dict[tuple[int, int], Any]:
                 consumption=ready(hints[stage]),
                 window=windows[stage],
                 rules=rules,
-                dispatch_ahead=dispatch_ahead,
+                certain_ahead=certain_ahead,
                 foresight=None if hints[stage].row is None else ForesightRules(),
             ),
             member,

@@ -269,8 +269,8 @@ def test_a_note_that_is_none_is_dropped(peers: list[Peers]) -> None:
     listener = Recorder()
     on_loop(peers[0], lambda: peers[0].attach(listener))
     header = {"unit": 0, "step": 1, "member": 1, "note": ["Nonsense", 1]}
-    peers[1].network.send_threadsafe(0, "note", header)
-    peers[1].network.send_threadsafe(0, "outcome", {"step": "zero"}, [b""])
+    peers[1].network.on_loop(peers[1].network.send, 0, "note", header)
+    peers[1].network.on_loop(peers[1].network.send, 0, "outcome", {"step": "zero"}, [b""])
     assert eventually(lambda: peers[0].network.traffic().num_dropped == 2)
     assert not listener.notes
     assert not listener.ended

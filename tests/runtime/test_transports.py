@@ -311,12 +311,12 @@ def test_garbage_is_dropped(selection: str) -> None:
                 {"k": identity, "d": bytes(17), "n": "x", "c": [7]},
                 {"k": identity[:3], "d": bytes(16), "n": 1, "c": [None]},
             ):
-                network.send_threadsafe(1, topic, header)
+                network.on_loop(network.send, 1, topic, header)
         for message in (ACTIVATION, Message(MessageKind.REPORT, 0, 7), Message(MessageKind.REPORT, 1, 0)):
             packed = pack_key(Key(0, message))
-            network.call_soon(partial(network.send_packed, 1, b"control", packed, [b"\x01"]))
+            network.call_soon(partial(network.send_arrays, 1, b"control", packed, [b"\x01"]))
         network.call_soon(
-            partial(network.send_packed, 1, b"control", pack_key(Key(0, Message(MessageKind.REPORT, 0, 1))), [b"\xc1"])
+            partial(network.send_arrays, 1, b"control", pack_key(Key(0, Message(MessageKind.REPORT, 0, 1))), [b"\xc1"])
         )
         ranks.send(0, 1, value)
         assert ranks[1].next()[2] == ACTIVATION

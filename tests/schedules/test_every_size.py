@@ -111,8 +111,8 @@ def hint_run(number: int) -> str:
     graph = chain(placement.num_chunks, m, split=split)
     hint = random.choice(list(HINTS))
     communication = random.choice([Communication.ASYNC, Communication.BLOCKING])
-    ahead = random.randint(0, 1) if communication is Communication.ASYNC else 0
-    stages = by_hint(graph, placement, hint, window=random.randint(1, 8), dispatch_ahead=ahead)
+    is_early = communication is Communication.ASYNC and random.randint(0, 1) == 1
+    stages = by_hint(graph, placement, hint, window=random.randint(1, 8), certain_ahead=is_early)
     times = (random.choice([0.5, 1.0, 2.0]), random.choice([1.0, 1.5]), random.choice([0.25, 1.0]))
     machine = Machine(links=Links(latency_ms=random.choice([0.0, 0.25, 1.5])), communication=communication)
     ran = run(stages, times, machine=machine, num_steps=2)

@@ -1,9 +1,12 @@
 """Tables: what is refused, in which words, and what a table knows of itself."""
 
+from dataclasses import replace
+
 import pytest
 
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, absences, chain, linear
+from rrfp_jax.schedules.validation import all_needed
+from rrfp_jax.tasks import Edge, Op, PipelineGraph, Placement, Task, absences, chain, linear, opposite_chains
 
 
 def table(*rows: str, graph: PipelineGraph | None = None, placement: Placement | None = None) -> ScheduleTable:
@@ -81,3 +84,24 @@ def test_the_window_is_checked_per_stage() -> None:
         one_f_one_b.check_window((4, 2, 2, 2))
     with pytest.raises(ValueError, match="2 windows do not fit the 4 stages"):
         one_f_one_b.check_window((4, 4))
+
+
+TWO_ENCODERS = PipelineGraph(4, 5, (Edge(0, 2), Edge(1, 2, is_optional=True), Edge(2, 3)))
+GRAPHS = {
+    "a chain": chain(3, 4),
+    "a split chain": chain(3, 4, split=True),
+    "opposite chains": opposite_chains(2, [0, 2], 4, split=True),
+    "absent pairs": TWO_ENCODERS.skipping(absences([(1, 0), (1, 3)])),
+    "a frozen encoder": replace(TWO_ENCODERS, frozen=frozenset({0}), split=frozenset({1, 2})),
+    "frozen chunks that pass gradients on": replace(chain(4, 3, split=True), frozen=frozenset({1, 2})),
+    "replicas": PipelineGraph(2, 4, (), owned=((0, 3), (3, 4))),
+    "an operation": replace(chain(2, 3), ops=(Op("O", after="F", before="B"),)),
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+def test_a_table_waits_for_what_its_graph_says(graph: PipelineGraph) -> None:
+    assert dict(all_needed(graph)) == {task: graph.dependencies(task) for task in graph.tasks()}
+    assert list(all_needed(graph)) == list(graph.tasks())
+    for chunks in ([0], [1, 0], None):
+        assert graph.num_tasks(chunks) == len(list(graph.tasks(chunks)))

@@ -26,11 +26,11 @@ def arbiters(
     *,
     window: int = 32,
     rules: StepRules = RULES,
-    dispatch_ahead: int = 0,
+    certain_ahead: bool = False,
 ) -> list[StageArbiter]:
     return [
         StageArbiter(
-            StageSetup(graph, placement, s, consumption=c, window=window, rules=rules, dispatch_ahead=dispatch_ahead)
+            StageSetup(graph, placement, s, consumption=c, window=window, rules=rules, certain_ahead=certain_ahead)
         )
         for s, c in enumerate(consumptions)
     ]

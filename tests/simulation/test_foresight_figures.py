@@ -13,7 +13,6 @@ import pytest
 from rrfp_jax.arbitration import StepRules
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.noise import parse_jitter
-from rrfp_jax.planning.replanning import simulate_adapting
 from rrfp_jax.simulation import Costs, Links, Machine, both_directions, constant, for_steps, peak_memory, simulate
 
 NUM_STAGES, NUM_MICROBATCHES = 8, 16
@@ -90,16 +89,3 @@ def test_a_split_backward_within_the_memory_of_1f1b(hop_ms: float, least: float)
     assert fused_s / split_s >= least
     assert held == fused_held
     assert max(held) == NUM_STAGES
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("jitter", ["lognormal:1", "bimodal:0.1,3", "bimodal:0.02,10", "paper:J3"])
-@pytest.mark.parametrize("name", ["1f1b", "1f1b-split", "zb-h1", "zb-v"])
-def test_no_table_is_planned_anew_for_noise(name: str, jitter: str) -> None:
-    order = resolved(name)
-    for seed in (0, 500):
-        costs = costs_of(order, jitter, 50, seed)
-        machine = Machine(links=Links(latency_ms=1.0))
-        _, plans = simulate_adapting(order, costs, rules=RULES, machine=machine, num_steps=50)
-        assert [plan.execution for _, plan in plans] == [None] * 4

@@ -91,7 +91,7 @@ def test_options_without_effect_are_refused(communication):
         Machine(communication=Communication(communication), just_in_time=DecisionTimer)
     with pytest.raises(ValueError, match="dispatch_ahead has no meaning"):
         run(
-            by_hint(chain(1, 1), linear(1), dispatch_ahead=1),
+            by_hint(chain(1, 1), linear(1), certain_ahead=True),
             FIXED,
             machine=Machine(communication=Communication(communication)),
         )

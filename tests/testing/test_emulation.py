@@ -22,7 +22,7 @@ def run(
     durations_ms: Any,
     num_steps: int = 3,
     chunks_per_stage: int = 1,
-    dispatch_ahead: int = 0,
+    certain_ahead: bool = False,
     shortest_s: float = 0.0,
     link_delays_ms: dict[tuple[int, int], float] | None = None,
     **order: Any,
@@ -32,7 +32,7 @@ def run(
     )
     shape = (1, NUM_STAGES * chunks_per_stage, NUM_MICROBATCHES, 3)
     durations = np.broadcast_to(np.array(durations_ms, np.float64), shape)
-    arbiters = resolved.arbiters(RULES, dispatch_ahead=dispatch_ahead, shortest_s=shortest_s)
+    arbiters = resolved.arbiters(RULES, certain_ahead=certain_ahead, shortest_s=shortest_s)
     return emulate(arbiters, durations, num_steps, log_steps=num_steps + 1, link_delays_ms=link_delays_ms)
 
 
@@ -46,7 +46,7 @@ def run(
         {"schedule": "1f1b", "consume": "strict"},
         {"schedule": "zb-h1"},
         {"hint": "bf-deep", "chunks_per_stage": 2},
-        {"hint": "bf", "dispatch_ahead": 1},
+        {"hint": "bf", "certain_ahead": True},
     ],
 )
 def test_every_task_runs_once_a_step_and_the_event_log_replays_exactly(order: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rrfp_jax.checkpoint.retention import keep_last
+from rrfp_jax.checkpoint._records import keep_last
 from rrfp_jax.training import evaluation as module
 from rrfp_jax.training.evaluation import Evaluations, Evaluator, batches_per_step, row_of
 from rrfp_jax.training.evaluation_config import EvaluationConfig
@@ -148,13 +148,13 @@ def test_the_best_checkpoint_is_that_of_the_first_set() -> None:
 
 
 def test_what_is_kept_beside_the_newest(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rrfp_jax.checkpoint import retention
+    from rrfp_jax.checkpoint import _records
 
     removed = []
-    monkeypatch.setattr(retention, "steps_in", lambda _: [9, 8, 6, 4, 2])
-    monkeypatch.setattr(retention, "is_ours", lambda _: True)
-    monkeypatch.setattr(retention, "is_committed", lambda _, step: step != 6)
-    monkeypatch.setattr(retention, "remove_tree", lambda directory: removed.append(int(directory.name[-2:])))
-    monkeypatch.setattr(retention, "sync_directory", lambda _: None)
+    monkeypatch.setattr(_records, "steps_in", lambda _: [9, 8, 6, 4, 2])
+    monkeypatch.setattr(_records, "is_ours", lambda _: True)
+    monkeypatch.setattr(_records, "is_committed", lambda _, step: step != 6)
+    monkeypatch.setattr(_records, "remove_tree", lambda directory: removed.append(int(directory.name[-2:])))
+    monkeypatch.setattr(_records, "sync_directory", lambda _: None)
     keep_last(tmp_path, 8, 1, keep_also=(4, 6, 9))
     assert sorted(removed) == [2, 6, 9]

@@ -9,7 +9,7 @@ import optax
 import pytest
 from optax import contrib
 
-from rrfp_jax.checkpoint.chunk_layers import ChunkLayers
+from rrfp_jax.checkpoint import ChunkLayers
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.training.learning_rates import learning_rate_schedule

@@ -18,6 +18,11 @@ from rrfp_jax.bounded_text import sentence
 from rrfp_jax.commands.common.field_words import field_texts, field_words
 from rrfp_jax.commands.common.help_text import HelpText, examples_in, width, wrap
 
+INSTEAD = {
+    "adaptive": "plan from a finished run's durations, with rrfp profile --timeline RUN and rrfp plan --costs",
+}
+"""By the name of an option that does not exist, or of a key of a configuration: what serves its purpose."""
+
 
 class CommandParser(ArgumentParser):
     """The parser of a command; what it refuses, it refuses in one line, with exit code 2.
@@ -83,6 +88,9 @@ class CommandParser(ArgumentParser):
         ]
 
     def _not_known(self, word: str) -> str:
+        flag = word.partition("=")[0]
+        if instead := INSTEAD.get(flag.rpartition(".")[2].lstrip("-").replace("-", "_")):
+            return f"{flag!r} is no option: {instead}"
         flags = [flag for action in self._actions for flag in action.option_strings]
         near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
         advice = f"did you mean {near[0]}" if near else f"{self.prog} --help lists all options"

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 ON, OFF = "on", "off"
 _NAMES = (
     *("schedule", "group_size", "consume", "hint", "window", "backward"),
-    *("footprint", "foresight", "read_ahead", "adaptive", "offload", "copy_ms", "recompute"),
+    *("footprint", "foresight", "read_ahead", "offload", "copy_ms", "recompute"),
 )
 
 _PART_REMADE = 0.9
@@ -61,7 +61,6 @@ class Ordering:
     footprint: bool | None = None
     foresight: bool | None = None
     read_ahead: int | None = None
-    adaptive: bool = False
     offload: int | None = None
     """Microbatches whose activations a stage holds on its devices; what a schedule holds beyond goes to the host."""
     copy_ms: float | None = None
@@ -73,7 +72,7 @@ class Ordering:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
         is_guided = self.schedule is not None and self.consume == READY and self.hint in (None, SCHEDULE)
         check_read_ahead(self.read_ahead, self.consume)
-        check_guidance(self.footprint, self.foresight, self.adaptive, is_guided=is_guided)
+        check_guidance(self.footprint, self.foresight, is_guided=is_guided)
         if self.group_size is not None and (self.schedule is None or self.schedule.endswith(".csv")):
             raise ValueError("group_size is for schedules with groups of microbatches: take gis, or leave it out")
         if self.schedule_hash is not None and self.schedule is None:
@@ -89,8 +88,6 @@ class Ordering:
         self._check_follows_table("offload moves what a schedule holds for long")
         if self.window is not None or self.footprint is False:
             raise ValueError("offload says what stages hold on their devices: leave window and footprint out")
-        if self.adaptive:
-            raise ValueError("adaptive plans tables whose activations stay where they are: leave it or offload out")
 
     def _check_recompute(self) -> None:
         if self.recompute is None:
@@ -100,8 +97,6 @@ class Ordering:
         self._check_follows_table("recompute puts a task ahead of a schedule's backwards")
         if self.offload is not None:
             raise ValueError("recompute makes again what offload would move: leave one of them out")
-        if self.adaptive:
-            raise ValueError("adaptive plans tables of built-in tasks: leave it or recompute out")
 
     def _check_follows_table(self, why: str) -> None:
         """Raise ValueError, with the options to give, unless there is a schedule that the stages follow."""
@@ -202,7 +197,6 @@ class Ordering:
             footprint=self.footprint,
             foresight=self.foresight,
             read_ahead=self.read_ahead,
-            adaptive=self.adaptive,
         )
 
     def _table(self, request: ScheduleRequest) -> ScheduleTable | None:
@@ -254,7 +248,6 @@ def parse_ordering(
     footprint: str | bool | None = None,
     foresight: str | bool | None = None,
     read_ahead: int | None = None,
-    adaptive: str | bool | None = None,
     offload: int | None = None,
     copy_ms: float | None = None,
     recompute: int | None = None,
@@ -275,7 +268,6 @@ def parse_ordering(
         footprint=parse_switch(footprint, "footprint"),
         foresight=parse_switch(foresight, "foresight"),
         read_ahead=read_ahead,
-        adaptive=bool(parse_switch(adaptive, "adaptive")),
         offload=offload,
         copy_ms=copy_ms,
         recompute=recompute,
@@ -289,12 +281,6 @@ def parse_switch(value: str | bool | None, name: str) -> bool | None:
     if value not in (ON, OFF):
         raise ValueError(f"{name} is {value!r}: write {ON} or {OFF}")
     return value == ON
-
-
-def refuse_adaptive(ordering: Ordering, command: str) -> None:
-    """Raise ValueError where the table would have to be planned anew in a command that measures one."""
-    if ordering.adaptive:
-        raise ValueError(f"{command} measures an order as it is: leave adaptive out, or take train or simulate")
 
 
 def given_order(arguments: Namespace) -> dict[str, Any]:
@@ -360,12 +346,6 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="microbatches that a chunk without a backward, such as a frozen encoder, may have produced that others "
         "have not taken yet (default: twice what the stages that read it may hold)",
-    )
-    group.add_argument(
-        "--adaptive",
-        metavar=f"{ON}|{OFF}",
-        help="plan such a table anew from what the first steps took, for stages or links that are always slower "
-        f"(default {OFF})",
     )
     group.add_argument(
         "--offload",

@@ -11,8 +11,8 @@ from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.diagnosis.cgroups import core_quota, memory_limit
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem, warning
 from rrfp_jax.hardware import CPU, find_hardware, too_old
-from rrfp_jax.network.cluster_config import ClusterConfig
-from rrfp_jax.network.descriptors import ranks_served
+from rrfp_jax.network.config import ClusterConfig
+from rrfp_jax.network.host import ranks_served
 
 _GIB = 1 << 30
 _LITTLE_MEMORY = 2 * _GIB

@@ -8,11 +8,9 @@ from typing import Any
 
 from rrfp_jax.commands.diagnosis.addresses import interface_of, own_addresses
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem, warning
-from rrfp_jax.launch.settings import Address, LaunchSettings
-from rrfp_jax.network.cluster_config import GRPC_PROXIES
-from rrfp_jax.network.membership import INTERFACE
-from rrfp_jax.network.routes import addresses_of, is_misleading
-from rrfp_jax.network.sockets import LOOPBACK
+from rrfp_jax.launch.launch_settings import LaunchSettings
+from rrfp_jax.network.config import GRPC_PROXIES, INTERFACE, LOOPBACK, Address
+from rrfp_jax.network.host import addresses_of, is_misleading
 
 _CONNECT_S = 3.0
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")

@@ -7,7 +7,7 @@ from typing import Any
 
 from rrfp_jax.commands.diagnosis.finding import Finding, ok, problem, warning
 from rrfp_jax.launch.as_module import python_module
-from rrfp_jax.network.membership import ATTEMPT, COORDINATOR, DETECT, NUM_RANKS, RANK, RENDEZVOUS
+from rrfp_jax.network.config import ATTEMPT, COORDINATOR, DETECT, NUM_RANKS, RANK, RENDEZVOUS
 
 _LAUNCH = "launch --processes 2 --start-deadline-s 60 --grace-s 5 --prefix always"
 _EMULATE = "emulate --num-stages 2 --num-microbatches 4 --durations-ms 1,1,1 --steps 2"

@@ -13,8 +13,8 @@ from rrfp_jax.commands.sampling.vocabulary import Tokenizer
 from rrfp_jax.data.image_files import read_colours
 from rrfp_jax.data.image_text import MARKER
 from rrfp_jax.data.patches import patches_of
-from rrfp_jax.exchange.image_settings import ImageSettings, read_image_settings, read_image_tokens
-from rrfp_jax.exchange.model_folder import CARRIED, ModelFolder
+from rrfp_jax.hf.image_settings import ImageSettings, read_image_settings, read_image_tokens
+from rrfp_jax.hf.model_folder import CARRIED, ModelFolder
 from rrfp_jax.models.encoder_config import ProjectorConfig
 
 _MOST_PIXELS = 64 * 2**20

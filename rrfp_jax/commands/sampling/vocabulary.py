@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.tokenizing.tokenizer import first_line, load, lost_part, raise_unless_of_library, unknown_of
-from rrfp_jax.exchange.model_folder import ModelFolder
-from rrfp_jax.exchange.tensor_files import read_json
+from rrfp_jax.hf.model_folder import ModelFolder
+from rrfp_jax.hf.tensor_files import read_json
 
 _OF_ROWS = ("tokens", "jsonl", "parquet")
 """Sections of data sets whose documents are laid into rows."""

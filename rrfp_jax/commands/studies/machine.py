@@ -33,8 +33,8 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
     add(
         "--dispatch-ahead",
         default="0",
-        metavar=f"N|{JUST_IN_TIME}|{CERTAIN}",
-        help="tasks handed over before the running one has ended; or the next one when that is about to, or once "
+        metavar=f"0|{JUST_IN_TIME}|{CERTAIN}",
+        help="when a stage is handed its next task: at the end of the running one, when that is about to end, or once "
         "nothing can change the choice (default 0)",
     )
     add(
@@ -100,7 +100,7 @@ def dispatch(arguments: argparse.Namespace) -> Dispatch:
 def arbiters_of(order: Order, arguments: argparse.Namespace) -> list[StageArbiter]:
     """Fresh arbiters of all stages, for steps of tasks alone."""
     how = dispatch(arguments)
-    return order.arbiters(RULES, dispatch_ahead=how.ahead, certain_ahead=how.certain)
+    return order.arbiters(RULES, certain_ahead=how.certain)
 
 
 def parse_link_delays_ms(text: str | None) -> dict[tuple[int, int], float]:

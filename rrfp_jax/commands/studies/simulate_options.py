@@ -19,7 +19,7 @@ from rrfp_jax.schedules.registry import is_schedule
 from rrfp_jax.schedules.user_file import is_rule
 from rrfp_jax.simulation import MemoryWeights
 
-FOOTPRINT, FORESIGHT, ADAPTIVE = "footprint", "foresight", "adaptive"
+FOOTPRINT, FORESIGHT = "footprint", "foresight"
 
 
 def simulate_parser(doc: str) -> CommandParser:
@@ -41,7 +41,7 @@ def simulate_parser(doc: str) -> CommandParser:
         "--compare",
         metavar="A,B,...",
         help="several orders side by side, by the names that --list has: hints, and schedules, alone or with :strict, "
-        ":ready (readiness alone) or :ready+footprint+foresight (+adaptive)",
+        ":ready (readiness alone) or :ready+footprint+foresight",
     )
     add("--steps", type=int, metavar="N", help="steps, one after the other (default: as many as the durations have)")
     _add_costs(parser.add_argument_group("costs"))
@@ -153,12 +153,10 @@ def _consumption(entry: str, name: str, words: str) -> dict[str, Any]:
     """What stands behind the colon, where every word is said: ``ready`` alone is readiness alone."""
     consume, *more = words.split("+")
     known = consume == STRICT and not more
-    if not known and (
-        consume != READY or not set(more) <= {FOOTPRINT, FORESIGHT, ADAPTIVE} or len(set(more)) < len(more)
-    ):
+    if not known and (consume != READY or not set(more) <= {FOOTPRINT, FORESIGHT} or len(set(more)) < len(more)):
         choices = f"{name}:{STRICT}, {name}:{READY} or {name}:{READY}+{FOOTPRINT}+{FORESIGHT}"
         raise ValueError(f"compare entry {entry!r} ends in {words!r}: write {choices}")
     if consume == STRICT:
-        return {"consume": STRICT, "footprint": None, "foresight": None, "read_ahead": None, "adaptive": False}
-    said = {name: name in more for name in (FOOTPRINT, FORESIGHT, ADAPTIVE)}
+        return {"consume": STRICT, "footprint": None, "foresight": None, "read_ahead": None}
+    said = {name: name in more for name in (FOOTPRINT, FORESIGHT)}
     return {"consume": READY, **said}

@@ -9,7 +9,7 @@ from typing import Any, cast
 import jax
 
 from rrfp_jax.byte_sizes import parse_bytes
-from rrfp_jax.checkpoint import Found, last_committed
+from rrfp_jax.checkpoint import StoredStep, last_committed
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_flops import model_flops
@@ -17,7 +17,7 @@ from rrfp_jax.commands.training.model_parts import cut_language_model
 from rrfp_jax.commands.training.planned import OrderedRun, PlannedRun
 from rrfp_jax.commands.training.resuming import check_same_training
 from rrfp_jax.commands.training.training_console import TrainingConsole
-from rrfp_jax.exchange.model_folder import files_are_kept, keep_files
+from rrfp_jax.hf.model_folder import files_are_kept, keep_files
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.observe.trackers import TrackedMetrics
 from rrfp_jax.operations.offloading import moves_activations
@@ -165,7 +165,7 @@ class Run:
         if problem is not None:
             raise ValueError(problem)
 
-    def _go_on(self, saver: RunSaver, found: Found, *, force: bool) -> None:
+    def _go_on(self, saver: RunSaver, found: StoredStep, *, force: bool) -> None:
         if not isinstance(found.host.get("config"), dict):
             raise ValueError(
                 f"{found.path} was not saved by this command: start over with --fresh, or in another run_dir"

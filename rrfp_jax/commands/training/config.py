@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
-from rrfp_jax.commands.common.options import add_record_options, flag_of, given_texts
+from rrfp_jax.commands.common.options import INSTEAD, add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.paths import at_home, whole_paths
 from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.commands.training.trust import refuse_code
@@ -36,7 +36,7 @@ from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, RowsConfig, 
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
-from rrfp_jax.network.cluster_config import ClusterConfig
+from rrfp_jax.network.config import ClusterConfig
 from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
 from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules import schedule_names
@@ -401,6 +401,7 @@ def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}" if near else f"the known ones are {', '.join(known)}"
+            hint = INSTEAD.get(str(key), hint)
             raise ValueError(f"{path}: {shown(key)} is no {what}: {hint}")
 
 

@@ -16,9 +16,8 @@ from rrfp_jax.data.token_kind import TokenKind, kind_of_file
 from rrfp_jax.data.tokenizing.tokenizer import read_tokenizer, tokenizer_file
 from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TokensConfig
-from rrfp_jax.exchange.image_settings import read_image_tokens
-from rrfp_jax.exchange.importing import CONFIG
-from rrfp_jax.exchange.model_folder import CHECKPOINTS, files_are_kept, has_unread_tokenizer, open_model
+from rrfp_jax.hf.image_settings import read_image_tokens
+from rrfp_jax.hf.model_folder import CHECKPOINTS, CONFIG, files_are_kept, has_unread_tokenizer, open_model
 
 if TYPE_CHECKING:
     from rrfp_jax.commands.training.data_sets import RunData

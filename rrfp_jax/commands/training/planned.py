@@ -159,7 +159,6 @@ def ordering_of(layout: PipelineConfig) -> Ordering:
         footprint=layout.footprint,
         foresight=layout.foresight,
         read_ahead=layout.read_ahead,
-        adaptive=layout.adaptive,
         offload=layout.offload,
         recompute=layout.recompute,
     )

@@ -16,7 +16,7 @@ import numpy as np
 from rrfp_jax.arbitration import Message
 from rrfp_jax.layout import Layout
 from rrfp_jax.network import MalformedMessage, PeerNetwork
-from rrfp_jax.network.plain import pack, unpack
+from rrfp_jax.network.wire import pack, unpack
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import Deliver, Failed, HeldBytes, Remote, TransportFailed

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rrfp_jax.network import PeerNetwork
-from rrfp_jax.network.lanes import LANE_BYTES
+from rrfp_jax.network.peer_network import LARGE_ARRAY_BYTES
 from rrfp_jax.programs.stage_devices import shard_at
 from rrfp_jax.runtime.transports.edges import EdgePlan, Slot, local_devices, num_bytes_of
 from rrfp_jax.runtime.transports.inbox import Inbox
@@ -53,8 +53,8 @@ class SocketsRemote(Remote):
         On devices with memory of their own, learn how to copy from them.
         """
         parts = {**plan.outgoing, **plan.incoming}
-        large = {rank for rank, slots in parts.items() if num_bytes_of(slots) >= LANE_BYTES}
-        self._network.open_lanes(large - without - {plan.rank})
+        large = {rank for rank, slots in parts.items() if num_bytes_of(slots) >= LARGE_ARRAY_BYTES}
+        self._network.open_array_connections(large - without - {plan.rank})
         if not plan.is_source_on_host:
             for slot in (slot for slots in plan.outgoing.values() for slot in slots):
                 leaf = plan.leaves[slot.leaf]

@@ -24,25 +24,34 @@ class Row:
         """W of the I that stand without them, the oldest first."""
         self._first: dict[tuple[str, int], int] = {}
         """Before this microbatch none of the kind and chunk is left."""
+        self._kinds: dict[tuple[str, int], tuple[TaskKind, ...]] = {}
+        """The kinds of tasks of each pass that was put."""
+        self._is_full = stage.graph.is_full and not stage.graph.ops
+        """Whether every microbatch has every task."""
 
     def put(self, kind: str, chunk: int, microbatch: int) -> None:
         """One pass, if there is such a one. Raises :class:`Mistake` where it is there already."""
-        self.stage.check_own(chunk)
-        for part in self.stage.parts(kind, chunk):
-            task = Task(TaskKind(part), chunk, microbatch)
+        kinds = self._kinds.get((kind, chunk))
+        if kinds is None:
+            self.stage.check_own(chunk)
+            kinds = self._kinds[kind, chunk] = tuple(map(TaskKind, self.stage.parts(kind, chunk)))
+        for part in kinds:
+            task, here = Task(part, chunk, microbatch), len(self.places)
             if not self.has(task):
                 continue
-            if task in self.places:
-                raise Mistake(f"{task} stands at {self.places[task]} and again at {len(self.places)}: keep one of them")
-            self.places[task] = len(self.places)
-            if part == TaskKind.I and TaskKind.W in self.stage.graph.kinds(chunk):
-                self.owed[task._replace(kind=TaskKind.W)] = None
-            self.owed.pop(task, None)
+            if self.places.setdefault(task, here) != here:
+                raise Mistake(f"{task} stands at {self.places[task]} and again at {here}: keep one of them")
+            if part is TaskKind.W:
+                self.owed.pop(task, None)
+            elif part is TaskKind.I and TaskKind.W in self.stage.graph.kinds(chunk):
+                self.owed[Task(TaskKind.W, chunk, microbatch)] = None
 
     def has(self, task: Task) -> bool:
         """Whether the pipeline has this task, or would have it with more microbatches."""
         graph = self.stage.graph
         _, chunk, m = task
+        if self._is_full:
+            return m >= 0
         return m >= graph.num_microbatches or (
             graph.exists(chunk, m) and (not graph.ops or graph.operations.has(task.kind, chunk, m))
         )

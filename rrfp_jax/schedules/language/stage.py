@@ -72,7 +72,7 @@ class Stage:
         """How many times the longest way from this chunk to the loss goes from one stage to another."""
         return self._hops[chunk]
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """The most hops of any chunk with a backward."""
         return max(hops for c, hops in enumerate(self._hops) if self.graph.has_backward(c) or hops == 0)

@@ -10,7 +10,7 @@ round, forwards go by ascending chunk and all else by descending chunk, as a mic
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
-from operator import index
+from operator import index, itemgetter
 from typing import Any
 
 from rrfp_jax.schedules.language.order import Order, Row
@@ -111,25 +111,26 @@ class Stream(Order):
             row.put(self.kind, chunk, microbatch)
 
     def by_round(self, stage: Stage) -> list[tuple[int, int, int]]:
-        """(round, chunk, microbatch) of all its passes, those of one round as they run."""
+        """(round, chunk, microbatch) of all its passes; those of one round as they run."""
         if self.passes is None:
             numbered = [(c, m, m) for c in self.own_chunks(stage) for m in range(stage.m)]
         else:
             numbered = [(c, m, number) for number, (c, m) in enumerate(self.passes)]
-        found = [
-            (self._round(number, c), c, m)
-            for c, m, number in numbered
-            if self.wanted is None or self.wanted(Task(TaskKind(self.kind), c, m))
-        ]
+        if self.wanted is not None:
+            kind = TaskKind(self.kind)
+            numbered = [one for one in numbered if self.wanted(Task(kind, *one[:2]))]
+        # Once per chunk: a shift may be a function that walks the whole graph.
+        shift = {c: self._shift_of(c) for c in {c: None for c, _, _ in numbered}}
+        found = [(self.period * number + shift[c], c, m) for c, m, number in numbered]
         if not found:
             raise Mistake(f"the stream {self} holds no pass: let .over list some, and .only leave some")
         wrong = next((m for _, _, m in found if not 0 <= m < stage.m), None)
         if wrong is not None:
             raise Mistake(f"the stream {self} lists microbatch {wrong} of {stage.m}: use 0..{stage.m - 1}")
-        return sorted(found, key=lambda one: one[0])
+        return found
 
-    def _round(self, number: int, chunk: int) -> int:
-        return self.period * number + sum(sign * (n(chunk) if callable(n) else n) for sign, n in self.shifts)
+    def _shift_of(self, chunk: int) -> int:
+        return sum(sign * (n(chunk) if callable(n) else n) for sign, n in self.shifts)
 
 
 def rounds(*streams: Stream) -> Order:
@@ -139,12 +140,9 @@ def rounds(*streams: Stream) -> Order:
             raise Mistake(f"rounds take streams, such as F.ahead(2), not {stream!r}: add phases to rounds with +")
 
     def write(row: Row) -> None:
-        passes = [
-            (when, place, stream.kind, chunk, microbatch)
-            for place, stream in enumerate(streams)
-            for when, chunk, microbatch in stream.by_round(row.stage)
-        ]
-        for _, _, kind, chunk, microbatch in sorted(passes, key=lambda one: one[:2]):
+        passes = [(when, stream.kind, c, m) for stream in streams for when, c, m in stream.by_round(row.stage)]
+        passes.sort(key=itemgetter(0))  # which keeps the streams of one round, and the passes of a stream, in place
+        for _, kind, chunk, microbatch in passes:
             row.put(kind, chunk, microbatch)
 
     return Order(write)

@@ -4,7 +4,7 @@ import os
 import sys
 
 from rrfp_jax.commands.main import main
-from rrfp_jax.network.membership import RANK
+from rrfp_jax.network.config import RANK
 
 FLAG = "--xla_cpu_enable_fast_math=true"
 

@@ -55,11 +55,11 @@ def main() -> int:
 
 def _meet() -> bool:
     """Whether all have come to the rendezvous."""
-    from rrfp_jax.network import Hello, Member, RendezvousFailed, RunKey, meet
+    from rrfp_jax.network import JoinRequest, Member, RendezvousFailed, RunKey, meet
 
     member = Member(rank=RANK, host=socket.gethostname(), pid=os.getpid(), address={})
     try:
-        hello = Hello.of(member, int(os.environ["RRFP_NUM_RANKS"]), {})
+        hello = JoinRequest.of(member, int(os.environ["RRFP_NUM_RANKS"]), {})
         meet(os.environ["RRFP_RENDEZVOUS"], hello, RunKey.from_environment(), deadline_s=60.0)
     except RendezvousFailed as error:
         print(f"error: {error}", file=sys.stderr)

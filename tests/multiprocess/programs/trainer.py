@@ -22,10 +22,6 @@ from tests.multiprocess.cases import Case, read_cases, result_file
 PATIENCE_S = 120.0
 
 
-OTHER_TABLE = "1f1b-split"
-"""What takes the place of an adaptive case's own table between two steps."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="where the cases are, and where results go")
@@ -73,8 +69,6 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     process = Process(case.layout, cluster, transport=case.transport, patience_s=PATIENCE_S)
     process.connect()
     process.start_jax("cpu")
-    if case.options.get("adaptive"):
-        _plan_another_table(case)
     pipeline = make_pipeline(
         make_chunks(case),
         placement=case.placement,
@@ -97,8 +91,6 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
         pieces = [_pieces(held.params) for _, held in pipeline.chunk_states(state)]
         if case.delay_ms:
             _check_announcements(pipeline, process, metrics.result().sums.looking_ahead)
-        if case.options.get("adaptive"):
-            assert [one.hint.row for one in pipeline.order.consumptions] == [*_table(case, OTHER_TABLE).orders]
     process.finish()
     return losses, pieces
 
@@ -135,19 +127,6 @@ def _table(case: Case, name: str) -> Any:
         graph = PipelineGraph(len(case.stage_of_chunk), share, tuple(edges_of(case) or ()))
         request = replace(request, graph=graph, placement=case.placement)
     return build_schedule(name, request)
-
-
-def _plan_another_table(case: Case) -> None:
-    """Where a table is planned anew, rank 0 finds this one, whatever the durations are."""
-    from rrfp_jax.planning.replanning import Plan, with_rows
-    from rrfp_jax.runtime import adapting
-
-    def plan(order: Any, recording: Any) -> Plan:
-        assert recording.durations_ms.min() > 0
-        assert set(recording.links.extra_ms) == {(0, 1), (1, 0)}
-        return Plan(with_rows(order, _table(case, OTHER_TABLE).orders), "test", 0.1)
-
-    adapting.replanned = plan  # type: ignore[assignment]
 
 
 def _check_announcements(pipeline: Any, process: Any, looking_ahead: int) -> None:

@@ -1,0 +1,339 @@
+"""The checkpoints of a run: saved in the background, committed as a whole, restored into any layout."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from rrfp_jax.checkpoint._arrays import OPTIMIZER, PARAMS, ArrayName, HostArray, copy_to_host
+from rrfp_jax.checkpoint._chunk_layers import ChunkLayers
+from rrfp_jax.checkpoint._joint_calls import Coordinator, JointCall, JointCalls, NotDone, SingleProcess, one_line
+from rrfp_jax.checkpoint._part_writer import Owner, PartWriter, parts_of_step
+from rrfp_jax.checkpoint._reader import StoredStep, check_files, frozen_state, open_step, read_arrays
+from rrfp_jax.checkpoint._records import (
+    Commit,
+    Unusable,
+    canonical_json,
+    is_committed,
+    keep_last,
+    last_committed,
+    remove_leftovers,
+    remove_tree,
+    step_directory,
+    steps_in,
+)
+from rrfp_jax.programs.shardings import spread
+from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.waiting import result_of
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOutcome:
+    """How a save ended."""
+
+    step: int
+    failure: str | None
+    """Why the step was not committed. None: it was."""
+    duration_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SaveRequest:
+    """A step to save; ``arrays`` and ``host`` are this process's."""
+
+    step: int
+    arrays: Mapping[ArrayName, HostArray]
+    host: Mapping[str, Any]
+    keep_also: frozenset[int]
+    """Steps that stay beside the newest ones."""
+    problem: str | None = None
+    """Why this rank cannot take part."""
+
+
+class Checkpoints:
+    """Saves and restores the state of a run. Every method is called by all ranks, in the same order.
+
+    Args:
+        directory: shared by all ranks; made if it is missing.
+        owners: owners by layer, in the model's order; see :func:`rrfp_jax.checkpoint.layer_owners`.
+        keep: the number of committed steps that stay.
+        coordinator: None for a run of one process.
+        processes: ``jax.process_index()`` of every rank; None: the rank itself, or 0 if each rank runs a JAX of its
+            own.
+        layout: written down with every step, for people.
+        before_commit: called on rank 0 before a step is committed; an error that it raises prevents the commit.
+
+    Leftovers of saves that did not come to an end are removed at once. Ranks wait for each other for as long as all of
+    them live. An error of one rank reaches all of them: :class:`NotDone`, a ValueError, with the same sentence.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        owners: Mapping[str, Owner],
+        *,
+        keep: int = 3,
+        coordinator: Coordinator | None = None,
+        processes: Sequence[int] | None = None,
+        layout: Mapping[str, Any] | None = None,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: give 1 or more checkpoints")
+        self.directory, self._owners, self._keep = Path(directory).absolute(), owners, keep
+        self._layout = dict(layout or {})
+        self._parts = parts_of_step(owners)
+        coordinator = coordinator or SingleProcess()
+        self._rank, self._calls, self._before_commit = coordinator.rank, JointCalls(coordinator), before_commit
+        num_ranks = 1 + max(rank for part in self._parts for rank in part.ranks)
+        if processes is None:
+            processes = range(num_ranks) if jax.process_count() > 1 else [0] * num_ranks
+        self._writer = PartWriter(self._rank, self._parts, processes)
+        self._under_way: Future[SaveOutcome] | None = None
+        self._calls.next("leftovers").on_first("removed", lambda: remove_leftovers(self.directory))
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        states: Iterable[tuple[ChunkLayers, ChunkState]],
+        host: Mapping[str, Any],
+        *,
+        keep_also: Iterable[int] = (),
+    ) -> None:
+        """Copies the state and writes it in the background; blocks until the save before has ended.
+
+        A save that fails ends with a warning; steps that were committed before stay.
+
+        Args:
+            step: the number of steps that the state has been trained; a step that is committed already is replaced.
+            states: states of this process's chunks, copies of chunks included. Their arrays may be given away (donated)
+                once this returns.
+            host: plain data to be kept with the step; rank 0's counts.
+            keep_also: committed steps that stay beside the newest ones.
+
+        Raises ValueError if ``host`` is not plain data, or if states lack a layer that this rank is to write; the step
+        is then saved by no rank.
+        """
+        self.wait()
+        call = self._calls.next("save")
+        keep = frozenset(keep_also)
+        try:
+            canonical_json(host)
+            request = _SaveRequest(step=step, arrays=self._copy(states), host=host, keep_also=keep)
+        except Exception as error:
+            # This rank still takes part in the call, or the others would wait for it.
+            request = _SaveRequest(step=step, arrays={}, host=host, keep_also=keep, problem=one_line(error))
+            self._under_way = _in_background(lambda: self._save(call, request))
+            raise
+        self._under_way = _in_background(lambda: self._save(call, request))
+
+    def wait(self) -> SaveOutcome | None:
+        """Blocks until the save under way has ended; returns how the last one ended."""
+        return None if self._under_way is None else result_of(self._under_way)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last save is known to have ended without a checkpoint."""
+        save = self._under_way
+        return save is not None and save.done() and (save.exception() or save.result().failure) is not None
+
+    def close(self) -> SaveOutcome | None:
+        """Blocks until the save under way has ended, and frees the threads; returns how the last save ended."""
+        last = self.wait()
+        self._writer.close()
+        return last
+
+    def _copy(self, states: Iterable[tuple[ChunkLayers, ChunkState]]) -> dict[ArrayName, HostArray]:
+        arrays: dict[ArrayName, jax.Array] = {}
+        writes: dict[ArrayName, bool] = {}
+        given: set[str] = set()  # a layer may have no arrays
+        for layers, state in states:
+            given.update(layers.names)
+            for name, array in layers.split(state).items():
+                owner = self._owners[name[0]]
+                has_device = owner.device in array.sharding.device_set
+                # Of several copies the one on the owner's device counts, in whatever order they come.
+                if self._rank in owner.ranks and (name not in arrays or (has_device and not writes[name])):
+                    arrays[name], writes[name] = array, has_device
+        missing = [n for n, owner in self._owners.items() if self._rank in owner.ranks and n not in given]
+        if missing:
+            raise ValueError(f"rank {self._rank} is to write {', '.join(missing)}: give the states of their chunks")
+        return copy_to_host(arrays, writes)
+
+    def _save(self, call: JointCall, request: _SaveRequest) -> SaveOutcome:
+        """Saves a step, on all ranks, in the background; returns failures, which it logs."""
+        start_s = time.monotonic()
+        try:
+            self._write_and_commit(call, request)
+            failure = None
+        except Exception as error:
+            failure = one_line(error)
+            self._warn(f"step {request.step} was not saved: {failure}")
+        return SaveOutcome(step=request.step, failure=failure, duration_s=time.monotonic() - start_s)
+
+    def _write_and_commit(self, call: JointCall, request: _SaveRequest) -> None:
+        directory = step_directory(self.directory, request.step)
+
+        def start() -> str:
+            if request.problem is not None:
+                raise ValueError(request.problem)
+            if directory.is_symlink():
+                raise ValueError(f"{directory} is a symbolic link, through which nothing is written: remove it")
+            return f"data-{secrets.token_hex(4)}"
+
+        # Every attempt writes to a directory of its own, whose name rank 0 chooses.
+        data = call.on_all("start", start)[0]
+        try:
+            call.on_all("written", lambda: self._writer.write(directory / data, request.arrays))
+            finished = call.on_all("finished", lambda: self._writer.finish(directory / data, request.arrays))
+            parts = {part: checksum for own in finished for part, checksum in own.items()}
+            call.on_first("committed", lambda: self._commit(request, data, parts))
+        except NotDone:
+            if self._rank == 0:
+                remove_tree(directory / data)
+                with suppress(OSError):
+                    directory.rmdir()  # only if it is empty
+            raise
+        except ConnectionError:
+            # Rank 0 may have committed the step before it was lost: the record says so.
+            if not is_committed(self.directory, request.step, data):
+                raise
+        if self._rank == 0:
+            with suppress(OSError):  # the step is committed; files that stay too long are removed after the next one
+                keep_last(self.directory, request.step, self._keep, keep_also=request.keep_also)
+
+    def _commit(self, request: _SaveRequest, data: str, parts: Mapping[str, str]) -> None:
+        """Commits a step on rank 0, once all have written. Raises OSError if the disk does not let it."""
+        directory = step_directory(self.directory, request.step)
+        missing = [part.name for part in self._parts if not (directory / data / f"{part.name}.json").exists()]
+        if missing:
+            raise OSError(
+                f"{', '.join(missing)} is not in {directory} as rank 0 sees it: checkpoints need a directory that all "
+                "processes share"
+            )
+        self._before_commit()
+        commit = Commit(step=request.step, data=data, parts=dict(parts), layout=self._layout, host=dict(request.host))
+        try:
+            commit.write(directory)
+        except OSError:
+            # The error may have come after the record was in its place.
+            if not is_committed(self.directory, request.step, data):
+                raise
+
+    # -- restoring ---------------------------------------------------------------------------------------------------
+
+    def newest(self) -> StoredStep | None:
+        """Returns the newest step that can be restored, or None; a warning names each newer one that cannot."""
+        self.wait()
+        call = self._calls.next("newest")
+        for step in call.on_first("steps", lambda: steps_in(self.directory)):
+            try:
+                return self._examine(call, step)
+            except NotDone as problem:
+                self._warn(str(problem))
+        return None
+
+    def find(self, step: int) -> StoredStep:
+        """Returns a step that can be restored; raises Unusable, a ValueError, if this one cannot."""
+        self.wait()
+        try:
+            return self._examine(self._calls.next("find"), step)
+        except NotDone as problem:
+            raise Unusable(str(problem)) from None
+
+    def restore(self, stored: StoredStep, targets: Sequence[tuple[ChunkLayers, ChunkState]]) -> list[ChunkState]:
+        """Returns the states of chunks, as ``targets`` say: arrays or specs (``jax.ShapeDtypeStruct``) with shardings.
+
+        Every process reads its own share only; an optimizer state that is one and the same object in several targets is
+        read once. Cuts, shardings and degrees may differ from those at saving, and so may frozen layers: the optimizer
+        state of a layer that was frozen, and is not any more, comes as specs for the caller to fill in, except arrays
+        that other layers have in common with it, such as the number of updates. Raises ValueError, on all ranks, if
+        model or optimizer differ.
+        """
+        states: list[ChunkState] = []
+        shared: dict[int, dict[ArrayName, jax.Array]] = {}
+
+        def read() -> None:
+            for layers, target in targets:
+                specs, known = layers.split(target), shared.get(id(target.optimizer_state), {})
+                leaves = known | _read_state(stored, {name: spec for name, spec in specs.items() if name not in known})
+                shared[id(target.optimizer_state)] = {n: leaf for n, leaf in leaves.items() if n[1] == OPTIMIZER}
+                states.append(layers.join(leaves, target))
+
+        self._calls.next("restore").on_all("read", read)
+        return states
+
+    def start_from(self, directory: Path, targets: Sequence[tuple[ChunkLayers, ChunkState]]) -> list[ChunkState]:
+        """Returns the states of chunks, as ``targets`` say, with the parameters of another directory's newest step.
+
+        Every process reads its own share only. Optimizer states come as specs for the caller to fill in. Raises
+        ValueError, on all ranks, if there is no such step, or if the model is another one.
+        """
+        call = self._calls.next("start from")
+        step = call.on_first("newest", lambda: last_committed(directory))
+        if step is None:
+            raise Unusable(f"{directory} holds no checkpoint: give the folder of an import, or of a run that saved")
+        stored, states = self._examine(call, step, directory), []
+
+        def read() -> None:
+            for layers, target in targets:
+                specs = layers.split(target)
+                own = {name: spec for name, spec in specs.items() if name[1] == PARAMS}
+                leaves = {name: spread(spec, spec.sharding) for name, spec in specs.items() if name not in own}
+                states.append(layers.join(leaves | read_arrays(stored, own, as_stored=False), target))
+
+        call.on_all("read", read)
+        return states
+
+    def _examine(self, call: JointCall, step: int, directory: Path | None = None) -> StoredStep:
+        """Returns a step once its records are read on every rank, and its files are checked, a share on each."""
+        stored: list[StoredStep] = []
+        root = self.directory if directory is None else directory
+        ranks = call.on_all(f"step {step} opened", lambda: stored.append(open_step(root, step)))
+        call.on_all(f"step {step} checked", lambda: check_files(stored[0], self._rank, len(ranks)))
+        return stored[0]
+
+    def _warn(self, text: str) -> None:
+        """Logs a warning once, not on every rank."""
+        _LOG.log(logging.DEBUG if self._rank else logging.WARNING, "%s", text)
+
+
+def _read_state(stored: StoredStep, specs: Mapping[ArrayName, Any]) -> dict[ArrayName, Any]:
+    """Returns the arrays of a step, and specs in place of those that it lacks because their layers were frozen."""
+    lacking = frozen_state(stored, specs)
+    instead = {other: specs[name] for name, other in lacking.items() if other is not None}
+    arrays = read_arrays(stored, {name: spec for name, spec in specs.items() if name not in lacking} | instead)
+    if lacking:
+        layers = ", ".join(dict.fromkeys(name[0] for name in lacking))
+        _LOG.info("%s were frozen when step %d was saved: their optimizer state starts anew", layers, stored.step)
+    fresh = {
+        name: spread(specs[name], specs[name].sharding) if other is None else arrays[other]
+        for name, other in lacking.items()
+    }
+    return {name: arrays[name] for name in specs if name not in lacking} | fresh
+
+
+def _in_background(work: Callable[[], SaveOutcome]) -> "Future[SaveOutcome]":
+    """Runs work on a thread that does not keep the process from ending: only a committed step counts anyway."""
+    future: Future[SaveOutcome] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future

@@ -1,0 +1,293 @@
+"""Writes a step with Orbax: one checkpoint for each part, by the processes that own its layers, from host memory.
+
+Layers of the same processes are saved together, as one part. Orbax's own handlers do not fit: that for ``jax.Array``
+refuses arrays whose devices all belong to one process as soon as the run has several, that for NumPy arrays writes on
+process 0 only. A handler of one's own is Orbax's public way out; its files are those that Orbax itself would write, and
+plain Orbax reads them.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import jax
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath  # type: ignore[import-untyped]
+from orbax.checkpoint import future, type_handlers
+
+from rrfp_jax.checkpoint._arrays import ArrayName, HostArray, nested, size_batches
+from rrfp_jax.checkpoint._records import PartRecord, sum_tree
+from rrfp_jax.layout import Layout
+from rrfp_jax.private.orbax_names import TENSORSTORE_SETTINGS, build_array_write_spec
+
+# A chunk is read at once, at least: small enough for a share of a large array, large enough for a disk.
+_CHUNK_BYTES = 16 << 20
+_BATCH_BYTES = 256 << 20
+_LOCKING = "file_io_locking"
+# With this type, plain Orbax gives NumPy arrays to a reader who names no sharding.
+_TYPE = type_handlers.NumpyHandler().typestr()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """The processes that write a layer; all of them take part in saving it."""
+
+    ranks: tuple[int, ...]
+    """The ranks, ascending."""
+    device: jax.Device
+    """If several copies of an array exist, the one that this device has a share of is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPart:
+    """Layers that are saved together; named after the first of them."""
+
+    name: str
+    """The name as a file name."""
+    layers: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def layer_owners(
+    layers_of_chunk: Sequence[Iterable[str]],
+    stage_of_chunk: Sequence[int],
+    layout: Layout,
+    devices: Sequence[jax.Device],
+    *,
+    shard_optimizer: bool = False,
+) -> dict[str, Owner]:
+    """Returns the owner of every layer, in the model's order, known without a look at any array.
+
+    A layer belongs to the lowest chunk that holds it, and there to the first replica, or to all of them if they share
+    out the optimizer state.
+
+    Args:
+        layers_of_chunk: names of the layers of every chunk of one replica.
+        stage_of_chunk: stage of every chunk of one replica.
+        layout: how devices are dealt out to stages and replicas.
+        devices: devices by global number.
+        shard_optimizer: whether replicas share out the optimizer state.
+    """
+    owners: dict[str, Owner] = {}
+    for layers, stage in zip(layers_of_chunk, stage_of_chunk, strict=True):
+        unit = layout.unit(stage, 0)
+        owner = Owner(
+            ranks=layout.ranks_of_stage(stage) if shard_optimizer else layout.ranks_of(unit),
+            device=devices[layout.devices_of(unit)[0]],
+        )
+        owners |= {layer: owner for layer in layers if layer not in owners}
+    return owners
+
+
+def parts_of_step(owners: Mapping[str, Owner]) -> tuple[StepPart, ...]:
+    """Returns the parts of a step, which are the same on all ranks: the layers of the same processes together."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for layer, owner in owners.items():
+        groups.setdefault(owner.ranks, []).append(layer)
+    return tuple(
+        StepPart(name=part_name(layers[0]), layers=tuple(layers), ranks=ranks) for ranks, layers in groups.items()
+    )
+
+
+def part_name(layer: str) -> str:
+    """Returns the file name of a part whose first layer this is."""
+    name = quote(layer, safe=" ")
+    return name if name.strip(".") else name.replace(".", "%2E")  # "." and ".." are other folders
+
+
+class PartWriter:
+    """Writes the parts that this process takes part in, side by side with the other processes of each.
+
+    Args:
+        rank: this process.
+        parts: all parts of a step, the same on all ranks.
+        processes: ``jax.process_index()`` of every rank.
+        batch_bytes: bytes that are written at a time, which memory holds once more. None: 256 MiB.
+
+    No process waits for another one here: the caller must see to it that all ranks have written before any of them
+    finishes.
+    """
+
+    def __init__(
+        self, rank: int, parts: Sequence[StepPart], processes: Sequence[int], *, batch_bytes: int | None = None
+    ) -> None:
+        self._rank = rank
+        batch_bytes = batch_bytes or _BATCH_BYTES
+        self._handlers = {
+            part: _orbax_handler(
+                [processes[other] for other in part.ranks], is_first=rank == part.ranks[0], batch_bytes=batch_bytes
+            )
+            for part in parts
+            if rank in part.ranks
+        }
+
+    def write(self, folder: Path, arrays: Mapping[ArrayName, HostArray]) -> None:
+        """Writes this process's share of every part into a folder of its own below ``folder``.
+
+        Raises the errors of Orbax, TensorStore and the file system.
+        """
+        for part, handler in self._handlers.items():
+            path = folder / part.name
+            path.mkdir(parents=True, exist_ok=True)
+            own = _arrays_of(part, arrays)
+            if not own:  # Orbax refuses to save layers that have no arrays
+                continue
+            with _raised_is_not_logged(), _without_locks():
+                handler.save(epath.Path(path), args=ocp.args.PyTreeSave(nested(own)))
+
+    def finish(self, folder: Path, arrays: Mapping[ArrayName, HostArray]) -> dict[str, str]:
+        """Puts together the parts whose first process this is, once all processes have written their shares.
+
+        Returns the checksums of the parts' records.
+        """
+        written = {}
+        for part, handler in self._handlers.items():
+            if self._rank == part.ranks[0]:
+                path, own = folder / part.name, _arrays_of(part, arrays)
+                if own:
+                    with _raised_is_not_logged(), _without_locks():
+                        handler.finalize(epath.Path(path))
+                shapes = tuple((name, array.dtype.name, array.shape) for name, array in own.items())
+                record = PartRecord(layers=part.layers, arrays=shapes, files=sum_tree(path))
+                written[part.name] = record.write(folder / f"{part.name}.json")
+        return written
+
+    def close(self) -> None:
+        """Frees the threads."""
+        for handler in self._handlers.values():
+            handler.close()
+
+
+def _arrays_of(part: StepPart, arrays: Mapping[ArrayName, HostArray]) -> dict[ArrayName, HostArray]:
+    own = set(part.layers)
+    return {name: array for name, array in arrays.items() if name[0] in own}
+
+
+def _orbax_handler(processes: Sequence[int], *, is_first: bool, batch_bytes: int) -> ocp.PyTreeCheckpointHandler:
+    """Returns Orbax's handler without its Checkpointer, which would bring processes together by barriers with a
+    deadline of their own, in which the others are left waiting when one of them fails.
+
+    Args:
+        processes: ``jax.process_index()`` of all that write the part, the first of them first.
+        is_first: whether this process is that one, which also writes the metadata of the part as a whole.
+        batch_bytes: bytes that are written at a time.
+    """
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True,
+        use_compression=False,
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            primary_host=processes[0], active_processes=set(processes)
+        ),
+        type_handler_registry=type_handlers.create_type_handler_registry(
+            (HostArray, _HostArrayHandler(primary=is_first, batch_bytes=batch_bytes)),
+            (jax.Array, type_handlers.ArrayHandler()),  # none is saved, but Orbax warns if nobody could
+        ),
+    )
+
+
+class _HostArrayHandler(type_handlers.TypeHandler):
+    """Writes this process's pieces of arrays; ``primary`` also writes the metadata of each array as a whole."""
+
+    def __init__(self, *, primary: bool, batch_bytes: int) -> None:
+        self._primary, self._batch_bytes = primary, batch_bytes
+
+    def typestr(self) -> str:
+        return _TYPE
+
+    async def serialize(
+        self,
+        values: Sequence[HostArray],
+        infos: Sequence[Any],
+        args: Sequence[ocp.SaveArgs] | None = None,
+    ) -> Sequence[future.Future]:
+        assert args is not None
+        return [future.CommitFutureAwaitingContractedSignals(self._write_all(values, infos, args), name="host_arrays")]
+
+    async def _write_all(self, values: Sequence[HostArray], infos: Sequence[Any], args: Sequence[Any]) -> None:
+        # The store is asked for with one array, but it is the same for all arrays of a checkpoint.
+        spec = build_array_write_spec(
+            infos[0],
+            args[0],
+            global_shape=values[0].shape,
+            local_shape=values[0].piece_shape,
+            dtype=values[0].dtype,
+            use_ocdbt=True,
+            process_index=jax.process_index(),
+        ).json["kvstore"]
+        store = await ts.KvStore.open({**spec, "path": ""}, context=infos[0].ts_context)
+        named = [(value, info.name) for value, info in zip(values, infos, strict=True)]
+        # Transactions save a third of the time if arrays are small, but hold the bytes that they write.
+        for batch in size_batches(((each, each[0].nbytes) for each in named), self._batch_bytes):
+            transaction = ts.Transaction()
+            await asyncio.gather(*(self._write(value, store / f"{name}/", transaction) for value, name in batch))
+            await transaction.commit_async()
+
+    async def _write(self, value: HostArray, store: ts.KvStore, transaction: ts.Transaction) -> None:
+        if not (self._primary or value.pieces):
+            return
+        chunks = chunk_shape(value.piece_shape, value.dtype.itemsize, _CHUNK_BYTES)
+        array = await ts.open(
+            {
+                "driver": "zarr",
+                "dtype": value.dtype.name,
+                "metadata": {"shape": value.shape, "chunks": chunks, "compressor": None},
+                "store_data_equal_to_fill_value": True,
+            },
+            kvstore=store,
+            open=True,
+            create=self._primary,
+            assume_metadata=not self._primary,
+            transaction=transaction,
+        )
+        for index, piece in value.pieces:
+            await array[index].write(piece, can_reference_source_data_indefinitely=True).copy
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        raise NotImplementedError("see _reader")
+
+    async def metadata(self, infos: Any) -> Any:
+        raise NotImplementedError("see _reader")
+
+
+def chunk_shape(shape: Sequence[int], item_bytes: int, limit_bytes: int) -> list[int]:
+    """Returns the shape of equal chunks of a piece, of at most ``limit_bytes`` as far as its sizes have divisors."""
+    chunks = list(shape)
+    while math.prod(chunks) * item_bytes > limit_bytes:
+        largest = max(range(len(chunks)), key=chunks.__getitem__)
+        chunks[largest] //= next(n for n in range(2, chunks[largest] + 1) if chunks[largest] % n == 0)
+    return chunks
+
+
+@contextmanager
+def _raised_is_not_logged() -> Iterator[None]:
+    """Silences the tracebacks of errors that Orbax's threads also raise: the caller of save reports them once."""
+
+    def is_new(record: logging.LogRecord) -> bool:
+        return "_SignalingThread.run() raised" not in str(record.msg)
+
+    log = logging.getLogger("absl")
+    log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_new)
+
+
+@contextmanager
+def _without_locks() -> Iterator[None]:
+    """Turns off TensorStore's locks on its files, which not every file system has (Lustre without ``flock``).
+
+    No two processes write the same file here: each has a folder of its own, and one process alone merges them.
+    """
+    TENSORSTORE_SETTINGS[_LOCKING] = {"mode": "none"}
+    try:
+        yield
+    finally:
+        TENSORSTORE_SETTINGS.pop(_LOCKING, None)

@@ -1,0 +1,212 @@
+"""Finds the steps that can be restored, and reads their arrays: in any shardings, or whole on one device."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath  # type: ignore[import-untyped]
+from orbax.checkpoint import type_handlers
+
+from rrfp_jax.checkpoint._arrays import (
+    OPTIMIZER,
+    PARAMS,
+    ArrayName,
+    is_random_key,
+    nested,
+    sharded_zeros,
+    shown_name,
+    size_batches,
+)
+from rrfp_jax.checkpoint._records import Commit, PartRecord, Unusable, file_fault, last_committed, step_directory
+
+_BATCH_BYTES = 16 << 20
+_REMEDY = "resume with the model and the optimizer that it was saved with"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredStep:
+    """A committed step."""
+
+    step: int
+    path: Path
+    layout: Mapping[str, Any]
+    """Layout of the run that saved, for people."""
+    host: Mapping[str, Any]
+    """Plain data that was given to ``save`` beside arrays."""
+    parts: Mapping[Path, PartRecord]
+    """Records by the directory of the part."""
+
+
+def open_step(root: Path, step: int) -> StoredStep:
+    """Returns a step by its records; raises Unusable, with one sentence, if there is nothing to restore.
+
+    The content of its files is checked by :func:`check_files`.
+    """
+    directory = step_directory(root, step)
+    if not directory.is_dir():
+        raise Unusable(f"step {step} cannot be restored from {root}: there is no {directory.name}")
+    try:
+        commit = Commit.read(directory)
+        data = directory / commit.data
+        parts = {data / part: PartRecord.read(data / f"{part}.json", sha) for part, sha in commit.parts.items()}
+    except Unusable as error:
+        raise Unusable(f"step {step} cannot be restored from {directory}: {error}") from None
+    return StoredStep(step=step, path=directory, layout=commit.layout, host=commit.host, parts=parts)
+
+
+def check_files(stored: StoredStep, rank: int, num_ranks: int) -> None:
+    """Checks a rank's share of a step's files; raises Unusable, with one sentence, if one is damaged or missing."""
+    files = [(path / name, expected) for path, part in stored.parts.items() for name, expected in part.files.items()]
+    # In the order of their sizes, so that every rank reads about as many bytes.
+    files.sort(key=lambda file: file[1].num_bytes)
+    for path, expected in files[rank::num_ranks]:
+        fault = file_fault(path, expected)
+        if fault:
+            where = path.relative_to(stored.path)
+            raise Unusable(f"step {stored.step} cannot be restored from {stored.path}: {where} {fault}")
+
+
+def read_arrays(
+    stored: StoredStep, specs: Mapping[ArrayName, Any], *, as_stored: bool = True
+) -> dict[ArrayName, jax.Array]:
+    """Returns arrays in the shardings of ``specs``, of which only this process's own share is read.
+
+    Unless they are wanted ``as_stored``, their dtypes may differ from those of ``specs``, which count. Arrays are read
+    a few at a time: memory holds twice those being read, which are one or together at most 16 MiB.
+
+    Raises Unusable for an array that the step does not have, or has in another shape or dtype.
+    """
+    part_of_layer = {layer: path for path, part in stored.parts.items() for layer in part.layers}
+    by_layer: dict[str, dict[ArrayName, Any]] = {}
+    arrays: dict[ArrayName, jax.Array] = {}
+    for name, spec in specs.items():
+        if spec.size:
+            by_layer.setdefault(name[0], {})[name] = _data_spec(spec)
+        else:
+            arrays[name] = sharded_zeros(spec)
+    for layer, wanted in by_layer.items():
+        part = part_of_layer.get(layer)
+        if part is None:
+            raise Unusable(f"{stored.path} has no layer {layer}: {_REMEDY} (it has {', '.join(part_of_layer)})")
+        _check_specs(stored, stored.parts[part], wanted, as_stored=as_stored)
+        for names in size_batches(((name, _own_bytes(spec)) for name, spec in wanted.items()), _BATCH_BYTES):
+            arrays |= _read_batch(part, {name: wanted[name] for name in names})
+    return {
+        name: jax.random.wrap_key_data(arrays[name], impl=jax.random.key_impl(jnp.empty(0, spec.dtype)))
+        if is_random_key(spec)
+        else arrays[name]
+        for name, spec in specs.items()
+    }
+
+
+def frozen_state(stored: StoredStep, names: Iterable[ArrayName]) -> dict[ArrayName, ArrayName | None]:
+    """Returns those names that are optimizer state of layers which had none, being frozen, when the step was saved.
+
+    Beside each stands the same array of another layer, if all layers that train have it in common, such as the number
+    of updates; None for an array of the layer alone. Empty for a step without any optimizer state.
+    """
+    saved = sorted(name for part in stored.parts.values() for name, _, _ in part.arrays if name[1] == OPTIMIZER)
+    trained, common = {name[0] for name in saved}, {name[1:]: name for name in reversed(saved)}
+    known = {layer for part in stored.parts.values() for layer in part.layers} if trained else set()
+    return {
+        name: common.get(name[1:])
+        for name in names
+        if name[1] == OPTIMIZER and name[0] in known and name[0] not in trained
+    }
+
+
+def newest_step(directory: Path) -> StoredStep:
+    """Returns the newest committed step after a check of its files; raises Unusable, with one sentence, without one."""
+    directory = directory.absolute()  # Orbax takes no other
+    step = last_committed(directory)
+    if step is None:
+        raise Unusable(f"{directory} holds no checkpoint: train first, or give the folder of another run")
+    stored = open_step(directory, step)
+    check_files(stored, 0, 1)
+    return stored
+
+
+def read_params(stored: StoredStep) -> dict[str, Any]:
+    """Returns the parameters of a step by layer name, on JAX's first device, whatever layout saved them.
+
+    Memory must hold all of them. Raises Unusable if a file is damaged.
+    """
+    arrays = read_arrays(stored, stored_param_specs(stored))
+    return nested({(name[0], *name[2:]): array for name, array in arrays.items()})
+
+
+def read_layer_params(stored: StoredStep, layer: str) -> dict[tuple[str, ...], np.ndarray]:
+    """Returns the parameters of one layer by their path inside it; raises Unusable if a file is damaged."""
+    specs = {name: spec for name, spec in stored_param_specs(stored).items() if name[0] == layer}
+    return {name[2:]: np.asarray(array) for name, array in read_arrays(stored, specs).items()}
+
+
+def stored_param_specs(stored: StoredStep) -> dict[ArrayName, Any]:
+    """Returns the parameters of a step by name, as specs on JAX's first device."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+        for part in stored.parts.values()
+        for name, dtype, shape in part.arrays
+        if name[1] == PARAMS
+    }
+
+
+def _own_bytes(spec: Any) -> int:
+    shard_bytes = math.prod(spec.sharding.shard_shape(spec.shape)) * np.dtype(spec.dtype).itemsize
+    return shard_bytes * len(spec.sharding.addressable_devices)
+
+
+def _check_specs(stored: StoredStep, part: PartRecord, wanted: Mapping[ArrayName, Any], *, as_stored: bool) -> None:
+    def text(dtype: str, shape: Iterable[int]) -> str:
+        return f"{dtype}[{','.join(map(str, shape))}]"
+
+    known = {name: (dtype, shape) for name, dtype, shape in part.arrays}
+    for name, spec in wanted.items():
+        saved = known.get(name)
+        if saved is None:
+            raise Unusable(f"{stored.path} has no array {shown_name(name)}: {_REMEDY}")
+        here = (np.dtype(spec.dtype).name, tuple(spec.shape))
+        if saved[1] != here[1] or (as_stored and saved[0] != here[0]):
+            raise Unusable(
+                f"{shown_name(name)} is {text(*saved)} in {stored.path} and {text(*here)} in this run: {_REMEDY}"
+            )
+
+
+def _data_spec(spec: Any) -> Any:
+    """Returns the spec of the stored array, which holds the data of typed random keys."""
+    if not is_random_key(spec):
+        return spec
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=spec.sharding)
+
+
+def _read_batch(path: Path, specs: Mapping[ArrayName, jax.ShapeDtypeStruct]) -> dict[ArrayName, jax.Array]:
+    """Returns arrays of a part in the given shapes, dtypes and shardings, without waiting for any other process."""
+    handler = ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            primary_host=jax.process_index(), active_processes={jax.process_index()}
+        ),
+        type_handler_registry=type_handlers.create_type_handler_registry((jax.Array, type_handlers.ArrayHandler())),
+    )
+    restore_args = {
+        name: ocp.ArrayRestoreArgs(
+            restore_type=jax.Array, sharding=spec.sharding, global_shape=spec.shape, dtype=spec.dtype
+        )
+        for name, spec in specs.items()
+    }
+    args = ocp.args.PyTreeRestore(nested(specs), restore_args=nested(restore_args), partial_restore=True)
+    tree = handler.restore(epath.Path(path), args=args)
+    arrays = {}
+    for name in specs:
+        array = tree
+        for key in name:
+            array = array[key]
+        arrays[name] = array
+    return arrays

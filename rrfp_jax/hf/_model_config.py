@@ -1,0 +1,105 @@
+"""``config.json`` of a whole model: the model that a file describes, and the file for a model that began here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rrfp_jax.bounded_text import shown
+from rrfp_jax.hf._config_fields import ConfigFields
+from rrfp_jax.hf._decoder_fields import read_decoder, write_decoder
+from rrfp_jax.hf._tensor_names import NameTable
+from rrfp_jax.hf._vision_language import DECODER_PREFIX, VISION_LANGUAGE_FAMILIES
+from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily
+from rrfp_jax.hf.model_sections import ModelSections
+from rrfp_jax.models.config import LanguageModelConfig
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+DROPPED = ("*.rotary_emb.inv_freq", "*.embeddings.position_ids")
+"""Tensors of old files that follow from the configuration, and so are no parameters."""
+_QUANTISED = "quantization_config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubModel:
+    """The model that one ``config.json`` describes, by its family's tables."""
+
+    sections: ModelSections
+    table: NameTable
+    newer: tuple[tuple[str, str], ...] = ()
+    """Prefixes of newer names of tensors, each with the older one."""
+    unused: tuple[str, ...] = ()
+    """Patterns of tensors that the family's files hold and its model does not use. An import carries them along."""
+    decoder_prefix: str = ""
+    """The prefix of the decoder's tensors."""
+
+
+def read_config(config: Mapping[str, Any], where: str, *, has_head: bool | None, dtype: str) -> HubModel:
+    """Returns the model that ``config`` describes.
+
+    ``has_head`` says whether the tensors include a head that differs from the embedding's table; ``dtype`` is NumPy's
+    name for the dtype of the parameters.
+
+    Raises ValueError, in one sentence with the field's name, for everything that our models cannot express.
+    """
+    kind = config.get("model_type")
+    known = (*DECODER_FAMILIES, *VISION_LANGUAGE_FAMILIES)
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f"{where}: model_type is {shown(kind)}: models here are {', '.join(known)}")
+    if config.get(_QUANTISED) is not None:
+        raise ValueError(f"{where}: {_QUANTISED} is given: give the model as it was before it was quantised")
+    family = DECODER_FAMILIES.get(kind)
+    wanted = VISION_LANGUAGE_FAMILIES[kind][0] if family is None else family.architecture
+    given = config.get("architectures")
+    if given and given != [wanted]:
+        raise ValueError(f"{where}: architectures is {shown(given)}: models here are {wanted}")
+    try:
+        if family is None:
+            _, read, newer = VISION_LANGUAGE_FAMILIES[kind]
+            sections, table, unused = read(config, where, has_head=has_head, dtype=dtype)
+            return HubModel(sections=sections, table=table, newer=newer, unused=unused, decoder_prefix=DECODER_PREFIX)
+        fields = ConfigFields(config, where, family.defaults)
+        tied = fields.flag("tie_word_embeddings") and not has_head
+        return HubModel(
+            sections=ModelSections(model=read_decoder(fields, family, tied=tied, dtype=dtype)), table=family.names
+        )
+    except ValueError as error:
+        # Our own records refuse numbers without naming the file.
+        located = str(error).startswith(where)
+        raise error if located else ValueError(f"{where}: {error}") from None
+
+
+def new_config(sections: ModelSections, where: str) -> dict[str, Any]:
+    """Returns ``config.json`` for a language model that began here.
+
+    Raises ValueError, with the field's name, where no family can express it.
+    """
+    if sections.vision is not None:
+        raise ValueError(
+            f"{where} sees, and did not begin with an import: only models with an encoder that were imported go back"
+        )
+    model = sections.model
+    family = _family_of(model, where)
+    return {
+        "architectures": [family.architecture],
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "torch_dtype": model.param_dtype,
+        **write_decoder(model, family),
+    }
+
+
+def _family_of(model: LanguageModelConfig, where: str) -> DecoderFamily:
+    """Returns the first family that has everything that the model has."""
+    if model.qkv_bias and (model.qk_norm or model.experts):
+        other = "qk_norm" if model.qk_norm else "experts"
+        raise ValueError(f"{where}: model.qkv_bias and model.{other} are together in no family: train without one")
+    if (experts := model.experts) is not None:
+        for name in ("shared_mlp_dim", "capacity_factor"):
+            if getattr(experts, name) is not None:
+                raise ValueError(f"{where}: model.experts.{name} is {getattr(experts, name)}: no family has it")
+        return DECODER_FAMILIES["qwen3_moe" if model.qk_norm else "mixtral"]
+    if model.qk_norm:
+        return DECODER_FAMILIES["qwen3"]
+    if model.qkv_bias:
+        return DECODER_FAMILIES["qwen2"]
+    return DECODER_FAMILIES["llama" if model.sliding_window is None else "mistral"]

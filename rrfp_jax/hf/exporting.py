@@ -1,0 +1,156 @@
+"""Turns a run's newest checkpoint, or an import, into a folder of Hugging Face, a layer at a time."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rrfp_jax.checkpoint import StoredStep, newest_step, read_layer_params, stored_param_specs
+from rrfp_jax.hf._model_config import HubModel, new_config, read_config
+from rrfp_jax.hf._tensor_names import TensorMatch, match_tensors
+from rrfp_jax.hf.model_folder import CONFIG, TOKENS, UNUSED, ModelFolder, came_with_the_model, open_model
+from rrfp_jax.hf.model_sections import model_differences
+from rrfp_jax.hf.new_folder import check_new, copy_file, new_folder
+from rrfp_jax.hf.tensor_files import PlannedTensor, ShardWriter, StoredTensor, read_headers, read_json
+
+_TIED = "tie_word_embeddings"
+
+
+@dataclass(frozen=True)
+class PlannedExport:
+    """An export that is known to fit."""
+
+    folder: ModelFolder
+    files: Path | None
+    """The folder of files that belong to the model. None: there are none."""
+    stored: StoredStep
+    config: Mapping[str, Any]
+    """The content of ``config.json``."""
+    matches: list[TensorMatch]
+    carried: list[StoredTensor]
+    dtype: str | None
+    """The dtype of all tensors. None: the dtypes of the checkpoint."""
+    dtypes: Mapping[tuple[str, ...], str]
+    """Dtypes of the arrays of the checkpoint."""
+
+    @property
+    def tensors(self) -> list[PlannedTensor]:
+        """All tensors in the order in which they are written."""
+        own = [
+            PlannedTensor(name, shape, self.dtype or self.dtypes[match.ours])
+            for match in self.matches
+            for name, shape in zip(match.theirs, match.their_shapes, strict=True)
+        ]
+        return own + [PlannedTensor(each.name, each.shape, self.dtype or each.dtype) for each in self.carried]
+
+
+def plan_export(run: Path, *, dtype: str | None = None) -> PlannedExport:
+    """Finds the family and the tensors of a run or an import; ``dtype`` is that of all tensors, None keeps theirs.
+
+    Raises ValueError, in one sentence, if there is nothing to export, or if no family can express it.
+    """
+    folder = open_model(run, "the folder")
+    files = folder.files()
+    is_of_hub = files is not None and (files / CONFIG).is_file()
+    model, config = _hub_model(folder, files if is_of_hub else None)
+    if not is_of_hub or not came_with_the_model(files):
+        # The file's own tokens are those of another tokenizer: write the token that ended texts in training.
+        tokens = folder.tokens()
+        end = tokens.ends[0] if tokens is not None and tokens.ends else None
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict) and (part is config or "eos_token_id" in part):
+                part |= {"bos_token_id": None, "eos_token_id": end}
+    found = newest_step(folder.checkpoints)
+    shapes = folder.sections.shapes()
+    stored = {(name[0], *name[2:]): spec for name, spec in stored_param_specs(found).items()}
+    if {name: spec.shape for name, spec in stored.items()} != shapes:
+        odd = next(name for name in (*shapes, *stored) if getattr(stored.get(name), "shape", None) != shapes.get(name))
+        raise ValueError(
+            f"{found.path} does not hold {'/'.join(odd)} as the configuration of {run} has it: train again"
+        )
+    dtypes = {name: spec.dtype.name for name, spec in stored.items()}
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = dtype or next(iter(dtypes.values()))
+    unused = None if files is None else files / UNUSED
+    carried = list(read_headers(unused).values()) if unused is not None and unused.is_file() else []
+    return PlannedExport(folder, files, found, config, match_tensors(model.table, shapes), carried, dtype, dtypes)
+
+
+def write_export(
+    plan: PlannedExport,
+    target: Path,
+    *,
+    shard_bytes: int,
+    progress: Callable[[int, int], None] = lambda *_: None,
+) -> None:
+    """Writes the folder ``target``, which must be new; it appears as a whole at the end.
+
+    ``progress`` is called with the number of layers that are written, and of all.
+
+    Raises ValueError if an array cannot be read, or does not fit into the dtype.
+    """
+    check_new(target, "the folder of the export")
+    layers = [(layer, list(own)) for layer, own in groupby(plan.matches, key=lambda match: match.ours[0])]
+    with new_folder(target) as folder:
+        for path in sorted(plan.files.iterdir()) if plan.files is not None else ():
+            if path.name not in (UNUSED, CONFIG, TOKENS):
+                copy_file(path, folder / path.name)
+        (folder / CONFIG).write_text(json.dumps(plan.config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        with ShardWriter(folder, plan.tensors, shard_bytes).open() as writer:
+            for number, (layer, own) in enumerate(layers):
+                progress(number, len(layers))
+                for name, tensor in _layer_tensors(plan, layer, own):
+                    writer.write(name, tensor)
+            for stored in plan.carried:
+                writer.write(stored.name, _converted(stored.read(), plan.dtype, stored.name))
+            writer.write_index()
+    progress(len(layers), len(layers))
+
+
+def _hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[str, Any]]:
+    """Returns the family's tables and ``config.json``: that in ``files``, or a new one if there are none."""
+    tied = folder.sections.model.tie_embeddings
+    if files is None:
+        config = new_config(folder.sections, str(folder.path))
+        # Reading the new file back shows every field that the family has no words for.
+        model = read_config(config, str(folder.path), has_head=not tied, dtype="float32")
+        if lost := model_differences(model.sections, folder.sections):
+            raise ValueError(
+                f"{folder.path} is no {config['architectures'][0]}: {'; '.join(lost)}, and no family has that"
+            )
+        return model, config
+    path = files / CONFIG
+    config = read_json(path)
+    model = read_config(config, str(path), has_head=not tied, dtype="float32")
+    if other := model_differences(model.sections, folder.sections):
+        raise ValueError(
+            f"{path} is of another model than {folder.path}: {'; '.join(other)}: put that of the model there"
+        )
+    # The import may have had a head of its own in spite of the file.
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and part.get(_TIED) and not tied:
+            part[_TIED] = False
+    return model, config
+
+
+def _layer_tensors(plan: PlannedExport, layer: str, own: list[TensorMatch]) -> Iterator[tuple[str, np.ndarray]]:
+    arrays = read_layer_params(plan.stored, layer)
+    for match in own:
+        # Popped, so that each array is freed once its tensors are written.
+        array = _converted(arrays.pop(match.ours[1:]), plan.dtype, "/".join(match.ours))
+        yield from zip(match.theirs, match.transform.to_theirs(array), strict=True)
+
+
+def _converted(array: np.ndarray, dtype: str | None, name: str) -> np.ndarray:
+    if dtype is None or array.dtype.name == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        converted = array.astype(np.dtype(dtype))
+    if not np.isfinite(converted).all() and np.isfinite(array).all():
+        raise ValueError(f"{name} has numbers that are too large for {dtype}: give --dtype bfloat16 or float32")
+    return converted

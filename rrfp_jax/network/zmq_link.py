@@ -1,0 +1,169 @@
+"""ZeroMQ's link: a pair of sockets per rank, of which one listens and sends, and the other connects and receives.
+
+So a process that reaches a port can say nothing there but a short greeting: the socket that listens reads no more, and
+no stranger can make a rank allocate memory. Large messages come only over connections that this rank has made itself,
+to addresses of its run. A receiver greets when it connects; from then on the sender knows the connection by its proven
+rank. Everything is encrypted, and both ends are proven in the handshake (CURVE).
+"""
+
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import zmq
+
+from rrfp_jax.network.admission import UnprovenConnections
+from rrfp_jax.network.channel import PeerMessage, call_when_readable
+from rrfp_jax.network.keys import RunKey
+from rrfp_jax.network.zmq_sockets import (
+    ZmqContext,
+    bind_socket,
+    connect_as,
+    connect_socket,
+    new_socket,
+    rank_of,
+    rank_role,
+    serve_as,
+)
+
+_COPY_BELOW_BYTES = 1 << 16
+"""Smaller frames are copied into ZeroMQ's own memory, which costs less than to be told when they have been sent."""
+_GREETING_BYTES = 1 << 10
+"""Largest message that a listening socket reads; messages of a handshake are no longer either."""
+_GREETINGS = 4
+"""Largest number of messages of one connection that may wait to be read."""
+_HELLO = b"hello"
+"""Greeting of a rank that has connected to another."""
+_RECONNECT_MS = 20
+"""A port that refuses a connection that has just closed shows that its process has ended; so this is tried soon."""
+
+# The method that Python adds handles options of kinds of sockets that are not used here.
+_send_frame = zmq.backend.Socket.send
+# As plain integers: combining the enumeration's members costs more than a send.
+_NO_WAIT = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+class ZmqLink:
+    """Carries messages, each a head and frames, in order per peer. Used on one thread.
+
+    Args:
+        rank: this rank.
+        interface: the interface to listen on.
+        unproven: told of the connections over which others have greeted.
+    """
+
+    def __init__(
+        self, context: ZmqContext, rank: int, key: RunKey, interface: str, unproven: UnprovenConnections
+    ) -> None:
+        self.rank, self.key, self._unproven = rank, key, unproven
+        self.inbound, self.outbound = new_socket(context, zmq.ROUTER), new_socket(context, zmq.ROUTER)
+        self.inbound.router_mandatory = self.outbound.router_mandatory = 1
+        self.inbound.reconnect_ivl = _RECONNECT_MS
+        self.outbound.maxmsgsize, self.outbound.rcvhwm = _GREETING_BYTES, _GREETINGS
+        serve_as(self.outbound, key.pair(rank_role(rank)))
+        self.address = bind_socket(self.outbound, interface)
+        self._senders: dict[bytes, int] = {}
+        self._places: dict[int, str] = {}
+        self._receivers: dict[int, bytes] = {}
+        self._early: dict[int, list[tuple[bytes, Sequence[Any]]]] = {}
+        """Messages to ranks that have not connected yet."""
+        self._stop_reading: Callable[[], None] = lambda: None
+
+    def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:
+        """Has ``read`` called on the loop when messages may have arrived; ZeroMQ's descriptor tells of changes only."""
+        descriptor = self.inbound.fd
+        assert isinstance(descriptor, int)
+        self._stop_reading = call_when_readable(loop, descriptor, read)
+
+    def connect(self, rank: int, address: str) -> None:
+        """Begins to receive from a rank that listens there, and to send to it once it has connected likewise."""
+        name = rank_role(rank).encode()
+        self._senders[name], self._places[rank] = rank, address
+        if rank not in self._receivers:
+            self._early[rank] = []
+        connect_as(self.inbound, self.key.pair(rank_role(self.rank)), self.key.pair(rank_role(rank)).public)
+        self.inbound.setsockopt(zmq.CONNECT_ROUTING_ID, name)
+        connect_socket(self.inbound, address)
+        self.greet(rank)
+
+    def greet(self, rank: int) -> None:
+        """Greets a rank; again where the connection was made anew."""
+        with suppress(zmq.ZMQError):
+            self.inbound.send_multipart([rank_role(rank).encode(), _HELLO], zmq.NOBLOCK)
+
+    def welcome(self) -> list[int]:
+        """Returns the ranks that have connected since the last call, and sends the messages that waited for them."""
+        came: list[int] = []
+        while True:
+            try:
+                name, frame = self.outbound.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return came
+            except ValueError:  # a stranger's message of several frames
+                continue
+            # The handshake has proven the role; the gate has told ZeroMQ, and ZeroMQ tells us.
+            role = frame.get("User-Id")
+            rank = rank_of(role) if isinstance(role, str) else None
+            if rank is not None:
+                self._unproven.has_proven(frame.get(zmq.SRCFD))
+                self._receivers[rank] = name.bytes
+                for head, frames in self._early.pop(rank, ()):
+                    self.send(rank, head, frames)
+                came.append(rank)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank that this one has connected to has connected too."""
+        return not self._early
+
+    def disconnect(self, rank: int) -> None:
+        """Ends the exchange with a rank; messages that wait for its greeting are dropped."""
+        self._receivers.pop(rank, None)
+        self._early.pop(rank, None)
+        self.ignore(rank)
+
+    def ignore(self, rank: int) -> None:
+        """Stops receiving from a rank, but goes on sending to it."""
+        if place := self._places.pop(rank, None):
+            with suppress(zmq.ZMQError):
+                self.inbound.disconnect(place)
+
+    def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
+        """Sends a message; never blocks. Messages over a connection that is gone are dropped: its loss is reported."""
+        name = self._receivers.get(rank)
+        if name is None:
+            if rank in self._early:
+                self._early[rank].append((head, frames))
+            return
+        try:
+            _send_frame(self.outbound, name, _MORE)
+            _send_frame(self.outbound, head, _MORE if frames else _NO_WAIT)
+            num_left = len(frames)
+            for frame in frames:
+                num_left -= 1
+                small = memoryview(frame).nbytes < _COPY_BELOW_BYTES
+                _send_frame(self.outbound, frame, _MORE if num_left else _NO_WAIT, copy=small)
+        except zmq.ZMQError:
+            return
+
+    def receive(self) -> PeerMessage | None:
+        """Returns the next message that has arrived, or None."""
+        try:
+            name = self.inbound.recv(_NO_WAIT)
+        except zmq.Again:
+            return None
+        frames = []
+        while True:
+            frame = self.inbound.recv(_NO_WAIT, copy=False)
+            frames.append(frame.buffer)
+            if not frame.more:
+                break
+        return self._senders[name], frames
+
+    def close(self, linger_s: float) -> None:
+        """Frees the sockets; messages under way are sent for up to ``linger_s``."""
+        self._stop_reading()
+        self.outbound.close(linger=round(linger_s * 1000))
+        self.inbound.close(linger=0)

@@ -1,0 +1,101 @@
+"""Makes the small models of ``golden/``, with what transformers computes from them.
+
+Run where torch and transformers are: ``python -m tests.hf.make_golden``. The fast tests read the files.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from tests.hf import hub_models
+
+GOLDEN = Path(__file__).parent / "golden"
+EXPECTED = "expected.safetensors"
+SEED = 7
+_SMALL: dict[str, Any] = {
+    "vocab_size": 29,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-4,
+    "initializer_range": 0.4,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+TEXT: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": _LLAMA3},
+    "mistral": {"sliding_window": 3},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 6},
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 5,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+    },
+}
+"""What each family adds to the small sizes."""
+_TOWER: dict[str, Any] = {
+    "hidden_size": 6,
+    "intermediate_size": 5,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 4,
+    "patch_size": 2,
+    "num_channels": 1,
+}
+_FULL = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+SEEING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llava_clip": ("llava clip", _TOWER, {"tie_word_embeddings": False}),
+    "llava_siglip": ("llava siglip", _TOWER, {"tie_word_embeddings": False, **_FULL}),
+    "internvl": ("internvl", {**_TOWER, "use_qk_norm": True, "norm_type": "rms_norm"}, {"tie_word_embeddings": False}),
+}
+"""Kind, tower, and what else the model's configuration has."""
+
+
+def main() -> None:
+    """Make all of them anew."""
+    shutil.rmtree(GOLDEN, ignore_errors=True)
+    for family, more in TEXT.items():
+        model = hub_models.made(family, {**_SMALL, **more}, SEED)
+        tokens = hub_models.random_tokens(_SMALL["vocab_size"], SEED, (2, 9))
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(tokens).long()).logits
+        _write(model, GOLDEN / family, tokens=tokens, logits=logits.numpy())
+    for name, (kind, vision, more) in SEEING.items():
+        text = transformers.AutoConfig.for_model("llama", **_SMALL)
+        model = hub_models.made_seeing(kind, vision, {**more, "text_config": text}, SEED)
+        pixels, tokens, leaves = hub_models.seen(model.config, SEED, length=17)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor(tokens).long(), pixel_values=torch.tensor(pixels)).logits
+        _write(model, GOLDEN / name, **leaves, logits=logits.numpy())
+
+
+def _write(model: Any, folder: Path, **expected: Any) -> None:
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    if model.config.model_type == "llava":
+        tensors = {hub_models.hub_name(name): tensor for name, tensor in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    save_file(expected, folder / EXPECTED)
+
+
+if __name__ == "__main__":
+    main()
