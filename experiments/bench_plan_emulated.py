@@ -31,9 +31,9 @@ from rrfp_jax.planner.records import Plan, PlanShape
 from rrfp_jax.planner.search import make_plan
 from rrfp_jax.planner.search_space import LINEAR, LOOPED, READY, STRICT, WAVES, Point, SearchSpace
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import both_directions
-from rrfp_jax.simulation.jitter import Durations
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.simulation.costs import Durations
 
 STAGES, MICROBATCHES, STEPS, PLAN_STEPS, SETTINGS, TOP = 4, 8, 5, 10, 20, 10
 WARM_UP = 2

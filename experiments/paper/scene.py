@@ -14,6 +14,7 @@ from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.commands.studies.noise import parse_jitter
 from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (
     Communication,
     Costs,
@@ -25,7 +26,6 @@ from rrfp_jax.simulation import (
     peak_memory,
     simulate,
 )
-from rrfp_jax.timeline import Timeline
 
 NO_JITTER, SLOW_LINK, SLOW_STAGE = "none", "slow link", "slow stage"
 FORESIGHT = "foresight"

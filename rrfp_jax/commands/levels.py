@@ -34,7 +34,7 @@ from rrfp_jax.commands.studies.noise import add_noise_arguments, check_noise, ma
 from rrfp_jax.commands.studies.systems.command import run_study
 from rrfp_jax.commands.studies.systems.options import add_systems_arguments, refuse_systems_options
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
-from rrfp_jax.schedules.comparison import Levels, compare
+from rrfp_jax.schedules.formulas import Levels, compare
 from rrfp_jax.schedules.registry import schedules_of_any_graph
 from rrfp_jax.schedules.slots import SlotLengths
 from rrfp_jax.simulation import Machine, for_steps, run_metrics, simulate

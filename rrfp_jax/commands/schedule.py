@@ -27,7 +27,7 @@ from rrfp_jax.commands.studies.durations import parse_durations_ms
 from rrfp_jax.commands.studies.execution import RULES, chunk_durations
 from rrfp_jax.commands.studies.levels_report import Formula, formulas_of
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, schedule_entry, schedule_names, write_csv
-from rrfp_jax.schedules.comparison import Levels, compare
+from rrfp_jax.schedules.formulas import Levels, compare
 from rrfp_jax.schedules.registry import build_schedule
 from rrfp_jax.schedules.slots import SlotLengths, SlotTable, drawing, execute, per_stage
 from rrfp_jax.simulation import Costs, Links, Machine, Simulation, simulate

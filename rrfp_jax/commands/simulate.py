@@ -44,6 +44,8 @@ from rrfp_jax.commands.studies.noise import check_noise, make_costs
 from rrfp_jax.commands.studies.simulate_options import parse_entries, parse_memory_weights, simulate_parser
 from rrfp_jax.commands.studies.simulate_report import show_comparison, show_names, show_run
 from rrfp_jax.commands.studies.workload_options import Planned, has_graph, plan_workload
+from rrfp_jax.schedules import PipelineGraph, chain, lanes_beside, linear
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (
     Costs,
     Machine,
@@ -57,10 +59,7 @@ from rrfp_jax.simulation import (
     run_metrics,
 )
 from rrfp_jax.simulation import simulate as run_simulation
-from rrfp_jax.simulation.engine_figures import bottleneck
-from rrfp_jax.simulation.result import RunMetrics, memory_figures
-from rrfp_jax.tasks import PipelineGraph, chain, lanes_beside, linear
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.simulation.result import RunMetrics, bottleneck, memory_figures
 
 
 @dataclass(frozen=True, kw_only=True)

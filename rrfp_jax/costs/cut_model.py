@@ -18,9 +18,9 @@ import numpy as np
 
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.costs.layer_costs import LayerCosts, ModelCosts
+from rrfp_jax.schedules import PipelineGraph, Placement, chain
 from rrfp_jax.simulation import Costs, Links, Machine
-from rrfp_jax.simulation.jitter import Durations
-from rrfp_jax.tasks import PipelineGraph, Placement, chain
+from rrfp_jax.simulation.costs import Durations
 
 
 @dataclass(frozen=True, kw_only=True)

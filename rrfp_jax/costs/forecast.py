@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.schedules import PipelineGraph, Task, TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)

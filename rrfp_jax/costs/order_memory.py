@@ -43,8 +43,7 @@ from rrfp_jax.arbitration import Order
 from rrfp_jax.arbitration.footprint import memory_changes, memory_unit
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.costs.forecast import ChunkBytes, Reach, StageForecast, forecast_stage, moved_activations
-from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.schedules import PipelineGraph, ScheduleTable, Task, TaskKind
 
 
 def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:

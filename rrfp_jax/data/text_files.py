@@ -20,10 +20,9 @@ from rrfp_jax.data.file_locks import try_lock
 from rrfp_jax.data.links import check_inside
 from rrfp_jax.data.parts import TRAIN, Part
 from rrfp_jax.data.token_data import Tokens
+from rrfp_jax.data.tokenizer_files import MODEL_FILES, TOKENIZER_CONFIG, tokenizer_file
 from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
-from rrfp_jax.data.tokenizing.options import PLAIN_BYTES
-from rrfp_jax.data.tokenizing.sources import LINES, ROWS, Source, find_sources
-from rrfp_jax.data.tokenizing.tokenizer import MODEL_FILES, TOKENIZER_CONFIG, tokenizer_file
+from rrfp_jax.data.tokenizing.inputs import LINES, PLAIN_BYTES, ROWS, Source, find_sources
 from rrfp_jax.data.tokens.header import HEADER
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TextFilesConfig, TokensConfig
 

@@ -11,8 +11,8 @@ from rrfp_jax.costs.devices import Device
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.layout import TENSOR, describe_axes
+from rrfp_jax.models.cuts import balanced_counts, plan_cut
 from rrfp_jax.models.encoder_config import DECODER, ENCODER, OWN_CHUNK
-from rrfp_jax.models.layer_cut import balanced_counts, plan_cut
 from rrfp_jax.planner.analytic_costs import analytic_book
 from rrfp_jax.planner.candidates import PlanCandidate
 from rrfp_jax.planner.judging import Judge, draws_for

@@ -28,7 +28,7 @@ from rrfp_jax.programs.target import Target
 from rrfp_jax.runtime.hosted import HostedModel
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 from rrfp_jax.training.learning_rates import learning_rate_schedule
 from rrfp_jax.training.optimizer import make_optimizer
 

@@ -18,7 +18,7 @@ from rrfp_jax.costs import ModelCosts
 from rrfp_jax.costs.forecast import Reach
 from rrfp_jax.costs.order_memory import reaches
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.int64]

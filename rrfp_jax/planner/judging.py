@@ -17,7 +17,7 @@ from rrfp_jax.planner.records import PlanShape
 from rrfp_jax.planner.step_times import StepTimes, WalkEntry, starts_ms, strict_times_ms, walk_of
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.simulation import simulated_steps_ms
-from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.simulation.costs import Durations
 
 TRAINING, HELD_OUT = 0, 1
 """Draws to choose by, and draws by which nothing is chosen."""

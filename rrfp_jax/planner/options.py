@@ -13,7 +13,7 @@ from rrfp_jax.costs.layer_sizes import REMAT_NAMES
 from rrfp_jax.planner.candidates import PLANNED_HINTS
 from rrfp_jax.planner.search_space import CONSUMPTIONS, READY, STRICT
 from rrfp_jax.schedules import schedule_entry, schedule_names
-from rrfp_jax.schedules.shapes import TWO_WAYS
+from rrfp_jax.schedules.request import TWO_WAYS
 
 ORDER_NAMES = (*(name for name in schedule_names() if schedule_entry(name).shape is not TWO_WAYS), *PLANNED_HINTS)
 """Values of ``--schedules``: not the schedules that hold two copies of the model, which no cut here describes."""

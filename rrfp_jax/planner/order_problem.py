@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.costs import CutModel
+from rrfp_jax.schedules import PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.simulation import Links, lower_bound
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 NS_PER_MS = 1_000_000
 _NOTHING = -1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rrfp_jax.costs import CostBook
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 from rrfp_jax.planner.records import PlanShape, Refused
-from rrfp_jax.tasks import Placement, looped, waves
+from rrfp_jax.schedules import Placement, looped, waves
 
 STRICT, READY = "strict", "ready"
 CONSUMPTIONS = (STRICT, READY)

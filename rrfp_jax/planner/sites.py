@@ -21,8 +21,7 @@ from rrfp_jax.planner.order_search import SEARCHED, search_orders
 from rrfp_jax.planner.records import PlanShape
 from rrfp_jax.planner.search_space import Point, SearchSpace
 from rrfp_jax.planner.step_times import quick_bound_ms, step_bound_ms
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable
-from rrfp_jax.tasks import chain
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, chain
 
 _SEARCHED_ORDERS = 4
 """Orders of a search that are judged."""

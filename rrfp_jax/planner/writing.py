@@ -18,8 +18,7 @@ from rrfp_jax.layout import with_tensor
 from rrfp_jax.observe.output_files import check_file, replacing
 from rrfp_jax.planner.records import PlanChoice, Ranked
 from rrfp_jax.planner.report import milliseconds, order_in_words
-from rrfp_jax.schedules import ScheduleTable, schedule_names, write_csv
-from rrfp_jax.tasks import looped
+from rrfp_jax.schedules import ScheduleTable, looped, schedule_names, write_csv
 from rrfp_jax.training.run_config import PipelineConfig
 
 _ENDS, _OF_ENCODERS = "EL", "Pvp"

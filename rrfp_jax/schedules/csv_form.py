@@ -4,11 +4,11 @@ One line per stage, one cell per slot, ``2F5`` for chunk 2 (torch says stage), f
 W; an empty cell is a bubble. ``PipelineScheduleMulti._dump_csv`` writes this form and ``_load_csv`` reads it. Torch's
 compound cell ``(1F2;0B1)OVERLAP_F_B`` is read as its parts, one after the other, and a B of a chunk whose other
 backwards are split (DualPipe-V) as I and W. Communication and sharding cells of torch's lowered form (SEND_F, UNSHARD,
-...) are left out: here stages send what others read, and a chunk's parameters are there. A note tells of both.
+...) are left out: here stages send their outputs by themselves, and a
+chunk's parameters are always there. The log notes both.
 
-A row also names the operations of the table's graph (:mod:`rrfp_jax.tasks.operations`), such as ``0O3``, each where it
-is issued. What they wait for, where they run and what memory they move no cell says: the graph must be given to read
-them.
+A row also names the operations of the table's graph (:mod:`rrfp_jax.schedules.operations`), such as ``0O3``, each where
+it is issued. No cell holds their dependencies, engines and memory: the graph must be given to read them.
 """
 
 import csv
@@ -21,33 +21,32 @@ from pathlib import Path
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.record_files import read_bounded
+from rrfp_jax.schedules.graph import PipelineGraph, chain, opposite_chains
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.tasks import BUILT_IN, PipelineGraph, Placement, Task, TaskKind, chain, opposite_chains
+from rrfp_jax.schedules.tasks import BUILT_IN, Placement, Task, TaskKind
 
 _log = logging.getLogger(__name__)
 _MOST_BYTES, _MOST_ROWS, _LONGEST_CELL = 1 << 24, 1 << 14, 200
 _OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
-Rows = tuple[tuple[Task | None, ...], ...]
-
 
 def to_csv(table: ScheduleTable) -> str:
-    """The table as CSV text."""
+    """Returns the table as CSV text."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(["" if t is None else str(t) for t in row] for row in table.rows)
     return text.getvalue()
 
 
 def write_csv(table: ScheduleTable, path: str | Path) -> None:
-    """Write the table to a file that torch.distributed.pipelining can load."""
+    """Writes the table to a file that torch.distributed.pipelining can load."""
     Path(path).write_text(to_csv(table), encoding="utf-8")
 
 
 def read_csv(
     path: str | Path, *, placement: Placement | None = None, graph: PipelineGraph | None = None
 ) -> ScheduleTable:
-    """Read and validate a table; its name is the file's. Raises ValueError as :func:`from_csv` does."""
+    """Reads and validates a table, which is named after its file. Raises ValueError as :func:`from_csv` does."""
     path = Path(path)
     try:
         text = read_bounded(path, _MOST_BYTES).decode("utf-8-sig")
@@ -63,7 +62,7 @@ def read_csv(
 def from_csv(
     text: str, *, name: str = "csv", placement: Placement | None = None, graph: PipelineGraph | None = None
 ) -> ScheduleTable:
-    """Read and validate a table.
+    """Reads and validates a table.
 
     Without ``placement``, a chunk lives on the row that holds its tasks. Without ``graph``, the chunks form a chain
     that every microbatch passes; or two opposite chains with tied parameters, if the second half of the chunks lies on
@@ -78,7 +77,7 @@ def from_csv(
     if not tasks:
         raise ValueError(f"table {name!r} holds no task: write one line per stage, for example 0F0,0F1,0B0,0B1")
     for what, largest in (("chunk", max(t.chunk for t in tasks)), ("microbatch", max(t.microbatch for t in tasks))):
-        if largest >= len(tasks):  # each number has a task, so that lists of this length may be made
+        if largest >= len(tasks):  # refused before anything makes lists of this length
             raise ValueError(
                 f"table {name!r} names {what} {shown(largest)} and holds {len(tasks)} tasks: number them from 0 "
                 "without gaps"
@@ -102,7 +101,7 @@ def from_csv(
 
 
 def _lines(name: str, text: str) -> list[list[str]]:
-    """The cells line by line; a last line without any cell is the file's end, not a stage."""
+    """Returns the cells line by line. A last line without any cell is the file's end, not a stage."""
     try:
         lines = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
@@ -132,7 +131,7 @@ def _cells(name: str, stage: int, line: Sequence[str], own: Container[str]) -> I
 
 
 def _note(name: str, text: str, own: Container[str]) -> None:
-    """Tell what of torch's form is read in another way."""
+    """Logs which cells of torch's form are left out or read in another way."""
     lowered = sorted({word for match in _LOWERED.finditer(text) if (word := match.group(1)) not in own})
     if lowered:
         _log.info("table %r: its %s are left out, stages send and keep what they need", name, ", ".join(lowered))
@@ -153,7 +152,7 @@ def _task(place: str, text: str) -> Task | None:
 
 
 def _halved(row: Sequence[Task | None], graph: PipelineGraph) -> Iterator[Task | None]:
-    """The row with each B of a split chunk as I and W."""
+    """Yields the row with each B of a split chunk as I and W."""
     for task in row:
         if task is not None and task.kind is TaskKind.B and task.chunk in graph.split:
             yield task._replace(kind=TaskKind.I)
@@ -162,7 +161,7 @@ def _halved(row: Sequence[Task | None], graph: PipelineGraph) -> Iterator[Task |
             yield task
 
 
-def _placement(name: str, rows: Rows) -> Placement:
+def _placement(name: str, rows: Sequence[Sequence[Task | None]]) -> Placement:
     stage_of_chunk: dict[int, int] = {}
     for stage, row in enumerate(rows):
         for task in row:

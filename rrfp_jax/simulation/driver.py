@@ -1,13 +1,14 @@
 """The discrete-event driver: the same arbiters as in the runtime, in virtual time.
 
 Each stage is a device that runs one task at a time, a host that hands it tasks, and the stage's own
-:class:`StageArbiter`. The driver tells the arbiters what happens (step started, input arrived, task finished) and
-carries out what they instruct; it decides nothing about the order. With just-in-time dispatch it also tells them that a
-task is about to end, when a stage's own timer expects it to. Times are milliseconds inside and seconds in the record.
+:class:`StageArbiter`. The driver hands the arbiters events (step started, input arrived, task finished) and carries
+out their instructions; it decides nothing about the order. With just-in-time dispatch it also tells them that a task is
+about to end, at the time at which a stage's own timer expects it. Times are milliseconds inside, seconds in the record.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,36 +32,35 @@ from rrfp_jax.arbitration import (
     timing_rule,
 )
 from rrfp_jax.arbitration.events import record
+from rrfp_jax.schedules import COMPUTE, Absences, Task, lanes_beside
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
-from rrfp_jax.simulation.event_queue import EventQueue
 from rrfp_jax.simulation.links import Communication, Links
-from rrfp_jax.simulation.transfers import Surroundings, make_transfers
-from rrfp_jax.tasks import COMPUTE, Absences, Task, lanes_beside
-from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
+from rrfp_jax.simulation.transfers import TransferContext, VirtualTime, make_transfers
 
-OCCUPIED = IdleReason.INPUT
-"""How the record names the time in which a stage is held up by its own transfer (blocking and rendezvous)."""
+_OCCUPIED = IdleReason.INPUT
+"""The recorded reason for the time in which its own transfer holds up a stage (blocking and rendezvous)."""
 
-EventLog = list[tuple[Event, tuple[Instruction, ...]]]
-"""What one arbiter was told and what it answered, in order."""
+ArbiterLog = list[tuple[Event, tuple[Instruction, ...]]]
+"""The events that one arbiter was given, each with its answer, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What happens between tasks. Raises ValueError on negative times."""
+    """The costs between tasks: links, host and group. Raises ValueError on negative times."""
 
     links: Links = field(default_factory=Links)
     communication: Communication = Communication.ASYNC
     dispatch_overhead_ms: float = 0.0
-    """Of the host per task: from the choice of a task to its start, if the device is free by then."""
+    """Time of the host per task: from the choice of a task to its start, if the device is free by then."""
     agreement_ms: float = 0.0
-    """Of a tensor-parallel group per task: the ranks agree on it before the host hands it over."""
+    """Time of a tensor-parallel group per task: its ranks agree on the task before the host hands it over."""
     just_in_time: Callable[[TimingRule], DecisionTimer] | None = None
-    """Makes each stage's timer, from the rule that suits the stage: it says when to decide what follows a task. None:
-    at its end."""
+    """Makes each stage's timer, from the rule that suits the stage: it says when to choose the task that follows a
+    running one. None: at the running task's end."""
     awaits_inputs: bool = False
-    """Whether devices wait for inputs by themselves, so that a task may be handed over before its inputs are there:
-    what is announced is promised (:class:`rrfp_jax.arbitration.InputPromised`)."""
+    """Whether devices wait for inputs by themselves, so that a task may be handed over before its inputs are there. An
+    announcement then is a promise (:class:`rrfp_jax.arbitration.InputPromised`)."""
 
     def __post_init__(self) -> None:
         if self.dispatch_overhead_ms < 0 or self.agreement_ms < 0:
@@ -69,27 +69,27 @@ class Machine:
                 "must not be negative"
             )
         if self.communication is not Communication.ASYNC and (self.just_in_time is not None or self.awaits_inputs):
-            what = "launches before the input have" if self.just_in_time is None else "just-in-time dispatch has"
+            option = "launches before the input have" if self.just_in_time is None else "just-in-time dispatch has"
             raise ValueError(
-                f"{what} no meaning with {self.communication} communication, in which a stage sends "
+                f"{option} no meaning with {self.communication} communication, in which a stage sends "
                 "before it goes on: leave it out, or take async"
             )
 
     @property
     def host_ms(self) -> float:
-        """Per task, before it can start; hidden behind the running task if that is there when it is chosen."""
+        """Time of the host per task before it can start; hidden behind the running task where there is one."""
         return self.dispatch_overhead_ms + self.agreement_ms
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a simulated run left behind."""
+    """The record of a simulated run."""
 
     timeline: Timeline
     step_ends_ms: tuple[float, ...]
-    """When each step had ended on every stage, its agreement included."""
-    logs: tuple[EventLog, ...] = ()
-    """One per stage, if they were asked for."""
+    """The time at which each step had ended on every stage, its agreement included."""
+    logs: tuple[ArbiterLog, ...] = ()
+    """The log of each stage, if logs were asked for."""
 
     @property
     def step_ms(self) -> list[float]:
@@ -106,12 +106,12 @@ def simulate(
     record_events: bool = False,
     absent: Sequence[Absences] = (),
 ) -> Simulation:
-    """Run fresh arbiters, one per stage, through ``num_steps`` steps.
+    """Runs fresh arbiters, one per stage, through ``num_steps`` steps.
 
     A stage begins its next step as soon as its arbiter has finished the one before. ``absent`` holds the pairs that
     each step lacks beyond those of the graph, beginning again after the last; empty: none. Raises ValueError where
-    costs, absent pairs and pipeline do not fit together, and RuntimeError, with what every stage waits for, if the run
-    cannot end (a strict order that deadlocks).
+    costs, absent pairs and pipeline do not fit together, and RuntimeError, with the tasks for which every stage waits,
+    if the run cannot end (a strict order that deadlocks).
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}: simulate at least 1")
@@ -134,9 +134,10 @@ def simulated_steps_ms(
     num_steps: int,
     starts_ms: Sequence[float] = (),
 ) -> Iterator[float]:
-    """:attr:`Simulation.step_ms` of such a run, each step simulated when it is asked for; nothing else is kept.
+    """Yields :attr:`Simulation.step_ms` of such a run. Each step is simulated when it is asked for, without a record.
 
-    ``starts_ms``: when each stage starts the first step, the last of them as a step before it ends; empty: all at 0.
+    ``starts_ms`` holds the time at which each stage starts the first step, as if the step before had ended at the last
+    of them; empty: all start at 0.
     """
     driver = _Driver(arbiters, costs, machine, num_steps, keeps_record=False, starts_ms=starts_ms)
     before_ms = max(starts_ms, default=0.0)
@@ -148,7 +149,7 @@ def simulated_steps_ms(
 
 
 class _Stage:
-    """A stage's device, host and record."""
+    """The state of a stage's device, host and record."""
 
     __slots__ = (
         "answers",
@@ -171,21 +172,21 @@ class _Stage:
     ) -> None:
         self.arbiter, self.times = arbiter, times
         self.dispatched: deque[tuple[float, int, Task]] = deque()
-        """(when the host is ready, step, task) of the running task and those behind it."""
+        """(time at which the host is ready, step, task) of the running task and those behind it."""
         self.host_free_ms = 0.0
         self.awaits_input = False
-        """Whether its device waits for an input of the task that is next."""
+        """Whether the device waits for an input of the next task."""
         self.holds = False
-        """Whether it has asked to be woken and has started nothing since."""
+        """Whether the arbiter has asked to be woken and has started no task since."""
         self.idle: tuple[int, IdleReason] | None = None
         self.idle_since_ms = 0.0
         self.answers = False
-        """Whether what it is told to run answers a decision that its timer asked for."""
+        """Whether the next RunTask answers a decision that the timer asked for."""
         self.is_over = False
         self.timer = timer
         self.started_ms = 0.0
-        """When the running task started; kept for the timer."""
-        self.log: EventLog | None = [] if record_events else None
+        """The start of the running task, for the timer."""
+        self.log: ArbiterLog | None = [] if record_events else None
 
 
 class _Driver:
@@ -206,11 +207,11 @@ class _Driver:
         self.machine, self.num_steps, self.absent = machine, num_steps, absent
         times = StageTimes(replace(costs, durations_ms=durations), graph.ops)
         self._beside = lanes_beside(graph)
-        """The engine of each operation that does not compute."""
+        """The engine of each operation that runs beside compute."""
         self.stages = [
             _Stage(
                 arbiter,
-                times.of_another_stage(),
+                copy(times),
                 machine.just_in_time(timing_rule(looks_ahead=arbiter.foresight_rules is not None))
                 if machine.just_in_time
                 else None,
@@ -222,17 +223,17 @@ class _Driver:
         self._keeps_record = keeps_record
         self.step_ends_ms = [0.0] * num_steps
         self._unfinished = [len(arbiters)] * num_steps
-        """On how many stages each step has not ended."""
-        self.queue = EventQueue()
+        """The number of stages on which each step has not ended."""
+        self.queue = VirtualTime()
         self._host_ms = machine.host_ms
         self._senders_wait = machine.communication is not Communication.ASYNC
-        """Whether a stage may hear of its task's end later; else it is told, and noted as idle, at once."""
+        """Whether a stage may hear of its task's end later than at that end."""
         self._may_lose = machine.links.announce_loss > 0
         self._announcements_ms: list[dict[int, float]] = [{} for _ in arbiters]
-        """How long announcements take, by sending and receiving stage."""
+        """The time of announcements, by sending and receiving stage."""
         self.transfers = make_transfers(
             machine.communication,
-            Surroundings(
+            TransferContext(
                 queue=self.queue,
                 links=machine.links,
                 arbiters=arbiters,
@@ -253,20 +254,20 @@ class _Driver:
             self.queue.post(start_ms, self._start_step, stage, 0)
 
     def run(self) -> None:
-        """All steps."""
+        """Runs all steps."""
         for step in range(self.num_steps):
             self.run_step(step)
         self.queue.run()
 
     def run_step(self, step: int) -> None:
-        """Until this step has ended on every stage."""
+        """Runs until this step has ended on every stage."""
         while self._unfinished[step] and self.queue.run():
             pass
         if self._unfinished[step]:
             raise RuntimeError("the simulated run cannot end:\n" + "\n".join(self._report()))
 
     def deliver(self, index: int, event: Event) -> None:
-        """Tell an arbiter something, and carry out its instructions."""
+        """Hands an event to an arbiter, and carries out its instructions."""
         stage = self.stages[index]
         instructions = stage.arbiter.handle(event)
         if stage.log is not None:
@@ -301,7 +302,10 @@ class _Driver:
     # -- foresight ---------------------------------------------------------------------------------------------------
 
     def _announce(self, index: int, instruction: Announce) -> None:
-        """Tell its stage, ahead of the time from which the announcement counts, or at that time where it holds."""
+        """Hands an announcement to its target: at once, although it counts later, unless the target holds.
+
+        Only a stage that holds may answer, and so must hear it at its time. This saves an action per announcement.
+        """
         step, message, target = instruction
         if self._may_lose and self.machine.links.loses_announcement(step, message):
             return
@@ -310,14 +314,14 @@ class _Driver:
             lasts_ms = self._announcements_ms[index][target] = self.machine.links.announcement_ms(index, target)
         at_ms, stage = self.queue.now_ms + lasts_ms, self.stages[target]
         if self.machine.awaits_inputs:
-            at_ms = max(at_ms, self.stages[index].host_free_ms)  # its launch has ended by then
+            at_ms = max(at_ms, self.stages[index].host_free_ms)  # the sender's launch has ended by then
             self.queue.post_arrival(at_ms, self.deliver, target, InputPromised(step, at_ms / 1e3, message))
             return
         event = record(TaskAnnounced, (step, at_ms / 1e3, message))
         if stage.holds:
             self.queue.post_arrival(at_ms, self.deliver, target, event)
             return
-        stage.arbiter.handle(event)  # which has no answer: the stage holds nothing
+        stage.arbiter.handle(event)  # without an answer, as the stage does not hold
         if stage.log is not None:
             stage.log.append((event, ()))
 
@@ -368,7 +372,7 @@ class _Driver:
         self.queue.post(end_ms, self._end_task, index)
 
     def _run_beside(self, index: int, stage: _Stage, instruction: RunTask) -> None:
-        """An operation on an engine beside compute, which is free."""
+        """Runs an operation on an engine beside compute, which is free."""
         (step, task), start_ms = instruction, self.queue.now_ms
         end_ms = start_ms + stage.times.duration_ms(step, task)
         lane = self._beside[task.kind]
@@ -382,7 +386,7 @@ class _Driver:
     def _decide(self, index: int, run: RunTask) -> None:
         stage = self.stages[index]
         if len(stage.dispatched) > 1:
-            return  # what follows the task is there
+            return  # the next task has been chosen already
         stage.answers = True
         self.deliver(index, DecideNow(run.step, self.queue.now_ms / 1e3, run.task))
         stage.answers = False
@@ -401,13 +405,13 @@ class _Driver:
     # -- record ------------------------------------------------------------------------------------------------------
 
     def _note_idle(self, index: int, stage: _Stage) -> None:
-        """Say why a stage idles that runs nothing."""
+        """Records why a stage without a running task is idle."""
         if stage.arbiter.step is None:
             return
         if stage.is_over:
             self._set_idle(index, stage, None)
             return
-        reason = stage.arbiter.idle_reason() or OCCUPIED
+        reason = stage.arbiter.idle_reason() or _OCCUPIED
         self._set_idle(index, stage, (stage.arbiter.step, reason))
 
     def _set_idle(self, index: int, stage: _Stage, idle: tuple[int, IdleReason] | None) -> None:

@@ -1,8 +1,8 @@
-"""The three ways in which tensors travel: asynchronous, blocking and rendezvous.
+"""Virtual time, and the three ways in which tensors travel through it: asynchronous, blocking and rendezvous.
 
-A way is told when a task has ended on a stage and which messages the stage's arbiter wants sent. It decides when the
-messages arrive and when the stage, free of communication again, may report the task to its arbiter and be given the
-next: the arbiter chooses when the stage is really free, not when the task ended.
+A way hears when a task has ended on a stage and which messages the stage's arbiter sends. It decides when the messages
+arrive, and when the stage is free of communication again, reports the task to its arbiter and gets the next one: the
+arbiter chooses when the stage is really free, not when the task ended.
 
 Messages that stages exchange once per step (shared gradients, reports, verdicts) never occupy a stage.
 """
@@ -10,7 +10,8 @@ Messages that stages exchange once per step (shared gradients, reports, verdicts
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 from rrfp_jax.arbitration import (
     Event,
@@ -24,28 +25,64 @@ from rrfp_jax.arbitration import (
     stage_plan,
 )
 from rrfp_jax.arbitration.events import record
-from rrfp_jax.simulation.event_queue import EventQueue
+from rrfp_jax.schedules import Task
 from rrfp_jax.simulation.links import CONTROL, Communication, Links
-from rrfp_jax.tasks import Task
 
-Deliver = Callable[[int, Event], None]
-"""Hand an event to the arbiter of a stage."""
+_ARRIVAL, _END = 0, 1
+
+
+class VirtualTime:
+    """Actions at points of virtual time, in milliseconds.
+
+    At the same time arrivals come first, so that a stage that chooses a task knows of all inputs so far.
+    Other actions follow in the order in which they were posted. So a run is a function of its inputs.
+    """
+
+    __slots__ = ("_actions", "_num_posted", "is_paused", "now_ms")
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.is_paused = False
+        self._num_posted = 0
+        self._actions: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
+
+    def post(self, at_ms: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Lets ``action(*arguments)`` run at ``at_ms``, which must not lie in the past."""
+        self._num_posted += 1
+        heappush(self._actions, (at_ms, _END, self._num_posted, action, arguments))
+
+    def post_arrival(self, at_ms: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Lets ``action(*arguments)`` run at ``at_ms``, before all actions at that time that are no arrivals."""
+        self._num_posted += 1
+        heappush(self._actions, (at_ms, _ARRIVAL, self._num_posted, action, arguments))
+
+    def run(self) -> bool:
+        """Runs actions, and those that they post, until none is left or one of them pauses. Returns whether one did."""
+        actions, self.is_paused = self._actions, False
+        while actions and not self.is_paused:
+            self.now_ms, _, _, action, arguments = heappop(actions)
+            action(*arguments)
+        return self.is_paused
+
+
 _TENSORS_OF_TASKS = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What a way of communication sees of the run."""
+class TransferContext:
+    """The parts of a run that a way of communication uses."""
 
-    queue: EventQueue
+    queue: VirtualTime
     links: Links
     arbiters: Sequence[StageArbiter]
-    deliver: Deliver
+    deliver: Callable[[int, Event], None]
+    """Hands an event to the arbiter of a stage."""
     is_computing: Callable[[int], bool]
+    """Whether a stage runs a task now."""
 
 
-def make_transfers(communication: Communication, run: Surroundings) -> "AsyncTransfers":
-    """The way of this name; raises ValueError where an option would have no meaning with it."""
+def make_transfers(communication: Communication, run: TransferContext) -> "AsyncTransfers":
+    """Returns the way of this name. Raises ValueError where an option has no meaning with it."""
     if communication is Communication.ASYNC:
         return AsyncTransfers(run)
     if run.links.contention:
@@ -62,20 +99,20 @@ def make_transfers(communication: Communication, run: Surroundings) -> "AsyncTra
 
 
 class AsyncTransfers:
-    """Nobody is occupied."""
+    """Transfers that occupy no stage."""
 
-    def __init__(self, run: Surroundings) -> None:
+    def __init__(self, run: TransferContext) -> None:
         self.queue, self.links, self.deliver = run.queue, run.links, run.deliver
         self._transfer_ms: dict[tuple[MessageKind, int, int], float] = {}
         self._link_free_ms: dict[tuple[int, int], float] = {}
         self._has_contention = run.links.contention
 
     def task_ended(self, stage: int, step: int, task: Task) -> None:
-        """A task's computation has ended now."""
+        """Hears that a task's computation has ended now."""
         self.deliver(stage, record(TaskFinished, (step, self.queue.now_ms / 1e3, task)))
 
     def send(self, stage: int, send: Send) -> None:
-        """The arbiter of ``stage`` wants this message sent now."""
+        """Sends a message now, as the arbiter of ``stage`` instructs."""
         step, message, target = send
         start_ms, duration_ms = self.queue.now_ms, self.duration_ms(message.kind, stage, target)
         if self._has_contention and message.kind not in CONTROL:
@@ -95,15 +132,15 @@ class AsyncTransfers:
 
 
 class BlockingTransfers(AsyncTransfers):
-    """The sender is occupied until each of its messages, one after the other, has arrived."""
+    """Transfers that occupy the sender until each of its messages, one after the other, has arrived."""
 
-    def __init__(self, run: Surroundings) -> None:
+    def __init__(self, run: TransferContext) -> None:
         super().__init__(run)
         self._plans = [stage_plan(a.graph, a.placement, a.stage, a.rules) for a in run.arbiters]
 
     def task_ended(self, stage: int, step: int, task: Task) -> None:
         at_ms = self.queue.now_ms
-        for message, target in tensors_of(self._plans[stage], task):
+        for message, target in _tensors_of(self._plans[stage], task):
             at_ms += self.duration_ms(message.kind, stage, target)
             self.queue.post_arrival(at_ms, self.arrive, target, step, message)
         self.queue.post(at_ms, super().task_ended, stage, step, task)
@@ -115,7 +152,7 @@ class BlockingTransfers(AsyncTransfers):
 
 
 class _Pending(NamedTuple):
-    """A message whose transfer has not begun."""
+    """A message whose transfer has not begun; the number gives the order in which messages were sent."""
 
     number: int
     source: int
@@ -141,7 +178,7 @@ class RendezvousTransfers(BlockingTransfers):
     everything that has happened.
     """
 
-    def __init__(self, run: Surroundings) -> None:
+    def __init__(self, run: TransferContext) -> None:
         super().__init__(run)
         self._is_computing = run.is_computing
         self._in_transfer = [False] * len(run.arbiters)
@@ -153,7 +190,7 @@ class RendezvousTransfers(BlockingTransfers):
 
     def task_ended(self, stage: int, step: int, task: Task) -> None:
         self._ended[stage] = (step, task)
-        for message, target in tensors_of(self._plans[stage], task):
+        for message, target in _tensors_of(self._plans[stage], task):
             self._num_messages += 1
             pending = _Pending(self._num_messages, stage, target, step, message)
             self._outgoing[stage].append(pending)
@@ -171,7 +208,7 @@ class RendezvousTransfers(BlockingTransfers):
         return not self._in_transfer[stage] and not self._is_computing(stage)
 
     def _begin_transfer(self, stage: int) -> None:
-        """Begin the oldest transfer of a stage that can begin now, if any."""
+        """Begins the oldest transfer of a stage that can begin now, if there is one."""
         if not self._is_free(stage):
             return
         waiting = sorted([*self._outgoing[stage], *self._incoming[stage]])
@@ -199,7 +236,7 @@ class RendezvousTransfers(BlockingTransfers):
             self._begin_transfer(stage)
 
     def _settle(self, stage: int) -> None:
-        """Tell the arbiter of a stage that has left a transfer, or a task, what has happened meanwhile."""
+        """Tells the arbiter of a stage that has left a transfer, or a task, of the arrivals and the end meanwhile."""
         held, self._held[stage] = self._held[stage], []
         for step, message in held:
             super().arrive(stage, step, message)
@@ -209,6 +246,6 @@ class RendezvousTransfers(BlockingTransfers):
             self.deliver(stage, TaskFinished(ended[0], self.queue.now_ms / 1e3, ended[1]))
 
 
-def tensors_of(plan: StagePlan, task: Task) -> tuple[tuple[Message, int], ...]:
-    """The messages, with the stages they go to, that carry what ``task`` has computed."""
+def _tensors_of(plan: StagePlan, task: Task) -> tuple[tuple[Message, int], ...]:
+    """Returns the messages that carry the output of ``task``, with the stages to which they go."""
     return tuple(send for send in plan.sends[plan.index[task]] if send[0].kind in _TENSORS_OF_TASKS)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.data import Batch, Dataset, Reads
-from rrfp_jax.models.answers import ANSWER_TOKENS, ANSWERS, COUNTS, EXACT_ANSWERS, RIGHT_TOKENS
+from rrfp_jax.models.loss import ANSWER_TOKENS, ANSWERS, COUNTS, EXACT_ANSWERS, RIGHT_TOKENS
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.batches import Bucket, buckets_of
 from rrfp_jax.runtime.evaluating import EvaluationMetrics, EvaluationResult, EvaluationShapes
@@ -40,7 +40,7 @@ class EvaluationRow:
     bits_per_byte: float | None
     """None where the data does not know how many bytes a token stands for."""
     exact_match: float | None
-    """The fraction of answers that greedy decoding writes without a fault (:mod:`rrfp_jax.models.answers`); None where
+    """The fraction of answers that greedy decoding writes without a fault (:mod:`rrfp_jax.models.loss`); None where
     the data does not say what is an answer."""
     token_accuracy: float | None
     """The fraction of predicted tokens that are the likeliest one behind the true text; None likewise."""

@@ -11,7 +11,7 @@ from rrfp_jax.data.contents import BatchContents, contents_of
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.runtime import StepMetrics
-from rrfp_jax.timeline import IdleReason, Timeline
+from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
 from rrfp_jax.training.model_speed import ModelSpeed, StepSpeed
 from rrfp_jax.training.saving import RunSaver
@@ -55,7 +55,7 @@ class StepRow:
     not known, as of CPUs."""
     bubble_fraction: float
     idle_s: dict[str, float]
-    """Seconds that stages were idle, by reason (:class:`rrfp_jax.timeline.IdleReason`), added up over all stages."""
+    """Seconds that stages were idle, by reason (:class:`.IdleReason`), added up over all stages."""
     looking_ahead: int
     """Stages whose foresight was at work: where tasks are too short for it, it sleeps."""
     skipped: bool

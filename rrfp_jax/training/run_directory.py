@@ -3,7 +3,7 @@
 ``config.yaml``       the resolved configuration
 ``metrics.jsonl``     one object per step
 ``metrics.jsonl.damaged``   lines of it that were no objects
-``metrics.csv``, ``tensorboard/``, ``wandb/``, ``wandb.json``, ``mlflow/``, ``mlflow.json``   what trackers keep
+``tensorboard/``, ``wandb/``, ``wandb.json``, ``mlflow/``, ``mlflow.json``                     files of trackers
 ``timeline.png``      picture of the last steps
 ``trace.json``        the same for ui.perfetto.dev
 ``profile/``          traces of chosen steps, a folder for each rank that takes one
@@ -29,12 +29,11 @@ from rrfp_jax.hf.model_folder import KEPT, files_are_kept
 from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
-from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackingConfig
-from rrfp_jax.observe.trackers.interface import PastRows, TrackedRun
+from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackedRun, TrackingConfig
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.runtime.log_file import PATTERN as LOG_PATTERN
 from rrfp_jax.runtime.log_file import RunLog, log_name, write_log
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.training.run_lock import RunLock
 from rrfp_jax.training.step_profile import FOLDER as PROFILE
 
@@ -119,11 +118,8 @@ class RunDirectory:
         self, config: Mapping[str, Any], names: Sequence[str], settings: TrackingConfig, *, first_step: int
     ) -> TrackedMetrics:
         """The metrics file, and these trackers that get its rows too; ``first_step`` is the next to be trained."""
-        file = self.metrics()
-        past = PastRows(file.path, file.path.stat().st_size)
-        first = _first_row(first_step)
-        run = TrackedRun(path=self.path, config=config, first_step=first, past=past, settings=settings)
-        return TrackedMetrics(file, run, names)
+        run = TrackedRun(path=self.path, config=config, first_step=_first_row(first_step), settings=settings)
+        return TrackedMetrics(self.metrics(), run, names)
 
     def write_timeline(self, timeline: Timeline, caption: str) -> None:
         """Write the picture and the trace; one that cannot be made is named in a warning: it is not worth a run."""

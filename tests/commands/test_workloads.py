@@ -20,7 +20,7 @@ from rrfp_jax.commands.studies.sample_lengths import (
 from rrfp_jax.commands.studies.workload_options import on_graph
 from rrfp_jax.commands.studies.workloads import ROW_TOKENS, WORKLOADS, Work, Workload, cut_layers, mean_work
 from rrfp_jax.models.presets import MODELS
-from rrfp_jax.tasks import bits
+from rrfp_jax.schedules import bits
 from tests.commands.running import run_command, sentence
 
 PAIR = model_pair("qwen3-4b+vit-big")

@@ -3,8 +3,8 @@
 from rrfp_jax.arbitration import Ordering, StepRules
 from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.planner.order_search import FoundOrder
+from rrfp_jax.schedules import Placement, linear, looped, v_shaped, waves
 from rrfp_jax.simulation import Costs, simulate
-from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
 
 PART = 12
 """Weight of a stage's activations; a number that 1, 2, 3 and 4 chunks divide."""

@@ -6,8 +6,7 @@ from rrfp_jax.arbitration import Ordering
 from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planner.records import Forecast, Plan, PlanChoice, PlanShape, Ranked, Refused
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.tasks import linear, looped
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, linear, looped
 
 MIB = 2**20
 LAYER = LayerCosts(

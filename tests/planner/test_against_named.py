@@ -12,9 +12,8 @@ from rrfp_jax.planner.order_problem import order_problem
 from rrfp_jax.planner.records import PlanChoice
 from rrfp_jax.planner.search import make_plan
 from rrfp_jax.planner.search_space import SearchSpace
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, linear, looped, v_shaped, waves
 from rrfp_jax.simulation import simulate
-from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
 
 ACTIVATION = 1000
 

@@ -12,8 +12,7 @@ from rrfp_jax.planner import best_cut as best_cut_module
 from rrfp_jax.planner.best_cut import best_cut
 from rrfp_jax.planner.cut_problem import LayerCutProblem, MemoryBudget
 from rrfp_jax.planner.integer_cut import solve
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
+from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, linear, looped, v_shaped, waves
 from tests.planner.cut_models import MICROBATCHES, PLACEMENTS, every_cut, fits, largest_ms, models, rooms
 
 LAYER = LayerCosts(

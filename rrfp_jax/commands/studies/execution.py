@@ -6,11 +6,10 @@ import numpy as np
 
 from rrfp_jax.arbitration import Agreement, StepRules
 from rrfp_jax.commands.studies.durations import Durations, Profile
-from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules import ScheduleTable, Task, TaskKind
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import peak_memory
-from rrfp_jax.tasks import Task, TaskKind
-from rrfp_jax.timeline import Timeline
 
 RULES = StepRules(updates=False, agreement=Agreement.ALL)
 """As in emulate: a step ends for all stages when all have reported the end of their tasks."""

@@ -9,8 +9,7 @@ from rich.table import Table
 
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.schedules import ScheduleRequest
-from rrfp_jax.schedules.comparison import Levels
-from rrfp_jax.schedules.formulas import BubbleFormula, PeakFormula, Sizes, bubble_formulas, peak_formula
+from rrfp_jax.schedules.formulas import BubbleFormula, Levels, PeakFormula, Sizes, bubble_formulas, peak_formula
 from rrfp_jax.schedules.slots import SlotLengths
 
 BUBBLE_TOLERANCE = 0.02

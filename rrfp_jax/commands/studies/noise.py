@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rrfp_jax.commands.studies.durations import Durations, parse_numbers
+from rrfp_jax.schedules import Placement
 from rrfp_jax.simulation import PAPER_LEVELS, Costs, InjectedSleeps, bimodal, lognormal, paper, straggler
-from rrfp_jax.tasks import Placement
 
 JITTER_FORMS = "lognormal:SIGMA, bimodal:PROBABILITY,FACTOR, paper:J0|J1|J2|J3, straggler:STAGE,FACTOR"
 

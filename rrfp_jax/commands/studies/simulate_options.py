@@ -15,8 +15,7 @@ from rrfp_jax.commands.studies.machine import add_machine_arguments
 from rrfp_jax.commands.studies.noise import add_noise_arguments
 from rrfp_jax.commands.studies.workload_options import add_workload_arguments
 from rrfp_jax.schedules import schedule_entry, schedule_names
-from rrfp_jax.schedules.registry import is_schedule
-from rrfp_jax.schedules.user_file import is_rule
+from rrfp_jax.schedules.registry import is_rule, is_schedule
 from rrfp_jax.simulation import MemoryWeights
 
 FOOTPRINT, FORESIGHT = "footprint", "foresight"

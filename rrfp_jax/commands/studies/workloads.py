@@ -28,7 +28,7 @@ from rrfp_jax.commands.studies.sample_lengths import Sample, interleaved_samples
 from rrfp_jax.costs.flops import Flops, TaskFlops, pairs
 from rrfp_jax.data.balancing import balanced, samples_in_order
 from rrfp_jax.data.row_packing import pack_rows
-from rrfp_jax.tasks import absences
+from rrfp_jax.schedules import absences
 
 ROW_TOKENS = 4096
 """Of a row of packed samples."""

@@ -1,36 +1,37 @@
-"""Orders: what a stage runs, phase by phase, as the published constructions are written.
+"""Orders: the tasks of a stage, phase by phase, as the published constructions are written.
 
 ``a + b`` is a and then b; ``a * n`` is a, n times; ``a.until(F[c])`` is a again and again until all F of chunk c are
 there. A phase such as ``F[c]`` (:mod:`rrfp_jax.schedules.language.streams`) is the next microbatch of that kind on that
-chunk; where none is left, nothing. Whatever is B of a split backward is I with its W right behind it.
+chunk, or nothing where none is left. A B of a split backward is I with its W right behind it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from rrfp_jax.schedules.graph import PipelineGraph
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number, is_number
+from rrfp_jax.schedules.tasks import BUILT_IN, Task, TaskKind
 from rrfp_jax.schedules.validation import why_unknown
-from rrfp_jax.tasks import BUILT_IN, PipelineGraph, Task, TaskKind
 
 
-class Row:
+class OrderRow:
     """The order of a stage as far as it is written."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.limit = stage, stage.m
-        """The microbatches that there are to write, of which the stage may have fewer."""
+        """The number of microbatches to write; the stage may have fewer."""
         self.places: dict[Task, int] = {}
         self.owed: dict[Task, None] = {}
-        """W of the I that stand without them, the oldest first."""
+        """W whose I stands in the row without them, the oldest first."""
         self._first: dict[tuple[str, int], int] = {}
-        """Before this microbatch none of the kind and chunk is left."""
+        """For each kind and chunk a microbatch before which none is left to write."""
         self._kinds: dict[tuple[str, int], tuple[TaskKind, ...]] = {}
-        """The kinds of tasks of each pass that was put."""
+        """The kinds of tasks of each kind of pass on each chunk; parts() takes long enough to be asked once."""
         self._is_full = stage.graph.is_full and not stage.graph.ops
         """Whether every microbatch has every task."""
 
     def put(self, kind: str, chunk: int, microbatch: int) -> None:
-        """One pass, if there is such a one. Raises :class:`Mistake` where it is there already."""
+        """Appends one pass, if the pipeline has it. Raises :class:`Mistake` where it is in the row already."""
         kinds = self._kinds.get((kind, chunk))
         if kinds is None:
             self.stage.check_own(chunk)
@@ -57,7 +58,7 @@ class Row:
         )
 
     def left(self, kind: str, chunk: int) -> Iterator[int]:
-        """The microbatches of this kind and chunk that are not there yet."""
+        """Yields the microbatches of this kind and chunk that are not in the row yet."""
         self.stage.check_own(chunk)
         for part in self.stage.parts(kind, chunk)[:1]:
             first = self._first.get((part, chunk), 0)
@@ -71,13 +72,13 @@ class Row:
 
 
 class Order(Described):
-    """What comes next on a stage."""
+    """A phase of a stage: it appends tasks to the row."""
 
-    def __init__(self, write: Callable[[Row], None]) -> None:
+    def __init__(self, write: Callable[[OrderRow], None]) -> None:
         self._write = write
 
-    def write(self, row: Row) -> None:
-        """Put its tasks behind those that are there."""
+    def write(self, row: OrderRow) -> None:
+        """Appends its tasks to the row."""
         self._write(row)
 
     def __add__(self, other: "Order") -> "Order":
@@ -89,11 +90,11 @@ class Order(Described):
         if not (is_number(times) and times >= 0 and times % 1 == 0):
             raise Mistake(f"an order cannot be repeated {times!r} times: give a whole number, 0 or more")
 
-        def write(row: Row) -> None:
+        def write(row: OrderRow) -> None:
             for _ in range(int(times)):
                 before = len(row.places)
                 self.write(row)
-                if len(row.places) == before:  # nor would any further repetition add something
+                if len(row.places) == before:  # no further repetition would add a task either
                     return
 
         return Order(write)
@@ -101,11 +102,11 @@ class Order(Described):
     __rmul__ = __mul__
 
     def until(self, stream: Any) -> "Order":
-        """Again and again until all tasks of this kind and chunk are there."""
+        """Repeats the order until all tasks of this kind and chunk are in the row."""
         if not hasattr(stream, "own_chunk"):
             raise Mistake("an order is repeated until a stream is there, such as F[0]: write .until(F[0])")
 
-        def write(row: Row) -> None:
+        def write(row: OrderRow) -> None:
             chunk = stream.own_chunk(row.stage)
             while any(True for _ in row.left(stream.kind, chunk)):
                 before = len(row.places)
@@ -116,11 +117,11 @@ class Order(Described):
         return Order(write)
 
     def written_for(self, microbatches: int) -> "Order":
-        """For a construction that needs at least so many: it is written for these, and those beyond the stage's are
-        left out."""
+        """Writes the order for at least this many microbatches, and leaves those out that the stage does not have. For
+        a construction that needs as many."""
         check_number("written_for", microbatches)
 
-        def write(row: Row) -> None:
+        def write(row: OrderRow) -> None:
             limit, row.limit = row.limit, max(row.limit, microbatches)
             self.write(row)
             row.limit = limit
@@ -128,12 +129,13 @@ class Order(Described):
         return Order(write)
 
     def within(self, limit: float) -> "Order":
-        """Refused where it holds more activations than this, each of a chunk from its F to the end of its backward."""
+        """Refuses the order where the stage holds more activations than this, each of a chunk from its F to the end of
+        its backward."""
         check_number("within", limit)
 
-        def write(row: Row) -> None:
+        def write(row: OrderRow) -> None:
             self.write(row)
-            along = zip(row.places.items(), held_along(row.stage.graph, row.places), strict=True)
+            along = zip(row.places.items(), _held_along(row.stage.graph, row.places), strict=True)
             for (task, place), held in along:
                 if held > limit:
                     raise Mistake(
@@ -144,24 +146,24 @@ class Order(Described):
         return Order(write)
 
     def remedy(self, missing: Sequence[Task]) -> str:
-        """The phases that hold them."""
+        """Returns the phases that would add the missing tasks."""
         kinds = dict.fromkeys(task.kind for task in missing)
         words = (f"{kind}.rest" if kind in BUILT_IN else f'stream("{kind}").rest' for kind in kinds)
         return f"add them, with + {' + '.join(words)}"
 
     def on(self, stage: Stage) -> list[Task]:
-        """The tasks of this order on a stage. Raises :class:`Mistake` with what is wrong."""
-        row = Row(stage)
+        """Returns the tasks of this order on a stage. Raises :class:`Mistake` for an error in the description."""
+        row = OrderRow(stage)
         self.write(row)
         return [task for task in row.places if task.microbatch < stage.m]
 
     def peak(self, stage: Stage) -> float:
-        """The most activations that a stage holds at once."""
-        return max(held_along(stage.graph, self.on(stage)))
+        """Returns the most activations that a stage holds at once."""
+        return max(_held_along(stage.graph, self.on(stage)))
 
 
 def _one_after_another(*orders: Order) -> Order:
-    def write(row: Row) -> None:
+    def write(row: OrderRow) -> None:
         for order in orders:
             order.write(row)
 
@@ -172,9 +174,9 @@ nothing = _one_after_another()
 """The order without tasks, for a phase that some stages lack."""
 
 
-def held_along(graph: PipelineGraph, tasks: Iterable[Task]) -> Iterator[float]:
-    """What a stage holds while each task runs, in activations of a chunk: F takes one, the end of its backward frees
-    it, and operations move parts of it."""
+def _held_along(graph: PipelineGraph, tasks: Iterable[Task]) -> Iterator[float]:
+    """Yields the activations that a stage holds while each task runs: F takes that of its chunk, the end of its
+    backward frees it, and operations move parts of it."""
     held = 0.0
     for task in tasks:
         takes, frees = graph.memory_effect(task)
@@ -183,14 +185,14 @@ def held_along(graph: PipelineGraph, tasks: Iterable[Task]) -> Iterator[float]:
 
 
 def given(tasks: Iterable[Task | str] | str) -> Order:
-    """An order written out: tasks, or their text, ``0F0 0F1 0B0 0B1``."""
+    """Returns an order that is written out: tasks, or their text, ``0F0 0F1 0B0 0B1``."""
     try:
         parts = tasks.split() if isinstance(tasks, str) else tasks
         listed = [part if isinstance(part, Task) else Task.parse(part) for part in parts]
     except (ValueError, TypeError, AttributeError) as error:
         raise Mistake(f"given takes tasks, such as '0F0 0F1 0B0', not {tasks!r}: {error}") from error
 
-    def write(row: Row) -> None:
+    def write(row: OrderRow) -> None:
         known = set(row.stage.graph.tasks(row.stage.chunks))
         for task in listed:
             row.stage.check_own(task.chunk)
