@@ -1,7 +1,7 @@
 """Attention by the fastest implementation that the target has for it; :data:`IMPLEMENTATIONS` is the whole rule.
 
 ``cudnn``: flash attention of cuDNN, on NVIDIA GPUs. ``splash``: JAX's flash attention for TPUs. ``tiles``: our own
-tiles with a streaming softmax (:mod:`rrfp_jax.models.tiled_attention`), for long rows that no kernel takes.
+tiles with a streaming softmax (:mod:`rrfp_jax.models._tiled_attention`), for long rows that no kernel takes.
 ``formula``: XLA compiles the formula as it stands, and keeps the scores of every token against every other; that is
 right for short rows. The memory that the first three keep for the backward grows with the length of the text, not with
 its square.
@@ -9,7 +9,7 @@ its square.
 Kernels know no mesh: each device of a stage calls them with its own rows and heads. The choice is made when a program
 is traced, so that forward and backward agree on the residuals.
 
-Packed rows hold several samples, told apart by segment ids: a token attends only to tokens of its own id, and the
+Packed rows hold several samples, which differ by segment ids: a token attends only to tokens of its own id, and the
 weight of all other tokens is exactly 0, so nothing of a sample shows in the bits of its neighbours. Padding is a
 segment like any other, with id 0: each of its tokens attends to itself at least, and no row of the softmax is empty.
 """
@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from rrfp_jax.layout import EXPERT, FSDP, TENSOR
-from rrfp_jax.models.tiled_attention import tiled_attention
+from rrfp_jax.models._tiled_attention import tiled_attention
 from rrfp_jax.private.jax_names import fused_attention_stablehlo
 from rrfp_jax.programs.remat import KEPT_BY_DOTS
 from rrfp_jax.programs.target import Target, current_target
@@ -225,6 +225,7 @@ def _cudnn(
     if length % 2:  # cuDNN's backward wants an even length
         query, key, value, segments = _lengthened(length + 1, query, key, value, segments)
         if segments is None and not is_causal:
+            # only lengths keep tokens from the added position, where no mask does
             options["key_value_seq_lengths"] = jnp.full(len(query), length, jnp.int32)
     if segments is None:
         local = None if window is None else (window - 1, 0)
@@ -326,7 +327,7 @@ def _splash(
 
     length, heads, size = query.shape[1:]
     step = _LANES if length <= _LARGEST_BLOCK else _LARGEST_BLOCK // 2
-    padded = -(-length // step) * step
+    padded = -(-length // step) * step  # kernels take whole blocks
     if padded > length:
         if segments is None and not is_causal:
             segments = jnp.zeros(query.shape[:2], jnp.int32)

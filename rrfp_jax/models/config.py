@@ -59,15 +59,15 @@ class RopeScaling:
     kind: str = LLAMA3_ROPE
     """``llama3``, ``linear`` or ``yarn``."""
     low_freq_factor: float | None = None
-    """A wave that fits at most so often is stretched in full; None: 1."""
+    """Number of turns up to which a wave of ``llama3`` is stretched in full; None: 1."""
     high_freq_factor: float | None = None
-    """A wave that fits at least so often is not stretched; None: 4."""
+    """Number of turns from which on a wave of ``llama3`` is not stretched; None: 4."""
     original_max_positions: int | None = None
     """Length of the texts of the first training, in tokens; None: 8192 of ``llama3``; ``yarn`` needs it."""
     beta_fast: float | None = None
-    """A wave that fits at least so often is not stretched; None: 32."""
+    """Number of turns from which on a wave of ``yarn`` is not stretched; None: 32."""
     beta_slow: float | None = None
-    """A wave that fits at most so often is stretched in full; None: 1."""
+    """Number of turns up to which a wave of ``yarn`` is stretched in full; None: 1."""
     attention_factor: float | None = None
     """Factor of queries and keys; None: ``0.1 * log(factor) + 1``, or 1 for a ``factor`` below 1."""
 
@@ -126,7 +126,7 @@ class ExpertsConfig:
     shared_gate: bool = False
     """Whether the shared expert's result is weighted by a sigmoid of a product with the token, as in Qwen2-MoE."""
     every: int = 1
-    """Every so many-th layer is sparse, the first such being layer ``every - 1``; 1: all."""
+    """Distance of sparse layers, the first of which is layer ``every - 1``; 1: all layers are sparse."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have a plain MLP all the same, counted from 0."""
     capacity_factor: float | None = None

@@ -13,7 +13,7 @@ Sequences, over the mesh axis ``context``
     each other's keys; there positions keep their order as soon as that is less work.
 
 Matrices, over the mesh axes ``tensor`` and ``expert``
-    Sizes that do not divide are mostly held whole (:mod:`rrfp_jax.models.tensor_cut`); a size is refused here if the
+    Sizes that do not divide are mostly held whole (:mod:`rrfp_jax.models._tensor_cut`); a size is refused here if the
     devices would repeat nearly all of the work.
 
 All errors are ValueErrors that name the numbers and the remedy. Nothing here imports JAX, so that bad input is refused
@@ -90,6 +90,7 @@ def plan_cut(
             raise ValueError(
                 f"{name} is {index} but there are {len(counts)} chunks: give {-len(counts)} to {len(counts) - 1}"
             )
+    # both ends may have chunks of their own, but no layer may lie outside of them
     embedding_chunk, head_chunk = embedding_in % len(counts), head_in % len(counts)
     with_layers = [chunk for chunk, count in enumerate(counts) if count]
     if embedding_chunk > with_layers[0]:
@@ -171,7 +172,7 @@ def _example(num_layers: int, num_chunks: int, remedy: str) -> str:
 
 GATHER, RING, AUTO_CONTEXT = "gather", "ring", "auto"
 CONTEXT_ATTENTIONS = (AUTO_CONTEXT, GATHER, RING)
-"""How keys and values reach the queries of other devices; see :mod:`rrfp_jax.models.context_attention`."""
+"""How keys and values reach the queries of other devices; see :mod:`rrfp_jax.models._context_attention`."""
 
 
 @dataclass(frozen=True, kw_only=True)

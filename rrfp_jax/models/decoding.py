@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rrfp_jax.models._decoder import DecoderLayer, KVCache
+from rrfp_jax.models._named_layers import NamedLayer, layer_module
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.cuts import plan_cut
-from rrfp_jax.models.decoder import DecoderLayer, KVCache
 from rrfp_jax.models.model import EMBEDDING, FINAL_NORM, HEAD, named_decoder_layers
-from rrfp_jax.models.named_layers import NamedLayer, layer_module
 
 LayerCaches = tuple[KVCache, ...]
 """The cache of every decoder layer, in order."""
@@ -40,6 +40,7 @@ class CachedDecoder:
     def _layers(self) -> list[NamedLayer]:
         config = self.config
         if config.experts is not None:
+            # a growing text has no row whose tokens a capacity could count
             config = replace(config, experts=replace(config.experts, capacity_factor=None))
         (plan,) = plan_cut(config.num_layers, num_chunks=1)
         return named_decoder_layers(config, plan, self.prefix)

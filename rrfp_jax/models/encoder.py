@@ -13,9 +13,9 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from rrfp_jax.models._parts import ProjectorShape, activate, layer_norm, learned, projection, rms_norm
 from rrfp_jax.models.attention import full_attention
 from rrfp_jax.models.encoder_config import AudioConfig, EncoderConfig, VisionConfig
-from rrfp_jax.models.parts import ProjectorShape, activate, layer_norm, learned, projection, rms_norm
 
 _LONGEST_WAVE = 10_000.0
 
@@ -77,6 +77,7 @@ class PatchStem(nnx.Module):
             )
         x = self.projection(patches)
         if self.num_patches is None:
+            # images of many sizes share these tables
             rows = jnp.take(self.row_positions[...], leaves["patch_rows"], axis=0)
             columns = jnp.take(self.column_positions[...], leaves["patch_columns"], axis=0)
             return x + (rows + columns).astype(self.compute_dtype)
@@ -134,7 +135,7 @@ def encoder_norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.Module:
     return make(config, config.hidden, rngs)
 
 
-class EncoderAttention(nnx.Module):
+class _EncoderAttention(nnx.Module):
     """Every position attends to every other of its segment, ``[rows, length, hidden]`` to the same."""
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
@@ -155,7 +156,7 @@ class EncoderAttention(nnx.Module):
         return self.output(checkpoint_name(full_attention(*heads, segments=segments).reshape(x.shape), "attention"))
 
 
-class EncoderMLP(nnx.Module):
+class _EncoderMLP(nnx.Module):
     """The MLP of an encoder: ``fc2(activation(fc1(x)))``, ``[..., hidden] -> [..., hidden]``."""
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
@@ -173,9 +174,9 @@ class EncoderLayer(nnx.Module):
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
         self.attention_norm = encoder_norm(config, rngs)
-        self.attention = EncoderAttention(config, rngs)
+        self.attention = _EncoderAttention(config, rngs)
         self.mlp_norm = encoder_norm(config, rngs)
-        self.mlp = EncoderMLP(config, rngs)
+        self.mlp = _EncoderMLP(config, rngs)
         self.attention_scale, self.mlp_scale = (
             None
             if config.layer_scale is None

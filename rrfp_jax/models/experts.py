@@ -31,8 +31,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from rrfp_jax.layout import EXPERT
+from rrfp_jax.models._parts import learned, projection
 from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig
-from rrfp_jax.models.parts import learned, projection
 from rrfp_jax.programs.shardings import row_axes
 from rrfp_jax.programs.target import current_target
 
@@ -84,7 +84,7 @@ def router_loss(config: ExpertsConfig, logits: jax.Array, routes: Routes, is_rea
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
-class Experts(nnx.Module):
+class _Experts(nnx.Module):
     """SwiGLU MLPs side by side."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
@@ -96,7 +96,7 @@ class Experts(nnx.Module):
         self.compute_dtype = jnp.dtype(config.compute_dtype)
 
 
-class SharedExpert(nnx.Module):
+class _SharedExpert(nnx.Module):
     """The MLP that computes every token."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
@@ -121,8 +121,8 @@ class MixtureOfExperts(nnx.Module):
         assert config.experts is not None
         self.config: ExpertsConfig = config.experts
         self.router = learned(config, (config.hidden, self.config.num_experts), rngs)
-        self.experts = Experts(config, rngs)
-        self.shared = None if self.config.shared_mlp_dim is None else SharedExpert(config, rngs)
+        self.experts = _Experts(config, rngs)
+        self.shared = None if self.config.shared_mlp_dim is None else _SharedExpert(config, rngs)
 
     def __call__(
         self,
@@ -178,6 +178,7 @@ def by_runs(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: 
         inner = nnx.silu(jax.lax.ragged_dot(taken, gate, sizes)) * jax.lax.ragged_dot(taken, up, sizes)
         weights = jnp.take_along_axis(routes.weights, routes.experts, axis=-1).reshape(-1)[order]
         y = jax.lax.ragged_dot(inner * weights[:, None].astype(x.dtype), down, sizes)
+        # back in the order of tokens, where the results of a token's experts are added in float32
         back = jnp.argsort(order).reshape(-1, per_token)
         return y[back].sum(axis=1, dtype=jnp.float32).astype(x.dtype).reshape(x.shape)
 
@@ -196,10 +197,11 @@ def by_blocks(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down
         num_blocks = (len(experts) + num_experts * (size - 1)) // size
         order = jnp.argsort(experts, stable=True)
         sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
-        blocks = -(-sizes // size)
+        blocks = -(-sizes // size)  # of each expert
         ends, starts = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
         expert = jnp.minimum(jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), num_experts - 1)
         within = (jnp.arange(num_blocks) - (ends - blocks)[expert])[:, None] * size + jnp.arange(size)
+        # places at the end of an expert's last block stay empty
         is_taken = within < sizes[expert][:, None]
         pair = order[jnp.minimum(starts[expert][:, None] + within, len(order) - 1)]
         taken = jnp.where(is_taken[..., None], flat[pair // per_token], 0)
@@ -298,6 +300,7 @@ def by_places(
 def _places(experts: jax.Array, is_late: jax.Array, *, num_experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
     """Returns the token of a row in each place, and whether there is one, both ``[num_experts, capacity]``."""
     chosen, per_token = experts.reshape(-1), experts.shape[-1]
+    # by expert, real tokens before padding, and earlier ones first
     order = jnp.argsort(2 * chosen + jnp.repeat(is_late, per_token), stable=True)
     sizes = jnp.bincount(chosen, length=num_experts)
     places = (jnp.cumsum(sizes) - sizes)[:, None] + jnp.arange(capacity)

@@ -235,6 +235,7 @@ def _by_words(how: HeadLoss, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     num_words, parts = matrix.shape[axis], get_abstract_mesh().shape.get(TENSOR, 1)
     parts = parts if num_words % parts == 0 else 1
     shape = (parts, num_words // parts)
+    # parts are an axis of their own, so that no block of words crosses devices
     numbers = jnp.arange(num_words, dtype=jnp.int32).reshape(shape)
     return matrix.reshape(*matrix.shape[:axis], *shape, *matrix.shape[axis + 1 :]), numbers
 
@@ -275,5 +276,6 @@ def _by_blocks(
         results = zip(held, compute(*blocks), axes, strict=True)
         return [jax.lax.dynamic_update_slice_in_dim(h, r, start, axis) for h, r, axis in results], None
 
+    # slices have one size, so the last one begins earlier where blocks do not divide the whole
     starts = np.minimum(np.arange(-(-size // block)) * block, size - block)
     return jax.lax.scan(step, whole, jnp.asarray(starts, jnp.int32))[0]

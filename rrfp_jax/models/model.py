@@ -1,6 +1,6 @@
 """A language model as a list of chunks.
 
-The model is a chain of named layers (:mod:`rrfp_jax.models.named_layers`): ``embedding``, ``layers.0`` ...,
+The model is a chain of named layers (:mod:`rrfp_jax.models._named_layers`): ``embedding``, ``layers.0`` ...,
 ``final_norm``, ``head``. As the decoder of a larger model it has a prefix before each of these, and features of
 encoders may take the place of some tokens' vectors.
 """
@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.cuts import ChunkContents, ContextCut, SequenceOrder, plan_cut
-from rrfp_jax.models.decoder import (
+from rrfp_jax.models._decoder import (
     DecoderLayer,
     Embedding,
     LMHead,
@@ -23,9 +21,11 @@ from rrfp_jax.models.decoder import (
     row_info,
     sparse_decoder_layer,
 )
+from rrfp_jax.models._named_layers import NamedLayer, chunk_of
+from rrfp_jax.models._tensor_cut import decoder_partition
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.cuts import ChunkContents, ContextCut, SequenceOrder, plan_cut
 from rrfp_jax.models.loss import answer_counts, normaliser_loss, token_loss
-from rrfp_jax.models.named_layers import NamedLayer, chunk_of
-from rrfp_jax.models.tensor_cut import decoder_partition
 from rrfp_jax.programs.chunk import Chunk, Partition
 from rrfp_jax.programs.remat import one_layer
 
@@ -165,6 +165,7 @@ def decoder_chunk(
     """
     layers = named_decoder_layers(config, plan, prefix)
     layers += [merge.projector for merge in merges if merge.projector is not None]
+    # in two chunks, tied embeddings are copies of one parameter
     shared = {prefix + EMBEDDING} if config.tie_embeddings and plan.embedding != plan.head else set()
     has_router_loss = config.has_router_loss and not gives_logits
     counts_answers = counts_answers and plan.head and not gives_logits
@@ -236,8 +237,8 @@ def _run(
     layers = [module for module in modules.values() if isinstance(module, DecoderLayer)]
     rows = is_token = None
     if layers:
-        told = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed else {}
-        rows = row_info(layers[0].config, hidden.shape[1], cut=context, **told)
+        packed_rows = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed else {}
+        rows = row_info(layers[0].config, hidden.shape[1], cut=context, **packed_rows)
     if packed:
         is_token = leaves["segments"] != 0
     for layer in layers:
@@ -296,6 +297,7 @@ def merge_features(hidden: jax.Array, features: jax.Array, leaves: dict[str, jax
     """
     if name not in leaves:
         raise ValueError(f"features came for a microbatch without {name}: give that leaf wherever there are features")
+    # -1 must not count from the end; a number that is too high must not become a wrong feature
     flat, index = features.reshape(-1, features.shape[-1]), leaves[name]
     taken = jnp.take(flat, jnp.maximum(index, 0), axis=0, mode="fill", fill_value=jnp.nan)
     return jnp.where(index[..., None] >= 0, taken.astype(hidden.dtype), hidden)

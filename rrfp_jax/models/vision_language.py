@@ -16,6 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rrfp_jax.models._named_layers import NamedLayer, chunk_of
+from rrfp_jax.models._parts import ProjectorShape
+from rrfp_jax.models._tensor_cut import vision_language_partition
 from rrfp_jax.models.cuts import ChunkContents, ContextCut, CutWords, plan_cut
 from rrfp_jax.models.encoder import EncoderLayer, FrameStem, PatchStem, PixelScale, Projector, encoder_norm
 from rrfp_jax.models.encoder_config import (
@@ -27,9 +30,6 @@ from rrfp_jax.models.encoder_config import (
     VisionConfig,
 )
 from rrfp_jax.models.model import Merge, decoder_chunk, layer_name
-from rrfp_jax.models.named_layers import NamedLayer, chunk_of
-from rrfp_jax.models.parts import ProjectorShape
-from rrfp_jax.models.tensor_cut import vision_language_partition
 from rrfp_jax.models.vision_language_config import (
     Modality,
     VisionLanguageConfig,
@@ -195,6 +195,7 @@ def _graph(chains: dict[str, list[Chunk]]) -> ChunkGraph:
         chunks += chain
     merging = parts["decoder"][0]
     edges = [Edge(*pair) for numbers in parts.values() for pair in pairwise(numbers)]
+    # a microbatch without pictures or sounds skips the chunks of that encoder
     edges += [Edge(numbers[-1], merging, is_optional=True) for name, numbers in parts.items() if name != "decoder"]
     return ChunkGraph(chunks, tuple(sorted(edges)), parts)
 
@@ -247,6 +248,7 @@ def _run_encoder(
     if stem is not None and leaves[stem].dtype == jnp.uint8:
         if pixels is None:
             raise ValueError(f"{stem} are bytes: give them as floats, or say by `pixels` how the encoder scales bytes")
+        # scaled here, so that bytes travel to the devices
         leaves = {**leaves, stem: pixels.scaled(leaves[stem])}
     for name, module in modules.items():
         if isinstance(module, Projector):

@@ -29,8 +29,7 @@ from rrfp_jax.runtime.hosted import HostedModel
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Placement
-from rrfp_jax.training.learning_rates import learning_rate_schedule
-from rrfp_jax.training.optimizer import make_optimizer
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
 _log = logging.getLogger(__name__)
 _APART = 0.1

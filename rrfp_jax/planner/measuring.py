@@ -38,8 +38,7 @@ from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Placement, TaskKind
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
-from rrfp_jax.training.learning_rates import learning_rate_schedule
-from rrfp_jax.training.optimizer import make_optimizer
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from rrfp_jax.training.run_directory import TRACE
 
 NUM_MICROBATCHES = 4

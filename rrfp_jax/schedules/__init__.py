@@ -5,10 +5,10 @@ A table is run strictly, used as a hint, or simulated.
 
 # Its import registers the schedules.
 from rrfp_jax.schedules import published as published
-from rrfp_jax.schedules.csv_form import from_csv as from_csv
-from rrfp_jax.schedules.csv_form import read_csv as read_csv
-from rrfp_jax.schedules.csv_form import to_csv as to_csv
-from rrfp_jax.schedules.csv_form import write_csv as write_csv
+from rrfp_jax.schedules._csv_form import from_csv as from_csv
+from rrfp_jax.schedules._csv_form import read_csv as read_csv
+from rrfp_jax.schedules._csv_form import to_csv as to_csv
+from rrfp_jax.schedules._csv_form import write_csv as write_csv
 from rrfp_jax.schedules.graph import Absences as Absences
 from rrfp_jax.schedules.graph import Edge as Edge
 from rrfp_jax.schedules.graph import PipelineGraph as PipelineGraph

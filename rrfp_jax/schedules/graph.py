@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import COUNTABLE, check_fields, check_types, is_whole
-from rrfp_jax.schedules.graph_operations import GraphOperations
+from rrfp_jax.schedules._graph_operations import GraphOperations
 from rrfp_jax.schedules.operations import COMPUTE, Op
 from rrfp_jax.schedules.tasks import Task, TaskKind
 
@@ -86,6 +86,7 @@ class PipelineGraph:
                 f"{_MOST_PAIRS} pairs that a step may have: give fewer of either"
             )
         self._check_edges()
+        # Ranges first: the checks of pairs below ask each chunk for its own.
         if self.owned and len(self.owned) != self.num_chunks:
             raise ValueError(f"owned has {len(self.owned)} ranges for {self.num_chunks} chunks: give each its own")
         for first, stop in self.owned:
@@ -156,6 +157,8 @@ class PipelineGraph:
         """The operations with everything that they wait for and move."""
         return GraphOperations(self)
 
+    # The properties below are worked out once per graph, on first use: dependencies() reads them for every task.
+
     @cached_property
     def _masks(self) -> dict[int, int]:
         return dict(self.absent)
@@ -193,6 +196,8 @@ class PipelineGraph:
         It has one if a gradient reaches it, because it computes a loss or a successor returns one, and if somebody
         wants that gradient: the chunk itself, which trains, or a chunk before it that does.
         """
+        # Ascending for the wishes, since a chunk passes its predecessors' wish on; descending for the gradients, which
+        # come from behind. Edges lead to larger chunks, so one pass each is enough.
         wants = [c not in self.frozen for c in range(self.num_chunks)]
         for chunk in range(self.num_chunks):
             wants[chunk] |= any((p, chunk) in self._gradient_edges and wants[p] for p in self.predecessors(chunk))
@@ -402,7 +407,7 @@ class PipelineGraph:
         for chunk, mask in absent:
             masks[chunk] = masks.get(chunk, 0) | mask
         # A copy, not a constructor call: each step may have a graph of its own, and only the new pairs need checking.
-        # The constructor takes ten times as long for 64 chunks.
+        # For 66 chunks the constructor takes five times as long, 0.53 ms, as it works everything out anew.
         twin = copy(self)
         object.__setattr__(twin, "absent", tuple(sorted(masks.items())))
         for derived in ("_masks", "operations"):

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rrfp_jax.field_rules import typed
-from rrfp_jax.schedules.description import Description, located, table_of, told
+from rrfp_jax.schedules._description import Description, located, table_of, told
 from rrfp_jax.schedules.language.rule import Rule
 from rrfp_jax.schedules.language.stage import Stage, WholeBackward
 from rrfp_jax.schedules.operations import Op
@@ -248,6 +248,8 @@ def _named(name: str) -> ScheduleEntry | Rule:
 def _contents(path: str, _: int) -> dict[str, ScheduleEntry | Rule]:
     """Returns the schedules and rules of a file by name. The second argument is its time of change."""
     text = Path(path).read_text(encoding="utf-8")
+    # Not an ordinary import: the file need not lie on sys.path, and must be read anew when it has changed. In
+    # sys.modules all the same, since dataclasses and pickle look a class's module up there.
     module = ModuleType(f"rrfp_schedules_{Path(path).stem}")
     sys.modules[module.__name__] = module
     with _registering() as registered, _beside(Path(path).resolve().parent):

@@ -124,6 +124,8 @@ def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, ho
     def run(task: Task) -> None:
         stage = stage_of[task.chunk]
         engine = (stage, table.graph.lane(task.kind))
+        # R and U are no part of a table; an operation once per step is none either, but others may wait for it, so it
+        # runs here as soon as the first of them asks.
         needed = [d for d in table.graph.dependencies(task) if d.microbatch >= 0 or d.kind in own]
         for once in needed:
             if once not in spans:

@@ -110,10 +110,16 @@ class ScheduleTable:
         B or W.
         """
         sizes = relative_sizes(chunk_parts, self.graph.num_chunks)
-        return tuple(
-            self._peak_passes(stage, sizes) / self.graph.passes_per_microbatch(chunks)
-            for stage, chunks in enumerate(self.placement.chunks_of_stage)
-        )
+        peaks = []
+        for chunks, order in zip(self.placement.chunks_of_stage, self.orders, strict=True):
+            peak = held = 0.0
+            for task in order:
+                takes, frees = self.graph.memory_effect(task)
+                held += takes * sizes[task.chunk]
+                peak = max(peak, held)
+                held -= frees * sizes[task.chunk]
+            peaks.append(peak / self.graph.passes_per_microbatch(chunks))
+        return tuple(peaks)
 
     def check_window(self, window: int | Sequence[int]) -> None:
         """Raises ValueError if some stage holds more microbatches than its window (one for all, or one per stage)."""
@@ -139,15 +145,6 @@ class ScheduleTable:
                 "microbatch order: take a schedule with its backwards in that order, or only rank by it (ready, with "
                 "footprint off)"
             )
-
-    def _peak_passes(self, stage: int, sizes: Sequence[float]) -> float:
-        peak = held = 0.0
-        for task in self.orders[stage]:
-            takes, frees = self.graph.memory_effect(task)
-            held += takes * sizes[task.chunk]
-            peak = max(peak, held)
-            held -= frees * sizes[task.chunk]
-        return peak
 
     def __iter__(self) -> Iterator[tuple[Task | None, ...]]:
         return iter(self.rows)
@@ -179,10 +176,18 @@ def with_operations(table: ScheduleTable, ops: Iterable[Op]) -> ScheduleTable:
     _check_waits(added, table)
     graph = replace(table.graph, ops=(*table.graph.ops, *added))
     rows = []
+    # An operation finds its place by those that it names, so these go into the row first.
+    left, in_turn = [op for op in added if op.per is Per.MICROBATCH], list[Op]()
+    while left:
+        letters = {op.letter for op in left}
+        in_turn.append(next(op for op in left if not letters.intersection((*op.after, *op.before))))
+        left.remove(in_turn[-1])
     for chunks, order in zip(table.placement.chunks_of_stage, table.orders, strict=True):
         row = list(order)
-        for op in _in_turn(added):
-            for task in _tasks_of(op, graph, chunks):
+        for op in in_turn:
+            on = [c for c in chunks if op.is_on(c, graph.num_chunks)]
+            for chunk, m in [(c, m) for c in on for m in graph.microbatches(c) if op.exists(c, m)]:
+                task = Task(TaskKind(op.letter), chunk, m)
                 row.insert(_place(task, op, row, graph), task)
         rows.append(tuple(row))
     hint = None if table.hint is None else with_operations(table.hint, added)
@@ -200,27 +205,6 @@ def _check_waits(ops: Iterable[Op], table: ScheduleTable) -> None:
                 )
 
 
-def _in_turn(ops: tuple[Op, ...]) -> list[Op]:
-    """Returns the operations per microbatch, each behind those that it names."""
-    left, turn = [op for op in ops if op.per is Per.MICROBATCH], list[Op]()
-    while left:
-        letters = {op.letter for op in left}
-        op = next(op for op in left if not letters.intersection((*op.after, *op.before)))
-        left.remove(op)
-        turn.append(op)
-    return turn
-
-
-def _tasks_of(op: Op, graph: PipelineGraph, chunks: Iterable[int]) -> list[Task]:
-    return [
-        Task(TaskKind(op.letter), c, m)
-        for c in chunks
-        if op.is_on(c, graph.num_chunks)
-        for m in graph.microbatches(c)
-        if op.exists(c, m)
-    ]
-
-
 def _place(task: Task, op: Op, row: list[Task], graph: PipelineGraph) -> int:
     needed = set(graph.dependencies(task))
     earliest = 1 + max((place for place, other in enumerate(row) if other in needed), default=-1)
@@ -231,6 +215,7 @@ def _place(task: Task, op: Op, row: list[Task], graph: PipelineGraph) -> int:
         for place, other in enumerate(row)
         if other.chunk == task.chunk and other.microbatch == task.microbatch and task in graph.dependencies(other)
     )
+    # Count the lead in tasks of the compute lane alone: operations on other engines take none of the stage's time.
     at = place = min(followers)
     ahead = 0
     while at > earliest and ahead < op.lead:

@@ -19,7 +19,7 @@ engine beside the stage (:mod:`rrfp_jax.schedules.operations`).
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
@@ -134,24 +134,19 @@ class Timeline:
 
     def of_step(self, step: int) -> "Timeline":
         """Returns the record of one step."""
-        return Timeline(
-            self.num_stages, [s for s in self.spans if s.step == step], [w for w in self.waits if w.step == step]
-        )
+        return self._where(lambda one: one.step == step)
 
     def of_stage(self, stage: int) -> "Timeline":
         """Returns the record of one stage, in the same stage numbering."""
-        return Timeline(
-            self.num_stages, [s for s in self.spans if s.stage == stage], [w for w in self.waits if w.stage == stage]
-        )
+        return self._where(lambda one: one.stage == stage)
 
     def last_steps(self, number: int) -> "Timeline":
         """Returns the record of the last ``number`` steps."""
         wanted = frozenset(self.steps()[-number:])
-        return Timeline(
-            self.num_stages,
-            [s for s in self.spans if s.step in wanted],
-            [w for w in self.waits if w.step in wanted],
-        )
+        return self._where(lambda one: one.step in wanted)
+
+    def _where(self, keeps: Callable[[Span | Wait], bool]) -> "Timeline":
+        return Timeline(self.num_stages, list(filter(keeps, self.spans)), list(filter(keeps, self.waits)))
 
     def shifted(self, later_s: float, later_steps: int) -> "Timeline":
         """Returns the same record, later by ``later_s`` and with step numbers larger by ``later_steps``."""
@@ -297,5 +292,6 @@ def _peak(spans: Iterable[Span]) -> int:
         if span.task.kind is TaskKind.F:
             first[key] = min(first.get(key, span.start_s), span.start_s)
         last[key] = max(last.get(key, span.end_s), span.end_s)
+    # At the same time ends sort before starts: a microbatch that leaves makes way for the one that comes.
     changes = sorted([(last[key], -1) for key in first] + [(start, 1) for start in first.values()])
     return max(accumulate((change for _, change in changes), initial=0))

@@ -29,6 +29,7 @@ def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: 
                     f"table {name!r}, stage {stage}: {task} belongs to stage {placement.stage_of_chunk[task.chunk]}, "
                     f"which owns chunk {task.chunk}: move it to that row"
                 )
+    # Sets and counts tell whether anything is wrong; only then is it worth searching for the tasks to name.
     there = {task for order in orders for task in order}
     if len(there) < sum(map(len, orders)):
         counts = Counter(task for order in orders for task in order)
@@ -127,6 +128,8 @@ def execution_order(graph: PipelineGraph, orders: Orders) -> tuple[list[Task], l
     position = [0] * len(orders)
     runnable = list(range(len(orders)))
     needed = all_needed(graph)
+    # A stage runs until its next entry is blocked, and is looked at again only once the blocker has finished: so every
+    # entry is tried at most once per dependency, however many stages there are.
     while runnable:
         stage = runnable.pop()
         order = orders[stage]

@@ -1,5 +1,10 @@
 """Virtual time: the arbiters of the runtime driven by modelled durations, links and jitter, with bounds beside."""
 
+from rrfp_jax.simulation._driver import ArbiterLog as ArbiterLog
+from rrfp_jax.simulation._driver import Machine as Machine
+from rrfp_jax.simulation._driver import Simulation as Simulation
+from rrfp_jax.simulation._driver import simulate as simulate
+from rrfp_jax.simulation._driver import simulated_steps_ms as simulated_steps_ms
 from rrfp_jax.simulation.bounds import LowerBound as LowerBound
 from rrfp_jax.simulation.bounds import at_least_ms as at_least_ms
 from rrfp_jax.simulation.bounds import bf_upper_bound_ms as bf_upper_bound_ms
@@ -17,11 +22,6 @@ from rrfp_jax.simulation.costs import lognormal as lognormal
 from rrfp_jax.simulation.costs import paper as paper
 from rrfp_jax.simulation.costs import recorded as recorded
 from rrfp_jax.simulation.costs import straggler as straggler
-from rrfp_jax.simulation.driver import ArbiterLog as ArbiterLog
-from rrfp_jax.simulation.driver import Machine as Machine
-from rrfp_jax.simulation.driver import Simulation as Simulation
-from rrfp_jax.simulation.driver import simulate as simulate
-from rrfp_jax.simulation.driver import simulated_steps_ms as simulated_steps_ms
 from rrfp_jax.simulation.links import Communication as Communication
 from rrfp_jax.simulation.links import Links as Links
 from rrfp_jax.simulation.links import both_directions as both_directions

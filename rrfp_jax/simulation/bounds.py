@@ -135,7 +135,10 @@ class _Paths:
         shape = self.forward.shape
         self.forward_head = np.zeros(shape)
         self.forward_tail, self.backward_tail = np.zeros(shape), np.zeros(shape)
-        self._find_heads()
+        for c in chunks:
+            for p in graph.predecessors(c):
+                ends = self.forward_head[p] + self.forward[p] + self._transfer(MessageKind.ACTIVATION, p, c)
+                _raise(self.forward_head[c], ends, self.exists[p])
         self._find_tails()
 
     def critical_path_ms(self) -> float:
@@ -167,14 +170,9 @@ class _Paths:
                     ends_with_weights = self.graph.accumulating_kind(chunk) is TaskKind.W
                     yield 0.0 if ends_with_weights else float(self.backward_tail[chunk][exists].min())
 
-    def _find_heads(self) -> None:
-        graph = self.graph
-        for c in range(graph.num_chunks):
-            for p in graph.predecessors(c):
-                ends = self.forward_head[p] + self.forward[p] + self._transfer(MessageKind.ACTIVATION, p, c)
-                _raise(self.forward_head[c], ends, self.exists[p])
-
     def _find_tails(self) -> None:
+        # Backwards go by ascending chunk here: a chunk's backward leads on to those of its predecessors, whose tails
+        # are known by then. Forwards follow by descending chunk: each leads to its own backward and to its successors.
         graph = self.graph
         for c in range(graph.num_chunks):
             self.backward_tail[c] = self.weight[c]

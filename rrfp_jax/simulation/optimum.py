@@ -71,7 +71,12 @@ def find_optimum(
 
     Raises ImportError without OR-tools, naming the extra, and ValueError if no order was found in time.
     """
-    cp_model = _solver()
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ImportError(
+            "the true optimum needs OR-tools, which is not installed: pip install 'rrfp-jax[optimum]'"
+        ) from error
     problem = _problem(graph, placement, durations_ms, links or Links())
     model = cp_model.CpModel()
     starts = _add_tasks(model, problem)
@@ -86,8 +91,11 @@ def find_optimum(
             model.add(first <= start)
     for task, start in counted.items():
         model.add(makespan >= start + problem.durations[task] - first)
-    if _is_uniform(durations_ms) and graph.is_full:
-        _order_microbatches(model, starts, graph)
+    if (durations_ms == durations_ms[:, :1]).all() and graph.is_full:
+        # Equal microbatches can be renumbered: fixing their order on the first chunk loses no makespan, and spares the
+        # solver all permutations of the same order.
+        for m in range(1, graph.num_microbatches):
+            model.add(starts[Task(TaskKind.F, 0, m - 1)] <= starts[Task(TaskKind.F, 0, m)])
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
@@ -102,16 +110,6 @@ def find_optimum(
         at_least_ms=solver.best_objective_bound / problem.units_per_ms,
         is_proven=status == cp_model.OPTIMAL,
     )
-
-
-def _solver() -> Any:
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ImportError(
-            "the true optimum needs OR-tools, which is not installed: pip install 'rrfp-jax[optimum]'"
-        ) from error
-    return cp_model
 
 
 def _problem(graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], links: Links) -> _Problem:
@@ -165,13 +163,3 @@ def _add_windows(model: Any, starts: dict[Task, Any], problem: _Problem, windows
                     model.add(last >= starts[task] + problem.durations[task])
                 held.append(model.new_interval_var(first, length, last, ""))
         model.add_cumulative(held, [1] * len(held), window)
-
-
-def _is_uniform(durations_ms: NDArray[np.float64]) -> bool:
-    return bool((durations_ms == durations_ms[:, :1]).all())
-
-
-def _order_microbatches(model: Any, starts: dict[Task, Any], graph: PipelineGraph) -> None:
-    """Fixes the order of microbatches on the first chunk: equal ones can be renumbered, so no makespan is lost."""
-    for m in range(1, graph.num_microbatches):
-        model.add(starts[Task(TaskKind.F, 0, m - 1)] <= starts[Task(TaskKind.F, 0, m)])

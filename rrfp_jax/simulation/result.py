@@ -72,15 +72,14 @@ def run_metrics(timeline: Timeline, step_ms: Sequence[float]) -> RunMetrics:
         us_per_task=mean_step_ms * 1e3 / num_tasks,
         bubble_fraction=fmean(step.bubble_fraction() for step in steps),
         stage_bubbles=[fmean(bubbles) for bubbles in zip(*(step.stage_bubbles() for step in steps), strict=True)],
-        idle_ms=[_mean_idle_ms(idle, len(steps)) for idle in timeline.idle_s_by_reason()],
+        idle_ms=[
+            {reason.value: _ms(idle_s[reason] / len(steps)) for reason in IdleReason if reason in idle_s}
+            for idle_s in timeline.idle_s_by_reason()
+        ],
         peak_in_flight=timeline.peak_in_flight(),
         order=[[str(task) for task in tasks] for tasks in steps[-1].order()],
         engine_busy=engines_busy(timeline),
     )
-
-
-def _mean_idle_ms(idle_s: dict[IdleReason, float], num_steps: int) -> dict[str, float]:
-    return {reason.value: _ms(idle_s[reason] / num_steps) for reason in IdleReason if reason in idle_s}
 
 
 def _ms(seconds: float) -> float:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from rrfp_jax.models._context_attention import context_attention, gather_or_ring
 from rrfp_jax.models.attention import causal_attention
-from rrfp_jax.models.context_attention import context_attention, gather_or_ring
 from rrfp_jax.models.cuts import ContextCut, SequenceOrder
 
 

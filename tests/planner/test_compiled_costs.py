@@ -31,8 +31,7 @@ from rrfp_jax.runtime.memory_meter import chunk_bytes
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import linear
-from rrfp_jax.training.learning_rates import learning_rate_schedule
-from rrfp_jax.training.optimizer import make_optimizer
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
 SETTING = StageSetting(3, 1, "none")
 SMALL = {

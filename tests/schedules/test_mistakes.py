@@ -7,8 +7,9 @@ from itertools import count
 
 import pytest
 
-from rrfp_jax.schedules import Op, ScheduleRequest, TaskKind, description, linear, schedule
-from rrfp_jax.schedules.description import Description
+from rrfp_jax.schedules import Op, ScheduleRequest, TaskKind, linear, schedule
+from rrfp_jax.schedules import _description as description
+from rrfp_jax.schedules._description import Description
 from rrfp_jax.schedules.language import (
     B,
     F,

@@ -40,9 +40,8 @@ from rrfp_jax.network.config import ClusterConfig
 from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
 from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules import schedule_names
-from rrfp_jax.training.evaluation_config import EvaluationConfig
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
-from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig, RunConfig
+from rrfp_jax.training.run_config import AUTO_CUT, EvaluationConfig, PipelineConfig, RunConfig
 from rrfp_jax.yaml_text import read_yaml
 
 DataSetConfig = (

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rrfp_jax.schedules.language.order import Order, OrderRow
+from rrfp_jax.schedules.language._order import Order, OrderRow
+from rrfp_jax.schedules.language._streams import Stream
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, is_number
-from rrfp_jax.schedules.language.streams import Stream
 from rrfp_jax.schedules.tasks import Task, TaskKind
 
 _Starts = dict[Task, float]
@@ -137,6 +137,7 @@ def pack_blocks(stage: Stage, starts: Sequence[dict[Task, float]]) -> list[list[
     steady_to = grid.last_begins()
     grid.reorder(lambda slot: slot < steady_from or slot > steady_to)
     grid.squeeze()
+    # Squeezing has changed the distances that W filled, so the drain is packed once more without them.
     steady_to = grid.last_begins()
     grid.drop_weights()
     grid.reorder(lambda slot: slot > steady_to)
@@ -253,7 +254,7 @@ class _Memory:
             if trial[-1][0] > limit:
                 return False
             if slot >= old and trial[-1] == self.states[slot + 1]:
-                break
+                break  # from here on nothing differs
         self.states[new : new + len(trial)] = trial
         self.kind_at[new] = self.kind_at.pop(old)
         return True

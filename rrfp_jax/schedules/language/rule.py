@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rrfp_jax.schedules.graph import PipelineGraph
-from rrfp_jax.schedules.language.order import Order
+from rrfp_jax.schedules.language._order import Order
+from rrfp_jax.schedules.language._streams import Stream
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number, is_number
-from rrfp_jax.schedules.language.streams import Stream
 from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
-from rrfp_jax.schedules.validation import dependants
+from rrfp_jax.schedules.validation import all_needed, dependants
 
 RuleKey = Callable[[Task], tuple[int, ...]]
 WORDS: dict[str, Callable[[Task], int]] = {
@@ -205,6 +205,7 @@ class _RuleChoice:
     def choose(self, stage: int, ready: Set[Task]) -> Task | None:
         rule = self.made[stage].rule
         admitted = [task for task in ready if self._admits(stage, task)]
+        # Kinds without a lane come last, so that no task is left over for want of one.
         named = {kind for lane in rule.lanes for kind in lane}
         rest = (tuple({task.kind for task in admitted} - named), 0)
         for kinds, turn in (*self.by_turn[stage][self.turn[stage]], rest):
@@ -262,6 +263,7 @@ def list_orders(
     run = _Run(placement, graph, hop)
     orders: list[list[Task]] = [[] for _ in range(placement.num_stages)]
     while True:
+        # All stages choose before time goes on, in ascending order, so that a run is a function of its inputs.
         for stage in range(placement.num_stages):
             task = None if run.busy[stage] else rule.choose(stage, run.ready[stage].keys())
             if task is not None:
@@ -279,7 +281,7 @@ class _Run:
     def __init__(self, placement: Placement, graph: PipelineGraph, hop: float) -> None:
         self.stage_of, self.hop = placement.stage_of_chunk, hop
         self.after = dependants(graph)
-        self.missing = {task: len(graph.dependencies(task)) for task in graph.tasks()}
+        self.missing = {task: len(needed) for task, needed in all_needed(graph).items()}
         self.ready: list[dict[Task, None]] = [{} for _ in range(placement.num_stages)]
         """Ready tasks of each stage, the one that has been ready for longest first."""
         for task, count in self.missing.items():

@@ -37,7 +37,7 @@ g = 1 are). Hence g >= p/2.
 """
 
 from rrfp_jax.schedules.language import B, Described, F, I, Order, Stage, W, like, quickest, rounds, rule
-from rrfp_jax.schedules.language.streams import Stream
+from rrfp_jax.schedules.language._streams import Stream
 from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.request import LOOPED
 

@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_trackers(("tensorbord",))
     with pytest.raises(ValueError, match="wandb twice"):
         check_trackers(("wandb", "wandb"))
-    with pytest.raises(ValueError, match="trackers has 'csv': metrics.jsonl has every row"):
+    with pytest.raises(ValueError, match=r"trackers has .csv.: metrics\.jsonl has every row"):
         check_trackers(("csv",))
     with pytest.raises(ValueError, match="wandb_mode is sometimes: give online or offline"):
         TrackingConfig(wandb_mode="sometimes")

@@ -80,6 +80,7 @@ def _decoder_cut(config: LanguageModelConfig, axes: Mapping[str, int]) -> _Layer
         ("mlp", "experts", "down"): PartitionSpec(first, inner, None),
     }
     if num_shards > 1:
+        # a shared expert computes all tokens, so the axis of experts cannot share it
         cut |= _by_columns("mlp", "shared", "gate") | _by_columns("mlp", "shared", "up")
         cut["mlp", "shared", "down", "kernel"] = ROWS
     return cut
@@ -87,6 +88,7 @@ def _decoder_cut(config: LanguageModelConfig, axes: Mapping[str, int]) -> _Layer
 
 def _encoder_cut(config: EncoderConfig, num_shards: int) -> _LayerCut:
     cut = _product_pair("mlp.fc1", "mlp.fc2")
+    # a head that lies on two devices would need a sum within attention
     if config.num_heads % num_shards == 0:
         for name in ("query", "key", "value"):
             cut |= _by_columns("attention", name)

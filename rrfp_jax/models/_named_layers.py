@@ -20,9 +20,9 @@ from flax import nnx
 from rrfp_jax.programs.chunk import Chunk, Params
 from rrfp_jax.programs.layers import ApplyLayers, InitLayers, name_number
 
-LayerBuilder = Callable[[Any, nnx.Rngs], nnx.Module]
+_LayerBuilder = Callable[[Any, nnx.Rngs], nnx.Module]
 """Makes a layer from a configuration."""
-_Builders = tuple[tuple[str, LayerBuilder, Any], ...]
+_Builders = tuple[tuple[str, _LayerBuilder, Any], ...]
 """Own name, builder and configuration of every layer of a chunk."""
 
 
@@ -33,7 +33,7 @@ class NamedLayer(NamedTuple):
     """Its name in the chunk."""
     name: str
     """Its name in the model."""
-    build: LayerBuilder
+    build: _LayerBuilder
     config: Any
     """The argument of ``build``, a frozen record."""
 
@@ -71,17 +71,18 @@ def layer_module(layer: NamedLayer, params: Any) -> Any:
     return nnx.merge(_definition(layer.config, layer.build), params)
 
 
-def _build(config: Any, build: LayerBuilder, key: jax.Array) -> nnx.Module:
+def _build(config: Any, build: _LayerBuilder, key: jax.Array) -> nnx.Module:
     return build(config, nnx.Rngs(params=key))
 
 
 def _init(builders: _Builders, key: jax.Array, *, numbers: dict[str, Any]) -> Params:
+    # keys come from names in the model, so that initial values do not depend on the cut
     modules = {name: _build(config, build, jax.random.fold_in(key, numbers[name])) for name, build, config in builders}
     return {name: nnx.to_pure_dict(nnx.state(module)) for name, module in modules.items()}
 
 
 @cache
-def _definition(config: Any, build: LayerBuilder) -> nnx.GraphDef[Any]:
+def _definition(config: Any, build: _LayerBuilder) -> nnx.GraphDef[Any]:
     """Returns the static part of a layer, found without arrays: a model may be cut before JAX knows its devices."""
     key = jax.eval_shape(jax.random.key, 0)
     return nnx.graphdef(nnx.eval_shape(partial(_build, config, build), key))

@@ -72,7 +72,11 @@ def from_csv(
     """
     own = frozenset(op.letter for op in graph.ops) if graph is not None else frozenset()
     rows = tuple(tuple(_cells(name, stage, line, own)) for stage, line in enumerate(_lines(name, text)))
-    _note(name, text, own)
+    lowered = sorted({word for match in _LOWERED.finditer(text) if (word := match.group(1)) not in own})
+    if lowered:
+        _log.info("table %r: its %s are left out, stages send and keep what they need", name, ", ".join(lowered))
+    if "OVERLAP_F_B" in text:
+        _log.info("table %r: overlapped pairs run one after the other, as written", name)
     tasks = [task for row in rows for task in row if task is not None]
     if not tasks:
         raise ValueError(f"table {name!r} holds no task: write one line per stage, for example 0F0,0F1,0B0,0B1")
@@ -128,15 +132,6 @@ def _cells(name: str, stage: int, line: Sequence[str], own: Container[str]) -> I
         overlapped = _OVERLAPPED.fullmatch(cell.strip())
         for part in overlapped.group(1).split(";") if overlapped else [cell]:
             yield _task(f"table {name!r}, stage {stage}, column {column}", part.strip())
-
-
-def _note(name: str, text: str, own: Container[str]) -> None:
-    """Logs which cells of torch's form are left out or read in another way."""
-    lowered = sorted({word for match in _LOWERED.finditer(text) if (word := match.group(1)) not in own})
-    if lowered:
-        _log.info("table %r: its %s are left out, stages send and keep what they need", name, ", ".join(lowered))
-    if "OVERLAP_F_B" in text:
-        _log.info("table %r: overlapped pairs run one after the other, as written", name)
 
 
 def _task(place: str, text: str) -> Task | None:

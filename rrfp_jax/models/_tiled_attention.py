@@ -4,7 +4,7 @@ Queries come in tiles ``[tiles, batch, kv_heads, group, tile, head_dim]``, keys 
 tile, kv_heads, head_dim]``; ``group`` are the query heads that read one key head. Each call computes a list of pairs
 ``(query tile, key tile)``, which may be known only when the program runs; a mask decides token by token which scores of
 a pair count. So one function serves for the diagonal of a causal mask, for the tiles below it, and for keys that arrive
-from another device (:mod:`rrfp_jax.models.context_attention`).
+from another device (:mod:`rrfp_jax.models._context_attention`).
 
 The statistics are those of Milakov and Gimelshein (2018) as flash attention keeps them (Dao et al. 2022): for every
 query the largest score so far, and the sum of the exponentials relative to it; float32, as the sums are. The backward
@@ -50,8 +50,8 @@ class KeyValueTiles(NamedTuple):
     @classmethod
     def of(cls, key: jax.Array, value: jax.Array, tile: int, segments: jax.Array | None = None) -> "KeyValueTiles":
         """Cuts keys and values into tiles of ``tile`` positions."""
-        keys, values = key_tiles(key, tile), key_tiles(value, tile)
-        return cls(keys, values, None if segments is None else key_tiles(segments, tile))
+        keys, values = _key_tiles(key, tile), _key_tiles(value, tile)
+        return cls(keys, values, None if segments is None else _key_tiles(segments, tile))
 
 
 class SoftmaxState(NamedTuple):
@@ -113,6 +113,7 @@ def attend_pairs(
         scores, is_seen = _scores(queries[query], keys.keys[key]), mask(query, key)
         largest = jnp.maximum(state.largest[query], jnp.where(is_seen, scores, _UNSEEN).max(-1))
         exps = jnp.where(is_seen, jnp.exp(scores - largest[..., None]), 0)
+        # sums so far are relative to the old largest score
         kept = jnp.exp(state.largest[query] - largest)
         added = _product("bkgts,bskd->bkgtd", exps.astype(keys.values.dtype), keys.values[key])
         return SoftmaxState(
@@ -141,6 +142,7 @@ def attend_pairs_backward(
         query, key = pair[0], pair[1]
         tile, outer = own.queries[query], own.mixed_grads[query]
         scores = _scores(tile, keys.keys[key])
+        # the weights again, from the scores and the logarithm of their sum
         weights = jnp.where(mask(query, key), jnp.exp(scores - own.logsums[query][..., None]), 0)
         weight_grads = _product("bkgtd,bskd->bkgts", outer, keys.values[key])
         score_grads = (weights * (weight_grads - own.overlaps[query][..., None]) * size).astype(tile.dtype)
@@ -181,7 +183,7 @@ def query_tiles(query: jax.Array, num_keys: int, size: int) -> jax.Array:
     return tiles.transpose(1, 0, 3, 4, 2, 5)
 
 
-def key_tiles(part: jax.Array, size: int) -> jax.Array:
+def _key_tiles(part: jax.Array, size: int) -> jax.Array:
     """Cuts keys, values or segments, ``[batch, length, ...]``, into tiles of ``size`` positions."""
     return part.reshape(len(part), -1, size, *part.shape[2:]).swapaxes(0, 1)
 
@@ -217,7 +219,7 @@ class _Plan(NamedTuple):
         nearest = (query - key - 1) * self.tile + 1  # distance of the two nearest tokens of a pair of tiles
         keep = (query >= key) & (nearest < (self.window or length)) if self.is_causal else query >= 0
         positions = jnp.arange(length, dtype=jnp.int32).reshape(count, self.tile)
-        places = Places(positions, None if segments is None else key_tiles(segments, self.tile))
+        places = Places(positions, None if segments is None else _key_tiles(segments, self.tile))
         pairs = jnp.asarray(np.stack([query[keep], key[keep]], axis=1).astype(np.int32))
         return pairs, tile_mask(places, places, is_causal=self.is_causal, window=self.window)
 

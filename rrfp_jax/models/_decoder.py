@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from rrfp_jax.models._context_attention import context_attention
+from rrfp_jax.models._parts import learned, projection, rms_norm
+from rrfp_jax.models._rotary import apply_rope, rope_tables
 from rrfp_jax.models.attention import cached_attention, causal_attention
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.context_attention import context_attention
 from rrfp_jax.models.cuts import ContextCut, SequenceOrder
 from rrfp_jax.models.experts import MixtureOfExperts
 from rrfp_jax.models.loss import HeadLoss
-from rrfp_jax.models.parts import learned, projection, rms_norm
-from rrfp_jax.models.rotary import apply_rope, rope_tables
 
 
 class RowInfo(NamedTuple):
@@ -111,6 +111,7 @@ class Attention(nnx.Module):
         positions = start + jnp.arange(x.shape[1])
         tables = self._tables(positions)
         new = apply_rope(key, *tables), value
+        # written before attention reads the cache, so that tokens attend to themselves
         keys, values = (
             jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
             for held, part in zip(cache, new, strict=True)
@@ -131,7 +132,7 @@ class Attention(nnx.Module):
         return rope_tables(positions, self.head_dim // 2, self.rope_theta, self.rope_scaling)
 
 
-class GatedMLP(nnx.Module):
+class _GatedMLP(nnx.Module):
     """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
@@ -160,7 +161,7 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = residual_norm(config, rngs)
         self.attention = Attention(config, rngs)
         self.mlp_norm = residual_norm(config, rngs)
-        self.mlp = MixtureOfExperts(config, rngs) if is_sparse else GatedMLP(config, rngs)
+        self.mlp = MixtureOfExperts(config, rngs) if is_sparse else _GatedMLP(config, rngs)
 
     def __call__(
         self,

@@ -139,6 +139,7 @@ class BlockingTransfers(AsyncTransfers):
         self._plans = [stage_plan(a.graph, a.placement, a.stage, a.rules) for a in run.arbiters]
 
     def task_ended(self, stage: int, step: int, task: Task) -> None:
+        # The arbiter hears of the end only after the last arrival, and so chooses when the stage is free again.
         at_ms = self.queue.now_ms
         for message, target in _tensors_of(self._plans[stage], task):
             at_ms += self.duration_ms(message.kind, stage, target)

@@ -19,6 +19,7 @@ from rrfp_jax.models.config import LINEAR_ROPE, YARN_ROPE, RopeScaling
 def inv_freq(half: int, theta: float, scaling: RopeScaling | None = None) -> NDArray[np.float32]:
     """Returns the radians per token of each wave, float32 ``[half]``, stretched as ``scaling`` says."""
     one = np.float32(1)
+    # float32 and float64 where transformers has them: a wave may differ in no bit
     exponents = (np.arange(half, dtype=np.float32) / np.float32(half)).astype(np.float64)
     lengths = np.power(np.float64(np.float32(theta)), exponents).astype(np.float32)
     plain: NDArray[np.float32] = one / lengths
@@ -33,7 +34,7 @@ def inv_freq(half: int, theta: float, scaling: RopeScaling | None = None) -> NDA
         begin, end = (
             half
             * math.log(settings["original_max_positions"] / (2 * math.pi * settings[num_turns]))
-            / math.log(theta)  # the number of the wave, not whole, that fits so often into the first training's texts
+            / math.log(theta)  # number of the wave with these turns in the first training's texts, not whole
             for num_turns in ("beta_fast", "beta_slow")
         )
         # published weights expect 2 * half - 1 as the number of the last wave, although there are only half of them

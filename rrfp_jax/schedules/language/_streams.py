@@ -13,7 +13,7 @@ from itertools import islice
 from operator import index, itemgetter
 from typing import Any
 
-from rrfp_jax.schedules.language.order import Order, OrderRow
+from rrfp_jax.schedules.language._order import Order, OrderRow
 from rrfp_jax.schedules.language.stage import Mistake, Stage, is_number
 from rrfp_jax.schedules.operations import Op
 from rrfp_jax.schedules.tasks import Task, TaskKind

@@ -1,7 +1,7 @@
 """Orders: the tasks of a stage, phase by phase, as the published constructions are written.
 
 ``a + b`` is a and then b; ``a * n`` is a, n times; ``a.until(F[c])`` is a again and again until all F of chunk c are
-there. A phase such as ``F[c]`` (:mod:`rrfp_jax.schedules.language.streams`) is the next microbatch of that kind on that
+there. A phase such as ``F[c]``, a stream, is the next microbatch of that kind on that
 chunk, or nothing where none is left. A B of a split backward is I with its W right behind it.
 """
 
@@ -61,6 +61,7 @@ class OrderRow:
         """Yields the microbatches of this kind and chunk that are not in the row yet."""
         self.stage.check_own(chunk)
         for part in self.stage.parts(kind, chunk)[:1]:
+            # Rows grow from the front, so remembering the first gap makes a phase of n passes linear in n.
             first = self._first.get((part, chunk), 0)
             while first < self.limit and not self._is_left(Task(TaskKind(part), chunk, first)):
                 first += 1
@@ -122,6 +123,8 @@ class Order(Described):
         check_number("written_for", microbatches)
 
         def write(row: OrderRow) -> None:
+            # Tasks beyond the stage's microbatches stand in the row as well, so that the construction counts them; on()
+            # leaves them out.
             limit, row.limit = row.limit, max(row.limit, microbatches)
             self.write(row)
             row.limit = limit

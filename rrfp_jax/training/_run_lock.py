@@ -2,12 +2,12 @@
 
 The lock is a file, so that it works on network file systems too.
 
-* It is made by ``link``, which of several takers only one achieves, also over a network. It says who holds it.
+* ``link`` makes it, in which only one of several takers succeeds, also over a network. It names its holder.
 * Its holder touches it every few seconds.
-* Who finds it there asks whether its holder lives. On the holder's own host the table of processes says so at once:
-  a process number counts together with its start time. From another host, or out of another container, the lock's age
-  decides, by the clock of the file server: the taker waits until the lock is touched, and is refused, or until it is
-  older than a living holder would let it become.
+* A taker that finds it there asks whether its holder lives. On the holder's own host the table of processes answers at
+  once: a process number counts together with its start time. From another host, or out of another container, the
+  lock's age decides, by the clock of the file server: the taker waits until the lock is touched, and is refused, or
+  until it is older than a living holder would let it become.
 * To take over the lock of a dead holder a taker first makes a claim, a file named after that very lock and made as a
   lock is. If the lock is still the dead one then, the claim is renamed to be the lock.
 
@@ -35,9 +35,10 @@ from pydantic import Field, TypeAdapter
 from rrfp_jax.record_files import read_record
 
 LOCK = "run.lock"
-TOUCH_S = 5.0
-STALE_S = 60.0
-"""Twelve times a holder would have touched its lock by then."""
+_TOUCH_S = 5.0
+"""Seconds between two touches by a holder."""
+_STALE_S = 60.0
+"""Age in seconds at which a lock is dead: a holder would have touched it twelve times by then."""
 _LOG = logging.getLogger(__name__)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -48,19 +49,22 @@ class LockHeld(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Holder:
+    """The process that holds a lock, as the lock's file describes it."""
+
     token: Annotated[str, Field(pattern="^[0-9a-f]+$")]
-    """No other lock has it."""
+    """Random text that no other lock has."""
     host: str = "an unknown host"
     pid: int = 0
     process: str | None = None
-    """Which process the number means: the boot of its host, its space of numbers, its start."""
+    """Identity of the process behind the number: the boot of its host, its PID namespace, its start."""
     since: str = "an unknown time"
 
     def describe(self) -> str:
+        """Returns the holder in words."""
         return f"process {self.pid} on {self.host}" if self.pid else "an unknown process"
 
     def lives(self) -> bool | None:
-        """Whether the process lives; None: that cannot be seen from here."""
+        """Returns whether the process lives; None: that cannot be seen from here."""
         here = _process(os.getpid())
         if not self.process or not here or self.process.split()[:2] != here.split()[:2]:
             return None
@@ -70,7 +74,7 @@ class _Holder:
 class RunLock:
     """The lock of one directory, held from :meth:`take` to :meth:`release`."""
 
-    def __init__(self, directory: Path, *, touch_s: float = TOUCH_S, stale_s: float = STALE_S) -> None:
+    def __init__(self, directory: Path, *, touch_s: float = _TOUCH_S, stale_s: float = _STALE_S) -> None:
         self._path, self._touch_s, self._stale_s = directory / LOCK, touch_s, stale_s
         pid = os.getpid()
         since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
@@ -82,9 +86,9 @@ class RunLock:
         self._keeper: threading.Thread | None = None
 
     def take(self) -> None:
-        """Take the lock, and make the directory where it is missing.
+        """Takes the lock, and makes the directory if it is missing.
 
-        Raises LockHeld where another run holds it, and OSError where no file can be made there.
+        Raises LockHeld if another run holds it, and OSError if no file can be made there.
         """
         folder = self._path.parent
         self._made = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -94,7 +98,7 @@ class RunLock:
         self._keeper.start()
 
     def check(self) -> None:
-        """Raise LockHeld where the lock was taken over, from a holder that seemed to be dead."""
+        """Raises LockHeld if the lock was taken over because its holder seemed to be dead."""
         found = _read(self._path)
         if found is not None and found[0].token != self._own.token:
             raise LockHeld(
@@ -103,7 +107,7 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Give the lock back, and remove the directory if it was made for nothing. May be called at any time."""
+        """Gives the lock back, and removes the directory if it was made for nothing. May be called at any time."""
         if self._keeper is None or self._released.is_set():
             return
         self._released.set()
@@ -115,12 +119,13 @@ class RunLock:
                 folder.rmdir()  # only if it is empty
 
     def _take(self, path: Path) -> None:
-        """Make a lock or a claim that is ours, at once or after its holder's death."""
+        """Makes a lock or a claim that is ours, at once or after its holder's death."""
         while not self._make(path):
             found = _read(path)
             if found is None:
                 continue
             self._await_death(path, *found)
+            # only one taker has the claim, and the lock must still be the dead one once it has it
             claim = self._path.with_name(f"{LOCK}.{found[0].token}")
             self._take(claim)
             now = _read(path)
@@ -134,6 +139,7 @@ class RunLock:
         text = json.dumps(asdict(self._own)).encode()
         temporary = path.with_name(f"{LOCK}.{self._own.token}.tmp")
         try:
+            # whole before it has the lock's name, so that every reader finds its holder
             temporary.write_bytes(text)
             os.link(temporary, path)
         except FileExistsError:
@@ -147,7 +153,7 @@ class RunLock:
         return True
 
     def _await_death(self, path: Path, holder: _Holder, touched_s: float) -> None:
-        """Return once a holder is dead, or its lock has changed hands; raises LockHeld where it lives."""
+        """Blocks until a holder is dead, or its lock has changed hands; raises LockHeld if it lives."""
         lives = holder.lives()
         if lives is False:
             return
@@ -171,7 +177,7 @@ class RunLock:
         )
 
     def _file_clock_s(self) -> float:
-        """What the file system takes for the time, which is a file server's own."""
+        """Returns the time by the clock of the file system, which is a file server's own."""
         probe = self._path.with_name(f"{LOCK}.{self._own.token}.tmp")
         try:
             with probe.open("wb") as file:
@@ -196,7 +202,7 @@ class RunLock:
 
 
 def _make_exclusively(path: Path, text: bytes) -> bool:
-    """The next best, where a file system has no links: the lock is there before it says whose it is."""
+    """Makes a lock on a file system without links: the second best way, since it exists before it names its holder."""
     try:
         with path.open("xb") as file:
             file.write(text)
@@ -206,7 +212,7 @@ def _make_exclusively(path: Path, text: bytes) -> bool:
 
 
 def _read(path: Path) -> tuple[_Holder, float] | None:
-    """A lock's holder, and when it was touched by the file system's clock; None: there is no lock."""
+    """Returns a lock's holder, and when it was touched by the file system's clock; None: there is no lock."""
     try:
         text, status = read_record(path)
     except FileNotFoundError:
@@ -219,7 +225,7 @@ def _read(path: Path) -> tuple[_Holder, float] | None:
 
 
 def _process(pid: int) -> str | None:
-    """Which process a number means, on which boot and in which space of numbers; None: no living one, or unknown."""
+    """Returns boot, PID namespace and start time of the process of this number; None: none lives, or it is unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

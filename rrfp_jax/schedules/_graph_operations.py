@@ -78,7 +78,7 @@ class GraphOperations:
             existing = self._existing(chunk, m)
             letters = tuple(op.letter for op in existing)
             if letters in checked:
-                continue
+                continue  # microbatches with the same operations have the same memory
             checked.add(letters)
             if any(op.moves_memory for op in existing) and not self.graph.has_backward(chunk):
                 raise ValueError(f"chunk {chunk} keeps nothing, since it has no backward: no operation may move it")
@@ -114,6 +114,7 @@ class GraphOperations:
         tasks = [Task(kind, chunk, microbatch) for kind in kinds]
         before = {t.kind: {needed.kind for needed in self._needed(t)} for t in tasks}
         change = {t.kind: takes - gives for t in tasks for takes, gives in [self.effect(t)]}
+        # The sets of ended tasks are few (at most 2 to the number of kinds), and memory depends on the set alone.
         done, seen = [frozenset[TaskKind]()], set[frozenset[TaskKind]]()
         while done:
             ended = done.pop()

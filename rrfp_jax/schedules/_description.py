@@ -18,8 +18,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
+from rrfp_jax.schedules.language._order import Order
 from rrfp_jax.schedules.language.blocks import block
-from rrfp_jax.schedules.language.order import Order
 from rrfp_jax.schedules.language.rule import Rule
 from rrfp_jax.schedules.language.stage import Described, Mistake, Quickest, Stage
 from rrfp_jax.schedules.operations import Per
@@ -37,6 +37,8 @@ def table_of(name: str, describe: Description, stages: Sequence[Stage], *, weigh
     def made() -> ScheduleTable:
         return _table(name, stages, [_called(name, describe, stage) for stage in stages])
 
+    # A description that draws random numbers, or keeps state between calls, would give each process of a run another
+    # table. The golden tests show that the library's own do neither.
     table = made()
     again = made() if _is_users(_code(describe)) else table
     for stage, (row, other) in enumerate(zip(table.orders, again.orders, strict=True)):
@@ -78,7 +80,7 @@ def located(name: str, stage: int | None, made: Callable[[], _T]) -> _T:
         raise ValueError(f"schedule {name!r}, stage {at}: {mistake}") from mistake
     except (Exception, SystemExit) as error:
         if isinstance(error, ValueError) and not _in_line(error):
-            raise  # a sentence of this library's
+            raise  # raised by this library, whose errors name place and remedy themselves
         place = f"schedule {name!r}" if stage is None else f"schedule {name!r}, stage {stage}"
         raise ValueError(f"{place}: {error if isinstance(error, _Endless) else told(error)}") from error
 
@@ -102,6 +104,7 @@ def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> Sch
             )
         tables = [_table(name, stages, each) for each in zip(*(one.alternatives for one in quick), strict=True)]
         length, hop = stages[0].lengths, stages[0].asked.comm_ms
+        # The first of equal ones: min() keeps it, and as a hint the first alternative ranks in any case.
         best = min(tables, key=lambda table: execute(table, length, hop=hop).makespan)
         return best if best is tables[0] else replace(best, hint=tables[0])
     graph = stages[0].graph
@@ -158,6 +161,7 @@ def _bounded(call: Callable[[], _T], code: CodeType | None) -> _T:
             raise _Endless(f"it has run {MOST_LINES} lines and goes on: let its loops end")
         return follow
 
+    # A trace function is the only way to stop a loop in code that never comes back.
     sys.settrace(lambda frame, *_: None if frame.f_code.co_filename.startswith(_OTHERS) else follow)
     try:
         return call()

@@ -1,7 +1,7 @@
 """Causal attention over sequences that are cut over the mesh axis ``context``.
 
 Device ``i`` of ``n`` computes for its own queries, in ``n`` rounds (fewer with a sliding window): in round ``r`` it
-attends to the keys and values of device ``i - r``, tile by tile (:mod:`rrfp_jax.models.tiled_attention`). Pairs of
+attends to the keys and values of device ``i - r``, tile by tile (:mod:`rrfp_jax.models._tiled_attention`). Pairs of
 tiles of which no score counts are left out; with balanced positions (:mod:`rrfp_jax.models.cuts`) that leaves all
 devices equally many in every round. There are two ways for keys and values to come:
 
@@ -28,9 +28,7 @@ import numpy as np
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from rrfp_jax.layout import CONTEXT, TENSOR
-from rrfp_jax.models.attention import causal_attention
-from rrfp_jax.models.cuts import AUTO_CONTEXT, GATHER, RING, ContextCut, SequenceOrder
-from rrfp_jax.models.tiled_attention import (
+from rrfp_jax.models._tiled_attention import (
     LARGEST_TILE,
     AttentionGradients,
     KeyValueTiles,
@@ -46,6 +44,8 @@ from rrfp_jax.models.tiled_attention import (
     tile_mask,
     untiled,
 )
+from rrfp_jax.models.attention import causal_attention
+from rrfp_jax.models.cuts import AUTO_CONTEXT, GATHER, RING, ContextCut, SequenceOrder
 
 
 def context_attention(
@@ -173,6 +173,7 @@ def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, 
 
     state = initial_softmax(queries)
     held, gathered = (plan.shifted(own, 1), None) if plan.ring else (own, jax.lax.all_gather(own, CONTEXT))
+    # own keys first, since they are here already; those of others travel meanwhile
     state = attend(state, own, 0, plan.pairs(0))
 
     def step(carry: Any, number: Any, *, is_last: bool = False) -> Any:
@@ -216,6 +217,7 @@ def _ring_backward(attend: Callable[..., Any], query_grads: jax.Array, own: KeyV
 
     def step(carry: Any, number: Any, *, is_last: bool = False) -> Any:
         query_grads, key_grads, held = carry
+        # gradients follow the keys that they belong to, one round behind
         arrived = plan.shifted(key_grads, 1)
         following = held if is_last else plan.shifted(held, 1)
         query_grads, more = attend(query_grads, held, number, plan.pairs(number))
@@ -223,6 +225,7 @@ def _ring_backward(attend: Callable[..., Any], query_grads: jax.Array, own: KeyV
 
     carry = query_grads, key_grads, plan.shifted(own, 1)
     query_grads, key_grads, _ = _later_rounds(step, carry, plan)
+    # they lie where the keys were in the last round, and go home at once
     return query_grads, plan.shifted(key_grads, -plan.last_round)
 
 
@@ -231,6 +234,7 @@ def _gathered_backward(attend: Callable[..., Any], query_grads: jax.Array, own: 
     query_grads, key_grads = attend(query_grads, own, 0, plan.pairs(0))
     gathered, me = jax.lax.all_gather(own, CONTEXT), jax.lax.axis_index(CONTEXT)
     zeros = KeyValueTiles(*(jnp.zeros_like(part, jnp.float32) for part in (gathered.keys, gathered.values)))
+    # gradients of the keys of all devices in float32, each summed over devices at the end
     all_grads = jax.tree.map(lambda sums, part: sums.at[me].set(part), zeros, key_grads)
 
     def step(carry: Any, number: Any, *, is_last: bool = False) -> Any:
@@ -246,6 +250,7 @@ def _gathered_backward(attend: Callable[..., Any], query_grads: jax.Array, own: 
 def _later_rounds(step: Callable[..., Any], carry: Any, plan: _Plan) -> Any:
     """Runs the rounds after the first: one body for all but the last if all have equally many pairs."""
     last = plan.last_round
+    # a loop compiles its body once; with a window, rounds differ in their pairs, which must be known
     if last > 1 and (plan.is_balanced or plan.order.window is None):
         carry = jax.lax.scan(lambda c, number: (step(c, number), None), carry, jnp.arange(1, last, dtype=jnp.int32))[0]
     else:

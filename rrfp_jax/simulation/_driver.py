@@ -34,9 +34,9 @@ from rrfp_jax.arbitration import (
 from rrfp_jax.arbitration.events import record
 from rrfp_jax.schedules import COMPUTE, Absences, Task, lanes_beside
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
+from rrfp_jax.simulation._transfers import TransferContext, VirtualTime, make_transfers
 from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
 from rrfp_jax.simulation.links import Communication, Links
-from rrfp_jax.simulation.transfers import TransferContext, VirtualTime, make_transfers
 
 _OCCUPIED = IdleReason.INPUT
 """The recorded reason for the time in which its own transfer holds up a stage (blocking and rendezvous)."""
@@ -396,6 +396,7 @@ class _Driver:
         _, step, task = stage.dispatched.popleft()
         if stage.timer is not None:
             stage.timer.ended(task, (self.queue.now_ms - stage.started_ms) / 1e3)
+        # A task that was dispatched ahead starts before the arbiter hears of this end: its device does not wait.
         if stage.dispatched:
             self._start_task(index, stage)
         self.transfers.task_ended(index, step, task)

@@ -34,7 +34,7 @@ class ProjectorShape:
     compute_dtype: str
 
 
-Shape = LanguageModelConfig | EncoderConfig | ProjectorShape
+_PartConfig = LanguageModelConfig | EncoderConfig | ProjectorShape
 """Configurations of which parts are made."""
 
 
@@ -52,7 +52,7 @@ class _LeanLayerNorm(nnx.LayerNorm):
         return jax.checkpoint(super().__call__, prevent_cse=False)(x)
 
 
-def rms_norm(config: Shape, dim: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def rms_norm(config: _PartConfig, dim: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """Returns an RMSNorm over the last ``dim`` numbers (Zhang and Sennrich 2019); its statistics are float32."""
     return _LeanRMSNorm(
         dim,
@@ -63,7 +63,7 @@ def rms_norm(config: Shape, dim: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
     )
 
 
-def layer_norm(config: Shape, dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def layer_norm(config: _PartConfig, dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """Returns a LayerNorm over the last ``dim`` numbers (Ba et al. 2016), scale and bias; its statistics are
     float32."""
     return _LeanLayerNorm(
@@ -77,7 +77,7 @@ def layer_norm(config: Shape, dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 def projection(
-    config: Shape,
+    config: _PartConfig,
     in_dim: int,
     out_dim: int,
     rngs: nnx.Rngs,
@@ -100,13 +100,14 @@ def projection(
     )
 
 
-def learned(config: Shape, shape: tuple[int, ...], rngs: nnx.Rngs, *, to_residual: bool = False) -> nnx.Param:
+def learned(config: _PartConfig, shape: tuple[int, ...], rngs: nnx.Rngs, *, to_residual: bool = False) -> nnx.Param:
     """Returns a table of learned vectors, such as positions, or a stack of matrices; ``to_residual`` as above."""
     init = _initializer(config, to_residual=to_residual)
     return nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
 
 
-def _initializer(config: Shape, *, to_residual: bool) -> Callable[..., jax.Array]:
+def _initializer(config: _PartConfig, *, to_residual: bool) -> Callable[..., jax.Array]:
+    # two branches of each layer add to the residual stream
     scale = math.sqrt(2 * config.num_layers) if to_residual else 1.0
     return nnx.initializers.normal(config.init_std / scale)
 
