@@ -42,7 +42,7 @@ from rrfp_jax.arbitration import (
 )
 from rrfp_jax.cluster.wire import pack_plain, unpack_plain
 from rrfp_jax.commands.common.console import make_console
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.programs.agreement import StageReport, agree, merged
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
 from rrfp_jax.runtime.outcomes import Summary

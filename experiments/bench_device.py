@@ -29,9 +29,9 @@ from rrfp_jax.commands.common.errors import BadInput, checking_input, run_comman
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import start_alone, use_cpu
 from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.layout import Layout
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import linear

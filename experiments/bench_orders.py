@@ -3,9 +3,8 @@
 Each case is cut for five placements, with the backward whole and split. *even* is the best named table where layers are
 dealt out evenly, *best cut* the best one where every table has the cut that suits it: the least work of the fullest
 stage, with memory for what the table holds. *found* is what the search finds on these cuts; *bound* is what no order of
-them can beat in this memory. Placements are searched in the order of their bounds, as long as these are below what has
-been found; seconds are of the processor, for all of them, without the time for cuts.
-"""
+them can beat, whatever the memory. Placements are searched in the order of their bounds, as long as these are below
+what has been found; seconds are of the processor, for all of them, without the time for cuts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +15,11 @@ from rich.table import Table
 
 from experiments.order_cases import CASES, NUM_MICROBATCHES, PLACEMENTS, Case
 from rrfp_jax.commands.common.console import make_console
-from rrfp_jax.planning.costs import CutModel
-from rrfp_jax.planning.cuts.best import best_cut
-from rrfp_jax.planning.cuts.even import even_cut
-from rrfp_jax.planning.cuts.room import Room
-from rrfp_jax.planning.orders import FoundOrder, named_orders, room_for_activations, search_orders
-from rrfp_jax.planning.orders.bounds import memory_bound
-from rrfp_jax.planning.orders.problem import NS_PER_MS, problem_of
+from rrfp_jax.costs import CutModel
+from rrfp_jax.planner.best_cut import best_cut, even_cut
+from rrfp_jax.planner.cut_problem import MemoryBudget
+from rrfp_jax.planner.order_problem import NS_PER_MS, memory_for_activations, order_problem
+from rrfp_jax.planner.order_search import FoundOrder, named_orders, search_orders
 from rrfp_jax.schedules import ScheduleTable, TaskKind
 
 _CUTS = 3
@@ -108,13 +105,8 @@ def _searched(case: Case, sites: list[tuple[float, str, CutModel]]) -> tuple[On 
     for bound_ms, name, cut in sorted(sites, key=lambda site: site[0]):
         if best is not None and bound_ms >= best.order.makespan_ms:
             break
-        told = [0]
-
-        def note(number: int, _: float, told: list[int] = told) -> None:
-            told.append(number)
-
-        found = search_orders(cut, _room(case, cut), progress=note)
-        evaluations += told[-1]
+        found = search_orders(cut, _room(case, cut))
+        evaluations += max((order.evaluations for order in found), default=0)
         best = _quickest([*([] if best is None else [best]), *(On(name, order) for order in found[:1])])
     return best, evaluations
 
@@ -124,9 +116,9 @@ def _on_best_cuts(case: Case, name: str, counts: tuple[int, ...], split: bool) -
     placement, cut = PLACEMENTS[name], _cut(case, name, counts, split)
     made = [(counts, order) for order in named_orders(cut, _room(case, cut))]
     for order in named_orders(cut, None):
-        room = Room(limits=(case.limit,) * placement.num_stages, held=_held(order.table))
+        room = MemoryBudget(limits=(case.limit,) * placement.num_stages, held=_held(order.table))
         try:
-            other = best_cut(case.costs, placement, NUM_MICROBATCHES, split=split, room=room)
+            other = best_cut(case.costs, placement, NUM_MICROBATCHES, split=split, memory=room)
         except ValueError:  # there is no room, however it is cut
             continue
         made += [(other.counts, each) for each in named_orders(other, _room(case, other)) if each.name == order.name]
@@ -155,12 +147,11 @@ def _cut(case: Case, name: str, counts: tuple[int, ...], split: bool) -> CutMode
 
 
 def _room(case: Case, cut: CutModel) -> tuple[float, ...]:
-    return room_for_activations(cut, [case.limit] * cut.placement.num_stages)
+    return memory_for_activations(cut, [case.limit] * cut.placement.num_stages)
 
 
 def _bound_ms(case: Case, cut: CutModel) -> float:
-    problem = problem_of(cut, _room(case, cut))
-    return max(problem.bound, memory_bound(problem)) / NS_PER_MS
+    return order_problem(cut, _room(case, cut)).bound / NS_PER_MS
 
 
 def _quickest(orders: list[On]) -> On | None:

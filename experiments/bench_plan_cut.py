@@ -22,8 +22,8 @@ from rrfp_jax.arbitration import Order, Ordering, StepRules
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.commands.emulate import EMULATED_STEP
-from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
-from rrfp_jax.planning.cuts import best_cut, even_cut
+from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
+from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear
 from rrfp_jax.simulation import simulate
 from rrfp_jax.testing import emulate
@@ -93,7 +93,7 @@ def _trained() -> Gain:
 
 def _gain_of(costs_file: Path, best: tuple[int, ...], found: dict[str, list[float]]) -> Gain:
     """With what the costs forecast of both cuts."""
-    from rrfp_jax.commands.planning.cost_file import read_costs
+    from rrfp_jax.planner.cost_file import read_costs
 
     costs = read_costs(costs_file).at(microbatch_size=_SIZE)
     even = even_cut(costs, linear(_STAGES), _PARTS, split=False)

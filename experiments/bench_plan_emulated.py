@@ -21,16 +21,15 @@ from rrfp_jax.arbitration import Ordering
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.commands.emulate import EMULATED_STEP
-from rrfp_jax.planning.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
-from rrfp_jax.planning.cuts import best_cut, even_cut
-from rrfp_jax.planning.orders import room_for_activations, search_orders
-from rrfp_jax.planning.search.candidates import Candidate, candidate
-from rrfp_jax.planning.search.judging import HELD_OUT, Judge
-from rrfp_jax.planning.search.objective import Objective
-from rrfp_jax.planning.search.planner import make_plan
-from rrfp_jax.planning.search.points import LINEAR, LOOPED, WAVES, Point
-from rrfp_jax.planning.search.records import Plan, Shape
-from rrfp_jax.planning.search.wishes import READY, STRICT, Wishes
+from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
+from rrfp_jax.planner.best_cut import best_cut, even_cut
+from rrfp_jax.planner.candidates import PlanCandidate, make_candidate
+from rrfp_jax.planner.judging import HELD_OUT, Judge
+from rrfp_jax.planner.order_problem import memory_for_activations
+from rrfp_jax.planner.order_search import search_orders
+from rrfp_jax.planner.records import Plan, PlanShape
+from rrfp_jax.planner.search import make_plan
+from rrfp_jax.planner.search_space import LINEAR, LOOPED, READY, STRICT, WAVES, Point, SearchSpace
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import both_directions
@@ -55,7 +54,7 @@ _ORDERS = (
     (LINEAR, _SEARCHED, READY),
     (WAVES, "v-half", READY),
 )
-_EFFORT = 20_000
+_BUDGET = 20_000
 _LIMIT = 30_000
 """Of memory, for what is searched and for the plan: a layer holds 1,000 of a microbatch, an even stage 6 layers."""
 _LAYER = LayerCosts(forward_ms=1.0, input_gradient_ms=1.1, weight_gradient_ms=0.9, stash_bytes=1000, owed_bytes=1000)
@@ -64,7 +63,7 @@ _TYPES = {
     "layer": _LAYER,
     "head": LayerCosts(forward_ms=3.5, input_gradient_ms=3.5, weight_gradient_ms=3.5),
 }
-_SHAPE = Shape(num_stages=STAGES, num_microbatches=MICROBATCHES)
+_SHAPE = PlanShape(num_stages=STAGES, num_microbatches=MICROBATCHES)
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def compare(number: int, host_ms: float) -> Compared:
     sigma = 0.0 if number % 4 == 0 else float(rng.uniform(0.05, 0.3))
     book = book_of(sigma=sigma, hop_ms=float(rng.uniform(0, 2)), host_ms=host_ms)
     one, is_best = _candidate(number, book, window=int(rng.integers(2, MICROBATCHES + 1)))
-    judge = Judge(book.noise, Objective(), STEPS, seed=number)
+    judge = Judge(book.noise, STEPS, seed=number)
     words = f"{one.order.label}, {'best' if is_best else 'even'} cut"
     return _compared(f"{words}, sigma {sigma:.2f}, hop {book.links.latency_ms:.1f}", one, judge)
 
@@ -142,12 +141,12 @@ def compare(number: int, host_ms: float) -> Compared:
 def emulated_ranking(host_ms: float) -> list[Compared]:
     """The first choices of a plan, the best first, each in the draws that the plan told them by."""
     plan, book = plan_of(host_ms)
-    judge = Judge(book.noise, Objective(), PLAN_STEPS, plan.seed)
+    judge = Judge(book.noise, PLAN_STEPS, plan.seed)
     found = []
     for ranked in plan.ranking:
         choice = ranked.choice
         order = choice.ordering.resolve(choice.cut.placement, choice.cut.graph)
-        one = Candidate(choice=choice, order=order, memory=ranked.forecast.memory)
+        one = PlanCandidate(choice=choice, order=order, memory=ranked.forecast.memory)
         found.append(_compared(f"{order.label}, {'+'.join(map(str, choice.cut.counts))}", one, judge))
     return found
 
@@ -155,15 +154,14 @@ def emulated_ranking(host_ms: float) -> list[Compared]:
 def plan_of(host_ms: float) -> tuple[Plan, CostBook]:
     """Of the model, in memory that is short."""
     book = book_of(sigma=0.2, hop_ms=0.5, host_ms=host_ms)
-    wishes = Wishes(
+    space = SearchSpace(
         devices=STAGES,
         stages=(STAGES,),
         microbatches=(MICROBATCHES,),
         memory_bytes=_LIMIT,
         top=TOP,
-        sensitivities=False,
     )
-    return make_plan(book, wishes), book
+    return make_plan(book, space), book
 
 
 def book_of(*, sigma: float, hop_ms: float, host_ms: float) -> CostBook:
@@ -191,7 +189,7 @@ def profiled_host_ms() -> float:
     return max(0.0, median(_host_ms_of_steps(run.timeline, durations_ms)))
 
 
-def _candidate(number: int, book: CostBook, *, window: int) -> tuple[Candidate, bool]:
+def _candidate(number: int, book: CostBook, *, window: int) -> tuple[PlanCandidate, bool]:
     """The choice of a setting, and whether its cut is the best."""
     family, name, consume = _ORDERS[number % len(_ORDERS)]
     is_best = bool((number // len(_ORDERS) + number) % 2)
@@ -199,12 +197,12 @@ def _candidate(number: int, book: CostBook, *, window: int) -> tuple[Candidate, 
     if name in _HINTS:
         cut = _cut(point, book, is_best=is_best, split=name != "bf")
         ordering = Ordering(hint=name, window=window, backward="split" if cut.split else "fused")
-        return candidate(point, cut, ordering, name, is_even=not is_best), is_best
+        return make_candidate(point, cut, ordering, name, is_even=not is_best), is_best
     table = None if name == _SEARCHED else _named(name, point)
     cut = _cut(point, book, is_best=is_best, split=table is None or bool(table.graph.split))
     has_foresight = None if consume == STRICT or number < len(_ORDERS) else False
     ordering = Ordering(schedule=table or _searched(cut), consume=consume, foresight=has_foresight)
-    return candidate(point, cut, ordering, name, is_even=not is_best, is_searched=table is None), is_best
+    return make_candidate(point, cut, ordering, name, is_even=not is_best, is_searched=table is None), is_best
 
 
 def _named(name: str, point: Point) -> ScheduleTable:
@@ -214,7 +212,7 @@ def _named(name: str, point: Point) -> ScheduleTable:
 
 def _searched(cut: CutModel) -> ScheduleTable:
     """The best order without a name."""
-    found = search_orders(cut, room_for_activations(cut, [_LIMIT] * STAGES), effort=_EFFORT)
+    found = search_orders(cut, memory_for_activations(cut, [_LIMIT] * STAGES), budget=_BUDGET)
     return next(order.table for order in found if not order.is_named)
 
 
@@ -223,12 +221,12 @@ def _cut(point: Point, book: CostBook, *, is_best: bool, split: bool) -> CutMode
     return cut(book.at(microbatch_size=1), point.placement, MICROBATCHES, split=split)
 
 
-def _compared(words: str, one: Candidate, judge: Judge) -> Compared:
+def _compared(words: str, one: PlanCandidate, judge: Judge) -> Compared:
     """Steps as a judge simulates them: the first, without noise, twice before those that count."""
     from rrfp_jax.testing import emulate
 
     cut, number = one.choice.cut, judge.num_draws
-    forecast_ms = median(judge.times(one, number, HELD_OUT).draws_ms)
+    forecast_ms = median(judge.draws_ms(one, number, HELD_OUT))
     steps_ms = judge.steps_ms(cut, number, HELD_OUT)
     counted = steps_ms[1:] if len(steps_ms) > 1 else np.repeat(steps_ms, STEPS, axis=0)
     durations_ms = np.concatenate([np.repeat(steps_ms[:1], WARM_UP, axis=0), counted])

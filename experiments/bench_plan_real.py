@@ -20,9 +20,9 @@ import yaml
 
 from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.ordering import parse_ordering
-from rrfp_jax.commands.planning.cost_file import read_costs
-from rrfp_jax.planning.costs import CostBook, CutModel
-from rrfp_jax.planning.order_memory import forecast_memory
+from rrfp_jax.costs import CostBook, CutModel
+from rrfp_jax.costs.order_memory import forecast_memory
+from rrfp_jax.planner.cost_file import read_costs
 from rrfp_jax.schedules import looped
 from rrfp_jax.simulation import simulate
 

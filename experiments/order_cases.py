@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rrfp_jax.planning.costs import LayerCosts, LinkCosts, ModelCosts
+from rrfp_jax.costs import LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.schedules import Placement, linear, looped, v_shaped, waves
 
 NUM_STAGES, NUM_MICROBATCHES = 8, 32

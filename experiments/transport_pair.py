@@ -102,7 +102,7 @@ class Stage:
         import numpy as np
 
         from rrfp_jax.arbitration import Message, MessageKind
-        from rrfp_jax.planning.layout import Layout
+        from rrfp_jax.layout import Layout
         from rrfp_jax.runtime.transports import Edge, PipelineTransport
         from rrfp_jax.schedules import looped
 

@@ -1,9 +1,9 @@
 """The names of this package and where they live; see :mod:`rrfp_jax.first_use`."""
 
 from rrfp_jax.arbitration import Ordering as Ordering
+from rrfp_jax.layout import Layout as Layout
 from rrfp_jax.pipeline import Pipeline as Pipeline
 from rrfp_jax.pipeline import PipelineState as PipelineState
-from rrfp_jax.planning.layout import Layout as Layout
 from rrfp_jax.programs.chunk import Chunk as Chunk
 from rrfp_jax.programs.chunk import microbatch_key as microbatch_key
 from rrfp_jax.programs.freezing import freeze as freeze

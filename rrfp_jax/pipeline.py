@@ -28,8 +28,8 @@ import optax
 
 from rrfp_jax.arbitration import Order, Ordering
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.field_rules import is_whole, typed, with_type
-from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.private.jax_names import trace_state_clean
 from rrfp_jax.programs.batches import StepBatch, buckets_of, leaves_read, num_microbatches
 from rrfp_jax.programs.buckets import Buckets, leaves_to_lack

@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from rrfp_jax.arbitration import Ordering
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 
 
 def make_pipeline(chunks: Sequence[Any], **options: Any) -> Any:

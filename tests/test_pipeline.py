@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 
+from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.runtime import NoProgress, PipelineClosed, TaskFailed
 from rrfp_jax.runtime.options import RuntimeOptions

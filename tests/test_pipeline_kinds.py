@@ -17,8 +17,8 @@ import numpy as np
 import optax
 import pytest
 
+from rrfp_jax.layout import Layout
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.layers import ApplyLayers, InitLayers
 from rrfp_jax.runtime.process import Process

@@ -145,7 +145,7 @@ def test_every_command_works_from_the_wheel_alone(wheel: Path, tmp_path: Path) -
     rrfp("import-hf", "exported", "again")
     assert "1f1b" in rrfp("schedule", *sizes, "show", "1f1b")
     rrfp("profile", "--config", "text/config.yaml", "--repeats", 2, "--output", "costs.json")
-    rrfp("plan", "--costs", "costs.json", "--devices", 2, "--microbatches", 4, "--effort", 0.01)
+    rrfp("plan", "--costs", "costs.json", "--devices", 2, "--microbatches", 4, "--schedules", "1f1b")
     assert "cpu/debug" in rrfp("config", "--list")
     assert "Microbatches that a stage may hold" in rrfp("config", "--explain", "pipeline.window")
     assert "complete" in rrfp("completion", "bash")

@@ -9,16 +9,15 @@ import numpy as np
 from experiments.order_cases import Case, encoder_and_lm, gemma_like, homogeneous
 from experiments.paper.scene import SLOW_LINK, SLOW_LINK_PARTS, SLOW_STAGE, SLOW_STAGE_FACTOR
 from rrfp_jax.arbitration import READY, STRICT, Ordering, StepRules
-from rrfp_jax.planning.costs import CostBook, CostEntry, Noise
-from rrfp_jax.planning.cuts import even_cut
-from rrfp_jax.planning.orders import named_orders
-from rrfp_jax.planning.search.candidates import Candidate, candidate
-from rrfp_jax.planning.search.judging import Judge
-from rrfp_jax.planning.search.planner import make_plan
-from rrfp_jax.planning.search.points import points_of, shapes_of
-from rrfp_jax.planning.search.records import Ranked
-from rrfp_jax.planning.search.step_bound import step_bound_ms
-from rrfp_jax.planning.search.wishes import Wishes
+from rrfp_jax.costs import CostBook, CostEntry, Noise
+from rrfp_jax.planner.best_cut import even_cut
+from rrfp_jax.planner.candidates import PlanCandidate, make_candidate
+from rrfp_jax.planner.judging import Judge
+from rrfp_jax.planner.order_search import named_orders
+from rrfp_jax.planner.records import Ranked
+from rrfp_jax.planner.search import make_plan
+from rrfp_jax.planner.search_space import SearchSpace, points_of, shapes_of
+from rrfp_jax.planner.step_times import step_bound_ms
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.simulation import Links, Machine, both_directions, simulate
 from rrfp_jax.simulation.costs import Durations
@@ -35,7 +34,7 @@ METHODS = ("1f1b, even cut", "named table, even cut", "named table, best cut", "
 class Planned(NamedTuple):
     """What a method comes to in one model."""
 
-    one: Candidate
+    one: PlanCandidate
     bound_ms: float
     """Of its cut, without noise."""
 
@@ -50,23 +49,21 @@ def planned(model: str, sigma: float, stages: int, microbatches: int) -> dict[st
         noise=Noise.alike(sigma),
     )
 
-    def wishes(consume: str, schedules: tuple[str, ...] | None = None) -> Wishes:
-        return Wishes(
+    def space(consume: str, schedules: tuple[str, ...] | None = None) -> SearchSpace:
+        return SearchSpace(
             devices=stages,
             stages=(stages,),
             microbatches=(microbatches,),
             memory_bytes=case.limit,
             consumptions=(consume,),
             schedules=schedules,
-            draws=DRAWS,
-            sensitivities=False,
             top=1,
         )
 
-    strict, ready = (make_plan(book, wishes(consume)).ranking[0] for consume in (STRICT, READY))
-    only_named = make_plan(book, wishes(STRICT, tuple(schedule_names())))
-    dealt = list(on_even_cuts(case, book, wishes(STRICT)))
-    judge = Judge(book.noise, wishes(STRICT).objectives, DRAWS, seed=0)
+    strict, ready = (make_plan(book, space(consume), draws=DRAWS).ranking[0] for consume in (STRICT, READY))
+    only_named = make_plan(book, space(STRICT, tuple(schedule_names())), draws=DRAWS)
+    dealt = list(on_even_cuts(case, book, space(STRICT)))
+    judge = Judge(book.noise, DRAWS, seed=0)
     fitting = [one for one in dealt if one.fits(case.limit)]
     even = min(fitting, key=lambda one: judge.value(one, DRAWS))
     plain = next(one for one in dealt if one.choice.order_name == "1f1b")
@@ -74,7 +71,7 @@ def planned(model: str, sigma: float, stages: int, microbatches: int) -> dict[st
     return {name: Planned(one, step_bound_ms(one.choice.cut)) for name, one in zip(METHODS, chosen, strict=True)}
 
 
-def step_ms(one: Candidate, jitter: str, steps: int, seed: int) -> float:
+def step_ms(one: PlanCandidate, jitter: str, steps: int, seed: int) -> float:
     """The mean interval between the ends of simulated steps, on draws that depend on nothing but their seed."""
     cut, stages = one.choice.cut, one.choice.shape.num_stages
     durations_ms = cut.durations_ms.copy()
@@ -90,21 +87,21 @@ def step_ms(one: Candidate, jitter: str, steps: int, seed: int) -> float:
     return fmean(run.step_ms[LEARNT:])
 
 
-def on_even_cuts(case: Case, book: CostBook, wishes: Wishes) -> Iterator[Candidate]:
+def on_even_cuts(case: Case, book: CostBook, space: SearchSpace) -> Iterator[PlanCandidate]:
     """Every named table, strictly consumed, on layers dealt out evenly; those that do not fit, too."""
-    (shape,) = shapes_of(book, wishes)
-    for point in points_of(shape, book, wishes):
+    (shape,) = shapes_of(book, space)
+    for point in points_of(shape, book, space):
         for split in (True, False):
             cut = even_cut(case.costs, point.placement, shape.num_microbatches, split=split)
             for found in named_orders(cut, None):
                 ordering = Ordering(schedule=found.table, consume=STRICT)
-                yield candidate(point, cut, ordering, found.name, is_even=True)
+                yield make_candidate(point, cut, ordering, found.name, is_even=True)
 
 
-def _candidate(ranked: Ranked) -> Candidate:
+def _candidate(ranked: Ranked) -> PlanCandidate:
     choice = ranked.choice
     order = choice.ordering.resolve(choice.cut.placement, choice.cut.graph)
-    return Candidate(choice=choice, order=order, memory=ranked.forecast.memory)
+    return PlanCandidate(choice=choice, order=order, memory=ranked.forecast.memory)
 
 
 def _sigma(jitter: str) -> float:

@@ -24,7 +24,7 @@ from orbax.checkpoint import future, type_handlers
 
 from rrfp_jax.checkpoint._arrays import ArrayName, HostArray, nested, size_batches
 from rrfp_jax.checkpoint._records import PartRecord, sum_tree
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.private.orbax_names import TENSORSTORE_SETTINGS, build_array_write_spec
 
 # A chunk is read at once, at least: small enough for a share of a large array, large enough for a disk.

@@ -1,8 +1,8 @@
 """``rrfp COMMAND``: every command of the package by its name.
 
-A command is a module beside this one with ``main(argv)`` and ``make_parser()``; it is imported when it is called, so
-that the others cost nothing. ``python -m experiments.COMMAND`` in the checkout is the same.
-"""
+A command is a module with ``main(argv)`` and ``make_parser()``, beside this one or in :mod:`rrfp_jax.planner`. It is
+imported when it is called, so that the others cost nothing. ``python -m experiments.COMMAND`` in the checkout is the
+same."""
 
 import os
 import sys
@@ -41,11 +41,15 @@ COMMANDS = {
 """The commands, each with what it is for."""
 _MOVED = {"read": "python -m experiments.reading, in a checkout"}
 """Names that were commands, and what took their place."""
+_OF_PLANNER = ("plan", "profile")
 
 
 def module_of(name: str) -> str:
     """The module of a command; a name that is none is returned as it is, as the module of somebody else's."""
-    return f"rrfp_jax.commands.{name.replace('-', '_')}" if name in COMMANDS else name
+    if name not in COMMANDS:
+        return name
+    package = "planner" if name in _OF_PLANNER else "commands"
+    return f"rrfp_jax.{package}.{name.replace('-', '_')}"
 
 
 def run(name: str, argv: list[str] | None = None) -> NoReturn:

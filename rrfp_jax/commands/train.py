@@ -30,15 +30,15 @@ from rrfp_jax.commands.common.console import go_on_without_output
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.interrupts import end_stopped, ending_at_once, stop_requests
 from rrfp_jax.commands.common.options import CommandParser, offer
-from rrfp_jax.commands.planning.auto_cut import resolved
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.data_sets import vocabulary_note
 from rrfp_jax.commands.training.model_tokens import token_notes
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
+from rrfp_jax.costs.devices import DEVICES, device_of
 from rrfp_jax.exit_codes import DATA_UNREADABLE, DONE, INTERNAL_ERROR, NOT_FINITE, PREEMPTED
-from rrfp_jax.planning.devices import DEVICES, device_of
+from rrfp_jax.planner.auto_cut import resolve_auto_cut
 from rrfp_jax.runtime.last_words import say_last_words
 from rrfp_jax.runtime.plugins import check_plugin
 
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     with checking_input():
         config = load_train_config(arguments.config, overrides_of(arguments), trust=arguments.trust)
-        cut = resolved(config, fresh=arguments.fresh)
+        cut = resolve_auto_cut(config, fresh=arguments.fresh)
     if arguments.print_config:
         print("".join(f"# {line}\n" for line in cut.lines) + cut.config.as_yaml(), end="")
         return DONE
@@ -104,8 +104,8 @@ def _compile_for(config: TrainConfig, device: str) -> int:
     with checking_input():
         device_of(device)
         with ending_at_once():
-            from rrfp_jax.commands.planning.compile_for import compile_run, show_compiled
             from rrfp_jax.commands.training.training_console import TrainingConsole
+            from rrfp_jax.planner.compile_for import compile_run, show_compiled
         console = TrainingConsole(0)
         run = compile_run(config, device, console)
         show_compiled(run, console)

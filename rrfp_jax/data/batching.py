@@ -17,8 +17,11 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
+from rrfp_jax.data.balancing import Groups, balanced, samples_in_order, spread_by_cost
 from rrfp_jax.data.batching_config import BatchingConfig
+from rrfp_jax.data.cut_sizes import CutSizes, rounded_up
 from rrfp_jax.data.dataset import Batch, Bucket, Reads
+from rrfp_jax.data.length_buckets import SizePair, best_buckets, occurring_pairs, smallest_fitting
 from rrfp_jax.data.packing import (
     PatchFormat,
     Shape,
@@ -28,11 +31,8 @@ from rrfp_jax.data.packing import (
     place_leaves,
     text_leaves,
 )
+from rrfp_jax.data.row_packing import Packing, most_rows, pack_rows
 from rrfp_jax.data.samples import Sample
-from rrfp_jax.planning.balancing import Groups, balanced, in_order, spread
-from rrfp_jax.planning.buckets import Pair, best_buckets, occurring_pairs, smallest_fitting
-from rrfp_jax.planning.cut_sizes import CutSizes, rounded_up
-from rrfp_jax.planning.packing import Packing, most_rows, pack
 
 Cost = Callable[[int, Sequence[int]], float]
 """(tokens, patches of each image) -> what a sample costs, a positive number."""
@@ -65,7 +65,7 @@ class Microbatch(NamedTuple):
     members: list[int]
     places: Packing
     image_places: Packing
-    size: Pair
+    size: SizePair
     """What it needs: rows with ``pack``, else the length of rows; and rows of patches."""
 
 
@@ -113,7 +113,7 @@ class Batching:
         """All shapes of a microbatch as leaves."""
         return [leaf_specs(shape, self._format) for shape in self.shapes]
 
-    def _largest_size(self, limits: Limits) -> Pair:
+    def _largest_size(self, limits: Limits) -> SizePair:
         """What holds any microbatch cut in order."""
         num, text = self._config.microbatch_size, self.length
         if self._config.pack:
@@ -122,7 +122,7 @@ class Batching:
             limits.images, longest=limits.largest_image, total=limits.patches, capacity=self.image_length
         )
 
-    def _choose(self, sizes: Sequence[Pair], *, has_text_only: bool) -> tuple[Pair, ...]:
+    def _choose(self, sizes: Sequence[SizePair], *, has_text_only: bool) -> tuple[SizePair, ...]:
         text, images = self._largest
         multiple = self._cut.rows if self._config.pack else lcm(_MULTIPLE, self._cut.length)
         texts = best_buckets([size[0] for size in sizes], self._config.text_buckets, multiple=multiple, largest=text)
@@ -133,7 +133,7 @@ class Batching:
         always = [(text, images)] + ([(text, 0)] if has_text_only else [])
         return occurring_pairs(sizes, texts, image_rows, always=always)
 
-    def _shape(self, pair: Pair) -> Shape:
+    def _shape(self, pair: SizePair) -> Shape:
         cut, image_length = self._cut, self.image_length if pair[1] else 0
         if self._format.is_packed:  # an image that fills its row has as many patches as the encoder knows
             image_length = rounded_up(image_length, cut.image_length * self._format.merge**2)
@@ -145,12 +145,12 @@ class Batching:
         """The microbatches of a step, in the order in which replicas share them."""
         num_groups = self._config.num_microbatches
         if not self._config.balance:
-            return [self._microbatch(samples, members) for members in in_order(len(samples), num_groups)]
+            return [self._microbatch(samples, members) for members in samples_in_order(len(samples), num_groups)]
         costs = [self._cost(sample.length, sample.patches) for sample in samples]
         groups = self._gathered(samples, costs) if self._config.gather_text else None
         if groups is None:
             groups = self._balanced_part(samples, costs, range(len(samples)), num_groups)
-        order = spread([sum(costs[member] for member in group) for group in groups])
+        order = spread_by_cost([sum(costs[member] for member in group) for group in groups])
         return [self._microbatch(samples, groups[group]) for group in order]
 
     def _gathered(self, samples: Sequence[Sample], costs: Sequence[float]) -> Groups | None:
@@ -198,9 +198,9 @@ class Batching:
     def _microbatch(self, samples: Sequence[Sample], members: Sequence[int]) -> Microbatch:
         lengths = [samples[member].length for member in members]
         patches = [size for member in members for size in samples[member].patches]
-        image_places = pack(patches, self.image_length)
+        image_places = pack_rows(patches, self.image_length)
         if self._config.pack:
-            places = pack(lengths, self.length)
+            places = pack_rows(lengths, self.length)
             text = places.num_rows
         else:
             places = Packing(len(members), tuple(range(len(members))), (0,) * len(members))

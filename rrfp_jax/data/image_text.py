@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.batching import Batching, Cost, Limits
+from rrfp_jax.data.cut_sizes import CutSizes
 from rrfp_jax.data.dataset import Batch, BrokenData, Bucket, Reads
 from rrfp_jax.data.epochs import comes_again, items_of
 from rrfp_jax.data.held_together import group_keys, most_together
@@ -40,7 +41,6 @@ from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, is_held_out, refuse_nothi
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.samples import IMAGE_TOKEN, Grid, Sample, Text, make_sample
 from rrfp_jax.data.token_kind import BYTE_TOKENS
-from rrfp_jax.planning.cut_sizes import CutSizes
 from rrfp_jax.record_files import parse_json
 
 MARKER = "<image>"

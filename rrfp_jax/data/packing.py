@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from rrfp_jax.data.dataset import Bucket
 from rrfp_jax.data.patches import places_of
+from rrfp_jax.data.row_packing import Packing
 from rrfp_jax.data.samples import Sample
-from rrfp_jax.planning.packing import Packing
 
 TEXT_LEAVES = ("tokens", "positions", "segments", "targets", "weights")
 _PLACES = ("patch_rows", "patch_columns")

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
+from rrfp_jax.layout import CONTEXT, TENSOR
 from rrfp_jax.models._tiled_attention import (
     LARGEST_TILE,
     AttentionGradients,
@@ -45,7 +46,6 @@ from rrfp_jax.models._tiled_attention import (
 )
 from rrfp_jax.models.attention import causal_attention
 from rrfp_jax.models.cuts import AUTO_CONTEXT, GATHER, RING, ContextCut, SequenceOrder
-from rrfp_jax.planning.unit_axes import CONTEXT, TENSOR
 
 
 def context_attention(

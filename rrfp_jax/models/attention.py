@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
+from rrfp_jax.layout import EXPERT, FSDP, TENSOR
 from rrfp_jax.models._tiled_attention import tiled_attention
-from rrfp_jax.planning.unit_axes import EXPERT, FSDP, TENSOR
 from rrfp_jax.private.jax_names import fused_attention_stablehlo
 from rrfp_jax.programs.remat import KEPT_BY_DOTS
 from rrfp_jax.programs.target import Target, current_target

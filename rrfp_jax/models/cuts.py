@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rrfp_jax.layout import EXPERT, TENSOR
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.planning.unit_axes import EXPERT, TENSOR
 
 # -- layers into chunks ------------------------------------------------------------------------------------------------
 

@@ -30,9 +30,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
+from rrfp_jax.layout import EXPERT
 from rrfp_jax.models._parts import learned, projection
 from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig
-from rrfp_jax.planning.unit_axes import EXPERT
 from rrfp_jax.programs.shardings import row_axes
 from rrfp_jax.programs.target import current_target
 

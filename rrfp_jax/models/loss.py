@@ -35,8 +35,8 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import get_abstract_mesh
 
-from rrfp_jax.planning.layer_sizes import HEAD_BLOCK_BYTES
-from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP, TENSOR
+from rrfp_jax.costs.layer_sizes import HEAD_BLOCK_BYTES
+from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR
 from rrfp_jax.programs.remat import KEPT_ALWAYS
 from rrfp_jax.programs.splitting.widening import widens
 

@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
-from rrfp_jax.planning.layer_sizes import LEAVES_AHEAD
+from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
 from rrfp_jax.programs.analysis import memory_of
 from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, check_seed, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, naming

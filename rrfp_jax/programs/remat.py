@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from rrfp_jax.planning.remat_names import KEPT, is_known
+from rrfp_jax.costs.layer_sizes import KEPT, is_known_remat
 
 Policy = Callable[..., Any]
 """A policy of ``jax.checkpoint``, for example one of ``jax.checkpoint_policies``."""
@@ -24,7 +24,7 @@ Remat = str | Policy
 """``none`` keeps what differentiation wants; ``dots`` keeps the results of matrix products and of fused attention, and
 recomputes the rest;
 ``full`` keeps the inputs of layers only and recomputes their whole forward; names of
-:data:`rrfp_jax.planning.remat_names.KEPT`, joined by ``+``, keep these besides, which a layer of one's own names by
+:data:`rrfp_jax.costs.layer_sizes.KEPT`, joined by ``+``, keep these besides, which a layer of one's own names by
 ``jax.ad_checkpoint.checkpoint_name``; a policy decides itself."""
 
 KEPT_BY_DOTS = "fused attention"
@@ -59,7 +59,7 @@ _of_layers: ContextVar[Policy | None] = ContextVar("of_layers", default=None)
 
 def check_remat(remat: Remat) -> None:
     """Raise ValueError for a name that stands for no rematerialisation."""
-    if not callable(remat) and not is_known(remat):
+    if not callable(remat) and not is_known_remat(remat):
         raise ValueError(
             f"remat is {remat!r}: give none, dots, full, or a policy of jax.checkpoint, or what layers are to keep: "
             f"{', '.join(KEPT)}, or {'+'.join(KEPT)}"

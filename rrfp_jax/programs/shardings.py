@@ -30,7 +30,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP
+from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
 from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.shapes import describe_chunk, holders
 from rrfp_jax.programs.specs import Specs, describe

@@ -22,7 +22,7 @@ from jax import Shard
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jax.stages import Compiled
 
-from rrfp_jax.planning.unit_axes import TENSOR, Axes, describe_axes
+from rrfp_jax.layout import TENSOR, Axes, describe_axes
 from rrfp_jax.programs.collectives import ALL_TO_ALL, PERMUTE, Exchange, exchanges
 from rrfp_jax.programs.shardings import DATA, WHOLE
 

@@ -7,7 +7,7 @@ So whoever traces or compiles says it, by :func:`tracing_for`, and layers ask :f
 
 A target that is not here is an accelerator by name. JAX has *compile-only* devices for these (:func:`devices_for`):
 programs are traced, lowered and compiled for them as for real ones, but no array can lie there. XLA must know the card
-that it compiles for; :data:`rrfp_jax.planning.devices.DEVICES` has the numbers of each.
+that it compiles for; :data:`rrfp_jax.costs.devices.DEVICES` has the numbers of each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,8 @@ import jax
 from jax.experimental import topologies
 from jax.extend.backend import get_backend
 
+from rrfp_jax.costs.devices import CUDA, DEVICES, Device, device_like, device_of
 from rrfp_jax.hardware import CPU, CUDA12, TPU, install_command
-from rrfp_jax.planning.devices import CUDA, DEVICES, Device, device_like, device_of
 from rrfp_jax.private.jax_names import answer_cudnn
 
 _GPU = "gpu"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Event
 
-from rrfp_jax.planning.layout import Layout, name_unit
+from rrfp_jax.layout import Layout, name_unit
 from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import (
     FailureNews,

@@ -9,8 +9,8 @@ from dataclasses import astuple, replace
 from zlib import crc32
 
 from rrfp_jax.arbitration import STRICT, Order, Ordering
-from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits, window_of_bytes
-from rrfp_jax.planning.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
+from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_stages_fit, window_of_bytes
+from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.runtime.evaluating import EvaluationShapes
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms
@@ -45,7 +45,7 @@ def fitting_order(
     order, forecast = forecast_order(model, graph, sizes, buckets, ordering)
     limit = options.memory_limit_bytes
     limits = [devices[unit] if limit is None else limit for unit in range(layout.num_units)]
-    check_fits(forecast, limits, is_strict=ordering.consume == STRICT)
+    check_stages_fit(forecast, limits, is_strict=ordering.consume == STRICT)
     if evaluation is not None:
         needed = forecast_evaluation(order.evaluating(evaluation.batches), _evaluation_sizes(process, programs))
         check_evaluation_fits(needed, limits)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 from typing import Any
 
-from rrfp_jax.planning.layer_sizes import LEAVES_AHEAD
+from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
 
 Pair = tuple[int, int]
 """A step and a microbatch."""

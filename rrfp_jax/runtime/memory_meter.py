@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from rrfp_jax.planning.forecast import ChunkBytes
+from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
 from rrfp_jax.programs.gradients import LEAN_FORWARD
 from rrfp_jax.programs.target import memory_bytes_of

@@ -26,9 +26,9 @@ from rrfp_jax.arbitration import (
     dispatch_of,
 )
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
+from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_stages_fit
+from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation
 from rrfp_jax.field_rules import with_type
-from rrfp_jax.planning.forecast import ChunkBytes, StageForecast, check_fits
-from rrfp_jax.planning.order_memory import check_evaluation_fits, forecast_evaluation
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
@@ -186,7 +186,7 @@ class CompiledOnly:
 
     def check_fits(self, *, is_strict: bool) -> None:
         """Raise ValueError where a unit is predicted to need more than it has, with what would help."""
-        check_fits(self.forecast, [self.limit_bytes] * len(self.forecast), is_strict=is_strict)
+        check_stages_fit(self.forecast, [self.limit_bytes] * len(self.forecast), is_strict=is_strict)
         check_evaluation_fits(self.evaluation, [self.limit_bytes] * len(self.evaluation))
 
 

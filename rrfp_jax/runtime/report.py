@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
-from rrfp_jax.planning.layout import name_unit
+from rrfp_jax.layout import name_unit
 from rrfp_jax.schedules import Placement
 
 _MAX_TASKS_SHOWN = 3

@@ -18,9 +18,9 @@ from rrfp_jax.cluster.certificates import rank_credentials
 from rrfp_jax.cluster.config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS, Membership
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.rendezvous import name_ranks
+from rrfp_jax.costs.devices import SHARE_OF_GPU
 from rrfp_jax.exit_codes import START_FAILED
 from rrfp_jax.hardware import smallest_gpu_bytes
-from rrfp_jax.planning.devices import SHARE_OF_GPU
 from rrfp_jax.private.jax_names import (
     backends_are_initialized,
     global_state,

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from rrfp_jax.cluster.wire import field
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.gatherings import Network
 from rrfp_jax.tree import neighbours
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from rrfp_jax.costs.devices import peak_flops
 from rrfp_jax.data import BrokenData
 from rrfp_jax.data.contents import BatchContents, contents_of
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.pipeline import Pipeline, PipelineState
-from rrfp_jax.planning.devices import peak_flops
 from rrfp_jax.runtime import StepMetrics
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
@@ -50,7 +50,7 @@ class StepRow:
     forwards_skipped: int
     """Tasks that did not exist: forwards of chunks for microbatches that lack their inputs, such as encoders'."""
     model_flops: float | None
-    """Operations that the model needs for this step, nothing computed again (:mod:`rrfp_jax.planning.model_flops`)."""
+    """Operations that the model needs for this step, nothing computed again (:mod:`rrfp_jax.costs.flops`)."""
     model_tflops_per_device: float | None
     """Teraflops per second and device: ``model_flops`` over ``step_time_s``."""
     mfu: float | None
@@ -89,7 +89,7 @@ class ModelSpeed:
     """Compares the operations of the model with the peak of the devices."""
 
     flops: Callable[[BatchContents], float]
-    """Operations that the model needs for a step (:mod:`rrfp_jax.planning.model_flops`)."""
+    """Operations that the model needs for a step (:mod:`rrfp_jax.costs.flops`)."""
     num_devices: int
     """Number of devices of the whole run; each counts once, however many stages share it."""
     peak_flops: float | None

@@ -9,10 +9,10 @@ from typing import Any
 from rrfp_jax.arbitration.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
+from rrfp_jax.layout import TENSOR, checked_axes
 from rrfp_jax.models.cuts import AUTO_CONTEXT, CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import PROJECTOR_PLACES
 from rrfp_jax.observe.trackers.config import check_trackers
-from rrfp_jax.planning.unit_axes import TENSOR, checked_axes
 from rrfp_jax.runtime.xla_flags import check_flags
 from rrfp_jax.training.step_profile import parse_steps
 

@@ -10,10 +10,10 @@ import optax
 import pytest
 
 from rrfp_jax.arbitration import Ordering
+from rrfp_jax.layout import Layout
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.models.attention import AttentionCall, causal_attention, full_attention, implementation
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.chunk_plan import plan_chunk
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.shapes import derive_shapes

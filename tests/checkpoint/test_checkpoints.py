@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner, Unusable, layer_owners
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.state import ChunkState
 from tests.checkpoint.states import (

@@ -17,7 +17,7 @@ from rrfp_jax.checkpoint import Checkpoints, Coordinator, NotDone, Owner
 from rrfp_jax.checkpoint import _checkpoints as module
 from rrfp_jax.checkpoint._joint_calls import one_line
 from rrfp_jax.checkpoint._records import is_committed
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.gatherings import PeerFailed
 from rrfp_jax.runtime.peers import Peers
 from tests.checkpoint.states import Pieces, bits, pieces_of, trained

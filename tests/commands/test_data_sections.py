@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from rrfp_jax.commands.planning.microbatches import leaf_specs
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.data_sets import make_data_set, vocabulary_note
 from rrfp_jax.commands.training.model_parts import cut_language_model
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.resuming import check_same_training
+from rrfp_jax.planner.microbatches import microbatch_specs
 from tests.commands.running import run_command, sentence
 from tests.data.token_sets import VOCAB, token_set
 
@@ -47,7 +47,7 @@ def test_the_model_reads_segments_where_rows_are_packed(pack: bool) -> None:
     chunks = cut_language_model(given, 2)
     batch = make_data_set(given).batch(0)
     assert {leaf for chunk in chunks for leaf in chunk.leaves} == set(batch)
-    (planned,) = leaf_specs(given, microbatch_size=2)
+    (planned,) = microbatch_specs(given, microbatch_size=2)
     assert {name: (leaf.shape, leaf.dtype) for name, leaf in planned.items()} == {
         name: (leaf.shape[1:], leaf.dtype) for name, leaf in batch.items()
     }

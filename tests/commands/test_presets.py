@@ -20,17 +20,18 @@ from rrfp_jax.byte_sizes import format_bytes, parse_bytes
 from rrfp_jax.cluster import RunKey
 from rrfp_jax.cluster.launch_settings import LaunchSettings
 from rrfp_jax.cluster.output import Output
-from rrfp_jax.commands import launch, plan
+from rrfp_jax.commands import launch
 from rrfp_jax.commands.common.ordering import parse_ordering
-from rrfp_jax.commands.planning.as_configured import configured_memory
-from rrfp_jax.commands.planning.microbatches import Rows, rows_of
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
+from rrfp_jax.costs.devices import device_of
 from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED
+from rrfp_jax.layout import Layout
 from rrfp_jax.models.presets import MODELS
-from rrfp_jax.planning.devices import device_of
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.planner import plan
+from rrfp_jax.planner.as_configured import configured_memory
+from rrfp_jax.planner.microbatches import MicrobatchRows, rows_of_microbatch
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.runtime.detection import membership_from
 from tests.commands.running import ROOT
@@ -169,7 +170,7 @@ FORECAST = re.compile(r"\| `(\S+)\.yaml` \| (\S+), [^|]*\| ([^|]*) \| ([^|]*) \|
 works it out, what is free of the former."""
 DENSE, OTHERS = 1.15, 1.25
 """How many times as much as programs need a plan may work out, for dense models and others."""
-FOUR_IMAGES = Rows(num_rows=4, length=2048, image_rows=4, patch_length=256)
+FOUR_IMAGES = MicrobatchRows(num_rows=4, length=2048, image_rows=4, patch_length=256)
 """A microbatch of the multimodal preset, whose data are not here, with as many rows of text as it may have."""
 
 
@@ -186,7 +187,7 @@ def test_every_preset_of_gpus_has_a_forecast() -> None:
 def test_a_preset_fits_its_device_and_the_forecast_is_what_the_readme_says(row: tuple[str, ...]) -> None:
     name, device, has, compiled, foreseen, free = row
     config, record = load(CONFIGS / f"{name}.yaml"), device_of(device)
-    rows = FOUR_IMAGES if config.vision else rows_of(config, config.data_set.microbatch_size)
+    rows = FOUR_IMAGES if config.vision else rows_of_microbatch(config, config.data_set.microbatch_size)
     peak = max(stage.peak for stage in configured_memory(config, record, rows))
     assert (has, foreseen) == (format_bytes(record.num_bytes), format_bytes(peak))
     needs = parse_bytes(compiled, name)

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rrfp_jax.commands import evaluate, plan, profile, train
+from rrfp_jax.commands import evaluate, train
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.training.config import load_train_config, read_train_config
+from rrfp_jax.planner import plan, profile
 
 MODEL = {"vocab_size": 256, "hidden": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 8}
 OWN = {"object": "a_strangers:data", "batch_size": 4, "num_microbatches": 2}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rrfp_jax.commands.main import COMMANDS, module_of
 from rrfp_jax.commands.training.config import load_train_config, overrides_of
 from tests.documentation.blocks import ROOT, Block, blocks, languages, module_and_flags
 from tests.environment import of_child
@@ -95,8 +96,11 @@ def parse(command: str) -> None:
     if (found := module_and_flags(command)) is None:
         return
     name, flags = found
-    where = "rrfp_jax.commands" if (ROOT / "rrfp_jax" / "commands" / f"{name}.py").exists() else "experiments"
-    module = f"{where}.{name}.__main__" if (ROOT / where / name).is_dir() else f"{where}.{name}"
+    command_name = name.replace("_", "-")
+    if command_name in COMMANDS:
+        module = module_of(command_name)
+    else:
+        module = f"experiments.{name}.__main__" if (ROOT / "experiments" / name).is_dir() else f"experiments.{name}"
     arguments = importlib.import_module(module).make_parser().parse_args(flags)
     if name == "train" and not arguments.config.startswith("runs/"):  # what a command before it writes
         load_train_config(arguments.config, overrides_of(arguments))

@@ -4,7 +4,7 @@ import pytest
 
 from experiments.bench_plan import MEMORY_CASES, STEP_CASES
 from experiments.bench_plan_real import SMALL_MODEL, Case, bench_of, forecast_peaks, forecast_step_ms
-from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts
 
 LAYER = LayerCosts(forward_ms=1.0, input_gradient_ms=1.0, weight_gradient_ms=1.0, stash_bytes=100)
 

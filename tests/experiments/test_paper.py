@@ -21,8 +21,8 @@ from experiments.paper.rows import Cell, RowFile
 from experiments.paper.run import measure_all, row_file
 from experiments.paper.scene import EQUAL, Method, Scene, simulated
 from experiments.paper.tables import geometric_mean, interval
-from rrfp_jax.planning.costs import CostBook, CostEntry
-from rrfp_jax.planning.search.wishes import Wishes
+from rrfp_jax.costs import CostBook, CostEntry
+from rrfp_jax.planner.search_space import SearchSpace
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
 
 MEASURED: list[Cell] = []
@@ -226,8 +226,8 @@ def test_the_best_fixed_order_of_a_memory_fits_it_and_no_other_that_does_is_fast
 @pytest.mark.parametrize("slower", ["slow link", "slow stage", "lognormal:1"])
 def test_what_a_plan_does_not_know_of_costs_time(slower: str) -> None:
     book = CostBook(layers=("layer",) * 8, entries=(CostEntry(types=planned.CASES["homogeneous"].costs.types),))
-    wishes = Wishes(devices=4, stages=(4,), microbatches=(8,), chunks=(1,))
-    one, *_ = planned.on_even_cuts(planned.CASES["homogeneous"], book, wishes)
+    space = SearchSpace(devices=4, stages=(4,), microbatches=(8,), chunks=(1,))
+    one, *_ = planned.on_even_cuts(planned.CASES["homogeneous"], book, space)
     assert planned.step_ms(one, slower, 2, 1) > 1.05 * planned.step_ms(one, "none", 2, 1)
     assert planned.step_ms(one, slower, 2, 1) == planned.step_ms(one, slower, 2, 1)
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from rrfp_jax import operations
 from rrfp_jax.arbitration import Ordering
+from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.schedules import Placement, linear, looped
 from tests.multiprocess.launching import launched
 

@@ -30,7 +30,7 @@ class Member:
         self, rank: int, num_ranks: int, key: str, selection: str, layout: dict[str, int], pipe: Connection
     ) -> None:
         from rrfp_jax.cluster import NetworkSettings, PeerAddress, PeerNetwork, RunKey
-        from rrfp_jax.planning.layout import Layout
+        from rrfp_jax.layout import Layout
         from rrfp_jax.runtime.transports.transfer_server import TransferServer
 
         self.rank, self.pipe, self.layout = rank, pipe, Layout(**layout, num_ranks=num_ranks)

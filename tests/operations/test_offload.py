@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from rrfp_jax.arbitration import Ordering, StepRules
+from rrfp_jax.layout import Layout
 from rrfp_jax.operations import stash_copies
 from rrfp_jax.operations.offloading import COPY, device_slots, offload
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.executor import Launched
 from rrfp_jax.runtime.operating import check_operations

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Compiled
 
+from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs import stage_devices
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.collectives import Exchange, exchanges

@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from rrfp_jax.planning.devices import DEVICES, SHARE_OF_GPU
+from rrfp_jax.costs.devices import DEVICES, SHARE_OF_GPU
 from rrfp_jax.programs.target import Target, current_target, devices_for, memory_bytes_of, tracing_for
 
 HOPPER = Target(platform="gpu", kind="NVIDIA H100 80GB HBM3", is_nvidia=True, capability=(9, 0))

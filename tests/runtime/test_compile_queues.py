@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
+from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.runtime import hosted

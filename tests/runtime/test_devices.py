@@ -6,7 +6,7 @@ import pytest
 
 from rrfp_jax.commands.common import process
 from rrfp_jax.commands.common.process import start_alone
-from rrfp_jax.planning.devices import SHARE_OF_GPU
+from rrfp_jax.costs.devices import SHARE_OF_GPU
 from rrfp_jax.runtime import start_jax
 from rrfp_jax.runtime.start_jax import (
     check_devices,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.planning.layer_sizes import LEAVES_AHEAD
+from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
 from rrfp_jax.runtime.leaves_ahead import LeavesAhead, Pair
 from tests.cluster.mesh import eventually
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rrfp_jax.arbitration import Message, MessageKind, Note, TaskChosen
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import PeerFailed, Peers
 from rrfp_jax.runtime.report import FailureNews

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime import process
 from rrfp_jax.runtime.cluster import Cluster
 from rrfp_jax.runtime.process import Process

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.transfer import make_error_array
 
 from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime import TaskFailed
 from rrfp_jax.runtime.mailbox import Mailbox
 from rrfp_jax.runtime.transports import Edge, TransportFailed

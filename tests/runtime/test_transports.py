@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.runtime.transports.edges import EdgePlan

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.cluster import Cluster
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Task

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.testing.virtual_network import VirtualNetwork
 from rrfp_jax.tree import CONTROL_DEGREE

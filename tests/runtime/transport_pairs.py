@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.cluster import NetworkSettings, PeerNetwork, RunKey
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.transports import Edge, PipelineTransport
 from rrfp_jax.runtime.transports.transfer_server import TransferServer
 from rrfp_jax.schedules import linear

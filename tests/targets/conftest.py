@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from rrfp_jax.planning.devices import Device, device_of
+from rrfp_jax.costs.devices import Device, device_of
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.start_jax import use_virtual_devices
 

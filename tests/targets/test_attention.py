@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from rrfp_jax.costs.devices import CUDA, Device
 from rrfp_jax.models.attention import causal_attention, full_attention
-from rrfp_jax.planning.devices import CUDA, Device
 from rrfp_jax.programs.program_text import ProgramText
 from rrfp_jax.programs.target import Target, devices_for, tracing_for
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rrfp_jax.commands.planning.compile_for import ProgramReport, compile_run
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.training_console import TrainingConsole
-from rrfp_jax.planning.devices import CUDA, Device
+from rrfp_jax.costs.devices import CUDA, Device
+from rrfp_jax.planner.compile_for import ProgramReport, compile_run
 from tests.commands.running import ROOT
 
 PRESET = ROOT / "tpu_gpu_configs" / "gpu" / "one_node_8.yaml"

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from rrfp_jax.data import BrokenData
+from rrfp_jax.layout import Layout
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import PipelineState
-from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime import StepResult
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Task

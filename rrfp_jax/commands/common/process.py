@@ -9,7 +9,7 @@ from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.errors import end_with
 from rrfp_jax.commands.common.interrupts import ending_at_once
 from rrfp_jax.commands.common.memory import keep_freed_blocks
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
 from rrfp_jax.runtime.plugins import check_plugin

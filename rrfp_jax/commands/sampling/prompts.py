@@ -12,10 +12,10 @@ from rrfp_jax.data.image_text import MARKER, byte_patches, image_grid
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.image_tokens import TextWriter
 from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, place_leaves
+from rrfp_jax.data.row_packing import pack_rows
 from rrfp_jax.data.samples import IMAGE_TOKEN, Grid, Text, make_sample
 from rrfp_jax.models.encoder import PixelScale
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig, check_image_index
-from rrfp_jax.planning.packing import pack
 
 
 def prompt_with_images(
@@ -40,7 +40,7 @@ def prompt_with_images(
     is_packed = model.vision.is_packed
     patch_format = PatchFormat(model.vision.patch_dim, data.merge, is_packed=is_packed)
     length = max(grid.num_patches for grid in grids)
-    places, own_row = pack([grid.num_patches for grid in grids], length), pack([sample.length], sample.length)
+    places, own_row = pack_rows([grid.num_patches for grid in grids], length), pack_rows([sample.length], sample.length)
     shape = Shape(1, sample.length, places.num_rows, length)
     leaves: dict[str, NDArray[Any]] = {
         "image_index": index_leaf([sample], own_row, places, shape, data.merge),

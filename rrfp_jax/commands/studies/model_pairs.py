@@ -3,10 +3,10 @@
 import difflib
 from dataclasses import dataclass
 
+from rrfp_jax.costs.flops import DecoderSizes, EncoderSizes, ProjectorSizes
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
-from rrfp_jax.planning.flops import DecoderSizes, EncoderSizes, ProjectorSizes
 
 MODEL_PAIRS = tuple(MODELS)
 

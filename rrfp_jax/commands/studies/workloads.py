@@ -8,7 +8,7 @@
     documents of text and images of any size, 6% of them without images.
 
 :mod:`rrfp_jax.commands.studies.sample_lengths` has the distributions and their sources. A task takes time in proportion
-to its operations in a named pair of models (:mod:`rrfp_jax.planning.flops`), the encoder's and the decoder's alike,
+to its operations in a named pair of models (:mod:`rrfp_jax.costs.flops`), the encoder's and the decoder's alike,
 scaled so that the mean forward of a decoder's chunk takes what is asked for; nothing is padded. Layers are cut so that
 chunks cost about the same on average; the projector belongs to the decoder's first chunk, the head to its last. An
 encoder has no tasks for a microbatch without images.
@@ -25,9 +25,9 @@ from rrfp_jax.commands.studies.durations import Durations, GivenDurations
 from rrfp_jax.commands.studies.graphs import ModelGraph
 from rrfp_jax.commands.studies.model_pairs import ModelPair
 from rrfp_jax.commands.studies.sample_lengths import Sample, interleaved_samples, sft_samples
-from rrfp_jax.planning.balancing import balanced, in_order
-from rrfp_jax.planning.flops import Flops, TaskFlops, pairs
-from rrfp_jax.planning.packing import pack
+from rrfp_jax.costs.flops import Flops, TaskFlops, pairs
+from rrfp_jax.data.balancing import balanced, samples_in_order
+from rrfp_jax.data.row_packing import pack_rows
 from rrfp_jax.schedules import absences
 
 ROW_TOKENS = 4096
@@ -90,7 +90,7 @@ class Workload:
         if self.is_balanced:
             groups = balanced([self._cost(sample) for sample in samples], self.num_microbatches)
         else:
-            groups = in_order(len(samples), self.num_microbatches)
+            groups = samples_in_order(len(samples), self.num_microbatches)
         return [tuple(samples[index] for index in group) for group in groups]
 
     def _packed(self, source: Iterator[Sample]) -> list[Microbatch]:
@@ -98,10 +98,10 @@ class Workload:
         samples: list[Sample] = []
         while True:
             more = [*samples, next(source)]
-            if pack([sample.tokens for sample in more], ROW_TOKENS).num_rows > self.num_microbatches:
+            if pack_rows([sample.tokens for sample in more], ROW_TOKENS).num_rows > self.num_microbatches:
                 break
             samples = more
-        rows = pack([sample.tokens for sample in samples], ROW_TOKENS).rows
+        rows = pack_rows([sample.tokens for sample in samples], ROW_TOKENS).rows
         groups = [[index for index, row in enumerate(rows) if row == m] for m in range(self.num_microbatches)]
         if self.is_balanced:
             groups = self._exchanged(samples, groups)

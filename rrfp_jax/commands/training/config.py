@@ -28,6 +28,7 @@ from rrfp_jax.commands.common.options import INSTEAD, add_record_options, flag_o
 from rrfp_jax.commands.training.paths import at_home, whole_paths
 from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.commands.training.trust import refuse_code
+from rrfp_jax.costs.layer_sizes import REMAT_NAMES as REMATS
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.text_bytes import DataConfig
@@ -36,7 +37,6 @@ from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.cuts import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
 from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
-from rrfp_jax.planning.remat_names import NAMES as REMATS
 from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig

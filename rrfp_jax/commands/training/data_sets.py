@@ -22,9 +22,9 @@ from rrfp_jax.data import (
     TextBytes,
     Tokens,
 )
+from rrfp_jax.data.cut_sizes import CutSizes, cut_sizes
 from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
-from rrfp_jax.planning.cut_sizes import CutSizes, cut_sizes
 
 RunData = TextBytes | ImageText | Tokens | OwnData
 """What a run trains on."""

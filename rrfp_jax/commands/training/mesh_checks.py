@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from math import prod
 
 from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR, Axes, describe_axes
 from rrfp_jax.models.cuts import check_divides, check_size
-from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP, TENSOR, Axes, describe_axes
 
 _log = logging.getLogger(__name__)
 

@@ -6,15 +6,14 @@ from functools import partial
 from rrfp_jax.commands.studies.model_pairs import decoder_sizes, sizes_of
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_parts import vision_language_config
+from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, pairs, step_flops
 from rrfp_jax.data.contents import BatchContents
 from rrfp_jax.models.encoder_config import ProjectorConfig
-from rrfp_jax.planning.flops import Flops, pairs
-from rrfp_jax.planning.model_flops import Amounts, CountedLayer, step_flops
 from rrfp_jax.programs.freezing import matches
 
 
 def model_flops(config: TrainConfig) -> Callable[[BatchContents], float]:
-    """What a step takes whose batch has these contents, forward and backward (:mod:`rrfp_jax.planning.model_flops`)."""
+    """What a step takes whose batch has these contents, forward and backward (:mod:`rrfp_jax.costs.flops`)."""
     layers = [*_encoder_layers(config), *_decoder_layers(config)]
 
     def of(contents: BatchContents) -> float:

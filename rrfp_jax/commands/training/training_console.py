@@ -13,8 +13,8 @@ from rich.table import Table
 from rrfp_jax.arbitration import Order
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_console, make_table
+from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planning.forecast import StageForecast
 from rrfp_jax.training.evaluation import EvaluationRow
 from rrfp_jax.training.loop import StepRow
 

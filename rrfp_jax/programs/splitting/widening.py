@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import get_abstract_mesh
 
-from rrfp_jax.planning.unit_axes import other_axes
+from rrfp_jax.layout import other_axes
 from rrfp_jax.programs.splitting.ir import Node, Operand, Value, values
 from rrfp_jax.programs.splitting.operations import Apply
 from rrfp_jax.programs.target import current_target

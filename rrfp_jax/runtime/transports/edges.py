@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.transports.routes import (
     Box,
     LeafPiece,

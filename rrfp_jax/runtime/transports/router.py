@@ -16,7 +16,7 @@ import numpy as np
 from rrfp_jax.arbitration import Message
 from rrfp_jax.cluster import MalformedMessage, PeerNetwork
 from rrfp_jax.cluster.wire import pack_plain, unpack_plain
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import Deliver, Failed, HeldBytes, Remote, TransportFailed

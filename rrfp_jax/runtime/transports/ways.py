@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.cluster import MalformedMessage
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.transports.edges import Edge, EdgePlan
 from rrfp_jax.runtime.transports.routes import sender_for
 from rrfp_jax.schedules import Placement

@@ -9,7 +9,7 @@ import numpy as np
 
 from rrfp_jax.arbitration import GroupProtocol, Ordering, StepRules
 from rrfp_jax.cluster import ClusterConfig
-from rrfp_jax.planning.layout import Layout
+from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
 from rrfp_jax.schedules import chain, looped

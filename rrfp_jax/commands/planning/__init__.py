@@ -1,1 +1,0 @@
-"""What ``rrfp plan`` and ``rrfp profile`` do: costs and their files, reports, pictures."""

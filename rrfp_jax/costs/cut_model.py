@@ -1,0 +1,211 @@
+"""A model cut into chunks that lie on stages: the times of its tasks, and the bytes of its chunks.
+
+A cut as one line of text, in the manner of Megatron's pipeline layouts: ``Et*6|t*6|t*5L``.
+
+A letter stands for a layer, ``*N`` repeats it, and ``|`` stands between two chunks: E is the embedding, t a decoder's
+layer, L the head with the loss; of an encoder, P makes vectors of patches, v is a layer, p the projector. Other types
+get letters of their own (:func:`letters_of`). With ``short``, ``(t*6|)*5`` stands for so many equal chunks, each with
+the bar behind it.
+"""
+
+import string
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+
+import numpy as np
+
+from rrfp_jax.costs.forecast import ChunkBytes
+from rrfp_jax.costs.layer_costs import LayerCosts, ModelCosts
+from rrfp_jax.schedules import PipelineGraph, Placement, chain
+from rrfp_jax.simulation import Costs, Links, Machine
+from rrfp_jax.simulation.costs import Durations
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutModel:
+    """Consecutive layers in chunks, chunks on stages. Raises ValueError for a cut that loses a layer, has an empty
+    chunk or one that passes an end, or does not fit the placement."""
+
+    costs: ModelCosts
+    counts: tuple[int, ...]
+    """Layers of each chunk, ends of the model included."""
+    placement: Placement
+    num_microbatches: int
+    split: bool = True
+    """Whether the backward runs as two tasks."""
+    stage_factors: tuple[float, ...] = ()
+    """How many times as long each stage takes; empty: all alike."""
+    replicas: int = 1
+    """Replicas of the whole pipeline, whose gradients are summed once per step; microbatches are those of one
+    replica."""
+
+    def __post_init__(self) -> None:
+        total, chunks = sum(self.counts), self.placement.num_chunks
+        if total != self.costs.num_layers or len(self.counts) != chunks or min(self.counts) < 1:
+            raise ValueError(
+                f"the cut {list(self.counts)} does not deal {self.costs.num_layers} layers to {chunks} chunks: give "
+                "every chunk at least one, and all of them"
+            )
+        for start, stop in self.bounds:
+            passed = [end for end in range(start, stop - 1) if end in self.costs.ends]
+            if passed:
+                raise ValueError(f"a chunk of {list(self.counts)} passes the end behind layer {passed[0]}: cut there")
+        if self.stage_factors and len(self.stage_factors) != self.placement.num_stages:
+            raise ValueError(f"{len(self.stage_factors)} stage factors for {self.placement.num_stages} stages")
+        for name, factors in self.costs.factors.items():
+            if len(factors) < self.num_microbatches:
+                raise ValueError(
+                    f"layer type {name!r} has factors for {len(factors)} microbatches of {self.num_microbatches}: "
+                    "give all of them"
+                )
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """First layer and the one behind the last, of each chunk."""
+        return list(pairwise(accumulate(self.counts, initial=0)))
+
+    @cached_property
+    def graph(self) -> PipelineGraph:
+        """A chain of the chunks."""
+        chunks = self.placement.num_chunks
+        return chain(chunks, self.num_microbatches, split=self.split)
+
+    def layers_of(self, chunk: int) -> list[LayerCosts]:
+        """The costs of a chunk's layers."""
+        return [self.costs.of(layer) for layer in range(*self.bounds[chunk])]
+
+    @cached_property
+    def durations_ms(self) -> Durations:
+        """[1, chunks, microbatches, 3] for F, input gradient and weight gradient."""
+        found = np.zeros((1, len(self.counts), self.num_microbatches, 3))
+        for chunk, (start, stop) in enumerate(self.bounds):
+            for layer in range(start, stop):
+                factors = self.costs.factors.get(self.costs.layers[layer])
+                scale = np.ones(self.num_microbatches) if factors is None else np.array(factors)
+                task_ms = np.array(self.costs.of(layer).task_ms(split=self.split))
+                found[0, chunk] += scale[: self.num_microbatches, None] * task_ms
+            if self.stage_factors:
+                found[0, chunk] *= self.stage_factors[self.placement.stage_of_chunk[chunk]]
+        return found
+
+    @cached_property
+    def stage_work_ms(self) -> tuple[float, ...]:
+        """All tasks of all microbatches of each stage."""
+        per_chunk = self.durations_ms[0].sum(axis=(1, 2))
+        return tuple(float(per_chunk[list(chunks)].sum()) for chunks in self.placement.chunks_of_stage)
+
+    @cached_property
+    def chunk_bytes(self) -> tuple[ChunkBytes, ...]:
+        """Bytes of each chunk; microbatches of the largest factor count.
+
+        The first chunk, which returns no gradient, leaves all of its backward to W, and so keeps its stash until then
+        and the gradient that came, whatever its layers would owe elsewhere.
+        """
+        outputs = [self.costs.of(stop - 1).output_bytes for _, stop in self.bounds]
+        found = []
+        for chunk, (start, stop) in enumerate(self.bounds):
+            layers = [(self.costs.of(layer), self._largest_factor(layer)) for layer in range(start, stop)]
+            is_first, is_last = chunk == 0, chunk == len(self.counts) - 1
+            kept = layers[0][0].kept_bytes * layers[0][1]
+            stash = round(kept + sum(each.stash_bytes * factor for each, factor in layers))
+            owed = round(sum(each.owed_bytes * factor for each, factor in layers))
+            if is_first and not is_last:
+                owed = stash + outputs[chunk]
+            found.append(
+                ChunkBytes(
+                    fixed=sum(each.fixed_bytes for each, _ in layers),
+                    stash=stash,
+                    owed=owed if self.split else 0,
+                    inputs=0 if is_first else outputs[chunk - 1],
+                    output_grads=0 if is_last else outputs[chunk],
+                    outputs=max(0 if is_last else outputs[chunk], 0 if is_first else outputs[chunk - 1]),
+                    temporaries=max(each.temporaries_bytes for each, _ in layers)
+                    + sum(each.room_bytes(split=self.split, is_first=is_first) for each, _ in layers),
+                )
+            )
+        return tuple(found)
+
+    @cached_property
+    def links(self) -> Links:
+        """Links between stages; between two of them the largest output that travels counts."""
+        stage_of, extra_ms = self.placement.stage_of_chunk, dict[tuple[int, int], float]()
+        costs = self.costs.links
+        for chunk, (_, stop) in enumerate(self.bounds[:-1]):
+            a, b = stage_of[chunk], stage_of[chunk + 1]
+            more_ms = costs.transfer_ms(self.costs.of(stop - 1).output_bytes) - costs.latency_ms
+            for way in ((a, b), (b, a)):
+                if a != b and more_ms > 0:
+                    extra_ms[way] = max(more_ms, extra_ms.get(way, 0.0))
+        return Links(latency_ms=costs.latency_ms, extra_ms=extra_ms, control_ms=costs.control_ms)
+
+    @property
+    def machine(self) -> Machine:
+        """The machine on which the simulator runs the cut."""
+        return Machine(links=self.links, dispatch_overhead_ms=self.costs.task_ms)
+
+    def simulated_costs(self, durations_ms: Durations | None = None) -> Costs:
+        """Returns durations (its own, or draws of them) and the times of the tasks that end a step."""
+        chunks = range(len(self.counts))
+        gradients = [sum(each.gradient_bytes for each in self.layers_of(chunk)) for chunk in chunks]
+        return Costs(
+            durations_ms=self.durations_ms if durations_ms is None else durations_ms,
+            reduce_ms=tuple(self.costs.links.sum_ms(num_bytes, self.replicas) for num_bytes in gradients),
+            update_ms=tuple(sum(each.update_ms for each in self.layers_of(chunk)) for chunk in chunks),
+        )
+
+    def _largest_factor(self, layer: int) -> float:
+        return max(self.costs.factors.get(self.costs.layers[layer], (1.0,))[: self.num_microbatches])
+
+
+_KNOWN = {"embed": "E", "head": "L", "loss": "L", "patch": "P", "project": "p", "encod": "v", "vision": "v"}
+"""Parts of a type's name, and its letter."""
+_MAIN = "t"
+_WORTH_IT = 3
+"""From so many equal chunks on they are written once."""
+
+
+def letters_of(layers: Sequence[str]) -> dict[str, str]:
+    """Returns a letter for each type of layer, in the order in which the types occur; the most common other one is
+    t."""
+    letters = {name: letter for name in dict.fromkeys(layers) if (letter := _known(name))}
+    others = [name for name in dict.fromkeys(layers) if name not in letters]
+    for name in sorted(others, key=lambda name: ("decod" not in name.lower(), -layers.count(name))):
+        letters[name] = _free_letter(name, set(letters.values()))
+    return {name: letters[name] for name in dict.fromkeys(layers)}
+
+
+def cut_in_words(cut: CutModel, *, short: bool = False) -> str:
+    """Returns the line of a cut."""
+    layers, letters = cut.costs.layers, letters_of(cut.costs.layers)
+    chunks = [_chunk([letters[name] for name in layers[start:stop]]) for start, stop in cut.bounds]
+    return _shortened(chunks) if short else "|".join(chunks)
+
+
+def legend(cut: CutModel) -> str:
+    """Returns the type of layer for each letter."""
+    return ", ".join(f"{letter}: {name}" for name, letter in letters_of(cut.costs.layers).items())
+
+
+def _known(name: str) -> str | None:
+    return next((letter for part, letter in _KNOWN.items() if part in name.lower()), None)
+
+
+def _free_letter(name: str, taken: Collection[str]) -> str:
+    wanted = [_MAIN, *(letter for letter in name.lower() if letter in string.ascii_lowercase), *string.ascii_letters]
+    return next((letter for letter in wanted if letter not in taken), "?")
+
+
+def _chunk(letters: Sequence[str]) -> str:
+    runs = [(letter, len(list(run))) for letter, run in groupby(letters)]
+    return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
+
+
+def _shortened(chunks: Sequence[str]) -> str:
+    """Equal chunks one after the other, but for the last chunk, which has no bar behind it."""
+    parts = []
+    for chunk, run in groupby(chunks[:-1]):
+        count = len(list(run))
+        parts.append(f"({chunk}|)*{count}" if count >= _WORTH_IT else f"{chunk}|" * count)
+    return "".join([*parts, chunks[-1]])

@@ -1,0 +1,231 @@
+"""Costs of a layer of each type, of links and of noise, fitted to measurements of chunks.
+
+*Times of layers* come from least squares. A task of a chunk takes the time of its layers, and the same small time more
+whatever they are: launching, waiting, the way to the next task. So with chunks of one and of several layers the time of
+a layer comes from differences, and the rest belongs to every task. Numbers that a fit would make negative are 0
+(non-negative least squares). Errors in milliseconds count: a chunk of several layers says more about each of them than
+one of a single layer does.
+
+A chunk that returns no gradient, the first of a model, leaves its whole backward to W. Of it only the sum of I and W
+counts, and of types that stand in no other chunk, such as an embedding, all of it is W.
+
+*Operations and bytes* of layers come from differences between the programs of chunks of one type of layers: those of a
+chunk are the sum of its layers', and some more that are there once.
+
+*Latency and bandwidth* of links come from how long messages of several sizes took.
+
+*Noise* is fitted to repeated runs: the sigma of a log-normal body for each kind, and a common tail. Runs of one task
+are taken relative to their median. The body's sigma comes from the middle half of the logarithms, which no tail
+reaches. Runs that lie further out than a normal distribution of that sigma would come in a thousand runs, and by at
+least a fifth of the median, is the tail: its share, and how many times the median it takes."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import nnls
+
+from rrfp_jax.costs.layer_costs import LinkCosts
+from rrfp_jax.costs.noise import Noise
+
+_TASK_KINDS = ("F", "I", "W", "B")
+"""Tasks of a microbatch; B is the whole backward."""
+_Equation = tuple[dict[tuple[str, str], float], float]
+"""Number of times that each unknown counts, and their sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkTimes:
+    """Times of the tasks of one chunk."""
+
+    layers: tuple[str, ...]
+    """The types of its layers."""
+    runs_ms: Mapping[str, Sequence[float]]
+    """By kind every run of F, I, W or B; and of U, the sum and the update of gradients, once per step."""
+    returns_gradient: bool = True
+    """Whether it has an input gradient."""
+
+    @property
+    def medians_ms(self) -> dict[str, float]:
+        """Median of each kind that ran."""
+        return {kind: median(runs) for kind, runs in self.runs_ms.items() if runs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTimes:
+    """Times of the layers, as a fit has found them."""
+
+    types: Mapping[str, Mapping[str, float]]
+    """Milliseconds by kind of task, for each type."""
+    task_ms: float = 0.0
+    """Milliseconds that every task takes beside its layers."""
+    off: Mapping[str, float] = field(default_factory=dict)
+    """By kind how far the fit is from the medians, as a share: the mean over chunks, each weighed by its time."""
+
+
+def fit_times(chunks: Sequence[ChunkTimes]) -> LayerTimes:
+    """The times of each type; raises ValueError where some type ran no forward. A frozen one may have no backward."""
+    names = list(dict.fromkeys(name for chunk in chunks for name in chunk.layers))
+    inner = {name for chunk in chunks if chunk.returns_gradient for name in chunk.layers}
+    rows = [row for chunk in chunks for row in _rows(chunk, inner)]
+    found = _solved(rows)
+    task_ms = found.get(_TASK, 0.0)
+    updates = _solved(
+        [
+            ({("U", name): chunk.layers.count(name) for name in chunk.layers}, chunk.medians_ms["U"])
+            for chunk in chunks
+            if "U" in chunk.medians_ms
+        ]
+    )
+    types = {name: {kind: found[kind, name] for kind in _TASK_KINDS if (kind, name) in found} for name in names}
+    for name, times in types.items():
+        if "F" not in times:
+            raise ValueError(f"layer type {name!r} was seen to run no forward: record whole steps")
+        times["U"] = updates.get(("U", name), 0.0)
+    return LayerTimes(types=types, task_ms=task_ms, off=_off(chunks, types, task_ms))
+
+
+_TASK = ("", "task")
+
+
+def _rows(chunk: ChunkTimes, inner: Iterable[str]) -> Iterable[_Equation]:
+    """The equations of one chunk."""
+    known = chunk.medians_ms
+    groups = [("F",), ("B",)] + ([("I",), ("W",)] if chunk.returns_gradient else [("I", "W")])
+    for kinds in groups:
+        if not any(kind in known for kind in kinds):
+            continue
+        row: dict[tuple[str, str], float] = {_TASK: float(sum(kind in known for kind in kinds))}
+        for name in chunk.layers:
+            for kind in kinds:
+                if kind != "I" or name in inner:
+                    row[kind, name] = row.get((kind, name), 0.0) + 1
+        yield row, sum(known.get(kind, 0.0) for kind in kinds)
+
+
+def _solved(rows: Sequence[_Equation]) -> dict[tuple[str, str], float]:
+    if not rows:
+        return {}
+    unknowns = list(dict.fromkeys(key for row, _ in rows for key in row))
+    sums = np.array([total for _, total in rows])
+    matrix = np.array([[row.get(key, 0.0) for key in unknowns] for row, _ in rows])
+    solution, _ = nnls(matrix, sums)
+    return dict(zip(unknowns, map(float, solution), strict=True))
+
+
+def _off(chunks: Sequence[ChunkTimes], types: Mapping[str, Mapping[str, float]], task_ms: float) -> dict[str, float]:
+    off: dict[str, float] = {}
+    for kind in _TASK_KINDS:
+        known = [chunk for chunk in chunks if kind in chunk.medians_ms and (chunk.returns_gradient or kind in "FB")]
+        seen = [chunk.medians_ms[kind] for chunk in known]
+        fitted = [task_ms + sum(types[name].get(kind, 0.0) for name in chunk.layers) for chunk in known]
+        if sum(seen):
+            off[kind] = sum(abs(a - b) for a, b in zip(seen, fitted, strict=True)) / sum(seen)
+    return off
+
+
+_WORK_KINDS = ("F", "I", "W", "B", "U")
+"""Tasks of a microbatch, B being the whole backward; and U, with R, once per step."""
+
+
+class TaskWork(NamedTuple):
+    """Operations and bytes on one device."""
+
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkWork:
+    """Operations and bytes of the tasks of a chunk of layers of one type."""
+
+    layer: str
+    count: int
+    work: Mapping[str, TaskWork] = field(default_factory=dict)
+    """By kind; kinds that run no program are missing."""
+
+
+def fit_work(chunks: Sequence[ChunkWork]) -> dict[str, dict[str, TaskWork]]:
+    """Returns the work of a layer by type and kind; a type with one number of layers gets the work that its chunk has
+    once, too."""
+    by_type: dict[str, list[ChunkWork]] = {}
+    for chunk in chunks:
+        by_type.setdefault(chunk.layer, []).append(chunk)
+    return {name: {kind: _layer(some, kind) for kind in _WORK_KINDS} for name, some in by_type.items()}
+
+
+def _layer(some: Sequence[ChunkWork], kind: str) -> TaskWork:
+    seen = sorted((chunk.count, chunk.work[kind]) for chunk in some if kind in chunk.work)
+    if not seen:
+        return TaskWork()
+    (few, least), (many, most) = seen[0], seen[-1]
+    if few == many:
+        return TaskWork(*(max(values) / few for values in zip(least, most, strict=True)))
+    return TaskWork(*(max(0.0, (b - a) / (many - few)) for a, b in zip(least, most, strict=True)))
+
+
+def fit_links(seen: Iterable[tuple[float, float]], control_ms: float | None = None) -> LinkCosts:
+    """Returns the links of tensors that are given as (bytes, milliseconds), and of a message without tensors, if known.
+
+    With a single size and no such message all of the time is latency. A fit in which size does not matter says so.
+    """
+    points = [(num_bytes / 1e6, ms) for num_bytes, ms in seen]
+    if not points:
+        return LinkCosts(latency_ms=control_ms or 0.0, control_ms=control_ms or 0.0)
+    if control_ms is not None:
+        points.append((0.0, control_ms))
+    matrix = np.array([[1.0, megabytes] for megabytes, _ in points])
+    times = np.array([ms for _, ms in points])
+    weights = 1 / np.maximum(times, 1e-6)
+    (latency_ms, ms_per_megabyte), _ = nnls(matrix * weights[:, None], times * weights)
+    return LinkCosts(
+        latency_ms=float(latency_ms),
+        gb_per_s=1 / float(ms_per_megabyte) if ms_per_megabyte > 0 else None,
+        control_ms=min(control_ms or 0.0, float(latency_ms)),
+    )
+
+
+_QUARTILES_APART = 1.34898
+"""Distance of the quartiles of a standard normal distribution."""
+_FAR = 3.2905
+"""Sigmas within which a normal distribution has 999 of 1000 draws."""
+_LEAST_FACTOR = 1.2
+_LEAST_RUNS = 8
+"""Runs of a task from which on its median means much."""
+_SHORT_MS = 0.2
+"""Shorter tasks vary with the clock and the host, and are left out where there are longer ones."""
+_SLOTS = {"F": "F", "I": "I", "W": "W", "B": "I"}
+"""As which kind of :class:`Noise` each counts: a whole backward like an input gradient, and like a weight gradient."""
+
+
+def fit_noise(chunks: Sequence[ChunkTimes]) -> Noise:
+    """Returns the noise of these runs; none where too few were made."""
+    logs: dict[str, list[float]] = defaultdict(list)
+    for least_ms in (_SHORT_MS, 0.0):
+        for chunk in chunks:
+            for kind, slot in _SLOTS.items():
+                runs = np.array(chunk.runs_ms.get(kind, ()))
+                if len(runs) >= _LEAST_RUNS and (middle := float(np.median(runs))) > least_ms:
+                    logs[slot] += np.log(np.maximum(runs, 1e-6) / middle).tolist()
+        if logs:
+            break
+    if "W" not in logs and "I" in logs:
+        logs["W"] = logs["I"]
+    sigma = {slot: _body(np.array(each)) for slot, each in sorted(logs.items())}
+    far = [float(log) for slot, each in logs.items() for log in each if log > max(_FAR * sigma[slot], _least_log())]
+    total = sum(map(len, logs.values()))
+    if not far:
+        return Noise(sigma=sigma)
+    return Noise(sigma=sigma, tail=len(far) / total, tail_factor=float(np.mean(np.exp(far))))
+
+
+def _body(logs: np.ndarray) -> float:
+    low, high = np.quantile(logs, [0.25, 0.75])
+    return round(float(high - low) / _QUARTILES_APART, 4)
+
+
+def _least_log() -> float:
+    return float(np.log(_LEAST_FACTOR))

@@ -1,0 +1,284 @@
+"""The one form of costs: of a layer of each type, of a model that is a sequence of such layers, and of all ways to run
+it.
+
+The costs of a chunk are the sums of those of its layers. Ends of the model are layers too: an embedding and a head are
+types of their own, of which there is one each. Whatever the source (measured, from compiled programs, or worked out
+from a device's record), planning sees this form alone.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from rrfp_jax.costs.layer_sizes import REMAT_NAMES, is_known_remat
+from rrfp_jax.costs.noise import Noise
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, check_fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCosts:
+    """One layer of a type, for one microbatch, on the devices of one stage. Raises ValueError for negative numbers."""
+
+    forward_ms: float
+    input_gradient_ms: float
+    weight_gradient_ms: float
+    backward_ms: float | None = None
+    """Milliseconds of the whole backward as one task; None: the sum of its halves."""
+    update_ms: float = 0.0
+    """Milliseconds of the optimizer, once per step."""
+    fixed_bytes: int = 0
+    """On each device all the time: parameters, gradient accumulators, optimizer state."""
+    gradient_bytes: int = 0
+    """Bytes of the parameters' gradient, which replicas sum up once per step."""
+    stash_bytes: int = 0
+    """Per microbatch, from F to B or I."""
+    owed_bytes: int = 0
+    """Per microbatch, from I to W where the backward is split."""
+    kept_bytes: int = 0
+    """Per microbatch, from F to B or I, beside the stash, where it is the first layer of a chunk: the part of its input
+    that the chunk keeps however many layers follow."""
+    temporaries_bytes: int = 0
+    """Bytes while one of its programs runs; a chunk needs those of its largest layer."""
+    more_temporaries_bytes: int = 0
+    """Bytes that the programs of a chunk need beyond that for each layer."""
+    split_temporaries_bytes: int | None = None
+    """The same where the backward is split; None: as much."""
+    output_bytes: int = 0
+    """Bytes per microbatch that it hands on; as many come back as a gradient."""
+    flops: float = 0.0
+    """Operations of the model, forward and backward of one microbatch, on all devices of the stage; rematerialisation
+    does not count."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, NOT_NEGATIVE, *self.__dataclass_fields__)
+
+    @property
+    def whole_backward_ms(self) -> float:
+        """Milliseconds of the backward as one task."""
+        if self.backward_ms is None:
+            return self.input_gradient_ms + self.weight_gradient_ms
+        return self.backward_ms
+
+    def room_bytes(self, *, split: bool, is_first: bool = False) -> int:
+        """Returns the bytes that the programs of a chunk need for each layer beyond the temporaries of the largest one.
+
+        In the first chunk of a model W does the whole backward."""
+        halves = self.more_temporaries_bytes if self.split_temporaries_bytes is None else self.split_temporaries_bytes
+        if not split:
+            return self.more_temporaries_bytes
+        return max(halves, self.more_temporaries_bytes) if is_first else halves
+
+    def task_ms(self, *, split: bool) -> tuple[float, float, float]:
+        """F, input gradient and weight gradient, whose sum is the whole backward where that is not split."""
+        halves_ms = self.input_gradient_ms + self.weight_gradient_ms
+        scale = 1.0 if split or not halves_ms else self.whole_backward_ms / halves_ms
+        return self.forward_ms, self.input_gradient_ms * scale, self.weight_gradient_ms * scale
+
+    def work_ms(self, *, split: bool) -> float:
+        """All tasks of one microbatch."""
+        return sum(self.task_ms(split=split))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkCosts:
+    """The times of messages from one stage to another. Raises ValueError for numbers that no link has."""
+
+    latency_ms: float = 0.0
+    gb_per_s: float | None = None
+    """10^9 bytes per second; None: size does not matter."""
+    control_ms: float = 0.0
+    """Milliseconds of a message without tensors."""
+    replicas_gb_per_s: float | None = None
+    """Between the replicas of a stage, for the sums of gradients; None: as between stages."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, NOT_NEGATIVE, "latency_ms", "control_ms")
+        check_fields(self, POSITIVE, "gb_per_s", "replicas_gb_per_s")
+
+    def transfer_ms(self, num_bytes: float) -> float:
+        """Returns the milliseconds of a tensor of ``num_bytes``."""
+        return self.latency_ms + (0.0 if self.gb_per_s is None else num_bytes / self.gb_per_s / 1e6)
+
+    def sum_ms(self, num_bytes: float, replicas: int) -> float:
+        """Returns the milliseconds of a sum of gradients over replicas, as a ring does it: each device sends and
+        receives ``2 (n - 1) / n`` of the bytes (Patarasuk and Yuan, 2009)."""
+        rate = self.replicas_gb_per_s or self.gb_per_s
+        if replicas == 1 or not num_bytes:
+            return 0.0
+        bytes_ms = 0.0 if rate is None else 2 * (replicas - 1) / replicas * num_bytes / rate / 1e6
+        return 2 * (replicas - 1) * self.latency_ms + bytes_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCosts:
+    """A model as the types of its layers in order, and the costs of each type.
+
+    Raises ValueError, with the remedy, for a layer whose type has no costs, or a model without layers.
+    """
+
+    layers: tuple[str, ...]
+    """The type of each layer, in the order in which a microbatch meets them, ends included."""
+    types: Mapping[str, LayerCosts]
+    ends: frozenset[int] = frozenset()
+    """Layers behind which a chunk must end, as between an encoder and its decoder."""
+    factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """By type, how many times its costs each microbatch takes, where microbatches differ; other types: 1."""
+    task_ms: float = 0.0
+    """Milliseconds of every task beside its layers: the part of launching it that nothing hides."""
+    links: LinkCosts = field(default_factory=LinkCosts)
+
+    def __post_init__(self) -> None:
+        check_fields(self, NOT_NEGATIVE, "task_ms")
+        if not self.layers:
+            raise ValueError("the costs name no layer: give the type of every layer of the model, in order")
+        missing = [name for name in dict.fromkeys(self.layers) if name not in self.types]
+        if missing:
+            known = ", ".join(self.types) or "none"
+            raise ValueError(f"the costs lack the layer type {missing[0]!r}: add it; those given are {known}")
+        wrong = [end for end in self.ends if not 0 <= end < len(self.layers)]
+        if wrong:
+            raise ValueError(
+                f"a chunk cannot end behind layer {wrong[0]} of {len(self.layers)}: use 0 or more, and less"
+            )
+        for name, factors in self.factors.items():
+            if name not in self.types or not all(factor >= 0 for factor in factors):
+                raise ValueError(f"the factors of layer type {name!r} fit no type, or some is negative: mend them")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, ends included."""
+        return len(self.layers)
+
+    def of(self, layer: int) -> LayerCosts:
+        """The costs of a layer by its number."""
+        return self.types[self.layers[layer]]
+
+    def mean_factor(self, layer: int) -> float:
+        """How many times its costs a layer takes on average over the microbatches."""
+        factors = self.factors.get(self.layers[layer], ())
+        return sum(factors) / len(factors) if factors else 1.0
+
+    def work_ms(self, layer: int, *, split: bool) -> float:
+        """All tasks of an average microbatch."""
+        return self.of(layer).work_ms(split=split) * self.mean_factor(layer)
+
+
+NONE = "none"
+
+
+class StageSetting(NamedTuple):
+    """One way to run the stages of a model, for which there are costs."""
+
+    microbatch_size: int = 1
+    """Samples of a microbatch."""
+    tensor: int = 1
+    """Devices that share every layer."""
+    remat: str = NONE
+    """Name of the arrays that backwards compute again (:data:`rrfp_jax.costs.layer_sizes.REMAT_NAMES`)."""
+
+    @property
+    def words(self) -> str:
+        """The setting in words, for messages."""
+        return f"microbatch size {self.microbatch_size}, tensor {self.tensor}, remat {self.remat}"
+
+
+def every_setting(sizes: Sequence[int], tensors: Sequence[int], remats: Sequence[str]) -> list[StageSetting]:
+    """Returns every combination; raises ValueError for an unknown rematerialisation."""
+    unknown = [name for name in remats if not is_known_remat(name)]
+    if unknown:
+        raise ValueError(f"remat is {unknown[0]!r}: give some of {', '.join(REMAT_NAMES)}")
+    return [StageSetting(size, tensor, remat) for tensor in tensors for remat in remats for size in sizes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostEntry:
+    """The costs of the layer types in one way to run a stage."""
+
+    types: Mapping[str, LayerCosts]
+    microbatch_size: int = 1
+    """Samples of a microbatch."""
+    tensor: int = 1
+    """Devices that share every layer."""
+    remat: str = NONE
+    """Name of the arrays that backwards compute again."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, AT_LEAST_1, "microbatch_size", "tensor")
+
+    @property
+    def setting(self) -> StageSetting:
+        """The way to run a stage."""
+        return StageSetting(self.microbatch_size, self.tensor, self.remat)
+
+    @property
+    def words(self) -> str:
+        """The setting in words, for messages."""
+        return self.setting.words
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostBook:
+    """All that the planner knows about a model and the machine that it is to run on. Raises ValueError where entries
+    lack a layer type, or say two things of one way to run."""
+
+    layers: tuple[str, ...]
+    """The type of each layer in order, ends included."""
+    entries: tuple[CostEntry, ...]
+    ends: frozenset[int] = frozenset()
+    """Layers behind which a chunk must end."""
+    links: LinkCosts = field(default_factory=LinkCosts)
+    noise: Noise = field(default_factory=Noise)
+    task_ms: float = 0.0
+    """Milliseconds of every task beside its layers."""
+    factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """By type, how many times its costs each microbatch takes, where microbatches differ."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Axes of every stage's mesh beside ``tensor``, with their sizes: those that all entries are for."""
+    tokens_per_sample: float = 0.0
+    """0: not known, so that no throughput in tokens is told."""
+    device: str = ""
+    """The device in words."""
+    device_bytes: int | None = None
+    """Memory of a device; None: not known."""
+    device_flops: float | None = None
+    """Peak operations per second of a device in the dtype that computes; None: not known."""
+    source: str = ""
+    """The source of the costs, in words."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, POSITIVE, "device_bytes", "device_flops")
+        check_fields(self, NOT_NEGATIVE, "task_ms", "tokens_per_sample")
+        if not self.entries:
+            raise ValueError("the costs have no entry: give those of at least one microbatch size")
+        seen: set[str] = set()
+        for entry in self.entries:
+            if entry.words in seen:
+                raise ValueError(f"two entries are for {entry.words}: leave one out")
+            seen.add(entry.words)
+            costs = self._model(entry)
+            if not any(costs.work_ms(layer, split=True) for layer in range(costs.num_layers)):
+                raise ValueError(f"no layer takes any time for {entry.words}: give milliseconds above 0 to some")
+
+    def unit_devices(self, tensor: int) -> int:
+        """Returns the devices of one replica of a stage."""
+        return tensor * prod(self.mesh.values())
+
+    def at(self, *, microbatch_size: int, tensor: int = 1, remat: str = NONE) -> ModelCosts:
+        """The costs of the model run so; raises ValueError, with those that there are, where no entry says so."""
+        wanted = StageSetting(microbatch_size, tensor, remat)
+        for entry in self.entries:
+            if entry.setting == wanted:
+                return self._model(entry)
+        known = "; ".join(entry.words for entry in self.entries)
+        raise ValueError(f"no costs are known for {wanted.words}: take one of {known}, or profile it")
+
+    def _model(self, entry: CostEntry) -> ModelCosts:
+        return ModelCosts(
+            layers=self.layers,
+            types=entry.types,
+            ends=self.ends,
+            factors=self.factors,
+            task_ms=self.task_ms,
+            links=self.links,
+        )

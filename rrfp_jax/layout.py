@@ -1,0 +1,235 @@
+"""The layout of a run: stages, replicas and the devices of each, dealt out to ranks in order.
+
+A *unit* is one replica of one stage: a stage of its own with an arbiter of its own, on the devices of a mesh with named
+axes, ``tensor`` and others. Devices are numbered with the first of these axes innermost, then data, then stages, and
+dealt out to the ranks (processes) in that order, the same number to each. So a rank may host several units, and a unit
+may span several ranks, which then form its *group*.
+
+The axes of a stage's mesh: their names, sizes and order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from math import prod
+from operator import mul
+from typing import Any
+
+from rrfp_jax.bounded_text import shown
+from rrfp_jax.field_rules import AT_LEAST_1, check_fields, check_types
+
+TENSOR, FSDP, EXPERT, CONTEXT = "tensor", "fsdp", "expert", "context"
+"""Axes whose names have a meaning: see :mod:`rrfp_jax.programs.shardings`."""
+_RESERVED = ("data", "stage")
+"""Axes of the pipeline itself."""
+
+_MOST_DEVICES = 1 << 16
+
+Axes = tuple[tuple[str, int], ...]
+"""Names and sizes, innermost first: neighbours along the first one are neighbouring devices."""
+
+
+def checked_axes(mesh: Mapping[str, int]) -> Axes:
+    """The axes of a mesh that was given as a mapping, innermost first.
+
+    Raises ValueError for a name that is none or stands for something else, and for sizes below 1.
+    """
+    for name, size in mesh.items():
+        if not name.isidentifier() or name in _RESERVED:
+            raise ValueError(
+                f"mesh has an axis {name!r}: take another name, for example {TENSOR}, {FSDP}, {EXPERT} or {CONTEXT}; "
+                f"{' and '.join(_RESERVED)} are the pipeline's own"
+            )
+        if size < 1:
+            raise ValueError(f"mesh has {size} devices along {name}: give at least 1")
+        if size > _MOST_DEVICES:
+            raise ValueError(f"mesh has {shown(size)} devices along {name}: give at most {_MOST_DEVICES}")
+    return tuple(mesh.items())
+
+
+def other_axes(mesh: Mapping[str, int] | None) -> dict[str, int]:
+    """Returns the axes of a mesh that have several devices and share no matrices."""
+    return {name: size for name, size in (mesh or {}).items() if name != TENSOR and size > 1}
+
+
+def with_tensor(mesh: Mapping[str, int] | None, tensor: int) -> dict[str, int]:
+    """The mesh with so many devices along ``tensor``, which is innermost where it was not named."""
+    named = {TENSOR: tensor} if mesh is None or TENSOR not in mesh else {}
+    return named | {name: tensor if name == TENSOR else size for name, size in (mesh or {}).items()}
+
+
+def spans(mesh: Mapping[str, int]) -> dict[str, int]:
+    """By axis, over how many neighbouring devices its groups stretch."""
+    return dict(zip(mesh, accumulate(mesh.values(), mul), strict=True))
+
+
+def num_devices(axes: Axes) -> int:
+    """Returns the number of devices of a mesh with these axes."""
+    return prod(size for _, size in axes)
+
+
+def describe_axes(axes: Axes) -> str:
+    """For messages: ``tensor 2 x fsdp 4``; of axes of one device only the first one is named."""
+    shown = [axis for axis in axes if axis[1] > 1] or list(axes[:1])
+    return " x ".join(f"{name} {size}" for name, size in shown)
+
+
+def with_axes_in_order(pipeline: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the plain data of a section ``pipeline`` with its meshes as lists: meshes with axes in another order are
+    other meshes, though mappings of the same entries are equal."""
+    meshes = {name: mesh for name in ("mesh", "encoder_mesh") if (mesh := pipeline.get(name)) is not None}
+    return {**pipeline, **{name: [list(axis) for axis in mesh.items()] for name, mesh in meshes.items()}}
+
+
+def name_unit(unit: int, num_stages: int | None) -> str:
+    """Returns a unit in words: ``stage 1, replica 0``; without replicas (None) units are stages, ``stage 1``."""
+    if num_stages is None:
+        return f"stage {unit}"
+    return f"stage {unit % num_stages}, replica {unit // num_stages}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The degrees of parallelism and the number of processes. Raises ValueError where they do not fit together."""
+
+    num_stages: int
+    data: int = 1
+    """Replicas of the whole pipeline, each with its own share of the microbatches."""
+    tensor: int = 1
+    """Devices that share each layer of a stage: a mesh of this axis alone, or the one in ``mesh``."""
+    mesh: Mapping[str, int] | Sequence[Mapping[str, int]] = ()
+    """All axes over the devices of a unit with their sizes, innermost first; where stages have different ones, those of
+    each stage, of equally many devices; empty: ``tensor`` alone."""
+    num_ranks: int = 1
+    """Number of processes."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "num_ranks")
+        if self.mesh and self.tensor > 1:
+            raise ValueError(f"tensor is {self.tensor} beside a mesh: give it in mesh alone")
+        self._check_sizes()
+        if self.num_devices % self.num_ranks:
+            raise ValueError(
+                f"{self.num_stages} stages x data {self.data} x {self.axes} need {self.num_devices} devices, "
+                f"which cannot be dealt out evenly to {self.num_ranks} processes: start a number of processes that "
+                f"divides {self.num_devices}"
+            )
+
+    def _check_sizes(self) -> None:
+        if len(self.axes_of_stage) != self.num_stages:
+            raise ValueError(
+                f"{len(self.axes_of_stage)} meshes are given for {self.num_stages} stages: give one for each"
+            )
+        sizes = [num_devices(axes) for axes in self.axes_of_stage]
+        odd = next((stage for stage, size in enumerate(sizes) if size != sizes[0]), None)
+        if odd is not None:
+            raise ValueError(
+                f"stage 0 has {describe_axes(self.axes_of_stage[0])}, {sizes[0]} devices, and stage {odd} "
+                f"{describe_axes(self.axes_of_stage[odd])}, {sizes[odd]}: give all stages equally many"
+            )
+
+    @property
+    def num_units(self) -> int:
+        return self.num_stages * self.data
+
+    @cached_property
+    def axes_of_stage(self) -> tuple[Axes, ...]:
+        """The axes over the devices of each stage's units, innermost first."""
+        mesh = self.mesh or {TENSOR: self.tensor}
+        return tuple(map(checked_axes, [mesh] * self.num_stages if isinstance(mesh, Mapping) else mesh))
+
+    @property
+    def unit_size(self) -> int:
+        """Devices of a unit."""
+        return num_devices(self.axes_of_stage[0])
+
+    @property
+    def axes(self) -> str:
+        """The axes of all stages, for messages."""
+        return " or ".join(dict.fromkeys(map(describe_axes, self.axes_of_stage)))
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_units * self.unit_size
+
+    @property
+    def devices_per_rank(self) -> int:
+        return self.num_devices // self.num_ranks
+
+    def unit(self, stage: int, replica: int) -> int:
+        """The number of a unit; replica 0 comes first, so that without data parallelism units are stages."""
+        return replica * self.num_stages + stage
+
+    def stage_of(self, unit: int) -> int:
+        return unit % self.num_stages
+
+    def replica_of(self, unit: int) -> int:
+        return unit // self.num_stages
+
+    @property
+    def stages_of_replica(self) -> int | None:
+        """Number of stages of each replica, for :func:`name_unit`; None if there is only one replica."""
+        return self.num_stages if self.data > 1 else None
+
+    def devices_of(self, unit: int) -> tuple[int, ...]:
+        """The global numbers of a unit's devices, the first axis of its mesh innermost."""
+        first = (self.stage_of(unit) * self.data + self.replica_of(unit)) * self.unit_size
+        return tuple(range(first, first + self.unit_size))
+
+    def rank_of_device(self, device: int) -> int:
+        return device // self.devices_per_rank
+
+    def ranks_of(self, unit: int) -> tuple[int, ...]:
+        """The ranks that hold a unit's devices, ascending; the first one leads the group."""
+        return self._ranks_of[unit]
+
+    def units_of(self, rank: int) -> tuple[int, ...]:
+        """The units of which a rank holds devices, ascending."""
+        return tuple(unit for unit in range(self.num_units) if rank in self._ranks_of[unit])
+
+    def units_of_stage(self, stage: int) -> tuple[int, ...]:
+        """All replicas of a stage."""
+        return tuple(self.unit(stage, replica) for replica in range(self.data))
+
+    def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
+        """The ranks that hold devices of any replica of a stage, ascending."""
+        return tuple(sorted({rank for unit in self.units_of_stage(stage) for rank in self._ranks_of[unit]}))
+
+    def shared_devices(self, rank: int, num_devices: int) -> tuple[int, ...]:
+        """For each device that the layout asks of a rank, which of the ``num_devices`` that it has stands for it.
+
+        Where these are fewer, stages share them evenly, consecutive ones together; the devices of one stage are apart.
+        Raises ValueError where they are too few even for that.
+        """
+        wanted = range(rank * self.devices_per_rank, (rank + 1) * self.devices_per_rank)
+        if num_devices >= len(wanted):
+            return tuple(range(len(wanted)))
+        stages = [
+            len(list(devices)) for _, devices in groupby(wanted, lambda device: device // self._devices_per_stage)
+        ]
+        num_sets = num_devices // max(stages)
+        if not num_sets:
+            raise ValueError(
+                f"rank {rank} has {num_devices} devices, and stages may share them, but data {self.data} x "
+                f"{self.axes} need {max(stages)} of their own: lower these degrees, or give more devices"
+            )
+        firsts = [number * num_sets // len(stages) * max(stages) for number in range(len(stages))]
+        return tuple(first + i for first, size in zip(firsts, stages, strict=True) for i in range(size))
+
+    @property
+    def _devices_per_stage(self) -> int:
+        return self.data * self.unit_size
+
+    @cached_property
+    def _ranks_of(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(dict.fromkeys(self.rank_of_device(device) for device in self.devices_of(unit)))
+            for unit in range(self.num_units)
+        )
+
+    def describe(self) -> str:
+        """For messages: ``2 stages x data 2 x tensor 2 on 4 processes``."""
+        processes = "process" if self.num_ranks == 1 else "processes"
+        return f"{self.num_stages} stages x data {self.data} x {self.axes} on {self.num_ranks} {processes}"

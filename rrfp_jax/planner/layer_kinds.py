@@ -1,0 +1,361 @@
+"""The layers of decoders and encoders, with their names, operations and bytes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from rrfp_jax.commands.studies.model_pairs import decoder_sizes, sizes_of
+from rrfp_jax.costs.layer_sizes import (
+    LayerSizes,
+    Sent,
+    Widths,
+    dense_layer,
+    embedding_layer,
+    head_layer,
+    transformer_layer,
+)
+from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.encoder_config import VisionConfig
+from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.planner.microbatches import MicrobatchRows
+
+if TYPE_CHECKING:
+    from rrfp_jax.programs.target import Target
+
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes of a number, by the name of its dtype."""
+_ID_COLUMNS = 64
+"""Columns that each head of packed rows has in cuDNN's attention; see :mod:`rrfp_jax.models.attention`."""
+FLOAT32 = FLOAT_BYTES["float32"]
+
+
+class Placed(NamedTuple):
+    """A layer in its place."""
+
+    kind: str
+    names: tuple[str, ...]
+    """Names of its parts, as configurations freeze them."""
+    sizes: LayerSizes
+    param_dtype: str
+    is_encoder: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRun:
+    """How a stage runs its layers."""
+
+    rows: MicrobatchRows
+    """Rows of the whole microbatch."""
+    tensor: int = 1
+    """Devices that share every layer."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Axes of the stage's mesh that share no matrices, with their sizes."""
+    remat: str = "none"
+    target: "Target"
+    """The kind of device that runs them, which decides how attention and experts are computed."""
+    compute_bytes: int = 4
+    """Bytes of a number with which the decoder computes."""
+    pixel_bytes: int = 4
+    """Bytes of a value of a patch, as the data hand it over."""
+
+    def part(self, size: int) -> int:
+        """Returns each device's part of a size: an equal one, or all where it does not divide."""
+        return size if size % self.tensor else size // self.tensor
+
+    @cached_property
+    def own(self) -> MicrobatchRows:
+        """Rows of one device; a number that does not divide is whole on each."""
+        rows, context = prod(self.axes.get(axis, 1) for axis in (FSDP, EXPERT)), self.axes.get(CONTEXT, 1)
+        return MicrobatchRows(
+            num_rows=_part(self.rows.num_rows, rows),
+            length=_part(self.rows.length, context),
+            image_rows=_part(self.rows.image_rows, rows),
+            patch_length=_part(self.rows.patch_length, context),
+        )
+
+    @property
+    def is_context_cut(self) -> bool:
+        """Whether positions of a decoder are dealt out, and scores are computed in tiles."""
+        return self.own.length < self.rows.length
+
+    def spread(self, sizes: LayerSizes, parts: float, *more: Sent) -> LayerSizes:
+        """Returns the layer with the costs of parameters and their gradients on the axes: gathered and added up by
+        ``fsdp``, added up by others that cut rows or positions into ``parts`` altogether; ``more`` is sent besides."""
+        fsdp, held = self.axes.get(FSDP, 1), -(-sizes.num_params // self.axes.get(FSDP, 1))
+        num_bytes = sizes.num_params * self.compute_bytes * (1 - 1 / fsdp)
+        # CPU devices sum gradients over such an axis into arrays of their own
+        copies = 1 + (self.target.platform == "cpu" and any(self.axes.get(axis, 1) > 1 for axis in (EXPERT, CONTEXT)))
+        summed, own = sizes.num_params * FLOAT32 * copies, sizes.more_temporaries_bytes - sizes.lasting_bytes
+        sent = [Sent(FSDP, num_bytes, num_bytes * sizes.returns_gradient, num_bytes)] if fsdp > 1 else []
+        for axis in (EXPERT, CONTEXT):
+            size = self.axes.get(axis, 1)
+            sent += [Sent(axis, weight_gradient=2 * (1 - 1 / size) * held * self.compute_bytes)] if size > 1 else []
+        return replace(
+            sizes,
+            held_params=held,
+            derived_bytes=-(-sizes.derived_bytes // fsdp),
+            more_temporaries_bytes=round(max(own, summed) + num_bytes) + sizes.lasting_bytes,
+            lasting_bytes=sizes.lasting_bytes + round(num_bytes),
+            sharing=round(parts),
+            sent=(*sent, *more),
+        )
+
+    def is_fused(self, compute_dtype: str, length: int, widths: Widths, *, head_dim: int, is_packed: bool) -> bool:
+        """Whether attention keeps no scores of all pairs of positions."""
+        import jax.numpy as jnp  # a plan whose costs come from a file loads no JAX
+
+        from rrfp_jax.models.attention import AttentionCall, implementation
+
+        asked = AttentionCall(
+            rows=self.own.num_rows, length=length, heads=round(widths.num_heads), kv_heads=widths.key // head_dim,
+            head_dim=head_dim, dtype=jnp.dtype(compute_dtype), is_causal=True, is_packed=is_packed,
+        )  # fmt: skip
+        return implementation(self.target, asked) != "formula"
+
+
+def _part(size: int, number: int) -> int:
+    return size if size % number else size // number
+
+
+def decoder_layer_sizes(
+    model: LanguageModelConfig, way: StageRun, *, packed: bool, prefix: str = ""
+) -> Iterator[Placed]:
+    """``embedding``, so many times ``layer``, and ``head`` with the final norm.
+
+    Where some layers have experts and others have none, those that have are of kind ``sparse``.
+    """
+    sizes, c = decoder_sizes(model), FLOAT_BYTES[model.compute_dtype]
+    tokens, is_cast = way.own.tokens, model.compute_dtype != model.param_dtype
+    parts = way.rows.tokens / tokens
+    words, stream = way.part(model.vocab_size), tokens * model.hidden * c
+    embedding = embedding_layer(
+        model.hidden,
+        num_params=words * model.hidden,
+        num_tokens=tokens,
+        compute_bytes=c,
+        param_bytes=FLOAT_BYTES[model.param_dtype],
+    )
+    embedding = replace(embedding, sums=(1, 0), sum_bytes=stream, returns_gradient=bool(prefix))
+    yield Placed("embedding", (f"{prefix}embedding",), way.spread(embedding, parts), model.param_dtype)
+    kinds = {is_sparse: _decoder_layer(model, way, is_sparse, packed=packed) for is_sparse in (False, True)}
+    is_mixed = 0 < model.num_sparse_layers < model.num_layers
+    for number in range(model.num_layers):
+        is_sparse = model.is_sparse(number)
+        kind = "sparse" if is_sparse and is_mixed else "layer"
+        yield Placed(kind, (f"{prefix}layers.{number}",), kinds[is_sparse], model.param_dtype)
+    head = head_layer(
+        model.hidden,
+        words,
+        sizes.head(way.rows.tokens),
+        num_params=words * model.hidden + model.hidden,
+        num_tokens=tokens,
+        remat=way.remat,
+        compute_bytes=c,
+        is_cast=is_cast,
+    )
+    names = (f"{prefix}final_norm", f"{prefix}{'embedding' if model.tie_embeddings else 'head'}")
+    head = way.spread(replace(head, sums=(1, 1), sum_bytes=stream), parts)
+    yield Placed("head", names, head, model.param_dtype)
+
+
+def _decoder_layer(model: LanguageModelConfig, way: StageRun, is_sparse: bool, *, packed: bool) -> LayerSizes:
+    """Returns the operations of a device's experts, which are more than those that tokens choose: see
+    `rrfp_jax.models.experts`."""
+    tokens, c, is_tiled = way.own.tokens, FLOAT_BYTES[model.compute_dtype], way.is_context_cut
+    sizes = replace(decoder_sizes(model), expert_dims=_expert_dims(model, way)) if is_sparse else decoder_sizes(model)
+    widths = _decoder_widths(model, way, is_sparse)
+    layer = transformer_layer(
+        widths,
+        sizes.layer(way.rows.tokens, way.rows.pairs * _seen(way), is_sparse=is_sparse),
+        num_params=_layer_params(model, way, is_sparse),
+        num_tokens=tokens,
+        length=way.rows.length,
+        remat=way.remat,
+        compute_bytes=c,
+        is_fused=is_tiled
+        or way.is_fused(model.compute_dtype, way.rows.length, widths, head_dim=model.size_per_head, is_packed=packed),
+        is_cast=model.compute_dtype != model.param_dtype,
+    )
+    of_rows = 0
+    if packed:  # positions and segments, or what is made of them
+        of_rows = 8 if way.remat != "none" else model.size_per_head * FLOAT32
+        if way.target.is_nvidia and way.remat == "none":  # queries and keys tell samples apart by more columns
+            of_rows += (widths.query + widths.key) // model.size_per_head * _ID_COLUMNS * c
+    if is_sparse:  # tokens before, behind and weighed behind the experts; the second are a product's result
+        of_rows += round(
+            {"none": 3, "dots": 1, "full": 0}[way.remat] * _experts_per_token(model, way) * model.hidden * c
+        )
+    stash = layer.stash_bytes + tokens * of_rows
+    layer = replace(layer, stash_bytes=stash, sums=(2, 2), sum_bytes=tokens * model.hidden * c)
+    if is_tiled and way.remat != "none":  # keys and values of all devices of the axis, and sums over tiles
+        keys = 2 * way.part(model.num_key_value_heads) * model.size_per_head * way.rows.length // way.own.length
+        sums = 2 * (model.num_heads // way.tensor) * model.size_per_head
+        layer = layer.with_temporaries(tokens * (keys * c + sums * FLOAT32))
+    if is_sparse and way.remat != "none":  # rows before and behind the experts, and as they travel
+        rows = tokens * _experts_per_token(model, way) * (2 if way.axes.get(EXPERT, 1) > 1 else 1)
+        layer = layer.with_temporaries(round(2 * rows * model.hidden * c))
+    if is_sparse:  # matrices of other devices, and their gradients
+        layer = layer.with_temporaries(_gathered_params(model, way) * (c + FLOAT32))
+    return way.spread(layer, way.rows.tokens / tokens, *_keys_sent(model, way), *_experts_sent(model, way, is_sparse))
+
+
+def _seen(way: StageRun) -> float:
+    """Which part of the pairs of positions is computed: tiles above the diagonal are left out where there are some."""
+    parts = way.rows.length // way.own.length
+    return (2 * parts + 1) / (4 * parts) if way.is_context_cut else 1.0
+
+
+def _keys_sent(model: LanguageModelConfig, way: StageRun) -> Iterator[Sent]:
+    """Keys and values of other devices, in F and again in the backward, with their float32 gradients."""
+    if way.is_context_cut:
+        width = 2 * way.part(model.num_key_value_heads) * model.size_per_head
+        numbers = way.own.num_rows * (way.rows.length - way.own.length) * width
+        yield Sent(CONTEXT, numbers * way.compute_bytes, numbers * (way.compute_bytes + FLOAT32))
+
+
+def _experts_sent(model: LanguageModelConfig, way: StageRun, is_sparse: bool) -> Iterator[Sent]:
+    """Tokens to experts and back, in F and in the backward; without a capacity the matrices of all experts instead."""
+    size, experts = way.axes.get(EXPERT, 1), model.experts
+    if not is_sparse or experts is None or size == 1:
+        return
+    if experts.capacity_factor is None:
+        num_bytes: float = _gathered_params(model, way) * way.compute_bytes
+        yield Sent(EXPERT, num_bytes, num_bytes, num_bytes)
+    else:
+        per_token = min(experts.capacity_factor * experts.experts_per_token, size)
+        num_bytes = 2 * (1 - 1 / size) * way.own.tokens * per_token * model.hidden * way.compute_bytes
+        yield Sent(EXPERT, num_bytes, num_bytes)
+
+
+def _gathered_params(model: LanguageModelConfig, way: StageRun) -> int:
+    """Returns the parameters of other devices' experts, with which a device computes where experts have no capacity."""
+    size, experts = way.axes.get(EXPERT, 1), model.experts
+    if experts is None or experts.capacity_factor is not None:
+        return 0
+    return (size - 1) * (experts.num_experts // size) * 3 * model.hidden * (model.expert_dim // way.tensor)
+
+
+def _expert_dims(model: LanguageModelConfig, way: StageRun) -> int:
+    """Returns the inner widths that are computed for each token."""
+    experts = model.experts
+    if experts is None:
+        return 0
+    return round(_experts_per_token(model, way) * model.expert_dim) + (experts.shared_mlp_dim or 0)
+
+
+def _experts_per_token(model: LanguageModelConfig, way: StageRun) -> float:
+    """Returns how many experts are computed for a token, which may be more than are chosen."""
+    experts = model.experts
+    if experts is None:
+        return 0.0
+    if experts.capacity_factor is not None:
+        return min(float(experts.num_experts), experts.capacity_factor * experts.experts_per_token)
+    if way.target.platform == "cpu":  # every expert computes every token
+        return float(experts.num_experts)
+    if way.target.platform == "gpu":  # runs are filled up to whole blocks
+        from rrfp_jax.models.experts import block_size
+
+        pairs, tokens = way.own.tokens * experts.experts_per_token, way.own.tokens
+        size = block_size(pairs, experts.num_experts)
+        return (pairs + experts.num_experts * (size - 1)) // size * size / tokens
+    return float(experts.experts_per_token)
+
+
+def _decoder_widths(model: LanguageModelConfig, way: StageRun, is_sparse: bool) -> Widths:
+    query = model.num_heads // way.tensor * model.size_per_head
+    key = way.part(model.num_key_value_heads) * model.size_per_head
+    return Widths(
+        hidden=model.hidden,
+        query=query,
+        key=key,
+        mlp=(_expert_dims(model, way) if is_sparse else model.mlp_dim) // way.tensor,
+        num_heads=model.num_heads // way.tensor,
+        normed_heads=(query + key) * model.qk_norm,
+        biased=(query + 2 * key) * model.qkv_bias,
+    )
+
+
+def _layer_params(model: LanguageModelConfig, way: StageRun, is_sparse: bool) -> int:
+    """Returns the parameters of each device."""
+    widths, mlp, experts = _decoder_widths(model, way, is_sparse), 3 * (model.mlp_dim // way.tensor), model.experts
+    if is_sparse and experts is not None:
+        own = experts.num_experts // way.axes.get(EXPERT, 1)
+        inner = own * model.expert_dim + (experts.shared_mlp_dim or 0)
+        mlp = 3 * (inner // way.tensor) + experts.num_experts + experts.shared_gate
+    matrices = model.hidden * (2 * widths.query + 2 * widths.key + mlp)
+    vectors = (widths.query + 2 * widths.key) * model.qkv_bias + 2 * model.size_per_head * model.qk_norm
+    return matrices + vectors + 2 * model.hidden
+
+
+def encoder_layer_sizes(model: VisionLanguageConfig, way: StageRun) -> Iterator[Placed]:
+    """``patches``, so many times ``vision``, and ``projector``, with a final norm before it if there is one."""
+    vision, projector, sizes = model.vision, model.projector, sizes_of(model)
+    c, is_cast, patches = FLOAT_BYTES[vision.compute_dtype], vision.compute_dtype != vision.param_dtype, way.own.patches
+    parts = way.rows.patches / patches
+    stem = dense_layer(
+        (vision.patch_dim, vision.hidden),
+        sizes.encoder.patches(way.rows.patches),
+        num_params=vision.num_params() - vision.num_layers_params(),
+        num_rows=patches,
+        remat="none",
+        compute_bytes=c,
+        is_cast=is_cast,
+        returns_gradient=False,
+    )
+    pixels = patches * (vision.patch_dim * way.pixel_bytes + 8)
+    stem = replace(stem, stash_bytes=pixels, leaf_bytes=pixels)
+    names = ("vision.patches", *(("vision.pre_norm",) if vision.pre_norm else ()))
+    yield Placed("patches", names, way.spread(stem, parts), vision.param_dtype, is_encoder=True)
+    widths = _encoder_widths(vision, way)
+    layer = transformer_layer(
+        widths,
+        sizes.encoder.layer(way.rows.patches, way.rows.patch_pairs),
+        num_params=way.part(vision.num_layer_params()),
+        num_tokens=patches,
+        length=way.rows.patch_length,
+        remat=way.remat,
+        compute_bytes=c,
+        is_fused=way.is_fused(
+            vision.compute_dtype,
+            way.rows.patch_length,
+            widths,
+            head_dim=vision.hidden // vision.num_heads,
+            is_packed=vision.is_packed,
+        ),
+        is_cast=is_cast,
+    )
+    layer = way.spread(replace(layer, sums=(2, 2), sum_bytes=patches * vision.hidden * c), parts)
+    for number in range(vision.num_layers_run):
+        yield Placed("vision", (f"vision.layers.{number}",), layer, vision.param_dtype, is_encoder=True)
+    features, decoder = patches // projector.patches_per_feature, model.decoder
+    dims = sizes.projector.in_dim, sizes.projector.inner_dim, sizes.projector.out_dim
+    last = dense_layer(
+        dims,
+        sizes.projector.whole(way.rows.patches // projector.patches_per_feature),
+        num_params=projector.num_params(vision.hidden, decoder.hidden) + vision.final_norm * vision.num_norm_params,
+        num_rows=features,
+        remat=way.remat,
+        compute_bytes=FLOAT_BYTES[decoder.compute_dtype],
+        is_cast=decoder.compute_dtype != decoder.param_dtype,
+    )
+    if vision.final_norm and way.remat == "none":
+        last = replace(last, stash_bytes=last.stash_bytes + patches * vision.hidden * 3 * FLOAT32)
+    yield Placed("projector", ("projector",), way.spread(last, parts), decoder.param_dtype, is_encoder=True)
+
+
+def _encoder_widths(vision: VisionConfig, way: StageRun) -> Widths:
+    part = way.tensor if vision.num_heads % way.tensor == 0 else 1
+    return Widths(
+        hidden=vision.hidden,
+        query=vision.hidden // part,
+        key=vision.hidden // part,
+        mlp=vision.mlp_dim // way.tensor,
+        num_heads=vision.num_heads // part,
+        is_gated=False,
+        normed_heads=2 * vision.hidden * vision.qk_norm,
+        mlp_kept=6 if vision.activation == "gelu_tanh" else 4,
+        biased=vision.mlp_dim // way.tensor + 2 * vision.hidden + 3 * vision.hidden // part * vision.qkv_bias,
+    )

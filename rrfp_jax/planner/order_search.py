@@ -1,0 +1,272 @@
+"""The quickest order of a cut in given memory: named tables, and a search for rules that the list scheduler runs.
+
+Named tables come first, so that no found order is slower than one that fits. A *rule* ranks tasks by the key ``T m +
+head(task)``, where ``T`` is the time of a microbatch on the fullest stage and ``head`` the time of a task on the way of
+its microbatch when nothing holds that up: microbatches follow each other as in the building blocks of controllable
+memory (arXiv 2405.15362). A rule may change that key: backwards come earlier by a part of the way forth, as in 1F1B; W
+come later by some T, as in the zero-bubble schedules (arXiv 2401.10241); F of deeper chunks come earlier; microbatches
+follow in groups, as in interleaved 1F1B (arXiv 2104.04473). The search takes the best value of one field after the
+other, from a few rules on.
+
+In ``docs/evaluation.md`` a searched order is worth 1.004 times the best named table, where the cut is worth 1.241
+times; a more thorough search (building blocks, perturbed orders, windows for each chunk) was not worth its code."""
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from rrfp_jax.costs import CutModel
+from rrfp_jax.planner.list_scheduler import TaskKeys, run_list_scheduler
+from rrfp_jax.planner.named_tables import named_tables, split_orders
+from rrfp_jax.planner.order_problem import NS_PER_MS, OrderProblem, TaskRows, memory_peaks, order_problem, time_rows
+from rrfp_jax.schedules.request import ScheduleRequest
+from rrfp_jax.schedules.table import ScheduleTable
+
+SEARCHED = "searched"
+"""Name of the orders that have none."""
+BUDGET = 60_000
+"""Tasks that a search may schedule beside the named tables."""
+_PER_ORDER = 200
+"""Cost of an order beside its tasks, in tasks."""
+_KEPT = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderRule:
+    """A way to rank tasks, and to run the ranking."""
+
+    lag: float = 4.0
+    """Periods by which W come later than their I; infinite: W only fill gaps."""
+    patience: float = 0.0
+    pull: float = 0.5
+    """Part of the way forth by which backwards come earlier."""
+    keeps_reserve: bool = True
+    group: int = 1
+    """Microbatches that follow each other closely."""
+    deepen: float = 0.0
+    """Part of their head by which F come earlier."""
+
+    @property
+    def words(self) -> str:
+        """The fields in which the rule differs from the plainest one, for people."""
+        plain = OrderRule()
+        differing = [f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)]
+        return " ".join(["rule", *(f"{name}={getattr(self, name)}" for name in differing)])
+
+    def keys(self, problem: OrderProblem) -> TaskKeys:
+        """Returns the keys of all tasks, in nanoseconds."""
+        ways, m = problem.num_ways, problem.num_microbatches
+        head, period = problem.heads, problem.period
+        microbatch = np.arange(problem.num_tasks) % m
+        close = microbatch % self.group
+        found = head + period * (microbatch - close + close * problem.num_stages / problem.num_chunks)
+        found[:ways] -= self.deepen * head[:ways]
+        found[ways : 2 * ways] -= self.pull * head[ways : 2 * ways].min()
+        if problem.is_split:
+            found[2 * ways :] += found.max() if self.lag == inf else self.lag * period
+        return found
+
+
+_STARTS = (OrderRule(), OrderRule(lag=1.0, patience=0.5), OrderRule(lag=inf, pull=0.0), OrderRule(lag=0.0, pull=1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundOrder:
+    """An order of a cut's tasks that fits."""
+
+    table: ScheduleTable
+    name: str
+    """The name of the schedule, or ``searched``."""
+    origin: str
+    """The rule or the table that made it, in words."""
+    request: ScheduleRequest | None
+    """The request from which the named table is built; None: it has no name."""
+    makespan_ms: float
+    """From the first start to the last end, every row strictly kept to."""
+    peak: tuple[float, ...]
+    """The most bytes that activations take on each stage."""
+    bound_ms: float
+    """Milliseconds that no order of the cut beats, whatever the memory."""
+    evaluations: int
+    """Orders that the whole search has timed."""
+
+    @property
+    def is_named(self) -> bool:
+        return self.request is not None
+
+    @property
+    def gap(self) -> float:
+        """Distance from the bound, in parts of it."""
+        return self.makespan_ms / self.bound_ms - 1 if self.bound_ms else 0.0
+
+
+def search_orders(
+    cut: CutModel,
+    available: Sequence[float] | None,
+    *,
+    budget: int = BUDGET,
+    should_stop: Callable[[], bool] | None = None,
+) -> list[FoundOrder]:
+    """Returns orders that fit, the quickest first; none where nothing fits.
+
+    Args:
+        cut: durations, links, and the bytes of chunks.
+        available: bytes of each stage for activations; None: unlimited.
+        budget: tasks that may be scheduled on the way, all orders together, beside the named tables. They are counted,
+            so that the same costs give the same orders on every machine.
+        should_stop: asked between two orders; the best so far is the result.
+    """
+    search = _Search(cut, available, should_stop or (lambda: False))
+    search.try_named()
+    search.try_rules(budget)
+    return search.found()
+
+
+def named_orders(cut: CutModel, available: Sequence[float] | None) -> list[FoundOrder]:
+    """Returns the orders of named tables that fit, the quickest first."""
+    search = _Search(cut, available, lambda: False)
+    search.try_named()
+    return [order for order in search.found() if order.is_named]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """An order in numbers."""
+
+    makespan: int
+    rows: TaskRows
+    peak: tuple[int, ...]
+    origin: str
+    name: str
+    request: ScheduleRequest | None
+
+    @property
+    def place(self) -> tuple[int, bool, int]:
+        """Sorts quicker orders first, then named ones, then leaner ones."""
+        return self.makespan, self.request is None, sum(self.peak)
+
+
+class _Search:
+    """The best orders of a cut that are known to fit."""
+
+    def __init__(self, cut: CutModel, available: Sequence[float] | None, should_stop: Callable[[], bool]) -> None:
+        self.cut, self.problem, self.should_stop = cut, order_problem(cut, available), should_stop
+        self.best: list[_Known] = []
+        self.evaluations, self.num_tasks = 0, 0
+        self._makespans: dict[object, tuple[float, float]] = {}
+        """Makespan and cutoff of each ranking that was run. Many rules rank all tasks alike."""
+
+    def try_named(self) -> None:
+        """Times every named table, with its backward split where the cut has that."""
+        for table, request in named_tables(self.cut, self.problem):
+            if bool(table.graph.split) == self.cut.split:
+                self._offer(self.problem.numbered(table.orders), table.name, table.name, request)
+            else:
+                self._offer(self.problem.numbered(split_orders(table.orders)), f"{table.name}, its backward split")
+            if self._is_settled():
+                return
+
+    def try_rules(self, budget: int) -> None:
+        """Takes the best value of each field in turn until none is better, from each of some rules on."""
+        tried: dict[OrderRule, float] = {}
+        self.num_tasks = 0
+
+        def goes_on() -> bool:
+            return self.num_tasks < budget and not self._is_settled()
+
+        def makespan(rule: OrderRule, present: float) -> float:
+            if rule not in tried:
+                tried[rule] = self._run(rule, max(present, self.best[0].makespan if self.best else inf))
+            return tried[rule]
+
+        values = self._values_of_fields()
+        for start in _STARTS:
+            if not goes_on():
+                return
+            rule, best, is_better = start, makespan(start, inf), True
+            while is_better:
+                is_better = False
+                for name, of_field in values.items():
+                    for other in (replace(rule, **{name: value}) for value in of_field):
+                        if other not in tried and not goes_on():
+                            return
+                        if (found := makespan(other, best)) < best:
+                            rule, best, is_better = other, found, True
+
+    def _values_of_fields(self) -> dict[str, tuple[Any, ...]]:
+        p, found = self.problem.num_stages, dict[str, tuple[Any, ...]]()
+        if self.problem.is_split:
+            found["lag"] = (0.0, 0.5, 1.0, 2.0, 4.0, inf)
+        found |= {"patience": (0.0, 0.25, 0.5, 1.0, 2.0), "pull": (0.0, 0.5, 1.0)}
+        if self.problem.num_chunks > p:
+            groups = tuple(sorted({1, -(-p // 2), p}))
+            found |= {"keeps_reserve": (True, False), "group": groups, "deepen": (0.0, 0.5, -0.5)}
+        return found
+
+    def _run(self, rule: OrderRule, cutoff: float) -> float:
+        """Returns the makespan of a rule; infinite where it gets stuck, or lasts longer than the cutoff."""
+        keys = rule.keys(self.problem)
+        ranking = blake2b(np.argsort(keys, kind="stable").tobytes()).digest(), rule.patience, rule.keeps_reserve
+        known, known_cutoff = self._makespans.get(ranking, (inf, -inf))
+        self.num_tasks += _PER_ORDER  # also for what is known, so that the search always comes to its end
+        if known < inf or cutoff <= known_cutoff:
+            return known
+        made = run_list_scheduler(
+            self.problem, keys, patience=rule.patience, keeps_reserve=rule.keeps_reserve, cutoff=cutoff
+        )
+        self.num_tasks += sum(map(len, made.rows))
+        makespan = self._offer(made.rows, rule.words) if made.is_complete else inf
+        self._makespans[ranking] = makespan, cutoff
+        return makespan
+
+    def _offer(
+        self, rows: TaskRows, origin: str, name: str = SEARCHED, request: ScheduleRequest | None = None
+    ) -> float:
+        """Keeps the order if it is among the best; returns its makespan, infinite where it deadlocks or does not
+        fit."""
+        self.evaluations += 1
+        peak = memory_peaks(self.problem, rows)
+        if any(most > limit for most, limit in zip(peak, self.problem.available, strict=True)):
+            return inf
+        times = time_rows(self.problem, rows)
+        if times is None:
+            return inf
+        made = _Known(makespan=times.makespan, rows=rows, peak=peak, origin=origin, name=name, request=request)
+        if not any(other.place[:2] == made.place[:2] and other.name == name for other in self.best):
+            insort(self.best, made, key=lambda each: each.place)
+            # Named orders all stay, so that the best of them is always known.
+            for other in [each for each in self.best if each.request is None][_KEPT:]:
+                self.best.remove(other)
+        return made.makespan
+
+    def _is_settled(self) -> bool:
+        """Returns whether nothing can be quicker than the best, or the caller wants an end."""
+        is_best = bool(self.best) and self.best[0].makespan <= self.problem.bound
+        return is_best or self.should_stop()
+
+    def found(self) -> list[FoundOrder]:
+        """Returns all orders that are kept as tables, the quickest first."""
+        problem = self.problem
+        return [
+            FoundOrder(
+                table=ScheduleTable.from_orders(
+                    one.name,
+                    problem.placement,
+                    problem.graph,
+                    [map(problem.tasks.__getitem__, row) for row in one.rows],
+                ),
+                name=one.name,
+                origin=one.origin,
+                request=one.request,
+                makespan_ms=one.makespan / NS_PER_MS,
+                peak=tuple(map(float, one.peak)),
+                bound_ms=problem.bound / NS_PER_MS,
+                evaluations=self.evaluations,
+            )
+            for one in self.best
+        ]

@@ -1,0 +1,137 @@
+"""The records of a plan: choices, their forecasts, and the ranking that results."""
+
+from dataclasses import dataclass
+
+from rrfp_jax.arbitration import Ordering
+from rrfp_jax.costs import CutModel
+from rrfp_jax.costs.forecast import StageForecast
+from rrfp_jax.layout import Axes, num_devices
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanShape:
+    """The number of devices along each kind of parallelism, and the size of a microbatch."""
+
+    num_stages: int
+    num_microbatches: int
+    """Microbatches of one replica."""
+    data: int = 1
+    """Replicas of the pipeline."""
+    tensor: int = 1
+    """Devices that share every layer."""
+    mesh: Axes = ()
+    """Other axes of a stage's mesh."""
+    microbatch_size: int = 1
+    """Samples of a microbatch."""
+    remat: str = "none"
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_stages * self.data * self.tensor * num_devices(self.mesh)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step, over all replicas."""
+        return self.microbatch_size * self.num_microbatches * self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChoice:
+    """One way to run a model, as a configuration would say it."""
+
+    shape: PlanShape
+    cut: CutModel
+    is_even: bool
+    """Whether layers are dealt out evenly, the embedding with the first chunk and the head with the last."""
+    ordering: Ordering
+    """Schedule with its table, consumption, window, footprint and foresight."""
+    order_name: str
+    """Name for people: ``zb-h1``, ``searched``, ``bfw``."""
+    is_searched: bool = False
+    """Whether the table is one that no name stands for."""
+    offload: int | None = None
+    """Activations of each stage that stay on the device where others move to host memory; None: none move."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The expected times and memory of a choice. Times are intervals between the ends of steps, in milliseconds."""
+
+    step_ms: float
+    """Mean over the draws; without noise the step of the only one."""
+    p95_ms: float
+    sd_ms: float
+    """Standard deviation from step to step."""
+    error_ms: float
+    """Standard error of the mean; 0 without noise."""
+    nominal_ms: float
+    """Step time without noise."""
+    bound_ms: float
+    """Step time without noise that no order of this cut beats."""
+    bubble: float
+    """Share of the stages' time in which they are idle, without noise."""
+    memory: tuple[StageForecast, ...]
+    """The memory of each stage."""
+    samples_per_s: float = 0.0
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    """Operations of the model over those that the devices' peak allows; None: not known."""
+    draws_ms: tuple[float, ...] = ()
+    """Step times of each draw. The first two of a ranking have draws by which nothing was chosen, all others those by
+    which they lost."""
+
+    @property
+    def gap(self) -> float:
+        """Distance of the step without noise from its bound, in parts of the bound."""
+        return self.nominal_ms / self.bound_ms - 1
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the fullest stage."""
+        return max(stage.peak for stage in self.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A choice in its place."""
+
+    choice: PlanChoice
+    forecast: Forecast
+    why: str = ""
+    """The reason why it lost to the one before it; empty for the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """A shape that does not fit, and the reason."""
+
+    shape: PlanShape
+    reason: str
+    change: str = ""
+    """The nearest changes that make it fit, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The result of a search."""
+
+    ranking: tuple[Ranked, ...]
+    """The best first; empty where nothing fits."""
+    is_decided: bool
+    """Whether the first is ahead of the second by more than the standard error of their difference."""
+    refused: tuple[Refused, ...] = ()
+    even: Ranked | None = None
+    """The best named order on an even cut, for comparison."""
+    named: Ranked | None = None
+    """The best named order on its best cut."""
+    judged: tuple[Ranked, ...] = ()
+    """All choices whose step time was forecast, the ranking among them: the marks of a picture of step time against
+    memory. Fewer draws may stand behind those that lost early."""
+    evaluations: int = 0
+    """Orders that were timed on the way."""
+    num_draws: int = 1
+    seed: int = 0
+    is_complete: bool = True
+    """Whether the search came to its end, and was not interrupted."""
+    notes: tuple[str, ...] = ()
+    """Sentences that a reader of these figures should know."""

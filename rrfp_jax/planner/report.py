@@ -1,0 +1,306 @@
+"""A plan for people and as plain data: the ranking, the gains of cut and order, and the winner's memory.
+
+Plain data are in milliseconds, bytes and shares of 1.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rrfp_jax.arbitration import READY, STRICT, Ordering
+from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.commands.common.console import make_table
+from rrfp_jax.costs import CostBook
+from rrfp_jax.costs.cut_model import cut_in_words, legend, letters_of
+from rrfp_jax.costs.layer_costs import NONE
+from rrfp_jax.planner.records import Plan, PlanChoice, PlanShape, Ranked, Refused
+
+_FEW = 3
+"""Number of shapes that do not fit and whose reason is told."""
+
+
+def show_plan(console: Console, plan: Plan, book: CostBook, *, top: int, memory_bytes: int | None) -> None:
+    """Prints the whole report; ``memory_bytes`` is the memory of each device, if that is known."""
+    shown = plan.ranking[:top]
+    best = shown[0]
+    console.print(_ranking(plan, shown), _cuts(shown))
+    console.print(f"cuts: {legend(best.choice.cut)}; a bar ends a chunk", soft_wrap=True, markup=False)
+    for line in _verdict(plan, shown):
+        console.print(line, soft_wrap=True, markup=False)
+    console.print(_comparison(plan))
+    console.print(_memory(best, memory_bytes))
+    if plan.refused:
+        console.print(f"{len(plan.refused)} layouts do not fit, for example", soft_wrap=True, markup=False)
+        for refused in plan.refused[:_FEW]:
+            console.print(f"  {refused_in_words(refused)}", soft_wrap=True, markup=False)
+    for line in _sources(plan, book):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def show_configured(console: Console, plan: Plan, book: CostBook, *, top: int, memory_bytes: int | None) -> None:
+    """Prints the one choice of a configuration, and whether it fits."""
+    best = plan.ranking[0]
+    console.print(_ranking(plan, plan.ranking[:top], "as configured"))
+    console.print(f"cut: {cut_in_words(best.choice.cut)} ({legend(best.choice.cut)})", soft_wrap=True, markup=False)
+    console.print(_memory(best, memory_bytes))
+    if memory_bytes is not None and best.forecast.peak_bytes > memory_bytes:
+        over = format_bytes(best.forecast.peak_bytes - memory_bytes)
+        console.print(f"DOES NOT FIT: the fullest stage needs {over} more than a device has", markup=False)
+    for line in _sources(plan, book):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _ranking(plan: Plan, shown: Sequence[Ranked], title: str = "") -> Table:
+    """Returns a table with a column for each figure that is known of any choice."""
+    cells = [_cells(ranked) for ranked in shown]
+    headings = [heading for heading in cells[0] if any(each[heading] for each in cells)]
+    title = title or f"the best {len(shown)} of {max(len(plan.judged), len(plan.ranking))}"
+    table = make_table(title, "", *headings, numeric=True)
+    table.columns[1 + headings.index("order")].justify = "left"
+    for place, each in enumerate(cells, start=1):
+        table.add_row(str(place), *(each[heading] for heading in headings))
+    return table
+
+
+def _cells(ranked: Ranked) -> dict[str, str]:
+    choice, forecast = ranked.choice, ranked.forecast
+    return {
+        "stages x data x tensor": shape_in_words(choice.shape),
+        "micro- batches": _microbatches_in_words(choice.shape),
+        "order": order_in_words(choice),
+        "remat": choice.shape.remat.replace(NONE, ""),
+        "step ms": _step_in_words(ranked),
+        "p95 ms": milliseconds(forecast.p95_ms) if forecast.error_ms else "",
+        "over bound": _percent(forecast.gap),
+        "bubble": _percent(forecast.bubble),
+        "tokens/s": _rate(forecast.tokens_per_s),
+        "MFU": _percent(forecast.mfu),
+        "fullest stage": format_bytes(forecast.peak_bytes),
+    }
+
+
+def _cuts(shown: Sequence[Ranked]) -> Table:
+    table = make_table("cuts", "", "cut", "why it lost to the one before it")
+    table.columns[1].no_wrap = True
+    for place, ranked in enumerate(shown, start=1):
+        table.add_row(str(place), cut_in_words(ranked.choice.cut, short=True), ranked.why)
+    return table
+
+
+def _verdict(plan: Plan, shown: Sequence[Ranked]) -> Iterator[str]:
+    draws = [len(ranked.forecast.draws_ms) for ranked in shown]
+    fewer = [str(place) for place, number in enumerate(draws, start=1) if number < max(draws)]
+    if fewer:
+        yield f"{', '.join(fewer)}: behind on the first draws of the noise, and not judged on all"
+    if not plan.is_complete:
+        yield "INCOMPLETE: the search was interrupted, and this is the best of what it had judged by then"
+    if len(plan.ranking) > 1 and not plan.is_decided:
+        first, second = (ranked.forecast for ranked in plan.ranking[:2])
+        apart_ms = abs(second.step_ms - first.step_ms)
+        within = ", which is within the standard error of their difference" if first.error_ms else " without noise"
+        yield f"not decided: 1 and 2 are {milliseconds(apart_ms)} ms apart{within}: take either"
+
+
+def _comparison(plan: Plan) -> Table:
+    """Returns the gains of the cut and of the order, on the same devices and costs throughout."""
+    headings = ("step ms", "bound ms", "fullest stage", "over found", "order", "cut")
+    table = make_table("what cut and order give", "", *headings, numeric=True)
+    for column in table.columns[5:]:
+        column.justify = "left"
+    rows = [("even cut, best named", plan.even), ("best cut, best named", plan.named), ("found", plan.ranking[0])]
+    found_ms = plan.ranking[0].forecast.step_ms
+    for words, ranked in rows:
+        if ranked is None:
+            table.add_row(words, *["-"] * 4, "none fits" if plan.is_complete else "not judged", "-")
+            continue
+        forecast = ranked.forecast
+        table.add_row(
+            words,
+            _step_in_words(ranked),
+            milliseconds(forecast.bound_ms),
+            format_bytes(forecast.peak_bytes),
+            "" if ranked is plan.ranking[0] else f"{forecast.step_ms / found_ms - 1:+.1%}",
+            order_in_words(ranked.choice),
+            cut_in_words(ranked.choice.cut, short=True),
+        )
+    return table
+
+
+def _memory(best: Ranked, memory_bytes: int | None) -> Table:
+    cut, stages = best.choice.cut, best.forecast.memory
+    has_host = any(stage.host_peak for stage in stages)
+    limited = "" if memory_bytes is None else f" of {format_bytes(memory_bytes)}"
+    headings = ["stage", "layers", "work ms", "all the time", "in flight", "while it runs", "peak"]
+    if memory_bytes is not None:
+        headings.append("free")
+    if has_host:
+        headings.append("on host")
+    table = make_table(f"memory of each stage{limited}", *headings, numeric=True)
+    table.columns[1].justify = "left"
+    chunks, rows = cut_in_words(cut).split("|"), []
+    for stage, forecast in enumerate(stages):
+        cells = [
+            " ".join(chunks[chunk] for chunk in cut.placement.chunks_of_stage[stage]),
+            milliseconds(cut.stage_work_ms[stage]),
+            format_bytes(forecast.fixed),
+            _bytes_or_dash(forecast.peak - forecast.fixed - forecast.temporaries),
+            _bytes_or_dash(forecast.temporaries),
+            format_bytes(forecast.peak),
+        ]
+        if memory_bytes is not None:
+            cells.append(_percent(1 - forecast.peak / memory_bytes))
+        if has_host:
+            cells.append(_bytes_or_dash(forecast.host_peak))
+        rows.append(cells)
+    for cells_alike, alike in groupby(enumerate(rows), key=itemgetter(1)):  # equal stages share a row
+        numbers = [stage for stage, _ in alike]
+        table.add_row(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]), *cells_alike)
+    return table
+
+
+def _sources(plan: Plan, book: CostBook) -> Iterator[str]:
+    draws = f"{plan.num_draws} draws of noise" if plan.num_draws > 1 else "no noise"
+    yield f"{plan.evaluations:,} orders were timed, with {draws}, seed {plan.seed}"
+    yield f"costs: {book.source or 'of an unknown source'}{f', on {book.device}' if book.device else ''}"
+    if any(ranked.forecast.mfu is not None for ranked in plan.ranking):
+        yield "MFU: operations of the model, without what is computed again, over what the devices' peak allows"
+    yield from (f"note: {note}" for note in plan.notes)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def refused_in_words(refused: Refused) -> str:
+    """Returns a shape that does not fit, the reason, and the changes that would help."""
+    change = f": {refused.change}" if refused.change else ""
+    shape = refused.shape
+    return f"{shape_in_words(shape)}, {_microbatches_in_words(shape)}, remat {shape.remat}: {refused.reason}{change}"
+
+
+def shape_in_words(shape: PlanShape) -> str:
+    """Returns ``8 x 2 x 1``: stages, replicas, devices that share a layer; with other axes ``8 x 2 x 1 x fsdp 4``."""
+    return " x ".join([f"{shape.num_stages} x {shape.data} x {shape.tensor}", *(f"{a} {n}" for a, n in shape.mesh)])
+
+
+def _microbatches_in_words(shape: PlanShape) -> str:
+    return f"{shape.num_microbatches} of {shape.microbatch_size}"
+
+
+def order_in_words(choice: PlanChoice) -> str:
+    """Returns ``zb-h1 strict``, ``1f1b with foresight``, ``bfw, window 8``."""
+    ordering = choice.ordering
+    words = f"{choice.order_name} {_consumption_in_words(ordering)}".strip()
+    if ordering.window is not None and choice.offload is None:
+        windows = (ordering.window,) if isinstance(ordering.window, int | str) else ordering.window
+        words += f", window {','.join(map(str, windows[:1] if len(set(windows)) == 1 else windows))}"
+    if ordering.footprint is False and ordering.is_guided:
+        words += ", no footprint"
+    return words if choice.offload is None else f"{words}, offload {choice.offload}"
+
+
+def _consumption_in_words(ordering: Ordering) -> str:
+    if ordering.schedule is None or not ordering.follows_table:
+        return ""
+    if ordering.consume == STRICT:
+        return STRICT
+    return READY if ordering.foresight is False else "with foresight"
+
+
+def _step_in_words(ranked: Ranked) -> str:
+    """Returns ``1,229.1 ± 0.3``: milliseconds, with the standard error where there is one."""
+    step_ms, error_ms = ranked.forecast.step_ms, ranked.forecast.error_ms
+    error = f"{error_ms:.1g}" if error_ms < 10 else f"{error_ms:,.0f}"
+    return f"{milliseconds(step_ms)} ± {error}" if error_ms else milliseconds(step_ms)
+
+
+def milliseconds(value: float) -> str:
+    """Returns a number with as many digits as four significant ones need, at most three behind the point."""
+    digits = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
+    return f"{value:,.{digits}f}"
+
+
+def _bytes_or_dash(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else "-"
+
+
+def _rate(value: float | None) -> str:
+    """Returns a number per second; nothing where it is not known."""
+    return "" if not value else f"{value:,.0f}" if value >= 10 else f"{value:,.2f}"
+
+
+def _percent(value: float | None) -> str:
+    """Returns a share in percent; nothing where it is not known."""
+    return "" if value is None else f"{value:.1%}"
+
+
+# -- plain data --------------------------------------------------------------------------------------------------------
+
+
+def plan_as_json(plan: Plan, book: CostBook, *, top: int) -> dict[str, Any]:
+    """Returns the plan with the first ``top`` of its ranking, and the source of its figures."""
+    return {
+        "ranking": [_ranked_as_json(ranked) for ranked in plan.ranking[:top]],
+        "is_decided": plan.is_decided,
+        "is_complete": plan.is_complete,
+        "even_cut_best_named": None if plan.even is None else _ranked_as_json(plan.even),
+        "best_cut_best_named": None if plan.named is None else _ranked_as_json(plan.named),
+        "refused": [{**asdict(each.shape), "reason": each.reason, "change": each.change} for each in plan.refused],
+        "evaluations": plan.evaluations,
+        "num_draws": plan.num_draws,
+        "seed": plan.seed,
+        "costs": {"source": book.source, "device": book.device, "letters": letters_of(book.layers)},
+        "notes": [*plan.notes],
+    }
+
+
+def _ranked_as_json(ranked: Ranked) -> dict[str, Any]:
+    choice, forecast = ranked.choice, ranked.forecast
+    ordering, cut = choice.ordering, choice.cut
+    is_guided = ordering.is_guided
+    return {
+        **asdict(choice.shape),
+        "devices": choice.shape.num_devices,
+        "batch_size": choice.shape.batch_size,
+        "layout": cut_in_words(cut),
+        "is_even": choice.is_even,
+        "layers_of_chunk": [*cut.counts],
+        "stage_of_chunk": [*cut.placement.stage_of_chunk],
+        "order": order_in_words(choice),
+        "order_name": choice.order_name,
+        "is_searched": choice.is_searched,
+        "split_backward": cut.split,
+        "consume": ordering.consume,
+        "window": [*ordering.window] if isinstance(ordering.window, tuple) else ordering.window,
+        "footprint": ordering.has_footprint if is_guided else None,
+        "foresight": ordering.foresight is not False if is_guided else None,
+        "offload": choice.offload,
+        "step_ms": forecast.step_ms,
+        "p95_ms": forecast.p95_ms,
+        "sd_ms": forecast.sd_ms,
+        "error_ms": forecast.error_ms,
+        "nominal_ms": forecast.nominal_ms,
+        "bound_ms": forecast.bound_ms,
+        "gap": forecast.gap,
+        "bubble": forecast.bubble,
+        "samples_per_s": forecast.samples_per_s,
+        "tokens_per_s": forecast.tokens_per_s,
+        "mfu": forecast.mfu,
+        "peak_bytes": forecast.peak_bytes,
+        "memory": [
+            {
+                "peak": stage.peak,
+                "fixed": stage.fixed,
+                "in_flight": stage.peak - stage.fixed - stage.temporaries,
+                "temporaries": stage.temporaries,
+                "host": stage.host_peak,
+            }
+            for stage in forecast.memory
+        ],
+        "stage_work_ms": [*cut.stage_work_ms],
+        "why": ranked.why,
+    }

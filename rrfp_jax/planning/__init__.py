@@ -1,1 +1,0 @@
-"""Forecasts before a run starts: what fits into memory, and which window does."""

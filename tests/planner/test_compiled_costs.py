@@ -1,0 +1,242 @@
+"""Costs from compiled programs: what they hold is what the runtime forecasts, and what they do is checked."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rrfp_jax.arbitration import FUSED, SPLIT, Ordering
+from rrfp_jax.commands.training.config import TrainConfig, load_train_config
+from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
+from rrfp_jax.costs.byte_fit import ChunkParts
+from rrfp_jax.costs.devices import Efficiencies, device_of
+from rrfp_jax.costs.fitting import ChunkWork, TaskWork
+from rrfp_jax.costs.forecast import ChunkBytes
+from rrfp_jax.costs.layer_costs import StageSetting
+from rrfp_jax.costs.order_memory import forecast_memory
+from rrfp_jax.costs.roofline import Roofline
+from rrfp_jax.layout import Layout
+from rrfp_jax.models import language_model
+from rrfp_jax.planner import compiled_work
+from rrfp_jax.planner.analytic_costs import analytic_book
+from rrfp_jax.planner.compiled_costs import compiled_book
+from rrfp_jax.planner.compiled_work import CompiledChunks, compiled_way
+from rrfp_jax.planner.microbatches import microbatch_specs
+from rrfp_jax.planner.model_layers import model_layers
+from rrfp_jax.programs.buckets import Buckets
+from rrfp_jax.programs.model_graph import model_graph
+from rrfp_jax.runtime.hosted import HostedModel
+from rrfp_jax.runtime.memory_meter import chunk_bytes
+from rrfp_jax.runtime.options import UpdateRules
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.schedules import linear
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
+
+SETTING = StageSetting(3, 1, "none")
+SMALL = {
+    **{f"model.{name}": size for name, size in (("hidden", 48), ("num_heads", 6), ("num_kv_heads", 2))},
+    **{f"model.{name}": size for name, size in (("mlp_dim", 112), ("num_layers", 5))},
+    **{f"data.{name}": size for name, size in (("length", 40), ("batch_size", 12), ("num_microbatches", 4))},
+}
+
+
+def small(**more: Any) -> TrainConfig:
+    return load_train_config("cpu/debug", SMALL | {f"model.{name}": value for name, value in more.items()})
+
+
+# -- without compiling -----------------------------------------------------------------------------------------------
+
+
+def made_up(times: float = 1.0, **more: bool) -> CompiledChunks:
+    """Chunks of one layer that do so many times what the sizes of their layers make."""
+    model = model_layers(small(), microbatch_size=3)
+    parts, work = [], []
+    for name, layer in model.types.items():
+        flops = layer.sizes.tasks()
+        seen = {"F": flops.forward, "I": flops.input_gradient, "W": flops.weight_gradient, "B": sum(flops[1:])}
+        work.append(ChunkWork(layer=name, count=1, work={k: TaskWork(times * f, 1000.0) for k, f in seen.items()}))
+        parts.append(ChunkParts(layer=name, count=1, fixed=9, gradient=8, stash=7, kept_inputs=0, owed=6, outputs=5))
+    return CompiledChunks(parts=tuple(parts), work=tuple(work), **{"tells_work": True, "tells_memory": True, **more})
+
+
+def way_of(chunks: CompiledChunks, monkeypatch: pytest.MonkeyPatch) -> compiled_work.CompiledWay:
+    monkeypatch.setattr(compiled_work, "compile_chunks", lambda *_, **__: chunks)
+    return compiled_way(small(), SETTING, Process(Layout(num_stages=1)), progress=lambda *_: None)
+
+
+ROOFLINE = Roofline(device=device_of("h100"), efficiencies=Efficiencies(), is_float32=True)
+
+
+@pytest.mark.parametrize(("times", "counted"), [(0.8, 1.0), (1.2, 1.2)])
+def test_operations_that_are_apart_are_told_and_the_larger_number_counts(
+    times: float, counted: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    way = way_of(made_up(times), monkeypatch)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 4  # forward and backward of layer and head; an embedding computes nothing
+    assert told[0].startswith(
+        "the forward of a layer of type layer (microbatch size 3, tensor 1, remat none): XLA count"
+    )
+    own = model_layers(small(), microbatch_size=3).types["layer"].sizes.tasks()
+    assert way.works["layer"]["F"].flops == pytest.approx(counted * own.forward)
+
+
+def test_what_is_near_is_not_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    costs = way_of(made_up(1.05), monkeypatch).costs(ROOFLINE)["layer"]
+    assert not caplog.records
+    assert (costs.fixed_bytes, costs.stash_bytes, costs.owed_bytes, costs.temporaries_bytes) == (9, 7, 6, 0)
+
+
+def test_a_backend_that_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    way = way_of(made_up(0.0, tells_work=False, tells_memory=False), monkeypatch)
+    told = " ".join(record.getMessage() for record in caplog.records)
+    assert "operations and bytes come from the layers' sizes" in told
+    assert "temporaries are estimated from sizes" in told
+    layer = model_layers(small(), microbatch_size=3).types["layer"]
+    assert way.works["layer"]["F"] == TaskWork(layer.sizes.flops.forward, layer.sizes.moved_bytes[0])
+    costs = way.costs(ROOFLINE)["layer"]
+    assert costs.temporaries_bytes == layer.sizes.temporaries_bytes > 0
+    assert costs.stash_bytes == 7
+
+
+def test_a_device_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing is known of how quick a device 'cpu' is: give a device by name"):
+        compiled_book(small(), [SETTING])
+
+
+def test_fewer_devices_than_share_a_layer_are_refused() -> None:
+    with pytest.raises(ValueError, match="tensor 64 needs 64 devices"):
+        compiled_book(small(), [StageSetting(3, 64, "none")], device=device_of("h100"))
+
+
+def measured_book() -> CostBook:
+    layer = LayerCosts(forward_ms=2.0, input_gradient_ms=3.0, weight_gradient_ms=1.0)
+    return CostBook(
+        layers=("embedding", *["layer"] * 5, "head"),
+        entries=(CostEntry(types={"embedding": layer, "layer": layer, "head": layer}, microbatch_size=3),),
+        links=LinkCosts(latency_ms=0.5),
+        noise=Noise.alike(0.1),
+        task_ms=0.25,
+        device="a host",
+        source="measured",
+    )
+
+
+@pytest.mark.parametrize("name", [None, "tpu-v4"])
+def test_times_are_fitted_to_a_measured_layer(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_work, "compile_chunks", lambda *_, **__: made_up())
+    device = None if name is None else replace(device_of(name), float32_flops=1e10)
+    book = compiled_book(small(), [SETTING], measured=measured_book(), device=device)
+    assert book.entries[0].types["layer"].work_ms(split=True) == pytest.approx(6.0)
+    assert book.entries[0].types["head"].work_ms(split=True) < 6.0
+    assert (book.links, book.noise, book.task_ms) == (LinkCosts(latency_ms=0.5), Noise.alike(0.1), 0.25)
+    assert book.device == ("a host" if name is None else device_of(name).title)
+
+
+def test_measured_costs_must_have_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_work, "compile_chunks", lambda *_, **__: made_up())
+    other = CostBook(layers=("block",), entries=(CostEntry(types={"block": LayerCosts(**dict.fromkeys(_MS, 1.0))}),))
+    with pytest.raises(ValueError, match="the measured costs have no layer of type 'layer'"):
+        compiled_book(small(), [SETTING], measured=other)
+
+
+_MS = ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
+
+
+# -- compiled --------------------------------------------------------------------------------------------------------
+
+
+def forecast_by_runtime(config: TrainConfig, counts: list[int], remat: str, backward: str) -> dict[int, ChunkBytes]:
+    """What each chunk of a cut holds, as the runtime has it from the programs of that very cut."""
+    chunks = language_model(config.model).split(layers_per_chunk=counts)
+    process = Process(Layout(num_stages=len(counts)), num_devices=1)
+    model = HostedModel(
+        chunks,
+        linear(len(counts)),
+        process,
+        optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, 10)),
+        updates=UpdateRules(),
+        seed=0,
+        remat=(remat,) * len(counts),
+    )
+    graph = Ordering(hint="bf", backward=backward).fitted(linear(len(counts)), model_graph(chunks, None, None))
+    programs = model.compile(graph, Buckets(chunks, microbatch_specs(config, 3)))
+    return {chunk: chunk_bytes(each.sizes) for chunk, each in programs.chunks.items()}
+
+
+def check_cuts(remat: str, cuts: list[list[int]], **more: Any) -> None:
+    """Bytes of every part are those of the runtime: equal, temporaries within a few percent where layers share room
+    with an end of the model, and the peak of every stage."""
+    config = small(**more)
+    costs = compiled_book(config, [StageSetting(3, 1, remat)], device=device_of("h100")).at(
+        microbatch_size=3, remat=remat
+    )
+    for counts in cuts:
+        layers, placement = [counts[0] + 1, *counts[1:-1], counts[-1] + 1], linear(len(counts))
+        for backward in (SPLIT, FUSED):
+            real = forecast_by_runtime(config, counts, remat, backward)
+            cut = CutModel(
+                costs=costs, counts=tuple(layers), placement=placement, num_microbatches=8, split=backward == SPLIT
+            )
+            order = Ordering(hint="bf", window=3, backward=backward).resolve(placement, cut.graph)
+            peaks = [
+                [stage.peak for stage in forecast_memory(order, sizes, 8)]
+                for sizes in (real, dict(enumerate(cut.chunk_bytes)))
+            ]
+            for stage, (by_runtime, by_plan) in enumerate(zip(*peaks, strict=True)):
+                assert 0.98 <= by_plan / by_runtime <= 1.2, (counts, backward, stage)
+            for chunk, sizes in real.items():
+                check_chunk(sizes, cut.chunk_bytes[chunk])
+
+
+def check_chunk(real: ChunkBytes, planned: ChunkBytes) -> None:
+    assert (planned.inputs, planned.output_grads) == (real.inputs, real.output_grads)
+    assert planned.fixed == pytest.approx(real.fixed, rel=1e-3)
+    one_more = 0 if real.inputs else real.output_grads  # behind an embedding, which is looked up again, not stashed
+    assert real.stash <= planned.stash <= real.stash + one_more
+    assert real.owed <= planned.owed <= real.owed + one_more
+    assert real.temporaries * 0.97 <= planned.temporaries
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "cuts"), [("none", [[0, 5, 0], [2, 3]]), ("dots", [[1, 4]]), ("full", [[2, 3]])])
+def test_bytes_are_those_that_the_runtime_forecasts(remat: str, cuts: list[list[int]]) -> None:
+    check_cuts(remat, cuts)
+
+
+@pytest.mark.slow
+def test_bytes_of_tied_embeddings_and_cast_parameters() -> None:
+    check_cuts("none", [[1, 4]], tie_embeddings=True, compute_dtype="bfloat16")
+
+
+MESHES = [{"fsdp": 4}, {"tensor": 2, "fsdp": 2}, {"tensor": 2, "context": 2}, {"context": 4}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("remat", "least", "most"), [("none", 0.95, 1.1), ("full", 0.95, 1.15)])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_memory_worked_out_for_a_mesh_is_that_of_compiled_programs(
+    mesh: dict[str, int], remat: str, least: float, most: float
+) -> None:
+    """The peak of every stage; below only where the update decides, which copies its state on CPUs alone."""
+    sizes = {"hidden": 128, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 352, "num_layers": 4, "vocab_size": 256}
+    config = load_train_config(
+        "cpu/debug",
+        {f"model.{name}": size for name, size in sizes.items()}
+        | {"data.length": 64, "data.batch_size": 32, "data.num_microbatches": 4, "pipeline.mesh": mesh},
+    )
+    tensor, device = mesh.get("tensor", 1), replace(device_of("tpu-v4"), kind="")  # as quick, and compiled for as CPUs
+    books = (
+        analytic_book(config, device, microbatch_sizes=[8], tensors=[tensor], remats=[remat]),
+        compiled_book(config, [StageSetting(8, tensor, remat)], device=device),
+    )
+    for backward in (SPLIT, FUSED):
+        peaks = []
+        for book in books:
+            costs = book.at(microbatch_size=8, tensor=tensor, remat=remat)
+            cut = CutModel(costs=costs, counts=(3, 3), placement=linear(2), num_microbatches=8, split=backward == SPLIT)
+            order = Ordering(hint="bf", window=4, backward=backward).resolve(linear(2), cut.graph)
+            peaks.append([stage.peak for stage in forecast_memory(order, dict(enumerate(cut.chunk_bytes)), 8)])
+        for worked_out, compiled in zip(*peaks, strict=True):
+            assert least <= worked_out / compiled <= most

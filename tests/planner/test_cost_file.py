@@ -1,0 +1,132 @@
+"""Costs in files: what is written is read as the same, and what does not fit is told in one sentence."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
+from rrfp_jax.planner.cost_file import read_costs, write_costs
+
+LAYER = LayerCosts(
+    forward_ms=0.1, input_gradient_ms=0.2, weight_gradient_ms=0.1, backward_ms=0.25, stash_bytes=2**33, flops=1e13
+)
+HEAD = LayerCosts(forward_ms=1.0, input_gradient_ms=1.0, weight_gradient_ms=1.0)
+BOOK = CostBook(
+    layers=("embedding", *["layer"] * 42, "head"),
+    ends=frozenset({3, 40}),
+    entries=(
+        CostEntry(types={"embedding": HEAD, "layer": LAYER, "head": HEAD}),
+        CostEntry(types={"embedding": HEAD, "layer": LAYER, "head": HEAD}, microbatch_size=2, tensor=4, remat="full"),
+    ),
+    links=LinkCosts(latency_ms=0.1, gb_per_s=50.0),
+    noise=Noise.alike(0.2),
+    task_ms=0.01,
+    factors={"layer": (1.0, 0.5)},
+    tokens_per_sample=128.0,
+    device="a device",
+    device_bytes=10**10,
+    device_flops=1e15,
+    source="made up",
+)
+
+
+@pytest.mark.parametrize("book", [BOOK, CostBook(layers=("layer",), entries=(CostEntry(types={"layer": LAYER}),))])
+def test_what_is_written_is_read_as_the_same(book: CostBook, tmp_path: Path) -> None:
+    write_costs(book, tmp_path / "costs.json")
+    assert read_costs(tmp_path / "costs.json") == book
+
+
+def test_people_can_read_it(tmp_path: Path) -> None:
+    write_costs(BOOK, tmp_path / "costs.json")
+    text = (tmp_path / "costs.json").read_text()
+    assert '["layer", 42]' in text
+    assert '"ends": [3, 40]' in text
+    assert json.loads(text)["entries"][1]["types"]["layer"]["forward_ms"] == 0.1
+
+
+SHORT: dict[str, Any] = {
+    "version": 1,
+    "layers": [["layer", 2], "head"],
+    "entries": [
+        {
+            "types": {
+                name: {"forward_ms": 1, "input_gradient_ms": 1, "weight_gradient_ms": 1} for name in ("layer", "head")
+            }
+        }
+    ],
+}
+
+
+def test_what_has_a_default_may_be_left_out(tmp_path: Path) -> None:
+    book = read(tmp_path, SHORT)
+    assert book.layers == ("layer", "layer", "head")
+    assert book.at(microbatch_size=1).of(2).forward_ms == 1
+
+
+def read(folder: Path, content: Any) -> CostBook:
+    path = folder / "costs.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_costs(path)
+
+
+def changed(*keys: Any, to: Any) -> Any:
+    content = json.loads(json.dumps(SHORT))
+    held = content
+    for key in keys[:-1]:
+        held = held[key]
+    held[keys[-1]] = to
+    return content
+
+
+LAYER_KEYS = ("entries", 0, "types", "layer")
+TYPES = SHORT["entries"][0]["types"]
+NO_TIME = {"forward_ms": 0, "input_gradient_ms": 0, "weight_gradient_ms": 0}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "this is no JSON, mend it"),
+        ([], "all of it is []: give"),
+        ({"version": 1, "layers": ["layer"]}, "entries is missing: add it"),
+        (changed("version", to=2), "version is 2, and this release reads 1: write the file anew"),
+        (changed("color", to=2), "color is no key: take it out, or mend its name"),
+        (changed(*LAYER_KEYS, "forward", to=2), "entries[0].types.layer.forward is no key"),
+        (changed(*LAYER_KEYS, "forward_ms", to="2"), "entries[0].types.layer.forward_ms is '2': give number"),
+        (changed(*LAYER_KEYS, "forward_ms", to=-1), "entries[0].types.layer: forward_ms is -1.0: give 0 or more"),
+        (changed(*LAYER_KEYS, "stash_bytes", to=1.5), "entries[0].types.layer.stash_bytes is 1.5: give"),
+        (changed(*LAYER_KEYS, to={"forward_ms": 1}), "entries[0].types.layer.input_gradient_ms is missing: add it"),
+        (changed("entries", to=[]), "the costs have no entry"),
+        (changed("entries", to=SHORT["entries"] * 2), "two entries are for microbatch size 1, tensor 1, remat none"),
+        (changed("layers", to=["layer", "vision"]), "the costs lack the layer type 'vision'"),
+        (changed("layers", to=[["layer", 0]]), "layers names 0 layers of type 'layer': give at least 1"),
+        (
+            changed("layers", to=[["layer", 10**9]]),
+            "layers names 1000000000 layers of type 'layer': give at most",
+        ),
+        (changed("layers", to=[3]), "layers[0] is 3: give"),
+        (changed("links", to={"gb_per_s": 0}), "links: gb_per_s is 0.0: give a positive number"),
+        (changed("device", to={"bytes": 0}), "device: bytes is 0: give a positive number"),
+        (changed("noise", to={"sigma": {"F": -1}}), "noise: sigma -1.0 of kind 'F'"),
+        (changed("noise", to={"sigma": {"F": 9}}), "noise: sigma 9.0 of kind 'F': give 0 to 5"),
+        (changed("noise", to={"tail": 1, "tail_factor": 0}), "noise: tail 1.0, 0.0: no task takes any time"),
+        (
+            changed("entries", 0, "types", to=dict.fromkeys(TYPES, NO_TIME)),
+            "no layer takes any time for microbatch size 1, tensor 1, remat none",
+        ),
+        (changed("ends", to=[7]), "a chunk cannot end behind layer 7 of 3"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(content: Any, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)) as caught:
+        read(tmp_path, content)
+    assert str(caught.value).startswith(f"costs {tmp_path / 'costs.json'}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_costs(tmp_path / "absent.json")

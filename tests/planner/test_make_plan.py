@@ -1,0 +1,124 @@
+"""What a plan says is what the machine allows, and the best of what was looked at."""
+
+from dataclasses import replace
+
+import pytest
+
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
+from rrfp_jax.planner.search import FEW_DRAWS, SearchProgress, make_plan
+from rrfp_jax.planner.search_space import SearchSpace
+
+LAYER = LayerCosts(
+    forward_ms=1.0,
+    input_gradient_ms=1.0,
+    weight_gradient_ms=1.0,
+    stash_bytes=100,
+    fixed_bytes=1000,
+    flops=6e9,
+    update_ms=0.1,
+)
+HEAD = LayerCosts(forward_ms=2.0, input_gradient_ms=2.0, weight_gradient_ms=2.0, stash_bytes=50, flops=12e9)
+
+
+def a_book(num_layers: int = 8, **more: object) -> CostBook:
+    return CostBook(
+        layers=("layer",) * num_layers + ("head",),
+        entries=(CostEntry(types={"layer": LAYER, "head": HEAD}),),
+        links=LinkCosts(latency_ms=0.2),
+        device_flops=1e12,
+        tokens_per_sample=10.0,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def test_a_ranking() -> None:
+    told: list[SearchProgress] = []
+    space = SearchSpace(devices=2, stages=(2,), microbatches=(4,), memory_bytes=4000)
+    plan = make_plan(a_book(4), space, progress=told.append)
+    assert plan.is_complete
+    assert told
+    steps = [each.forecast.step_ms for each in plan.ranking]
+    assert len(steps) > 1
+    assert steps == sorted(steps)
+    assert all(each.forecast.peak_bytes <= 4000 for each in plan.ranking)
+    first = plan.ranking[0].forecast
+    assert first.nominal_ms == first.step_ms
+    assert first.bound_ms == pytest.approx(first.step_ms)  # proven best, but for the last bit
+    assert all(each.forecast.bound_ms <= each.forecast.nominal_ms * (1 + 1e-12) for each in plan.ranking)
+    assert first.mfu == pytest.approx((4 * 6e9 + 12e9) * 4 / (2 * 1e12 * first.step_ms / 1e3))
+    assert first.tokens_per_s == pytest.approx(40 / first.step_ms * 1e3)
+    assert plan.named is not None
+    assert plan.even is not None
+    assert first.step_ms <= plan.named.forecast.step_ms <= plan.even.forecast.step_ms
+
+
+def test_why_the_others_lost() -> None:
+    plan = make_plan(a_book(4), SearchSpace(devices=2, stages=(2,), microbatches=(4,), memory_bytes=3600))
+    assert not plan.ranking[0].why
+    assert all(each.why for each in plan.ranking[1:])
+
+
+def test_what_it_would_take() -> None:
+    entries = [
+        CostEntry(types={"layer": replace(LAYER, stash_bytes=stash), "head": HEAD}, remat=remat)
+        for remat, stash in (("none", 2500), ("full", 100))
+    ]
+    book = replace(a_book(), entries=tuple(entries))
+    plan = make_plan(book, SearchSpace(devices=2, stages=(2,), microbatches=(4,), memory_bytes=6000, remats=("none",)))
+    assert not plan.ranking
+    (refused,) = plan.refused
+    assert refused.reason == "stage 1 needs 13.72 KiB of 5.859 KiB with one microbatch in flight"
+    assert refused.change == "remat full (window 4), or 13.86 KiB per device"
+    space = SearchSpace(devices=2, stages=(2,), microbatches=(4,), memory_bytes=6000, remats=("full",))
+    assert make_plan(book, space).ranking
+
+
+def test_same_seed_same_plan() -> None:
+    space = SearchSpace(devices=2, stages=(2,), microbatches=(4,), chunks=(1,))
+    book = a_book(4, noise=Noise.alike(0.3))
+    one, other, third = (make_plan(book, space, seed=seed, draws=6) for seed in (1, 1, 2))
+    assert [each.forecast for each in one.ranking] == [each.forecast for each in other.ranking]
+    assert one.ranking[0].forecast.draws_ms != third.ranking[0].forecast.draws_ms
+    assert one.ranking[0].forecast.error_ms > 0
+    assert one.notes == ("how much memory a device has is not known, so nothing is refused for lack of it",)
+
+
+def test_interrupted_with_the_best_so_far() -> None:
+    asked: list[int] = []
+
+    def should_stop() -> bool:
+        asked.append(0)
+        return len(asked) > 4
+
+    plan = make_plan(a_book(), SearchSpace(devices=4, stages=(4,), microbatches=(8,)), should_stop=should_stop)
+    assert not plan.is_complete
+    assert plan.ranking
+
+
+def test_an_end_that_is_asked_for_comes_soon() -> None:
+    book = a_book(noise=Noise.alike(0.3), device_bytes=20_000)
+    plan = make_plan(book, SearchSpace(devices=4, microbatches=(8,)), should_stop=lambda: True)
+    assert not plan.is_complete
+    assert {len(each.forecast.draws_ms) for each in plan.judged} == {FEW_DRAWS}
+    assert plan.evaluations < 20
+
+
+@pytest.mark.parametrize(
+    ("space", "sentence"),
+    [
+        ({"devices": 4, "stages": (3,), "microbatches": (4,)}, "cannot be divided by stages 3"),
+        ({"devices": 4}, "neither the batch nor the number"),
+        ({"devices": 4, "microbatches": (4,), "memory_bytes": 0}, "no memory"),
+        ({"devices": 4, "microbatches": (4,), "consumptions": ("eager",)}, "consumption eager is unknown"),
+        ({"devices": 4, "batch_size": 9, "microbatches": (4,), "microbatch_sizes": (2,)}, "no batch of 9 samples"),
+        ({"devices": 0, "microbatches": (4,)}, "devices is 0: give at least 1"),
+    ],
+)
+def test_a_space_that_contradicts_itself(space: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SearchSpace(**space)  # type: ignore[arg-type]
+
+
+def test_no_costs_for_the_space() -> None:
+    with pytest.raises(ValueError, match="no stages x data x tensor make 4 devices"):
+        make_plan(a_book(), SearchSpace(devices=4, microbatches=(4,), tensor=(2,)))
