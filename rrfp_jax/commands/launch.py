@@ -36,7 +36,7 @@ from pathlib import Path
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
-from rrfp_jax.commands.main import COMMANDS
+from rrfp_jax.commands.main import COMMANDS, replacement_of
 from rrfp_jax.launch.launch_settings import BINDINGS, OWN_COMMANDS, PREFIXES, LaunchSettings
 from rrfp_jax.launch.launcher import launch
 from rrfp_jax.launch.output import Output
@@ -193,6 +193,8 @@ def _module_and_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
         raise ValueError("what to run? give it after --, for example -- train --config run.yaml")
     if command[0] in COMMANDS:
         return (OWN_COMMANDS, *command)
+    if (advice := replacement_of(command[0])) is not None:
+        raise ValueError(advice)
     with suppress(FileNotFoundError):  # the current folder, which ranks search last, may be gone
         sys.path.append(os.getcwd())
     try:

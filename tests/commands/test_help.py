@@ -25,7 +25,7 @@ from rrfp_jax.training.run_config import PipelineConfig
 from tests.commands.running import ROOT
 from tests.environment import of_child
 
-BENCHES = sorted(path.stem for path in (ROOT / "experiments").glob("*.py") if "Parser(" in path.read_text())
+BENCHES = sorted(path.stem for path in (ROOT / "experiments").glob("*.py") if "make_parser()" in path.read_text())
 MODULES = [*map(module_of, COMMANDS), *(f"experiments.{name}" for name in BENCHES)]
 EACH = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.rpartition(".")[2])
 WIDTHS = (80, 120)
@@ -47,7 +47,8 @@ def test_the_benches_that_take_options_are_known() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_is_a_module_of_the_checkout_too(name: str) -> None:
-    assert f'run("{name}")' in (ROOT / "experiments" / f"{name.replace('-', '_')}.py").read_text()
+    text = (ROOT / "experiments" / f"{name}.py").read_text()
+    assert f'run("{name}")' in text or f'run("experiments.{name}")' in text
 
 
 @EACH

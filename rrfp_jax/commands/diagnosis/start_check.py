@@ -10,7 +10,7 @@ from rrfp_jax.launch.as_module import python_module
 from rrfp_jax.network.config import ATTEMPT, COORDINATOR, DETECT, NUM_RANKS, RANK, RENDEZVOUS
 
 _LAUNCH = "launch --processes 2 --start-deadline-s 60 --grace-s 5 --prefix always"
-_EMULATE = "emulate --num-stages 2 --num-microbatches 4 --durations-ms 1,1,1 --steps 2"
+_RANK = "rrfp_jax.commands.diagnosis.rank_probe"
 _DEADLINE_S = 150.0
 _OF_A_RANK = (RANK, NUM_RANKS, RENDEZVOUS, COORDINATOR, ATTEMPT, DETECT)
 """Variables under which the ranks would take themselves for those of another run."""
@@ -22,7 +22,7 @@ def check_start(*, jax_starts: bool, deadline_s: float = _DEADLINE_S) -> Finding
     if not jax_starts:
         return warning("not tried, since JAX does not start", "see above")
     environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
-    options = [*_LAUNCH.split(), "--", *_EMULATE.split()]
+    options = [*_LAUNCH.split(), "--", _RANK]
     command = python_module("rrfp_jax.commands.main", *options)
     started_s = time.monotonic()
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -7,9 +7,9 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from rrfp_jax.commands.planning.microbatches import Rows
-from rrfp_jax.commands.studies.model_pairs import decoder_sizes, sizes_of
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.encoder_config import VisionConfig
+from rrfp_jax.models.flop_sizes import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.layer_sizes import (
     LayerSizes,

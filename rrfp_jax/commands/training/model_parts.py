@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
-from rrfp_jax.commands.studies.model_pairs import decoder_sizes, sizes_of
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.context_cut import ContextCut
 from rrfp_jax.models.encoder_config import OWN_CHUNK, ProjectorConfig
+from rrfp_jax.models.flop_sizes import decoder_sizes, sizes_of
 from rrfp_jax.models.layer_cut import balanced_counts
 from rrfp_jax.models.vision import PixelScale
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig

@@ -1,19 +1,19 @@
-"""``rrfp levels --systems``: simulate, print, and write."""
+"""``experiments.levels --systems``: simulate, print, and write."""
 
 import argparse
 import json
 import logging
 from pathlib import Path
 
+from experiments.systems.cells import Case, CaseJob, study_case
+from experiments.systems.options import Wishes, parse_wishes
+from experiments.systems.results import Study, as_json, distinct_hops, rows, turnover_rows, write_csv
+from experiments.systems.tables import show_study
+from experiments.systems.turnovers import find_turnover, turnover_jobs
+from experiments.systems.workers import Workers, WorkersFailed
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.studies.systems.cells import Case, CaseJob, study_case
-from rrfp_jax.commands.studies.systems.options import Wishes, parse_wishes
-from rrfp_jax.commands.studies.systems.results import Study, as_json, distinct_hops, rows, turnover_rows, write_csv
-from rrfp_jax.commands.studies.systems.tables import show_study
-from rrfp_jax.commands.studies.systems.turnovers import find_turnover, turnover_jobs
-from rrfp_jax.commands.studies.systems.workers import Workers, WorkersFailed
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def make_study(wishes: Wishes) -> Study:
 
 def write_study(study: Study, folder: Path) -> None:
     """All numbers, and a picture for each question that the study can answer; matplotlib is loaded only now."""
-    from rrfp_jax.commands.studies.systems.pictures import draw_study
+    from experiments.systems.pictures import draw_study
 
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(rows(study), folder / "cells.csv")

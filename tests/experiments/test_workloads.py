@@ -7,18 +7,18 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from rrfp_jax.commands.simulate import main
-from rrfp_jax.commands.studies.graphs import GraphWishes
-from rrfp_jax.commands.studies.model_pairs import MODEL_PAIRS, model_pair
-from rrfp_jax.commands.studies.sample_lengths import (
+from experiments.sample_lengths import (
     PATCHES_PER_TOKEN,
     SFT_SETS,
     Sample,
     interleaved_samples,
     sft_samples,
 )
-from rrfp_jax.commands.studies.workload_options import on_graph
-from rrfp_jax.commands.studies.workloads import ROW_TOKENS, WORKLOADS, Work, Workload, cut_layers, mean_work
+from experiments.simulate import main
+from experiments.workload_options import on_graph
+from experiments.workloads import ROW_TOKENS, WORKLOADS, Work, Workload, cut_layers, mean_work
+from rrfp_jax.commands.studies.graphs import GraphWishes
+from rrfp_jax.models.flop_sizes import MODEL_PAIRS, model_pair
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.tasks import bits
 from tests.commands.running import run_command, sentence

@@ -6,9 +6,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from rrfp_jax.commands.studies.systems.cells import Case, Setting
-from rrfp_jax.commands.studies.systems.results import Study, distinct_hops
-from rrfp_jax.commands.studies.systems.turnovers import TIE
+from experiments.systems.cells import Case, Setting
+from experiments.systems.results import Study, distinct_hops
+from experiments.systems.turnovers import TIE
 from rrfp_jax.observe.style import INK, PAPER, SERIES_COLOURS, text_colour
 from rrfp_jax.simulation import Communication
 

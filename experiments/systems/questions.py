@@ -6,9 +6,9 @@ A question about schedules that do not take part, or with a single ratio, has no
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from experiments.systems.cells import FORESIGHT, Case
+from experiments.systems.results import Study, distinct_hops
 from rrfp_jax.arbitration import STRICT
-from rrfp_jax.commands.studies.systems.cells import FORESIGHT, Case
-from rrfp_jax.commands.studies.systems.results import Study, distinct_hops
 from rrfp_jax.simulation import Communication
 
 PAIRS = (("hanayo:4", "chimera"), ("hanayo", "chimera"), ("1f1b", "gpipe"), ("greedy-chimera", "gpipe"))

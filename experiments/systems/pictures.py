@@ -11,9 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from rrfp_jax.commands.studies.systems.map_picture import draw_map
-from rrfp_jax.commands.studies.systems.questions import RATIO, Line, Panel, Question, questions
-from rrfp_jax.commands.studies.systems.results import Study
+from experiments.systems.map_picture import draw_map
+from experiments.systems.questions import RATIO, Line, Panel, Question, questions
+from experiments.systems.results import Study
 from rrfp_jax.observe.figure_files import plain_look, write_figure
 from rrfp_jax.observe.style import FAINT_INK, GRID, INK, PAPER, SERIES_COLOURS
 

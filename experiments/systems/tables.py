@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from experiments.systems.cells import ROOM, Case, Entry
+from experiments.systems.questions import PAIRS
+from experiments.systems.records import System
+from experiments.systems.results import Study, systems_by_hop
+from experiments.systems.turnovers import Turnover
 from rrfp_jax.arbitration import STRICT
 from rrfp_jax.commands.common.console import make_table
-from rrfp_jax.commands.studies.systems.cells import ROOM, Case, Entry
-from rrfp_jax.commands.studies.systems.questions import PAIRS
-from rrfp_jax.commands.studies.systems.records import System
-from rrfp_jax.commands.studies.systems.results import Study, systems_by_hop
-from rrfp_jax.commands.studies.systems.turnovers import Turnover
 from rrfp_jax.simulation import Communication
 
 NOT_PUBLIC = (

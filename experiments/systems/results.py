@@ -8,11 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from experiments.systems.cells import Case, CaseResult, Executed, Ideal, Setting
+from experiments.systems.options import Wishes
+from experiments.systems.records import Hop, System
+from experiments.systems.turnovers import Turnover
 from rrfp_jax.arbitration import STRICT
-from rrfp_jax.commands.studies.systems.cells import Case, CaseResult, Executed, Ideal, Setting
-from rrfp_jax.commands.studies.systems.options import Wishes
-from rrfp_jax.commands.studies.systems.records import Hop, System
-from rrfp_jax.commands.studies.systems.turnovers import Turnover
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.simulation import Communication
 

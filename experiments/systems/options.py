@@ -1,4 +1,4 @@
-"""The options of ``rrfp levels --systems``, and what they ask for."""
+"""The options of ``experiments.levels --systems``, and what they ask for."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from experiments.systems.cells import ORDERS, Entry
+from experiments.systems.records import Device, Model, Network, System, make_systems
+from experiments.systems.workers import available_cores
 from rrfp_jax.arbitration import DEFAULT_WINDOW, STRICT
 from rrfp_jax.commands.common.options import CommandParser, add_record_options, given_texts, whole_flag
-from rrfp_jax.commands.studies.systems.cells import ORDERS, Entry
-from rrfp_jax.commands.studies.systems.records import Device, Model, Network, System, make_systems
-from rrfp_jax.commands.studies.systems.workers import available_cores
 from rrfp_jax.observe.output_files import check_folder
 from rrfp_jax.schedules import ScheduleRequest
 from rrfp_jax.schedules.registry import chunks_per_stage

@@ -7,7 +7,7 @@
 ``interleaved``
     documents of text and images of any size, 6% of them without images.
 
-:mod:`rrfp_jax.commands.studies.sample_lengths` has the distributions and their sources. A task takes time in proportion
+:mod:`experiments.sample_lengths` has the distributions and their sources. A task takes time in proportion
 to its operations in a named pair of models (:mod:`rrfp_jax.planning.flops`), the encoder's and the decoder's alike,
 scaled so that the mean forward of a decoder's chunk takes what is asked for; nothing is padded. Layers are cut so that
 chunks cost about the same on average; the projector belongs to the decoder's first chunk, the head to its last. An
@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.sample_lengths import Sample, interleaved_samples, sft_samples
 from rrfp_jax.commands.studies.durations import Durations, GivenDurations
 from rrfp_jax.commands.studies.graphs import ModelGraph
-from rrfp_jax.commands.studies.model_pairs import ModelPair
-from rrfp_jax.commands.studies.sample_lengths import Sample, interleaved_samples, sft_samples
+from rrfp_jax.models.flop_sizes import ModelPair
 from rrfp_jax.planning.balancing import balanced, in_order
 from rrfp_jax.planning.flops import Flops, TaskFlops, pairs
 from rrfp_jax.planning.packing import pack

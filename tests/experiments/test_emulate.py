@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rrfp_jax.commands.emulate import figures_in_words
+from experiments.emulate import figures_in_words
 from tests.commands.running import run_command, sentence
 
 

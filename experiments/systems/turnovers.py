@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import NamedTuple
 
+from experiments.systems.cells import Case, CaseResult, Setting, run
+from experiments.systems.records import Hop
 from rrfp_jax.arbitration import STRICT
-from rrfp_jax.commands.studies.systems.cells import Case, CaseResult, Setting, run
-from rrfp_jax.commands.studies.systems.records import Hop
 from rrfp_jax.simulation import Communication
 
 TIE = 1e-3

@@ -1,14 +1,10 @@
-"""The flags of workloads, which simulate and emulate share, and what they print about one."""
+"""The options of workloads, which simulate and emulate share, and the figures that they print about one."""
 
 import argparse
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from rrfp_jax.commands.common.options import offer
-from rrfp_jax.commands.common.ordering import OFF, ON, parse_switch
-from rrfp_jax.commands.studies.graphs import GraphWishes, ModelGraph, make_graph, parse_graph
-from rrfp_jax.commands.studies.model_pairs import MODEL_PAIRS, model_pair
-from rrfp_jax.commands.studies.workloads import (
+from experiments.workloads import (
     DEFAULT_SAMPLES,
     ROW_TOKENS,
     WORKLOADS,
@@ -18,21 +14,15 @@ from rrfp_jax.commands.studies.workloads import (
     draw,
     mean_work,
 )
+from rrfp_jax.commands.common.options import offer
+from rrfp_jax.commands.common.ordering import OFF, ON, parse_switch
+from rrfp_jax.commands.simulate import GivenWork, WorkOptions
+from rrfp_jax.commands.studies.graphs import GraphWishes, ModelGraph, make_graph, parse_graph
+from rrfp_jax.models.flop_sizes import MODEL_PAIRS, model_pair
 
 DEFAULT_PAIR = "qwen3-4b+vit-big"
 DEFAULT_STEPS = 10
 _DETAILS = ("model_pair", "samples", "balance", "mean_forward_ms", "workload_seed")
-
-
-class Planned(NamedTuple):
-    """A workload on its graph."""
-
-    drawn: Drawn
-    model: ModelGraph
-    figures: dict[str, Any]
-    """For ``--json``."""
-    text: str
-    """One line for people."""
 
 
 def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
@@ -76,7 +66,7 @@ def has_graph(arguments: argparse.Namespace) -> bool:
     return arguments.workload is not None or not parse_graph(arguments).is_empty
 
 
-def plan_workload(arguments: argparse.Namespace, wishes: GraphWishes, *, num_steps: int | None) -> Planned | None:
+def plan_workload(arguments: argparse.Namespace, wishes: GraphWishes, *, num_steps: int | None) -> GivenWork | None:
     """The workload that was asked for, on the graph asked for; None without one. Raises ValueError with the remedy."""
     if arguments.workload is None:
         said = [f"--{name.replace('_', '-')}" for name in _DETAILS if getattr(arguments, name) is not None]
@@ -97,7 +87,15 @@ def plan_workload(arguments: argparse.Namespace, wishes: GraphWishes, *, num_ste
         seed=arguments.workload_seed or 0,
     )
     drawn, model = on_graph(workload, wishes, num_stages=arguments.num_stages)
-    return Planned(drawn, model, _figures(workload, pair_name, drawn), _text(workload, pair_name, drawn))
+    return GivenWork(drawn.durations, model, _figures(workload, pair_name, drawn), _text(workload, pair_name, drawn))
+
+
+def _read(arguments: argparse.Namespace) -> GivenWork | None:
+    return plan_workload(arguments, parse_graph(arguments), num_steps=arguments.steps)
+
+
+WORK_OPTIONS = WorkOptions(add=add_workload_arguments, read=_read)
+"""The workloads as options of ``simulate``."""
 
 
 def on_graph(workload: Workload, wishes: GraphWishes, *, num_stages: int) -> tuple[Drawn, ModelGraph]:

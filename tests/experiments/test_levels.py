@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rrfp_jax.commands.levels import main
-from rrfp_jax.commands.studies.levels_report import places
+from experiments.levels import main
+from experiments.levels_report import places
 from rrfp_jax.schedules import schedule_names
 from tests.commands.running import run_command, sentence
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.commands.levels import main
-from rrfp_jax.commands.studies.systems.cells import ORDERS, Case, Entry, Setting, run, table_of
-from rrfp_jax.commands.studies.systems.records import Device, Hop, Model, Network, make_systems
-from rrfp_jax.commands.studies.systems.results import distinct_hops
-from rrfp_jax.commands.studies.systems.turnovers import Lead, crossing
+from experiments.levels import main
+from experiments.systems.cells import ORDERS, Case, Entry, Setting, run, table_of
+from experiments.systems.records import Device, Hop, Model, Network, make_systems
+from experiments.systems.results import distinct_hops
+from experiments.systems.turnovers import Lead, crossing
 from rrfp_jax.exit_codes import PEER_LOST
 from rrfp_jax.schedules.slots import EQUAL, execute, per_stage
 from rrfp_jax.simulation import Communication

@@ -8,10 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from rrfp_jax.commands.common.console import make_table
-from rrfp_jax.schedules import ScheduleRequest
+from rrfp_jax.commands.studies.schedule_view import Formula
 from rrfp_jax.schedules.comparison import Levels
-from rrfp_jax.schedules.formulas import BubbleFormula, PeakFormula, Sizes, bubble_formulas, peak_formula
-from rrfp_jax.schedules.slots import SlotLengths
+from rrfp_jax.schedules.formulas import PeakFormula
 
 BUBBLE_TOLERANCE = 0.02
 """Bubble rates that differ by more disagree."""
@@ -19,8 +18,6 @@ PEAK_TOLERANCE = 0.02
 """Peaks whose ratio differs from 1 by more disagree."""
 
 _RANKED = ("table", "strict", "hint")
-
-Formula = BubbleFormula | PeakFormula
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +75,6 @@ class Row:
     def peak_disagrees(self) -> list[str]:
         """The levels whose peak differs from the table's."""
         return _far(self.peaks, self.ideal.table_peak, PEAK_TOLERANCE * self.ideal.table_peak)
-
-
-def formulas_of(name: str, request: ScheduleRequest, lengths: SlotLengths) -> list[tuple[Formula, bool]]:
-    """The closed formulas of a schedule, each with whether it holds for these sizes and lengths of a whole stage; none
-    for a graph that is given."""
-    if request.graph is not None:
-        return []
-    sizes, peak = Sizes.of(name, request, lengths), peak_formula(name)
-    formulas: list[Formula] = [*bubble_formulas(name), *([peak] if peak else [])]
-    return [(formula, formula.where.holds(sizes)) for formula in formulas]
 
 
 def places(rates: Sequence[float | None]) -> list[int]:
