@@ -7,7 +7,7 @@ has once is shared out to more of them. So the chunk that is measured is about a
 import jax
 import psutil
 
-from rrfp_jax.commands.diagnosis.cgroups import memory_limit
+from rrfp_jax.commands.diagnosis.host import memory_limit
 from rrfp_jax.commands.planning.model_layers import ModelLayers
 from rrfp_jax.commands.planning.small_cut import LAYER, MANY, named
 from rrfp_jax.commands.training.config import TrainConfig
