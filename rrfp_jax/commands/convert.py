@@ -27,8 +27,8 @@ from rrfp_jax.commands.common.memory import return_large_blocks
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.data.tokens.header import TOKENIZER
-from rrfp_jax.hf.model_folder import CARRIED, MODEL
 from rrfp_jax.exit_codes import DONE
+from rrfp_jax.hf.model_folder import CARRIED, MODEL
 from rrfp_jax.models.config import DTYPES
 
 IMPORT, EXPORT = "import", "export"

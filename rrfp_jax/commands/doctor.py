@@ -6,7 +6,8 @@
     rrfp doctor --head HOST0:8476 --run-dir /shared/runs
 
 With ``--head`` run it on each of several hosts. One line per check: ok, warning or problem, and the action to take.
-Ends with 0 where there is no problem, else with 2. Nothing is left behind, and nothing is waited for without a deadline.
+Ends with 0 where there is no problem, else with 2. Nothing is left behind, and nothing is waited for without a
+deadline.
 """
 
 import argparse
@@ -23,8 +24,7 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.diagnosis import Finding, Status, guarded, host, network, processes
 from rrfp_jax.exit_codes import BAD_INPUT, DONE
-from rrfp_jax.launch.settings import Address
-from rrfp_jax.network.membership import INTERFACE
+from rrfp_jax.network.config import INTERFACE, Address
 
 _PORT = 8476
 _DEADLINE_S = 15.0

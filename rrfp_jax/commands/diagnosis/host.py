@@ -12,8 +12,8 @@ import psutil
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.diagnosis import Finding, ok, problem, warning
 from rrfp_jax.hardware import CPU, find_hardware, too_old
-from rrfp_jax.network.cluster_config import ClusterConfig
-from rrfp_jax.network.descriptors import ranks_served
+from rrfp_jax.network.config import ClusterConfig
+from rrfp_jax.network.host import ranks_served
 from rrfp_jax.observe.output_files import check_folder
 from rrfp_jax.runtime.cache_directory import AUTO, VARIABLE, cache_path
 

@@ -8,10 +8,9 @@ from typing import Any
 import psutil
 
 from rrfp_jax.commands.diagnosis import Finding, ok, problem, warning
-from rrfp_jax.launch.settings import Address, LaunchSettings
-from rrfp_jax.network.membership import INTERFACE
-from rrfp_jax.network.routes import addresses_of, is_misleading
-from rrfp_jax.network.sockets import LOOPBACK
+from rrfp_jax.launch.launch_settings import LaunchSettings
+from rrfp_jax.network.config import INTERFACE, LOOPBACK, Address
+from rrfp_jax.network.host import addresses_of, is_misleading
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _CONNECT_S = 3.0
@@ -62,7 +61,7 @@ def check_host_name() -> Finding:
     return ok(f"{name} is {' '.join(addresses)}", name=name, addresses=addresses)
 
 
-def check_head(head: Address, interface: str | None) -> Finding:  # noqa: PLR0911 - each return is one finding
+def check_head(head: Address, interface: str | None) -> Finding:
     """Check that the head's name resolves to a host that this one can reach, and find the interface to it."""
     try:
         addresses = addresses_of(head.host)
