@@ -34,9 +34,9 @@ from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.main import run
 from rrfp_jax.commands.simulate import GivenWork
 from rrfp_jax.commands.studies.durations import GivenDurations, Profile, load_durations, parse_durations_ms
-from rrfp_jax.commands.studies.engine_columns import engine_columns, engines_in_words
 from rrfp_jax.commands.studies.graphs import add_graph_arguments, check_fits_graph, parse_graph, requested_graph
 from rrfp_jax.commands.studies.machine import parse_link_delays_ms
+from rrfp_jax.commands.studies.simulate_report import engine_columns, engines_in_words
 from rrfp_jax.network import ClusterConfig
 from rrfp_jax.simulation.costs import constant, for_graph
 from rrfp_jax.simulation.engine_figures import bottleneck

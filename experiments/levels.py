@@ -31,10 +31,17 @@ from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_window
 from rrfp_jax.commands.main import run
 from rrfp_jax.commands.studies.durations import Profile, parse_durations_ms
-from rrfp_jax.commands.studies.execution import chunk_durations, peak_of
 from rrfp_jax.commands.studies.graphs import add_graph_arguments, requested_graph
-from rrfp_jax.commands.studies.machine import add_machine_arguments, arbiters_of, make_machine
-from rrfp_jax.commands.studies.noise import add_noise_arguments, check_noise, make_costs
+from rrfp_jax.commands.studies.machine import (
+    add_machine_arguments,
+    add_noise_arguments,
+    arbiters_of,
+    check_noise,
+    chunk_durations,
+    make_costs,
+    make_machine,
+    peak_of,
+)
 from rrfp_jax.commands.studies.schedule_view import formulas_of
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
 from rrfp_jax.schedules.comparison import Levels, compare

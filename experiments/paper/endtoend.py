@@ -23,8 +23,8 @@ from experiments.paper.tables import markdown, settings_of
 from experiments.workload_options import on_graph
 from experiments.workloads import Workload
 from rrfp_jax.commands.common.ordering import Ordering
-from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.commands.studies.graphs import GraphWishes, make_graph
+from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.models.flop_sizes import ModelPair, model_pair
 from rrfp_jax.planning.flops import DecoderSizes
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, lognormal, simulate

@@ -26,8 +26,7 @@ from importlib import import_module
 from shlex import join
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
-from rrfp_jax.commands.common.help_text import wrap
-from rrfp_jax.commands.common.options import CommandParser, offer, takes_file, values_of
+from rrfp_jax.commands.common.options import CommandParser, offer, takes_file, values_of, wrap
 from rrfp_jax.commands.main import COMMANDS, module_of
 from rrfp_jax.commands.training.config import read_train_config
 from rrfp_jax.commands.training.explaining import all_names, explain_key, explain_section, find_key

@@ -126,7 +126,7 @@ def _answer(word: str) -> int:
 
 
 def _overview() -> str:
-    from rrfp_jax.commands.common.help_text import wrap
+    from rrfp_jax.commands.common.options import wrap
 
     room = max(map(len, COMMANDS)) + 4
     lines = ["usage: rrfp COMMAND [option ...]", ""]

@@ -39,8 +39,7 @@ from rrfp_jax.commands.studies.durations import (
     parse_durations_ms,
 )
 from rrfp_jax.commands.studies.graphs import ModelGraph, check_fits_graph, requested_graph
-from rrfp_jax.commands.studies.machine import arbiters_of, dispatch, make_machine
-from rrfp_jax.commands.studies.noise import check_noise, make_costs
+from rrfp_jax.commands.studies.machine import arbiters_of, check_noise, dispatch, make_costs, make_machine
 from rrfp_jax.commands.studies.schedule_view import ScheduleView, view_schedule
 from rrfp_jax.commands.studies.simulate_options import (
     SLOTS,

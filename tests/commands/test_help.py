@@ -16,8 +16,7 @@ import pytest
 
 from rrfp_jax.commands import main
 from rrfp_jax.commands.common.field_words import field_texts, field_words
-from rrfp_jax.commands.common.help_text import examples_in
-from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.common.options import CommandParser, examples_in
 from rrfp_jax.commands.main import COMMANDS, module_of
 from rrfp_jax.commands.training.config import SECTIONS, choices_of_options
 from rrfp_jax.models.encoder_config import VisionConfig
@@ -121,7 +120,7 @@ def test_the_overview_names_every_command_at_every_width(
 
 def test_a_pager_has_the_width_of_its_terminal() -> None:
     """Where the output goes into a pipe, the errors still go to the terminal."""
-    code = "from rrfp_jax.commands.common.help_text import width; print(width())"
+    code = "from rrfp_jax.commands.common.options import width; print(width())"
     environment = {name: text for name, text in of_child().items() if name != "COLUMNS"}
 
     def told(errors: int) -> int:

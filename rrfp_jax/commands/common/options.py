@@ -1,14 +1,16 @@
-"""The options of the commands: a parser that answers in one line, and options made of a configuration's records.
+"""The options of the commands, and how help texts look.
 
-A record's field becomes an option with the text that stands below the field as its docstring, and with its type, its
-choices and its default. Nothing here imports JAX.
+The parser refuses input in one line. A field of a configuration's record becomes an option with the docstring below the
+field as its text, and with its type, its choices and its default. Nothing here imports JAX.
 """
 
 import difflib
 import os
 import re
+import shutil
 import sys
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+import textwrap
+from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +18,6 @@ from typing import Any, NoReturn
 
 from rrfp_jax.bounded_text import sentence
 from rrfp_jax.commands.common.field_words import field_texts, field_words
-from rrfp_jax.commands.common.help_text import HelpText, examples_in, width, wrap
 
 INSTEAD = {
     "adaptive": "plan from a finished run's durations, with rrfp profile --timeline RUN and rrfp plan --costs",
@@ -159,3 +160,75 @@ def flag_of(sections: Mapping[str, type], name: str, qualified: Collection[str] 
     owners = [other for other, record in sections.items() if any(key == field.name for field in fields(record))]
     short = [f"{other}.{key}" for other in owners if not {other, f"{other}.{key}"} & {*qualified}]
     return whole_flag(key if short == [name] else name)
+
+
+NARROWEST, WIDEST = 80, 120
+
+
+def width() -> int:
+    """Columns of ``COLUMNS`` or of the terminal, also that of a pager; the widest where there is none."""
+    columns = shutil.get_terminal_size((0, 0)).columns
+    for stream in (sys.__stderr__, sys.__stdin__):
+        if columns == 0 and stream is not None:
+            try:
+                columns = os.get_terminal_size(stream.fileno()).columns
+            except (OSError, ValueError):  # no terminal, or closed
+                continue
+    return min(max(columns, NARROWEST), WIDEST) if columns else WIDEST
+
+
+def wrap(text: str, columns: int | None = None, *, indent: str = "", start: str = "") -> list[str]:
+    """The lines of a text, its words whole: no hyphen of an option's name is a place to break.
+
+    The first line begins with ``start``, the others with ``indent``. Without ``columns`` they fill the terminal.
+    """
+    return textwrap.wrap(
+        " ".join(text.split()),
+        width() if columns is None else columns,
+        initial_indent=start,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def examples_in(doc: str) -> str:
+    """The block of commands that a module's docstring begins with, behind ``::``; empty where it has none."""
+    _, mark, rest = doc.partition("\n::\n\n")
+    lines = []
+    for line in rest.splitlines() if mark else ():
+        if line and not line.startswith(" "):
+            break
+        lines.append(line)
+    return textwrap.dedent("\n".join(lines)).strip()
+
+
+class HelpText(HelpFormatter):
+    """Says of every option what it is without being given, and keeps the lines of examples."""
+
+    def __init__(self, prog: str) -> None:
+        columns = width()
+        super().__init__(prog, max_help_position=min(34, columns // 3), width=columns)
+
+    def _get_help_string(self, action: Action) -> str:
+        text = action.help or ""
+        if not action.option_strings or action.nargs == 0 or re.search(r"\b(default|required|optional)\b", text):
+            return text
+        missing = "required" if action.required else "optional"
+        if not action.required and action.default is not None:
+            missing = f"default {action.default:g}" if isinstance(action.default, float) else "default %(default)s"
+        return f"{text} ({missing})"
+
+    def _get_default_metavar_for_optional(self, action: Action) -> str:
+        return "N" if action.type is int else "X" if action.type is float else "TEXT"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(text, width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Paragraphs are filled, indented lines stay as they are."""
+        lines: list[str] = []
+        for line in text.splitlines():
+            is_kept = not line or line.startswith(" ")
+            lines += [line] if is_kept else wrap(line, width - len(indent))
+        return "\n".join(indent + line if line else line for line in lines)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rrfp_jax.arbitration import READY, STRICT, Ordering
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.studies.durations import Profile
-from rrfp_jax.commands.studies.execution import RULES, chunk_durations
+from rrfp_jax.commands.studies.machine import RULES, chunk_durations
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, schedule_entry
 from rrfp_jax.schedules.comparison import Levels, compare
 from rrfp_jax.schedules.formulas import BubbleFormula, PeakFormula, Sizes, bubble_formulas, peak_formula
