@@ -46,7 +46,7 @@ from rrfp_jax.network.config import INTERFACE, Address
 from rrfp_jax.network.host import await_name, require_descriptors
 
 _FILES_OF_A_RANK = 2
-"""What it prints and its errors."""
+"""Standard output and standard error of a rank, as pipes."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = _Parser("launch", __doc__, usage="%(prog)s --processes N [option ...] -- COMMAND [argument ...]")
     parser.add_argument(
         "--processes",

@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None, *, work: WorkOptions | None = None) -> i
         if arguments.show is not None:
             _show_view(console, arguments, view)
             return 0
-        outcomes = {label or one.order.label: run(scenario, one) for label, one in prepared}
+        outcomes = {label or one.order.label: simulate_order(scenario, one) for label, one in prepared}
     show(console, scenario, outcomes)
     _write_files(arguments, [(label, outcome.timeline) for label, outcome in outcomes.items()])
     return 0
@@ -244,7 +244,7 @@ def prepare(scenario: Scenario, ordering: Ordering) -> PreparedOrder:
     )
 
 
-def run(scenario: Scenario, one: PreparedOrder) -> SimulatedOrder:
+def simulate_order(scenario: Scenario, one: PreparedOrder) -> SimulatedOrder:
     """Simulate one order."""
     simulation = _simulate(scenario, one.arbiters, one.costs)
     result = _result(scenario, one.order, one.costs, simulation)

@@ -26,9 +26,9 @@ INSTEAD = {
 
 
 class CommandParser(ArgumentParser):
-    """The parser of a command; what it refuses, it refuses in one line, with exit code 2.
+    """The parser of a command. It refuses bad options in one line, with exit code 2.
 
-    ``doc`` is the docstring of the command's module: its first line says what the command does, and the block of
+    ``doc`` is the docstring of the command's module: its first line describes the command, and the block of
     commands behind ``::`` becomes the examples, after ``closing``.
     """
 
@@ -132,30 +132,30 @@ def offer(action: Action, values: Iterable[str]) -> None:
 
 
 def values_of(action: Action) -> tuple[str, ...]:
-    """The values of an option that are known by name: those on offer, or the words of ``on|off``."""
+    """Returns the values of an option that are known by name: those on offer, or the words of ``on|off``."""
     offered: tuple[str, ...] = getattr(action, "values", ())
     words = str(action.metavar or "").split("|")
     return tuple(value for value in offered or words if re.fullmatch(r"[a-z0-9][\w./+-]*", value))
 
 
 def takes_file(action: Action) -> bool:
-    """Whether files are values of an option, by what stands for one."""
+    """Returns whether files are values of an option, by the placeholder of its value."""
     places = " ".join([str(action.metavar), *getattr(action, "values", ())])
     return bool(re.search(r"FILE|PATH|RUN|LOG|DIR|OUT|FOLDER|\.npy", places))
 
 
 def given_texts(arguments: Namespace) -> dict[str, str]:
-    """The texts of the options that :func:`add_record_options` has added, by ``section.field``, where given."""
+    """Returns the texts of the options that :func:`add_record_options` has added, by ``section.field``, where given."""
     return {name: text for name, text in vars(arguments).items() if "." in name}
 
 
 def whole_flag(name: str) -> str:
-    """The option of a field that names its section."""
+    """Returns the option of a field that names its section too."""
     return f"--{name.replace('_', '-')}"
 
 
 def flag_of(sections: Mapping[str, type], name: str, qualified: Collection[str] = ()) -> str:
-    """The shortest option of a field ``section.field``."""
+    """Returns the shortest option of a field ``section.field``."""
     key = name.partition(".")[2]
     owners = [other for other, record in sections.items() if any(key == field.name for field in fields(record))]
     short = [f"{other}.{key}" for other in owners if not {other, f"{other}.{key}"} & {*qualified}]
@@ -166,7 +166,7 @@ NARROWEST, WIDEST = 80, 120
 
 
 def width() -> int:
-    """Columns of ``COLUMNS`` or of the terminal, also that of a pager; the widest where there is none."""
+    """Returns the columns of ``COLUMNS`` or of the terminal, also that of a pager; the widest where there is none."""
     columns = shutil.get_terminal_size((0, 0)).columns
     for stream in (sys.__stderr__, sys.__stdin__):
         if columns == 0 and stream is not None:
@@ -178,7 +178,7 @@ def width() -> int:
 
 
 def wrap(text: str, columns: int | None = None, *, indent: str = "", start: str = "") -> list[str]:
-    """The lines of a text, its words whole: no hyphen of an option's name is a place to break.
+    """Returns the lines of a text with whole words: no line breaks at the hyphen of an option's name.
 
     The first line begins with ``start``, the others with ``indent``. Without ``columns`` they fill the terminal.
     """
@@ -193,7 +193,7 @@ def wrap(text: str, columns: int | None = None, *, indent: str = "", start: str 
 
 
 def examples_in(doc: str) -> str:
-    """The block of commands that a module's docstring begins with, behind ``::``; empty where it has none."""
+    """Returns the block of commands behind ``::`` in a module's docstring; empty where there is none."""
     _, mark, rest = doc.partition("\n::\n\n")
     lines = []
     for line in rest.splitlines() if mark else ():
@@ -204,7 +204,7 @@ def examples_in(doc: str) -> str:
 
 
 class HelpText(HelpFormatter):
-    """Says of every option what it is without being given, and keeps the lines of examples."""
+    """A formatter that adds the default of every option to its text, and keeps the lines of examples."""
 
     def __init__(self, prog: str) -> None:
         columns = width()

@@ -45,8 +45,8 @@ def enter(
 
     Args:
         mesh: all axes over the devices of each stage, innermost first; empty: ``tensor`` alone.
-        configuration: what must be the same in all processes.
-        platform: ``cpu`` for virtual devices, else what JAX finds.
+        configuration: values that must be the same in all processes.
+        platform: ``cpu`` for virtual devices, else the devices that JAX finds.
         devices: how many each process takes; None: one for each that the layout asks of it. Stages share fewer.
         pinned: as for :func:`use_cpu`.
         progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
@@ -141,20 +141,19 @@ _NEVER = 2**31 - 1
 def return_large_blocks() -> None:
     """Have the C library map blocks of a megabyte or more, and unmap them when they are freed.
 
-    By itself glibc moves that bound up as large blocks are freed, and keeps what threads have freed in a heap of each
+    By itself glibc moves that bound up as large blocks are freed, and keeps freed blocks in a heap of each
     thread: a model that goes through layer by layer then leaves hundreds of megabytes behind. Does nothing elsewhere.
     """
     _set({_M_MMAP_THRESHOLD: _LARGE_BYTES})
 
 
 def keep_freed_blocks() -> None:
-    """Have the C library keep what is freed, as a step on CPUs allocates what the one before did.
+    """Have the C library keep freed blocks, because each step on CPUs allocates the blocks of the step before.
 
     By itself glibc unmaps large blocks as they are freed, or keeps them, as its moving bounds have it, which differ
     from run to run. Each page of a new mapping costs a fault: a task of a large head then takes up to half as long
-    again. All threads share what is kept, as what one allocates another frees. Does nothing where the environment says
-    how memory is allocated, and elsewhere.
-    """
+    again. All threads share the kept blocks, because one thread frees the blocks of another. Does nothing where the
+    environment says how memory is allocated, and elsewhere."""
     if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         _set({_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: _HUGE_BYTES, _M_TRIM_THRESHOLD: _NEVER})
 

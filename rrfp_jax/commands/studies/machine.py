@@ -81,7 +81,7 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def make_machine(arguments: argparse.Namespace) -> Machine:
-    """The machine of these flags, ``--num-stages`` and ``--seed``; raises ValueError with the remedy."""
+    """Returns the machine of these options, ``--num-stages`` and ``--seed``; raises ValueError with the remedy."""
     how = dispatch(arguments)
     if arguments.comm not in tuple(Communication):
         raise ValueError(f"comm {arguments.comm!r} is unknown: choose one of {', '.join(Communication)}")
@@ -113,12 +113,12 @@ def make_machine(arguments: argparse.Namespace) -> Machine:
 
 
 def dispatch(arguments: argparse.Namespace) -> Dispatch:
-    """When stages are handed their next task; raises ValueError with the remedy."""
+    """Returns when stages are handed their next task; raises ValueError with the remedy."""
     return dispatch_of(parse_dispatch(arguments.dispatch_ahead), on_host=False)
 
 
 def arbiters_of(order: Order, arguments: argparse.Namespace) -> list[StageArbiter]:
-    """Fresh arbiters of all stages, for steps of tasks alone."""
+    """Returns fresh arbiters of all stages, for steps of tasks alone."""
     how = dispatch(arguments)
     return order.arbiters(RULES, certain_ahead=how.certain)
 
@@ -173,7 +173,7 @@ _Factor = Callable[[Durations, Placement, np.random.Generator], Durations]
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """What ``--jitter`` says: factors on the durations, one after the other, and at most one level of sleeps."""
+    """The value of ``--jitter``: factors on the durations, one after the other, and at most one level of sleeps."""
 
     factors: tuple[_Factor, ...] = ()
     level: str | None = None
@@ -244,7 +244,7 @@ def check_noise(arguments: argparse.Namespace) -> None:
 
 
 def make_costs(arguments: argparse.Namespace, durations_ms: Durations, placement: Placement) -> Costs:
-    """Durations of every step, with the jitter asked for."""
+    """Returns the costs of every step, with the requested jitter."""
     rng = np.random.default_rng(arguments.seed)
     durations_ms, sleeps = parse_jitter(arguments.jitter).apply(durations_ms, placement, rng)
     return Costs(durations_ms=durations_ms, sleeps=sleeps)

@@ -125,7 +125,7 @@ def refuse_beside_show(arguments: argparse.Namespace) -> None:
 
 
 def parse_memory_weights(text: str | None) -> MemoryWeights:
-    """``F,I,W``: what F holds, I frees and W frees."""
+    """Parse ``F,I,W``: the memory that F holds, I frees and W frees."""
     if text is None:
         return MemoryWeights()
     weights = parse_numbers(text, "memory-weights", example="1,0.5,0.5")
@@ -177,7 +177,8 @@ def _entry(entry: str, base: Ordering) -> Ordering:
 
 
 def _consumption(entry: str, name: str, words: str) -> dict[str, Any]:
-    """What stands behind the colon, where every word is said: ``ready`` alone is readiness alone."""
+    """Parse the words behind the colon. They are complete: ``ready`` alone is readiness without footprint and
+    foresight."""
     consume, *more = words.split("+")
     known = consume == STRICT and not more
     if not known and (consume != READY or not set(more) <= {FOOTPRINT, FORESIGHT} or len(set(more)) < len(more)):

@@ -1,4 +1,4 @@
-"""What simulate prints for people: one run in detail, several side by side, and the list of names."""
+"""The tables that simulate prints: one run in detail, several side by side, and the list of names."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -122,7 +122,7 @@ def engine_columns(figures: Mapping[str, Any], *, has_memory: bool = False) -> d
 
 
 def engines_in_words(figures: Mapping[str, Any]) -> Iterator[str]:
-    """What these columns mean, and which engine holds the step up."""
+    """Yields sentences that explain these columns, and that name the engine that holds the step up."""
     if any(figures.get("engine_busy", ())):
         yield "busy: the share of the makespan in which an engine beside the stage runs its operations"
     if "host_peak" in figures:
