@@ -49,9 +49,9 @@ from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers, control_neighbours
 from rrfp_jax.runtime.report import FailureNews, StageState, TaskFailed
 from rrfp_jax.runtime.transports.parts import Key, pack_key, unpack_key
-from rrfp_jax.tasks import PipelineGraph, Placement, chain, linear
+from rrfp_jax.schedules import PipelineGraph, Placement, chain, linear
+from rrfp_jax.schedules.timeline import StepSums
 from rrfp_jax.testing.virtual_network import VirtualNetwork, VirtualRank
-from rrfp_jax.timeline import Sums
 from rrfp_jax.tree import CONTROL_DEGREE
 
 NUM_RANKS = (16, 64, 256, 1024, 4096)
@@ -141,7 +141,7 @@ class ControlPlane:
                 case Send(step, message, stage):
                     self._send(step, message, self._everybody[stage])
                 case FinishStep(step):
-                    sums = Sums(num_stages=self._num_ranks, start_s=0.0, end_s=1.0, cost_s=1.0, work_s=0.5)
+                    sums = StepSums(num_stages=self._num_ranks, start_s=0.0, end_s=1.0, cost_s=1.0, work_s=0.5)
                     self.peers.outcomes.add(step, sums, {self.rank: (1 << 30, 0)})
 
     def _send(self, step: int, message: Message, other: "ControlPlane") -> None:

@@ -34,8 +34,8 @@ from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import linear
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules import linear
+from rrfp_jax.schedules.timeline import Timeline
 
 NUM_STAGES, CLIP_NORM, LEARNING_RATE = 4, 1.0, 1e-3
 _DEBUG = Path(__file__).parents[1] / "tpu_gpu_configs/cpu/debug.yaml"

@@ -17,8 +17,8 @@ import numpy as np
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
 from rrfp_jax.commands.common.console import make_console, make_table
+from rrfp_jax.schedules import chain, linear, looped
 from rrfp_jax.simulation import Costs, constant, lognormal, simulate
-from rrfp_jax.tasks import chain, linear, looped
 
 SETTINGS = ((4, 1, 8, 0.0), (4, 1, 8, 0.5), (4, 2, 8, 0.0))
 """Stages, chunks on each, microbatches of a batch, and the spread (sigma) of durations."""

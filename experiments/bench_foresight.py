@@ -34,7 +34,7 @@ from rrfp_jax.commands.studies.machine import RULES, parse_jitter
 from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.pools import end_with_parent
 from rrfp_jax.simulation import Costs, Links, Machine, both_directions, constant, for_steps, peak_memory, simulate
-from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.simulation.costs import Durations
 
 
 class Group(NamedTuple):

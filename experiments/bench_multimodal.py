@@ -24,9 +24,9 @@ from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.studies.graphs import GraphWishes, ModelGraph
 from rrfp_jax.models.flop_sizes import model_pair
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import Costs, Machine, simulate
 from rrfp_jax.testing import dispatch_overhead_ms, emulate
-from rrfp_jax.timeline import Timeline
 
 NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS, REPEATS = 4, 16, 4, 3
 MEAN_FORWARD_MS = 6.0

@@ -23,10 +23,8 @@ from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.operations import device_slots, offload
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.runtime import StepResult
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.simulation.engine_figures import bottleneck
-from rrfp_jax.simulation.result import run_metrics
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, linear
+from rrfp_jax.simulation.result import bottleneck, run_metrics
 from rrfp_jax.testing import Emulation, emulate
 
 REPEATS, STEPS = 5, 2

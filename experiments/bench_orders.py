@@ -23,8 +23,7 @@ from rrfp_jax.planning.cuts.room import Room
 from rrfp_jax.planning.orders import FoundOrder, named_orders, room_for_activations, search_orders
 from rrfp_jax.planning.orders.bounds import memory_bound
 from rrfp_jax.planning.orders.problem import NS_PER_MS, problem_of
-from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import TaskKind
+from rrfp_jax.schedules import ScheduleTable, TaskKind
 
 _CUTS = 3
 """Of each placement that are searched."""

@@ -24,9 +24,8 @@ from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planning.cuts import best_cut, even_cut
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear
 from rrfp_jax.simulation import simulate
-from rrfp_jax.tasks import linear
 from rrfp_jax.testing import emulate
 
 _ROOT = Path(__file__).parents[1]

@@ -32,9 +32,9 @@ from rrfp_jax.planning.search.points import LINEAR, LOOPED, WAVES, Point
 from rrfp_jax.planning.search.records import Plan, Shape
 from rrfp_jax.planning.search.wishes import READY, STRICT, Wishes
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import both_directions
-from rrfp_jax.simulation.jitter import Durations
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.simulation.costs import Durations
 
 STAGES, MICROBATCHES, STEPS, PLAN_STEPS, SETTINGS, TOP = 4, 8, 5, 10, 20, 10
 WARM_UP = 2

@@ -23,8 +23,8 @@ from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.planning.cost_file import read_costs
 from rrfp_jax.planning.costs import CostBook, CutModel
 from rrfp_jax.planning.order_memory import forecast_memory
+from rrfp_jax.schedules import looped
 from rrfp_jax.simulation import simulate
-from rrfp_jax.tasks import looped
 
 MICROBATCH_SIZE = 2
 MODEL = {"vocab_size": 512, "hidden": 192, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 512, "init_std": 0.02}

@@ -26,8 +26,8 @@ from rrfp_jax.arbitration import (
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.schedules import TaskKind, chain, linear
 from rrfp_jax.simulation import Costs, constant, simulate
-from rrfp_jax.tasks import TaskKind, chain, linear
 
 NUM_STAGES = 64
 MICROBATCHES = (64, 128, 256, 512)

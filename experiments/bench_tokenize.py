@@ -24,9 +24,8 @@ from rich.console import Console
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import BadInput, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
-from rrfp_jax.data.tokenizing.tokenize import train_tokenizer_file
-from rrfp_jax.data.tokenizing.tokenizer import load, threads_of_tokenizers
+from rrfp_jax.data.tokenizer_files import load, threads_of_tokenizers
+from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize, train_tokenizer_file
 
 _BATCH = 1000
 VOCAB_SIZE = 8192

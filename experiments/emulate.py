@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+
 from experiments.workload_options import add_workload_arguments, has_graph, plan_workload
 from rrfp_jax.arbitration import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
 from rrfp_jax.arbitration.dispatch import AUTO, parse_dispatch
@@ -38,11 +39,10 @@ from rrfp_jax.commands.studies.graphs import add_graph_arguments, check_fits_gra
 from rrfp_jax.commands.studies.machine import parse_link_delays_ms
 from rrfp_jax.commands.studies.simulate_report import engine_columns, engines_in_words
 from rrfp_jax.network import ClusterConfig
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation.costs import constant, for_graph
-from rrfp_jax.simulation.engine_figures import bottleneck
 from rrfp_jax.simulation.links import Links, both_directions
-from rrfp_jax.simulation.result import RunMetrics, memory_figures, run_metrics
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.simulation.result import RunMetrics, bottleneck, memory_figures, run_metrics
 
 EMULATED_STEP = StepRules(updates=False, agreement=Agreement.ALL)
 """Emulated chunks have no parameters; as in training, the next step starts once all stages have agreed."""

@@ -44,7 +44,7 @@ from rrfp_jax.commands.studies.machine import (
 )
 from rrfp_jax.commands.studies.schedule_view import formulas_of
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
-from rrfp_jax.schedules.comparison import Levels, compare
+from rrfp_jax.schedules.formulas import Levels, compare
 from rrfp_jax.schedules.registry import schedules_of_any_graph
 from rrfp_jax.schedules.slots import SlotLengths
 from rrfp_jax.simulation import Machine, for_steps, run_metrics, simulate

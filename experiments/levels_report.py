@@ -9,8 +9,7 @@ from rich.table import Table
 
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.studies.schedule_view import Formula
-from rrfp_jax.schedules.comparison import Levels
-from rrfp_jax.schedules.formulas import PeakFormula
+from rrfp_jax.schedules.formulas import Levels, PeakFormula
 
 BUBBLE_TOLERANCE = 0.02
 """Bubble rates that differ by more disagree."""

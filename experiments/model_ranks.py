@@ -17,7 +17,7 @@ from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.studies.simulate_options import parse_entries
 from rrfp_jax.network import ClusterConfig
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 
 if TYPE_CHECKING:
     from rrfp_jax.pipeline import Pipeline

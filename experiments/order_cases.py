@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rrfp_jax.planning.costs import LayerCosts, LinkCosts, ModelCosts
-from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
+from rrfp_jax.schedules import Placement, linear, looped, v_shaped, waves
 
 NUM_STAGES, NUM_MICROBATCHES = 8, 32
 PLACEMENTS: dict[str, Placement] = {

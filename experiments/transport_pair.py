@@ -104,7 +104,7 @@ class Stage:
         from rrfp_jax.arbitration import Message, MessageKind
         from rrfp_jax.planning.layout import Layout
         from rrfp_jax.runtime.transports import Edge, PipelineTransport
-        from rrfp_jax.tasks import looped
+        from rrfp_jax.schedules import looped
 
         self.rank, self.network, self.loop = rank, network, loop
         self._came: SimpleQueue[Any] = SimpleQueue()

@@ -28,7 +28,7 @@ from rrfp_jax.models.flop_sizes import ModelPair
 from rrfp_jax.planning.balancing import balanced, in_order
 from rrfp_jax.planning.flops import Flops, TaskFlops, pairs
 from rrfp_jax.planning.packing import pack
-from rrfp_jax.tasks import absences
+from rrfp_jax.schedules import absences
 
 ROW_TOKENS = 4096
 """Of a row of packed samples."""

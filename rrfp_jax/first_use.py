@@ -1,7 +1,7 @@
 """Packages whose names load on first use, so that importing one of their modules does not load JAX.
 
-The names stand once, in the package's stub (``__init__.pyi``), as ordinary imports: ``from rrfp_jax.tasks import Task
-as Task``. Type checkers and editors read the stub as it is; here it tells which module to load for a name.
+The names stand once, in the package's stub (``__init__.pyi``), as ordinary imports: ``from rrfp_jax.schedules import
+Task as Task``. Type checkers and editors read the stub as it is; here it tells which module to load for a name.
 """
 
 import ast

@@ -50,7 +50,7 @@ from rrfp_jax.runtime.operating import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.prepared import CompiledOnly, Prepared, compile_only, prepare
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import Edge, Placement
+from rrfp_jax.schedules import Edge, Placement
 
 _MAX_STEPS_ENQUEUED = 2
 

@@ -2,9 +2,9 @@
 
 A dataclass becomes an object with its fields; a named tuple a list that begins with its name, so that the members of a
 union are told apart; a task its text form; an enumeration its value. Sets and tuples become lists, dicts lists of
-pairs. A field marked :data:`rrfp_jax.tasks.UNRECORDED`, such as a function, is left out. On the way back every value
-must be of the type that its field is annotated with, and every record's own checks apply. What a type needs is worked
-out once, so that records may travel in every step.
+pairs. A field marked :data:`rrfp_jax.schedules.UNRECORDED`, such as a function, is left out. On the way back every
+value must be of the type that its field is annotated with, and every record's own checks apply. What a type needs is
+worked out once, so that records may travel in every step.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from rrfp_jax.bounded_text import shown
-from rrfp_jax.tasks import UNRECORDED, Task, TaskKind
+from rrfp_jax.schedules import UNRECORDED, Task, TaskKind
 
 
 class MalformedRecord(ValueError):

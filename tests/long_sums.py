@@ -67,7 +67,7 @@ def train(
 def make_pipeline(**options: Any) -> Any:
     import optax
 
-    from rrfp_jax.tasks import linear
+    from rrfp_jax.schedules import linear
     from tests import pipelines
 
     options = {"placement": linear(NUM_STAGES), "clip_norm": 1.0} | options

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.tasks import Edge
+from rrfp_jax.schedules import Edge
 
 WIDTH, VOCABULARY = 8, 11
 LENGTHS, NUM_IMAGES = (3, 5, 6), (0, 1, 2, 4)

@@ -14,7 +14,7 @@ from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.handover import OwedBytes
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
-from rrfp_jax.tasks import chain
+from rrfp_jax.schedules import chain
 
 DEBUG = Path(__file__).parents[1] / "tpu_gpu_configs" / "cpu" / "debug.yaml"
 NUM_CHUNKS = 4

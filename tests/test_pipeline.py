@@ -17,8 +17,7 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.runtime import NoProgress, PipelineClosed, TaskFailed
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear
 from tests import pipelines
 
 NUM_MICROBATCHES = 3

@@ -11,14 +11,13 @@ import pytest
 from rrfp_jax.commands.training.reading import _transcribed
 from rrfp_jax.data import RenderedText, RenderedTextConfig
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.models.answers import ANSWER_TOKENS, ANSWERS, EXACT_ANSWERS, RIGHT_TOKENS, answer_counts
-from rrfp_jax.models.context_cut import ContextCut
-from rrfp_jax.models.layer_cut import plan_cut
+from rrfp_jax.models.cuts import ContextCut, plan_cut
+from rrfp_jax.models.loss import ANSWER_TOKENS, ANSWERS, EXACT_ANSWERS, RIGHT_TOKENS, answer_counts
 from rrfp_jax.models.model import decoder_chunk
 from rrfp_jax.models.vision_language import vision_language_model
 from rrfp_jax.programs.chunk import as_evaluated
 from rrfp_jax.runtime.evaluating import EvaluationShapes
-from rrfp_jax.tasks import Placement, linear
+from rrfp_jax.schedules import Placement, linear
 from rrfp_jax.testing import run_unpipelined
 from tests.commands.test_reading import config
 from tests.pipelines import make_pipeline

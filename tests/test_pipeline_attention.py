@@ -13,7 +13,7 @@ import pytest
 
 from rrfp_jax.models import attention, language_model
 from rrfp_jax.programs.target import Target
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.models.cudnn_on_cpu import HOPPER, cudnn_on_cpu
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training
@@ -44,7 +44,7 @@ def train(config: Any, way: dict[str, Any], num_steps: int) -> tuple[list[float]
 def test_tiles_train_what_the_formula_trains(monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]) -> None:
     wanted = plain(ONE_KEY_HEAD, packed=True, num_steps=2)
     monkeypatch.setattr(attention, "_LONG", 4)
-    monkeypatch.setattr(attention, "_formula", None)
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "formula", None)
     assert_same_training(*train(ONE_KEY_HEAD, way, 2), *wanted)
 
 
@@ -54,7 +54,7 @@ def test_calls_of_cudnn_train_what_the_formula_trains(monkeypatch: pytest.Monkey
     """As closely as bfloat16 can tell."""
     config = replace(ONE_KEY_HEAD, head_dim=8, compute_dtype="bfloat16")
     wanted, _ = plain(config, packed=True, num_steps=2)
-    monkeypatch.setattr(attention, "_formula", None)
+    monkeypatch.setitem(attention.IMPLEMENTATIONS, "formula", None)
     here = replace(HOPPER, platform="cpu")  # all but attention is for the devices that run it
     with cudnn_on_cpu(here), mock.patch.object(Target, "of", staticmethod(lambda _: here)):
         losses, _ = train(config, way, 2)

@@ -10,7 +10,7 @@ import pytest
 
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from rrfp_jax.testing import DelayedStage
 from tests import ragged
 from tests.ragged import CHUNKS, EDGES, LENGTHS, as_batch, make_microbatch

@@ -15,8 +15,7 @@ from rrfp_jax.private.jax_names import compiler
 from rrfp_jax.programs.freezing import freeze
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.tasks import PipelineGraph, Placement, linear
+from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleRequest, ScheduleTable, build_schedule, linear
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training
 from tests.ragged import CHUNKS, EDGES, all_buckets, as_batch, make_microbatch, make_steps, train_plainly

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.models.context_cut import ContextCut
-from rrfp_jax.models.experts_config import ExpertsConfig
-from rrfp_jax.tasks import linear
+from rrfp_jax.models.config import ExpertsConfig
+from rrfp_jax.models.cuts import ContextCut
+from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 

@@ -10,8 +10,7 @@ from rrfp_jax.arbitration import Ordering
 from rrfp_jax.arbitration.dispatch import JUST_IN_TIME
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule
 from rrfp_jax.testing import DelayedStage
 from tests.commands.running import ROOT, run_code
 from tests.long_sums import NUM_MICROBATCHES, NUM_STAGES, digest, make_pipeline, train

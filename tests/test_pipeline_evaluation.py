@@ -14,8 +14,7 @@ from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.runtime import TaskFailed
 from rrfp_jax.runtime.evaluating import EvaluationShapes
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import linear, looped
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear, looped
 from tests.pipelines import make_pipeline
 
 NUM_MICROBATCHES = 4

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.test_pipeline_layouts import NUM_STEPS, OPTIMIZER, make_batches, train

@@ -18,8 +18,7 @@ from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.freezing import freeze
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.tasks import TaskKind, linear, looped
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, TaskKind, build_schedule, linear, looped
 from rrfp_jax.training.saving import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly

@@ -8,7 +8,7 @@ import pytest
 from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.programs.freezing import freeze
 from rrfp_jax.programs.specs import pick
-from rrfp_jax.tasks import Placement, TaskKind
+from rrfp_jax.schedules import Placement, TaskKind
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training
 from tests.ragged import CHUNKS, EDGES, as_batch, make_steps, train_plainly

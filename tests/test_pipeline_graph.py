@@ -11,7 +11,7 @@ import pytest
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.tasks import Edge, Placement, linear
+from rrfp_jax.schedules import Edge, Placement, linear
 from tests.plain_loop import assert_same_training, train_plainly
 
 WIDTH, NUM_MICROBATCHES, NUM_STEPS = 8, 4, 20

@@ -13,7 +13,7 @@ from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import model_params
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 
 WIDTH = 4
 

@@ -22,7 +22,7 @@ from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.layers import ApplyLayers, InitLayers
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import linear, looped
+from rrfp_jax.schedules import linear, looped
 from tests.pipelines import make_pipeline
 
 CONFIG = LanguageModelConfig(vocab_size=32, hidden=8, num_layers=4, num_heads=2, mlp_dim=16, init_std=0.1)

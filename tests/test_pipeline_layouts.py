@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.tasks import linear, looped
+from rrfp_jax.schedules import linear, looped
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 

@@ -9,8 +9,7 @@ import pytest
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.tasks import linear, looped
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, linear, looped
 from tests.test_pipeline_training import OPTIMIZER, make_batches, make_model
 
 CHUNKS = make_model(tied=False, layers_per_chunk=(1, 1))

@@ -13,10 +13,9 @@ import optax
 import pytest
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
-from rrfp_jax.models.context_cut import ContextCut
+from rrfp_jax.models.cuts import ContextCut
 from rrfp_jax.pipeline import Pipeline, PipelineState
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear
 from rrfp_jax.training.saving import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly

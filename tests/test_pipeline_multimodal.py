@@ -11,8 +11,7 @@ import pytest
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.freezing import freeze as frozen
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.tasks import PipelineGraph, Placement, linear
+from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleRequest, ScheduleTable, build_schedule, linear
 from tests.drawn_words import NUM_MICROBATCHES, NUM_STEPS, Data, drawn, model, with_sounds
 from tests.models.graph_of_chunks import start
 from tests.pipelines import make_pipeline

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 
 WIDTH, LENGTH, ROWS = 8, 16, 4

@@ -14,9 +14,8 @@ from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import model_params
 from rrfp_jax.programs.update_faults import scalars_of, update_fault
-from rrfp_jax.tasks import linear
-from rrfp_jax.training.learning_rates import learning_rate_schedule
-from rrfp_jax.training.optimizer import check_groups, make_optimizer
+from rrfp_jax.schedules import linear
+from rrfp_jax.training.optimizer import check_groups, learning_rate_schedule, make_optimizer
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ParameterGroup
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly

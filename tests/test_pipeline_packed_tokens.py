@@ -9,7 +9,7 @@ import pytest
 
 from rrfp_jax.data import Tokens, TokensConfig
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.data.token_sets import VOCAB, token_set
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly

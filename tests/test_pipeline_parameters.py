@@ -12,7 +12,7 @@ from flax import nnx
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.runtime.options import UpdateRules
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 
 WIDTH = 4
 BATCH = {"x": np.ones((2, 3, WIDTH), np.float32)}

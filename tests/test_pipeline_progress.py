@@ -10,7 +10,7 @@ import pytest
 
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 
 BATCH = {"x": np.ones((2, 1, 4), np.float32)}

@@ -15,7 +15,7 @@ from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.runtime.mailbox import Mailbox
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.tasks import Edge, TaskKind, linear
+from rrfp_jax.schedules import Edge, TaskKind, linear
 from rrfp_jax.testing import DelayedStage
 
 WIDTH, NUM_MICROBATCHES = 16, 64

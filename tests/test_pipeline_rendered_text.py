@@ -10,12 +10,12 @@ import pytest
 
 from rrfp_jax.data import RenderedText, RenderedTextConfig, prefetched
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.context_cut import ContextCut
+from rrfp_jax.models.cuts import ContextCut
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.models.vision_language import vision_language_model
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.cut_sizes import cut_sizes
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training
 

@@ -18,8 +18,7 @@ from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.tasks import Placement, linear, looped
+from rrfp_jax.schedules import Placement, ScheduleRequest, ScheduleTable, build_schedule, linear, looped
 from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.programs.toys import VOCAB, plain_model

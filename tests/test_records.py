@@ -8,8 +8,8 @@ import pytest
 
 from rrfp_jax.arbitration import DecideNow, Event, InputArrived, Message, MessageKind, TaskFinished
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
-from rrfp_jax.tasks import Op, Placement, Task, TaskKind
-from rrfp_jax.timeline import IdleReason, Span, Timeline
+from rrfp_jax.schedules import Op, Placement, Task, TaskKind
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from experiments.paper.emulated import use_devices
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.tables import markdown
-from rrfp_jax.tasks import PipelineGraph, linear
+from rrfp_jax.schedules import PipelineGraph, linear
 
 if TYPE_CHECKING:
     from rrfp_jax import Ordering, Pipeline

@@ -18,7 +18,7 @@ from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, constant, for_steps, lognormal, simulate
-from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.simulation.costs import Durations
 
 BLOCKING, STRICT, GUIDED, WIDE = "1f1b strict, blocking", "1f1b strict", "1f1b-split + foresight", "bfw, window 32"
 METHODS: Mapping[str, tuple[Mapping[str, Any], str]] = {

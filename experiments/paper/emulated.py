@@ -14,9 +14,9 @@ import numpy as np
 
 from experiments.emulate import EMULATED_STEP
 from experiments.paper.scene import Method, Scene
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import Costs, InjectedSleeps, Links, Machine, both_directions, simulate
-from rrfp_jax.simulation.jitter import Durations
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.simulation.costs import Durations
 
 WARM_UP = 1
 """Steps before those that count, in which averages are learnt."""

@@ -27,9 +27,9 @@ from rrfp_jax.commands.studies.graphs import GraphWishes, make_graph
 from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.models.flop_sizes import ModelPair, model_pair
 from rrfp_jax.planning.flops import DecoderSizes
+from rrfp_jax.schedules import Absences, PipelineGraph, Placement
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, lognormal, simulate
-from rrfp_jax.simulation.jitter import Durations
-from rrfp_jax.tasks import Absences, PipelineGraph, Placement
+from rrfp_jax.simulation.costs import Durations
 
 GPT3 = "gpt3-large"
 GPT3_SIZES = DecoderSizes(

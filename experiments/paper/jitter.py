@@ -17,7 +17,7 @@ from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, selected
 from experiments.paper.scene import EQUAL, NO_JITTER, Method, Scene, simulated
 from experiments.paper.tables import markdown
-from rrfp_jax.simulation.jitter import PAPER_LEVELS
+from rrfp_jax.simulation.costs import PAPER_LEVELS
 
 LEVELS = ("J1", "J2", "J3")
 PARTS = (0.1, 2.0, 6.0)

@@ -21,7 +21,7 @@ from rrfp_jax.planning.search.step_bound import step_bound_ms
 from rrfp_jax.planning.search.wishes import Wishes
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.simulation import Links, Machine, both_directions, simulate
-from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.simulation.costs import Durations
 
 CASES = {case.name: case for case in (homogeneous(8), gemma_like(42), encoder_and_lm(44))}
 LOGNORMAL = "lognormal:"

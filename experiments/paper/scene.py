@@ -13,6 +13,7 @@ from rrfp_jax.arbitration import Ordering as TableOrdering
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.machine import RULES, parse_jitter
 from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (
     Communication,
     Costs,
@@ -24,7 +25,6 @@ from rrfp_jax.simulation import (
     peak_memory,
     simulate,
 )
-from rrfp_jax.timeline import Timeline
 
 NO_JITTER, SLOW_LINK, SLOW_STAGE = "none", "slow link", "slow stage"
 FORESIGHT = "foresight"

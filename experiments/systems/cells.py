@@ -15,7 +15,7 @@ from experiments.systems.records import Hop
 from rrfp_jax.arbitration import DEFAULT_WINDOW, READY, STRICT, Order, Ordering
 from rrfp_jax.commands.studies.machine import RULES, chunk_durations, peak_of
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry
-from rrfp_jax.schedules.comparison import compare
+from rrfp_jax.schedules.formulas import compare
 from rrfp_jax.schedules.slots import EQUAL, execute, per_stage
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, simulate
 

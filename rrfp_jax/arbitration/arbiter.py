@@ -47,7 +47,7 @@ hold for it hands over the task that it waits for (:mod:`rrfp_jax.arbitration.pr
 
 Beside compute
 --------------
-Where the graph has operations on lanes of their own (:mod:`rrfp_jax.tasks.operations`), the stage runs one task on
+Where the graph has operations on lanes of their own (:mod:`rrfp_jax.schedules.operations`), the stage runs one task on
 each of these engines beside those of its compute lane, to which alone the hint, consumption and dispatch ahead apply.
 
 Steps that evaluate

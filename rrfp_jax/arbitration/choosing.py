@@ -10,7 +10,7 @@ from rrfp_jax.arbitration.read_ahead import ReadAhead
 from rrfp_jax.arbitration.ready_set import HELD
 from rrfp_jax.arbitration.story import RUNNING
 from rrfp_jax.arbitration.transitions import Transitions
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 
 class Choosing(Lookout, Transitions):

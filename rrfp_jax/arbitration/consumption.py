@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rrfp_jax.arbitration.hints import Choice, Heads, Hint, Rank, schedule_hint
 from rrfp_jax.arbitration.plan import StagePlan
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
 
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules import Task, TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The engines beside a stage's compute lane: each runs one operation at a time, the first of its order that can run.
 
 An engine is never made to wait for its next entry, whatever the stage's consumption is: that says in which order the
-stage *computes*. Which operations are there, and on which engine, the graph says (:mod:`rrfp_jax.tasks.operations`).
+stage *computes*. The graph holds the operations and their engines (:mod:`rrfp_jax.schedules.operations`).
 """
 
 from bisect import bisect_left, insort

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from rrfp_jax.arbitration.events import MessageKind
-from rrfp_jax.tasks import TaskKind
+from rrfp_jax.schedules import TaskKind
 
 TaskKey = tuple[TaskKind, int]
 """Kind and chunk."""

@@ -2,8 +2,8 @@
 
 Whether a step evaluates is data of its start (:attr:`rrfp_jax.arbitration.events.StepStarted.evaluates`). Its graph is
 that of training with no edge that carries a gradient and with no chunk that trains
-(:meth:`rrfp_jax.tasks.PipelineGraph.evaluating`), for as many batches as one such step runs: the pipeline fills and
-drains once for all of them. Nothing is updated; the stages agree on the loss alone.
+(:meth:`rrfp_jax.schedules.PipelineGraph.evaluating`), for as many batches as one such step runs: the pipeline fills
+and drains once for all of them. Nothing is updated; the stages agree on the loss alone.
 
 Order
 -----
@@ -26,7 +26,7 @@ from rrfp_jax.arbitration.consumption import ready
 from rrfp_jax.arbitration.hints import BF_DEEP
 from rrfp_jax.arbitration.plan import Agreement, StepRules
 from rrfp_jax.arbitration.read_ahead import AheadBound
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 if TYPE_CHECKING:
     from rrfp_jax.arbitration.stage_setup import StageSetup

@@ -8,7 +8,7 @@ they can be logged, compared and replayed. Notes are what the members of one sta
 from enum import StrEnum
 from typing import NamedTuple
 
-from rrfp_jax.tasks import NO_MICROBATCH, Absences, Task
+from rrfp_jax.schedules import NO_MICROBATCH, Absences, Task
 
 
 class MessageKind(StrEnum):

@@ -5,9 +5,9 @@ memory at the table's own peak, since a microbatch holds one activation for each
 runs other forwards first holds up to twice as many. The footprint counts activations, one per chunk and microbatch,
 from the start of F to the end of B, or of W where the backward is split.
 
-Where operations move activations (:mod:`rrfp_jax.tasks.operations`), what counts is the memory of the device: any task
-may take memory as it starts and free some as it ends, in parts of an activation, on the compute lane or on an engine
-beside it, and what takes some is restrained as an F is.
+Where operations move activations (:mod:`rrfp_jax.schedules.operations`), what counts is the memory of the device: any
+task may take memory as it starts and free some as it ends, in parts of an activation, on the compute lane or on an
+engine beside it, and what takes some is restrained as an F is.
 
 Rule
 ----
@@ -72,7 +72,7 @@ from itertools import accumulate
 
 from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.arbitration.story import RUNNING
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.schedules import PipelineGraph, Task, TaskKind
 
 
 def memory_effect(task: Task, graph: PipelineGraph) -> tuple[int, int]:

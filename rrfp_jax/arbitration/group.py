@@ -14,7 +14,7 @@ from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
 from rrfp_jax.arbitration.group_member import GROUP_DEGREE, LEADER
 from rrfp_jax.arbitration.group_rounds import ProposingMember
 from rrfp_jax.arbitration.stage_setup import StageSetup
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 
 class GroupProtocol(StrEnum):

@@ -54,7 +54,7 @@ from rrfp_jax.arbitration.events import (
 )
 from rrfp_jax.arbitration.group_member import LEADER, GroupMember
 from rrfp_jax.arbitration.story import IllegalTransition
-from rrfp_jax.tasks import bits
+from rrfp_jax.schedules import bits
 
 _Key = int | MemberReceived | MemberStarted
 _Value = int | TaskChosen

@@ -7,7 +7,7 @@ from rrfp_jax.arbitration.arbiter import StageArbiter
 from rrfp_jax.arbitration.estimates import Estimates
 from rrfp_jax.arbitration.events import Event, GroupHeard, InputArrived, Instruction
 from rrfp_jax.arbitration.stage_setup import StageSetup
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules.timeline import IdleReason
 from rrfp_jax.tree import children, parent
 
 LEADER = 0

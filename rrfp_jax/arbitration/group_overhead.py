@@ -25,7 +25,7 @@ from rrfp_jax.arbitration.events import (
     TaskFinished,
 )
 from rrfp_jax.arbitration.plan import StagePlan
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 Log = Iterable[tuple[Event, Sequence[Instruction]]]
 

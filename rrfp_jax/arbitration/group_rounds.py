@@ -33,7 +33,7 @@ ready there as well, although F4 could. A leader finds F4.
 from rrfp_jax.arbitration.events import GroupHeard, Instruction, TaskProposed, TellGroup
 from rrfp_jax.arbitration.group_member import GroupMember
 from rrfp_jax.arbitration.step_plan import StepPlan
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 Candidate = tuple[Task, int] | None
 """A task and the hint's state after it."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from rrfp_jax.arbitration.plan import LANE, NUM_LANES
+from rrfp_jax.schedules import Task, TaskKind
 from rrfp_jax.schedules.language import B, F, Rule, W, rule, turns
-from rrfp_jax.schedules.user_file import is_in_file, rule_in_file
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules.registry import is_in_file, rule_in_file
 
 Heads = tuple[int | None, int | None, int | None, int | None]
 """The best admissible task of each lane, as its position in the hint's order, or None."""

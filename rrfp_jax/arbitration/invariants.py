@@ -11,7 +11,7 @@ from rrfp_jax.arbitration.read_ahead import ReadAhead
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD
 from rrfp_jax.arbitration.reserve import turns
 from rrfp_jax.arbitration.story import DUE, RUNNING
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules import Task, TaskKind
 
 if TYPE_CHECKING:
     from rrfp_jax.arbitration.arbiter import StageArbiter

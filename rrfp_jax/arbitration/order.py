@@ -12,9 +12,8 @@ from rrfp_jax.arbitration.group import GroupProtocol, group_arbiter
 from rrfp_jax.arbitration.plan import StepRules
 from rrfp_jax.arbitration.read_ahead import AheadBound, turns_of_table
 from rrfp_jax.arbitration.stage_setup import StageSetup
-from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleTable, Task
 from rrfp_jax.schedules.validation import execution_order
-from rrfp_jax.tasks import PipelineGraph, Placement, Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,9 +31,8 @@ from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
 from rrfp_jax.arbitration.window import check_windows
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.field_rules import check_types
-from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules import Op, PipelineGraph, Placement, ScheduleTable, Task
 from rrfp_jax.schedules.validation import check_orders
-from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ class Ordering:
     the stages that read it may hold. Strict consumption goes as far ahead as its table does."""
     ops: tuple[Op, ...] = ()
     """Operations of a pipeline that no table orders; a table brings its own
-    (:func:`rrfp_jax.schedules.with_operations`)."""
+    (:func:`rrfp_jax.schedules.table`)."""
 
     def __post_init__(self) -> None:
         check_types(self)

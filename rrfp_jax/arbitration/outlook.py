@@ -10,7 +10,7 @@ from typing import TypeVar
 from rrfp_jax.arbitration.estimates import Edge, TaskKey
 from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.arbitration.plan import StagePlan
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 K = TypeVar("K")
 

@@ -23,7 +23,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from rrfp_jax.arbitration.events import Message
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules import Task, TaskKind
 from rrfp_jax.tree import CONTROL_DEGREE
 
 LANE = {TaskKind.F: 0, TaskKind.B: 1, TaskKind.I: 1, TaskKind.W: 2, TaskKind.R: 3, TaskKind.U: 3}

@@ -5,7 +5,7 @@ from itertools import pairwise
 from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.arbitration.plan import StagePlan, StepRules
 from rrfp_jax.arbitration.plan_end import StepEnd
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules import PipelineGraph, Placement, Task, TaskKind
 
 
 def stage_plan(

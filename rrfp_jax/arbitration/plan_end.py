@@ -5,7 +5,7 @@ from itertools import pairwise
 from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.arbitration.plan import Agreement
 from rrfp_jax.arbitration.plan_tables import PlanTables
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules import Task, TaskKind
 from rrfp_jax.tree import children, parent
 
 

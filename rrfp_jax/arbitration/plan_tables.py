@@ -3,7 +3,7 @@
 from rrfp_jax.arbitration.engines import lane_number
 from rrfp_jax.arbitration.events import Message
 from rrfp_jax.arbitration.plan import LANE, StepRules
-from rrfp_jax.tasks import COMPUTE, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task, TaskKind
 
 
 class PlanTables:

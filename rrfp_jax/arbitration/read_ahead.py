@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from rrfp_jax.arbitration.events import Message
 from rrfp_jax.arbitration.plan import StagePlan
 from rrfp_jax.arbitration.reserve import Reserve, peak, turns
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.schedules import PipelineGraph, Task, TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from rrfp_jax.arbitration.footprint import RowMemory, canonical_row
 from rrfp_jax.arbitration.plan_builder import stage_plan
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 
 class Regime:

@@ -10,8 +10,7 @@ does; and simulation and checking need to know nothing of it.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import Absences, Op, PipelineGraph, Placement, Task, absences
+from rrfp_jax.schedules import Absences, Op, PipelineGraph, Placement, ScheduleTable, Task, absences
 
 
 @dataclass(frozen=True, kw_only=True)

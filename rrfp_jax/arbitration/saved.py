@@ -12,8 +12,8 @@ from rrfp_jax.arbitration.hints import HINTS, SCHEDULE, SCHEDULE_WEIGHTS_LAST, H
 from rrfp_jax.arbitration.plan import StepRules
 from rrfp_jax.arbitration.read_ahead import AheadBound
 from rrfp_jax.arbitration.stage_setup import StageSetup
-from rrfp_jax.schedules.user_file import is_in_file, rule_in_file
-from rrfp_jax.tasks import PipelineGraph, Placement, Task
+from rrfp_jax.schedules import PipelineGraph, Placement, Task
+from rrfp_jax.schedules.registry import is_in_file, rule_in_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from rrfp_jax.arbitration.hints import Choice
 from rrfp_jax.arbitration.read_ahead import ReadAhead
 from rrfp_jax.arbitration.stage_state import StageState
 from rrfp_jax.arbitration.story import Waiting
-from rrfp_jax.tasks import Task, TaskKind
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules import Task, TaskKind
+from rrfp_jax.schedules.timeline import IdleReason
 
 _TAKEN = MessageKind.TAKEN
 

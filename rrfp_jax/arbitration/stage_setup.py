@@ -6,7 +6,7 @@ from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.arbitration.plan import StepRules
 from rrfp_jax.arbitration.read_ahead import AheadBound
-from rrfp_jax.tasks import PipelineGraph, Placement
+from rrfp_jax.schedules import PipelineGraph, Placement
 
 
 @dataclass(frozen=True)

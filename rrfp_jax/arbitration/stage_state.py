@@ -20,7 +20,7 @@ from rrfp_jax.arbitration.reserve import Reserve
 from rrfp_jax.arbitration.stage_setup import StageSetup
 from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.arbitration.window import Window, check_weights
-from rrfp_jax.tasks import Absences, PipelineGraph, Task
+from rrfp_jax.schedules import Absences, PipelineGraph, Task
 
 
 class StageState:

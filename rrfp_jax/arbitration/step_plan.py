@@ -11,7 +11,7 @@ from rrfp_jax.arbitration.consumption import Consumption
 from rrfp_jax.arbitration.events import Message, MessageKind
 from rrfp_jax.arbitration.outlook import Outlook
 from rrfp_jax.arbitration.plan import FINISHED, NUM_LANES, StagePlan, StepRules
-from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, bits
+from rrfp_jax.schedules import Absences, PipelineGraph, Task, TaskKind, bits
 
 
 class StepPlan:

@@ -25,7 +25,7 @@ from rrfp_jax.arbitration.events import (
     WakeAt,
 )
 from rrfp_jax.arbitration.plan import FINISHED, StagePlan, follows_in_queue
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 RUNNING = -1
 """In place of what a task waits for, once it has been dispatched."""

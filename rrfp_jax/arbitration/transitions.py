@@ -8,7 +8,7 @@ from rrfp_jax.arbitration.plan import FINISHED, followers, others
 from rrfp_jax.arbitration.ready_set import AHEAD, HELD
 from rrfp_jax.arbitration.self_report import SelfReport
 from rrfp_jax.arbitration.story import DUE, RUNNING
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 _RUNNING_OR_DUE = (RUNNING, DUE)
 _TAKEN = MessageKind.TAKEN

@@ -30,7 +30,7 @@ from rrfp_jax.commands.training.config import (
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.exit_codes import DONE
-from rrfp_jax.training.evaluation_config import EvaluationConfig
+from rrfp_jax.training.run_config import EvaluationConfig
 from rrfp_jax.training.run_directory import CONFIG
 
 _NO_ORDER: dict[str, Any] = {

@@ -49,7 +49,8 @@ from rrfp_jax.commands.studies.simulate_options import (
     simulate_parser,
 )
 from rrfp_jax.commands.studies.simulate_report import show_comparison, show_names, show_run
-from rrfp_jax.schedules import ScheduleRequest, write_csv
+from rrfp_jax.schedules import PipelineGraph, ScheduleRequest, chain, lanes_beside, linear, write_csv
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (
     Costs,
     Machine,
@@ -63,10 +64,7 @@ from rrfp_jax.simulation import (
     run_metrics,
 )
 from rrfp_jax.simulation import simulate as run_simulation
-from rrfp_jax.simulation.engine_figures import bottleneck
-from rrfp_jax.simulation.result import RunMetrics, memory_figures
-from rrfp_jax.tasks import PipelineGraph, chain, lanes_beside, linear
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.simulation.result import RunMetrics, bottleneck, memory_figures
 
 
 class GivenWork(NamedTuple):

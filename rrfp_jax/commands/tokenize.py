@@ -118,7 +118,7 @@ def _check_action(arguments: argparse.Namespace) -> None:
 
 def _options(arguments: argparse.Namespace) -> "TokenizeOptions":
     from rrfp_jax.data.tokenizing import TokenizeOptions
-    from rrfp_jax.data.tokenizing.sources import TEXT_SUFFIXES
+    from rrfp_jax.data.tokenizing.inputs import TEXT_SUFFIXES
 
     if arguments.train and arguments.tokenizer not in ("bytes", "train"):
         raise ValueError("train makes a tokenizer: leave --tokenizer out")
@@ -151,7 +151,7 @@ def _tokenize(arguments: argparse.Namespace, options: "TokenizeOptions", report:
 
 
 def _train(arguments: argparse.Namespace, options: "TokenizeOptions", report: "WorkReport", _: float) -> int:
-    from rrfp_jax.data.tokenizing.tokenize import train_tokenizer_file
+    from rrfp_jax.data.tokenizing import train_tokenizer_file
 
     size = train_tokenizer_file(arguments.inputs, arguments.out, options, workers=arguments.workers, progress=report)
     if arguments.json:

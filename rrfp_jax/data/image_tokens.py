@@ -12,7 +12,7 @@ import numpy as np
 
 from rrfp_jax.data.samples import Grid, Text
 from rrfp_jax.data.token_kind import TokenKind
-from rrfp_jax.data.tokenizing.tokenizer import (
+from rrfp_jax.data.tokenizer_files import (
     first_line,
     load,
     lost_part,

@@ -1,9 +1,9 @@
-"""Files of documents as a token set: tokenised when they are first seen, and kept in the user's cache folder.
+"""Makes a token set of files of documents when they are first seen, and keeps it in the user's cache folder.
 
 The folder of a token set there is named by a digest of all that decides it: the contents and names of the files, the
-tokenizer and the column. So files that change, or another tokenizer, give another one, and a folder of files that was
-only moved does not. One process tokenises; others that need the same wait for it, and go on where it stopped if it
-dies.
+tokenizer and the column. So files that change, or another tokenizer, give another token set, and a folder of files that
+was only moved does not. One process tokenises; others that need the same set wait for it, and go on where it stopped if
+it dies.
 """
 
 import glob
@@ -20,28 +20,26 @@ from rrfp_jax.data.file_locks import try_lock
 from rrfp_jax.data.links import check_inside
 from rrfp_jax.data.parts import TRAIN, Part
 from rrfp_jax.data.token_data import Tokens
+from rrfp_jax.data.tokenizer_files import MODEL_FILES, TOKENIZER_CONFIG, tokenizer_file
 from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
-from rrfp_jax.data.tokenizing.options import PLAIN_BYTES
-from rrfp_jax.data.tokenizing.sources import LINES, ROWS, Source, find_sources
-from rrfp_jax.data.tokenizing.tokenizer import MODEL_FILES, TOKENIZER_CONFIG, tokenizer_file
+from rrfp_jax.data.tokenizing.inputs import LINES, PLAIN_BYTES, ROWS, Source, find_sources
 from rrfp_jax.data.tokens.header import HEADER
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TextFilesConfig, TokensConfig
 
-_VERSION = 1
-"""Part of the digest; to be raised where the same files would give other tokens."""
+_VERSION = 1  # part of the digest; to be raised when the same files would give other tokens
 _KINDS = {JsonlConfig: (LINES, "JSON lines (.jsonl)"), ParquetConfig: (ROWS, "Parquet (.parquet)")}
 _LOOK_EVERY_S = 0.2
-_TELL_EVERY_S = 60.0
+_SAY_EVERY_S = 60.0
 
 Say = Callable[[str], None]
-"""Is told what takes long, in one sentence."""
+"""Gets a sentence about work that takes long."""
 
 
 def tokens_of_files(config: JsonlConfig | ParquetConfig, part: Part = TRAIN, *, say: Say) -> Tokens:
-    """The data set of these files, which are tokenised now if they never were.
+    """Returns the data set of these files, which are tokenised now if they never were.
 
-    Raises ValueError, with the remedy, naming file and row, where they cannot be, where the wait for another process
-    has taken too long, and as :class:`Tokens` does.
+    Raises ValueError, with the remedy, naming file and row, if they cannot be, if the wait for another process has
+    taken too long, and as :class:`Tokens` does.
     """
     sources = _sources(config)
     cache = _cache_folder(config)
@@ -50,8 +48,8 @@ def tokens_of_files(config: JsonlConfig | ParquetConfig, part: Part = TRAIN, *, 
     )
     target = cache / _digest_of_all(sources, options, cache)
     if not (target / HEADER).is_file():
-        with _alone(target, config.wait_minutes, say):
-            if not (target / HEADER).is_file():
+        with _set_locked(target, config.wait_minutes, say):
+            if not (target / HEADER).is_file():  # another process may have made it meanwhile
                 say(f"tokenising {len(sources)} files into {target}, once for all later starts")
                 tokenize([source.path for source in sources], target, options)
     shared = {name: getattr(config, name) for name in ("length", "batch_size", "num_microbatches", "pack")}
@@ -60,15 +58,15 @@ def tokens_of_files(config: JsonlConfig | ParquetConfig, part: Part = TRAIN, *, 
 
 
 def _sources(config: TextFilesConfig) -> list[Source]:
-    """The files that are meant, in order; raises ValueError where there are none, or one is of another kind."""
-    kind, words = _KINDS[type(config)]
+    """Returns the files to read, in order; raises ValueError if there are none, or if one is of another kind."""
+    kind, kind_name = _KINDS[type(config)]
     found: list[Source] = []
     for pattern in config.path:
         for path in _matching(pattern):
             sources, _ = find_sources([path], ())
             own = [source for source in sources if source.kind == kind]
             if not own:
-                raise ValueError(f"{path} holds no {words}: give other files, or another section for them")
+                raise ValueError(f"{path} holds no {kind_name}: give other files, or another section for them")
             found += own
     return found
 
@@ -103,17 +101,17 @@ def _digest_of_all(sources: Sequence[Source], options: TokenizeOptions, cache: P
     if options.tokenizer != PLAIN_BYTES:  # and all files that may say which token closes a document
         file = tokenizer_file(options.tokenizer)
         files = [file, *(file.with_name(name) for name in (TOKENIZER_CONFIG, *MODEL_FILES))]
-    told = [
+    content = [
         _VERSION,
         [(source.name, source.kind, _digest(source.path, cache)) for source in sources],
         [_digest(str(file), cache) for file in files if file.is_file()],
         [options.column, options.end_of_document],
     ]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
 
 
 def _digest(path: str, cache: Path) -> str:
-    """The SHA-256 of a file, from a note of an earlier start where the file has not been changed since."""
+    """Returns the SHA-256 of a file, by a note of an earlier start if the file has not been changed since."""
     try:
         status = os.stat(path)
         stamp = json.dumps([os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ino])
@@ -134,9 +132,9 @@ def _digest(path: str, cache: Path) -> str:
 
 
 @contextmanager
-def _alone(target: Path, wait_minutes: float, say: Say) -> Iterator[None]:
-    """Hold the lock of a token set; what holds it ends with its process."""
-    began_s, told_s = time.monotonic(), None
+def _set_locked(target: Path, wait_minutes: float, say: Say) -> Iterator[None]:
+    """Holds the lock of a token set for the block; the lock ends with its process."""
+    began_s, said_s = time.monotonic(), None
     with target.with_suffix(".lock").open("w") as lock:
         while True:
             if try_lock(lock, "name a cache on another one, or tokenize the files with rrfp tokenize before training"):
@@ -147,8 +145,8 @@ def _alone(target: Path, wait_minutes: float, say: Say) -> Iterator[None]:
                     f"another process has been tokenising into {target} for {wait_minutes:g} minutes: look at that "
                     "one, raise wait_minutes, or tokenize the files with rrfp tokenize before training"
                 )
-            if told_s is None or waited_s - told_s > _TELL_EVERY_S:
-                told_s = waited_s
+            if said_s is None or waited_s - said_s > _SAY_EVERY_S:
+                said_s = waited_s
                 say(f"waiting for another process, which tokenises into {target} ({waited_s:.0f} s)")
             time.sleep(_LOOK_EVERY_S)
         yield

@@ -7,7 +7,6 @@ their first. So there is no state: batch ``n`` is the same in every layout and a
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,12 @@ from rrfp_jax.data.mixture import Mixture
 from rrfp_jax.data.parts import TRAIN, Part
 from rrfp_jax.data.token_kind import kind_of_set
 from rrfp_jax.data.token_rows import RowLayouts, token_rows
-from rrfp_jax.data.tokenizing.tokenizer import tokenizer_file
+from rrfp_jax.data.tokenizer_files import tokenizer_file
 from rrfp_jax.data.tokens import TokenSet
-from rrfp_jax.data.tokens.header import BYTES
+from rrfp_jax.data.tokens.header import BYTE_TOKENIZER
 from rrfp_jax.data.tokens_config import TokensConfig
 
-_READ_WHERE_NEEDED = ("tokens", "targets")
+_READ_WHERE_NEEDED = ("tokens", "targets")  # leaves that are read from the disk, by the processes that need them
 
 
 class Tokens:
@@ -36,12 +35,13 @@ class Tokens:
     Attributes: ``config``; ``num_rows`` of the part; ``vocab_size``: every token is less; ``fingerprint`` of all token
     sets; ``is_packed``; ``bytes_per_token``, None where a tokenizer made them; ``token_kind``, the kind of the tokens;
     ``notes``, sentences about the token sets.
+
     Raises ValueError, with the remedy, if a token set cannot be used, has no row, or was made by another tokenizer than
     the configuration names or than the others were made by.
     """
 
     buckets = None
-    """All microbatches are of one shape."""
+    """None, since all microbatches have one shape."""
     counts_once = False
     """Whether a row that has come before has no weight, as in evaluations."""
 
@@ -73,12 +73,14 @@ class Tokens:
             )
 
     def batch(self, step: int, reads: Reads | None = None) -> Batch:
-        """The batch of ``step`` (0, 1, ...): ``tokens``, ``targets`` (int32) and ``weights`` (float32), with ``pack``
-        also ``positions`` and ``segments`` (int32).
+        """Returns the batch of ``step`` (0, 1, ...).
+
+        It has ``tokens``, ``targets`` (int32) and ``weights`` (float32), with ``pack`` also ``positions`` and
+        ``segments`` (int32).
 
         Each is ``[num_microbatches, microbatch_size, length]``. Of ``tokens`` and ``targets`` only the microbatches
         that are read come from the disk; a list of them has the shapes of the others. Safe to call from any thread.
-        Raises BrokenData where a file is damaged.
+        Raises BrokenData if a file is damaged.
         """
         check_step(step)
         config = self.config
@@ -110,7 +112,7 @@ class Tokens:
     def _read(
         self, sources: NDArray[np.int64], numbers: NDArray[np.int64], is_read: NDArray[np.bool_]
     ) -> NDArray[np.int32]:
-        """The rows that are read, ``[batch_size, length + 1]``; zeros in place of the others."""
+        """Returns the rows that are read, ``[batch_size, length + 1]``, with zeros in place of the others."""
         rows = np.zeros((len(sources), self.config.length + 1), np.int32)
         for source in np.unique(sources[is_read]).tolist():
             own = is_read & (sources == source)
@@ -118,7 +120,7 @@ class Tokens:
         return rows
 
     def _layouts(self, sources: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """The leaves that are the same in every process, ``[batch_size, length]``."""
+        """Returns the leaves that are the same in every process, ``[batch_size, length]``."""
         shape = (len(sources), self.config.length)
         if not self.is_packed:
             return {"weights": np.ones(shape, np.float32)}
@@ -131,7 +133,7 @@ class Tokens:
 
 
 def _where_read(leaf: NDArray[Any], is_read: Sequence[bool]) -> Any:
-    """The leaf whole, or where some microbatches are not read a list with their shapes."""
+    """Returns the whole leaf, or a list with shapes in place of the microbatches that are not read."""
     if all(is_read):
         return leaf
     import jax
@@ -141,20 +143,18 @@ def _where_read(leaf: NDArray[Any], is_read: Sequence[bool]) -> Any:
 
 
 def _check_tokenizer(wanted: str, sets: Sequence[TokenSet]) -> None:
-    """Raise ValueError where a token set was made by another tokenizer than this one."""
-    digest = None if wanted == BYTES.name else _digest(tokenizer_file(wanted))
+    """Raises ValueError if a token set was made by another tokenizer than this one."""
+    digest, path = None, tokenizer_file(wanted)
+    if wanted != BYTE_TOKENIZER.name:
+        try:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise ValueError(
+                f"cannot read the tokenizer {path} ({error.strerror}): give the path of a tokenizer.json, or bytes"
+            ) from None
     for tokens in sets:
         if tokens.header.tokenizer.sha256 != digest:
             raise ValueError(
                 f"token set {tokens.path} was made by the tokenizer {tokens.header.tokenizer.name}, and the "
                 f"configuration names {wanted}, another one: give the one that made it, or tokenize the text anew"
             )
-
-
-def _digest(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ValueError(
-            f"cannot read the tokenizer {path} ({error.strerror}): give the path of a tokenizer.json, or bytes"
-        ) from None

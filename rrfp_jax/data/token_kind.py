@@ -1,4 +1,4 @@
-"""The record of the tokens that the numbers of a data set or of a model stand for; parts that go together agree on it.
+"""Which tokens the numbers of a data set or of a model stand for; data and model must agree on it.
 
 A data set has a kind of tokens, and so has a model: an import by the tokenizer that came with it, a run by the data
 that it was trained on. Two kinds are the same if one tokenizer made them. The tokenizer's file may be written in
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from rrfp_jax.data.tokenizing.tokenizer import raise_unless_of_library
-from rrfp_jax.data.tokens.header import BYTES, TOKENIZER, FileDigest, TokenizerName, TokenSetHeader
+from rrfp_jax.data.tokenizer_files import raise_unless_of_library
+from rrfp_jax.data.tokens.header import BYTE_TOKENIZER, TOKENIZER, FileDigest, TokenizerName, TokenSetHeader
 
+# Parts of a tokenizer.json that do not decide which tokens a text has.
 _NOT_OF_TOKENS = ("version", "truncation", "padding", "post_processor", "decoder")
-"""Parts of a tokenizer.json that do not decide which tokens a text has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class TokenKind:
     ends: tuple[int, ...] = ()
     """Tokens at which a text ends; the first of them closes the documents of a data set."""
     file: Path | None = None
-    """The tokenizer.json; None: tokens are bytes."""
+    """The tokenizer.json. None: tokens are bytes."""
 
     @property
     def is_bytes(self) -> bool:
@@ -39,14 +39,14 @@ class TokenKind:
             return True
         if self.file is None or other.file is None:
             return False
-        mine, theirs = _content(self.file), _content(other.file)
+        mine, theirs = _token_parts(self.file), _token_parts(other.file)
         return mine is not None and mine == theirs
 
     def __str__(self) -> str:
         return "bytes" if self.is_bytes else f"those of the tokenizer {self.file or self.tokenizer.name}"
 
 
-BYTE_TOKENS = TokenKind(tokenizer=BYTES)
+BYTE_TOKENS = TokenKind(tokenizer=BYTE_TOKENIZER)
 """The kind of tokens that are bytes; none of them ends a text."""
 
 
@@ -68,9 +68,11 @@ def kind_of_set(folder: Path, header: TokenSetHeader) -> TokenKind:
 
 
 @lru_cache(maxsize=8)
-def _content(file: Path) -> str | None:
-    """Returns the parts that decide tokens, as text that is the same however the file is written; None for no
-    tokenizer."""
+def _token_parts(file: Path) -> str | None:
+    """Returns the parts that decide tokens, as text that is the same however the file is written.
+
+    Returns None if the file holds no tokenizer.
+    """
     from tokenizers import Tokenizer
 
     try:

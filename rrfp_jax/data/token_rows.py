@@ -17,19 +17,18 @@ from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, num_trained, refuse_nothi
 from rrfp_jax.data.tokens import TokenSet
 from rrfp_jax.data.tokens_config import RowsConfig
 
-_BLOCK = 1 << 18
-"""Documents whose ends are read at a time."""
+_BLOCK = 1 << 18  # documents whose ends are read at a time
 
 
 class RowLayouts(NamedTuple):
-    """Where documents lie in rows; all are ``[rows, length]``."""
+    """The places of documents in rows; all arrays are ``[rows, length]``."""
 
     positions: NDArray[np.int32]
-    """From 0 in each document; 0 in padding."""
+    """Positions from 0 in each document; 0 in padding."""
     segments: NDArray[np.int32]
-    """From 1; 0 is padding."""
+    """Numbers of documents in the row, from 1; 0 is padding."""
     weights: NDArray[np.float32]
-    """1 where the next token is of the same document, else 0."""
+    """Weights of targets: 1 if the next token is of the same document, else 0."""
 
 
 class TokenRows(Protocol):
@@ -37,20 +36,20 @@ class TokenRows(Protocol):
 
     @property
     def num(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         ...
 
     def tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The rows of these numbers with the token after each, ``[rows, length + 1]``; padding is 0."""
+        """Returns the rows of these numbers with the token after each, ``[rows, length + 1]``; padding is 0."""
         ...
 
     def layouts(self, numbers: NDArray[np.int64]) -> RowLayouts | None:
-        """Where documents lie in the rows of these numbers; None: they do not matter."""
+        """Returns the places of documents in the rows of these numbers; None if rows go across documents."""
         ...
 
 
 def token_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> TokenRows:
-    """The rows of a part. Raises ValueError, with the remedy, where there is not one, or none to train on is full."""
+    """Returns the rows of a part; raises ValueError, with the remedy, if there is none, or none to train on is full."""
     refuse_nothing_held_out(part, config.held_out)
     of_part = _packed_rows if config.pack else _windows
     rows = of_part(tokens, config, part)
@@ -60,22 +59,24 @@ def token_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> TokenRows:
 
 
 def _is_too_short(tokens: TokenSet, config: RowsConfig, part: Part) -> bool:
-    """Whether no row to train on can be full, however text is packed."""
+    """Returns whether no row to train on can be full, however text is packed."""
     return part == TRAIN and tokens.num_tokens < config.length
 
 
 def _refusal(tokens: TokenSet, config: RowsConfig, part: Part) -> str:
-    what = f"token set {tokens.path} has {tokens.num_tokens} tokens in {tokens.num_documents} documents"
+    held = f"token set {tokens.path} has {tokens.num_tokens} tokens in {tokens.num_documents} documents"
     if not config.held_out or _is_too_short(tokens, config, part):
-        return f"{what}, not enough for a row of {config.length}: give more text, or a smaller length"
+        return f"{held}, not enough for a row of {config.length}: give more text, or a smaller length"
     where = "held out" if part == HELD_OUT else "left to train on"
     return (
-        f"{what}, and with held_out {config.held_out} not one row of {config.length} is {where}: give more text, "
+        f"{held}, and with held_out {config.held_out} not one row of {config.length} is {where}: give more text, "
         "another held_out, or a smaller length"
     )
 
 
 class _Windows:
+    """Rows of ``length`` that follow each other from row ``first`` on."""
+
     def __init__(self, tokens: TokenSet, length: int, first: int, num: int) -> None:
         self._tokens, self._length, self._first, self.num = tokens, length, first, num
 
@@ -97,8 +98,10 @@ def _windows(tokens: TokenSet, config: RowsConfig, part: Part) -> _Windows:
 
 
 class _PackedRows:
-    """``starts`` ``[rows + 1]``, the last one where the part ends; ``documents`` ``[rows + 1]``, the first of each row,
-    and the number of the last document and 1."""
+    """Rows that begin at ``starts`` ``[rows + 1]``, the last of which is the end of the part.
+
+    ``documents`` ``[rows + 1]`` has the first document of each row, and one more than the last document.
+    """
 
     def __init__(self, tokens: TokenSet, length: int, starts: NDArray[np.int64], documents: NDArray[np.int64]) -> None:
         self._tokens, self._length, self._starts, self._documents = tokens, length, starts, documents
@@ -133,7 +136,7 @@ class _PackedRows:
         )
 
     def _ends(self, number: int) -> NDArray[np.int64]:
-        """Where documents end in a row."""
+        """Returns the places in a row where documents end."""
         first, following = self._documents[number : number + 2].tolist()
         # The document that the next row begins with may begin in this one.
         ends = self._tokens.document_ends(first, min(following + 1, self._tokens.num_documents))
@@ -142,7 +145,8 @@ class _PackedRows:
 
 
 def _packed_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> _PackedRows:
-    """The first document that begins where only a fraction of the tokens is left, and all after it, are held out."""
+    """Returns the packed rows of a part."""
+    # The first document that begins in the last fraction of the tokens, and all after it, are held out.
     num_train = num_trained(tokens.num_tokens, config.held_out)
     first_held_out = tokens.num_documents
     if num_train < tokens.num_tokens:
@@ -154,10 +158,11 @@ def _packed_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> _PackedRow
 
 
 def row_index(tokens: TokenSet, length: int, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where rows of documents ``first`` to ``stop - 1`` begin, and the end, ``[rows + 1]``; the first document of each,
-    and ``stop``, ``[rows + 1]``.
+    """Returns beginnings and first documents of the rows of documents ``first`` to ``stop - 1``, ``[rows + 1]`` each.
 
-    Raises BrokenData where documents do not ascend.
+    The last beginning is the end of all rows, the last document is ``stop``.
+
+    Raises BrokenData if ends of documents do not ascend.
     """
     starts, documents = [], []
     end = tokens.document(first - 1)[1] if first else 0
@@ -183,8 +188,10 @@ def row_index(tokens: TokenSet, length: int, first: int, stop: int) -> tuple[NDA
 
 
 def _chain(following: list[int], *, is_all: bool) -> list[int]:
-    """The documents that begin rows, each found from the one before; without ``is_all`` the last begins a row of which
-    more documents may be part."""
+    """Returns the documents that begin rows, each found from the one before.
+
+    Without ``is_all`` the last begins a row that may hold more documents than these.
+    """
     leaders = [0]
     while (further := following[leaders[-1]]) < len(following):
         leaders.append(further)

@@ -1,4 +1,4 @@
-"""Text of tokens that is cut into rows of one length, from token sets, JSON lines or Parquet: validated records."""
+"""Configuration of text that is cut into rows of one length, from token sets, JSON lines or Parquet."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class RowsConfig:
     num_microbatches: int
     """Equal parts into which a step's rows are cut; divides ``batch_size``."""
     pack: bool = False
-    """Whether rows hold whole documents, each attending to itself alone; what is longer than a row is cut. If not, rows
+    """Whether rows hold whole documents, each attending to itself alone; a longer document is cut. If not, rows
     follow each other in the text, and attention goes across documents."""
     held_out: float = 0.0
     """Fraction of the text, at the end of each token set, that is never trained on but kept for evaluation."""

@@ -11,9 +11,7 @@ from rrfp_jax.hf.decoders import (
     SWITCHED_WINDOW,
     DecoderFamily,
 )
-from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.experts_config import ExpertsConfig
-from rrfp_jax.models.rope_scaling import KINDS, LINEAR, LLAMA3, RopeScaling
+from rrfp_jax.models.config import LINEAR_ROPE, LLAMA3_ROPE, ROPE_KINDS, ExpertsConfig, LanguageModelConfig, RopeScaling
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _DEFAULT_ROPE = "default"
@@ -171,8 +169,8 @@ def _read_rope(fields: ConfigFields) -> tuple[float, RopeScaling | None]:
             "rope_theta", outer, f"{name} says {theta:g}: give the one that the model was trained with"
         )
     rope.only("partial_rotary_factor", 1, why="models here turn whole heads")
-    if kind not in (_DEFAULT_ROPE, *KINDS):
-        raise rope.refusal("rope_type", kind, f"models here know {', '.join((_DEFAULT_ROPE, *KINDS))}")
+    if kind not in (_DEFAULT_ROPE, *ROPE_KINDS):
+        raise rope.refusal("rope_type", kind, f"models here know {', '.join((_DEFAULT_ROPE, *ROPE_KINDS))}")
     scaling = None if kind == _DEFAULT_ROPE else RopeScaling(kind=kind, **_read_scaling(rope, kind))
     rope.finish()
     return theta, scaling
@@ -181,11 +179,11 @@ def _read_rope(fields: ConfigFields) -> tuple[float, RopeScaling | None]:
 def _read_scaling(rope: ConfigFields, kind: str) -> dict[str, Any]:
     """Returns the numbers of :class:`RopeScaling` for this kind."""
     numbers: dict[str, Any] = {"factor": rope.number("factor")}
-    if kind == LINEAR:
+    if kind == LINEAR_ROPE:
         rope.get(_ORIGINAL_LENGTH)  # linear scaling does not depend on it
         return numbers
     numbers["original_max_positions"] = int(rope.number(_ORIGINAL_LENGTH))
-    if kind == LLAMA3:
+    if kind == LLAMA3_ROPE:
         return numbers | {name: rope.number(name) for name in ("low_freq_factor", "high_freq_factor")}
     rope.only("truncate", True, why="models here stretch from a whole number of a wave to another")
     given = {name: rope.number(name) for name in ("beta_fast", "beta_slow") if rope.get(name) is not None}

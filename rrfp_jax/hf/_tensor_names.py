@@ -34,7 +34,7 @@ class Transform(Protocol):
 
 
 @dataclass(frozen=True)
-class Same:
+class Unchanged:
     """The array is the same on both sides, but for axes of length 1 that stand before theirs."""
 
     num_leading: int = 0
@@ -107,7 +107,7 @@ class PerExpert:
         return [matrix.T for matrix in ours]
 
 
-SAME, TRANSPOSED, PER_EXPERT = Same(), Transposed(), PerExpert()
+SAME, TRANSPOSED, PER_EXPERT = Unchanged(), Transposed(), PerExpert()
 NameTable = Mapping[str, tuple[Transform, str]]
 _LAYER_NUMBER = re.compile(r"(?<=\blayers\.)\d+")
 

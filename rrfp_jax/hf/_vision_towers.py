@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.hf._config_fields import ConfigFields
-from rrfp_jax.hf._tensor_names import SAME, NameTable, PatchConvolution, Same, linears_and_norms
+from rrfp_jax.hf._tensor_names import SAME, NameTable, PatchConvolution, Unchanged, linears_and_norms
 from rrfp_jax.models.encoder_config import NORMS, VisionConfig
 
 TOWER, CLIP_TOWER = "vision_tower.", "vision_tower.vision_model."
@@ -133,8 +133,8 @@ def intern_vit_names(patches: PatchConvolution) -> NameTable:
     return {
         "vision.patches.projection.kernel": (patches, TOWER + "embeddings.patch_embeddings.projection.weight"),
         "vision.patches.projection.bias": (SAME, TOWER + "embeddings.patch_embeddings.projection.bias"),
-        "vision.patches.class_token": (Same(2), TOWER + "embeddings.cls_token"),
-        "vision.patches.positions": (Same(1), TOWER + "embeddings.position_embeddings"),
+        "vision.patches.class_token": (Unchanged(2), TOWER + "embeddings.cls_token"),
+        "vision.patches.positions": (Unchanged(1), TOWER + "embeddings.position_embeddings"),
         **linears_and_norms(_OURS, layer, linears, norms),
         _OURS + "attention_scale": (SAME, layer + "lambda_1"),
         _OURS + "mlp_scale": (SAME, layer + "lambda_2"),

@@ -17,6 +17,8 @@ STOOD_STILL = "stood still (SIGSTOP)"
 """Reason for which a launcher ended a rank that others had taken for lost."""
 ABORTED = codes.SIGNALLED + signal.SIGABRT
 _SAME_TIME_S = 1.0
+_DERIVATION = {codes.PREEMPTED: 1, codes.START_FAILED: 2, codes.PEER_LOST: 3}
+"""Degree to which an exit code only follows from other ranks' ends; other codes have a reason of their own, 0."""
 _LATE_SIGNALS = (signal.SIGABRT, signal.SIGTERM)
 """Signals that may end a process because another has ended: JAX aborts, and a watcher terminates."""
 _MEANINGS = {
@@ -75,11 +77,23 @@ class Endings:
     def cause(self) -> int | None:
         """Returns the rank to blame; None where no failure is known."""
         failed = {rank: ending for rank, ending in self.by_rank.items() if ending.code != codes.DONE}
-        first = min(failed, key=lambda rank: (_derivation(failed[rank]), failed[rank].at_s, rank), default=None)
+
+        def derivation(ending: ProcessEnding) -> int:
+            return 4 if ending.by_launcher else _DERIVATION.get(ending.code, 0)
+
+        first = min(failed, key=lambda rank: (derivation(failed[rank]), failed[rank].at_s, rank), default=None)
         if first is None:
             return None
+        # A process that a signal killed out of the blue is seen to end a moment after others have noticed.
         soon_s = failed[first].at_s + _SAME_TIME_S
-        killed = [rank for rank, ending in failed.items() if _was_killed(ending) and ending.at_s < soon_s]
+        killed = [
+            rank
+            for rank, ending in failed.items()
+            if not ending.by_launcher
+            and ending.code > codes.SIGNALLED
+            and ending.code - codes.SIGNALLED not in _LATE_SIGNALS
+            and ending.at_s < soon_s
+        ]
         return min(killed, key=lambda rank: failed[rank].at_s, default=first)
 
     def code(self) -> int:
@@ -134,16 +148,3 @@ def _how(ending: ProcessEnding) -> str:
     """Returns the end in words."""
     text = meaning(ending.code)
     return f"{ending.by_launcher}: the launcher ended it ({text})" if ending.by_launcher else text
-
-
-def _derivation(ending: ProcessEnding) -> int:
-    """Returns 0 for a reason of its own; the larger, the more it only follows from other ranks' ends."""
-    kinds = {codes.PREEMPTED: 1, codes.START_FAILED: 2, codes.PEER_LOST: 3}
-    return 4 if ending.by_launcher else kinds.get(ending.code, 0)
-
-
-def _was_killed(ending: ProcessEnding) -> bool:
-    """Returns whether a signal ended it out of the blue."""
-    return (
-        not ending.by_launcher and ending.code > codes.SIGNALLED and ending.code - codes.SIGNALLED not in _LATE_SIGNALS
-    )

@@ -62,6 +62,7 @@ def host_head(launcher: LauncherParts, key: RunKey) -> RunHead:
     """Starts the head on this node. Raises HeadFailed."""
     settings, place = launcher.settings, launcher.settings.head
     interface = _interface(settings)
+    # The rendezvous first: its address tells on which one of this host's the service listens too.
     try:
         server = RendezvousServer(
             settings.num_ranks,
@@ -109,6 +110,7 @@ def join_head(launcher: LauncherParts, key: RunKey, attempt: int) -> RunHead:
     ranks, say = tuple(settings.local_ranks()), launcher.output.say
     link = LauncherLink(f"tcp://{place}", key, ranks, attempt=attempt, on_status=events.put, notice=say)
     try:
+        # Accepted means that the head has answered to this attempt's key, so it is not that of an earlier attempt.
         if not _until(lambda: link.is_accepted, settings.start_deadline_s, events):
             late = f"cannot be joined after {settings.start_deadline_s:g} s: {link.why_not()}"
             raise HeadFailed(f"the head at tcp://{place} {late}")
@@ -130,6 +132,7 @@ def _interface(settings: LaunchSettings) -> str | None:
 def _ready_port(service: Child, events: LauncherEvents) -> int:
     poll = select.poll()
     poll.register(service.stdout, select.POLLIN)
+    # Polled, not read: a read would keep this thread from noticing a request to stop.
     is_ready = _until(lambda: bool(poll.poll(0)), _READY_TIMEOUT_S, events)
     words = service.stdout.readline().split() if is_ready else []
     if len(words) == 2 and words[0] == b"ready":

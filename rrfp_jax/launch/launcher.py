@@ -127,7 +127,7 @@ class _Attempt:
 
     def run(self) -> int:
         """Starts, watches and ends everything. Returns the exit code of the run."""
-        self._events.clear()
+        self._events.clear()  # an earlier attempt's ranks may still have ended in it
         try:
             if self._settings.hosts_head:
                 head = host_head(self._parts, self._key)
@@ -142,11 +142,18 @@ class _Attempt:
         try:
             self._start(head)
             while not self._is_over(head):
+                # Once something has happened, pauses are short: each adds to the time until the run starts again.
                 is_quiet = self._failed_s is None and self._num_stops == 0
                 self._handle(self._events.next(_LOOK_S if is_quiet else _LOOK_AGAIN_S), head)
                 self._press()
         finally:
-            self._clear_away(head)
+            # Ranks end before the head is closed, since JAX aborts a rank that loses its service.
+            for child in self._alive.values():
+                child.kill()
+            for child in self._alive.values():
+                child.join(_TERM_S)
+            head.close()
+            self._output.drain(_DRAIN_S)
         if self._settings.supervises and self._endings.service is None and self._endings.missing():
             return START_FAILED if self._status.failure else DONE
         for line in self._endings.summary(lambda rank: self._output.last_error(f"rank {rank}")):
@@ -194,6 +201,7 @@ class _Attempt:
                 self._here_ended_s = time.monotonic()
                 reason = self._reasons.get(rank, "")
                 ending = ProcessEnding(code=code, at_s=at_s - self._started_s, by_launcher=reason)
+                # Noted here at once, for the head may be gone; its status, which comes later, is the same for all.
                 self._endings.by_rank.setdefault(rank, ending)
                 head.board.ended(rank, code, at_s=at_s, by_launcher=reason)
             case RunStatus():
@@ -238,11 +246,12 @@ class _Attempt:
         if self._met_failure_s is not None:
             self._end_hopeless(now_s - self._met_failure_s)
         if self._failed_s is None and self._stands_still(now_s):
-            self._failed_s = now_s
+            self._failed_s = now_s  # nothing has failed, but nobody is left who could notice
         if self._asked_s is not None:
             if now_s > self._asked_s + _TERM_S:
                 self._end(self._alive, _NOT_STOPPED)
         elif self._failed_s is not None and self._alive:
+            # Ranks that are all stopped will not end by themselves, however long they are given.
             is_late = now_s > self._failed_s + self._settings.grace_s
             if is_late or all(child.is_stopped() for child in self._alive.values()):
                 self._ask_to_end()
@@ -251,6 +260,7 @@ class _Attempt:
         """Ends the ranks that have nothing to report."""
         if self._endings.service is not None and known_s > _ABORT_S:
             self._end(self._alive, "had lost the coordination service")
+        # After a moment only: a rank that fails for the same reason as the others should say so itself.
         doomed = [rank for rank in self._status.doomed if rank in self._alive and rank not in self._reasons]
         if doomed and known_s > _LATE_S:
             occasion = (self._status.failure or "").splitlines()[0]
@@ -293,14 +303,7 @@ class _Attempt:
             return has_failed or self._endings.service is not None
         if now_s > self._here_ended_s + self._settings.grace_s:
             return True
+        # All launchers return the same code, so each waits until it knows every end, and until the others know its own.
         if missing:
             return not head.board.may_hear_of(missing, may_come=self._num_stops == 0)
         return head.board.is_settled()
-
-    def _clear_away(self, head: RunHead) -> None:
-        for child in self._alive.values():
-            child.kill()
-        for child in self._alive.values():
-            child.join(_TERM_S)
-        head.close()
-        self._output.drain(_DRAIN_S)

@@ -1,14 +1,14 @@
 """The names of this package and where they live; see :mod:`rrfp_jax.first_use`."""
 
+from rrfp_jax.models.config import ExpertsConfig as ExpertsConfig
 from rrfp_jax.models.config import LanguageModelConfig as LanguageModelConfig
+from rrfp_jax.models.config import RopeScaling as RopeScaling
+from rrfp_jax.models.encoder import PixelScale as PixelScale
 from rrfp_jax.models.encoder_config import AudioConfig as AudioConfig
 from rrfp_jax.models.encoder_config import ProjectorConfig as ProjectorConfig
 from rrfp_jax.models.encoder_config import VisionConfig as VisionConfig
-from rrfp_jax.models.experts_config import ExpertsConfig as ExpertsConfig
 from rrfp_jax.models.model import LanguageModel as LanguageModel
 from rrfp_jax.models.model import language_model as language_model
-from rrfp_jax.models.rope_scaling import RopeScaling as RopeScaling
-from rrfp_jax.models.vision import PixelScale as PixelScale
 from rrfp_jax.models.vision_language import ChunkGraph as ChunkGraph
 from rrfp_jax.models.vision_language import VisionLanguageModel as VisionLanguageModel
 from rrfp_jax.models.vision_language import vision_language_model as vision_language_model

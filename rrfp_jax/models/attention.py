@@ -1,16 +1,17 @@
-"""Attention by the fastest implementation that the target has for it; :func:`implementation` is the whole rule.
+"""Attention by the fastest implementation that the target has for it; :data:`IMPLEMENTATIONS` is the whole rule.
 
 ``cudnn``: flash attention of cuDNN, on NVIDIA GPUs. ``splash``: JAX's flash attention for TPUs. ``tiles``: our own
-tiles with a streaming softmax (:mod:`rrfp_jax.models.streaming`), for long rows that no kernel takes. ``formula``: XLA
-compiles the formula as it stands, and keeps the scores of every token against every other; that is right for short
-rows. What the first three keep for the backward grows with the length of the text, not with its square.
+tiles with a streaming softmax (:mod:`rrfp_jax.models._tiled_attention`), for long rows that no kernel takes.
+``formula``: XLA compiles the formula as it stands, and keeps the scores of every token against every other; that is
+right for short rows. The memory that the first three keep for the backward grows with the length of the text, not with
+its square.
 
-Kernels know no mesh: each device of a stage calls them with its own rows and heads (:func:`_on_mesh`). The choice is
-made when a program is traced, so that forward and backward agree on what is kept.
+Kernels know no mesh: each device of a stage calls them with its own rows and heads. The choice is made when a program
+is traced, so that forward and backward agree on the residuals.
 
-Packed rows hold several samples, told apart by segment ids: a token looks only at tokens of its own id, and the weight
-of all other tokens is exactly 0, so nothing of a sample shows in the bits of its neighbours. Padding is a segment like
-any other, with id 0: each of its tokens looks at itself at least, and no row of the softmax is empty.
+Packed rows hold several samples, which differ by segment ids: a token attends only to tokens of its own id, and the
+weight of all other tokens is exactly 0, so nothing of a sample shows in the bits of its neighbours. Padding is a
+segment like any other, with id 0: each of its tokens attends to itself at least, and no row of the softmax is empty.
 """
 
 import logging
@@ -18,14 +19,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from math import gcd, prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
-from rrfp_jax.models.streaming import tiled_attention
+from rrfp_jax.models._tiled_attention import tiled_attention
 from rrfp_jax.planning.unit_axes import EXPERT, FSDP, TENSOR
 from rrfp_jax.private.jax_names import fused_attention_stablehlo
 from rrfp_jax.programs.remat import KEPT_BY_DOTS
@@ -33,8 +34,6 @@ from rrfp_jax.programs.target import Target, current_target
 
 Implementation = Literal["cudnn", "splash", "tiles", "formula"]
 
-_Heads = tuple[jax.Array, jax.Array, jax.Array]
-"""Queries, keys and values."""
 _LONG = 1024
 """Rows above this length are not left to the formula: the scores of 16 heads are 64 MiB in float32 there."""
 _NO_SEGMENT = -1
@@ -42,8 +41,8 @@ _NO_SEGMENT = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a layer asks of attention on one device."""
+class AttentionCall:
+    """A call of attention on one device, as far as the choice of an implementation depends on it."""
 
     rows: int
     length: int
@@ -64,12 +63,12 @@ def causal_attention(
     window: int | None = None,
     segments: jax.Array | None = None,
 ) -> jax.Array:
-    """Every token looks at itself and at earlier ones; scores and softmax are float32.
+    """Lets every token attend to itself and to earlier ones; scores and softmax are float32.
 
     ``query`` ``[batch, length, heads, head_dim]``, ``key`` and ``value`` ``[batch, length, kv_heads, head_dim]``, where
-    ``kv_heads`` divides ``heads``; returns the shape and dtype of ``query``. With a ``window`` it looks at that many
-    tokens, itself included; with the ``segments`` of packed rows, int32 ``[batch, length]`` of ids from 0 on, at those
-    of its own segment.
+    ``kv_heads`` divides ``heads``; returns the shape and dtype of ``query``. With a ``window`` a token attends to that
+    many tokens, itself included; with the ``segments`` of packed rows, int32 ``[batch, length]`` of ids from 0 on, to
+    those of its own segment.
     """
     reach = None if window is None or window >= query.shape[1] else window
     return _attention(query, key, value, segments, is_causal=True, window=reach)
@@ -78,14 +77,14 @@ def causal_attention(
 def full_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, segments: jax.Array | None = None
 ) -> jax.Array:
-    """Every patch or frame looks at all others, with ``segments`` at those of its own; otherwise the same."""
+    """Lets every patch or frame attend to all others, otherwise as :func:`causal_attention`."""
     return _attention(query, key, value, segments, is_causal=False, window=None)
 
 
 def cached_attention(
     query: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, *, window: int | None = None
 ) -> jax.Array:
-    """As :func:`causal_attention`, for tokens at some ``positions`` of a text whose keys and values lie in a cache.
+    """Computes :func:`causal_attention` for tokens at some ``positions`` of a text whose keys and values are cached.
 
     ``query`` ``[batch, tokens, heads, head_dim]``, ``positions`` int ``[tokens]``; ``keys`` and ``values`` ``[batch,
     places, kv_heads, head_dim]``, the one at place ``p`` of position ``p``. Places behind a token's own may hold
@@ -96,52 +95,6 @@ def cached_attention(
     return jax.nn.dot_product_attention(query, keys, values, mask=is_seen[None, None], implementation="xla")
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------
-
-
-def implementation(target: Target, asked: Asked) -> Implementation:
-    """Returns the implementation that a target runs."""
-    if target.is_nvidia and _cudnn_widths(target, asked) is not None:
-        return "cudnn"
-    is_splash = target.platform == "tpu" and asked.dtype in (jnp.bfloat16, jnp.float32)
-    if is_splash and _LANES <= asked.length <= _LONGEST_SPLASH:
-        return "splash"
-    return "tiles" if asked.length > _LONG else "formula"
-
-
-def _attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segments: jax.Array | None,
-    *,
-    is_causal: bool,
-    window: int | None,
-) -> jax.Array:
-    cut = _Cut.of(query.shape, key.shape)
-    (rows, length, heads, head_dim), kv_heads = query.shape, key.shape[2] * cut.copies
-    asked = Asked(
-        rows=rows // cut.num_row_parts, length=length, heads=heads // cut.num_head_parts,
-        kv_heads=kv_heads // cut.num_head_parts, head_dim=head_dim, dtype=query.dtype, is_causal=is_causal,
-        window=window, is_packed=segments is not None,
-    )  # fmt: skip
-    target = current_target()
-    choice = implementation(target, asked)
-    problem = _refusal(target, asked) if choice == "cudnn" else None
-    if problem is not None:
-        _say_once(problem)
-        choice = "tiles" if length > _LONG else "formula"
-    options: dict[str, Any] = {"is_causal": is_causal, "window": window}
-    if choice == "formula":
-        return _formula(query, key, value, segments, **options)
-    kernels: dict[str, Callable[..., jax.Array]] = {
-        "cudnn": partial(_cudnn, widths=_cudnn_widths(target, asked)),
-        "splash": _splash,
-        "tiles": tiled_attention,
-    }
-    return _on_mesh(partial(kernels[choice], **options), cut, (query, key, value), segments)
-
-
 # -- over the mesh of a stage ------------------------------------------------------------------------------------------
 
 
@@ -150,18 +103,19 @@ class _Cut:
     """How the devices of a mesh share the rows and heads of a call."""
 
     axes: frozenset[str]
-    """All axes of the mesh."""
-    rows: tuple[str, ...] = ()
+    """All axes of the mesh that are not manual already."""
+    rows: tuple[str, ...]
     """Axes that share the rows."""
-    num_row_parts: int = 1
-    heads: str | None = None
+    num_row_parts: int
+    heads: str | None
     """The axis that shares the heads."""
-    num_head_parts: int = 1
-    copies: int = 1
+    num_head_parts: int
+    copies: int
     """How often each key head is repeated, so that the axis shares them as it shares the queries' heads."""
 
     @classmethod
     def of(cls, query: tuple[int, ...], key: tuple[int, ...]) -> "_Cut":
+        """Returns the cut of queries and keys of these shapes on the mesh of the present trace."""
         mesh = get_abstract_mesh()
         free = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
         sizes = {axis: mesh.shape[axis] for axis in free if mesh.shape[axis] > 1}
@@ -176,24 +130,45 @@ class _Cut:
         return cls(frozenset(free), rows, prod(sizes[axis] for axis in rows), heads, num_head_parts, copies)
 
 
-def _on_mesh(kernel: Callable[..., jax.Array], cut: _Cut, heads: _Heads, segments: Any) -> jax.Array:
-    """Each device computes its own rows and heads."""
-    if not cut.axes:
-        return kernel(*heads, segments)
-    query, key, value = heads
+def _attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    *,
+    is_causal: bool,
+    window: int | None,
+) -> jax.Array:
+    cut = _Cut.of(query.shape, key.shape)
+    (rows, length, heads, head_dim), kv_heads = query.shape, key.shape[2] * cut.copies
+    call = AttentionCall(
+        rows=rows // cut.num_row_parts, length=length, heads=heads // cut.num_head_parts,
+        kv_heads=kv_heads // cut.num_head_parts, head_dim=head_dim, dtype=query.dtype, is_causal=is_causal,
+        window=window, is_packed=segments is not None,
+    )  # fmt: skip
+    target = current_target()
+    choice = implementation(target, call)
+    if choice == "cudnn" and (problem := _cudnn_refusal(target, call)) is not None:
+        _warn_once(problem)
+        choice = implementation(None, call)
+    compute = partial(IMPLEMENTATIONS[choice].compute, is_causal=is_causal, window=window)
+    if choice == "formula" or not cut.axes:
+        return compute(query, key, value, segments)
+
+    # the partitioner cannot look into kernels, so each device calls them with its own rows and heads
     if cut.copies > 1:
         # query head h reads key head h // (heads / kv_heads); so it does among repeated ones, on every device
         key, value = (jnp.repeat(part, cut.copies, axis=2) for part in (key, value))
     whole_rows = PartitionSpec(cut.rows or None)
     own = PartitionSpec(cut.rows or None, None, cut.heads)
-    compute = jax.shard_map(
-        kernel,
+    mapped = jax.shard_map(
+        compute,
         axis_names=cut.axes,
         in_specs=(own, own, own, None if segments is None else whole_rows),
         out_specs=own,
         check_vma=False,
     )
-    return compute(query, key, value, segments)
+    return mapped(query, key, value, segments)
 
 
 # -- the formula -------------------------------------------------------------------------------------------------------
@@ -216,36 +191,41 @@ def _formula(
 # -- cuDNN -------------------------------------------------------------------------------------------------------------
 
 _ID_COLUMNS = 64
-"""Two for every bit of a segment id; see :func:`_with_ids`."""
+"""Two columns for every bit of a segment id; see :func:`_with_ids`."""
 
 
-def _cudnn_widths(target: Target, asked: Asked) -> tuple[int, int] | None:
-    """Returns the head sizes of queries and values in cuDNN's call, or None where cuDNN does not take what is asked.
+def _cudnn_widths(target: Target, dtype: Any, size: int, *, is_packed: bool) -> tuple[int, int] | None:
+    """Returns the head sizes of queries and values in cuDNN's call, or None if cuDNN takes no heads of this ``size``.
 
     A backward takes heads of up to 256 on Hopper and of up to 128 elsewhere, and on both Hopper and datacentre
     Blackwell queries of 192 with values of 128. All are multiples of 8.
     """
-    major, size = (target.capability or (8, 0))[0], asked.head_dim
+    major = (target.capability or (8, 0))[0]
     widest = 256 if major == 9 else 128
-    if asked.dtype not in (jnp.bfloat16, jnp.float16) or size % 8 or size > widest:
+    if dtype not in (jnp.bfloat16, jnp.float16) or size % 8 or size > widest:
         return None
-    if not asked.is_packed:
+    if not is_packed:
         return size, size
     if 64 < size <= 128:
         return (192, 128) if major in (9, 10) else None
     return (size + _ID_COLUMNS,) * 2 if size + _ID_COLUMNS <= widest else None
 
 
+def _takes_cudnn(target: Target | None, call: AttentionCall) -> bool:
+    if target is None or not target.is_nvidia:
+        return False
+    return _cudnn_widths(target, call.dtype, call.head_dim, is_packed=call.is_packed) is not None
+
+
 def _cudnn(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any,
-    *, is_causal: bool, window: int | None, widths: tuple[int, int] | None,
-) -> jax.Array:  # fmt: skip
-    assert widths is not None
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, *, is_causal: bool, window: int | None
+) -> jax.Array:
     length, size = query.shape[1], query.shape[-1]
     options: dict[str, Any] = {}
     if length % 2:  # cuDNN's backward wants an even length
         query, key, value, segments = _lengthened(length + 1, query, key, value, segments)
         if segments is None and not is_causal:
+            # only lengths keep tokens from the added position, where no mask does
             options["key_value_seq_lengths"] = jnp.full(len(query), length, jnp.int32)
     if segments is None:
         local = None if window is None else (window - 1, 0)
@@ -253,6 +233,8 @@ def _cudnn(
             query, key, value, is_causal=is_causal, local_window_size=local, implementation="cudnn", **options
         )
         return mixed[:, :length]
+    widths = _cudnn_widths(current_target(), query.dtype, size, is_packed=True)
+    assert widths is not None
     query, key = _with_ids(query, key, segments, widths[0])
     fused = fused_attention_stablehlo
     mixed = fused.dot_product_attention(
@@ -267,7 +249,7 @@ def _cudnn(
 
 
 def _with_ids(query: jax.Array, key: jax.Array, segments: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys with the segments' ids in columns of their own, so that no bias has to say what is seen.
+    """Returns queries and keys with the segments' ids in columns of their own, so that no bias has to hide tokens.
 
     A bit ``a`` of a query's id and ``b`` of a key's add ``-c (a (1 - b) + (1 - a) b)`` to the score: exactly 0 where
     they are equal, so equal ids leave the score as it is; and otherwise ``-c``, after which a weight is exactly 0.
@@ -276,28 +258,39 @@ def _with_ids(query: jax.Array, key: jax.Array, segments: jax.Array, width: int)
     asks, answers = jnp.concatenate([bits, 1 - bits], axis=-1), jnp.concatenate([1 - bits, bits], axis=-1)
     # c is 2 ** 23, in factors that float16 holds
     columns = (asks * 2**8, answers * -(2**15))
-    return tuple(  # type: ignore[return-value]
-        _widened(jnp.concatenate([part, _for_heads(each, part)], axis=-1), width)
-        for part, each in zip((query, key), columns, strict=True)
-    )
 
+    def joined(part: jax.Array, own: jax.Array) -> jax.Array:
+        shape = (*part.shape[:-1], own.shape[-1])
+        return _widened(
+            jnp.concatenate([part, jnp.broadcast_to(own[:, :, None].astype(part.dtype), shape)], axis=-1), width
+        )
 
-def _for_heads(columns: jax.Array, part: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(columns[:, :, None].astype(part.dtype), (*part.shape[:-1], columns.shape[-1]))
+    return joined(query, columns[0]), joined(key, columns[1])
 
 
 def _widened(part: jax.Array, width: int) -> jax.Array:
     return jnp.pad(part, ((0, 0),) * 3 + ((0, width - part.shape[-1]),))
 
 
+def _lengthened(length: int, query: jax.Array, key: jax.Array, value: jax.Array, segments: Any) -> Any:
+    """Returns rows with positions at the end that no other attends to, if attention is causal or has segments."""
+    more = length - query.shape[1]
+    longer = (jnp.pad(part, ((0, 0), (0, more), (0, 0), (0, 0))) for part in (query, key, value))
+    ids = None if segments is None else jnp.pad(segments, ((0, 0), (0, more)), constant_values=_NO_SEGMENT)
+    return *longer, ids
+
+
 @cache
-def _refusal(target: Target, asked: Asked) -> str | None:
-    """Why JAX gives cuDNN no such call, if it does not: older versions of cuDNN do less, and so does a backward."""
-    query = jax.ShapeDtypeStruct((asked.rows, asked.length, asked.heads, asked.head_dim), asked.dtype)
-    key = jax.ShapeDtypeStruct((asked.rows, asked.length, asked.kv_heads, asked.head_dim), asked.dtype)
-    segments = np.zeros((asked.rows, asked.length), np.int32) if asked.is_packed else None
-    options: dict[str, Any] = {"is_causal": asked.is_causal, "window": asked.window}
-    compute = partial(_cudnn, segments=segments, widths=_cudnn_widths(target, asked), **options)
+def _cudnn_refusal(target: Target, call: AttentionCall) -> str | None:
+    """Returns why JAX refuses to give cuDNN this call, or None.
+
+    Older versions of cuDNN do less than :func:`_cudnn_widths` says, and a backward less than a forward; only JAX knows.
+    """
+    del target  # it is the cache's key: tracing asks for the current one
+    query = jax.ShapeDtypeStruct((call.rows, call.length, call.heads, call.head_dim), call.dtype)
+    key = jax.ShapeDtypeStruct((call.rows, call.length, call.kv_heads, call.head_dim), call.dtype)
+    segments = np.zeros((call.rows, call.length), np.int32) if call.is_packed else None
+    compute = partial(_cudnn, segments=segments, is_causal=call.is_causal, window=call.window)
 
     def gradients(*heads: Any) -> Any:
         mixed, pullback = jax.vjp(compute, *heads)
@@ -311,7 +304,7 @@ def _refusal(target: Target, asked: Asked) -> str | None:
 
 
 @cache
-def _say_once(problem: str) -> None:
+def _warn_once(problem: str) -> None:
     logging.getLogger(__name__).warning("attention is not fused, and takes more memory and time: %s", problem)
 
 
@@ -322,7 +315,7 @@ _LONGEST_SPLASH = 32_768
 """Longest rows that splash attention gets. Each time that a call is traced, JAX looks at every pair of positions of its
 mask on the host: 3 s for this length, hours for a million positions."""
 _FEW_BLOCKS = 4
-"""Up to so many blocks of keys one kernel makes all gradients; it holds the queries' once for every block."""
+"""Up to this number of key blocks one kernel makes all gradients; it holds the queries' once for every block."""
 
 
 def _splash(
@@ -334,7 +327,7 @@ def _splash(
 
     length, heads, size = query.shape[1:]
     step = _LANES if length <= _LARGEST_BLOCK else _LARGEST_BLOCK // 2
-    padded = -(-length // step) * step
+    padded = -(-length // step) * step  # kernels take whole blocks
     if padded > length:
         if segments is None and not is_causal:
             segments = jnp.zeros(query.shape[:2], jnp.int32)
@@ -349,12 +342,10 @@ def _splash(
     )  # fmt: skip
     shape = (padded, padded)
     mask: Any = splash.FullMask(shape)
-    if is_causal:
-        mask = (
-            splash.CausalMask(shape)
-            if window is None
-            else splash.LocalMask(shape, window_size=(window - 1, 0), offset=0)
-        )
+    if is_causal and window is None:
+        mask = splash.CausalMask(shape)
+    elif is_causal:
+        mask = splash.LocalMask(shape, window_size=(window - 1, 0), offset=0)  # type: ignore[operator]
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
         residual_checkpoint_name=KEPT_BY_DOTS, interpret=interpret,
@@ -366,9 +357,33 @@ def _splash(
     return jax.vmap(kernel)(query, key, value, ids).swapaxes(1, 2)[:, :length]
 
 
-def _lengthened(length: int, query: jax.Array, key: jax.Array, value: jax.Array, segments: Any) -> Any:
-    """Rows with positions at the end that no other looks at, provided attention is causal or told segments."""
-    more = length - query.shape[1]
-    longer = (jnp.pad(part, ((0, 0), (0, more), (0, 0), (0, 0))) for part in (query, key, value))
-    told = None if segments is None else jnp.pad(segments, ((0, 0), (0, more)), constant_values=_NO_SEGMENT)
-    return *longer, told
+def _takes_splash(target: Target | None, call: AttentionCall) -> bool:
+    if target is None or target.platform != "tpu" or call.dtype not in (jnp.bfloat16, jnp.float32):
+        return False
+    return _LANES <= call.length <= _LONGEST_SPLASH
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+    """One implementation of attention."""
+
+    takes: Callable[[Target | None, AttentionCall], bool]
+    """Whether it is for this call on this target; None: a target without kernels."""
+    compute: Callable[..., jax.Array]
+    """The function, ``compute(query, key, value, segments, *, is_causal, window)``."""
+
+
+IMPLEMENTATIONS: dict[Implementation, _Entry] = {
+    "cudnn": _Entry(_takes_cudnn, _cudnn),
+    "splash": _Entry(_takes_splash, _splash),
+    "tiles": _Entry(lambda target, call: call.length > _LONG, tiled_attention),
+    "formula": _Entry(lambda target, call: True, _formula),
+}
+"""All implementations; a call goes to the first one that takes it."""
+
+
+def implementation(target: Target | None, call: AttentionCall) -> Implementation:
+    """Returns the implementation that a target runs; None stands for a target without kernels."""
+    return next(name for name, entry in IMPLEMENTATIONS.items() if entry.takes(target, call))

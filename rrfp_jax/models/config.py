@@ -1,26 +1,177 @@
-"""The shape of a language model: one validated record, pure data.
+"""The shape of a language model: one validated record with its parts, pure data.
 
-It never mentions the cut into chunks, devices or training, so that the same record describes the model of a
-checkpoint whatever layout it was trained in.
+The record never mentions the cut into chunks, devices or training, so that it describes the model of a checkpoint
+whatever layout trained it.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from rrfp_jax.field_rules import NOT_NEGATIVE, Rule, check_fields, check_types
-from rrfp_jax.models.experts_config import ExpertsConfig
-from rrfp_jax.models.rope_scaling import RopeScaling
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields, check_types, fill_fields
 
 DTYPES = ("float32", "bfloat16")
 """Names that ``param_dtype`` and ``compute_dtype`` accept. (float16 would need loss scaling.)"""
 
 ABOVE_0 = Rule("a number above 0", lambda value: value > 0)
+_FINITE_ABOVE_0 = Rule("a number above 0", lambda value: 0 < value < math.inf)
+
+LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE = "llama3", "linear", "yarn"
+ROPE_KINDS: dict[str, dict[str, Any]] = {
+    LLAMA3_ROPE: {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192},
+    LINEAR_ROPE: {},
+    YARN_ROPE: {"original_max_positions": None, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
+}
+"""The fields that each kind of :class:`RopeScaling` has beside ``factor``, and the values that null stands for."""
 
 
 def check_dtypes(config: object) -> None:
-    """Raise ValueError where ``param_dtype`` or ``compute_dtype`` of a model's record is not known."""
+    """Raises ValueError if ``param_dtype`` or ``compute_dtype`` of a model's record is not known."""
     for name in ("param_dtype", "compute_dtype"):
         if getattr(config, name) not in DTYPES:
             raise ValueError(f"{name} is {getattr(config, name)!r}: give one of {', '.join(DTYPES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Stretches rotary embeddings to longer texts than the weights were first trained on.
+
+    ``kind`` is the ``rope_type`` of Hugging Face. The *turns* of a wave are how often it fits into
+    ``original_max_positions``.
+
+    ========  =========================================================================================================
+    llama3    waves of at least ``high_freq_factor`` turns stay, those of at most ``low_freq_factor`` become ``factor``
+              times as long; between the two the change is linear in the turns (Llama 3.1)
+    linear    all waves become ``factor`` times as long (Chen et al. 2023)
+    yarn      waves of at least ``beta_fast`` turns stay, those of at most ``beta_slow`` become ``factor`` times as
+              long; between the two the change is linear in the number of the wave, from its whole number at or before
+              the one bound to that at or behind the other. Queries and keys are multiplied by ``attention_factor``
+              (Peng et al. 2023; Qwen 2.5 beyond 32768 tokens)
+    ========  =========================================================================================================
+
+    Raises ValueError, with the remedy, for a field that the kind does not have and for a value out of range.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    factor: float
+    """How many times longer the longest waves become."""
+    kind: str = LLAMA3_ROPE
+    """``llama3``, ``linear`` or ``yarn``."""
+    low_freq_factor: float | None = None
+    """Number of turns up to which a wave of ``llama3`` is stretched in full; None: 1."""
+    high_freq_factor: float | None = None
+    """Number of turns from which on a wave of ``llama3`` is not stretched; None: 4."""
+    original_max_positions: int | None = None
+    """Length of the texts of the first training, in tokens; None: 8192 of ``llama3``; ``yarn`` needs it."""
+    beta_fast: float | None = None
+    """Number of turns from which on a wave of ``yarn`` is not stretched; None: 32."""
+    beta_slow: float | None = None
+    """Number of turns up to which a wave of ``yarn`` is stretched in full; None: 1."""
+    attention_factor: float | None = None
+    """Factor of queries and keys; None: ``0.1 * log(factor) + 1``, or 1 for a ``factor`` below 1."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        fill_fields(self, "kind", "rope_scaling", ROPE_KINDS)
+        names = dict.fromkeys(name for fields in ROPE_KINDS.values() for name in fields)
+        check_fields(self, _FINITE_ABOVE_0, "factor", *names)
+        for kind, low, high in (
+            (LLAMA3_ROPE, "low_freq_factor", "high_freq_factor"),
+            (YARN_ROPE, "beta_slow", "beta_fast"),
+        ):
+            if self.kind == kind and getattr(self, low) >= getattr(self, high):
+                raise ValueError(
+                    f"rope_scaling stretches between {getattr(self, low)} and {getattr(self, high)} waves: give a "
+                    f"{high} above {low}"
+                )
+        if self.kind == YARN_ROPE:
+            if self.original_max_positions is None:
+                raise ValueError(
+                    "rope_scaling yarn has no original_max_positions: give the tokens of the first training's texts"
+                )
+            if self.attention_factor is None:
+                object.__setattr__(self, "attention_factor", 0.1 * math.log(max(self.factor, 1.0)) + 1.0)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields that the kind has beside ``factor``, by name."""
+        return {field: getattr(self, field) for field in ROPE_KINDS[self.kind]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Experts in place of the MLP of some or all layers, of which a router chooses a few for each token.
+
+    Mixtral is ``renormalise: true``, and its softmax over the chosen experts alone is the same number for number as
+    one over all that is renormalised. Qwen3-MoE's ``norm_topk_prob`` is ``renormalise``, its ``decoder_sparse_step``
+    is ``every``, its ``mlp_only_layers`` are ``dense_layers``. Shared experts are Qwen2-MoE's and DeepSeek's.
+
+    Raises ValueError, with the remedy, for values that do not describe experts.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    num_experts: int
+    """Number of experts of a sparse layer."""
+    experts_per_token: int
+    """Number of experts that compute a token: those with the highest scores (top-k)."""
+    mlp_dim: int | None = None
+    """Inner width of an expert. None: the model's ``mlp_dim``."""
+    renormalise: bool = True
+    """Whether the scores of a token's experts are divided by their sum, so that they add up to 1."""
+    shared_mlp_dim: int | None = None
+    """Inner width of the expert that computes every token beside the chosen ones; several shared experts are one that
+    is as wide as all of them. None: there is none."""
+    shared_gate: bool = False
+    """Whether the shared expert's result is weighted by a sigmoid of a product with the token, as in Qwen2-MoE."""
+    every: int = 1
+    """Distance of sparse layers, the first of which is layer ``every - 1``; 1: all layers are sparse."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have a plain MLP all the same, counted from 0."""
+    capacity_factor: float | None = None
+    """How many times its equal share of each row's tokens an expert takes at most; tokens that come later in the row
+    go past it, and only the residual stream carries them on. None: no token is dropped."""
+    balance_coefficient: float = 0.0
+    """Weight of the load-balancing loss; 0: none."""
+    z_coefficient: float = 0.0
+    """Weight of the router's z-loss, which keeps scores small; 0: none."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fields(self, AT_LEAST_1, "num_experts", "experts_per_token", "mlp_dim", "shared_mlp_dim", "every")
+        check_fields(self, POSITIVE, "capacity_factor")
+        check_fields(self, NOT_NEGATIVE, "balance_coefficient", "z_coefficient")
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} is more than the {self.num_experts} experts: "
+                f"give at most {self.num_experts}"
+            )
+        if self.shared_gate and self.shared_mlp_dim is None:
+            raise ValueError("shared_gate is given without a shared expert: give shared_mlp_dim, or leave it out")
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raises ValueError unless some of ``num_layers`` layers are sparse and all of ``dense_layers`` exist."""
+        absent = [layer for layer in self.dense_layers if not 0 <= layer < num_layers]
+        if absent:
+            raise ValueError(
+                f"experts.dense_layers names layer {absent[0]} of {num_layers}: give numbers from 0 to {num_layers - 1}"
+            )
+        if not any(map(self.is_sparse, range(num_layers))):
+            raise ValueError(
+                f"none of the {num_layers} layers has experts: give a smaller experts.every than {self.every}, fewer "
+                "dense_layers, or leave experts out"
+            )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Returns whether decoder layer ``layer``, counted from 0 over the whole model, has experts."""
+        return (layer + 1) % self.every == 0 and layer not in self.dense_layers
+
+    def capacity(self, length: int) -> int:
+        """Returns how many tokens of a row of ``length`` tokens an expert takes; at most all of them."""
+        if self.capacity_factor is None:
+            return length
+        return min(length, math.ceil(self.capacity_factor * self.experts_per_token * length / self.num_experts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +205,13 @@ class LanguageModelConfig:
     qkv_bias: bool = False
     """Whether queries, keys and values have a bias, as in Qwen 2.5."""
     qk_norm: bool = False
-    """Whether queries and keys pass an RMSNorm over each head before they are turned, as in Qwen 3."""
+    """Whether queries and keys pass an RMSNorm over each head before their rotary embedding, as in Qwen 3."""
     sliding_window: int | None = None
-    """Number of tokens that a token looks at, itself and those before it; None: all before it."""
+    """Number of tokens that a token attends to, itself and those before it; None: all before it."""
     experts: ExpertsConfig | None = None
     """Experts in place of the MLP of some layers or all; None: every layer has a plain one."""
     norm_eps: float = 1e-5
-    """What RMSNorm adds to the mean square."""
+    """Number that RMSNorm adds to the mean square."""
     tie_embeddings: bool = False
     """Whether the head uses the transposed embedding table instead of a matrix of its own."""
     z_loss: float = 0.0
@@ -80,12 +231,6 @@ class LanguageModelConfig:
         positive = ("vocab_size", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
         check_fields(self, ABOVE_0, *positive, "rope_theta", "norm_eps", "init_std", "sliding_window")
         check_fields(self, NOT_NEGATIVE, "z_loss")
-        self._check_heads()
-        if self.experts is not None:
-            self.experts.check_layers(self.num_layers)
-        check_dtypes(self)
-
-    def _check_heads(self) -> None:
         if self.head_dim is None and self.hidden % self.num_heads:
             raise ValueError(
                 f"hidden {self.hidden} does not divide into {self.num_heads} heads: give head_dim, "
@@ -102,6 +247,9 @@ class LanguageModelConfig:
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key and value heads equally: "
                 f"give num_kv_heads out of {divisors}"
             )
+        if self.experts is not None:
+            self.experts.check_layers(self.num_layers)
+        check_dtypes(self)
 
     @property
     def size_per_head(self) -> int:
@@ -114,7 +262,7 @@ class LanguageModelConfig:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether decoder layer ``layer``, counted from 0, has experts."""
+        """Returns whether decoder layer ``layer``, counted from 0, has experts."""
         return self.experts is not None and self.experts.is_sparse(layer)
 
     @property
@@ -129,26 +277,24 @@ class LanguageModelConfig:
 
     @property
     def has_router_loss(self) -> bool:
-        """Whether routers add to the loss; what passes between chunks then has their sum beside the residual stream."""
-        return self.experts is not None and self.experts.has_loss
+        """Whether routers add to the loss. Chunks then pass their sum on beside the residual stream."""
+        return self.experts is not None and bool(self.experts.balance_coefficient or self.experts.z_coefficient)
 
     def num_layer_params(self, layer: int = 0, *, active: bool = False) -> int:
-        """Number of parameters of a decoder layer; ``active``: of those that a token is multiplied with."""
+        """Returns the number of parameters of a decoder layer, with ``active`` only of those that compute a token."""
         queries = self.num_heads * self.size_per_head
         keys_and_values = 2 * self.num_key_value_heads * self.size_per_head
         attention = self.hidden * (2 * queries + keys_and_values)
         attention += (queries + keys_and_values) * self.qkv_bias + 2 * self.size_per_head * self.qk_norm
-        return attention + self._num_mlp_params(layer, active=active) + 2 * self.hidden
-
-    def _num_mlp_params(self, layer: int, *, active: bool) -> int:
-        if self.experts is None or not self.experts.is_sparse(layer):
-            return 3 * self.hidden * self.mlp_dim
-        count = self.experts.experts_per_token if active else self.experts.num_experts
-        matrices = 3 * (count * self.expert_dim + (self.experts.shared_mlp_dim or 0))
-        return self.hidden * (matrices + self.experts.num_experts + self.experts.shared_gate)
+        mlp = 3 * self.hidden * self.mlp_dim
+        if self.experts is not None and self.experts.is_sparse(layer):
+            count = self.experts.experts_per_token if active else self.experts.num_experts
+            matrices = 3 * (count * self.expert_dim + (self.experts.shared_mlp_dim or 0))
+            mlp = self.hidden * (matrices + self.experts.num_experts + self.experts.shared_gate)
+        return attention + mlp + 2 * self.hidden
 
     def num_params(self, *, active: bool = False) -> int:
-        """Number of parameters of the whole model, tied embeddings counted once.
+        """Returns the number of parameters of the whole model, tied embeddings counted once.
 
         ``active`` counts of the experts of each layer only as many as compute a token, as names like 30B-A3B do.
         """

@@ -1,27 +1,142 @@
-"""The transformer of encoders: attention in all directions, then an MLP, on normalised inputs.
+"""Encoders of pictures and sounds, from the stem that makes vectors to the projector behind them.
 
-The names of its parameters are those of CLIP, SigLIP and InternViT, with ``attention`` and ``mlp`` as in the decoder:
-query, key, value and output apart, ``fc1`` and ``fc2``.
+The names of the transformer's parameters are those of CLIP, SigLIP and InternViT, with ``attention`` and ``mlp`` as in
+the decoder: query, key, value and output apart, ``fc1`` and ``fc2``.
 """
+
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from rrfp_jax.models._parts import ProjectorShape, activate, layer_norm, learned, projection, rms_norm
 from rrfp_jax.models.attention import full_attention
-from rrfp_jax.models.encoder_config import EncoderConfig
-from rrfp_jax.models.parts import activate, layer_norm, projection, rms_norm
+from rrfp_jax.models.encoder_config import AudioConfig, EncoderConfig, VisionConfig
+
+_LONGEST_WAVE = 10_000.0
+
+
+# -- stems -------------------------------------------------------------------------------------------------------------
+
+
+class PixelScale(NamedTuple):
+    """Scales pixels of a file, 0 to 255, to the numbers that an encoder was made for.
+
+    Pixels travel to the devices as bytes, a quarter of the size of floats.
+    """
+
+    mean: tuple[float, ...]
+    """Numbers subtracted from pixels, which are 0 to 1 by then: one for all channels, or one for each."""
+    std: tuple[float, ...]
+    """Numbers by which pixels are divided then, as many or one."""
+
+    def scaled(self, patches: jax.Array | np.ndarray) -> jax.Array:
+        """Returns bytes ``[..., patch_dim]``, in which a channel's values are consecutive, as float32."""
+        per_channel = patches.shape[-1] // max(len(self.mean), len(self.std))
+        mean, std = (
+            np.repeat(np.array(each, np.float32), patches.shape[-1] if len(each) == 1 else per_channel) for each in self
+        )
+        return (jnp.asarray(patches, jnp.float32) / 255 - mean) / std
+
+
+class PatchStem(nnx.Module):
+    """The first layer of a vision transformer: patches of pixels, projected, each with its position.
+
+    Equal images: position ``i`` of the table belongs to patch ``i``, after the class token's if there is one. Packed
+    rows: a patch gets the sum of its row's and its column's vector.
+    """
+
+    def __init__(self, config: VisionConfig, rngs: nnx.Rngs) -> None:
+        self.patch_dim, self.num_patches = config.patch_dim, config.num_patches
+        self.compute_dtype = jnp.dtype(config.compute_dtype)
+        self.projection = projection(config, config.patch_dim, config.hidden, rngs, use_bias=config.patch_bias)
+        self.class_token = learned(config, (config.hidden,), rngs) if config.class_token else None
+        if config.num_patches is not None:
+            self.positions = learned(config, (config.num_patches + config.class_token, config.hidden), rngs)
+        else:
+            assert config.max_rows is not None
+            assert config.max_columns is not None
+            self.row_positions = learned(config, (config.max_rows, config.hidden), rngs)
+            self.column_positions = learned(config, (config.max_columns, config.hidden), rngs)
+
+    def __call__(self, leaves: dict[str, jax.Array]) -> jax.Array:
+        """Maps ``patches`` float ``[images, patches, patch_dim]`` to ``[images, patches (+ class token), hidden]``.
+
+        Packed rows: reads also ``patch_rows`` and ``patch_columns``, int ``[images, patches]``.
+        """
+        patches = leaves["patches"]
+        wanted = patches.shape[1] if self.num_patches is None else self.num_patches
+        if patches.shape[1:] != (wanted, self.patch_dim):
+            raise ValueError(
+                f"patches have shape {patches.shape} but the encoder takes [images, {wanted}, {self.patch_dim}]: "
+                "cut images as num_patches and patch_dim say"
+            )
+        x = self.projection(patches)
+        if self.num_patches is None:
+            # images of many sizes share these tables
+            rows = jnp.take(self.row_positions[...], leaves["patch_rows"], axis=0)
+            columns = jnp.take(self.column_positions[...], leaves["patch_columns"], axis=0)
+            return x + (rows + columns).astype(self.compute_dtype)
+        if self.class_token is not None:
+            token = self.class_token[...].astype(self.compute_dtype)
+            x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, len(token))), x], axis=1)
+        return x + self.positions[...].astype(self.compute_dtype)
+
+
+class FrameStem(nnx.Module):
+    """The first layer of an encoder of spectrograms: frames, some at a time, projected, each with its position.
+
+    Positions count from 0 in each clip. Their vectors are sines, then cosines, of waves from 1 to 10,000 radians long.
+    """
+
+    def __init__(self, config: AudioConfig, rngs: nnx.Rngs) -> None:
+        self.bins, self.stacked, self.is_packed = config.bins, config.frames_per_position, config.is_packed
+        self.compute_dtype = jnp.dtype(config.compute_dtype)
+        self.projection = projection(config, config.bins * self.stacked, config.hidden, rngs, use_bias=True)
+
+    def __call__(self, leaves: dict[str, jax.Array]) -> jax.Array:
+        """Maps ``frames`` float ``[clips, frames, bins]`` to ``[clips, frames / frames_per_position, hidden]``.
+
+        Packed rows: reads also ``frame_segments``, int ``[clips, frames]``.
+        """
+        frames = leaves["frames"]
+        if frames.shape[2] != self.bins or frames.shape[1] % self.stacked:
+            raise ValueError(
+                f"frames have shape {frames.shape} but the encoder takes [clips, a multiple of {self.stacked}, "
+                f"{self.bins}]: pad or cut them"
+            )
+        x = self.projection(frames.reshape(len(frames), -1, self.bins * self.stacked))
+        positions = jnp.arange(x.shape[1])
+        if self.is_packed:
+            # equal ids stand together, so a position in its segment is the distance to where the id last changed
+            segments = leaves["frame_segments"][:, :: self.stacked]
+            at = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+            begins = jnp.concatenate(
+                [jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=1
+            )
+            positions = at - jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
+        half = x.shape[-1] // 2
+        frequencies = _LONGEST_WAVE ** (-jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1))
+        angles = positions[..., None].astype(jnp.float32) * frequencies
+        waves = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+        return x + waves.astype(self.compute_dtype)
+
+
+# -- the transformer ---------------------------------------------------------------------------------------------------
 
 
 def encoder_norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """A norm over the residual stream, of the encoder's kind."""
+    """Returns a norm over the residual stream, of the encoder's kind."""
     make = layer_norm if config.norm == "layer_norm" else rms_norm
     return make(config, config.hidden, rngs)
 
 
-class EncoderAttention(nnx.Module):
-    """Every position looks at every other of its segment, ``[rows, length, hidden]`` to the same."""
+class _EncoderAttention(nnx.Module):
+    """Every position attends to every other of its segment, ``[rows, length, hidden]`` to the same."""
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
         self.num_heads = config.num_heads
@@ -33,7 +148,7 @@ class EncoderAttention(nnx.Module):
         self.key_norm = rms_norm(config, config.hidden, rngs) if config.qk_norm else None
 
     def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        """``[rows, length, hidden]`` to the same shape and dtype; ``segments`` are those of packed rows."""
+        """Maps ``[rows, length, hidden]`` to the same shape and dtype; ``segments`` are those of packed rows."""
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -41,8 +156,8 @@ class EncoderAttention(nnx.Module):
         return self.output(checkpoint_name(full_attention(*heads, segments=segments).reshape(x.shape), "attention"))
 
 
-class EncoderMLP(nnx.Module):
-    """``fc2(activation(fc1(x)))``, ``[..., hidden] -> [..., hidden]``."""
+class _EncoderMLP(nnx.Module):
+    """The MLP of an encoder: ``fc2(activation(fc1(x)))``, ``[..., hidden] -> [..., hidden]``."""
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
         self.activation = config.activation
@@ -50,7 +165,7 @@ class EncoderMLP(nnx.Module):
         self.fc2 = projection(config, config.mlp_dim, config.hidden, rngs, to_residual=True, use_bias=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., hidden]`` to the same shape, in the compute dtype."""
+        """Maps ``[..., hidden]`` to the same shape, in the compute dtype."""
         return self.fc2(activate(self.activation, self.fc1(x)))
 
 
@@ -59,22 +174,61 @@ class EncoderLayer(nnx.Module):
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
         self.attention_norm = encoder_norm(config, rngs)
-        self.attention = EncoderAttention(config, rngs)
+        self.attention = _EncoderAttention(config, rngs)
         self.mlp_norm = encoder_norm(config, rngs)
-        self.mlp = EncoderMLP(config, rngs)
-        self.attention_scale, self.mlp_scale = (_layer_scale(config) for _ in range(2))
+        self.mlp = _EncoderMLP(config, rngs)
+        self.attention_scale, self.mlp_scale = (
+            None
+            if config.layer_scale is None
+            else nnx.Param(jnp.full(config.hidden, config.layer_scale, jnp.dtype(config.param_dtype)))
+            for _ in range(2)
+        )
 
     def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        """``[rows, length, hidden]`` to the same shape and dtype."""
+        """Maps ``[rows, length, hidden]`` to the same shape and dtype; ``segments`` are those of packed rows."""
         x = x + _scaled(self.attention(self.attention_norm(x), segments), self.attention_scale)
         return x + _scaled(self.mlp(self.mlp_norm(x)), self.mlp_scale)
 
 
-def _layer_scale(config: EncoderConfig) -> nnx.Param | None:
-    if config.layer_scale is None:
-        return None
-    return nnx.Param(jnp.full(config.hidden, config.layer_scale, jnp.dtype(config.param_dtype)))
-
-
 def _scaled(x: jax.Array, scale: nnx.Param | None) -> jax.Array:
     return x if scale is None else x * scale[...].astype(x.dtype)
+
+
+# -- the projector -----------------------------------------------------------------------------------------------------
+
+
+class Projector(nnx.Module):
+    """Merges patches, normalises them where asked, and maps them to the decoder's width by two products."""
+
+    def __init__(self, config: ProjectorShape, rngs: nnx.Rngs) -> None:
+        projector, out_dim = config.projector, config.out_dim
+        in_dim = config.in_dim * projector.patches_per_feature
+        inner = out_dim if projector.mlp_dim is None else projector.mlp_dim
+        self.block, self.row_order = projector.patches_per_feature, projector.row_order
+        self.activation = projector.activation
+        self.norm = layer_norm(config, in_dim, rngs) if projector.norm else None
+        self.linear_1 = projection(config, in_dim, inner, rngs, use_bias=projector.bias)
+        self.linear_2 = projection(config, inner, out_dim, rngs, use_bias=projector.bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[images, patches, in_dim]`` to ``[images, patches / patches_per_feature, decoder's hidden]``."""
+        if x.shape[1] % self.block:
+            raise ValueError(
+                f"rows of {x.shape[1]} patches do not divide into features of {self.block}: pad them to a multiple"
+            )
+        x = merged_squares(x, math.isqrt(self.block)) if self.row_order else x
+        x = x.reshape(len(x), -1, self.linear_1.in_features)
+        x = x if self.norm is None else self.norm(x)
+        return self.linear_2(activate(self.activation, self.linear_1(x)))
+
+
+def merged_squares(x: jax.Array, side: int) -> jax.Array:
+    """Orders patches that come row by row from a square image so that squares of them are consecutive.
+
+    InternVL calls this pixel shuffle: squares row by row, and within a square its patches row by row, ``[images,
+    patches, dim]``.
+    """
+    images, patches, dim = x.shape
+    squares = math.isqrt(patches) // side
+    grid = x.reshape(images, squares, side, squares, side, dim)
+    return grid.transpose(0, 1, 3, 2, 4, 5).reshape(images, patches, dim)

@@ -1,7 +1,7 @@
-"""The shapes of encoders and projectors: validated records, pure data, as that of the language model.
+"""The shapes of encoders and projectors: validated records, pure data.
 
-One transformer serves pictures and sound; what differs is how its input becomes vectors. CLIP, SigLIP and InternViT
-are values of :class:`VisionConfig`:
+One transformer serves pictures and sound; only the stem that turns its input into vectors differs. CLIP, SigLIP and
+InternViT are values of :class:`VisionConfig`:
 
 =================  ==============  ==============  ==============
 field              CLIP            SigLIP          InternViT
@@ -25,21 +25,22 @@ from rrfp_jax.field_rules import check_fields, check_types
 from rrfp_jax.models.config import ABOVE_0, check_dtypes
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
-"""The error function's GELU; its approximation by tanh; and ``x * sigmoid(1.702 x)``."""
+"""Activations of an MLP: the error function's GELU; its approximation by tanh; and ``x * sigmoid(1.702 x)``."""
 NORMS = ("layer_norm", "rms_norm")
 ENCODER, OWN_CHUNK, DECODER = "encoder", "own", "decoder"
 PROJECTOR_PLACES = (ENCODER, OWN_CHUNK, DECODER)
-"""Where a projector may be: in the last chunk of its encoder, in a chunk of its own, or in the decoder's first."""
+"""Places of a projector: the last chunk of its encoder, a chunk of its own, or the decoder's first chunk."""
 
 
 def _check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless a field has one of these values."""
     if getattr(config, name) not in choices:
         raise ValueError(f"{name} is {getattr(config, name)!r}: give one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderConfig:
-    """A pre-norm transformer in which every position looks at every other.
+    """A pre-norm transformer in which every position attends to every other.
 
     Raises ValueError, with the remedy, for values that do not describe a model.
     """
@@ -47,7 +48,7 @@ class EncoderConfig:
     hidden: int
     """Width of the residual stream."""
     num_layers: int
-    """Number of layers of the published model; ``feature_layer`` says how many of them are run."""
+    """Number of layers of the published model. ``feature_layer`` decides how many of them exist here."""
     num_heads: int
     """Number of attention heads; it divides ``hidden``."""
     mlp_dim: int
@@ -57,17 +58,17 @@ class EncoderConfig:
     norm: str = "layer_norm"
     """The norm before attention, before the MLP and at the end."""
     norm_eps: float = 1e-6
-    """What norms add to the variance or the mean square."""
+    """Number that norms add to the variance or the mean square."""
     qkv_bias: bool = True
     """Whether queries, keys and values have a bias; all other products have one."""
     qk_norm: bool = False
     """Whether queries and keys pass an RMSNorm over their whole width."""
     layer_scale: float | None = None
-    """Initial value of a learned factor for each channel of what attention and MLP add; None: no such factor."""
+    """Initial value of a learned factor for each channel of the outputs of attention and MLP; None: no such factor."""
     final_norm: bool = True
     """Whether the features pass a norm at the end."""
     feature_layer: int = -1
-    """Which layer's output are the features, counted from the last; the layers behind it do not exist here."""
+    """The layer whose output is the features, counted from the last, -1. Layers behind it do not exist here."""
     init_std: float = 0.02
     """Standard deviation of the initial matrices; those that write to the residual stream get
     ``init_std / sqrt(2 * num_layers)``."""
@@ -98,7 +99,7 @@ class EncoderConfig:
 
     @property
     def num_layers_run(self) -> int:
-        """How many layers exist here."""
+        """Number of layers that exist here."""
         return self.num_layers + 1 + self.feature_layer
 
     @property
@@ -107,14 +108,14 @@ class EncoderConfig:
         return self.hidden * (2 if self.norm == "layer_norm" else 1)
 
     def num_layer_params(self) -> int:
-        """Number of parameters of one layer."""
+        """Returns the number of parameters of one layer."""
         attention = 4 * self.hidden**2 + self.hidden * (3 * self.qkv_bias + 1 + 2 * self.qk_norm)
         mlp = 2 * self.hidden * self.mlp_dim + self.mlp_dim + self.hidden
         scales = 0 if self.layer_scale is None else 2 * self.hidden
         return attention + mlp + scales + 2 * self.num_norm_params
 
     def num_layers_params(self) -> int:
-        """Number of parameters of the layers that are run, with the final norm."""
+        """Returns the number of parameters of the layers that exist here, with the final norm."""
         return self.num_layers_run * self.num_layer_params() + self.final_norm * self.num_norm_params
 
 
@@ -127,7 +128,7 @@ class VisionConfig(EncoderConfig):
     """
 
     patch_dim: int
-    """Numbers in a patch: height * width * colours."""
+    """Numbers in a patch: height * width * colours, which is the input width of the projection."""
     num_patches: int | None = None
     """Patches of every image, for equal images: positions are learned by patch number."""
     max_rows: int | None = None
@@ -144,8 +145,8 @@ class VisionConfig(EncoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, ABOVE_0, "patch_dim", "num_patches", "max_rows", "max_columns")
-        is_grid = (self.max_rows is not None, self.max_columns is not None)
-        if is_grid != (self.num_patches is None,) * 2:
+        is_equal = self.num_patches is not None
+        if (self.max_rows is None, self.max_columns is None) != (is_equal, is_equal):
             raise ValueError(
                 "positions of patches are not settled: give num_patches for equal images, "
                 "or both max_rows and max_columns for packed ones"
@@ -159,7 +160,7 @@ class VisionConfig(EncoderConfig):
         return self.num_patches is None
 
     def num_params(self) -> int:
-        """Number of parameters of the encoder, without the projector."""
+        """Returns the number of parameters of the encoder, without the projector."""
         positions = (self.num_patches or 0) + self.class_token + (self.max_rows or 0) + (self.max_columns or 0)
         patches = self.patch_dim + self.patch_bias + self.class_token + positions
         return self.hidden * patches + self.pre_norm * self.num_norm_params + self.num_layers_params()
@@ -186,30 +187,30 @@ class AudioConfig(EncoderConfig):
             )
 
     def num_params(self) -> int:
-        """Number of parameters of the encoder, without the projector."""
+        """Returns the number of parameters of the encoder, without the projector."""
         return self.hidden * (self.bins * self.frames_per_position + 1) + self.num_layers_params()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectorConfig:
-    """From features of an encoder to vectors of the decoder: ``linear_2(activation(linear_1(x)))``.
+    """A projector from features of an encoder to vectors of the decoder: ``linear_2(activation(linear_1(x)))``.
 
     LLaVA's is the default. InternVL's has ``patches_per_feature`` 4 in ``row_order`` and a ``norm``.
     """
 
     activation: str = "gelu"
-    """What stands between the two products."""
+    """The activation between the two products."""
     patches_per_feature: int = 1
     """Patches that are concatenated and become one feature, 4 for 2 x 2."""
     row_order: bool = False
-    """Whether patches come row by row from a square image, and those of a square are to be found (pixel shuffle). If
-    not, the patches of a feature are consecutive."""
+    """Whether patches come row by row from a square image, so that the projector must gather those of a square (pixel
+    shuffle). If not, the patches of a feature are consecutive."""
     norm: bool = False
     """Whether a LayerNorm stands before ``linear_1``."""
     norm_eps: float = 1e-5
-    """What it adds to the variance."""
+    """Number that this norm adds to the variance."""
     mlp_dim: int | None = None
-    """Width between the two products. None: that of the decoder."""
+    """Width between the two products. None: the width of the decoder."""
     bias: bool = True
     """Whether both products have a bias."""
 
@@ -226,7 +227,7 @@ class ProjectorConfig:
         return round(self.patches_per_feature**0.5)
 
     def num_params(self, in_dim: int, out_dim: int) -> int:
-        """Number of parameters between an encoder and a decoder of these widths."""
+        """Returns the number of parameters between an encoder and a decoder of these widths."""
         width, inner = in_dim * self.patches_per_feature, out_dim if self.mlp_dim is None else self.mlp_dim
         biases = (inner + out_dim) * self.bias
         return 2 * width * self.norm + width * inner + inner * out_dim + biases

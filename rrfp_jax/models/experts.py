@@ -4,24 +4,24 @@ Its matrices are those of all experts side by side, ``gate`` and ``up`` ``[exper
 ``[experts, mlp_dim, hidden]``. There are three ways to compute it; which one it is, is settled when a program is
 traced.
 
-*With a capacity* each row of the microbatch sorts its tokens by expert into places, so many for each expert, and every
-expert computes its places. First come, first served: tokens that come later in the row go past an expert that is full,
-and padding comes after all others. So what becomes of a token depends on those before it, not on those after it; but in
-packed rows it does depend on other documents. Rows are cut over the axis ``expert`` as experts are: each device fills
-the places of its own rows, an all-to-all brings them to the devices of their experts, and another one back.
+*With a capacity* each row of the microbatch sorts its tokens by expert into places, equally many for each expert, and
+every expert computes its places. First come, first served: tokens that come later in the row go past an expert that is
+full, and padding comes after all others. So a token's result depends on the tokens before it, not on those after it;
+but in packed rows it does depend on other documents. Rows are cut over the axis ``expert`` as experts are: each device
+fills the places of its own rows, an all-to-all brings them to the devices of their experts, and another one back.
 
 *Without one* each device computes its own rows with all experts, whose matrices it gathers: how many tokens choose the
 experts of a device is not known when a program is made, so nothing could be made large enough to receive them. Tokens
 are sorted by expert. TPUs multiply run by run with ``jax.lax.ragged_dot``. For GPUs XLA expands that into a dense
 product of all tokens with all experts; so runs are filled up to whole blocks there, and each block is one product.
 
-*Without one, on CPUs,* every expert computes every token, and what was not chosen is multiplied by 0: for models as
-small as these are, that is the fastest.
+*Without one, on CPUs,* every expert computes every token, and results of experts that were not chosen are multiplied by
+0: for models as small as these are, that is the fastest.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +30,61 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
-from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.experts_config import ExpertsConfig
-from rrfp_jax.models.parts import learned, projection
-from rrfp_jax.models.routing import Routes, route, router_loss
+from rrfp_jax.models._parts import learned, projection
+from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig
 from rrfp_jax.planning.unit_axes import EXPERT
 from rrfp_jax.programs.shardings import row_axes
 from rrfp_jax.programs.target import current_target
 
+# -- the router --------------------------------------------------------------------------------------------------------
 
-class Experts(nnx.Module):
+
+class Routes(NamedTuple):
+    """The experts that a router chose for the tokens of a microbatch."""
+
+    scores: jax.Array
+    """Softmax over all experts, float32 ``[batch, length, experts]``."""
+    experts: jax.Array
+    """The experts of every token, that with the highest score first, int32 ``[batch, length, experts_per_token]``."""
+    weights: jax.Array
+    """Factors of the results of all experts, 0 for those not chosen; float32 like ``scores``."""
+
+
+def choose_experts(config: ExpertsConfig, logits: jax.Array) -> Routes:
+    """Returns the routes by the router's float32 logits, ``[batch, length, experts]``; of equal ones the first wins."""
+    scores = jax.nn.softmax(logits, axis=-1)
+    experts = jax.lax.top_k(jax.lax.stop_gradient(logits), config.experts_per_token)[1]
+    weights = scores * jax.nn.one_hot(experts, config.num_experts).sum(axis=-2)
+    if config.renormalise:
+        weights /= weights.sum(axis=-1, keepdims=True)
+    return Routes(scores, experts, weights)
+
+
+def router_loss(config: ExpertsConfig, logits: jax.Array, routes: Routes, is_real: jax.Array) -> jax.Array:
+    """Returns the loss that one layer's router adds for a microbatch, a float32 scalar; tokens of ``is_real`` count.
+
+    The load-balancing loss is ``num_experts * sum(f * P)``: ``f`` of an expert is the number of tokens that it is
+    chosen for, ``P`` its mean score, both over the number of tokens (Fedus et al. 2021, equation 4; for several experts
+    per token as Hugging Face's Mixtral has it, so that it is ``experts_per_token`` where all is even). The z-loss is
+    the mean square of the logits' logsumexp (Zoph et al. 2022, equation 5).
+    """
+    real = is_real.astype(jnp.float32)
+    count = jnp.maximum(real.sum(), 1.0)
+    loss = jnp.zeros((), jnp.float32)
+    if config.balance_coefficient:
+        chosen = jax.nn.one_hot(routes.experts, config.num_experts).sum(axis=-2)
+        shares, means = (jnp.einsum("ble,bl->e", each, real) / count for each in (chosen, routes.scores))
+        loss += config.balance_coefficient * config.num_experts * jnp.sum(shares * means)
+    if config.z_coefficient:
+        squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+        loss += config.z_coefficient * jnp.sum(squares * real) / count
+    return loss
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+
+class _Experts(nnx.Module):
     """SwiGLU MLPs side by side."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
@@ -50,13 +95,8 @@ class Experts(nnx.Module):
         self.down = learned(config, (count, inner, hidden), rngs, to_residual=True)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
 
-    def matrices(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """``gate``, ``up`` and ``down`` in the compute dtype."""
-        gate, up, down = (each[...].astype(self.compute_dtype) for each in (self.gate, self.up, self.down))
-        return gate, up, down
 
-
-class SharedExpert(nnx.Module):
+class _SharedExpert(nnx.Module):
     """The MLP that computes every token."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
@@ -69,7 +109,7 @@ class SharedExpert(nnx.Module):
         self.weight = projection(config, config.hidden, 1, rngs) if config.experts.shared_gate else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., hidden]`` to the same shape."""
+        """Maps ``[..., hidden]`` to the same shape."""
         y = self.down(nnx.silu(self.gate(x)) * self.up(x))
         return y if self.weight is None else nnx.sigmoid(self.weight(x)) * y
 
@@ -81,85 +121,98 @@ class MixtureOfExperts(nnx.Module):
         assert config.experts is not None
         self.config: ExpertsConfig = config.experts
         self.router = learned(config, (config.hidden, self.config.num_experts), rngs)
-        self.experts = Experts(config, rngs)
-        self.shared = None if self.config.shared_mlp_dim is None else SharedExpert(config, rngs)
+        self.experts = _Experts(config, rngs)
+        self.shared = None if self.config.shared_mlp_dim is None else _SharedExpert(config, rngs)
 
     def __call__(
-        self, x: jax.Array, *, is_token: Any = None, counts: Any = None, order: np.ndarray | None = None
-    ) -> tuple[jax.Array, Any]:
-        """The result, shaped like ``x``, and what the router adds to the loss, or None.
+        self,
+        x: jax.Array,
+        *,
+        is_token: jax.Array | None = None,
+        counts: jax.Array | None = None,
+        order: np.ndarray | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the result, shaped like ``x``, and the loss that the router adds, or None.
 
-        Of bool ``[batch, length]``, ``is_token`` says which are no padding (None: all), ``counts`` which the router's
-        loss is about (None: it is not wanted). ``order`` are the natural positions of tokens that lie in another order,
-        int ``[length]``: with a capacity, earlier ones come first.
+        Both are bool ``[batch, length]``: ``is_token`` is false for padding (None: there is none), ``counts`` is true
+        for the tokens of the router's loss (None: it is not wanted). ``order`` are the natural positions of tokens that
+        lie in another order, int ``[length]``: with a capacity, earlier ones come first.
         """
         logits = jnp.einsum("blh,he->ble", x.astype(jnp.float32), self.router[...].astype(jnp.float32))
-        routes = route(self.config, logits)
-        matrices = self.experts.matrices()
+        routes = choose_experts(self.config, logits)
+        gate, up, down = (
+            each[...].astype(self.experts.compute_dtype)
+            for each in (self.experts.gate, self.experts.up, self.experts.down)
+        )
         if self.config.capacity_factor is not None:
             capacity = self.config.capacity(x.shape[1])
-            y = by_places(x, routes, *matrices, capacity=capacity, is_token=is_token, order=order)
+            y = by_places(x, routes, gate, up, down, capacity=capacity, is_token=is_token, order=order)
         else:
             compute = {"tpu": by_runs, "gpu": by_blocks}.get(current_target().platform, by_all)
-            y = compute(x, routes, *matrices)
+            y = compute(x, routes, gate, up, down)
         if self.shared is not None:
             y = y + self.shared(x)
         return y, None if counts is None else router_loss(self.config, logits, routes, counts)
 
 
+# -- three ways without a capacity -------------------------------------------------------------------------------------
+
+
 def by_all(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """Every expert computes every token."""
+    """Lets every expert compute every token."""
     inner = nnx.silu(jnp.einsum("blh,ehm->blem", x, gate)) * jnp.einsum("blh,ehm->blem", x, up)
     return jnp.einsum("blem,emh->blh", inner * routes.weights[..., None].astype(x.dtype), down)
 
 
 def by_runs(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """The tokens of a device are sorted by expert, and each expert multiplies its run."""
-    return _on_own_rows(_runs, (x, routes), (gate, up, down))
+    """Sorts the tokens of a device by expert, and lets each expert multiply its run."""
 
+    def compute(rows: tuple[jax.Array, Routes], matrices: tuple[jax.Array, ...]) -> jax.Array:
+        (x, routes), (gate, up, down) = rows, matrices
+        per_token, flat = routes.experts.shape[-1], x.reshape(-1, x.shape[-1])
+        experts = routes.experts.reshape(-1)
+        order = jnp.argsort(experts, stable=True)
+        sizes = jnp.bincount(experts, length=len(gate)).astype(jnp.int32)
+        source = order // per_token
+        taken = flat[source]
+        inner = nnx.silu(jax.lax.ragged_dot(taken, gate, sizes)) * jax.lax.ragged_dot(taken, up, sizes)
+        weights = jnp.take_along_axis(routes.weights, routes.experts, axis=-1).reshape(-1)[order]
+        y = jax.lax.ragged_dot(inner * weights[:, None].astype(x.dtype), down, sizes)
+        # back in the order of tokens, where the results of a token's experts are added in float32
+        back = jnp.argsort(order).reshape(-1, per_token)
+        return y[back].sum(axis=1, dtype=jnp.float32).astype(x.dtype).reshape(x.shape)
 
-def _runs(rows: tuple[jax.Array, Routes], matrices: tuple[jax.Array, ...]) -> jax.Array:
-    (x, routes), (gate, up, down) = rows, matrices
-    per_token, flat = routes.experts.shape[-1], x.reshape(-1, x.shape[-1])
-    experts = routes.experts.reshape(-1)
-    order = jnp.argsort(experts, stable=True)
-    sizes = jnp.bincount(experts, length=len(gate)).astype(jnp.int32)
-    source = order // per_token
-    taken = flat[source]
-    inner = nnx.silu(jax.lax.ragged_dot(taken, gate, sizes)) * jax.lax.ragged_dot(taken, up, sizes)
-    weights = jnp.take_along_axis(routes.weights, routes.experts, axis=-1).reshape(-1)[order]
-    y = jax.lax.ragged_dot(inner * weights[:, None].astype(x.dtype), down, sizes)
-    back = jnp.argsort(order).reshape(-1, per_token)
-    return y[back].sum(axis=1, dtype=jnp.float32).astype(x.dtype).reshape(x.shape)
+    return _on_own_rows(compute, (x, routes), (gate, up, down))
 
 
 def by_blocks(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """The same with every run filled up to whole blocks, of which each is one product with one expert."""
-    return _on_own_rows(_blocks, (x, routes), (gate, up, down))
+    """Sorts as :func:`by_runs` and fills every run up to whole blocks; each block is one product with one expert."""
 
+    def compute(rows: tuple[jax.Array, Routes], matrices: tuple[jax.Array, ...]) -> jax.Array:
+        (x, routes), (gate, up, down) = rows, matrices
+        per_token, flat, num_experts = routes.experts.shape[-1], x.reshape(-1, x.shape[-1]), len(gate)
+        experts = routes.experts.reshape(-1)
+        size = block_size(len(experts), num_experts)
+        # however tokens choose, runs fill no more blocks than this: each expert leaves less than one block empty
+        num_blocks = (len(experts) + num_experts * (size - 1)) // size
+        order = jnp.argsort(experts, stable=True)
+        sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
+        blocks = -(-sizes // size)  # of each expert
+        ends, starts = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
+        expert = jnp.minimum(jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), num_experts - 1)
+        within = (jnp.arange(num_blocks) - (ends - blocks)[expert])[:, None] * size + jnp.arange(size)
+        # places at the end of an expert's last block stay empty
+        is_taken = within < sizes[expert][:, None]
+        pair = order[jnp.minimum(starts[expert][:, None] + within, len(order) - 1)]
+        taken = jnp.where(is_taken[..., None], flat[pair // per_token], 0)
+        inner = nnx.silu(_block_products(taken, gate, expert)) * _block_products(taken, up, expert)
+        weights = jnp.take_along_axis(routes.weights, routes.experts, axis=-1).reshape(-1)[pair]
+        y = _block_products(inner * weights[..., None].astype(x.dtype), down, expert).reshape(-1, x.shape[-1])
+        rank = jnp.argsort(order) - starts[experts]
+        back = ((ends - blocks)[experts] * size + rank).reshape(-1, per_token)
+        return y[back].sum(axis=1, dtype=jnp.float32).astype(x.dtype).reshape(x.shape)
 
-def _blocks(rows: tuple[jax.Array, Routes], matrices: tuple[jax.Array, ...]) -> jax.Array:
-    (x, routes), (gate, up, down) = rows, matrices
-    per_token, flat, num_experts = routes.experts.shape[-1], x.reshape(-1, x.shape[-1]), len(gate)
-    experts = routes.experts.reshape(-1)
-    size = block_size(len(experts), num_experts)
-    # However tokens choose, runs fill no more blocks than this: each expert leaves less than one block empty.
-    num_blocks = (len(experts) + num_experts * (size - 1)) // size
-    order = jnp.argsort(experts, stable=True)
-    sizes = jnp.bincount(experts, length=num_experts).astype(jnp.int32)
-    blocks = -(-sizes // size)
-    ends, starts = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
-    expert = jnp.minimum(jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), num_experts - 1)
-    within = (jnp.arange(num_blocks) - (ends - blocks)[expert])[:, None] * size + jnp.arange(size)
-    is_taken = within < sizes[expert][:, None]
-    pair = order[jnp.minimum(starts[expert][:, None] + within, len(order) - 1)]
-    taken = jnp.where(is_taken[..., None], flat[pair // per_token], 0)
-    inner = nnx.silu(_block_products(taken, gate, expert)) * _block_products(taken, up, expert)
-    weights = jnp.take_along_axis(routes.weights, routes.experts, axis=-1).reshape(-1)[pair]
-    y = _block_products(inner * weights[..., None].astype(x.dtype), down, expert).reshape(-1, x.shape[-1])
-    rank = jnp.argsort(order) - starts[experts]
-    back = ((ends - blocks)[experts] * size + rank).reshape(-1, per_token)
-    return y[back].sum(axis=1, dtype=jnp.float32).astype(x.dtype).reshape(x.shape)
+    return _on_own_rows(compute, (x, routes), (gate, up, down))
 
 
 def block_size(num_rows: int, num_experts: int) -> int:
@@ -172,28 +225,34 @@ def block_size(num_rows: int, num_experts: int) -> int:
 
 @jax.custom_vjp
 def _block_products(blocks: jax.Array, matrices: jax.Array, expert: jax.Array) -> jax.Array:
-    """The product of each block with the matrix of its expert: one after another, so that no matrix is held twice."""
+    """Returns the product of each block with the matrix of its expert.
+
+    They are computed one after another: gathering the matrices of all blocks would hold one of them several times.
+    """
     return jax.lax.map(lambda each: each[0] @ matrices[each[1]], (blocks, expert))
 
 
-def _keep_operands(blocks: jax.Array, matrices: jax.Array, expert: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(blocks: jax.Array, matrices: jax.Array, expert: jax.Array) -> tuple[jax.Array, Any]:
     return _block_products(blocks, matrices, expert), (blocks, matrices, expert)
 
 
-def _block_gradients(kept: Any, grads: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    blocks, matrices, expert = kept
+def _backward(residuals: Any, grads: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    blocks, matrices, expert = residuals
 
     def add(sums: jax.Array, each: Any) -> tuple[jax.Array, None]:
         block, grad, number = each
         product = jnp.einsum("bk,bn->kn", block, grad, preferred_element_type=jnp.float32)
         return sums.at[number].add(product), None
 
-    of_matrices, _ = jax.lax.scan(add, jnp.zeros(matrices.shape, jnp.float32), (blocks, grads, expert))
-    of_blocks = jax.lax.map(lambda each: each[0] @ matrices[each[1]].T, (grads, expert))
-    return of_blocks, of_matrices.astype(matrices.dtype), None
+    matrix_grads, _ = jax.lax.scan(add, jnp.zeros(matrices.shape, jnp.float32), (blocks, grads, expert))
+    block_grads = jax.lax.map(lambda each: each[0] @ matrices[each[1]].T, (grads, expert))
+    return block_grads, matrix_grads.astype(matrices.dtype), None
 
 
-_block_products.defvjp(_keep_operands, _block_gradients)
+_block_products.defvjp(_forward, _backward)
+
+
+# -- with a capacity ---------------------------------------------------------------------------------------------------
 
 
 def by_places(
@@ -207,47 +266,41 @@ def by_places(
     is_token: jax.Array | None = None,
     order: np.ndarray | None = None,
 ) -> jax.Array:
-    """Every expert computes up to ``capacity`` tokens of each row, the first ones that chose it."""
-    is_late = jnp.zeros(x.shape[:2], bool) if is_token is None else ~is_token
-    options: dict[str, Any] = {"num_experts": len(gate), "capacity": capacity, "order": order}
-    return _on_own_rows(partial(_into_places, **options), (x, routes, is_late), (gate, up, down), held=EXPERT)
-
-
-def _into_places(
-    rows: tuple[jax.Array, Routes, jax.Array],
-    matrices: tuple[jax.Array, ...],
-    *,
-    num_experts: int,
-    capacity: int,
-    order: np.ndarray | None,
-) -> jax.Array:
-    """The rows of one device; ``matrices`` are those of its experts, and other devices have the rest."""
-    (x, routes, is_late), (gate, up, down) = rows, matrices
+    """Lets every expert compute up to ``capacity`` tokens of each row, the first ones that chose it."""
+    is_late, num_experts = jnp.zeros(x.shape[:2], bool) if is_token is None else ~is_token, len(gate)
     places = partial(_places, num_experts=num_experts, capacity=capacity)
-    if order is None:
-        source, is_taken = jax.vmap(places)(routes.experts, is_late)
-    else:
-        home = np.argsort(order)
-        source, is_taken = jax.vmap(places)(routes.experts[:, home], is_late[:, home])
-        source = jnp.asarray(home)[source]
-    taken = jax.vmap(lambda row, at, there: jnp.where(there[..., None], row[at], 0))(x, source, is_taken)
-    is_dealt_out = len(gate) < num_experts
-    if is_dealt_out:
-        taken = jax.lax.all_to_all(taken, EXPERT, split_axis=1, concat_axis=0, tiled=True)
-    taken = checkpoint_name(taken, "experts")
-    inner = nnx.silu(jnp.einsum("bech,ehm->becm", taken, gate)) * jnp.einsum("bech,ehm->becm", taken, up)
-    y = jnp.einsum("becm,emh->bech", inner, down)
-    if is_dealt_out:
-        y = jax.lax.all_to_all(y, EXPERT, split_axis=0, concat_axis=1, tiled=True)
-    y = checkpoint_name(y, "experts")
-    weights = jax.vmap(lambda row, at: jnp.take_along_axis(row.T, at, axis=1))(routes.weights, source) * is_taken
-    y = y * weights[..., None].astype(x.dtype)
-    return jax.vmap(lambda row, at: jnp.zeros(x.shape[1:], jnp.float32).at[at].add(row))(y, source).astype(x.dtype)
+
+    def compute(rows: tuple[jax.Array, Routes, jax.Array], matrices: tuple[jax.Array, ...]) -> jax.Array:
+        """Computes the rows of one device; ``matrices`` are those of its experts, other devices have the rest."""
+        (x, routes, is_late), (gate, up, down) = rows, matrices
+        if order is None:
+            source, is_taken = jax.vmap(places)(routes.experts, is_late)
+        else:  # first come, first served goes by natural positions
+            home = np.argsort(order)
+            source, is_taken = jax.vmap(places)(routes.experts[:, home], is_late[:, home])
+            source = jnp.asarray(home)[source]
+        taken = jax.vmap(lambda row, at, there: jnp.where(there[..., None], row[at], 0))(x, source, is_taken)
+        is_dealt_out = len(gate) < num_experts
+        if is_dealt_out:
+            taken = jax.lax.all_to_all(taken, EXPERT, split_axis=1, concat_axis=0, tiled=True)
+        # remat "experts" keeps both, so that a backward repeats no all-to-all
+        taken = checkpoint_name(taken, "experts")
+        inner = nnx.silu(jnp.einsum("bech,ehm->becm", taken, gate)) * jnp.einsum("bech,ehm->becm", taken, up)
+        y = jnp.einsum("becm,emh->bech", inner, down)
+        if is_dealt_out:
+            y = jax.lax.all_to_all(y, EXPERT, split_axis=0, concat_axis=1, tiled=True)
+        y = checkpoint_name(y, "experts")
+        weights = jax.vmap(lambda row, at: jnp.take_along_axis(row.T, at, axis=1))(routes.weights, source) * is_taken
+        y = y * weights[..., None].astype(x.dtype)
+        return jax.vmap(lambda row, at: jnp.zeros(x.shape[1:], jnp.float32).at[at].add(row))(y, source).astype(x.dtype)
+
+    return _on_own_rows(compute, (x, routes, is_late), (gate, up, down), held=EXPERT)
 
 
 def _places(experts: jax.Array, is_late: jax.Array, *, num_experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """Which token of a row sits in each place, and whether one does, both ``[num_experts, capacity]``."""
+    """Returns the token of a row in each place, and whether there is one, both ``[num_experts, capacity]``."""
     chosen, per_token = experts.reshape(-1), experts.shape[-1]
+    # by expert, real tokens before padding, and earlier ones first
     order = jnp.argsort(2 * chosen + jnp.repeat(is_late, per_token), stable=True)
     sizes = jnp.bincount(chosen, length=num_experts)
     places = (jnp.cumsum(sizes) - sizes)[:, None] + jnp.arange(capacity)
@@ -256,7 +309,7 @@ def _places(experts: jax.Array, is_late: jax.Array, *, num_experts: int, capacit
 
 
 def _on_own_rows(compute: Callable[..., jax.Array], rows: Any, matrices: Any, *, held: str | None = None) -> jax.Array:
-    """``compute(rows, matrices)`` on each device for the rows that it has, shaped like the first of them.
+    """Calls ``compute(rows, matrices)`` on each device for its own rows; the result is shaped like the first of them.
 
     A device has its part of the matrices along the axis ``held``, and gathers them over all other axes. Left to itself
     the partitioner gathers the matrices of all experts, or the rows of all devices. Where rows are not cut there is
@@ -266,6 +319,6 @@ def _on_own_rows(compute: Callable[..., jax.Array], rows: Any, matrices: Any, *,
     if not axes:
         return compute(rows, matrices)
     cut, own = PartitionSpec(axes), PartitionSpec(held if held in axes else None)
-    # Types that say what varies would make casts of matrices vary, so that each microbatch would cast them again.
+    # types that say what varies would make casts of matrices vary, so that each microbatch would cast them again
     mapped = jax.shard_map(compute, axis_names=set(axes), in_specs=(cut, own), out_specs=cut, check_vma=False)
     return mapped(rows, matrices)

@@ -1,7 +1,6 @@
-"""The models of the paper's evaluation, and some with experts, by name.
+"""Models of the paper's evaluation, and some with experts, by name.
 
-The paper (section 5) names decoder and encoder and gives their sizes, no dimensions. Published elsewhere, and taken as
-they are:
+The paper (section 5) names decoder and encoder and gives their sizes, no dimensions. These were published elsewhere:
 
 * Qwen3-1.7B, -4B and -32B (Qwen3 technical report, table 1, and the models' configurations);
 * Llama 3 8B and 70B (Dubey et al. 2024, table 3);
@@ -15,10 +14,10 @@ With experts, not in the paper:
 * Mixtral 8x7B and 8x22B (Jiang et al. 2024, table 1, and the models' configurations): 8 experts, 2 for each token;
 * Qwen3-30B-A3B (Qwen3 technical report, table 2, and the model's configuration): 128 experts of 768, 8 for each token.
 
-The coefficients of their load-balancing losses are those of the configurations. No token is dropped; who trains them on
-GPUs adds a ``capacity_factor`` (:mod:`rrfp_jax.models.experts`).
+The coefficients of their load-balancing losses are those of the configurations. No token is dropped; add a
+``capacity_factor`` to train them on GPUs (:mod:`rrfp_jax.models.experts`).
 
-Ours: ViT-5B, of which no dimensions are published, has 64 layers of 2560, MLP 10240 and 20 heads. ViT-22B computes
+Ours is ViT-5B, of which no dimensions are published: 64 layers of 2560, MLP 10240 and 20 heads. ViT-22B computes
 attention and MLP side by side and norms queries and keys by head; here they follow each other, with norms over the
 whole width. All images are equal, 224 pixels wide in patches of 14, of InternViT 448; four patches make one feature, as
 in InternVL. Everything computes in bfloat16.
@@ -26,9 +25,8 @@ in InternVL. Everything computes in bfloat16.
 
 from typing import Any
 
-from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
-from rrfp_jax.models.experts_config import ExpertsConfig
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 
 _QWEN3: dict[str, Any] = {
@@ -86,7 +84,7 @@ DECODERS = {
         experts=ExpertsConfig(num_experts=128, experts_per_token=8, mlp_dim=768, balance_coefficient=0.001),
     ),
 }
-"""Language models."""
+"""Language models by name."""
 
 ENCODERS = {
     "vit-h": VisionConfig(**_VIT, hidden=1280, num_layers=32, num_heads=16, mlp_dim=5120),
@@ -109,16 +107,15 @@ ENCODERS = {
         **_VIT, hidden=6144, num_layers=48, num_heads=48, mlp_dim=24_576, qkv_bias=False, qk_norm=True
     ),
 }
-"""Vision transformers."""
-
-
-def _pair(decoder: str, encoder: str) -> VisionLanguageConfig:
-    projector = ProjectorConfig(patches_per_feature=4, row_order=True, norm=True)
-    return VisionLanguageConfig(vision=ENCODERS[encoder], projector=projector, decoder=DECODERS[decoder])
+"""Vision transformers by name."""
 
 
 MODELS = {
-    f"{decoder}+{encoder}": _pair(decoder, encoder)
+    f"{decoder}+{encoder}": VisionLanguageConfig(
+        vision=ENCODERS[encoder],
+        projector=ProjectorConfig(patches_per_feature=4, row_order=True, norm=True),
+        decoder=DECODERS[decoder],
+    )
     for decoder, encoder in (
         ("qwen3-1.7b", "vit-h"),
         ("qwen3-4b", "vit-big"),
@@ -127,4 +124,4 @@ MODELS = {
         ("llama3-70b", "vit-22b"),
     )
 }
-"""The pairs of the paper, ``decoder+encoder``."""
+"""Pairs of the paper by name, ``decoder+encoder``."""

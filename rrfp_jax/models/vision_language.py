@@ -16,9 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rrfp_jax.models.audio import Frames
-from rrfp_jax.models.context_cut import ContextCut
-from rrfp_jax.models.encoder import EncoderLayer, encoder_norm
+from rrfp_jax.models._named_layers import NamedLayer, chunk_of
+from rrfp_jax.models._parts import ProjectorShape
+from rrfp_jax.models._tensor_cut import vision_language_partition
+from rrfp_jax.models.cuts import ChunkContents, ContextCut, CutWords, plan_cut
+from rrfp_jax.models.encoder import EncoderLayer, FrameStem, PatchStem, PixelScale, Projector, encoder_norm
 from rrfp_jax.models.encoder_config import (
     DECODER,
     ENCODER,
@@ -27,12 +29,7 @@ from rrfp_jax.models.encoder_config import (
     AudioConfig,
     VisionConfig,
 )
-from rrfp_jax.models.layer_cut import ChunkPlan, CutWords, plan_cut
 from rrfp_jax.models.model import Merge, decoder_chunk, layer_name
-from rrfp_jax.models.named_layers import NamedLayer, chunk_of
-from rrfp_jax.models.projector import Projector, ProjectorShape
-from rrfp_jax.models.tensor_cut import partition_vision_language
-from rrfp_jax.models.vision import Patches, PixelScale
 from rrfp_jax.models.vision_language_config import (
     Modality,
     VisionLanguageConfig,
@@ -41,7 +38,7 @@ from rrfp_jax.models.vision_language_config import (
 )
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.remat import one_layer
-from rrfp_jax.tasks import Edge
+from rrfp_jax.schedules import Edge
 
 
 @dataclass(frozen=True)
@@ -49,20 +46,20 @@ class ChunkGraph:
     """A model cut into chunks that are no chain."""
 
     chunks: list[Chunk]
-    """In an order in which every edge leads to a larger number: encoders first, then the decoder."""
+    """All chunks, encoders first, then the decoder, so that every edge leads to a larger number."""
     edges: tuple[Edge, ...]
-    """Which chunk feeds which."""
+    """Edges from each chunk to the chunks that it feeds."""
     parts: dict[str, range]
-    """The numbers of the chunks of ``vision``, ``audio`` (each with its projector, where that is no layer of the
-    decoder's first chunk) and ``decoder``."""
+    """Numbers of the chunks of ``vision``, ``audio`` (each with its projector, unless that is a layer of the decoder's
+    first chunk) and ``decoder``."""
 
 
 @dataclass(frozen=True)
 class VisionLanguageModel:
-    """A decoder with encoders, to be cut into chunks; made by :func:`vision_language_model`."""
+    """A decoder with encoders, to be cut into chunks; :func:`vision_language_model` makes it."""
 
     config: VisionLanguageConfig
-    """Its shape and dtypes."""
+    """Shape and dtypes of the model."""
 
     def split(
         self,
@@ -78,19 +75,19 @@ class VisionLanguageModel:
         counts_answers: bool = False,
         pixels: PixelScale | None = None,
     ) -> ChunkGraph:
-        """Cut the model into chunks; every cut computes the same function of the same parameters.
+        """Cuts the model into chunks; every cut computes the same function of the same parameters.
 
         The three lists give the number of layers of every chunk; None: all in one. 0 is for a chunk that holds only
-        what stands before the first layer or behind the last. ``projector_in`` says where projectors are: ``encoder``
-        (the last chunk of the encoder), ``own`` (a chunk for each) or ``decoder`` (the decoder's first chunk).
-        ``head_in``, ``packed``, ``context`` and ``counts_answers``, all of the decoder, are those of
+        the parts before the first layer or behind the last. Projectors are in ``projector_in``: ``encoder`` (the last
+        chunk of the encoder), ``own`` (a chunk for each) or ``decoder`` (the decoder's first chunk). ``head_in``,
+        ``packed``, ``context`` and ``counts_answers``, all of the decoder, are those of
         :meth:`rrfp_jax.models.LanguageModel.split`. With ``gives_logits`` the last chunk returns float32 logits
-        ``[batch, length, vocab_size]`` in place of the loss, to read them out.
+        ``[batch, length, vocab_size]`` in place of the loss.
 
-        Leaves: the first chunk of an encoder reads ``patches``, float ``[images, patches, patch_dim]``, or uint8 where
-        ``pixels`` says how these are scaled, and where the
-        encoder is packed ``patch_rows`` and ``patch_columns``, int32 ``[images, patches]``; all its chunks with layers
-        then also read ``patch_segments``. Likewise ``frames``, float ``[clips, frames, bins]``, and ``frame_segments``.
+        Leaves: the first chunk of an encoder reads ``patches``, float ``[images, patches, patch_dim]``, or uint8 with
+        ``pixels`` to scale them, and if the encoder is packed ``patch_rows`` and ``patch_columns``, int32 ``[images,
+        patches]``; all its chunks with layers then also read ``patch_segments``. An encoder of sounds reads ``frames``,
+        float ``[clips, frames, bins]``, and ``frame_segments``.
         The decoder's first chunk reads ``tokens`` and, where the microbatch has features, ``image_index`` and
         ``audio_index``, int32 ``[batch, length]``: the number of the feature that takes the place of the token's own
         vector, counted over the microbatch's features ``[images * features per image]``; -1 for none. The rest is as in
@@ -128,24 +125,30 @@ class VisionLanguageModel:
         return chunks
 
     def _encoder_chunk(
-        self, modality: Modality, plan: ChunkPlan, projector_in: str, pixels: PixelScale | None
+        self, modality: Modality, plan: ChunkContents, projector_in: str, pixels: PixelScale | None
     ) -> Chunk:
-        layers = _encoder_layers(modality, plan)
+        encoder, layers = modality.encoder, _encoder_layers(modality, plan)
         if plan.head and projector_in == ENCODER:
             layers.append(_projector(self.config, modality))
-        encoder, leaves = modality.encoder, _stem_leaves(modality) if plan.embedding else ()
-        reads_segments = encoder.is_packed and len(plan.layers) > 0
+        is_vision, has_layers = isinstance(encoder, VisionConfig), len(plan.layers) > 0
+        leaves = []
+        if plan.embedding:
+            leaves.append(modality.data_leaf)
+        if plan.embedding and encoder.is_packed and is_vision:
+            leaves += ["patch_rows", "patch_columns"]
+        # a stem of sounds counts positions within clips; attention needs the segments of both
+        if encoder.is_packed and (has_layers or (plan.embedding and not is_vision)):
+            leaves.append(modality.segments_leaf)
         run = partial(
             _run_encoder,
             stem=modality.data_leaf if plan.embedding else None,
             pixels=pixels,
-            segments=modality.segments_leaf if reads_segments else None,
+            segments=modality.segments_leaf if encoder.is_packed and has_layers else None,
             stride=encoder.frames_per_position if isinstance(encoder, AudioConfig) else 1,
             drops_first=plan.head and isinstance(encoder, VisionConfig) and encoder.class_token,
         )
-        leaves = (*leaves, *(() if modality.segments_leaf in leaves else (modality.segments_leaf,) * reads_segments))
-        chunk = self._chunk(layers, run, f"{modality.name}: {plan.title}", leaves)
-        has_places = modality.name == "vision" and plan.embedding and encoder.is_packed
+        chunk = self._chunk(layers, run, f"{modality.name}: {plan.title}", tuple(leaves))
+        has_places = is_vision and plan.embedding and encoder.is_packed
         return replace(chunk, check_leaves=partial(check_patch_places, self.config)) if has_places else chunk
 
     def _decoder_chunks(
@@ -168,7 +171,7 @@ class VisionLanguageModel:
                 plan,
                 prefix="decoder.",
                 merges=merges if plan.embedding else (),
-                cut_over_devices=partial(partition_vision_language, self.config),
+                cut_over_devices=partial(vision_language_partition, self.config),
                 **options,
             )
             for plan in plans
@@ -176,11 +179,11 @@ class VisionLanguageModel:
         return [replace(first, check_leaves=partial(check_index_leaves, self.config)), *others]
 
     def _chunk(self, layers: list[NamedLayer], run: Any, title: str, leaves: tuple[str, ...]) -> Chunk:
-        return chunk_of(layers, run, title, leaves=leaves, partition=partial(partition_vision_language, self.config))
+        return chunk_of(layers, run, title, leaves=leaves, partition=partial(vision_language_partition, self.config))
 
 
 def vision_language_model(config: VisionLanguageConfig) -> VisionLanguageModel:
-    """The model that ``config`` describes; nothing is allocated before a chunk's ``init``."""
+    """Returns the model that ``config`` describes; nothing is allocated before a chunk's ``init``."""
     return VisionLanguageModel(config)
 
 
@@ -192,28 +195,31 @@ def _graph(chains: dict[str, list[Chunk]]) -> ChunkGraph:
         chunks += chain
     merging = parts["decoder"][0]
     edges = [Edge(*pair) for numbers in parts.values() for pair in pairwise(numbers)]
+    # a microbatch without pictures or sounds skips the chunks of that encoder
     edges += [Edge(numbers[-1], merging, is_optional=True) for name, numbers in parts.items() if name != "decoder"]
     return ChunkGraph(chunks, tuple(sorted(edges)), parts)
 
 
-def _stem_leaves(modality: Modality) -> tuple[str, ...]:
-    if not modality.encoder.is_packed:
-        return (modality.data_leaf,)
-    if isinstance(modality.encoder, AudioConfig):
-        return (modality.data_leaf, modality.segments_leaf)
-    return (modality.data_leaf, "patch_rows", "patch_columns")
-
-
 def _projector(config: VisionLanguageConfig, modality: Modality) -> NamedLayer:
-    shape = ProjectorShape(projector=modality.projector, in_dim=modality.encoder.hidden, decoder=config.decoder)
+    decoder = config.decoder
+    shape = ProjectorShape(
+        projector=modality.projector,
+        in_dim=modality.encoder.hidden,
+        out_dim=decoder.hidden,
+        norm_eps=modality.projector.norm_eps,
+        init_std=decoder.init_std,
+        num_layers=decoder.num_layers,
+        param_dtype=decoder.param_dtype,
+        compute_dtype=decoder.compute_dtype,
+    )
     return NamedLayer(modality.projector_name, modality.projector_name, Projector, shape)
 
 
-def _encoder_layers(modality: Modality, plan: ChunkPlan) -> list[NamedLayer]:
-    """The encoder's layers of a chunk in order; in the chunk layers are counted from 0."""
+def _encoder_layers(modality: Modality, plan: ChunkContents) -> list[NamedLayer]:
+    """Returns the encoder's layers of a chunk in order; in the chunk layers are counted from 0."""
     config, layers = modality.encoder, []
     if plan.embedding:
-        stem = Frames if isinstance(config, AudioConfig) else Patches
+        stem = FrameStem if isinstance(config, AudioConfig) else PatchStem
         layers.append(NamedLayer(modality.data_leaf, f"{modality.name}.{modality.data_leaf}", stem, config))
         if isinstance(config, VisionConfig) and config.pre_norm:
             layers.append(NamedLayer("pre_norm", f"{modality.name}.pre_norm", encoder_norm, config))
@@ -237,11 +243,12 @@ def _run_encoder(
     stride: int = 1,
     drops_first: bool = False,
 ) -> jax.Array:
-    """The layers in order; ``drops_first`` leaves the class token out of the features."""
+    """Computes the layers in order; ``drops_first`` leaves the class token out of the features."""
     x, ids = inputs, None if segments is None else leaves[segments][:, ::stride]
     if stem is not None and leaves[stem].dtype == jnp.uint8:
         if pixels is None:
             raise ValueError(f"{stem} are bytes: give them as floats, or say by `pixels` how the encoder scales bytes")
+        # scaled here, so that bytes travel to the devices
         leaves = {**leaves, stem: pixels.scaled(leaves[stem])}
     for name, module in modules.items():
         if isinstance(module, Projector):

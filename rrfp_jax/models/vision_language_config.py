@@ -16,44 +16,44 @@ class Modality:
     """One encoder with its projector, and the leaves of the batch that belong to it."""
 
     name: str
-    """Of its layers: ``vision`` of ``vision.layers.0``."""
+    """Prefix of its layers' names: ``vision`` of ``vision.layers.0``."""
     projector_name: str
-    """The layer name of the projector."""
+    """Layer name of the projector."""
     encoder: VisionConfig | AudioConfig
     """Shape of the encoder."""
     projector: ProjectorConfig
     """Shape of the projector."""
     data_leaf: str
-    """The leaf with the pictures or sounds, ``[rows, patches or frames, numbers]``."""
+    """Leaf with the pictures or sounds, ``[rows, patches or frames, numbers]``."""
     segments_leaf: str
-    """The leaf that tells apart what is packed into one row; read where the encoder is packed."""
+    """Leaf with the segment ids of packed rows; read if the encoder is packed."""
     index_leaf: str
-    """The leaf that says which feature takes the place of which token."""
+    """Leaf with the number of the feature that takes the place of each token."""
 
     @property
     def inputs_per_feature(self) -> int:
-        """Patches or frames of one feature."""
+        """Number of patches or frames that become one feature."""
         frames = self.encoder.frames_per_position if isinstance(self.encoder, AudioConfig) else 1
         return frames * self.projector.patches_per_feature
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionLanguageConfig:
-    """A decoder in whose text features of pictures, and of sounds, take the place of some tokens.
+    """A decoder with encoders, whose features take the place of some tokens of the text.
 
     Raises ValueError, with the remedy, for parts that do not fit each other.
     """
 
     vision: VisionConfig
-    """The encoder of pictures."""
+    """Shape of the encoder of pictures."""
     projector: ProjectorConfig = field(default_factory=ProjectorConfig)
-    """From its features to the decoder's vectors."""
+    """Projector of its features."""
     decoder: LanguageModelConfig
-    """The language model."""
+    """Shape of the language model."""
     audio: AudioConfig | None = None
-    """The encoder of sounds; None: the model does not listen."""
+    """Shape of the encoder of sounds; None: the model does not listen."""
     audio_projector: ProjectorConfig = field(default_factory=ProjectorConfig)
-    """From its features to the decoder's vectors."""
+    """Projector of its features."""
 
     def __post_init__(self) -> None:
         if self.audio_projector.row_order:
@@ -62,11 +62,9 @@ class VisionLanguageConfig:
             raise ValueError(
                 "packed images have their patches block by block: give projector.row_order false, or equal images"
             )
-        if self.vision.num_patches is not None:
-            self._check_blocks(self.vision.num_patches)
-
-    def _check_blocks(self, num_patches: int) -> None:
-        block = self.projector.patches_per_feature
+        num_patches, block = self.vision.num_patches, self.projector.patches_per_feature
+        if num_patches is None:
+            return
         if num_patches % block:
             raise ValueError(
                 f"{num_patches} patches do not divide into features of {block}: "
@@ -93,7 +91,7 @@ class VisionLanguageConfig:
         return vision, audio
 
     def num_params(self) -> int:
-        """Number of parameters of the whole model, tied embeddings counted once."""
+        """Returns the number of parameters of the whole model, tied embeddings counted once."""
         return self.decoder.num_params() + sum(
             each.encoder.num_params() + each.projector.num_params(each.encoder.hidden, self.decoder.hidden)
             for each in self.modalities
@@ -101,26 +99,28 @@ class VisionLanguageConfig:
 
 
 def check_image_index(config: VisionLanguageConfig, leaves: Mapping[str, Any], name: str = "the microbatch") -> None:
-    """Raise ValueError where an index leaf does not fit the pictures or sounds of a microbatch.
+    """Raises ValueError if an index leaf does not fit the pictures or sounds of a microbatch.
 
-    The same where a patch stands in a row or column beyond the tables of positions. ``leaves`` are arrays by name,
-    those that the microbatch has; with a ``jax.ShapeDtypeStruct`` in place of one its numbers are not asked for.
-    ``name`` says which microbatch it is, for the sentence. A compiled program cannot refuse such numbers: it gives a
-    loss of NaN. So the chunks of :func:`rrfp_jax.models.vision_language_model` ask for it before every step.
+    A row or column of a patch beyond the tables of positions is refused too. ``leaves`` are the arrays of the
+    microbatch by name; the numbers of a ``jax.ShapeDtypeStruct`` are not checked. ``name`` names the microbatch in the
+    error.
+
+    A compiled program cannot refuse such numbers: it gives a loss of NaN. So the chunks of
+    :func:`rrfp_jax.models.vision_language_model` call the two halves of this check before every step.
     """
     check_index_leaves(config, leaves, name)
     check_patch_places(config, leaves, name)
 
 
 def check_index_leaves(config: VisionLanguageConfig, leaves: Mapping[str, Any], name: str) -> None:
-    """The part of it that the decoder's first chunk can tell."""
+    """Raises ValueError if an index leaf does not fit: the half that the decoder's first chunk checks."""
     for modality in config.modalities:
-        for problem in _problems(modality, leaves):
+        for problem in _index_problems(modality, leaves):
             raise ValueError(f"{modality.index_leaf} of {name} {problem}")
 
 
 def check_patch_places(config: VisionLanguageConfig, leaves: Mapping[str, Any], name: str) -> None:
-    """The part of it that the encoder's first chunk can tell."""
+    """Raises ValueError if a patch lies beyond the tables: the half that the encoder's first chunk checks."""
     for leaf, field_name in (("patch_rows", "max_rows"), ("patch_columns", "max_columns")):
         size, places = getattr(config.vision, field_name), _numbers(leaves, leaf)
         if size is not None and places is not None and places.size and not 0 <= places.min() <= places.max() < size:
@@ -131,12 +131,12 @@ def check_patch_places(config: VisionLanguageConfig, leaves: Mapping[str, Any], 
 
 
 def _numbers(leaves: Mapping[str, Any], name: str) -> Any:
-    """The array, where it is here."""
+    """Returns a leaf as an array, or None if only its shape is known here."""
     leaf = leaves.get(name)
     return np.asarray(leaf) if hasattr(leaf, "__array__") else None
 
 
-def _problems(modality: Modality, leaves: Mapping[str, Any]) -> Iterator[str]:
+def _index_problems(modality: Modality, leaves: Mapping[str, Any]) -> Iterator[str]:
     name, data, index = modality.data_leaf, leaves.get(modality.data_leaf), leaves.get(modality.index_leaf)
     if index is None:
         if data is not None:

@@ -21,15 +21,15 @@ from typing import Any
 
 from rrfp_jax.network.array_parts import (
     CLEAR_PART_BYTES,
+    MAX_HEAD_BYTES,
     SEALED_PART_BYTES,
     ArrayPart,
     BufferPool,
     MessageAssembly,
-    check_head_size,
     cut_message,
 )
 from rrfp_jax.network.channel import PeerMessage, call_when_readable
-from rrfp_jax.network.private_connections import ProvenConnection
+from rrfp_jax.network.private_connections import PrivateLink, ProvenConnection
 from rrfp_jax.network.wire import TAG_BYTES, MalformedMessage
 
 _LOG = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ class ArrayConnection:
         self._socket.close()
 
     def _guarded(self, work: Callable[[], None]) -> None:
+        # One thread's fault ends both: the other would wait for a peer that hears nothing any more.
         try:
             work()
         except MalformedMessage as error:
@@ -108,6 +109,7 @@ class ArrayConnection:
         header = self._outgoing.closed(_HEADER.pack(number, total, offset, length, len(head)))
         said: list[Any] = [header + self._outgoing.closed(head) if head else header]
         if self._encrypts and length:
+            # The cipher takes one buffer; a part of several small frames is copied together, a large one is not.
             whole = buffers[0] if len(buffers) == 1 else b"".join(buffers)
             sealed = self._sealing[: length + TAG_BYTES]
             self._outgoing.close_into(whole, sealed)
@@ -117,7 +119,9 @@ class ArrayConnection:
         num_sent = self._socket.sendmsg(said)
         num_left = sum(len(each) for each in said) - num_sent
         while num_left:  # a signal came, or the system took less
-            said = _without(said, num_sent)
+            while num_sent >= len(said[0]):
+                num_sent -= len(said.pop(0))
+            said[0] = memoryview(said[0])[num_sent:]
             num_sent = self._socket.sendmsg(said)
             num_left -= num_sent
 
@@ -128,24 +132,24 @@ class ArrayConnection:
             number, total, offset, length, head_size = _HEADER.unpack(header)
             head = None
             if head_size:
-                check_head_size(head_size)
+                if head_size > MAX_HEAD_BYTES:
+                    raise MalformedMessage(f"a head of {head_size} bytes, at most {MAX_HEAD_BYTES} are read")
                 sealed_head = bytearray(head_size + TAG_BYTES)
                 self._fill(memoryview(sealed_head))
                 head = self._incoming.opened(sealed_head)
-            self._receive(self._assembly.place(number, total, offset, length))
+            place = self._assembly.place(number, total, offset, length)
+            if not self._encrypts or not length:
+                # Straight into the memory of the message: the system's copy is the only one.
+                self._fill(place)
+            elif length > SEALED_PART_BYTES:
+                raise MalformedMessage(f"a part of {length} bytes, at most {SEALED_PART_BYTES} are read")
+            else:
+                sealed_part = self._opening[: length + TAG_BYTES]
+                self._fill(sealed_part)
+                self._incoming.open_into(sealed_part, place)
             self._assembly.filled(number, length, head)
         if not self._is_ended:
             self._broken("closed its connection")
-
-    def _receive(self, place: memoryview) -> None:
-        if not self._encrypts or not place.nbytes:
-            self._fill(place)
-            return
-        if place.nbytes > SEALED_PART_BYTES:
-            raise MalformedMessage(f"a part of {place.nbytes} bytes, at most {SEALED_PART_BYTES} are read")
-        sealed = self._opening[: place.nbytes + TAG_BYTES]
-        self._fill(sealed)
-        self._incoming.open_into(sealed, place)
 
     def _fill(self, view: memoryview, *, may_end: bool = False) -> bool:
         """Reads until ``view`` is full. Returns False where the connection ends before the first byte and may do so."""
@@ -158,18 +162,6 @@ class ArrayConnection:
                 raise ConnectionError("closed its connection")
             done += num_bytes
         return True
-
-
-def _without(buffers: list[Any], num_bytes: int) -> list[Any]:
-    """Returns the buffers without their first ``num_bytes`` bytes, which have been sent."""
-    left = []
-    for each in buffers:
-        if num_bytes < len(each):
-            left.append(memoryview(each)[num_bytes:])
-            num_bytes = 0
-        else:
-            num_bytes -= len(each)
-    return left
 
 
 class _PeerConnections:
@@ -187,19 +179,14 @@ class _PeerConnections:
             self.parts.put(None)
 
 
-class ArrayLink:
-    """Carries messages to and from ranks over array connections, in order per rank; a channel's link.
-
-    Methods are called on the event loop, except for :meth:`join`.
+class ArrayLink(PrivateLink):
+    """Carries messages over array connections.
 
     Args:
         encrypts: whether frames are sealed; heads always are.
         keep_bytes: number of unused bytes that are kept for arrays that arrive next.
         broken: called on the threads of connections, perhaps several times, where one to a rank has ended.
     """
-
-    is_complete = True
-    """Peers need no welcome: they have proven themselves before :meth:`open`."""
 
     def __init__(self, *, encrypts: bool, keep_bytes: int, broken: Callable[[int, str], None]) -> None:
         self._encrypts, self._broken = encrypts, broken
@@ -212,19 +199,12 @@ class ArrayLink:
         self._stop_reading: Callable[[], None] = lambda: None
 
     def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:
-        """Has ``read`` called on the loop when messages may have arrived."""
         self._stop_reading = call_when_readable(loop, self._descriptor, read)
 
-    def welcome(self) -> list[int]:
-        """Returns nobody, since nobody greets here."""
-        return []
-
-    def connect(self, rank: int, address: str) -> None:  # noqa: ARG002 - :meth:`open` brings the connections
-        """Accepts messages to a rank from now on; they travel once it is connected."""
+    def connect(self, rank: int, address: str) -> None:  # noqa: ARG002
         self._peers[rank] = _PeerConnections(MessageAssembly(self._pool, partial(self._complete, rank)))
 
     def open(self, rank: int, connections: Sequence[ProvenConnection]) -> None:
-        """Begins to exchange messages with a rank over these connections."""
         peer = self._peers.get(rank)
         if peer is None:  # the rank was lost meanwhile
             for proven in connections:
@@ -242,7 +222,6 @@ class ArrayLink:
             peer.connections.append(connection)
 
     def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
-        """Sends a message; never blocks. Messages to a rank that is gone are dropped: its loss is reported anyway."""
         peer = self._peers.get(rank)
         if peer is None:
             return
@@ -251,7 +230,6 @@ class ArrayLink:
         peer.num_sent += 1
 
     def receive(self) -> PeerMessage | None:
-        """Returns the next message that has arrived, or None."""
         if not self._arrived:
             with suppress(BlockingIOError):
                 os.eventfd_read(self._descriptor)
@@ -259,7 +237,6 @@ class ArrayLink:
         return self._arrived.popleft() if self._arrived else None
 
     def disconnect(self, rank: int) -> None:
-        """Ends the connections to a rank."""
         if peer := self._peers.pop(rank, None):
             for connection in peer.connections:
                 connection.end()
@@ -267,13 +244,11 @@ class ArrayLink:
             self._ended.append(peer)
 
     def close(self, linger_s: float) -> None:  # noqa: ARG002 - :meth:`join` waits
-        """Sends nothing new; connections stand until :meth:`join`."""
         self._stop_reading()
         for peer in self._peers.values():
             peer.finish()
 
     def join(self) -> None:
-        """Ends all connections and threads; call it after :meth:`close`, on any thread."""
         connections = [each for peer in (*self._peers.values(), *self._ended) for each in peer.connections]
         for connection in connections:
             connection.end()

@@ -23,7 +23,8 @@ CLEAR_PART_BYTES = 1 << 21
 """Largest part that is not sealed: fewer parts make the threads of the connections hold each other up less."""
 _MAX_BUFFERS = 500
 """Largest number of buffers in a part: a little less than the system takes in one call."""
-_MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
+MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
+"""Largest head that is read: the header of a message, and the sizes of its frames."""
 _PADDING = memoryview(bytes(ALIGNMENT))
 _COUNT = struct.Struct("<I")
 
@@ -59,6 +60,7 @@ def cut_message(
         offset, buffers, length = offset + length, [], 0
 
     for start, view in zip(starts, views, strict=True):
+        # The gap before an aligned frame is sent as well, so that a part is one piece of the receiver's memory.
         gap = start - offset - length
         if length + gap > part_bytes:
             close()
@@ -115,6 +117,7 @@ class MessageAssembly:
         with self._lock:
             message = self._arriving.get(number)
             if message is None:
+                # The first part to come, not the first part of the message: connections overtake each other.
                 if number < self._next:
                     raise MalformedMessage(f"a part of the message {number}, which is complete")
                 memory = self._pool.take(total) if total else memoryview(bytearray())
@@ -139,14 +142,9 @@ class MessageAssembly:
                 self._arrived(_frames(first.head, first.memory))
 
 
-def check_head_size(size: int) -> None:
-    """Raises MalformedMessage if a head has more bytes than any peer sends."""
-    if size > _MAX_HEAD_BYTES:
-        raise MalformedMessage(f"a head of {size} bytes, at most {_MAX_HEAD_BYTES} are read")
-
-
 def _frames(head: bytes, memory: memoryview) -> list[memoryview]:
     """Returns the head that the sender gave, and the frames."""
+    # The head is sealed, but a rank may be faulty: its numbers are checked before they are used.
     (count,) = _COUNT.unpack_from(head) if len(head) >= _COUNT.size else (-1,)
     begin = _COUNT.size + 8 * count
     if count < 0 or len(head) < begin:
@@ -182,7 +180,11 @@ class BufferPool:
         size = num_bytes + ALIGNMENT
         with self._lock:
             while self._returned:
-                self._keep(self._returned.popleft())
+                back = self._returned.popleft()
+                self._free.append(back)
+                self.free_bytes += back.nbytes
+                while self.free_bytes > self._limit_bytes:
+                    self.free_bytes -= self._free.popleft().nbytes
             memory = self._find(size)
         start = -memory.__array_interface__["data"][0] % ALIGNMENT
         # All views refer to this array, which owns nothing: NumPy's views of an array refer to the array's own base.
@@ -198,9 +200,3 @@ class BufferPool:
                 self.free_bytes -= size
                 return memory
         return np.empty(size, np.uint8)
-
-    def _keep(self, memory: np.ndarray) -> None:
-        self._free.append(memory)
-        self.free_bytes += memory.nbytes
-        while self.free_bytes > self._limit_bytes:
-            self.free_bytes -= self._free.popleft().nbytes

@@ -130,6 +130,7 @@ def _named(name: str) -> x509.Name:
 
 def _in_memory(name: str, content: bytes) -> str:
     """Returns the path of a file that exists in this process alone, until it ends: JAX reads it now and then."""
+    # The descriptor is never closed: the path must lead to the file as long as the process lives.
     descriptor = os.memfd_create(f"rrfp-{name}")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(content)

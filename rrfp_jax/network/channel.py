@@ -12,11 +12,12 @@ put on the wire, under one lock.
 import logging
 import struct
 import threading
+from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rrfp_jax.network.wire import MAX_HEADER_BYTES, MalformedMessage
 from rrfp_jax.network.zmq_sockets import QuietLog
@@ -40,33 +41,44 @@ _LAST_MESSAGES_S = 3.0
 """Seconds that messages which a rank sent before its farewell may take to arrive."""
 
 
-class Carrier(Protocol):
-    """The part of a link that a channel uses: ZeroMQ's, the one for arrays, or the direct one."""
+class MessageLink(ABC):
+    """Carries messages, each a head and frames, in order per rank: ZeroMQ's link, the one for arrays, the direct one.
+
+    Methods are called on the event loop unless a link says otherwise.
+    """
 
     @property
     def is_complete(self) -> bool:
-        """Whether every peer has been welcomed."""
+        """Whether every peer has been welcomed; private connections are proven before they are opened."""
+        return True
 
+    def welcome(self) -> list[int]:
+        """Returns the ranks that have connected since the last call, and sends the messages that waited for them."""
+        return []
+
+    @abstractmethod
     def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:
         """Has ``read`` called on the loop when messages may have arrived, until :meth:`close`."""
 
+    @abstractmethod
     def connect(self, rank: int, address: str) -> None:
-        """Begins to exchange messages with a rank that listens there."""
+        """Accepts messages to a rank from now on; they travel once it is connected."""
 
-    def welcome(self) -> list[int]:
-        """Returns the ranks that have connected since the last call."""
-
+    @abstractmethod
     def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
-        """Sends a message; never blocks. Messages to a rank arrive in order."""
+        """Sends a message; never blocks. A message to a rank that is gone is dropped: its loss is reported anyway."""
 
+    @abstractmethod
     def receive(self) -> PeerMessage | None:
         """Returns the next message that has arrived, or None."""
 
+    @abstractmethod
     def disconnect(self, rank: int) -> None:
         """Ends the exchange with a rank in both directions."""
 
+    @abstractmethod
     def close(self, linger_s: float) -> None:
-        """Frees everything that can be freed at once."""
+        """Sends nothing new, and frees everything that can be freed at once."""
 
 
 def call_when_readable(loop: AbstractEventLoop, descriptor: int, read: Callable[[], None]) -> Callable[[], None]:
@@ -169,7 +181,9 @@ class Channel:
         high_water_bytes: largest number of unconfirmed bytes per peer before further messages wait.
     """
 
-    def __init__(self, link: Carrier, loop: AbstractEventLoop, deliver: DeliverMessage, high_water_bytes: int) -> None:
+    def __init__(
+        self, link: MessageLink, loop: AbstractEventLoop, deliver: DeliverMessage, high_water_bytes: int
+    ) -> None:
         self._link, self._loop, self._deliver = link, loop, deliver
         self._high_water = high_water_bytes
         self._peers: dict[int, _Peer] = {}

@@ -23,7 +23,7 @@ from typing import Any
 
 from rrfp_jax.network.channel import PeerMessage
 from rrfp_jax.network.loop_thread import runs_here
-from rrfp_jax.network.private_connections import ProvenConnection
+from rrfp_jax.network.private_connections import PrivateLink, ProvenConnection
 from rrfp_jax.network.wire import MAX_HEADER_BYTES, TAG_BYTES, MalformedMessage, Seal
 
 _LOG = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ class _DirectConnection:
         if self.proven is None:
             self._early.append((head, frames))
             return
+        # Sealed even where it has to wait: records must be sealed in the order in which they travel.
         record, num_bytes = seal_record(self.proven.outgoing, head, frames, encrypts=self._encrypts)
         num_sent = 0 if self.unsent else self._send(record)
         if num_sent < num_bytes:
@@ -152,6 +153,7 @@ class _DirectConnection:
         if not num_bytes:
             raise ConnectionError("closed its connection")
         came = scratch[:num_bytes]
+        # Most reads hold whole records, which are opened where they lie; only the rest of a read is copied.
         data = memoryview(self._partial + bytes(came)) if self._partial else came
         messages, begin = [], 0
         while begin < len(data) and (record := open_record(self.proven.incoming, data, begin)):
@@ -165,16 +167,13 @@ class _DirectConnection:
             self.proven.socket.close()
 
 
-class DirectLink:
-    """Carries messages, each a head and frames, in order per rank. Used on the event loop, except for :meth:`send`.
+class DirectLink(PrivateLink):
+    """Carries small messages over one connection to each rank. Any thread may call :meth:`send`.
 
     Args:
         encrypts: whether larger frames are sealed too; both sides must agree.
         broken: called where the connection to a rank has ended, other than by :meth:`disconnect`.
     """
-
-    is_complete = True
-    """Peers need no welcome: they have proven themselves before :meth:`open`."""
 
     def __init__(self, loop: AbstractEventLoop, *, encrypts: bool, broken: Callable[[int, str], None]) -> None:
         self._loop, self._encrypts, self._broken = loop, encrypts, broken
@@ -188,19 +187,12 @@ class DirectLink:
         self._wake: Callable[[], None] = lambda: None
 
     def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:  # noqa: ARG002 - it has it
-        """Has ``read`` called when messages have arrived."""
         self._wake = read
 
-    def welcome(self) -> list[int]:
-        """Returns nobody, since nobody greets here."""
-        return []
-
-    def connect(self, rank: int, address: str) -> None:  # noqa: ARG002 - :meth:`open` brings the connection
-        """Accepts messages to a rank from now on; they travel once it is connected."""
+    def connect(self, rank: int, address: str) -> None:  # noqa: ARG002
         self._connections[rank] = _DirectConnection(encrypts=self._encrypts)
 
     def open(self, rank: int, connections: Sequence[ProvenConnection]) -> None:
-        """Begins to exchange messages with a rank over the one connection."""
         (proven,) = connections
         connection = self._connections.get(rank)
         if connection is None:  # the rank was lost meanwhile
@@ -216,10 +208,6 @@ class DirectLink:
             self._flush_later(rank, connection)
 
     def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
-        """Sends a message; never blocks; any thread may call it.
-
-        A message to a rank that is gone is dropped: its loss is reported anyway.
-        """
         connection = self._connections.get(rank)
         if connection is None:
             return
@@ -227,6 +215,7 @@ class DirectLink:
             with self._lock:
                 connection.send(head, frames)
         except OSError as error:
+            # The loop's readers and writers belong to the loop, so it also takes the connection down.
             self._on_loop(self._lose, rank, connection, error)
             return
         if connection.unsent:
@@ -263,7 +252,6 @@ class DirectLink:
             self._loop.remove_writer(connection.proven.socket.fileno())
 
     def receive(self) -> PeerMessage | None:
-        """Returns the next message that has arrived, or None."""
         return self._arrived.popleft() if self._arrived else None
 
     def _read(self, rank: int, connection: _DirectConnection) -> None:
@@ -295,14 +283,12 @@ class DirectLink:
         return True
 
     def disconnect(self, rank: int) -> None:
-        """Ends the connection to a rank."""
         if connection := self._connections.get(rank):
             self._end(rank, connection)
             with self._lock:
                 connection.close()
 
     def close(self, linger_s: float) -> None:  # noqa: ARG002 - connections stand until :meth:`join`
-        """Sends nothing new."""
         for rank, connection in [*self._connections.items()]:
             self._end(rank, connection)
             if connection.unsent:
@@ -310,7 +296,6 @@ class DirectLink:
                     connection.flush()
 
     def join(self) -> None:
-        """Ends all connections; call it after :meth:`close`, on any thread."""
         for connection in self._ended:
             with self._lock:
                 connection.close()

@@ -184,10 +184,12 @@ class FailureDetector:
         is_known = before is not None and before.is_certain >= is_certain
         if is_known or not (suspect == self._rank or suspect in self.present):
             return False
+        # Told on if it is the first suspicion of this rank, or the first certain one: others add nothing.
         known = [other for (_, who), other in self._suspicions.items() if who == suspect]
         is_news = not known or is_certain > any(other.is_certain for other in known)
         if len(self._suspicions) < _MAX_NEWS:
             self._suspicions[reporter, suspect] = suspicion._replace(reason=reason[:_MAX_REASON])
+        # A certain suspicion has no answer: that event loop hangs although the rank's heartbeat goes on.
         if not is_certain and (suspect == self._rank or suspect in self._alive):
             return self.answer(suspect, now_s) or is_news
         if suspect != self._rank:
@@ -216,6 +218,7 @@ class FailureDetector:
         if rank == self._rank or rank in self._left:
             return False
         self._left[rank] = dict(losses)
+        # A rank that leaves for a loss names it; if the lost rank lives, the connection between the two broke.
         for other, reason in losses.items():
             if other == self._rank or other in self._alive:
                 self._break(rank, other, now_s)
@@ -232,6 +235,7 @@ class FailureDetector:
         """Returns the conclusions since the last call."""
         for rank in [rank for rank, due_s in self._due_s.items() if due_s <= now_s]:
             reasons = [each for (_, who), each in self._suspicions.items() if who == rank]
+            # The reason that this rank has seen itself is the one that its user can check.
             first = next((each for each in reasons if each.reporter == self._rank), reasons[0])
             self._lose(rank, first.reason)
         if self._broken_due_s is not None and self._broken_due_s <= now_s:
@@ -269,26 +273,26 @@ class FailureDetector:
         """
         if not news:
             return False
-        suspicions, alive, left = self._parsed(news)
+        if not isinstance(news, dict):
+            raise MalformedMessage("its news is no dict")
+        told = {name: field(news, name, list) for name in news}
+        try:
+            # All is read before anything is taken, so that malformed news changes nothing.
+            reasons = {self._known(rank): str(reason)[:_MAX_REASON] for rank, reason in told.get("lost", ())}
+            suspicions = [
+                Suspicion(self._known(a), self._known(b), str(c), bool(d)) for a, b, c, d in told.get("accusations", ())
+            ]
+            alive = [self._known(rank) for rank in told.get("alive", ())]
+            left = [
+                (self._known(rank), {other: reasons[other] for other in named}) for rank, named in told.get("left", ())
+            ]
+        except (TypeError, ValueError, LookupError) as error:
+            raise MalformedMessage(f"its news is malformed: {error!r}") from error
+        # Answers come first: a suspicion in the same news may be the one that they answer.
         found = [self.answer(rank, now_s) for rank in alive if rank != self._rank]
         found += [self.suspect(suspicion, now_s, hears=hears) for suspicion in suspicions]
         found += [self.leave(rank, losses, now_s) for rank, losses in left]
         return any(found)
-
-    def _parsed(self, news: Any) -> tuple[list[Suspicion], list[int], list[tuple[int, dict[int, str]]]]:
-        if not isinstance(news, dict):
-            raise MalformedMessage("its news is no dict")
-        told = {name: field(news, name, list) for name in news}
-        suspicions, alive, left = (told.get(name, ()) for name in ("accusations", "alive", "left"))
-        try:
-            lost = {self._known(rank): str(reason)[:_MAX_REASON] for rank, reason in told.get("lost", ())}
-            return (
-                [Suspicion(self._known(a), self._known(b), str(c), bool(d)) for a, b, c, d in suspicions],
-                [self._known(rank) for rank in alive],
-                [(self._known(rank), {other: lost[other] for other in named}) for rank, named in left],
-            )
-        except (TypeError, ValueError, LookupError) as error:
-            raise MalformedMessage(f"its news is malformed: {error!r}") from error
 
     def _known(self, rank: Any) -> int:
         if type(rank) is not int or not 0 <= rank < len(self._hosts):

@@ -100,7 +100,13 @@ class Liveness:
 
     def begin(self, loop: AbstractEventLoop, hosts: Sequence[str]) -> None:
         """Watches this rank's own event loop from now on; ``hosts`` are those of all ranks."""
-        self._command(lambda: self._begin(loop, hosts))
+
+        def begin() -> None:
+            self._loop = loop
+            self._clock = HeartbeatClock((), self._deadline_s, time.monotonic())
+            self._detector = FailureDetector(self._rank, hosts, min(_ANSWER_S, self._clock.interval_s))
+
+        self._command(begin)
 
     def follow(self, places: Mapping[int, tuple[str, ...]]) -> None:
         """Expects more ranks: the address of each one's heartbeats, then that of its messages, if any."""
@@ -116,7 +122,12 @@ class Liveness:
 
     def stop(self, timeout_s: float) -> None:
         """Says farewell and ends the thread; the gate is closed with it."""
-        self._command(self._end)
+
+        def end() -> None:
+            self._beat(leaves=True)
+            self._running = False
+
+        self._command(end)
         self._thread.join(timeout_s)
 
     def _command(self, command: Callable[[], None]) -> None:
@@ -138,6 +149,7 @@ class Liveness:
                 poller.poll(1 + round(self._pause_s() * 1000))
                 for monitor in self._listener_monitors:
                     self._unproven.heed(monitor)
+                # The clock first: whatever is concluded below must not hold a pause of this process against others.
                 self._clock.advance(time.monotonic())
                 self._gate.answer()
                 with suppress(BlockingIOError):
@@ -149,7 +161,13 @@ class Liveness:
             _LOG.exception("the liveness thread of rank %d failed", self._rank)
             self._callbacks.lost(self._rank, f"its own watch over the others failed: {error!r}")
         finally:
-            self._close_all()
+            self._link.close(FAREWELL_LINGER_S)
+            for socket in (self._monitor, self._data_monitor, *self._listener_monitors):
+                socket.close()
+            self._gate.close()
+            with self._waking:  # nobody may write to a descriptor that is closed, and perhaps another's by now
+                self._running = False
+                os.close(self._wake)
 
     def _pause_s(self) -> float:
         pauses = [self._clock.interval_s, self._next_beat_s - time.monotonic()]
@@ -168,6 +186,7 @@ class Liveness:
         for monitor in (self._monitor, self._data_monitor):
             for event in connection_events(monitor):
                 self._handle(event, is_data=monitor is not self._monitor)
+        # Everything that has come was heard above, so a peer that is overdue now really is.
         for rank, reason, hangs in self._clock.overdue():
             self._suspect_rank(rank, reason, is_certain=hangs)
         for rank, until_s in [*self._silent_data.items(), *self._closed.items()]:
@@ -176,11 +195,6 @@ class Liveness:
         self._conclude()
         if time.monotonic() >= self._next_beat_s:
             self._beat()
-
-    def _begin(self, loop: AbstractEventLoop, hosts: Sequence[str]) -> None:
-        self._loop = loop
-        self._clock = HeartbeatClock((), self._deadline_s, time.monotonic())
-        self._detector = FailureDetector(self._rank, hosts, min(_ANSWER_S, self._clock.interval_s))
 
     def _follow(self, followed: Mapping[int, tuple[str, ...]]) -> None:
         for rank, places in followed.items():
@@ -254,7 +268,7 @@ class Liveness:
     def _suspect_rank(self, rank: int, reason: str, *, is_certain: bool = False) -> None:
         self._silent_data.pop(rank, None)
         if rank in self._closed:
-            self._closed[rank] = math.inf
+            self._closed[rank] = math.inf  # suspected once; a heartbeat over a new connection still clears it
         self._suspect(Suspicion(self._rank, rank, reason, is_certain))
 
     def _suspect(self, suspicion: Suspicion) -> None:
@@ -284,7 +298,7 @@ class Liveness:
         if self._loop is not None and self._loop_asked_s is None:
             self._loop_asked_s = self._clock.awake_s
             try:
-                self._loop.call_soon_threadsafe(self._loop_answers)
+                self._loop.call_soon_threadsafe(setattr, self, "_loop_asked_s", None)
             except RuntimeError:  # the loop was closed: nobody listens, and close() will follow or the process ends
                 self._loop, self._loop_asked_s = None, None
 
@@ -292,24 +306,8 @@ class Liveness:
         # After a moment, so that one heartbeat takes all news that comes at about the same time.
         self._next_beat_s = min(self._next_beat_s, time.monotonic() + _SOON_S)
 
-    def _loop_answers(self) -> None:
-        self._loop_asked_s = None
-
     def _forget(self, rank: int) -> None:
         self._silent_data.pop(rank, None)
         self._closed.pop(rank, None)
         self._clock.forget(rank)
         self._link.ignore(rank)
-
-    def _end(self) -> None:
-        self._beat(leaves=True)
-        self._running = False
-
-    def _close_all(self) -> None:
-        self._link.close(FAREWELL_LINGER_S)
-        for socket in (self._monitor, self._data_monitor, *self._listener_monitors):
-            socket.close()
-        self._gate.close()
-        with self._waking:
-            self._running = False
-            os.close(self._wake)

@@ -88,6 +88,7 @@ class PeerLossCallbacks:
         self._call_soon(lambda: self._break(text))
 
     def _miss(self, reason: str) -> None:
+        # Only until all were connected: a later loss is told by the callbacks, and nobody waits any more.
         if self._missed or not self._decided.is_set():
             self._missed.append(reason)
             self._decided.set()

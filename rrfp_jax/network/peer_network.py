@@ -170,6 +170,7 @@ class PeerNetwork:
                 raise ValueError(f"no address for rank {rank}: give those of all {self.num_ranks} ranks")
             self._places[rank] = address.heartbeats, address.messages
             self._hosts[rank] = host_of(address)
+        # The callbacks and topics come before anything that may call them: the liveness thread runs already.
         self._losses.start(loop, lost, left, broken)
         self._loop = loop
         self._topics.start(loop)
@@ -208,6 +209,7 @@ class PeerNetwork:
             self.subscribe(topic, partial(self._told_of_connections, private))
         messages = Channel(self._link, loop, self._topics.deliver, settings.high_water_bytes)
         self._channels = [messages, self._arrays.channel, self._direct.channel]
+        # The failure detector must know all hosts before the first connection is watched.
         self._liveness.begin(
             loop, hosts or [host_of(addresses.get(rank, self.address)) for rank in range(self.num_ranks)]
         )
@@ -265,6 +267,7 @@ class PeerNetwork:
         new = frozenset(ranks) - self._wanted[topic] - {self.rank}
         if not new:
             return
+        # Noted first, so that a second call asks for the others alone.
         self._wanted[topic] |= new
         require_descriptors(NUM_LISTENERS + num_connections * len(new), f"{what} {len(new)} ranks")
         self.connect(new)
@@ -294,6 +297,7 @@ class PeerNetwork:
         if self._is_closed:
             return
         loop, done = self._loop, threading.Event()
+        # The channels belong to the loop. On the loop itself nothing can be awaited, and without one nothing is sent.
         if loop is None or not loop.is_running() or runs_here(loop):
             self._shut(linger_s, done)
         else:
@@ -309,6 +313,7 @@ class PeerNetwork:
 
     def _shut_soon(self, linger_s: float, done: threading.Event) -> None:
         """Closes once nothing waits behind the high-water mark, and all arrays have arrived."""
+        # ZeroMQ lingers by itself; private connections do not, so their messages are awaited here.
         held = [num_bytes for channel in self._channels[1:] for num_bytes in channel.held_bytes()]
         if linger_s > 0 and (self.traffic().waiting_bytes or any(held)):
             self._started().call_later(_PAUSE_S, self._shut_soon, linger_s - _PAUSE_S, done)
@@ -367,6 +372,7 @@ class PeerNetwork:
 
         Returns whether there is one and the data are small; otherwise nothing was sent, and the loop has to.
         """
+        # Membership is added last on the loop, so a rank that is seen here can be sent to from this thread.
         if self._direct is None or rank not in self._direct or len(frames) > MAX_FRAMES:
             return False
         if _is_large(frames) or len(header) > MAX_HEADER_BYTES:

@@ -19,12 +19,13 @@ import asyncio
 import logging
 import secrets
 import socket
+from abc import abstractmethod
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from rrfp_jax.network.channel import Carrier, Channel, DeliverMessage
+from rrfp_jax.network.channel import Channel, DeliverMessage, MessageLink
 from rrfp_jax.network.config import NetworkSettings
 from rrfp_jax.network.host import unproven_allowed
 from rrfp_jax.network.wire import SECRET_BYTES, TAG_BYTES, MalformedMessage, Seal, field
@@ -64,12 +65,14 @@ class _Invited(NamedTuple):
     secret: bytes
 
 
-class PrivateLink(Carrier, Protocol):
-    """A link that carries messages over private connections."""
+class PrivateLink(MessageLink):
+    """A link over private connections. It needs no addresses: :meth:`open` brings connections that are proven."""
 
+    @abstractmethod
     def open(self, rank: int, connections: Sequence[ProvenConnection]) -> None:
         """Begins to exchange messages with a rank over these connections."""
 
+    @abstractmethod
     def join(self) -> None:
         """Ends all connections; called after ``close``, on any thread."""
 
@@ -134,6 +137,7 @@ class PrivateConnections:
         """Handles the dict that another rank tells; ``host`` is where that rank listens. Raises MalformedMessage."""
         if self._is_closed:
             return
+        # The other rank may send as soon as its side stands, so this side expects its messages from now on.
         self._add_rank(rank)
         if header.get(_WANTED) is True and self._rank < rank:
             self._ask(rank)
@@ -141,6 +145,7 @@ class PrivateConnections:
         port, names, keys = field(header, _PORT, int), field(header, _NAMES, list), field(header, _SECRETS, list)
         are_right = all(isinstance(each, bytes) and len(each) == _NAME_BYTES for each in names)
         are_right &= all(isinstance(each, bytes) and len(each) == SECRET_BYTES for each in keys)
+        # Only the lower rank invites, and once: another invitation would replace connections that stand.
         is_new = rank < self._rank and rank not in self._made
         if not (is_new and are_right and 0 < len(names) == len(keys) <= _MAX_CONNECTIONS and 0 < port < 1 << 16):
             raise MalformedMessage(f"rank {rank} invites to connections that cannot be")
@@ -180,6 +185,7 @@ class PrivateConnections:
     def _ask(self, rank: int) -> None:
         if rank not in self._asked:
             self._asked.add(rank)
+            # One side invites, so that two ranks that ask at the same time do not make connections twice.
             if self._rank < rank:
                 self._invite(rank)
             else:
@@ -213,6 +219,7 @@ class PrivateConnections:
     def _add_connection(self, rank: int, index: int, proven: ProvenConnection) -> None:
         made = self._made[rank]
         made[index] = proven
+        # Opened together: the link numbers them, and both ends must have the same number of threads.
         if len(made) == self._num_wanted[rank]:
             for each in made.values():
                 each.socket.setblocking(True)
@@ -222,7 +229,9 @@ class PrivateConnections:
 
     def _invite(self, rank: int) -> None:
         if self._listener is None:
-            self._listener, self._local = _listen(self._host), _listen_locally()
+            self._listener = socket.create_server((self._host, 0), family=_family(self._host), backlog=_MAX_UNPROVEN)
+            self._listener.setblocking(False)
+            self._local = _listen_locally()
             for listener in filter(None, (self._listener, self._local)):
                 self._spawn(self._accept(listener))
         self._made[rank], self._num_wanted[rank] = {}, self._num_connections
@@ -262,7 +271,7 @@ class PrivateConnections:
         except (OSError, TimeoutError, MalformedMessage) as error:
             self._garbage.warn("a connection for %s was refused: %s", self._purpose, str(error) or "it said nothing")
             connection.close()
-        except BaseException:
+        except BaseException:  # cancelled, by :meth:`close` or to make way for another
             connection.close()
             raise
         else:
@@ -320,12 +329,6 @@ class PrivateConnections:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _listen(host: str) -> socket.socket:
-    listener = socket.create_server((host, 0), family=_family(host), backlog=_MAX_UNPROVEN)
-    listener.setblocking(False)
-    return listener
 
 
 def _listen_locally() -> socket.socket | None:

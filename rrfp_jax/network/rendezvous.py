@@ -173,18 +173,16 @@ class Rendezvous:
             return None
         self._requests[new.rank] = request
         if self._occasion is not None:
-            return self._refuse_late(new.rank)
+            # The ranks that were on their way when it failed get the failure; any later one is told that it is late.
+            if new.rank in self._awaited:
+                self._awaited.remove(new.rank)
+                return str(self.failure)
+            self._doomed = self._doomed or self.missing()
+            late = f"rank {new.rank} came late: the rendezvous had failed before; start all ranks together again"
+            return f"{late}\n  {self.failure}"
         if len(self._requests) == self.num_ranks:
             self._decide(f"all {self.num_ranks} ranks have come")
         return None
-
-    def _refuse_late(self, rank: int) -> str:
-        if rank in self._awaited:
-            self._awaited.remove(rank)
-            return str(self.failure)
-        self._doomed = self._doomed or self.missing()
-        late = f"rank {rank} came late: the rendezvous had failed before; start all ranks together again"
-        return f"{late}\n  {self.failure}"
 
     def ended(self, rank: int, ending: ProcessEnding) -> None:
         """Notes that a rank's process has ended, by which the rendezvous fails unless it is decided."""

@@ -60,6 +60,7 @@ def meet(address: str, request: JoinRequest, key: RunKey, *, deadline_s: float =
                 )
             match answer:
                 case {"kind": "waiting", "remaining_s": float() as remaining_s}:
+                    # From now on the rendezvous' own deadline counts, and it answers without being asked again.
                     has_answered = True
                     until_s = time.monotonic() + remaining_s + _MARGIN_S
                 case {"kind": "failed", "text": str() as text}:

@@ -174,8 +174,13 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                 poller.poll(round(MOMENT_S * 1000))
                 self._watch_strangers()
                 self._gate.answer()
-                self._obey()
+                with suppress(BlockingIOError):
+                    self._wake_read.recv(4096, sockets.MSG_DONTWAIT)
+                while self._commands:
+                    self._commands[0]()
+                    self._commands.popleft()  # afterwards: :meth:`is_settled` must not find it gone and undone
                 self._receive()
+                # Messages come before the clock: a rank that came in time is not missing because this thread was late.
                 self._look_at_clock()
                 self._announce()
         except Exception as error:
@@ -185,13 +190,6 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             self._rules.give_up("the launcher has ended the run")
             self._announce(is_last=True)
             self._free()
-
-    def _obey(self) -> None:
-        with suppress(BlockingIOError):
-            self._wake_read.recv(4096, sockets.MSG_DONTWAIT)
-        while self._commands:
-            self._commands[0]()
-            self._commands.popleft()  # afterwards: :meth:`is_settled` must not find it gone and undone
 
     def _look_at_clock(self) -> None:
         waited_s = time.monotonic() - self._started_s
@@ -211,18 +209,15 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             try:
                 if len(frames) != 1:
                     raise MalformedMessage(f"{len(frames)} frames instead of one")
-                self._handle(route.bytes, unpack(frames[0].bytes))
+                match said := unpack(frames[0].bytes):
+                    case {"kind": "hello", "hello": data}:
+                        self._hear_rank(route.bytes, from_plain(JoinRequest, data))
+                    case {"kind": "launcher", "report": data}:
+                        self._hear_launcher(route.bytes, from_plain(LauncherReport, data))
+                    case _:
+                        raise MalformedMessage(f"{said!r:.80} is nothing that the rendezvous answers")
             except (MalformedMessage, MalformedRecord, RecursionError) as error:
                 self._complain(f"a message to the rendezvous was dropped: {error}")
-
-    def _handle(self, route: bytes, said: Any) -> None:
-        match said:
-            case {"kind": "hello", "hello": data}:
-                self._hear_rank(route, from_plain(JoinRequest, data))
-            case {"kind": "launcher", "report": data}:
-                self._hear_launcher(route, from_plain(LauncherReport, data))
-            case _:
-                raise MalformedMessage(f"{said!r:.80} is nothing that the rendezvous answers")
 
     def _hear_rank(self, route: bytes, request: JoinRequest) -> None:
         was_decided = self._rules.is_decided
@@ -240,6 +235,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         now_s = time.monotonic()
         for rank, ending in report.endings.items():
             self._check_rank(rank)
+            # Ages, not times, travel: the clocks of hosts need not agree.
             self._rules.ended(rank, replace(ending, at_s=now_s - ending.at_s - self._started_s))
         self._launchers[route] = report, now_s
         self._send_status(route, report)
@@ -284,18 +280,17 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._unproven.went(value, event["endpoint"])
                 host, flaw, self._flaw = self._hosts.pop(value, None), self._flaw, None
-                if flaw is not None and self._is_new(host, flaw):
+                if flaw is None:
+                    continue
+                # A peer that disconnected before its host was known may reconnect, and be named then.
+                self._num_nameless += host is None
+                is_known = any(complaint.endswith(flaw) for complaint in self._complaints)
+                if host is not None or (self._num_nameless > _MAX_NAMELESS and not is_known):
                     self._complain(f"a process on {host or 'an unknown host'} {flaw}")
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (kind, value) == _OTHER_KEY:
                 self._flaw = "tries to join with another run key: give the same to all nodes"
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._flaw = "does not speak the protocol of the rendezvous, and is not heard"
-
-    def _is_new(self, host: str | None, flaw: str) -> bool:
-        # A peer that disconnected before its host was known may reconnect, and be named then.
-        self._num_nameless += host is None
-        is_known = any(complaint.endswith(flaw) for complaint in self._complaints)
-        return host is not None or (self._num_nameless > _MAX_NAMELESS and not is_known)
 
     def _complain(self, text: str) -> None:
         # Each once, and not for ever: strangers could cause complaints at will.

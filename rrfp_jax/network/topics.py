@@ -62,6 +62,7 @@ class Topics:
     def deliver(self, rank: int, topic: bytes, header: bytes, frames: list[memoryview]) -> None:
         """Gives a message that has come to its handler, or keeps it; called on the event loop."""
         handler = self._handlers.get(topic)
+        # While older messages of the topic are kept, a newer one waits behind them, handler or not.
         if handler is not None and topic not in self._kept:
             self._give(handler, rank, header, frames)
             return

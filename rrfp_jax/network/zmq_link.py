@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from rrfp_jax.network.admission import UnprovenConnections
-from rrfp_jax.network.channel import PeerMessage, call_when_readable
+from rrfp_jax.network.channel import MessageLink, PeerMessage, call_when_readable
 from rrfp_jax.network.keys import RunKey
 from rrfp_jax.network.zmq_sockets import (
     ZmqContext,
@@ -45,8 +45,8 @@ _NO_WAIT = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-class ZmqLink:
-    """Carries messages, each a head and frames, in order per peer. Used on one thread.
+class ZmqLink(MessageLink):
+    """Carries messages over ZeroMQ. Used on one thread, which may be another than the event loop's.
 
     Args:
         rank: this rank.
@@ -61,6 +61,7 @@ class ZmqLink:
         self.inbound, self.outbound = new_socket(context, zmq.ROUTER), new_socket(context, zmq.ROUTER)
         self.inbound.router_mandatory = self.outbound.router_mandatory = 1
         self.inbound.reconnect_ivl = _RECONNECT_MS
+        # A stranger can make this process hold no more than a few short messages.
         self.outbound.maxmsgsize, self.outbound.rcvhwm = _GREETING_BYTES, _GREETINGS
         serve_as(self.outbound, key.pair(rank_role(rank)))
         self.address = bind_socket(self.outbound, interface)
@@ -72,17 +73,16 @@ class ZmqLink:
         self._stop_reading: Callable[[], None] = lambda: None
 
     def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:
-        """Has ``read`` called on the loop when messages may have arrived; ZeroMQ's descriptor tells of changes only."""
-        descriptor = self.inbound.fd
+        descriptor = self.inbound.fd  # tells of changes only
         assert isinstance(descriptor, int)
         self._stop_reading = call_when_readable(loop, descriptor, read)
 
     def connect(self, rank: int, address: str) -> None:
-        """Begins to receive from a rank that listens there, and to send to it once it has connected likewise."""
         name = rank_role(rank).encode()
         self._senders[name], self._places[rank] = rank, address
         if rank not in self._receivers:
             self._early[rank] = []
+        # Both options hold for the next connection of the socket: the keys, and the name under which it is known here.
         connect_as(self.inbound, self.key.pair(rank_role(self.rank)), self.key.pair(rank_role(rank)).public)
         self.inbound.setsockopt(zmq.CONNECT_ROUTING_ID, name)
         connect_socket(self.inbound, address)
@@ -94,7 +94,6 @@ class ZmqLink:
             self.inbound.send_multipart([rank_role(rank).encode(), _HELLO], zmq.NOBLOCK)
 
     def welcome(self) -> list[int]:
-        """Returns the ranks that have connected since the last call, and sends the messages that waited for them."""
         came: list[int] = []
         while True:
             try:
@@ -115,11 +114,9 @@ class ZmqLink:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank that this one has connected to has connected too."""
         return not self._early
 
     def disconnect(self, rank: int) -> None:
-        """Ends the exchange with a rank; messages that wait for its greeting are dropped."""
         self._receivers.pop(rank, None)
         self._early.pop(rank, None)
         self.ignore(rank)
@@ -131,12 +128,12 @@ class ZmqLink:
                 self.inbound.disconnect(place)
 
     def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
-        """Sends a message; never blocks. Messages over a connection that is gone are dropped: its loss is reported."""
         name = self._receivers.get(rank)
         if name is None:
             if rank in self._early:
                 self._early[rank].append((head, frames))
             return
+        # Where the connection is gone, the first frame raises (ROUTER_MANDATORY).
         try:
             _send_frame(self.outbound, name, _MORE)
             _send_frame(self.outbound, head, _MORE if frames else _NO_WAIT)
@@ -149,7 +146,6 @@ class ZmqLink:
             return
 
     def receive(self) -> PeerMessage | None:
-        """Returns the next message that has arrived, or None."""
         try:
             name = self.inbound.recv(_NO_WAIT)
         except zmq.Again:
@@ -163,7 +159,6 @@ class ZmqLink:
         return self._senders[name], frames
 
     def close(self, linger_s: float) -> None:
-        """Frees the sockets; messages under way are sent for up to ``linger_s``."""
         self._stop_reading()
         self.outbound.close(linger=round(linger_s * 1000))
         self.inbound.close(linger=0)

@@ -16,8 +16,8 @@ from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.panels import first_start_s, require_drawable
 from rrfp_jax.observe.style import IDLE_LOOKS, task_looks
 from rrfp_jax.record_files import parse_json, read_record
-from rrfp_jax.tasks import COMPUTE, Task
-from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
+from rrfp_jax.schedules import COMPUTE, Task
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 
 Event = dict[str, Any]
 

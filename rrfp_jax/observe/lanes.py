@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from rrfp_jax.tasks import COMPUTE
-from rrfp_jax.timeline import Span
+from rrfp_jax.schedules import COMPUTE
+from rrfp_jax.schedules.timeline import Span
 
 THIN = 0.45
 """Height of an engine's row, in those of a stage's."""

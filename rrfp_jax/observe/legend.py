@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from rrfp_jax.observe.measure import text_width
 from rrfp_jax.observe.panels import Panel
 from rrfp_jax.observe.style import FAINT_INK, IDLE_LOOKS, INK, PAPER, UNEXPLAINED_LABEL, shade
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules.timeline import IdleReason
 
 _ROW = 0.225
 _HEADING = 0.27

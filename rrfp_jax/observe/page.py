@@ -18,8 +18,8 @@ import numpy as np
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.panels import Boxes, Panel, TaskGroup, facts, panels
 from rrfp_jax.observe.style import IDLE_LOOKS, TaskLook, shade, text_colour
-from rrfp_jax.tasks import TaskKind
-from rrfp_jax.timeline import IdleReason, Timeline
+from rrfp_jax.schedules import TaskKind
+from rrfp_jax.schedules.timeline import IdleReason, Timeline
 
 
 def write_page(

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from rrfp_jax.observe.lanes import Row, rows_of
 from rrfp_jax.observe.style import TaskLook, shade, task_looks
-from rrfp_jax.tasks import COMPUTE, TaskKind
-from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
+from rrfp_jax.schedules import COMPUTE, TaskKind
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from rrfp_jax.observe.measure import text_width
 from rrfp_jax.observe.panels import Panel, panels
 from rrfp_jax.observe.rows import DIGIT, POINTS, Rows, label_points, row_label
 from rrfp_jax.observe.style import PAPER
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules.timeline import Timeline
 
 _RIGHT, _AXIS, _MARGIN = 0.7, 0.6, 0.12
 _TITLE, _TITLE_OF_STEPS = 0.4, 0.55

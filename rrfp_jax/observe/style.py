@@ -8,8 +8,8 @@ because pale colours alone are hard to tell apart.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rrfp_jax.tasks import COMPUTE, TaskKind
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules import COMPUTE, TaskKind
+from rrfp_jax.schedules.timeline import IdleReason
 
 INK = "#111111"
 """Text and axes."""

@@ -32,9 +32,8 @@ from typing import Any
 
 from rrfp_jax.arbitration.ordering_words import STRICT
 from rrfp_jax.field_rules import typed
-from rrfp_jax.schedules import ScheduleTable, with_operations
+from rrfp_jax.schedules import Op, PipelineGraph, ScheduleTable, Task, TaskKind, with_operations
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
-from rrfp_jax.tasks import Op, PipelineGraph, Task, TaskKind
 
 COPY = "copy"
 """The engine that copies in both directions, one activation at a time."""

@@ -18,8 +18,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from rrfp_jax.field_rules import typed
-from rrfp_jax.schedules import ScheduleTable, with_operations
-from rrfp_jax.tasks import COMPUTE, Op, TaskKind
+from rrfp_jax.schedules import COMPUTE, Op, ScheduleTable, TaskKind, with_operations
 
 LETTER = "C"
 Pair = tuple[int, int]

@@ -10,7 +10,7 @@ from rrfp_jax.programs.chunk_plan import plan_chunk
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 
 def part_made(

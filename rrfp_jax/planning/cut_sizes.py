@@ -44,7 +44,7 @@ def cut_sizes(mesh: Mapping[str, int], encoder_mesh: Mapping[str, int] | None = 
     """Those of a decoder's stages on ``mesh``, and of an encoder's on ``encoder_mesh`` (None: the same).
 
     A decoder deals the positions of a sequence out in twice as many pieces as ``context`` has devices
-    (:mod:`rrfp_jax.models.context_cut`). Features of images pass from one mesh to the other, and are cut on both.
+    (:mod:`rrfp_jax.models.cuts`). Features of images pass from one mesh to the other, and are cut on both.
     """
     meshes = [mesh, mesh if encoder_mesh is None else encoder_mesh]
     context = mesh.get(CONTEXT, 1)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.schedules import PipelineGraph, Task, TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.planning.forecast import ChunkBytes, Reach, StageForecast, forecast_stage
 from rrfp_jax.planning.moved_activations import moved_activations
 from rrfp_jax.planning.row_memory import bytes_in_row
-from rrfp_jax.tasks import PipelineGraph, Task
+from rrfp_jax.schedules import PipelineGraph, Task
 
 
 def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:

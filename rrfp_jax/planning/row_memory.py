@@ -13,8 +13,7 @@ how many microbatches that can be at a time, and the own row how many of these a
 from collections.abc import Iterator, Mapping, Sequence
 
 from rrfp_jax.planning.forecast import ChunkBytes
-from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.schedules import PipelineGraph, ScheduleTable, Task, TaskKind
 
 
 def bytes_in_row(table: ScheduleTable, stage: int, sizes: Mapping[int, ChunkBytes]) -> int:

@@ -18,7 +18,7 @@ from rrfp_jax.programs.batches import Bucket, Leaf, buckets_of, num_microbatches
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import describe_chunk
 from rrfp_jax.programs.specs import describe
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 MAX_BUCKETS = 1 << 16
 """A bucket's number travels with every message, in two bytes."""

@@ -14,7 +14,7 @@ params
 inputs
     None for a chunk without predecessor, the predecessor's output where there is exactly one, else a tuple of the
     outputs in ascending order of predecessor chunk. For a microbatch that skips a predecessor, its place holds zeros;
-    or None, where the edge is optional (:class:`rrfp_jax.tasks.Edge`).
+    or None, where the edge is optional (:class:`rrfp_jax.schedules.Edge`).
 leaves
     A dictionary from batch leaf name to the array of one microbatch: they are read where they are needed and never
     travel from chunk to chunk. A microbatch without some leaf skips the chunks that read it, and the chunks that only

@@ -27,7 +27,7 @@ from rrfp_jax.programs.split import SplitBackward, split_backward
 from rrfp_jax.programs.splitting.versions import partitioned_axes
 from rrfp_jax.programs.splitting.widening import widens
 from rrfp_jax.programs.store import ProgramStore
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -35,7 +35,7 @@ from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.state import zeros
 from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.programs.updates import StageUpdates, UnitUpdates
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 
 class Variant(NamedTuple):

@@ -28,7 +28,7 @@ from rrfp_jax.programs.shapes import ChunkShapes
 from rrfp_jax.programs.shardings import all_passing, passing
 from rrfp_jax.programs.specs import Specs, num_bytes
 from rrfp_jax.programs.state import full, zeros
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 Prepare = Callable[[Params], tuple[Any, ...]]
 """Derives from parameters what costs work; see :class:`rrfp_jax.programs.compiled.CompiledChunk`."""

@@ -6,8 +6,7 @@ from dataclasses import replace
 from rrfp_jax.programs.chunk import Chunk, check_chunks, param_specs
 from rrfp_jax.programs.freezing import check_some_train, is_frozen
 from rrfp_jax.programs.shapes import holders
-from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement
+from rrfp_jax.schedules import Edge, PipelineGraph, Placement, ScheduleTable
 
 
 def fitted_placement(chunks: Sequence[Chunk], placement: Placement | None, table: ScheduleTable | None) -> Placement:

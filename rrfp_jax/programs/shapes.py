@@ -18,7 +18,7 @@ import numpy as np
 from rrfp_jax.programs.agreement import MAX_NAME_BYTES
 from rrfp_jax.programs.chunk import Chunk, Loss, microbatch_key, param_specs, trained_specs
 from rrfp_jax.programs.specs import Specs, describe, is_inexact, spec_of
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs
 from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.programs.update_faults import any_flag, scalars_of, update_fault
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 
 def _unchanged(squared_norm: Any, _: Any) -> Any:

@@ -37,8 +37,8 @@ from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.executor import StageExecutor, StageOutcome
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.transports import Transport
-from rrfp_jax.tasks import PipelineGraph, Task, lanes_beside
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules import PipelineGraph, Task, lanes_beside
+from rrfp_jax.schedules.timeline import Timeline
 
 StepEnded = Callable[[int, int, StageOutcome, Timeline], None]
 """Called with the stage, the step, the executor's outcome and the stage's record of the step."""

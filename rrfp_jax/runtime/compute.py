@@ -20,7 +20,7 @@ from typing import Protocol
 
 from rrfp_jax.arbitration import RunTask
 from rrfp_jax.runtime.executor import Launched
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 Launch = Callable[[int, Task], Launched]
 """Gives a task of a step to the devices."""

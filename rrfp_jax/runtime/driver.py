@@ -42,8 +42,8 @@ from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed
 from rrfp_jax.runtime.steps_under_way import StepOutcome, StepsUnderWay
 from rrfp_jax.runtime.transports import Deliver, Failed, Transport, TransportFailed
 from rrfp_jax.runtime.turns import Turns
-from rrfp_jax.tasks import Absences, lanes_beside
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules import Absences, lanes_beside
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from rrfp_jax.programs.batches import Leaf, StepBatch, num_microbatches
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.steps_under_way import StepOutcome
-from rrfp_jax.tasks import Absences, PipelineGraph
-from rrfp_jax.timeline import Sums, Timeline
+from rrfp_jax.schedules import Absences, PipelineGraph
+from rrfp_jax.schedules.timeline import StepSums, Timeline
 from rrfp_jax.waiting import result_of
 
 
@@ -104,7 +104,7 @@ class EvaluationResult:
     """What the last chunk summed beside the loss, by name, over the total weight."""
     timeline: Timeline = field(repr=False)
     """When every task ran on the stages that this process hosts."""
-    sums: Sums = field(repr=False)
+    sums: StepSums = field(repr=False)
     """What the timelines add up to: in the first process of all stages."""
     stop: bool = field(repr=False)
     """Whether a process has asked to end the run; the same in all processes, as is ``save``."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rrfp_jax.arbitration import Message
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.tasks import PipelineGraph, Task
+from rrfp_jax.schedules import PipelineGraph, Task
 
 
 def _nothing() -> None:

@@ -17,7 +17,7 @@ from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms
 from rrfp_jax.runtime.memory_meter import chunk_bytes, device_limits
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 
 def fitting_order(

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rrfp_jax.tasks import PipelineGraph, Placement
+from rrfp_jax.schedules import PipelineGraph, Placement
 
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 """JAX's names for memory of the host."""

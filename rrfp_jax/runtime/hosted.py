@@ -46,7 +46,7 @@ from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
-from rrfp_jax.tasks import PipelineGraph, Placement
+from rrfp_jax.schedules import PipelineGraph, Placement
 
 Plans = Mapping[int, Sequence[Variant]]
 """By base number, what is traced of a hosted chunk."""

@@ -23,7 +23,7 @@ from rrfp_jax.runtime.compute import Done, Launch, Started
 from rrfp_jax.runtime.executor import Launched
 from rrfp_jax.runtime.named_tasks import named
 from rrfp_jax.runtime.sleeping import reduce_timer_slack
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 Decide = Callable[[RunTask, float], None]
 """Called with a task that is about to end, and when that should have happened."""

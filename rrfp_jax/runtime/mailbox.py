@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 
 Ship = Callable[[Any, int, Message, int, int | None], Any]
 """Brings a value, of a message of a bucket, into the form in which it reaches a stage. With a step also sends it, where

@@ -17,7 +17,7 @@ from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
 from rrfp_jax.programs.gradients import LEAN_FORWARD
 from rrfp_jax.programs.target import memory_bytes_of
 from rrfp_jax.runtime.held_bytes import Held
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules import Task, TaskKind
 
 _PROGRAM_OF_KIND = {
     TaskKind.F: "forward",

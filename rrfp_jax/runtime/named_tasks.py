@@ -9,7 +9,7 @@ from jax.profiler import TraceAnnotation
 
 from rrfp_jax.runtime.compute import Launch
 from rrfp_jax.runtime.executor import Launched
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 
 def named(launch: Launch, *, until_ended: bool) -> Launch:

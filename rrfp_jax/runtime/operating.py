@@ -1,4 +1,4 @@
-"""What an operation of one's own works on, and how a stage runs it (:mod:`rrfp_jax.tasks.operations`).
+"""What an operation of one's own works on, and how a stage runs it (:mod:`rrfp_jax.schedules.operations`).
 
 ``Op.run`` is called with an :class:`OperationContext` on the thread of its lane: the stage's compute thread, or one
 that the engine has to itself. It launches what it does and returns the arrays that are complete when it is done, or
@@ -14,7 +14,7 @@ from rrfp_jax.arbitration.group import check_engines
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import Op, PipelineGraph, Task
+from rrfp_jax.schedules import Op, PipelineGraph, Task
 
 Stashes = dict[tuple[int, int], Any]
 """By chunk and microbatch, what is kept for the backward."""
@@ -37,7 +37,7 @@ class OperationContext:
     """Whether what the chunk's predecessor sent is held by the stash alone, if it is a part of that."""
     forward: Callable[[], tuple[Any, Any]] | None = None
     """Runs the chunk's forward once more on the inputs that were kept, and returns its output, by which it can be
-    waited for, and the stash; None where they were not (:attr:`rrfp_jax.tasks.Op.keeps_inputs`)."""
+    waited for, and the stash; None where they were not (:attr:`rrfp_jax.schedules.Op.keeps_inputs`)."""
 
     @property
     def stash(self) -> Any:

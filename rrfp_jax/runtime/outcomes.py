@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rrfp_jax.network import MalformedMessage
 from rrfp_jax.runtime.gatherings import Network
-from rrfp_jax.timeline import IdleReason, Sums
+from rrfp_jax.schedules.timeline import IdleReason, StepSums
 from rrfp_jax.tree import children, parent
 
 _TOPIC = b"outcome"
@@ -28,7 +28,7 @@ there were any."""
 class Summary:
     """What a step was like on some units."""
 
-    sums: Sums
+    sums: StepSums
     peaks: bytes | memoryview
 
     def peak_memory_bytes(self) -> dict[int, int]:
@@ -61,7 +61,7 @@ class Outcomes:
         self._ended = ended
         self._known = {key: told for key, told in self._known.items() if key[0] >= self._epoch}
 
-    def add(self, step: int, sums: Sums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
+    def add(self, step: int, sums: StepSums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
         """The units of this rank have ended a step; given are the peaks of those of which it is the first rank, on
         their devices and in host memory."""
         told = []
@@ -93,15 +93,15 @@ class Outcomes:
             self._network.send_arrays(self._parent, _TOPIC, _pack(epoch, step, sums), [peaks])
 
 
-def _pack(epoch: int, step: int, sums: Sums) -> bytes:
+def _pack(epoch: int, step: int, sums: StepSums) -> bytes:
     idle_s = (sums.idle_s.get(reason, 0.0) for reason in _REASONS)
     seconds = sums.start_s, sums.end_s, sums.cost_s, sums.work_s
     return _HEADER.pack(epoch, step, sums.num_stages, *seconds, sums.looking_ahead, *idle_s)
 
 
-def _unpack(header: bytes) -> tuple[int, int, Sums]:
+def _unpack(header: bytes) -> tuple[int, int, StepSums]:
     epoch, step, num_stages, start_s, end_s, cost_s, work_s, looking_ahead, *idle_s = _HEADER.unpack(header)
-    sums = Sums(
+    sums = StepSums(
         num_stages=num_stages,
         start_s=start_s,
         end_s=end_s,

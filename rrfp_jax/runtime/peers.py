@@ -21,7 +21,7 @@ from rrfp_jax.runtime.gatherings import Gatherings, PeerFailed
 from rrfp_jax.runtime.outcomes import Outcomes, Summary
 from rrfp_jax.runtime.report import FailureNews
 from rrfp_jax.runtime.transports.parts import KEY_BYTES, Key, pack_key, unpack_key
-from rrfp_jax.timeline import Sums
+from rrfp_jax.schedules.timeline import StepSums
 from rrfp_jax.tree import neighbours
 
 __all__ = ["Listener", "PeerFailed", "Peers"]
@@ -82,7 +82,7 @@ class Peers:
         header = _UNIT.pack(unit) + pack_key(Key(step, message))
         self.network.send_if_room(self.layout.ranks_of(unit)[0], _TASK, header)
 
-    def step_ended_here(self, step: int, sums: Sums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
+    def step_ended_here(self, step: int, sums: StepSums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
         """The units of this rank have ended a step; see :meth:`Outcomes.add`."""
         self.network.on_loop(self.outcomes.add, step, sums, peaks_of_units)
 

@@ -47,7 +47,7 @@ from rrfp_jax.runtime.same_state import check_same_state
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.runtime.weights import Weights
-from rrfp_jax.tasks import PipelineGraph, TaskKind
+from rrfp_jax.schedules import PipelineGraph, TaskKind
 
 
 @dataclass(frozen=True, kw_only=True)

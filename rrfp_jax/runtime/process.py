@@ -27,8 +27,8 @@ from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection, partners
 from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers, why_untried
 from rrfp_jax.runtime.wishes import Wishes
-from rrfp_jax.tasks import Placement
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules import Placement
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.tree import neighbours
 
 if TYPE_CHECKING:

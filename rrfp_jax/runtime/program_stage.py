@@ -38,7 +38,7 @@ from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.transports.edges import is_on_host
 from rrfp_jax.runtime.transports.interface import TransportFailed
 from rrfp_jax.runtime.wishes import Wishes
-from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import children, parent
 
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.planning.layout import name_unit
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 
 _MAX_TASKS_SHOWN = 3
 _MAX_MESSAGES_SHOWN = 8

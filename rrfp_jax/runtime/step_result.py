@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.steps_under_way import StepOutcome
-from rrfp_jax.timeline import Sums, Timeline
+from rrfp_jax.schedules.timeline import StepSums, Timeline
 from rrfp_jax.waiting import result_of
 
 
@@ -28,7 +28,7 @@ class StepResult:
     """The most that operations of each stage had in host memory during the step."""
     timeline: Timeline = field(repr=False)
     """When every task ran, and why stages were idle: of the stages that this process hosts."""
-    sums: Sums = field(repr=False)
+    sums: StepSums = field(repr=False)
     """What the timelines of all stages add up to; in other processes than the first, of the stages hosted there."""
     stop: bool = field(repr=False)
     """Whether a process has asked to end the run; the same in all processes, as is ``save``."""

@@ -12,7 +12,7 @@ from typing import Any
 from rrfp_jax.runtime.executor import StageOutcome
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers
-from rrfp_jax.timeline import Sums, Timeline
+from rrfp_jax.schedules.timeline import StepSums, Timeline
 
 _STEPS_NAMED = 16
 
@@ -50,7 +50,7 @@ class StepOutcome:
         return {stage: one.peak_host_bytes for stage, one in self.stages.items()}
 
     @cached_property
-    def sums(self) -> Sums:
+    def sums(self) -> StepSums:
         """What the step adds up to: on all stages on rank 0, elsewhere on those hosted here."""
         if self.told is not None:
             return self.told.sums
@@ -61,7 +61,7 @@ class StepOutcome:
 class _Pending:
     future: "Future[StepOutcome]"
     timeline: Timeline
-    sums: Sums
+    sums: StepSums
     """Of the stages of which this is the first rank."""
     peaks: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Of these too."""
@@ -105,7 +105,7 @@ class StepsUnderWay:
         """A step is under way."""
         if not self._pending:
             self.begun_s = time.perf_counter()
-        self._pending[step] = _Pending(future, Timeline(self._num_stages), Sums(num_stages=self._num_stages))
+        self._pending[step] = _Pending(future, Timeline(self._num_stages), StepSums(num_stages=self._num_stages))
 
     def stage_ended(
         self, stage: int, step: int, outcome: StageOutcome, timeline: Timeline, *, looks_ahead: bool

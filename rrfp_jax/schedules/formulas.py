@@ -11,39 +11,39 @@ is a finding, see docs/schedules.md.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from rrfp_jax.schedules.published.looped import gis_group_size
 from rrfp_jax.schedules.published.one_chunk import eager_windows
-from rrfp_jax.schedules.registry import chunks_per_stage
+from rrfp_jax.schedules.registry import build_schedule, chunks_per_stage, schedule_entry
 from rrfp_jax.schedules.request import ScheduleRequest
-from rrfp_jax.schedules.slots import SlotLengths
+from rrfp_jax.schedules.slots import SlotLengths, execute, per_stage
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What formulas are about, in the letters of the papers."""
+    """The variables of the formulas, in the letters of the papers."""
 
     p: int
-    """Stages."""
+    """Number of stages."""
     m: int
-    """Microbatches."""
+    """Number of microbatches."""
     v: int
-    """Chunks per stage."""
+    """Number of chunks per stage."""
     f: float
     i: float
     w: float
     """F, I and W of one microbatch on a whole stage."""
     windows: tuple[int, ...] = ()
-    """Of eager 1F1B, per stage."""
+    """Windows of eager 1F1B, per stage."""
     g: int = 0
-    """Microbatches of a group, for GIS."""
+    """Number of microbatches in a group of GIS."""
 
     @classmethod
     def of(cls, name: str, request: ScheduleRequest, lengths: SlotLengths) -> "Sizes":
-        """The sizes of a request for a schedule; ``lengths`` are those of a whole stage.
+        """Returns the sizes of a request for a schedule; ``lengths`` are those of a whole stage.
 
         Raises ValueError where the schedule cannot have its chunks or groups.
         """
@@ -64,17 +64,17 @@ class Sizes:
 
     @property
     def work(self) -> float:
-        """Of a stage in a step."""
+        """The work of a stage in a step."""
         return self.m * (self.f + self.b)
 
     @property
     def fill(self) -> float:
-        """What a pipeline with one chunk per stage takes to fill and to drain."""
+        """The time that a pipeline with one chunk per stage takes to fill and to drain."""
         return (self.p - 1) * (self.f + self.b)
 
     @property
     def split_fill(self) -> float:
-        """The same with v chunks per stage, and without the W."""
+        """The time to fill and to drain with v chunks per stage, without the W."""
         return (self.p - 1) * (self.f + self.i) / self.v
 
     @property
@@ -83,13 +83,13 @@ class Sizes:
 
 
 class Condition(NamedTuple):
-    """For which sizes and lengths a formula holds, in words and as a test."""
+    """The sizes and lengths for which a formula holds, in words and as a test."""
 
     text: str
     holds: Callable[[Sizes], bool]
 
 
-ALWAYS = Condition("always", lambda _: True)
+_ALWAYS = Condition("always", lambda _: True)
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class BubbleFormula:
     schedule: str
     text: str
     bubble: Callable[[Sizes], float]
-    where: Condition = ALWAYS
+    where: Condition = _ALWAYS
     published: bool = True
-    """Whether it is the paper's; else ours, read off the ideal tables."""
+    """Whether the formula is the paper's; else it is ours, read off the ideal tables."""
 
     def rate(self, sizes: Sizes) -> float | None:
-        """The bubble rate; None where the formula does not hold."""
+        """Returns the bubble rate; None where the formula does not hold."""
         if not self.where.holds(sizes):
             return None
         bubble = self.bubble(sizes)
@@ -118,17 +118,17 @@ class PeakFormula:
     schedule: str
     text: str
     peak: Callable[[Sizes, int], float]
-    """Of the sizes and the stage."""
-    where: Condition = ALWAYS
+    """The peak as a function of the sizes and the stage."""
+    where: Condition = _ALWAYS
 
 
 def _long(text: str, *, least: int = 0) -> Condition:
-    """Equal lengths, a steady state, and more stages than the least."""
+    """Returns the condition of equal lengths, a steady state, and more than ``least`` stages."""
     return Condition(text, lambda s: s.is_equal and s.m >= 2 * s.p and s.p > least)
 
 
 def _gis_wait(s: Sizes) -> float:
-    """Of all changes of chunk together, beyond what groups of p wait."""
+    """Returns the time that all changes of chunk wait beyond the wait of groups of p."""
     longest = max((s.p - s.g) * s.f, s.p * (s.f + s.i) - s.g * (s.f + s.b))
     return 0.0 if s.g == s.p else (s.v - 1) / s.v * longest
 
@@ -142,71 +142,71 @@ def _interleaved_peak(s: Sizes, stage: int) -> float:
     return min(s.m, (2 * (s.p - 1 - stage) + (s.v - 1) * s.p + 1) / s.v)
 
 
-FULL = Condition("m >= p", lambda s: s.m >= s.p)
-LARGEST_STAGE = Condition("m >= 2p, largest stage", lambda s: s.m >= 2 * s.p)
-SMALL_W = Condition("m >= p, W <= F, W <= I", lambda s: s.m >= s.p and s.w <= min(s.f, s.i))
-SMALL_W_LONG = Condition("m >= 2p-1, W <= F, W <= I", lambda s: s.m >= 2 * s.p - 1 and s.w <= min(s.f, s.i))
-SHRINKING = Condition("window of stage s at least p-s, and larger than that of stage s+1 (or m)", _windows_shrink)
-SMALL_GROUPS = Condition(
+_FULL = Condition("m >= p", lambda s: s.m >= s.p)
+_LARGEST_STAGE = Condition("m >= 2p, largest stage", lambda s: s.m >= 2 * s.p)
+_SMALL_W = Condition("m >= p, W <= F, W <= I", lambda s: s.m >= s.p and s.w <= min(s.f, s.i))
+_SMALL_W_LONG = Condition("m >= 2p-1, W <= F, W <= I", lambda s: s.m >= 2 * s.p - 1 and s.w <= min(s.f, s.i))
+_SHRINKING = Condition("window of stage s at least p-s, and larger than that of stage s+1 (or m)", _windows_shrink)
+_SMALL_GROUPS = Condition(
     "F = I = W; or g = p/2, F-I <= W <= I", lambda s: s.is_equal or (2 * s.g == s.p and s.f - s.i <= s.w <= s.i)
 )
-NONE_LONG = Condition(
+_NONE_LONG = Condition(
     "none of F, I and W longer than the others together, or g = p",
     lambda s: s.g == s.p or 2 * max(s.f, s.i, s.w) <= s.f + s.b,
 )
-ALIKE = Condition("m >= 2p, the overlapped pair as long as its parts", lambda s: s.m >= 2 * s.p)
-DESCENDING = Condition("m >= 2p, W <= I <= F", lambda s: s.m >= 2 * s.p and s.w <= s.i <= s.f)
-DOUBLE = Condition("B = 2F, m = p", lambda s: s.b == 2 * s.f and s.m == s.p)
-NO_DOUBLING = DOUBLE._replace(text="B = 2F, m = p (more microbatches need forward doubling)")
-SAME = Condition("B = F, p divides m", lambda s: s.f == s.b and s.m % s.p == 0)
-LONGER = Condition("B >= F, p divides m", lambda s: s.b >= s.f and s.m % s.p == 0)
-ONE_UNIT = Condition("B >= F, m = p; or B = F, p divides m", lambda s: SAME.holds(s) or (s.b >= s.f and s.m == s.p))
-HALF = _long("F = I = W, large p and m (an approximation: half of 1F1B's)")
-TWO_THIRDS = _long("F = I = W, large p and m (an approximation: two thirds of 1F1B's)")
-STEADY = Condition("F = I = W, m >= 2p-1", lambda s: s.is_equal and s.m >= 2 * s.p - 1)
+_ALIKE = Condition("m >= 2p, the overlapped pair as long as its parts", lambda s: s.m >= 2 * s.p)
+_DESCENDING = Condition("m >= 2p, W <= I <= F", lambda s: s.m >= 2 * s.p and s.w <= s.i <= s.f)
+_DOUBLE = Condition("B = 2F, m = p", lambda s: s.b == 2 * s.f and s.m == s.p)
+_NO_DOUBLING = _DOUBLE._replace(text="B = 2F, m = p (more microbatches need forward doubling)")
+_SAME = Condition("B = F, p divides m", lambda s: s.f == s.b and s.m % s.p == 0)
+_LONGER = Condition("B >= F, p divides m", lambda s: s.b >= s.f and s.m % s.p == 0)
+_ONE_UNIT = Condition("B >= F, m = p; or B = F, p divides m", lambda s: _SAME.holds(s) or (s.b >= s.f and s.m == s.p))
+_HALF = _long("F = I = W, large p and m (an approximation: half of 1F1B's)")
+_TWO_THIRDS = _long("F = I = W, large p and m (an approximation: two thirds of 1F1B's)")
+_STEADY = Condition("F = I = W, m >= 2p-1", lambda s: s.is_equal and s.m >= 2 * s.p - 1)
 
-Rows = tuple[tuple[str, str, Callable[[Sizes], float], Condition], ...]
-"""Schedule, text, bubble, and where it holds."""
-_PUBLISHED: Rows = (
-    ("gpipe", "(p-1)(F+I+W)", lambda s: s.fill, ALWAYS),
-    ("1f1b", "(p-1)(F+I+W)", lambda s: s.fill, ALWAYS),
-    ("eager-1f1b", "(p-1)(F+I+W)", lambda s: s.fill, SHRINKING),
+_Rows = tuple[tuple[str, str, Callable[[Sizes], float], Condition], ...]
+"""Schedule, text, bubble, and the condition under which the formula holds."""
+_PUBLISHED: _Rows = (
+    ("gpipe", "(p-1)(F+I+W)", lambda s: s.fill, _ALWAYS),
+    ("1f1b", "(p-1)(F+I+W)", lambda s: s.fill, _ALWAYS),
+    ("eager-1f1b", "(p-1)(F+I+W)", lambda s: s.fill, _SHRINKING),
     ("interleaved-1f1b", "(p-1)(F+I+W)/v", lambda s: s.fill / s.v, Condition("v > 1", lambda s: s.v > 1)),
     ("gis", "(p-1)(F+I)/v", lambda s: s.split_fill, Condition("g = p", lambda s: s.g == s.p)),
     (
         "gis",
         "((p-1)(F+I) + (v-1)(p-g)(F+I-W))/v",
         lambda s: s.split_fill + (s.v - 1) * (s.p - s.g) * (s.f + s.i - s.w) / s.v,
-        SMALL_GROUPS,
+        _SMALL_GROUPS,
     ),
-    ("breadth-first", "(p-1)(F+I+W)/v", lambda s: s.fill / s.v, FULL),
-    ("zb-h1", "(p-1)(F+I-W)", lambda s: (s.p - 1) * (s.f + s.i - s.w), SMALL_W),
-    ("zb-h2", "(p-1) max(0, F+I-2W)", lambda s: (s.p - 1) * max(0.0, s.f + s.i - 2 * s.w), SMALL_W_LONG),
-    ("zb-v", "0", lambda _: 0.0, STEADY),
-    ("v-half", "(p-1)(F+I+W)/2", lambda s: s.fill / 2, HALF),
-    ("v-min", "2(p-1)(F+I+W)/3", lambda s: 2 * s.fill / 3, TWO_THIRDS),
-    ("dualpipe-v", "(p-1)(F+2I-W)/2", lambda s: (s.p - 1) * (s.f + 2 * s.i - s.w) / 2, ALIKE),
-    ("chimera", "(p-2)/(2m+p-2) of the time", lambda s: (s.p - 2) * s.f, SAME),
-    ("chimera", "(p-2)/(3m/2+p-2) of the time", lambda s: 2 * (s.p - 2) * s.f, NO_DOUBLING),
+    ("breadth-first", "(p-1)(F+I+W)/v", lambda s: s.fill / s.v, _FULL),
+    ("zb-h1", "(p-1)(F+I-W)", lambda s: (s.p - 1) * (s.f + s.i - s.w), _SMALL_W),
+    ("zb-h2", "(p-1) max(0, F+I-2W)", lambda s: (s.p - 1) * max(0.0, s.f + s.i - 2 * s.w), _SMALL_W_LONG),
+    ("zb-v", "0", lambda _: 0.0, _STEADY),
+    ("v-half", "(p-1)(F+I+W)/2", lambda s: s.fill / 2, _HALF),
+    ("v-min", "2(p-1)(F+I+W)/3", lambda s: 2 * s.fill / 3, _TWO_THIRDS),
+    ("dualpipe-v", "(p-1)(F+2I-W)/2", lambda s: (s.p - 1) * (s.f + 2 * s.i - s.w) / 2, _ALIKE),
+    ("chimera", "(p-2)/(2m+p-2) of the time", lambda s: (s.p - 2) * s.f, _SAME),
+    ("chimera", "(p-2)/(3m/2+p-2) of the time", lambda s: 2 * (s.p - 2) * s.f, _NO_DOUBLING),
     (
         "hanayo",
         "(2p-2)/(3pW+p-1) of the time, W = v/2 waves",
         lambda s: s.work * (2 * s.p - 2) / (3 * s.p * s.v / 2 - (s.p - 1)),
-        DOUBLE,
+        _DOUBLE,
     ),
 )
-_OURS: Rows = (
+_OURS: _Rows = (
     (
         "1f1b-split",
         "(p-1)(F+I), the least for a last stage that holds one microbatch",
         lambda s: (s.p - 1) * (s.f + s.i),
-        ALWAYS,
+        _ALWAYS,
     ),
     (
         "gis",
         "((p-1)(F+I) + (v-1) max((p-g)F, p(F+I) - g(F+I+W)))/v, or (p-1)(F+I)/v with g = p",
         lambda s: s.split_fill + _gis_wait(s),
-        NONE_LONG,
+        _NONE_LONG,
     ),
     (
         "v-half",
@@ -220,19 +220,19 @@ _OURS: Rows = (
         lambda s: (4 * s.p - (5 if s.p % 3 else 7)) * s.f / 2,
         _long("F = I = W, m >= 2p, p > 1", least=1),
     ),
-    ("dualpipe-v", "(p-1)(F+I-W)/2", lambda s: (s.p - 1) * (s.f + s.i - s.w) / 2, DESCENDING),
+    ("dualpipe-v", "(p-1)(F+I-W)/2", lambda s: (s.p - 1) * (s.f + s.i - s.w) / 2, _DESCENDING),
     (
         "chimera",
         "(p-2)(B + (m/p-1)(B-F))",
         lambda s: (s.p - 2) * (s.b + (s.m / s.p - 1) * (s.b - s.f)),
-        LONGER,
+        _LONGER,
     ),
-    ("hanayo", "2(p-1)B/v", lambda s: 2 * (s.p - 1) * s.b / s.v, ONE_UNIT),
+    ("hanayo", "2(p-1)B/v", lambda s: 2 * (s.p - 1) * s.b / s.v, _ONE_UNIT),
 )
 BUBBLES = tuple(
     BubbleFormula(*row, is_paper) for rows, is_paper in ((_PUBLISHED, True), (_OURS, False)) for row in rows
 )
-"""The papers' first."""
+"""All bubble formulas, the papers' first."""
 
 PEAKS = (
     PeakFormula("gpipe", "m", lambda s, _: s.m),
@@ -246,19 +246,66 @@ PEAKS = (
     PeakFormula("zb-h1", "min(p, m)", lambda s, _: min(s.p, s.m)),
     PeakFormula("zb-h2", "min(2p-1, m)", lambda s, _: min(2 * s.p - 1, s.m)),
     PeakFormula("zb-v", "p", lambda s, _: min(s.p, s.m), Condition("m >= 2p-1", lambda s: s.m >= 2 * s.p - 1)),
-    PeakFormula("v-half", "(p+2)//2", lambda s, _: (s.p + 2) // 2, LARGEST_STAGE),
-    PeakFormula("v-min", "(p+4)//3", lambda s, _: (s.p + 4) // 3, LARGEST_STAGE),
+    PeakFormula("v-half", "(p+2)//2", lambda s, _: (s.p + 2) // 2, _LARGEST_STAGE),
+    PeakFormula("v-min", "(p+4)//3", lambda s, _: (s.p + 4) // 3, _LARGEST_STAGE),
     PeakFormula("dualpipe-v", "p + 1/2", lambda s, _: s.p + 0.5, Condition("m > 2p", lambda s: s.m > 2 * s.p)),
-    PeakFormula("chimera", "p/2 + 1 + min(s, p-1-s)", lambda s, i: min(s.m, s.p / 2 + 1 + min(i, s.p - 1 - i)), FULL),
-    PeakFormula("hanayo", "p - (p-1-s)/v", lambda s, stage: min(s.m, s.p - (s.p - 1 - stage) / s.v), FULL),
+    PeakFormula("chimera", "p/2 + 1 + min(s, p-1-s)", lambda s, i: min(s.m, s.p / 2 + 1 + min(i, s.p - 1 - i)), _FULL),
+    PeakFormula("hanayo", "p - (p-1-s)/v", lambda s, stage: min(s.m, s.p - (s.p - 1 - stage) / s.v), _FULL),
 )
 
 
 def bubble_formulas(name: str) -> tuple[BubbleFormula, ...]:
-    """The bubble formulas of a schedule, the paper's first; empty where it is found by search."""
+    """Returns the bubble formulas of a schedule, the paper's first; none for a schedule that is found by search."""
     return tuple(formula for formula in BUBBLES if formula.schedule == name)
 
 
 def peak_formula(name: str) -> PeakFormula | None:
-    """The peak formula of a schedule, if it has one."""
+    """Returns the peak formula of a schedule, if it has one."""
     return next((formula for formula in PEAKS if formula.schedule == name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """One schedule at one size and one set of lengths."""
+
+    schedule: str
+    published_rate: float | None
+    """The paper's bubble rate; None where the paper has no formula for these sizes and lengths."""
+    fitted_rate: float | None
+    """The rate by our own closed form of the ideal table."""
+    table_rate: float
+    """The bubble rate of the ideal table."""
+    formula_peak: float | None
+    """Activations of the fullest stage by formula, in those of one microbatch on a whole stage."""
+    table_peak: float
+    """Activations of the fullest stage in the table."""
+
+
+def compare(name: str, request: ScheduleRequest, lengths: SlotLengths) -> Levels:
+    """Returns the formulas and the ideal table of a schedule at one size.
+
+    ``lengths`` are those of a whole stage, so that all schedules do the same work; they are also the profile of the
+    automatic schedule. Formulas are for chains: where the request brings a graph there are none. Raises
+    ValueError where these sizes do not fit the schedule.
+    """
+    profile = (lengths.forward, lengths.input_gradient, lengths.weight_gradient)
+    request = replace(request, durations_ms=profile)
+    sizes = Sizes.of(name, request, lengths)
+    table = build_schedule(name, request)
+    cut = schedule_entry(name).chunk_parts
+    parts = cut(request.num_stages) if cut else ()
+    is_chain = request.graph is None
+    peak = peak_formula(name) if is_chain else None
+    return Levels(
+        schedule=name,
+        published_rate=_rate(name, sizes, published=True) if is_chain else None,
+        fitted_rate=_rate(name, sizes, published=False) if is_chain else None,
+        table_rate=execute(table, per_stage(table, lengths, parts)).bubble_rate,
+        formula_peak=None if peak is None else max(peak.peak(sizes, stage) for stage in range(sizes.p)),
+        table_peak=max(table.peak_activations(parts)),
+    )
+
+
+def _rate(name: str, sizes: Sizes, *, published: bool) -> float | None:
+    rates = (formula.rate(sizes) for formula in bubble_formulas(name) if formula.published is published)
+    return next((rate for rate in rates if rate is not None), None)

@@ -1,35 +1,162 @@
-"""The names of the schedules, and how a table is built by its name."""
+"""The registry: how a description gets a name, in the library or in a user's file, and how a table is built by name.
+
+::
+
+    @schedule("my-schedule", shape=ONE_EACH, source="where it is published")
+    def my_schedule(s: Stage) -> Order:
+        return rounds(F.ahead(s.p - 1 - s.i), B)
+"""
 
 import difflib
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from inspect import isfunction
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
 
 from rrfp_jax.field_rules import typed
-from rrfp_jax.schedules.description import Description
-from rrfp_jax.schedules.entry import KNOWN, ScheduleEntry
-from rrfp_jax.schedules.request import ScheduleRequest
+from rrfp_jax.schedules._description import Description, located, table_of, told
+from rrfp_jax.schedules.language.rule import Rule
+from rrfp_jax.schedules.language.stage import Stage, WholeBackward
+from rrfp_jax.schedules.operations import Op
+from rrfp_jax.schedules.request import ANY, ScheduleRequest, ScheduleShape
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.schedules.user_file import entry_in_file, is_in_file, is_rule
+from rrfp_jax.schedules.tasks import linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleEntry:
+    """One schedule and the facts that a user should know before asking for it."""
+
+    name: str
+    describe: Description
+    source: str = "yours"
+    shape: ScheduleShape = ANY
+    """Placement of the chunks and the graph, where a request brings none."""
+    split_backward: bool | None = None
+    """Whether the backward runs as I and W; None: where the description names one of them."""
+    weights_fill: bool = False
+    """Whether W stand where a stage would idle, so that as a hint they rank behind all F and I."""
+    from_times: bool = False
+    """Whether it is made from the profiled times that are asked for with it; others are the same for all times."""
+    has_groups: bool = False
+    """Whether a ``group_size`` may be asked for."""
+    any_graph: bool = False
+    """Whether it orders the chunks of any graph on any placement; the others make a placement and a chain."""
+    ops: tuple[Op, ...] | Callable[[Stage], Iterable[Op]] = ()
+    """Operations that the pipeline has with this schedule; or a function of the first stage that returns them."""
+    constraints: str = "none"
+    chunk_parts: Callable[[int], tuple[int, ...]] | None = None
+    """Relative sizes of the chunks for a number of stages; None: equal."""
+
+    def chunks_for(self, request: ScheduleRequest) -> int:
+        """Returns the chunks per stage that a request means. Raises ValueError if the schedule cannot have them."""
+        asked, own = request.chunks_per_stage, self.shape.chunks_per_stage
+        if asked is None or (self.any_graph and request.placement is not None):
+            return own
+        if self.shape.fixed_chunks and asked != own:
+            raise ValueError(
+                f"schedule {self.name!r} has {own} chunks per stage, not {asked}: give chunks_per_stage={own}"
+            )
+        return asked
+
+    def stages(self, request: ScheduleRequest, *, split: bool = False) -> list[Stage]:
+        """Returns the stages with which the description is called."""
+        p, m, v = request.num_stages, request.num_microbatches, self.chunks_for(request)
+        if request.graph is None:
+            placement = located(self.name, None, lambda: self.shape.placement(p, v))
+            graph = located(self.name, None, lambda: self.shape.graph(p, v, m))
+        else:
+            placement, graph = request.placement or linear(request.graph.num_chunks), request.graph
+        split_chunks = frozenset(range(graph.num_chunks)) if split else frozenset()
+        graph = replace(graph, split=split_chunks)
+        own = self.ops
+        if callable(own):
+            own = _checked(self.name, located(self.name, 0, partial(own, Stage(0, placement, graph, request))))
+        graph = replace(graph, ops=(*graph.ops, *own))
+        return [Stage(i, placement, graph, request) for i in range(p)]
+
+    def table(self, request: ScheduleRequest) -> ScheduleTable:
+        """Returns the validated table. Raises ValueError with the remedy where the sizes do not fit the schedule."""
+        try:
+            stages = self.stages(request, split=bool(self.split_backward))
+            return table_of(self.name, self.describe, stages, weights_fill=self.weights_fill)
+        except ValueError as error:
+            # A description that names I or W without saying so beforehand means a split backward.
+            if self.split_backward is not None or not isinstance(error.__cause__, WholeBackward):
+                raise
+            stages = self.stages(request, split=True)
+            return table_of(self.name, self.describe, stages, weights_fill=self.weights_fill)
+
+
+D = TypeVar("D", bound=Description)
+KNOWN: dict[str, ScheduleEntry] = {}
+"""All schedules that have a name everywhere."""
+_collecting = [KNOWN]
+
+
+def schedule(name: str, **facts: Any) -> Callable[[D], D]:
+    """Registers a description; ``facts`` are the other fields of its entry. Without a shape it takes any graph."""
+
+    def register(describe: D) -> D:
+        if name in _collecting[-1]:
+            raise ValueError(f"schedule {name!r} is registered twice: give one of them another name")
+        if not isinstance(facts.get("shape", ANY), ScheduleShape):
+            raise ValueError(
+                f"schedule {name!r} has the shape {facts['shape']!r}: give one of rrfp_jax.schedules.request"
+            )
+        if not callable(facts.get("ops", ())):
+            _checked(name, facts.get("ops", ()))
+        entry = ScheduleEntry(name=name, describe=describe, **{"any_graph": "shape" not in facts} | facts)
+        _collecting[-1][name] = entry
+        return describe
+
+    return register
+
+
+def _checked(name: str, ops: Iterable[Any]) -> tuple[Op, ...]:
+    found = tuple(ops)
+    wrong = next((op for op in found if not isinstance(op, Op)), None)
+    if wrong is not None:
+        raise ValueError(f"schedule {name!r} has {wrong!r} among its operations: give Op(...)")
+    return found
+
+
+@contextmanager
+def _registering() -> Iterator[dict[str, ScheduleEntry]]:
+    """Collects the schedules registered in this context instead of adding them to the known ones."""
+    _collecting.append({})
+    try:
+        yield _collecting[-1]
+    finally:
+        _collecting.pop()
 
 
 def schedule_names() -> tuple[str, ...]:
-    """All names, sorted."""
+    """Returns all names of schedules, sorted."""
     return tuple(sorted(KNOWN))
 
 
 def is_schedule(name: str) -> bool:
-    """Whether this is the name of a schedule, or says ``FILE.py:NAME`` of something that is no rule."""
+    """Whether this is the name of a schedule, or a ``FILE.py:NAME`` that is no rule."""
     return name in KNOWN or (is_in_file(name) and not is_rule(name))
 
 
 def schedule_entry(name: str | Description) -> ScheduleEntry:
-    """The entry of a schedule, by its name, as ``FILE.py:NAME``, or by the function that describes it.
+    """Returns the entry of a schedule: by its name, as ``FILE.py:NAME``, or by the function that describes it.
 
-    Raises ValueError with the names there are.
+    Raises ValueError with the known names.
     """
     if callable(name):
         known = (entry for entry in KNOWN.values() if entry.describe is name)
         return next(known, ScheduleEntry(name=getattr(name, "__name__", "mine"), describe=name, any_graph=True))
     if is_in_file(name):
-        return entry_in_file(name)
+        return _entry_in_file(name)
     if name not in KNOWN:
         near = difflib.get_close_matches(name, KNOWN, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
@@ -41,13 +168,13 @@ def schedule_entry(name: str | Description) -> ScheduleEntry:
 
 
 def chunks_per_stage(name: str, request: ScheduleRequest) -> int:
-    """The number that a request means for a schedule; raises ValueError if the schedule cannot have it."""
+    """Returns the chunks per stage that a request means. Raises ValueError if the schedule cannot have them."""
     return schedule_entry(name).chunks_for(request)
 
 
 @typed
 def build_schedule(name: str | Description, request: ScheduleRequest) -> ScheduleTable:
-    """The validated table of a schedule, as :func:`schedule_entry` finds it.
+    """Returns the validated table of a schedule, which is named as for :func:`schedule_entry`.
 
     Raises ValueError with the remedy where the sizes do not fit it.
     """
@@ -67,5 +194,90 @@ def build_schedule(name: str | Description, request: ScheduleRequest) -> Schedul
 
 
 def schedules_of_any_graph() -> tuple[str, ...]:
-    """The names of those that order the chunks of any graph on any placement, sorted."""
+    """Returns the names of the schedules that order the chunks of any graph on any placement, sorted."""
     return tuple(name for name in schedule_names() if KNOWN[name].any_graph)
+
+
+_IN_FILE = re.compile(r"(.+\.py)(?::(.*))?")
+
+
+def is_in_file(name: str) -> bool:
+    """Whether a name has the form ``FILE.py:NAME``."""
+    return _IN_FILE.fullmatch(name) is not None
+
+
+def _entry_in_file(name: str) -> ScheduleEntry:
+    """Returns the schedule of this name. Raises ValueError where there is none or the file cannot be imported."""
+    found = _named(name)
+    if isinstance(found, Rule):
+        raise ValueError(f"{name} is a rule: give it as a hint, or describe a table with its .frozen()")
+    return replace(found, name=name)
+
+
+def rule_in_file(name: str) -> Rule:
+    """Returns the rule of this name. Raises ValueError as for a schedule."""
+    found = _named(name)
+    if not isinstance(found, Rule):
+        raise ValueError(f"{name} is a schedule, not a rule: give it as one")
+    return found
+
+
+def is_rule(name: str) -> bool:
+    """Whether a name ``FILE.py:NAME`` names a rule."""
+    return is_in_file(name) and isinstance(_named(name), Rule)
+
+
+def _named(name: str) -> ScheduleEntry | Rule:
+    match = _IN_FILE.fullmatch(name)
+    assert match is not None
+    path, word = match.group(1), match.group(2) or ""
+    try:
+        found = _contents(path, Path(path).stat().st_mtime_ns)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(f"cannot read schedule {name}: {why}: give the path of a Python file") from error
+    if word not in found:
+        near = difflib.get_close_matches(word, found, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        there = f"it describes {', '.join(found)}" if found else "it has no function of a stage"
+        raise ValueError(f"{path} has no schedule {word!r}: {meant}write {path}:NAME; {there}")
+    return found[word]
+
+
+@lru_cache(maxsize=64)
+def _contents(path: str, _: int) -> dict[str, ScheduleEntry | Rule]:
+    """Returns the schedules and rules of a file by name. The second argument is its time of change."""
+    text = Path(path).read_text(encoding="utf-8")
+    # Not an ordinary import: the file need not lie on sys.path, and must be read anew when it has changed. In
+    # sys.modules all the same, since dataclasses and pickle look a class's module up there.
+    module = ModuleType(f"rrfp_schedules_{Path(path).stem}")
+    sys.modules[module.__name__] = module
+    with _registering() as registered, _beside(Path(path).resolve().parent):
+        try:
+            exec(compile(text, path, "exec"), module.__dict__)
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"cannot import {path}: {told(error)}") from error
+    of_function = {entry.describe: entry for entry in registered.values()}
+    found: dict[str, ScheduleEntry | Rule] = {**registered}
+    for name, value in vars(module).items():
+        if isinstance(value, Rule):
+            found.setdefault(name, value)
+        elif isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_"):
+            found.setdefault(name, of_function.get(value) or ScheduleEntry(name=name, describe=value, any_graph=True))
+    return found
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[None]:
+    """Lets the context import modules from the folder, and forgets them at its end: another file's may have the same
+    names."""
+    known = set(sys.modules)
+    sys.path.append(str(folder))  # last: a file named like a module, such as random.py, does not take its place
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - known:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and Path(file).parent == folder:
+                del sys.modules[name]

@@ -1,15 +1,17 @@
-"""What a table is asked for: sizes, profiled times, and the graph where it is no chain."""
+"""A request for a table: sizes, profiled times and the graph; and the shapes of schedules that make their own graph."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import inf
 
 from rrfp_jax.field_rules import AT_LEAST_1, POSITIVE, check_fields, check_types
-from rrfp_jax.tasks import PipelineGraph, Placement, linear
+from rrfp_jax.schedules.graph import PipelineGraph, chain, opposite_chains
+from rrfp_jax.schedules.tasks import Placement, bidirectional, linear, looped, v_shaped, waves
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRequest:
-    """What a table is built for. Raises ValueError on numbers that no schedule accepts."""
+    """The sizes and times that a table is built for. Raises ValueError on numbers that no schedule accepts."""
 
     num_stages: int
     num_microbatches: int
@@ -23,7 +25,7 @@ class ScheduleRequest:
     durations_ms: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """Profiled F, I and W of one stage (all its chunks), in milliseconds; read by schedules made from such times."""
     comm_ms: float = 0.0
-    """Profiled time from one stage to the next, in milliseconds; read likewise."""
+    """Profiled time from one stage to the next, in milliseconds; read by the same schedules."""
     memory_limit: float | None = None
     """Activations that a stage may hold, in those of one microbatch; read by the automatic schedule (None: 2 p)."""
     input_gradient_frees: float = 0.0
@@ -64,3 +66,64 @@ def _check_graph(request: ScheduleRequest, graph: PipelineGraph, placement: Plac
         )
     if graph.num_microbatches != request.num_microbatches:
         raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {request.num_microbatches}")
+
+
+@dataclass(frozen=True)
+class ScheduleShape:
+    """Placement and graph of a schedule, as functions of its sizes."""
+
+    words: str
+    placement: Callable[[int, int], Placement]
+    """Makes the placement for numbers of stages and of chunks per stage."""
+    graph: Callable[[int, int, int], PipelineGraph] = lambda p, v, m: chain(p * v, m)
+    """Makes the graph, with a whole backward, for numbers of stages, chunks per stage and microbatches."""
+    chunks_per_stage: int = 2
+    """The number of chunks per stage that is taken unless the user gives one."""
+    fixed_chunks: bool = True
+    """Whether :attr:`chunks_per_stage` is the only possible number."""
+
+
+def _waves(p: int, v: int) -> Placement:
+    if v % 2:
+        raise ValueError(f"waves need 2 chunks per stage each, not {v} in all: give chunks_per_stage={v + 1}")
+    return waves(p, v // 2)
+
+
+def place_in_unit(p: int, m: int, microbatch: int) -> tuple[int, bool, int]:
+    """Returns a microbatch's unit of p microbatches, whether it goes up, and its number within that direction.
+
+    Half of a unit goes each way. The last unit of m microbatches may be smaller.
+    """
+    unit, place = divmod(microbatch, p)
+    half = min(p, m - unit * p) // 2
+    return unit, place >= half, place % half
+
+
+def _check_even(p: int, m: int) -> None:
+    for what, number in (("num_stages", p), ("num_microbatches", m)):
+        if number % 2:
+            raise ValueError(
+                f"chimera sends half of the microbatches each way through the same stages, so {what} ({number}) "
+                f"must be even: give {what}={number + 1}" + (f" or {number - 1}" if number > 1 else "")
+            )
+
+
+def _two_ways(p: int, _: int, m: int) -> PipelineGraph:
+    _check_even(p, m)
+    return opposite_chains(p, [i for i in range(m) if not place_in_unit(p, m, i)[1]], m)
+
+
+def _alternating(p: int, _: int, m: int) -> PipelineGraph:
+    _check_even(p, m)
+    return opposite_chains(p, range(0, m, 2), m)
+
+
+ONE_EACH = ScheduleShape("one chunk per stage", lambda p, v: linear(p), chunks_per_stage=1)
+LOOPED = ScheduleShape("looped: chunk c on stage c mod p", looped, fixed_chunks=False)
+V = ScheduleShape("V: stage s owns chunks s and 2p-1-s", lambda p, v: v_shaped(p))
+WAVES = ScheduleShape("waves: down and up the stages, chunks_per_stage / 2 times", _waves, fixed_chunks=False)
+TWO_WAYS = ScheduleShape("two copies of p chunks in opposite directions", lambda p, v: bidirectional(p), _two_ways)
+ALTERNATING = replace(TWO_WAYS, graph=_alternating)
+"""Two copies in opposite directions, between which the microbatches alternate."""
+ANY = ScheduleShape("looped, one chunk per stage", looped, chunks_per_stage=1, fixed_chunks=False)
+"""The shape of a description that is registered without one."""

@@ -13,16 +13,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from rrfp_jax.schedules.graph import PipelineGraph
+from rrfp_jax.schedules.operations import COMPUTE
 from rrfp_jax.schedules.table import ScheduleTable, relative_sizes
+from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
+from rrfp_jax.schedules.timeline import Span, Timeline
 from rrfp_jax.schedules.validation import execution_order
-from rrfp_jax.tasks import COMPUTE, PipelineGraph, Placement, Task, TaskKind
-from rrfp_jax.timeline import Span, Timeline
 
 
 @dataclass(frozen=True)
 class SlotLengths:
-    """How long one task lasts, by kind, in any unit; a full backward takes the sum of its halves. What operations take
-    they say themselves, in the same unit."""
+    """Lengths of tasks by kind, in any unit. A full backward takes the sum of its halves; an operation has its own
+    length, ``ms``, in the same unit."""
 
     forward: float = 1.0
     input_gradient: float = 1.0
@@ -48,7 +50,7 @@ class SlotTable:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The same as a recorded step, one second per unit."""
+        """The spans as a recorded step, one second per unit."""
         stage_of = self.table.placement.stage_of_chunk
         lane = self.table.graph.lane
         spans = [
@@ -59,7 +61,7 @@ class SlotTable:
 
     @property
     def makespan(self) -> float:
-        """First start to last end over all stages."""
+        """The time from the first start to the last end over all stages."""
         return self.timeline.makespan_s()
 
     @property
@@ -74,11 +76,11 @@ class SlotTable:
 
     @property
     def idle_fraction(self) -> float:
-        """The idle part of all stages during the makespan (GPipe, Chimera, Hanayo count so)."""
+        """The idle part of all stages during the makespan, as GPipe, Chimera and Hanayo count it."""
         return sum(self.timeline.stage_bubbles()) / self.table.num_stages
 
     def aligned(self, slot: float = 1.0) -> ScheduleTable:
-        """The table with empty cells: column k starts at ``k * slot``, and a longer task is followed by empty cells.
+        """Returns the table with empty cells: column k starts at ``k * slot``, and empty cells follow a longer task.
 
         Raises ValueError if a start is no multiple of the slot, or the column of a task is taken: by one that runs at
         the same time on an engine, or that takes no time.
@@ -104,12 +106,12 @@ class SlotTable:
 
 
 def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, hop: float = 0.0) -> SlotTable:
-    """Run the orders strictly and as soon as possible.
+    """Runs the orders strictly and as soon as possible, and returns the times.
 
     ``length`` gives the time of a task, ``hop`` the time between the end of a task and the start of a dependent one on
-    another stage. Operations take their own ``ms``, in the same unit, each as soon as it can after those before it on
-    its engine; of those that run once per step only what others wait for is there. What operations do to memory counts
-    nowhere. Raises ValueError if the table deadlocks.
+    another stage. Operations take their own ``ms``, in the same unit, each as soon as possible after those before it on
+    its engine. Of operations that run once per step, only those for which others wait run here. Memory that operations
+    move does not count. Raises ValueError if the table deadlocks.
     """
     stage_of = table.placement.stage_of_chunk
     finished, position = execution_order(table.graph, table.orders)
@@ -122,6 +124,8 @@ def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, ho
     def run(task: Task) -> None:
         stage = stage_of[task.chunk]
         engine = (stage, table.graph.lane(task.kind))
+        # R and U are no part of a table; an operation once per step is none either, but others may wait for it, so it
+        # runs here as soon as the first of them asks.
         needed = [d for d in table.graph.dependencies(task) if d.microbatch >= 0 or d.kind in own]
         for once in needed:
             if once not in spans:
@@ -137,8 +141,8 @@ def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, ho
     return SlotTable(table, spans)
 
 
-class Pipeline(Protocol):
-    """Where chunks lie and which feeds which: a table, or what a table is made for."""
+class PlacedGraph(Protocol):
+    """A placement and a graph: a table, or a stage of a description."""
 
     @property
     def placement(self) -> Placement: ...
@@ -147,12 +151,12 @@ class Pipeline(Protocol):
 
 
 def per_stage(
-    pipeline: Pipeline, lengths: Callable[[Task], float], chunk_parts: Sequence[float] = ()
+    pipeline: PlacedGraph, lengths: Callable[[Task], float], chunk_parts: Sequence[float] = ()
 ) -> Callable[[Task], float]:
-    """Lengths of a whole stage, cut for its chunks: equally, or in the proportions of ``chunk_parts``.
+    """Returns the lengths of a whole stage, cut for its chunks: equally, or in the proportions of ``chunk_parts``.
 
     So that schedules with different numbers of chunks are compared at the same work per microbatch and model. The whole
-    backward of a frozen chunk takes as long as its input gradient; an operation what it says itself.
+    backward of a frozen chunk takes as long as its input gradient; an operation takes its own ``ms``.
     """
     own = {op.letter: op.ms for op in pipeline.graph.ops}
     stage_of = pipeline.placement.stage_of_chunk
@@ -171,10 +175,10 @@ def per_stage(
 
 
 def drawing(slots: SlotTable, slot: float = 1.0) -> str:
-    """The table as text, one line per stage and one column per slot, to compare with a paper's figure by eye.
+    """Returns the table as text, one line per stage and one column per slot, to compare with a paper's figure by eye.
 
     Where there are engines beside compute, each has a line of its own under its stage's, and all lines begin with their
-    names. A task that takes no time is not to be seen.
+    names. A task that takes no time is not visible.
     """
     table, rows = slots.table, dict[tuple[int, str], list[Task]]()
     for task in slots.spans:

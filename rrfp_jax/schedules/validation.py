@@ -10,14 +10,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from rrfp_jax.tasks import BUILT_IN_KINDS, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules.graph import PipelineGraph
+from rrfp_jax.schedules.tasks import BUILT_IN_KINDS, Placement, Task, TaskKind
 
 Orders = Sequence[Sequence[Task]]
 
 
 def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: Orders) -> tuple[Task, ...]:
-    """All tasks in an order in which they can finish; raises ValueError, naming the table, at the first thing that
-    keeps these orders from running."""
+    """Returns all tasks in an order in which they can finish. Raises ValueError, naming the table, at the first defect
+    that keeps these orders from running."""
     expected = all_needed(graph)
     for stage, order in enumerate(orders):
         for task in order:
@@ -28,6 +29,7 @@ def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: 
                     f"table {name!r}, stage {stage}: {task} belongs to stage {placement.stage_of_chunk[task.chunk]}, "
                     f"which owns chunk {task.chunk}: move it to that row"
                 )
+    # Sets and counts tell whether anything is wrong; only then is it worth searching for the tasks to name.
     there = {task for order in orders for task in order}
     if len(there) < sum(map(len, orders)):
         counts = Counter(task for order in orders for task in order)
@@ -41,13 +43,13 @@ def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: 
 
 
 def some(tasks: Sequence[Task]) -> str:
-    """The first five, and how many more there are."""
+    """Returns the first five tasks, and the number of further ones, as text."""
     shown = ", ".join(map(str, tasks[:5]))
     return shown if len(tasks) <= 5 else f"{shown} and {len(tasks) - 5} more"
 
 
 def peak_in_flight(order: Sequence[Task]) -> int:
-    """The largest number of microbatches between their first and last task in this order."""
+    """Returns the most microbatches that are between their first and last task at one place of this order."""
     last = {task.microbatch: position for position, task in enumerate(order)}
     held: set[int] = set()
     peak = 0
@@ -60,7 +62,7 @@ def peak_in_flight(order: Sequence[Task]) -> int:
 
 
 def out_of_order(graph: PipelineGraph, orders: Orders) -> tuple[Task, Task] | None:
-    """Two tasks of one chunk that add to its gradients, the later microbatch first in its row; None: there are none."""
+    """Returns two tasks of one chunk that add to its gradients, the later microbatch first; None if there are none."""
     for order in orders:
         latest: dict[int, Task] = {}
         for task in order:
@@ -72,20 +74,20 @@ def out_of_order(graph: PipelineGraph, orders: Orders) -> tuple[Task, Task] | No
     return None
 
 
-def needed_tasks(graph: PipelineGraph, task: Task) -> tuple[Task, ...]:
-    """What a task waits for among those that rows name: an operation that runs once per step stands for what it waits
-    for itself."""
+def _needed_tasks(graph: PipelineGraph, task: Task) -> tuple[Task, ...]:
+    """Returns the dependencies of a task that appear in a table. An operation that runs once per step is replaced by
+    its own dependencies."""
     needed = graph.dependencies(task)
     if graph.ops and any(one.microbatch < 0 for one in needed):
-        return tuple(d for one in needed for d in ((one,) if one.microbatch >= 0 else needed_tasks(graph, one)))
+        return tuple(d for one in needed for d in ((one,) if one.microbatch >= 0 else _needed_tasks(graph, one)))
     return needed
 
 
 @lru_cache(maxsize=2)
 def all_needed(graph: PipelineGraph) -> Mapping[Task, tuple[Task, ...]]:
-    """:func:`needed_tasks` of each task, kept for the next table of the same graph: a search makes many of them."""
+    """Returns :func:`_needed_tasks` of each task, kept for the next table of the graph: a search makes many of them."""
     if graph.ops:
-        return {task: needed_tasks(graph, task) for task in graph.tasks()}
+        return {task: _needed_tasks(graph, task) for task in graph.tasks()}
     # Without operations the same is put together chunk by chunk, in a third of the time: a table of 98,304 tasks waits
     # for little else. The tests compare it with `graph.dependencies`.
     chunks = range(graph.num_chunks)
@@ -110,7 +112,7 @@ def all_needed(graph: PipelineGraph) -> Mapping[Task, tuple[Task, ...]]:
 
 
 def dependants(graph: PipelineGraph) -> dict[Task, list[Task]]:
-    """For every task with dependants, the tasks that wait for it."""
+    """Returns the tasks that wait for each task that has any."""
     after: dict[Task, list[Task]] = {}
     for task, all_of_them in all_needed(graph).items():
         for needed in all_of_them:
@@ -119,13 +121,15 @@ def dependants(graph: PipelineGraph) -> dict[Task, list[Task]]:
 
 
 def execution_order(graph: PipelineGraph, orders: Orders) -> tuple[list[Task], list[int]]:
-    """Run the orders strictly; return the tasks in an order in which they can finish, and how far each stage came."""
+    """Runs the orders strictly. Returns the tasks in an order in which they can finish, and each stage's position."""
     finished: list[Task] = []
     done: set[Task] = set()
     waiting: dict[Task, list[int]] = {}
     position = [0] * len(orders)
     runnable = list(range(len(orders)))
     needed = all_needed(graph)
+    # A stage runs until its next entry is blocked, and is looked at again only once the blocker has finished: so every
+    # entry is tried at most once per dependency, however many stages there are.
     while runnable:
         stage = runnable.pop()
         order = orders[stage]
@@ -168,12 +172,12 @@ def _check_execution(name: str, placement: Placement, graph: PipelineGraph, orde
 def _cycle(
     placement: Placement, graph: PipelineGraph, heads: dict[int, Task], done: set[Task]
 ) -> list[tuple[Task, Task]]:
-    """The cycle of blocked entries as pairs (the entry, what it waits for)."""
+    """Returns the cycle of blocked entries as pairs of an entry and the task that it waits for."""
     stage = min(heads)
     path: dict[int, tuple[Task, Task]] = {}
     while stage not in path:
         task = heads[stage]
-        needed = next(d for d in needed_tasks(graph, task) if d not in done)
+        needed = next(d for d in _needed_tasks(graph, task) if d not in done)
         path[stage] = (task, needed)
         stage = placement.stage_of_chunk[needed.chunk]
     stages = list(path)

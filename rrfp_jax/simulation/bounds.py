@@ -1,40 +1,46 @@
-"""Bounds beside every result: what no order can beat, and what the paper's BF never exceeds.
+"""Bounds beside every result: a lower bound for any order, and an upper bound for the paper's BF.
 
 Lower bound of a step's makespan, for any order, window and placement: the larger of
 
 * the critical path: the longest chain of tasks and transfers that wait for each other;
 * for each stage, the work it has to do, plus the *fill* before it (no task of the stage can start earlier, whatever the
   others do) and the *drain* after it (something remains to be done elsewhere after any task that may be its last);
-* for each engine that runs operations beside a stage, the same (:mod:`rrfp_jax.simulation.operation_bounds`).
+* for each engine that runs operations beside a stage, its work, fill and drain.
 
-All hold for any means of communication, because transfers only ever occupy more than their time on the way.
+All hold for any means of communication, because transfers never occupy less than their time on the way.
+
+With operations in the graph the bounds come from the longest paths through its tasks one by one (:func:`path_bounds`).
+The makespan lies between the first start and the last end of tasks with a microbatch on compute lanes. So a path counts
+from such a task to such a task; an operation that need not run between the two, such as one that runs before the first
+forward, bounds nothing.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
+from math import inf, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.arbitration import MessageKind
-from rrfp_jax.simulation.costs import for_graph
-from rrfp_jax.simulation.jitter import InjectedSleeps
+from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.simulation.costs import InjectedSleeps, for_graph, of_tasks
 from rrfp_jax.simulation.links import Links
-from rrfp_jax.simulation.operation_bounds import path_bounds
-from rrfp_jax.tasks import COMPUTE, PipelineGraph, Placement, TaskKind
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """What no order can beat, in milliseconds from first start to last end."""
+    """A makespan that no order can beat, in milliseconds from first start to last end."""
 
     critical_path_ms: float
     stage_ms: tuple[float, ...]
-    """Per stage: fill, work and drain."""
+    """Fill, work and drain of each stage."""
     engine_ms: Mapping[tuple[int, str], float] = field(default_factory=dict)
-    """By stage and lane, the same of every engine beside it."""
+    """Fill, work and drain of every engine beside a stage, by stage and lane."""
 
     @property
     def total_ms(self) -> float:
@@ -42,7 +48,7 @@ class LowerBound:
 
 
 def at_least_ms(durations_ms: Array, sleeps: InjectedSleeps | None) -> Array:
-    """Durations with the part of the injected sleeps that does not depend on the order."""
+    """Returns durations with the part of the injected sleeps that does not depend on the order."""
     if sleeps is None:
         return durations_ms
     longer = durations_ms.copy()
@@ -59,14 +65,14 @@ def lower_bound(
     host_ms: float = 0.0,
     operations_ms: Mapping[str, float] | None = None,
 ) -> LowerBound:
-    """The bound of one step.
+    """Returns the lower bound of one step.
 
     Args:
         graph, placement: the pipeline.
         durations_ms: [chunks, microbatches, 3] for F, input gradient and weight gradient.
-        links: what transfers take; None: nothing.
-        host_ms: of the host before each task, where nothing hides it.
-        operations_ms: what operations take, by their letters; where one is not named, what it says itself.
+        links: durations of transfers; None: transfers take no time.
+        host_ms: time of the host before each task, where nothing hides it.
+        operations_ms: durations of operations by their letters; by default an operation's own ``ms``.
     """
     links = links or Links()
     lanes_ms: dict[tuple[int, str], float] = {}
@@ -86,13 +92,13 @@ def lower_bound(
 
 
 def bf_upper_bound_ms(forward_ms: Array, backward_ms: Array) -> float:
-    """The RRFP paper's bound (section 6) on the makespan of BF with one chunk per stage and free communication.
+    """Returns the RRFP paper's bound (section 6) on the makespan of BF with one chunk per stage and free communication.
 
     Args:
         forward_ms, backward_ms: [stages, microbatches]; a fused backward.
 
-    It is the sum of the forward-only and the backward-only pipeline's makespans, and, over all microbatches but the
-    first (forward) or the last (backward), of what the slowest stage takes more than the last stage.
+    It is the sum of the forward-only and the backward-only pipeline's makespans, and of the time by which the slowest
+    stage exceeds the last stage, over all microbatches but the first (forward) or the last (backward).
     """
     extra_forward = (forward_ms.max(axis=0) - forward_ms[-1])[1:].sum()
     extra_backward = (backward_ms.max(axis=0) - backward_ms[-1])[:-1].sum()
@@ -100,7 +106,7 @@ def bf_upper_bound_ms(forward_ms: Array, backward_ms: Array) -> float:
 
 
 def one_way_ms(durations_ms: Array) -> float:
-    """Makespan of a pipeline that runs in one direction only; [stages, microbatches] in the order of passage."""
+    """Returns the makespan of a pipeline that runs in one direction; [stages, microbatches] in the order of passage."""
     stage_free = np.zeros(len(durations_ms))
     for microbatch in durations_ms.T:
         arrived = 0.0
@@ -129,7 +135,10 @@ class _Paths:
         shape = self.forward.shape
         self.forward_head = np.zeros(shape)
         self.forward_tail, self.backward_tail = np.zeros(shape), np.zeros(shape)
-        self._find_heads()
+        for c in chunks:
+            for p in graph.predecessors(c):
+                ends = self.forward_head[p] + self.forward[p] + self._transfer(MessageKind.ACTIVATION, p, c)
+                _raise(self.forward_head[c], ends, self.exists[p])
         self._find_tails()
 
     def critical_path_ms(self) -> float:
@@ -137,7 +146,7 @@ class _Paths:
         return float(np.where(self.exists, whole, 0.0).max())
 
     def stage_ms(self, chunks: tuple[int, ...]) -> float:
-        """Fill, work and drain of the stage that owns these chunks.
+        """Returns fill, work and drain of the stage that owns these chunks.
 
         A stage's first task is an F. Its last is one that leads to no other task of its chunk.
         """
@@ -161,14 +170,9 @@ class _Paths:
                     ends_with_weights = self.graph.accumulating_kind(chunk) is TaskKind.W
                     yield 0.0 if ends_with_weights else float(self.backward_tail[chunk][exists].min())
 
-    def _find_heads(self) -> None:
-        graph = self.graph
-        for c in range(graph.num_chunks):
-            for p in graph.predecessors(c):
-                ends = self.forward_head[p] + self.forward[p] + self._transfer(MessageKind.ACTIVATION, p, c)
-                _raise(self.forward_head[c], ends, self.exists[p])
-
     def _find_tails(self) -> None:
+        # Backwards go by ascending chunk here: a chunk's backward leads on to those of its predecessors, whose tails
+        # are known by then. Forwards follow by descending chunk: each leads to its own backward and to its successors.
         graph = self.graph
         for c in range(graph.num_chunks):
             self.backward_tail[c] = self.weight[c]
@@ -188,5 +192,88 @@ class _Paths:
 
 
 def _raise(values: Array, candidates: Array, exists: NDArray[np.bool_]) -> None:
-    """Where the other task exists, the larger of both, in place."""
+    """Raises values in place to the candidates, at the places where the other task exists."""
     np.maximum(values, candidates, out=values, where=exists)
+
+
+_Lane = tuple[int, str]
+"""A stage, and compute or an engine beside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PathBounds:
+    """Bounds of a step whose graph has operations, in milliseconds."""
+
+    critical_path_ms: float
+    lanes_ms: dict[_Lane, float]
+    """Fill, work and drain of every lane of a stage that has work between the first start and the last end."""
+
+
+def path_bounds(
+    graph: PipelineGraph,
+    placement: Placement,
+    durations_ms: NDArray[np.float64],
+    *,
+    links: Links,
+    host_ms: float = 0.0,
+    operations_ms: Mapping[str, float] | None = None,
+) -> _PathBounds:
+    """Returns the bounds of one step; the arguments are those of :func:`lower_bound`, for any graph."""
+    lasts_ms = task_lengths_ms(graph, durations_ms, operations_ms or {})
+    for task in lasts_ms:
+        if graph.lane(task.kind) == COMPUTE:
+            lasts_ms[task] += host_ms
+    waits = {task: [needed for needed in graph.dependencies(task) if needed in lasts_ms] for task in lasts_ms}
+    order = list(TopologicalSorter(waits).static_order())
+    heads = {task: 0.0 if is_counted(graph, task) else -inf for task in order}
+    tails = dict(heads)
+    for task in order:
+        for needed in waits[task]:
+            arrival_ms = heads[needed] + lasts_ms[needed] + transfer_ms(needed, task, placement, links)
+            heads[task] = max(heads[task], arrival_ms)
+    for task in reversed(order):
+        for needed in waits[task]:
+            rest_ms = transfer_ms(needed, task, placement, links) + lasts_ms[task] + tails[task]
+            tails[needed] = max(tails[needed], rest_ms)
+    between = [task for task in order if isfinite(heads[task]) and isfinite(tails[task])]
+    of_lane: dict[_Lane, list[Task]] = defaultdict(list)
+    for task in between:
+        of_lane[placement.stage_of_chunk[task.chunk], graph.lane(task.kind)].append(task)
+    return _PathBounds(
+        critical_path_ms=max(heads[task] + lasts_ms[task] + tails[task] for task in between),
+        lanes_ms={
+            lane: min(heads[t] for t in tasks) + sum(lasts_ms[t] for t in tasks) + min(tails[t] for t in tasks)
+            for lane, tasks in of_lane.items()
+        },
+    )
+
+
+def task_lengths_ms(
+    graph: PipelineGraph, durations_ms: NDArray[np.float64], operations_ms: Mapping[str, float]
+) -> dict[Task, float]:
+    """Returns the length of each task of a step; tasks that run once per step come last.
+
+    ``durations_ms`` is [chunks, microbatches, 3], for the built-in kinds. An operation takes ``operations_ms`` by its
+    letters, or its own ``ms``.
+    """
+    built_in = of_tasks(for_graph(durations_ms[np.newaxis], graph))
+    own = {op.letter: operations_ms.get(op.letter, op.ms) for op in graph.ops}
+    tasks = list(graph.tasks())
+    if graph.ops:
+        tasks += graph.operations.once(range(graph.num_chunks))
+    return {
+        task: own[task.kind] if task.kind in own else built_in[task.kind][0][task.chunk][task.microbatch]
+        for task in tasks
+    }
+
+
+def is_counted(graph: PipelineGraph, task: Task) -> bool:
+    """Whether the makespan counts this task: one with a microbatch on a compute lane."""
+    return task.microbatch >= 0 and graph.lane(task.kind) == COMPUTE
+
+
+def transfer_ms(earlier: Task, later: Task, placement: Placement, links: Links) -> float:
+    """Returns the time from the end of a task to the arrival of its output at a later one; 0 within a stage."""
+    source, target = placement.stage_of_chunk[earlier.chunk], placement.stage_of_chunk[later.chunk]
+    kind = MessageKind.ACTIVATION if earlier.kind is TaskKind.F else MessageKind.GRADIENT
+    return 0.0 if source == target else links.transfer_ms(kind, source, target)

@@ -1,4 +1,4 @@
-"""How long messages take from stage to stage, and what a transfer occupies."""
+"""Durations of messages from stage to stage, and who is occupied by a transfer."""
 
 import math
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ import numpy as np
 from rrfp_jax.arbitration import Message, MessageKind
 
 CONTROL = (MessageKind.REPORT, MessageKind.VERDICT, MessageKind.TAKEN)
-"""What carries no tensor and takes no room on a link."""
+"""Kinds of messages that carry no tensor and occupy no link."""
 
 
 class Communication(StrEnum):
-    """Who is occupied while a tensor travels."""
+    """Ways of communication, by who is occupied while a tensor travels."""
 
     ASYNC = "async"
     """Nobody: the sender goes on at once (RRFP)."""
@@ -34,11 +34,11 @@ class Links:
     latency_ms: float = 0.0
     activation_bytes: float = 0.0
     gradient_bytes: float = 0.0
-    """Of one microbatch, from chunk to chunk."""
+    """Bytes of one microbatch's gradient between two chunks; ``activation_bytes`` is the same for its activation."""
     shared_bytes: float = 0.0
     """Gradients of shared parameters, once per step."""
     bandwidth_gb_per_s: float = math.inf
-    """Of each directed link, 10^9 bytes per second."""
+    """Bandwidth of each directed link, 10^9 bytes per second."""
     extra_ms: Mapping[tuple[int, int], float] = field(default_factory=dict)
     """Extra latency of tensors on directed links, by (sending stage, receiving stage)."""
     control_ms: float = 0.0
@@ -71,7 +71,7 @@ class Links:
             raise ValueError(f"bandwidth_gb_per_s is {self.bandwidth_gb_per_s}: give more than 0")
 
     def transfer_ms(self, kind: MessageKind, source: int, target: int) -> float:
-        """How long a message of this kind takes from stage ``source`` to stage ``target`` on an idle link."""
+        """Returns the time of a message of this kind from stage ``source`` to stage ``target`` on an idle link."""
         if kind in CONTROL:
             return self.control_ms
         size = {
@@ -83,7 +83,7 @@ class Links:
         return self.latency_ms + self.extra_ms.get((source, target), 0.0) + seconds * 1e3
 
     def announcement_ms(self, source: int, target: int) -> float:
-        """How long an announcement takes; unless said otherwise as long as a tensor without any bytes."""
+        """Returns the time of an announcement; by default that of a tensor without any bytes."""
         if self.announce_ms is not None:
             return self.announce_ms
         return self.latency_ms + self.extra_ms.get((source, target), 0.0)
@@ -98,7 +98,7 @@ class Links:
 
 
 def both_directions(delays_ms: Mapping[tuple[int, int], float], num_stages: int) -> dict[tuple[int, int], float]:
-    """Extra latencies by unordered pair as directed ones; raises ValueError for a link that cannot exist."""
+    """Returns extra latencies by unordered pair as directed ones. Raises ValueError for a link that cannot exist."""
     directed: dict[tuple[int, int], float] = {}
     for (a, b), delay in delays_ms.items():
         if a == b or not (0 <= a < num_stages and 0 <= b < num_stages):

@@ -1,7 +1,7 @@
 """The true optimum of small cases, by OR-tools' CP-SAT solver (the optional extra ``optimum``).
 
-A job shop with precedences: tasks of a stage's lane do not overlap, what waits for a task starts after its end plus the
-transfer. Communication is asynchronous and without contention. Times are rounded to nanoseconds.
+It is a job shop with precedences: tasks of a stage's lane do not overlap, and a task starts after the end of each
+dependency plus the transfer. Communication is asynchronous and without contention. Times are rounded to nanoseconds.
 """
 
 from collections import defaultdict
@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rrfp_jax.schedules import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.simulation.bounds import is_counted, task_lengths_ms, transfer_ms
 from rrfp_jax.simulation.links import Links
-from rrfp_jax.simulation.operation_bounds import is_counted, task_lengths_ms, transfer_ms
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 _UNITS_PER_MS = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimum:
-    """What the solver found in its time."""
+    """The best order and the bound that the solver found in its time."""
 
     makespan_ms: float
-    """Of the best order found."""
+    """Makespan of the best order found."""
     at_least_ms: float
     """No order is better than this; equal to ``makespan_ms`` if that is proven optimal."""
     is_proven: bool
@@ -58,20 +58,25 @@ def find_optimum(
     time_limit_s: float = 10.0,
     num_workers: int = 1,
 ) -> Optimum:
-    """The smallest makespan of one step.
+    """Returns the smallest makespan of one step.
 
     Args:
         graph, placement: the pipeline.
         durations_ms: [chunks, microbatches, 3] for F, input gradient and weight gradient.
-        links: what transfers take; None: nothing.
-        windows: how many microbatches each stage may hold; None: any number. What operations do to memory counts
-            nowhere.
-        time_limit_s: after this much of the solver's time the best order found so far is returned.
-        num_workers: of the solver; with one, the result does not depend on the machine unless time runs out.
+        links: durations of transfers; None: transfers take no time.
+        windows: the most microbatches that each stage may hold; None: any number. Memory that operations move does not
+            count.
+        time_limit_s: the solver returns the best order that it has found in this time.
+        num_workers: threads of the solver; with one, the result does not depend on the machine unless time runs out.
 
     Raises ImportError without OR-tools, naming the extra, and ValueError if no order was found in time.
     """
-    cp_model = _solver()
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ImportError(
+            "the true optimum needs OR-tools, which is not installed: pip install 'rrfp-jax[optimum]'"
+        ) from error
     problem = _problem(graph, placement, durations_ms, links or Links())
     model = cp_model.CpModel()
     starts = _add_tasks(model, problem)
@@ -80,14 +85,17 @@ def find_optimum(
     makespan = model.new_int_var(0, _horizon(problem), "makespan")
     counted = {task: start for task, start in starts.items() if is_counted(graph, task)}
     first: Any = 0
-    if len(counted) < len(starts):  # what does not count may run before all that does
+    if len(counted) < len(starts):  # tasks that do not count may run before all that do
         first = model.new_int_var(0, _horizon(problem), "first start")
         for start in counted.values():
             model.add(first <= start)
     for task, start in counted.items():
         model.add(makespan >= start + problem.durations[task] - first)
-    if _is_uniform(durations_ms) and graph.is_full:
-        _order_microbatches(model, starts, graph)
+    if (durations_ms == durations_ms[:, :1]).all() and graph.is_full:
+        # Equal microbatches can be renumbered: fixing their order on the first chunk loses no makespan, and spares the
+        # solver all permutations of the same order.
+        for m in range(1, graph.num_microbatches):
+            model.add(starts[Task(TaskKind.F, 0, m - 1)] <= starts[Task(TaskKind.F, 0, m)])
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
@@ -102,16 +110,6 @@ def find_optimum(
         at_least_ms=solver.best_objective_bound / problem.units_per_ms,
         is_proven=status == cp_model.OPTIMAL,
     )
-
-
-def _solver() -> Any:
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ImportError(
-            "the true optimum needs OR-tools, which is not installed: pip install 'rrfp-jax[optimum]'"
-        ) from error
-    return cp_model
 
 
 def _problem(graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], links: Links) -> _Problem:
@@ -152,7 +150,7 @@ def _add_tasks(model: Any, problem: _Problem) -> dict[Task, Any]:
 
 
 def _add_windows(model: Any, starts: dict[Task, Any], problem: _Problem, windows: Sequence[int]) -> None:
-    """A stage holds a microbatch from the start of its first task there to the end of its last."""
+    """Bounds the microbatches that a stage holds, each from the start of its first task to the end of its last."""
     graph, horizon = problem.graph, _horizon(problem)
     for chunks, window in zip(problem.placement.chunks_of_stage, windows, strict=True):
         held = []
@@ -165,13 +163,3 @@ def _add_windows(model: Any, starts: dict[Task, Any], problem: _Problem, windows
                     model.add(last >= starts[task] + problem.durations[task])
                 held.append(model.new_interval_var(first, length, last, ""))
         model.add_cumulative(held, [1] * len(held), window)
-
-
-def _is_uniform(durations_ms: NDArray[np.float64]) -> bool:
-    return bool((durations_ms == durations_ms[:, :1]).all())
-
-
-def _order_microbatches(model: Any, starts: dict[Task, Any], graph: PipelineGraph) -> None:
-    """Equal microbatches can be renumbered: fix their order on the first chunk, for there is nothing to gain."""
-    for m in range(1, graph.num_microbatches):
-        model.add(starts[Task(TaskKind.F, 0, m - 1)] <= starts[Task(TaskKind.F, 0, m)])

@@ -1,5 +1,6 @@
-"""The numbers of a run, simulated or real, by one set of definitions (see :mod:`rrfp_jax.timeline`)."""
+"""The numbers of a run and of its engines, simulated or real, by the definitions of the timeline."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -7,19 +8,18 @@ from statistics import fmean
 from typing import Any
 
 from rrfp_jax.arbitration.footprint import memory_effect, memory_unit
+from rrfp_jax.schedules import PipelineGraph, Placement, TaskKind
 from rrfp_jax.schedules.table import relative_sizes
-from rrfp_jax.simulation.costs import SLOTS
-from rrfp_jax.simulation.engine_figures import engines_busy, host_peaks
-from rrfp_jax.tasks import PipelineGraph, Placement, TaskKind
-from rrfp_jax.timeline import IdleReason, Timeline
+from rrfp_jax.schedules.timeline import IdleReason, Timeline
+from rrfp_jax.simulation.costs import DURATION_SLOTS
 
 _DECIMALS = 6
-"""Of milliseconds: nanoseconds. Virtual time is exact, seconds in floating point are not."""
+"""Decimals of milliseconds, which are nanoseconds: virtual time is exact, seconds in floating point are not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetrics:
-    """What ``emulate`` and ``simulate`` print about a run of one or more steps."""
+    """The numbers that ``emulate`` and ``simulate`` print about a run of one or more steps."""
 
     makespan_ms: list[float]
     """Per step: first start to last end."""
@@ -38,23 +38,23 @@ class RunMetrics:
     peak_in_flight: list[int]
     """Per stage: the most microbatches held at once in any step."""
     order: list[list[str]]
-    """Per stage: the text forms of what it computed in the last step."""
+    """Per stage: the text forms of the tasks that it ran in the last step."""
     engine_busy: list[dict[str, float]]
     """Per stage: by engine beside it, the share of the makespan in which it was busy; mean over the steps."""
 
     @property
     def waited_for_engines(self) -> list[float]:
-        """Per stage: the share of the makespan in which it was idle for an engine's sake."""
+        """Per stage: the share of the makespan in which it waited for an engine."""
         makespan_ms = self.makespan_ms_mean
         return [idle.get(IdleReason.ENGINE, 0.0) / makespan_ms if makespan_ms else 0.0 for idle in self.idle_ms]
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``json.dumps``."""
+        """Returns the fields for ``json.dumps``."""
         return asdict(self)
 
 
 def run_metrics(timeline: Timeline, step_ms: Sequence[float]) -> RunMetrics:
-    """The numbers of a recorded run; ``step_ms`` holds the interval between ends of steps, one per step recorded.
+    """Returns the numbers of a recorded run; ``step_ms`` holds the interval between ends of steps, for each step.
 
     Raises ValueError for a record without tasks, or with other steps than ``step_ms``.
     """
@@ -72,15 +72,14 @@ def run_metrics(timeline: Timeline, step_ms: Sequence[float]) -> RunMetrics:
         us_per_task=mean_step_ms * 1e3 / num_tasks,
         bubble_fraction=fmean(step.bubble_fraction() for step in steps),
         stage_bubbles=[fmean(bubbles) for bubbles in zip(*(step.stage_bubbles() for step in steps), strict=True)],
-        idle_ms=[_mean_idle_ms(idle, len(steps)) for idle in timeline.idle_s_by_reason()],
+        idle_ms=[
+            {reason.value: _ms(idle_s[reason] / len(steps)) for reason in IdleReason if reason in idle_s}
+            for idle_s in timeline.idle_s_by_reason()
+        ],
         peak_in_flight=timeline.peak_in_flight(),
         order=[[str(task) for task in tasks] for tasks in steps[-1].order()],
         engine_busy=engines_busy(timeline),
     )
-
-
-def _mean_idle_ms(idle_s: dict[IdleReason, float], num_steps: int) -> dict[str, float]:
-    return {reason.value: _ms(idle_s[reason] / num_steps) for reason in IdleReason if reason in idle_s}
 
 
 def _ms(seconds: float) -> float:
@@ -89,18 +88,18 @@ def _ms(seconds: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryWeights:
-    """What the tasks of one microbatch hold and free on a stage.
+    """Memory that the tasks of one microbatch hold and free on a stage.
 
-    The unit is what a stage keeps of one microbatch over all its chunks (of one direction, if the pipeline is
+    The unit is all that a stage keeps of one microbatch over its chunks (of one direction, if the pipeline is
     bidirectional); every chunk has an equal part. Raises ValueError unless everything held is freed.
     """
 
     forward: float = 1.0
-    """Held from the start of F."""
+    """Memory held from the start of F."""
     input_gradient: float = 0.0
-    """Freed at the end of I; negative if I leaves more behind than it takes."""
+    """Memory freed at the end of I; negative if I leaves more behind than it takes."""
     weight_gradient: float = 1.0
-    """Freed at the end of W. A fused backward frees everything at its end."""
+    """Memory freed at the end of W. A fused backward frees everything at its end."""
 
     def __post_init__(self) -> None:
         if abs(self.forward - self.input_gradient - self.weight_gradient) > 1e-9:
@@ -110,15 +109,15 @@ class MemoryWeights:
             )
 
     def freed_by(self, kind: TaskKind) -> float:
-        """What a backward task of this kind frees."""
+        """Returns the memory that a backward task of this kind frees."""
         return {TaskKind.I: self.input_gradient, TaskKind.W: self.weight_gradient}.get(kind, self.forward)
 
 
-DEFAULT_WEIGHTS = MemoryWeights()
+_DEFAULT_WEIGHTS = MemoryWeights()
 
 
 def memory_figures(timeline: Timeline, graph: PipelineGraph, placement: Placement) -> dict[str, list[float]]:
-    """The peaks of device and host per stage, in microbatches, where operations move memory; nothing elsewhere."""
+    """Returns the peaks of device and host per stage, in microbatches, where operations move memory; else nothing."""
     if not (graph.ops and graph.operations.moves_memory):
         return {}
     return {
@@ -131,14 +130,14 @@ def peak_memory(
     timeline: Timeline,
     graph: PipelineGraph,
     placement: Placement,
-    weights: MemoryWeights = DEFAULT_WEIGHTS,
+    weights: MemoryWeights = _DEFAULT_WEIGHTS,
     chunk_parts: Sequence[float] = (),
 ) -> list[float]:
-    """The largest memory that each stage held at once, over all steps recorded, in microbatches.
+    """Returns the most memory that each stage held at once, over all steps recorded, in microbatches.
 
-    What ends at a time is freed before what starts then is held. A chunk without a backward keeps nothing. Where
+    At the same time, ends free memory before starts take it. A chunk without a backward keeps nothing. Where
     operations move memory, it is that of the device, and ``weights`` do not count. ``chunk_parts`` are the proportions
-    of what chunks keep; empty: equal.
+    in which the chunks keep memory; empty: equal.
     """
     sizes = relative_sizes(chunk_parts, graph.num_chunks)
     changes: list[list[tuple[float, int, float]]] = [[] for _ in range(placement.num_stages)]
@@ -150,7 +149,7 @@ def peak_memory(
             takes, frees = memory_effect(span.task, graph)
             size = sizes[span.task.chunk] / memory_unit(graph)
             changes[span.stage] += [(span.start_s, 1, takes * size), (span.end_s, 0, -frees * size)]
-        elif span.task.kind in SLOTS:
+        elif span.task.kind in DURATION_SLOTS:
             if span.task.kind is TaskKind.F:
                 changes[span.stage].append((span.start_s, 1, weights.forward * sizes[span.task.chunk]))
             else:
@@ -161,3 +160,86 @@ def peak_memory(
         / graph.passes_per_microbatch(chunks)
         for of_stage, chunks in zip(changes, placement.chunks_of_stage, strict=True)
     ]
+
+
+_NOTICED = 0.01
+"""The smallest share of the makespan for which :func:`bottleneck` has a sentence."""
+
+
+def engines_busy(timeline: Timeline) -> list[dict[str, float]]:
+    """Returns per stage the share of the makespan in which each of its engines was busy; mean over the steps."""
+    shares: dict[tuple[int, str], list[float]] = {
+        (stage, lane): [] for stage, lane in sorted({(span.stage, span.lane) for span in timeline.beside()})
+    }
+    for step in timeline.by_step():
+        busy_s: dict[tuple[int, str], float] = defaultdict(float)
+        for span in step.beside():
+            busy_s[span.stage, span.lane] += span.end_s - span.start_s
+        for engine, of_steps in shares.items():
+            of_steps.append(busy_s[engine] / step.makespan_s() if step.makespan_s() else 0.0)
+    return [
+        {lane: fmean(of_steps) for (of, lane), of_steps in shares.items() if of == stage}
+        for stage in range(timeline.num_stages)
+    ]
+
+
+def host_peaks(timeline: Timeline, graph: PipelineGraph, placement: Placement) -> list[float]:
+    """Returns the most memory that each stage had moved to the host at once, in the unit of :func:`peak_memory`.
+
+    Memory that one engine's operation frees, and that a later operation on an engine takes back, is on the host from
+    the start of the first to the end of the second. Memory that is recomputed was not moved.
+    """
+    frees = {op.letter: op for op in graph.ops if op.is_beside and op.frees}
+    back = {op.letter: op for op in graph.ops if op.is_beside and op.holds}
+    changes: list[list[tuple[float, int, float]]] = [[] for _ in range(placement.num_stages)]
+    for span in timeline.beside():
+        kind, chunk, m = span.task
+        if m < 0 or not graph.has_backward(chunk):
+            continue
+        if kind in frees and any(kind in op.after and op.exists(chunk, m) for op in back.values()):
+            changes[span.stage].append((span.start_s, 1, frees[kind].frees))
+        if kind in back:
+            changes[span.stage] += [
+                (span.end_s, 0, -op.frees)
+                for letter, op in frees.items()
+                if letter in back[kind].after and op.exists(chunk, m)
+            ]
+    return [
+        max(accumulate((change for _, _, change in sorted(of_stage)), initial=0.0))
+        / graph.passes_per_microbatch(chunks)
+        for of_stage, chunks in zip(changes, placement.chunks_of_stage, strict=True)
+    ]
+
+
+def bottleneck(
+    busy: list[dict[str, float]],
+    stage_bubbles: list[float],
+    waited: list[float],
+    *,
+    gain: float | None = None,
+) -> str | None:
+    """Returns one sentence about the engine that holds the steps up; None where none does.
+
+    Args:
+        busy: the result of :func:`engines_busy`.
+        stage_bubbles: per stage, the idle share of the makespan.
+        waited: per stage, the share of the makespan in which it waited for an engine.
+        gain: the part of the makespan by which it would be shorter if engines took no time; None: unknown.
+    """
+    shares = {(stage, lane): share for stage, lanes in enumerate(busy) for lane, share in lanes.items()}
+    if not shares or max(waited) < _NOTICED or (gain is not None and gain < _NOTICED):
+        return None
+    (stage, lane), most = max(shares.items(), key=lambda item: item[1])
+    without = "" if gain is None else f" (if engines took no time, the makespan would be {gain:.0%} shorter)"
+    if most > 1 - min(stage_bubbles):
+        return (
+            f"the engine {lane} of stage {stage} is busy {most:.0%} of the makespan, more than any stage computes: it "
+            f"holds the step up{without}; give it fewer or shorter operations, or the stage more memory"
+        )
+    if gain is None:
+        return None
+    stage = max(range(len(waited)), key=waited.__getitem__)
+    return (
+        f"stage {stage} waits {waited[stage]:.0%} of the makespan for engines that are not always busy{without}: issue "
+        "their operations earlier (lead), or give the stage more memory"
+    )

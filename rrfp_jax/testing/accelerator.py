@@ -16,9 +16,9 @@ from typing import Any
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.runtime.executor import Launched, StageExecutor, StageOutcome
 from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
-from rrfp_jax.tasks import COMPUTE, Task, TaskKind
+from rrfp_jax.schedules import COMPUTE, Task, TaskKind
+from rrfp_jax.schedules.timeline import Span
 from rrfp_jax.testing.wrapped import WrappedStage
-from rrfp_jax.timeline import Span
 
 
 @dataclass(frozen=True)

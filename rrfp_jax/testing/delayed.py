@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from rrfp_jax.runtime.executor import Launched, StageExecutor
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 from rrfp_jax.testing.wrapped import WrappedStage
 
 Delay = Callable[[int, Task], float]

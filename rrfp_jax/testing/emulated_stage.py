@@ -21,9 +21,8 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.sleeping import Sleeper
-from rrfp_jax.simulation.costs import Costs, StageTimes
-from rrfp_jax.simulation.jitter import InjectedSleeps
-from rrfp_jax.tasks import Op, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.simulation.costs import Costs, InjectedSleeps, StageTimes
 
 DEFAULT_ACTIVATION_BYTES = 32
 _ITEM_BYTES = 4

@@ -25,12 +25,11 @@ from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.steps_under_way import StepOutcome
 from rrfp_jax.runtime.transports import Edge
-from rrfp_jax.simulation.costs import SLOTS, of_tasks
-from rrfp_jax.simulation.jitter import InjectedSleeps
-from rrfp_jax.tasks import Absences, lanes_beside
+from rrfp_jax.schedules import Absences, lanes_beside
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline
+from rrfp_jax.simulation.costs import DURATION_SLOTS, InjectedSleeps, of_tasks
 from rrfp_jax.testing.accelerator import AcceleratedStage, EmulatedAccelerator
 from rrfp_jax.testing.emulated_stage import DEFAULT_ACTIVATION_BYTES, EmulatedStage, activation_spec, duration_of
-from rrfp_jax.timeline import IdleReason, Span, Timeline
 from rrfp_jax.waiting import result_of
 
 
@@ -176,7 +175,7 @@ def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
     """
     nominal_ms = of_tasks(durations_ms)
     excess_ms = []
-    for step, _, task, start_s, end_s, _ in (span for span in timeline.spans if span.task.kind in SLOTS):
+    for step, _, task, start_s, end_s, _ in (span for span in timeline.spans if span.task.kind in DURATION_SLOTS):
         asked_ms = nominal_ms[task.kind][step % len(durations_ms)][task.chunk][task.microbatch]
         excess_ms.append((end_s - start_s) * 1e3 - asked_ms)
     return fmean(excess_ms) + fmean(_gaps_ms(timeline) or [0.0])

@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from rrfp_jax.programs.chunk import Chunk, Params, param_specs
-from rrfp_jax.tasks import Edge
+from rrfp_jax.schedules import Edge
 
 
 def run_unpipelined(

@@ -6,7 +6,7 @@ from typing import Any, cast
 from rrfp_jax.arbitration import Message
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.executor import HandsAhead, Launched, StageExecutor, StageOutcome
-from rrfp_jax.tasks import PipelineGraph, Task
+from rrfp_jax.schedules import PipelineGraph, Task
 
 
 class WrappedStage:

@@ -1,10 +1,10 @@
 """The batches of a run: read with patience, and taken or refused by all processes alike.
 
 Each process reads its own share of a batch. If one cannot, the others must not begin the step: they would wait for it,
-and the state before the step could not be saved any more. So all tell each other how their reading went before any of
-them begins, which takes a moment while the step before runs.
+and the state before the step could not be saved any more. So all processes exchange the outcomes of their reading
+before any of them begins, which takes a moment while the step before runs.
 
-A sample that one process cannot read is left out by all of them, if the configuration lets so many go: the sample keeps
+A sample that one process cannot read is left out by all of them, if the configuration allows as many: the sample keeps
 its place, and counts nothing in the loss.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from rrfp_jax.data import BrokenData
 from rrfp_jax.data.dataset import Batch, Reads, prefetched
 
-Gather = Callable[[str, Any], dict[int, Any]]
+_AllGather = Callable[[str, Any], dict[int, Any]]
 """A function of a name and the process's own plain data that returns the data of all processes, by rank."""
 _PAUSES_S = (0.2, 1.0, 3.0)
 """Pauses before each further try after a failure of the system: file servers that are restarted, handles that are
@@ -40,48 +40,47 @@ class AgreedBatches:
     """The batches of a data set, as all processes agree on them.
 
     Args:
-        gather: tells all processes how the reading of each of them went.
+        gather: gathers the outcomes of all processes.
         max_bad: how many samples may be left out.
         num_bad: how many were left out before.
     """
 
-    def __init__(self, dataset: Any, gather: Gather, *, max_bad: int = 0, num_bad: int = 0) -> None:
+    def __init__(self, dataset: Any, gather: _AllGather, *, max_bad: int = 0, num_bad: int = 0) -> None:
         self._dataset, self._gather, self._max_bad = dataset, gather, max_bad
         self.num_bad = num_bad
         """Number of samples that were left out so far."""
 
     def read(self, step: int, reads: Reads | None, left_out: frozenset[int] = frozenset()) -> Reading:
-        """Returns this process's share, without the samples ``left_out`` and others that turn out bad; from any
-        thread."""
+        """Returns this process's share, without the samples ``left_out`` and others that turn out bad.
+
+        May be called from any thread.
+        """
         while True:
+            # a data set of the user's own need not know of samples that are left out
+            rest = (left_out,) if left_out else ()
             try:
-                return Reading(_patiently(partial(self._read, step, reads, left_out)), left_out)
+                return Reading(_patiently(partial(self._dataset.batch, step, reads, *rest)), left_out)
             except Exception as error:  # not even a defect of ours is a reason to lose the state
                 sample = getattr(error, "sample", None)
                 if sample is None or sample in left_out or not self._max_bad:
-                    told = error if isinstance(error, BrokenData) else f"{type(error).__name__}: {error}"
+                    problem = error if isinstance(error, BrokenData) else f"{type(error).__name__}: {error}"
                     if not isinstance(error, BrokenData | OSError):
                         _LOG.exception("the batch of step %d cannot be made", step)
-                    return Reading(None, left_out, str(told))
+                    return Reading(None, left_out, str(problem))
                 _LOG.warning("left out: %s", error)
                 left_out |= {sample}
-
-    def _read(self, step: int, reads: Reads | None, left_out: frozenset[int]) -> Batch:
-        if left_out:
-            return self._dataset.batch(step, reads, left_out)  # type: ignore[no-any-return]
-        return self._dataset.batch(step, reads)  # type: ignore[no-any-return]
 
     def agreed(self, step: int, reads: Reads | None, reading: Reading) -> Batch:
         """Returns the batch of a step once all have read it; raises BrokenData in all processes if one of them
         cannot."""
         while True:
-            told = self._gather("batch", {"problem": reading.problem, "left out": sorted(reading.left_out)})
-            problems = {rank: each["problem"] for rank, each in told.items() if each["problem"] is not None}
+            outcomes = self._gather("batch", {"problem": reading.problem, "left out": sorted(reading.left_out)})
+            problems = {rank: each["problem"] for rank, each in outcomes.items() if each["problem"] is not None}
             if problems:
                 rank = min(problems)
-                raise BrokenData(problems[rank] if len(told) == 1 else f"rank {rank}: {problems[rank]}")
-            left_out = frozenset(sample for each in told.values() for sample in each["left out"])
-            if all(len(each["left out"]) == len(left_out) for each in told.values()):
+                raise BrokenData(problems[rank] if len(outcomes) == 1 else f"rank {rank}: {problems[rank]}")
+            left_out = frozenset(sample for each in outcomes.values() for sample in each["left out"])
+            if all(len(each["left out"]) == len(left_out) for each in outcomes.values()):
                 break
             if left_out != reading.left_out:
                 reading = self.read(step, reads, left_out)

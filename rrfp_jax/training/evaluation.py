@@ -1,8 +1,8 @@
 """Evaluation of a pipeline on named data sets: the same batches every time, through the stages that train.
 
 Several batches go through the pipeline as one step (:mod:`rrfp_jax.runtime.evaluating`), so that it fills and drains
-once for them; the next ones are made meanwhile. Each such step asks whether the run is to stop, so a run that is told
-to does so within an evaluation.
+once for them; the next ones are made meanwhile. Each such step asks whether the run is to stop, so a request
+to stop takes effect within an evaluation.
 """
 
 import math
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.data import Batch, Dataset, Reads
-from rrfp_jax.models.answers import ANSWER_TOKENS, ANSWERS, COUNTS, EXACT_ANSWERS, RIGHT_TOKENS
+from rrfp_jax.models.loss import ANSWER_TOKENS, ANSWERS, COUNTS, EXACT_ANSWERS, RIGHT_TOKENS
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.batches import Bucket, buckets_of
 from rrfp_jax.runtime.evaluating import EvaluationMetrics, EvaluationResult, EvaluationShapes
 from rrfp_jax.training.batches import AgreedBatches
-from rrfp_jax.training.evaluation_config import EvaluationConfig
+from rrfp_jax.training.run_config import EvaluationConfig
 
 _LARGEST_EXPONENT = 700.0
 """Beyond it a perplexity is no number any more."""
@@ -28,28 +28,29 @@ _MOST_IDLE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRow:
-    """What one set gave, one line of ``metrics.jsonl``."""
+    """Results of one set, one line of ``metrics.jsonl``."""
 
     step: int
     """The last step that was trained, counted from 0; -1: none."""
     evaluation: str
     """The set's name."""
     loss: float
-    """Mean cross entropy in nats per token, without what a model adds to it in training (``means``)."""
+    """Mean cross entropy in nats per token, without the losses that a model adds in training (``means``)."""
     perplexity: float
     bits_per_byte: float | None
-    """None where the data does not know how many bytes a token stands for."""
+    """Bits per byte of text; None where the data does not know how many bytes a token stands for."""
     exact_match: float | None
-    """The fraction of answers that greedy decoding writes without a fault (:mod:`rrfp_jax.models.answers`); None where
-    the data does not say what is an answer."""
+    """The fraction of answers that greedy decoding writes without a fault (:mod:`rrfp_jax.models.loss`); None where
+    the data marks no answers."""
     token_accuracy: float | None
-    """The fraction of predicted tokens that are the likeliest one behind the true text; None likewise."""
+    """The fraction of predicted tokens that are the likeliest one behind the true text; None where
+    ``exact_match`` is."""
     means: dict[str, float]
-    """What the model adds to the loss in training, over the weight, by name, such as ``router_loss``."""
+    """Losses that the model adds in training, over the weight, by name, such as ``router_loss``."""
     tokens: float
     """Loss weight: the tokens that were predicted."""
     seconds: float
-    """From the first batch to the last result; not counted in what the training steps took."""
+    """Seconds from the first batch to the last result; training steps do not count them."""
 
 
 class Evaluator:
@@ -78,21 +79,26 @@ class Evaluator:
             batches, num_chunks=pipeline.placement.num_chunks, num_microbatches=num_microbatches // layout.data
         )
         self.stop = self.save = False
-        """Whether steps of evaluations have asked to end the run, or said that it is time to save."""
+        """Whether steps of evaluations have asked to end the run, or to save."""
 
     @property
     def names(self) -> list[str]:
-        """The sets' names."""
+        """Names of the sets."""
         return list(self._sets)
 
     def shapes(self) -> EvaluationShapes:
-        """What the pipeline is to be prepared for."""
-        return EvaluationShapes(
-            buckets=[bucket for dataset in self._sets.values() for bucket in _buckets(dataset)], batches=self._per_step
-        )
+        """Returns the shapes that the pipeline is to be prepared for."""
+        buckets: list[Bucket] = []
+        for dataset in self._sets.values():
+            if dataset.buckets is not None:
+                buckets += dataset.buckets
+            else:
+                batch = dataset.batch(0, {})
+                buckets += buckets_of({name: list(leaf) for name, leaf in batch.items()})
+        return EvaluationShapes(buckets=buckets, batches=self._per_step)
 
     def run(self, state: PipelineState) -> list[EvaluationRow] | None:
-        """Evaluate all sets; returns None if a process has asked to end the run meanwhile.
+        """Evaluates all sets; returns None if a process has asked to end the run meanwhile.
 
         Raises BrokenData in all processes if one of them cannot read a batch.
         """
@@ -103,7 +109,8 @@ class Evaluator:
             if results is None:
                 return None
             seconds = time.perf_counter() - begun_s
-            per_token = bytes_per_token(dataset)
+            # a data set of the user's own need not know it
+            per_token = getattr(dataset, "bytes_per_token", None)
             rows.append(row_of(state.step - 1, name, results, bytes_per_token=per_token, seconds=seconds))
         return rows
 
@@ -117,6 +124,7 @@ class Evaluator:
             if self.stop:
                 break
             enqueued.append(self._pipeline.evaluate(state, batch))
+            # one step runs while the batches of the next are made
             if len(enqueued) > 1:
                 results.append(self._taken(enqueued.popleft()))
         results += map(self._taken, enqueued)
@@ -129,24 +137,27 @@ class Evaluator:
         return result
 
     def _joined(self, dataset: AgreedBatches, numbers: range) -> Batch:
-        """Several batches as one, of which each replica reads consecutive microbatches."""
+        """Returns several batches as one, of which each replica reads consecutive microbatches."""
         each = self._num_microbatches
         reads = self._pipeline.reads(each * len(numbers))
-        parts = [dataset.batch(number, _within(reads, place * each, each)) for place, number in enumerate(numbers)]
+        parts = []
+        for place, number in enumerate(numbers):
+            # the microbatches that this process reads, counted from the first of their batch
+            own: Reads = {
+                name: range(max(0, wanted.start - place * each), max(0, min(each, wanted.stop - place * each)))
+                for name, wanted in reads.items()
+            }
+            parts.append(dataset.batch(number, own))
         names = dict.fromkeys(name for part in parts for name in part)
         return {name: [entry for part in parts for entry in part.get(name, [None] * each)] for name in names}
 
 
-def _within(reads: Mapping[str, range], first: int, number: int) -> Reads:
-    """What is read of so many microbatches from ``first`` on, counted from there."""
-    return {
-        name: range(max(0, own.start - first), max(0, min(number, own.stop - first))) for name, own in reads.items()
-    }
-
-
 def batches_per_step(batches: int, *, num_chunks: int, num_microbatches: int) -> int:
-    """How many of a set's batches share a step, about equally many in all steps: so many that filling and draining the
-    pipeline takes a small part of it. ``num_microbatches`` is a replica's share of a batch."""
+    """Returns how many of a set's batches share a step: as many as keep the time to fill and drain the pipeline small.
+
+    All steps get about equally many. ``num_microbatches`` is a replica's share of a batch.
+    """
+    # filling and draining take the time of num_chunks - 1 microbatches
     enough = math.ceil((num_chunks - 1) * (1 - _MOST_IDLE) / _MOST_IDLE / num_microbatches)
     num_steps = math.ceil(batches / min(batches, max(1, enough)))
     return math.ceil(batches / num_steps)
@@ -155,58 +166,42 @@ def batches_per_step(batches: int, *, num_chunks: int, num_microbatches: int) ->
 def row_of(
     step: int, name: str, results: Sequence[EvaluationResult], *, bytes_per_token: float | None, seconds: float
 ) -> EvaluationRow:
-    """What the steps of one set's evaluation gave together."""
+    """Returns the row of one set from the results of its evaluation steps."""
     weight = math.fsum(result.weight for result in results)
+
+    def mean(sums: Sequence[float]) -> float:
+        return math.fsum(sums) / weight if weight else math.nan
+
     names = dict.fromkeys(each for result in results for each in result.means)
     sums = {
         each: [result.means.get(each, 0.0) * result.weight for result in results if result.weight] for each in names
     }
+    # counts are whole numbers, which means over the weight have rounded
     counts = {each: sum(map(round, sums.pop(each, ()))) for each in COUNTS}
-    means = {each: _mean(parts, weight) for each, parts in sums.items()}
-    loss = _mean([result.loss_sum for result in results], weight) - math.fsum(means.values())
+    means = {each: mean(parts) for each, parts in sums.items()}
+    loss = mean([result.loss_sum for result in results]) - math.fsum(means.values())
+    num_answers, num_tokens = counts[ANSWERS], counts[ANSWER_TOKENS]
     return EvaluationRow(
         step=step,
         evaluation=name,
         loss=loss,
         perplexity=math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf,
         bits_per_byte=None if bytes_per_token is None else loss / math.log(2) / bytes_per_token,
-        exact_match=_fraction(counts[EXACT_ANSWERS], counts[ANSWERS]),
-        token_accuracy=_fraction(counts[RIGHT_TOKENS], counts[ANSWER_TOKENS]),
+        exact_match=counts[EXACT_ANSWERS] / num_answers if num_answers else None,
+        token_accuracy=counts[RIGHT_TOKENS] / num_tokens if num_tokens else None,
         means=means,
         tokens=weight,
         seconds=seconds,
     )
 
 
-def _mean(sums: Sequence[float], weight: float) -> float:
-    return math.fsum(sums) / weight if weight else math.nan
-
-
-def _fraction(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
-def bytes_per_token(dataset: Any) -> float | None:
-    """How many bytes of text a token of a data set stands for; None where it does not know."""
-    known: float | None = getattr(dataset, "bytes_per_token", None)
-    return known
-
-
-def _buckets(dataset: Dataset) -> Sequence[Bucket]:
-    """The shapes of a set's microbatches."""
-    if dataset.buckets is not None:
-        return dataset.buckets
-    batch = dataset.batch(0, {})
-    return buckets_of({name: list(leaf) for name, leaf in batch.items()})
-
-
 class Evaluations:
-    """The evaluations of a run: when they are due, what was found, and which checkpoint is the best so far.
+    """The evaluations of a run: when they are due, and which checkpoint is the best so far.
 
     Args:
         evaluator: runs them.
-        num_steps: of the run.
-        saved: what :attr:`host` was when the run was saved from which this one goes on; None: it starts.
+        num_steps: number of steps of the run.
+        saved: :attr:`host` as it was saved with the state from which the run goes on; None: it starts.
     """
 
     def __init__(
@@ -225,13 +220,13 @@ class Evaluations:
 
     @property
     def host(self) -> dict[str, Any]:
-        """Plain data to be saved with the state."""
+        """Plain data that is saved with the state."""
         best = None if self._best_step is None else self._best_loss
         return {"done": self._done, "best_step": self._best_step, "best_loss": best}
 
     @property
     def keep_also(self) -> tuple[int, ...]:
-        """The steps whose checkpoints stay beside the newest ones."""
+        """Steps whose checkpoints stay beside the newest ones."""
         return () if self._best_step is None else (self._best_step,)
 
     @property
@@ -240,16 +235,16 @@ class Evaluations:
         return self._evaluator.stop
 
     def take_save(self) -> bool:
-        """Whether an evaluation has said that it is time to save; told once."""
+        """Returns whether an evaluation has asked to save since the last call."""
         save, self._evaluator.save = self._evaluator.save, False
         return save
 
     def is_due(self, step: int) -> bool:
-        """Whether to evaluate after so many steps, as has not been done yet."""
+        """Returns whether to evaluate after ``step`` steps, unless that has been done."""
         return step != self._done and self._config.is_due(step, self._num_steps)
 
     def run(self, state: PipelineState) -> list[EvaluationRow]:
-        """Evaluate all sets; nothing where a process has asked to end the run meanwhile."""
+        """Evaluates all sets; returns no rows if a process has asked to end the run meanwhile."""
         rows = self._evaluator.run(state)
         if rows is None:
             return []
@@ -259,5 +254,5 @@ class Evaluations:
         return rows
 
     def is_best(self, step: int) -> bool:
-        """Whether the state after so many steps is the best so far, and is to be kept."""
+        """Returns whether the state after ``step`` steps is the best so far, and is to be kept."""
         return step == self._best_step

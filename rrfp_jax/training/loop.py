@@ -1,21 +1,24 @@
-"""The loop of a run: load, step, record, one step ahead of the results."""
+"""The training loop: load, step, record, one step ahead of the results."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rrfp_jax.data import BrokenData
 from rrfp_jax.data.contents import BatchContents, contents_of
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.pipeline import Pipeline, PipelineState
+from rrfp_jax.planning.devices import peak_flops
 from rrfp_jax.runtime import StepMetrics
-from rrfp_jax.timeline import IdleReason, Timeline
+from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
-from rrfp_jax.training.model_speed import ModelSpeed, StepSpeed
 from rrfp_jax.training.saving import RunSaver
 from rrfp_jax.training.step_profile import StepProfile
+
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +29,14 @@ class StepRow:
     loss: float
     """Mean loss of the step, in nats per token."""
     means: dict[str, float]
-    """What the model sums beside the loss, over the step's weight, by name: ``router_loss`` of experts, which is a
-    part of the loss."""
+    """Further sums of the model over the step's weight, by name: ``router_loss`` of experts, which is a part of the
+    loss."""
     grad_norm: float | None
     """Global gradient norm before clipping; None where neither clipping nor skipping needs it."""
     learning_rate: float
     """Learning rate of this step's update."""
     step_time_s: float
-    """From the end of the step before (the first: from its start) to the end of this one."""
+    """Seconds from the end of the step before (the first: from its start) to the end of this one."""
     tokens_per_s: float
     """Loss weight per second: the tokens that are predicted."""
     tokens_per_s_per_device: float | None
@@ -41,35 +44,77 @@ class StepRow:
     """Positions of text, image features among them, padding left out."""
     images_per_s: float
     token_padding: float
-    """Which part of all positions is padding, 0 to 1."""
+    """Part of all positions that is padding, 0 to 1."""
     patch_padding: float
-    """Which part of all patches is padding, 0 to 1."""
+    """Part of all patches that is padding, 0 to 1."""
     forwards_skipped: int
-    """Tasks that did not exist: forwards of chunks for microbatches that lack what they read, such as encoders'."""
+    """Tasks that did not exist: forwards of chunks for microbatches that lack their inputs, such as encoders'."""
     model_flops: float | None
     """Operations that the model needs for this step, nothing computed again (:mod:`rrfp_jax.planning.model_flops`)."""
     model_tflops_per_device: float | None
-    """10^12 of them per second and device."""
+    """Teraflops per second and device: ``model_flops`` over ``step_time_s``."""
     mfu: float | None
-    """Model FLOPs utilisation: which part of the devices' bfloat16 peaks that is, 0 to 1; None where one of these is
-    not known, as of CPUs."""
+    """Model FLOPs utilisation: the part of the devices' bfloat16 peaks, 0 to 1; None where one of these is not known,
+    as of CPUs."""
     bubble_fraction: float
     idle_s: dict[str, float]
-    """Seconds that stages were idle, by reason (:class:`rrfp_jax.timeline.IdleReason`), added up over all stages."""
+    """Seconds that stages were idle, by reason (:class:`.IdleReason`), added up over all stages."""
     looking_ahead: int
-    """Stages whose foresight was at work: where tasks are too short for it, it sleeps."""
+    """Number of stages whose foresight was at work: where tasks are too short for it, it sleeps."""
     skipped: bool
     """Whether the update was left out; ``fault`` says why."""
     fault: str | None = None
     """The fault of the step: loss or gradients that are not finite, no weight at all, or a negative one."""
     num_skipped: int
-    """How many updates this run has left out so far."""
+    """Number of updates that this run has left out so far."""
     bad_samples: int
     """Number of samples that this run has left out so far, because they could not be read."""
     peak_memory_bytes: tuple[int, ...]
-    """The most that each stage held during the step, in bytes."""
+    """Peak memory of each stage during the step, in bytes."""
     peak_host_bytes: tuple[int, ...]
-    """The most of it that was moved to host memory at a time, beside what its devices held."""
+    """Peak of each stage's data in host memory, beside that on its devices, in bytes."""
+
+
+class _StepSpeed(NamedTuple):
+    """Speed of one step; None where it is not known."""
+
+    tokens_per_s_per_device: float | None = None
+    model_flops: float | None = None
+    model_tflops_per_device: float | None = None
+    mfu: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpeed:
+    """Compares the operations of the model with the peak of the devices."""
+
+    flops: Callable[[BatchContents], float]
+    """Operations that the model needs for a step (:mod:`rrfp_jax.planning.model_flops`)."""
+    num_devices: int
+    """Number of devices of the whole run; each counts once, however many stages share it."""
+    peak_flops: float | None
+    """Operations per second of all of them in bfloat16; None where that of some kind is not known, as of CPUs."""
+
+    @classmethod
+    def on(cls, devices: "Iterable[jax.Device]", flops: Callable[[BatchContents], float]) -> Self:
+        """Returns the record for these devices, those that are named twice counted once."""
+        kinds = [device.device_kind for device in {*devices}]
+        peaks = [peak for kind in kinds if (peak := peak_flops(kind)) is not None]
+        return cls(flops=flops, num_devices=len(kinds), peak_flops=sum(peaks) if len(peaks) == len(kinds) else None)
+
+    def of_step(self, contents: BatchContents, *, weight: float, step_time_s: float) -> _StepSpeed:
+        """Returns the speed of a step whose loss has this weight."""
+        flops = self.flops(contents)
+        return _StepSpeed(
+            tokens_per_s_per_device=weight / step_time_s / self.num_devices,
+            model_flops=flops,
+            model_tflops_per_device=flops / step_time_s / self.num_devices / 1e12,
+            mfu=None if self.peak_flops is None else flops / (step_time_s * self.peak_flops),
+        )
+
+
+_Running = tuple[StepMetrics, BatchContents, int]
+"""A step under way, the contents of its batch, and the number of samples left out by then."""
 
 
 class TrainingLoop:
@@ -87,8 +132,8 @@ class TrainingLoop:
         num_skipped: updates that were left out before the first step of this loop.
         evaluations: evaluates between steps; None: nothing does.
         on_evaluation: called with every row of the evaluations.
-        max_skipped_in_row: so many skipped steps one after another end the loop; None: any number goes on.
-        num_bad: tells how many samples were left out so far.
+        max_skipped_in_row: number of consecutive skipped steps that ends the loop; None: no number does.
+        num_bad: returns how many samples were left out so far.
     """
 
     def __init__(
@@ -121,7 +166,7 @@ class TrainingLoop:
         self._stop = self._asked_to_save = False
         """The requests of the steps recorded so far, to stop and to save; the same in all processes."""
         self.was_stopped = False
-        """Whether the loop ended before its last step because it was told to stop."""
+        """Whether the loop ended before its last step because of a request to stop."""
         self._max_skipped_in_row, self._num_bad = max_skipped_in_row, num_bad
         self.skipped_in_row = self.num_skipped = self.num_recorded = 0
         """Numbers of steps that were skipped since the last one that was not, that were skipped in all, and that this
@@ -135,67 +180,73 @@ class TrainingLoop:
             self._wishes.is_time_to_save = saver.is_time
 
     def stop(self) -> None:
-        """Save at the next step boundary or the one after it, and end; from any thread or signal handler."""
+        """Ends the loop with a save at the next step boundary or the one after it. May be called from any thread or
+        signal handler."""
         self._wishes.ask_to_stop()
 
     @property
     def has_diverged(self) -> bool:
-        """Whether so many steps were skipped one after another that the loop ends."""
+        """Whether ``max_skipped_in_row`` consecutive steps were skipped, which ends the loop."""
         return self._max_skipped_in_row is not None and self.skipped_in_row >= self._max_skipped_in_row
 
     def run(self, state: PipelineState, batches: Iterator[Mapping[str, Any]], num_steps: int) -> PipelineState:
-        """Train up to step ``num_steps``; the host prepares and enqueues one step while the one before it runs."""
-        running: tuple[StepMetrics, BatchContents, int] | None = None
+        """Trains up to step ``num_steps`` and returns the state after the last step.
+
+        The host prepares and enqueues one step while the one before it runs.
+        """
+        running: _Running | None = None
         if self._is_evaluated(state.step):
             self._evaluate(state)
-        while state.step < num_steps and not self._stop:
-            batch = self._next(batches)
-            if batch is None:
+        while state.step < num_steps and not self._stop and self.unreadable is None:
+            try:
+                batch = next(batches)
+            except BrokenData as error:
+                self.unreadable = error
                 break
             if running is None and not self._last_end_s:
                 self._pipeline.prepare(batch)  # so that the first step's time holds no compilation
                 self._last_end_s = time.perf_counter()
             if self._profile is not None and self._profile.is_boundary(state.step):
-                if running is not None:
-                    self._record(*running)
-                    running = None
+                # a trace starts and stops while no step is under way
+                self._record(running)
+                running = None
                 self._profile.turn()
                 self._last_end_s = time.perf_counter()  # which may have taken seconds
             state, enqueued = self._pipeline.step(state, batch)
-            if running is not None:
-                self._record(*running)
+            self._record(running)
             running = enqueued, contents_of(batch), self._num_bad()
             if self._is_boundary(state.step, num_steps) or self._is_evaluated(state.step):
-                self._record(*running)
+                # recorded first: the step may ask to stop or to save
+                self._record(running)
                 running = None
                 if self._is_evaluated(state.step) and not self._stop:
                     self._evaluate(state)
                 if self._is_boundary(state.step, num_steps):
                     self._save(state)
-        if running is not None:
-            self._record(*running)
-            self._save_what_was_trained(state)
+        self._record(running)
+        if running is not None and self.unreadable is not None and self._saver is not None:
+            # the data ended the loop after a step that is no boundary: nobody knew that it would be the last
+            self._save(state)
         self.was_stopped = self._stop and state.step < num_steps
         if self._timelines.maxlen:
             self._whole = self._pipeline.process.whole_timeline(self.timeline())
         return state
 
-    def _save_what_was_trained(self, state: PipelineState) -> None:
-        """Save after a step that is no boundary, if the data ended the loop: nobody knew that it would be the last
-        step."""
-        if self.unreadable is not None and self._saver is not None:
-            self._save(state)
+    def timeline(self) -> Timeline:
+        """Returns the record of the last steps.
 
-    def _next(self, batches: Iterator[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """Returns the next batch, or None if it cannot be read."""
-        try:
-            return next(batches) if self.unreadable is None else None
-        except BrokenData as error:
-            self.unreadable = error
-            return None
+        Once the loop has ended, the first process has it for all stages; otherwise it has the stages that this process
+        hosts.
+        """
+        if self._whole is not None:
+            return self._whole
+        whole = Timeline(self._pipeline.layout.num_units)
+        for timeline in self._timelines:
+            whole.extend(timeline)
+        return whole
 
     def _is_boundary(self, step: int, num_steps: int) -> bool:
-        """Whether the state after this step is saved; all processes find the same."""
+        """Returns whether the state after this step is saved; all processes find the same."""
         if self._saver is None:
             return False
         is_best = self._evaluations is not None and self._evaluations.is_best(step)
@@ -206,7 +257,7 @@ class TrainingLoop:
         return self._evaluations is not None and self._evaluations.is_due(step)
 
     def _evaluate(self, state: PipelineState) -> None:
-        """Evaluate, and write down what was found; the time that it takes counts for no step."""
+        """Evaluates and writes the rows; the time that it takes counts for no step."""
         assert self._evaluations is not None
         try:
             rows = self._evaluations.run(state)
@@ -216,6 +267,7 @@ class TrainingLoop:
             if self._metrics is not None:
                 self._metrics.write(asdict(row))
             self._on_evaluation(row)
+        # an evaluation's requests count as those of a step
         self._stop |= self._evaluations.stop
         self._asked_to_save |= self._evaluations.take_save()
         if self._last_end_s:
@@ -231,21 +283,16 @@ class TrainingLoop:
             host["evaluation"] = self._evaluations.host
             self._saver.save(state, host, keep_also=self._evaluations.keep_also)
 
-    def timeline(self) -> Timeline:
-        """The record of the last steps: in the first process of all stages where the loop has come to its end, else of
-        those that this process hosts."""
-        if self._whole is not None:
-            return self._whole
-        whole = Timeline(self._pipeline.layout.num_units)
-        for timeline in self._timelines:
-            whole.extend(timeline)
-        return whole
-
-    def _record(self, metrics: StepMetrics, contents: BatchContents, num_bad: int) -> None:
+    def _record(self, running: _Running | None) -> None:
+        """Waits for the result of the step under way, if there is one, counts it and hands out its row."""
+        if running is None:
+            return
+        metrics, contents, num_bad = running
         result = metrics.result()
         self._stop |= result.stop
         self._asked_to_save |= result.save
         self._timelines.append(result.timeline)
+        # from end to end, since steps overlap on the host
         step_time_s = result.ended_s - self._last_end_s
         self._last_end_s = result.ended_s
         learning_rate = float(self._learning_rate(result.step - self._num_skipped))
@@ -255,7 +302,7 @@ class TrainingLoop:
         self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
         self.last_fault = result.fault or self.last_fault
         self._stop |= self.has_diverged
-        speed = StepSpeed()
+        speed = _StepSpeed()
         if self._speed is not None:
             speed = self._speed.of_step(contents, weight=result.weight, step_time_s=step_time_s)
         row = StepRow(

@@ -1,48 +1,82 @@
-"""The optimizer of a run, from its record: every parameter array by itself, groups of them in their own way.
+"""The optimizer of a run and its learning rates, from their record: every parameter array by itself.
 
 An update is a direction, which the optimizer's name decides, then decoupled weight decay, the learning rate, and the
 scale of the parameter's group. Groups go by the paths of parameters in the model. Each chunk is updated by itself, by
 the names that its layers have there, so it finds the groups of its own ones; chunks whose updates come out the same
 share their program.
+
+With the peak ``P``, the final rate ``E``, ``W`` steps of warm-up and ``D`` of decay, the learning rate of update ``n``,
+counted from 0, is
+
+===================  =====================================================================
+warm-up, n < W       ``P * (n + 1) / (W + 1)``
+constant             ``P``
+linear               ``P + (E - P) * x``
+cosine               ``E + (P - E) * (1 + cos(pi * x)) / 2``
+warmup-stable-decay  ``P`` up to ``D`` updates before the last one, then ``P + (E - P) * x``
+===================  =====================================================================
+
+where ``x`` goes evenly from 0, at the beginning of the decay, to 1, ``D`` updates later, and stays there. Updates that
+were skipped are not counted.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import optax
+from optax import contrib
 
 from rrfp_jax.programs.freezing import matches
-from rrfp_jax.training.muon import scale_by_muon
 from rrfp_jax.training.optimizer_config import (
     ADAFACTOR,
     ADAMW,
+    CONSTANT,
+    COSINE,
     LION,
     MUON,
     OPTIMIZERS,
     SGD,
+    STABLE,
     OptimizerConfig,
     ParameterGroup,
 )
 
-Settings = Mapping[str, Any]
+_Settings = Mapping[str, Any]
 
 
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """What updates the parameters; the global norm is clipped by the pipeline, not here.
+    """Returns the optimizer of parameters that are a dictionary from layer name to nested dictionaries.
 
-    Of parameters as a dictionary from layer name to nested dictionaries. Call :func:`check_groups` first.
+    Call :func:`check_groups` first. The pipeline clips the global norm, not the optimizer.
     """
+
+    def decayed(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
+        group = _group_of(config, path_of(path))
+        own = None if group is None else group.weight_decay
+        decay = config.weight_decay if own is None else own
+        # matrices and stacks of them; norm scales and biases are not decayed
+        return update + decay * param if decay and param.ndim > 1 else update
+
+    def scaled(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
+        group = _group_of(config, path_of(path))
+        return update if group is None or group.learning_rate_scale == 1 else update * group.learning_rate_scale
+
+    # decay behind the direction is decoupled from its moments, and before the rate it is scaled by it
     return optax.chain(
         _DIRECTIONS[config.name](config.settings),
-        _add_decay(config),
+        optax.stateless(lambda updates, params: jax.tree.map_with_path(decayed, updates, params)),
         optax.scale_by_learning_rate(schedule),
-        _scale_groups(config),
+        optax.stateless(lambda updates, params: jax.tree.map_with_path(scaled, updates)),
     )
 
 
+# -- groups of parameters ----------------------------------------------------------------------------------------------
+
+
 def check_groups(config: OptimizerConfig, params: Any) -> None:
-    """Raise ValueError for a group that no parameter is in, and for a pattern that matches none.
+    """Raises ValueError for a group that has no parameter, and for a pattern that matches none.
 
     ``params`` are all parameters that train, or their shapes.
     """
@@ -53,7 +87,7 @@ def check_groups(config: OptimizerConfig, params: Any) -> None:
         if id(group) in taken:
             continue
         name = f"optimizer.groups[{number}] ({', '.join(group.match)})"
-        if any(_is_in(group, path) for path in paths):
+        if any(matches(pattern, path) for path in paths for pattern in group.match):
             raise ValueError(f"all that {name} matches is in groups before it: move it up, or leave it out")
         raise ValueError(f"{name} matches no parameter that is trained: paths are such as {example}")
     patterns = [(f"groups[{number}].match", p) for number, group in enumerate(config.groups) for p in group.match]
@@ -68,25 +102,29 @@ def check_groups(config: OptimizerConfig, params: Any) -> None:
 
 
 def path_of(path: tuple[Any, ...]) -> str:
-    """The path of a parameter, for example ``layers.3.mlp.up.kernel``."""
+    """Returns the path of a parameter as text, for example ``layers.3.mlp.up.kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _adam(settings: Settings) -> optax.GradientTransformation:
+def _group_of(config: OptimizerConfig, path: str) -> ParameterGroup | None:
+    """Returns the first group that matches a parameter."""
+    return next((group for group in config.groups if any(matches(pattern, path) for pattern in group.match)), None)
+
+
+# -- directions --------------------------------------------------------------------------------------------------------
+
+
+def _adam(settings: _Settings) -> optax.GradientTransformation:
     return optax.scale_by_adam(b1=settings["b1"], b2=settings["b2"], eps=settings["eps"])
 
 
-def _lion(settings: Settings) -> optax.GradientTransformation:
-    return optax.scale_by_lion(b1=settings["b1"], b2=settings["b2"])
-
-
-def _sgd(settings: Settings) -> optax.GradientTransformation:
+def _sgd(settings: _Settings) -> optax.GradientTransformation:
     if not settings["momentum"]:
         return optax.identity()
     return optax.trace(decay=settings["momentum"], nesterov=settings["nesterov"])
 
 
-def _adafactor(settings: Settings) -> optax.GradientTransformation:
+def _adafactor(settings: _Settings) -> optax.GradientTransformation:
     parts = [
         optax.scale_by_factored_rms(
             decay_rate=settings["decay_rate"],
@@ -101,56 +139,89 @@ def _adafactor(settings: Settings) -> optax.GradientTransformation:
     return optax.chain(*parts)
 
 
-def _muon(settings: Settings) -> optax.GradientTransformation:
+def _muon(settings: _Settings) -> optax.GradientTransformation:
+    """Returns Muon for arrays of two dimensions or more, and Adam for the rest.
+
+    Muon's direction is the momentum, made nearly orthogonal by Newton-Schulz steps (Jordan et al. 2024), matrix by
+    matrix. An array ``[..., rows, columns]`` is a stack of matrices: the experts of a layer are orthogonalised each by
+    itself. With ``consistent_rms`` the entries of an update have about this root mean square (Liu et al. 2025); with 0
+    its spectral norm is about ``sqrt(max(1, columns / rows))``.
+
+    The steps need whole matrices, and programs see whole arrays wherever these lie: where a mesh cuts a matrix, or
+    replicas share the momentum, the compiler brings the parts together.
+    """
+
     def labels(params: Any) -> Any:
-        return jax.tree.map_with_path(lambda path, leaf: "muon" if is_muon(path_of(path), leaf) else "adam", params)
+        def label(path: tuple[Any, ...], leaf: Any) -> str:
+            is_adam = any(matches(pattern, path_of(path)) for pattern in settings["adam_parameters"])
+            return "muon" if leaf.ndim > 1 and not is_adam else "adam"
 
-    def is_muon(path: str, leaf: Any) -> bool:
-        return leaf.ndim > 1 and not any(matches(pattern, path) for pattern in settings["adam_parameters"])
+        return jax.tree.map_with_path(label, params)
 
-    adam = optax.scale_by_adam(b1=settings["b1"], b2=settings["b2"], eps=settings["eps"])
-    muon = scale_by_muon(
+    def scaled(update: jax.Array) -> jax.Array:
+        rows, columns = update.shape[-2:]
+        by_rms = math.sqrt(max(rows, columns)) * settings["consistent_rms"]
+        return update * (by_rms or math.sqrt(max(1, columns / rows)))
+
+    orthogonal = contrib.scale_by_muon(
         beta=settings["momentum"],
         nesterov=settings["nesterov"],
-        num_steps=settings["newton_schulz_steps"],
-        consistent_rms=settings["consistent_rms"],
+        ns_steps=settings["newton_schulz_steps"],
+        # the last two dimensions of a stack are its matrices
+        weight_dimension_numbers=lambda updates: jax.tree.map(lambda _: contrib.MuonDimensionNumbers(-2, -1), updates),
     )
-    return optax.partition({"muon": muon, "adam": adam}, labels)
+    muon = optax.chain(orthogonal, optax.stateless(lambda updates, params: jax.tree.map(scaled, updates)))
+    return optax.partition({"muon": muon, "adam": _adam(settings)}, labels)
 
 
-_DIRECTIONS: Mapping[str, Callable[[Settings], optax.GradientTransformation]] = {
+_DIRECTIONS: Mapping[str, Callable[[_Settings], optax.GradientTransformation]] = {
     ADAMW: _adam,
-    LION: _lion,
+    LION: lambda settings: optax.scale_by_lion(b1=settings["b1"], b2=settings["b2"]),
     SGD: _sgd,
     MUON: _muon,
     ADAFACTOR: _adafactor,
 }
 
 
-def _add_decay(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Of matrices, and of stacks of them."""
-
-    def decayed(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
-        group = _group_of(config, path_of(path))
-        own = None if group is None else group.weight_decay
-        decay = config.weight_decay if own is None else own
-        return update + decay * param if decay and param.ndim > 1 else update
-
-    return optax.stateless(lambda updates, params: jax.tree.map_with_path(decayed, updates, params))
+# -- learning rates ----------------------------------------------------------------------------------------------------
 
 
-def _scale_groups(config: OptimizerConfig) -> optax.GradientTransformation:
-    def scaled(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
-        group = _group_of(config, path_of(path))
-        return update if group is None or group.learning_rate_scale == 1 else update * group.learning_rate_scale
+def learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Returns the learning rate of each update of a run of ``num_steps`` steps, as a function that may be traced.
 
-    return optax.stateless(lambda updates, params: jax.tree.map_with_path(scaled, updates))
+    A decay without ``decay_steps`` has its final rate at the last step, and begins after the warm-up, or for
+    warmup-stable-decay a tenth of the steps before. A warm-up that is as long as the run, or longer, is cut off, and
+    nothing decays; a decay for which the run is too short takes the steps that are left after the warm-up.
+    """
+    peak, warmup, last = config.learning_rate, config.warmup_steps, max(num_steps - 1, config.warmup_steps + 1)
+    first = peak / (warmup + 1)
+    rise = optax.linear_schedule(first, peak, warmup)
+    if config.schedule == CONSTANT:
+        return optax.join_schedules([rise, optax.constant_schedule(peak)], [warmup])
+    assert config.final_learning_rate is not None
+    if config.schedule == STABLE:
+        length = -(-num_steps // 10) if config.decay_steps is None else config.decay_steps
+        begin = max(warmup, last - length)
+        length = last - begin
+    else:
+        begin, length = warmup, last - warmup if config.decay_steps is None else config.decay_steps
+    if config.schedule == COSINE:
+        return optax.warmup_cosine_decay_schedule(first, peak, warmup, warmup + length, config.final_learning_rate)
+    fall = optax.linear_schedule(peak, config.final_learning_rate, length, begin - warmup)
+    return optax.join_schedules([rise, fall], [warmup])
 
 
-def _group_of(config: OptimizerConfig, path: str) -> ParameterGroup | None:
-    """The first group that a parameter is in."""
-    return next((group for group in config.groups if _is_in(group, path)), None)
+def rates_changed(config: OptimizerConfig, before: int, now: int, step: int, update: int) -> str:
+    """Returns in words how the learning rates of a run change when its number of steps does.
 
-
-def _is_in(group: ParameterGroup, path: str) -> bool:
-    return any(matches(pattern, path) for pattern in group.match)
+    The run had ``before`` steps in all, now has ``now`` of them, and goes on at ``step`` with update number ``update``.
+    """
+    if config.schedule == CONSTANT or (config.decay_steps is not None and config.schedule != STABLE):
+        return "its learning rates stay as they are"
+    was, becomes = (float(learning_rate_schedule(config, num_steps)(update)) for num_steps in (before, now))
+    # updates fall behind steps by those that were skipped
+    last = float(learning_rate_schedule(config, now)(max(update, update + now - 1 - step)))
+    return (
+        f"its learning rates change, to {becomes:.2e} at step {step}, which was to have {was:.2e}, and {last:.2e} at "
+        "the last"
+    )

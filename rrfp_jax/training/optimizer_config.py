@@ -1,7 +1,7 @@
-"""Which optimizer a run has, its schedule of learning rates, and groups of parameters with others: pure data.
+"""The optimizer of a run, its schedule of learning rates, and groups of parameters with other settings: pure data.
 
-Each name takes some of the fields; what belongs to another one is refused, and what is not given gets the name's own
-default. A resolved configuration therefore tells every number that counts, and None for all others.
+Each name takes some of the fields; a field of another optimizer is refused, and a field that is not given gets the
+name's own default. A resolved configuration therefore has every number that counts, and None for all others.
 """
 
 import math
@@ -38,7 +38,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
         "weight_decay": 0.0,
     },
 }
-"""The fields that each optimizer takes, with what they are where they are not given."""
+"""The fields that each optimizer takes, with their defaults."""
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     CONSTANT: {},
@@ -46,7 +46,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     LINEAR: {"final_learning_rate": 0.0, "decay_steps": None},
     STABLE: {"final_learning_rate": 0.0, "decay_steps": None},
 }
-"""The same for schedules."""
+"""The fields that each schedule takes, with their defaults."""
 
 _DECAY = Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)
 _THRESHOLD = Rule("at least 1, or 0 for no clipping", lambda value: value == 0 or 1 <= value < math.inf)
@@ -62,7 +62,7 @@ class ParameterGroup:
     """Paths of parameters, such as ``layers.3.mlp.up.kernel``: whole, or their beginning up to a dot, or globs, in
     which ``*`` matches dots too."""
     learning_rate_scale: float = 1.0
-    """What the learning rate is multiplied by."""
+    """Factor of the learning rate."""
     weight_decay: float | None = None
     """Weight decay of the group's matrices; None: the optimizer's."""
 
@@ -148,7 +148,8 @@ class OptimizerConfig:
         return {field: getattr(self, field) for field in OPTIMIZERS[self.name]}
 
     def num_moments(self, *, is_matrix: bool = True) -> int:
-        """How many numbers the state has for every parameter of a matrix or another array; few more are neglected."""
+        """Returns how many numbers the state has for every parameter of a matrix or another array; few more are
+        neglected."""
         if self.name == MUON:
             return 1 if is_matrix else 2
         return {ADAMW: 2, LION: 1, SGD: int(bool(self.momentum)), ADAFACTOR: 0 if is_matrix else 1}[self.name]

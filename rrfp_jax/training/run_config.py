@@ -1,15 +1,15 @@
-"""What a run is made of beyond model, data and optimizer: the pipeline's layout and order, the run itself.
+"""Configuration of a run beyond model, data and optimizer: the pipeline's layout and order, the run, its evaluations.
 
 Plain records, validated once; nothing here imports JAX, so that bad input is refused before anything is loaded.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from rrfp_jax.arbitration.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
-from rrfp_jax.models.context_cut import AUTO as AUTO_CONTEXT
-from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
+from rrfp_jax.models.cuts import AUTO_CONTEXT, CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import PROJECTOR_PLACES
 from rrfp_jax.observe.trackers.config import check_trackers
 from rrfp_jax.planning.unit_axes import TENSOR, checked_axes
@@ -51,7 +51,7 @@ class PipelineConfig:
     (``gather``), or passed from neighbour to neighbour while it computes (``ring``); ``auto`` takes the ring where the
     gathered ones of a layer were larger than its part of the residual stream."""
     encoder_mesh: dict[str, int] | None = None
-    """Those of the encoder's stages where they are others, as many devices; None: as ``mesh``."""
+    """Axes of the encoder's stages where they differ, with as many devices; None: as ``mesh``."""
     shard_optimizer: bool = False
     """Share the optimizer state out to the replicas (ZeRO-1); needs ``data`` of at least 2."""
     chunks_per_stage: int | None = None
@@ -73,7 +73,7 @@ class PipelineConfig:
     """How many stages, the first ones, the encoder has for itself; None: one for each of its chunks, or 1. With
     ``stage_of_chunk`` how many chunks it has, unless ``encoder_layers_per_chunk`` says that."""
     projector_in: str = "encoder"
-    """Where the projector is: ``encoder``, the encoder's last chunk; ``own``, a chunk of its own; ``decoder``, the
+    """Place of the projector: ``encoder``, the encoder's last chunk; ``own``, a chunk of its own; ``decoder``, the
     decoder's first chunk."""
     stage_of_chunk: tuple[int, ...] | None = None
     """The stage of every chunk, the encoder's first, where they are to lie otherwise: encoder and decoder may share
@@ -111,8 +111,8 @@ class PipelineConfig:
     """How many tasks ahead of a backward what its forward did not keep is computed again, in a task of its own, 0 for
     right before it; None: forwards keep it."""
     remat: str = "none"
-    """What backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``, layer by layer; or what
-    layers keep beside their inputs: ``attention``, ``experts`` or ``attention+experts``."""
+    """Activations that backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``, layer by layer;
+    or those that layers keep beside their inputs: ``attention``, ``experts`` or ``attention+experts``."""
     memory_limit: int | str | None = None
     """Memory of each stage, in bytes or as ``16GiB``; None: what its device has, if that is known."""
     backward: str | None = None
@@ -211,19 +211,19 @@ class RunConfig:
     """How long a run goes on and what it leaves behind."""
 
     steps: int
-    """Training steps."""
+    """Number of training steps."""
     seed: int = 0
     """Decides the initial parameters and all random keys."""
     init_from: str | None = None
     """The folder of an import (``rrfp convert import``) or of another run, whose parameters this run starts from; None:
     from initial values by ``seed``."""
     run_dir: str | None = None
-    """Where the run writes; None: a new folder under ``runs/``, named by the configuration and the time."""
+    """Directory that the run writes to; None: a new folder under ``runs/``, named by the configuration and the time."""
     report_every: int = 1
     """Every so many steps a line is printed, in place of a terminal's bar; also for the last one and those left out."""
     trackers: tuple[str, ...] = ()
-    """Who gets the rows of ``metrics.jsonl`` too: some of csv, tensorboard, wandb, mlflow. One that fails is left out,
-    and the run goes on. What they are told stands in the section ``tracking``."""
+    """Trackers that get the rows of ``metrics.jsonl`` too: some of csv, tensorboard, wandb, mlflow. One that fails is
+    left out, and the run goes on. Their settings are in the section ``tracking``."""
     profile_steps: str | None = None
     """Steps of which a trace for Perfetto and XProf is written, as ``10:13`` for 10, 11 and 12; None: none."""
     profile_ranks: tuple[int, ...] | None = (0,)
@@ -246,7 +246,7 @@ class RunConfig:
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay."""
     compile_cache: str = "auto"
-    """Where compiled programs are kept for later starts: ``auto`` (the user's cache directory), ``none``, or an
+    """Directory of compiled programs for later starts: ``auto`` (the user's cache directory), ``none``, or an
     absolute path. The environment variable RRFP_COMPILE_CACHE goes before it."""
     compile_cache_size: int | str = "4GiB"
     """About how much is kept there, in bytes or as ``4GiB``; what was not used for longest goes first."""
@@ -271,3 +271,42 @@ class RunConfig:
         check_fields(self, AT_LEAST_1, "steps", "timeline_steps", "report_every")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed is {self.seed}: give a number from 0 to {2**32 - 1}")
+
+
+_HELD_OUT_SET = "held_out"
+"""Name of the only set where none is named: the part of the run's data that is held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Evaluation during training, on data that is not trained on."""
+
+    every: int | None = None
+    """Training steps from one evaluation to the next. None: only after the last step."""
+    batches: int = 8
+    """Batches of each set, always the same ones, from the first on."""
+    sets: dict[str, dict[str, Any]] | None = None
+    """By name, the differences from the section of the run's data, for example
+    ``{validation: {path: val.txt}}``. A set with a path of its own takes all that is there, others the part of the
+    run's data that is held out (``held_out``). None: that part alone."""
+    at_start: bool = False
+    """Whether to evaluate before the first step too."""
+    keep_best: bool = False
+    """Whether the checkpoint with the least loss of the first set is saved at once and stays, beside the newest
+    ones."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, AT_LEAST_1, "every", "batches")
+        if self.sets is not None and not self.sets:
+            raise ValueError("sets is empty, so there is nothing to evaluate on: name one, or leave sets out")
+
+    @property
+    def named_sets(self) -> dict[str, dict[str, Any]]:
+        """The sets by name, as differences from the section of the run's data."""
+        return self.sets or {_HELD_OUT_SET: {}}
+
+    def is_due(self, step: int, num_steps: int) -> bool:
+        """Returns whether to evaluate after ``step`` steps of a run of ``num_steps``."""
+        if not step:
+            return self.at_start
+        return step == num_steps or (self.every is not None and step % self.every == 0)

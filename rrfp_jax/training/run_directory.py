@@ -1,17 +1,17 @@
-"""The directory of a run: its configuration, its metrics, its timeline, and the report of a failure.
+"""The directory of a run and the files in it.
 
 ``config.yaml``       the resolved configuration
 ``metrics.jsonl``     one object per step
 ``metrics.jsonl.damaged``   lines of it that were no objects
-``metrics.csv``, ``tensorboard/``, ``wandb/``, ``wandb.json``, ``mlflow/``, ``mlflow.json``   what trackers keep
+``tensorboard/``, ``wandb/``, ``wandb.json``, ``mlflow/``, ``mlflow.json``                     files of trackers
 ``timeline.png``      picture of the last steps
-``trace.json``        the same for ui.perfetto.dev
+``trace.json``        the last steps for ui.perfetto.dev
 ``profile/``          traces of chosen steps, a folder for each rank that takes one
 ``checkpoints/``      the newest committed steps
-``tokenizer/``        its tokenizer, and other files that came with the model that it began with
-``run.lock``          the process that is at work here; removed at the end
-``failure.json``      the wait-for report, if the run had to be given up
-``events*.json.gz``   the last events of each process then, for ``rrfp replay``
+``tokenizer/``        the tokenizer and other files that came with the model that the run began with
+``run.lock``          the process that writes here; removed at the end
+``failure.json``      the wait-for report of a run that was given up
+``events*.json.gz``   the last events of each process of such a run, for ``rrfp replay``
 """
 
 import json
@@ -29,70 +29,77 @@ from rrfp_jax.hf.model_folder import KEPT, files_are_kept
 from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
-from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackingConfig
-from rrfp_jax.observe.trackers.interface import PastRows, TrackedRun
+from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackedRun, TrackingConfig
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.runtime.log_file import PATTERN as LOG_PATTERN
 from rrfp_jax.runtime.log_file import RunLog, log_name, write_log
-from rrfp_jax.timeline import Timeline
-from rrfp_jax.training.run_lock import RunLock
-from rrfp_jax.training.step_profile import FOLDER as PROFILE
+from rrfp_jax.schedules.timeline import Timeline
+from rrfp_jax.training._run_lock import RunLock
+from rrfp_jax.training.step_profile import PROFILE_FOLDER
 
-CONFIG, METRICS, PICTURE, TRACE, FAILURE = "config.yaml", "metrics.jsonl", "timeline.png", "trace.json", "failure.json"
-CHECKPOINTS, DAMAGED = "checkpoints", f"{METRICS}.damaged"
+CONFIG, METRICS, _PICTURE, TRACE, _FAILURE = (
+    "config.yaml",
+    "metrics.jsonl",
+    "timeline.png",
+    "trace.json",
+    "failure.json",
+)
+CHECKPOINTS, _DAMAGED = "checkpoints", f"{METRICS}.damaged"
 _LOG = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """Writes one run's files, each of them whole; the folder is made by the first method that writes."""
+    """Writes the files of one run, each of them whole. The first method that writes makes the folder."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.lock = RunLock(self.path)
 
     def check(self) -> None:
-        """Raise ValueError, with the remedy, unless all files of a run can be written; creates nothing."""
+        """Raises ValueError, with the remedy, unless all files of a run can be written; creates nothing."""
         check_folder(self.path, "run_dir")
-        for name in (CONFIG, METRICS, PICTURE, TRACE, FAILURE):
+        for name in (CONFIG, METRICS, _PICTURE, TRACE, _FAILURE):
             check_file(self.path / name, "the run's file")
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
+        """Folder of the run's checkpoints."""
         return self.path / CHECKPOINTS
 
     def start(self, config: Mapping[str, Any], *, from_step: int = 0) -> None:
-        """Make the folder where it is missing, write the configuration, and remove the report of an earlier failure.
+        """Makes the folder if it is missing, writes the configuration, and removes the report of an earlier failure.
 
         Rows of the metrics file from ``from_step`` on are dropped: those steps are trained again.
 
-        Raises ValueError where the folder or a file in it cannot be made after all.
+        Raises ValueError if the folder or a file in it cannot be made after all.
         """
         try:
             self._write_text(CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
-            for name in (FAILURE, *(path.name for path in self.path.glob(LOG_PATTERN))):
+            # they would be taken for reports of this run
+            for name in (_FAILURE, *(path.name for path in self.path.glob(LOG_PATTERN))):
                 (self.path / name).unlink(missing_ok=True)
             cut_metrics(self.path / METRICS, _first_row(from_step))
         except OSError as error:
             raise ValueError(f"run_dir {self.path} cannot be written ({error.strerror}): name another folder") from None
 
     def leftovers(self) -> list[str]:
-        """What an earlier run has left here, by name."""
-        names = (CONFIG, METRICS, DAMAGED, *TRACKER_FILES, PROFILE, PICTURE, TRACE, FAILURE, CHECKPOINTS)
+        """Returns the names of the files and folders that an earlier run has left here."""
+        names = (CONFIG, METRICS, _DAMAGED, *TRACKER_FILES, PROFILE_FOLDER, _PICTURE, TRACE, _FAILURE, CHECKPOINTS)
         kept = (KEPT,) if files_are_kept(self.path) else ()
         logs = sorted(path.name for path in self.path.glob(LOG_PATTERN))
         return [name for name in (*names, *kept, *logs) if (self.path / name).exists()]
 
     def hold(self, *, to_clear: bool = False) -> None:
-        """Take the directory's lock before anything is changed here; ``to_clear``: it is to be emptied.
+        """Takes the directory's lock before anything is changed here; ``to_clear``: the directory is to be emptied.
 
-        Raises ValueError where another run has it, where it cannot be made, and where ``clear`` would have to remove
-        something through a symbolic link.
+        Raises ValueError if another run has the lock, if the directory cannot be made, and if ``clear`` would have to
+        remove something through a symbolic link.
         """
         try:
             self.lock.take()
         except OSError as error:
             raise ValueError(f"run_dir {self.path} cannot be made ({error.strerror}): name another folder") from None
+        # under the lock, so that no other run changes the directory before it is cleared
         links = [name for name in self.leftovers() if (self.path / name).is_symlink() and (self.path / name).is_dir()]
         if to_clear and links:
             self.lock.release()
@@ -103,7 +110,7 @@ class RunDirectory:
             )
 
     def clear(self) -> None:
-        """Remove what an earlier run has left here, and nothing else."""
+        """Removes the files and folders of an earlier run, and nothing else."""
         for name in self.leftovers():
             path = self.path / name
             if path.is_dir():
@@ -112,51 +119,48 @@ class RunDirectory:
                 path.unlink()
 
     def metrics(self) -> MetricsFile:
-        """The metrics file, opened for appending."""
+        """Returns the metrics file, opened for appending."""
         return MetricsFile(self.path / METRICS)
 
     def tracked_metrics(
         self, config: Mapping[str, Any], names: Sequence[str], settings: TrackingConfig, *, first_step: int
     ) -> TrackedMetrics:
-        """The metrics file, and these trackers that get its rows too; ``first_step`` is the next to be trained."""
-        file = self.metrics()
-        past = PastRows(file.path, file.path.stat().st_size)
-        first = _first_row(first_step)
-        run = TrackedRun(path=self.path, config=config, first_step=first, past=past, settings=settings)
-        return TrackedMetrics(file, run, names)
+        """Returns the metrics file with the trackers that get its rows; ``first_step`` is the next to be trained."""
+        run = TrackedRun(path=self.path, config=config, first_step=_first_row(first_step), settings=settings)
+        return TrackedMetrics(self.metrics(), run, names)
 
     def write_timeline(self, timeline: Timeline, caption: str) -> None:
-        """Write the picture and the trace; one that cannot be made is named in a warning: it is not worth a run."""
+        """Writes the picture and the trace; one that cannot be made is named in a warning: it is not worth a run."""
 
         def draw() -> None:
             from rrfp_jax.observe.picture import draw_timelines  # takes long to load
 
-            draw_timelines([(caption, timeline)], self.path / PICTURE)
+            draw_timelines([(caption, timeline)], self.path / _PICTURE)
 
-        for name, write in ((PICTURE, draw), (TRACE, lambda: write_trace(timeline, self.path / TRACE))):
+        for name, write in ((_PICTURE, draw), (TRACE, lambda: write_trace(timeline, self.path / TRACE))):
             try:
                 write()
             except Exception as error:  # whatever a library for pictures may raise
                 _LOG.warning("%s is left out: %s", self.path / name, " ".join(str(error).split()) or repr(error))
 
     def written(self) -> list[str]:
-        """Which of the files that a run leaves at its end are there."""
-        return [name for name in (CONFIG, METRICS, PICTURE, TRACE) if (self.path / name).is_file()]
+        """Returns the names of the files of a run's end that exist."""
+        return [name for name in (CONFIG, METRICS, _PICTURE, TRACE) if (self.path / name).is_file()]
 
     def write_events(self, log: RunLog, num_ranks: int) -> Path:
-        """Write a process's last events, and return the file's path."""
+        """Writes a process's last events, and returns the file's path."""
         path = self.path / log_name(log.rank or 0, num_ranks)
         write_log(log, path)
         return path
 
     def write_failure(self, report: WaitForReport) -> Path:
-        """Write the report as JSON, and return its path.
+        """Writes the report as JSON, and returns its path.
 
         The first report of a run counts: to a process that stood still and wakes up, all others seem to be lost.
         """
-        if not (self.path / FAILURE).exists():
-            self._write_text(FAILURE, json.dumps(report.as_dict(), indent=2) + "\n")
-        return self.path / FAILURE
+        if not (self.path / _FAILURE).exists():
+            self._write_text(_FAILURE, json.dumps(report.as_dict(), indent=2) + "\n")
+        return self.path / _FAILURE
 
     def _write_text(self, name: str, text: str) -> None:
         with replacing(self.path / name) as path:
@@ -164,12 +168,12 @@ class RunDirectory:
 
 
 def _first_row(from_step: int) -> int:
-    """The first step whose rows are written again: what was evaluated before all training has -1."""
+    """Returns the first step whose rows are written again: rows of an evaluation before all training have -1."""
     return from_step or -1
 
 
 def new_run_path(name: str, now: datetime) -> Path:
-    """A path under ``runs/`` that does not exist yet."""
+    """Returns a path under ``runs/`` that does not exist yet."""
     base = Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}"
     candidates = (base.with_name(f"{base.name}-{number}") for number in range(2, 1000))
     return base if not base.exists() else next(path for path in candidates if not path.exists())

@@ -1,4 +1,4 @@
-"""When a run saves its state, and how it goes on from what was saved."""
+"""Saving the state of a run, and restoring it."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -16,15 +16,15 @@ _AGAIN_S = 60.0
 class RunSaver:
     """Saves a pipeline's state at step boundaries, and restores it. All processes call the same methods alike.
 
-    ``checkpoints`` are the run's: to look for what can be restored, and to be closed at the end.
+    The caller looks in ``checkpoints`` for a state to restore, and closes them at the end.
 
     Args:
-        directory: of the run's checkpoints, shared by all processes.
-        pipeline: may be stepped already.
-        every: save after every so many steps; None: not by steps.
-        minutes: save where so many minutes have passed since the last save; None: not by time.
+        directory: the directory of the run's checkpoints, shared by all processes.
+        pipeline: the pipeline, which may have run steps already.
+        every: number of steps from one save to the next; None: steps do not count.
+        minutes: minutes after which a save is due since the last one; None: time does not count.
         keep: how many committed steps stay.
-        before_commit: called on rank 0 before a step is committed; an error that it raises is why it is not.
+        before_commit: called on rank 0 before a step is committed; an error that it raises keeps it from being so.
     """
 
     def __init__(
@@ -62,36 +62,38 @@ class RunSaver:
         self._last_step: int | None = None
 
     def restore(self, found: StoredStep) -> PipelineState:
-        """The pipeline's state as it was saved; raises ValueError where model or optimizer differ."""
+        """Returns the pipeline's state as it was saved; raises ValueError if model or optimizer differ."""
         specs = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
         states = self.checkpoints.restore(found, specs)
         self._last_step = found.step
         return self._pipeline.restore(states, found.step)
 
     def start_from(self, checkpoints: Path) -> PipelineState:
-        """A state before the first step, with the parameters of the newest checkpoint in another directory."""
+        """Returns a state before the first step, with the parameters of the newest checkpoint in another directory."""
         specs = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
         return self._pipeline.restore(self.checkpoints.start_from(checkpoints, specs), 0)
 
     def is_time(self) -> bool:
-        """Whether this process finds that enough minutes have passed."""
+        """Returns whether enough minutes have passed by the clock of this process."""
         if self._minutes is None:
             return False
+        # a save that failed is tried again soon, but not at every step
         wait_s = min(60 * self._minutes, _AGAIN_S) if self.checkpoints.has_failed else 60 * self._minutes
         return time.monotonic() - self._last_s >= wait_s
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after ``step`` steps is to be saved whatever the time."""
+        """Returns whether the state after ``step`` steps is to be saved whatever the time."""
         return self._every is not None and step % self._every == 0
 
     def save(self, state: PipelineState, host: Mapping[str, Any], *, keep_also: Iterable[int] = ()) -> None:
-        """Save in the background, with plain data beside; the pipeline may go on once this returns. Committed steps
-        of ``keep_also`` stay beside the newest ones."""
+        """Saves in the background, with plain data; the pipeline may go on once this returns.
+
+        Committed steps of ``keep_also`` stay beside the newest ones.
+        """
         if state.step == self._last_step:
             last = self.checkpoints.wait()
             if last is None or last.failure is None:  # the state was restored from there, or is saved
                 return
-        held = self._pipeline.chunk_states(state)
-        states = [(self._layers[chunk], each) for chunk, each in held]
+        states = [(self._layers[chunk], each) for chunk, each in self._pipeline.chunk_states(state)]
         self.checkpoints.save(state.step, states, host, keep_also=keep_also)
         self._last_s, self._last_step = time.monotonic(), state.step

@@ -8,22 +8,22 @@ from types import TracebackType
 from typing import Self
 
 _log = logging.getLogger(__name__)
-FOLDER = "profile"
-"""In the run directory."""
+PROFILE_FOLDER = "profile"
+"""Name of the folder in the run directory."""
 _STOP_AFTER_FAILURE_S = 3.0
-"""How long a trace may take to be written once a run has failed: what hangs must not keep it from ending."""
+"""How long a trace may take to be written once a run has failed: a hang must not keep the run from ending."""
 
 
 class StepProfile:
     """Starts and stops :mod:`jax.profiler` between steps, while none is under way in this process.
 
     A context manager around the loop: a run that ends within the steps leaves the trace of those that it has trained.
-    What cannot be traced or written is named in a warning: it is not worth a run.
+    A trace that fails is named in a warning: it is not worth a run.
 
     Args:
-        steps: those to be traced.
-        folder: of this process; the trace is in a folder of it that is named by the time.
-        name_tasks: has the stages name their tasks, or stop doing so.
+        steps: the steps to be traced.
+        folder: the folder of this process; the trace is in a folder of it that is named by the time.
+        name_tasks: makes the stages name their tasks, or stop doing so.
     """
 
     def __init__(self, steps: range, folder: Path, name_tasks: Callable[[bool], None]) -> None:
@@ -32,13 +32,13 @@ class StepProfile:
         self.is_written = False
 
     def is_boundary(self, step: int) -> bool:
-        """Whether the trace starts or stops before this step, for which no step may be under way."""
+        """Returns whether the trace starts or stops before this step; no step may be under way then."""
         if self._is_over:
             return False
         return step >= self._steps.stop if self._is_tracing else step in self._steps
 
     def turn(self) -> None:
-        """Start the trace, or stop it."""
+        """Starts the trace, or stops it."""
         if self._is_tracing:
             self._stop()
         else:
@@ -55,6 +55,7 @@ class StepProfile:
         if kind is None:
             self._stop()
             return
+        # writing may hang on what failed, so the run waits only a while for it
         thread = threading.Thread(target=self._stop, name="profile", daemon=True)
         thread.start()
         thread.join(_STOP_AFTER_FAILURE_S)
@@ -90,12 +91,12 @@ class StepProfile:
 
 
 def profile_folder(run: Path, rank: int) -> Path:
-    """Where a rank of a run writes its trace."""
-    return run / FOLDER / f"rank-{rank}"
+    """Returns the folder in which a rank of a run writes its trace."""
+    return run / PROFILE_FOLDER / f"rank-{rank}"
 
 
 def parse_steps(text: str) -> range:
-    """``a:b`` as the steps from a on up to but not including b; raises ValueError for anything else."""
+    """Returns ``a:b`` as the steps from a on up to but not including b; raises ValueError for anything else."""
     first, colon, last = text.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
         raise ValueError(f"profile_steps is {text!r}: give the first step and the one behind the last, such as 10:13")

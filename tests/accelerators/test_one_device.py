@@ -11,7 +11,7 @@ import pytest
 
 from rrfp_jax.arbitration import Ordering
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.models.attention import Asked, causal_attention, full_attention, implementation
+from rrfp_jax.models.attention import AttentionCall, causal_attention, full_attention, implementation
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.chunk_plan import plan_chunk
@@ -20,7 +20,7 @@ from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.target import current_target
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.plain_loop import train_plainly
 
 NUM_STAGES, NUM_MICROBATCHES, ROWS, LENGTH, NUM_STEPS = 4, 8, 2, 64, 5
@@ -94,7 +94,7 @@ def test_fused_attention_is_the_formula() -> None:
         np.float32(causal_attention(query, key, value)), np.float32(as_formula), atol=3e-2, rtol=3e-2
     )
     target = current_target()
-    asked = Asked(rows=2, length=length, heads=heads, kv_heads=heads, head_dim=64, dtype=dtype, is_causal=True)
+    asked = AttentionCall(rows=2, length=length, heads=heads, kv_heads=heads, head_dim=64, dtype=dtype, is_causal=True)
     if target.capability is not None and target.capability >= (8, 0):
         assert target.is_nvidia
         assert implementation(target, asked) == "cudnn"

@@ -24,8 +24,8 @@ from rrfp_jax.arbitration import (
     schedule_hint,
     strict,
 )
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, absences, chain, linear, looped
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules import Edge, PipelineGraph, Placement, Task, absences, chain, linear, looped
+from rrfp_jax.schedules.timeline import IdleReason
 from tests.model_checker.catalogue import PIPELINE_ONLY
 
 LOSS = StepRules(agreement=Agreement.LOSS)

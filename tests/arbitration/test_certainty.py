@@ -31,9 +31,8 @@ from rrfp_jax.arbitration import (
     schedule_hint,
 )
 from rrfp_jax.arbitration.certainty import Certainty
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule, chain, linear
 from rrfp_jax.simulation import Costs, Links, Machine, constant, for_steps, lognormal, simulate
-from rrfp_jax.tasks import Task, chain, linear
 from tests.model_checker.catalogue import PIPELINE_ONLY
 
 TABLES = ("1f1b", "gpipe", "zb-h1", "1f1b-split", "interleaved-1f1b", "zb-v")

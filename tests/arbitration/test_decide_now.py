@@ -9,8 +9,8 @@ from rrfp_jax.arbitration import (
     StepRules,
     strict,
 )
-from rrfp_jax.tasks import Task, chain, linear, looped
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules import Task, chain, linear, looped
+from rrfp_jax.schedules.timeline import IdleReason
 from tests.arbitration.test_arbiter import Stage
 from tests.arbitration.test_group import Group
 

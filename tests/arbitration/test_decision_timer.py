@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from rrfp_jax.arbitration import DecisionTimer, TimingRule
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 F0, F1, B0 = map(Task.parse, ("0F0", "0F1", "0B0"))
 OTHER = Task.parse("1F0")

@@ -12,8 +12,7 @@ from rrfp_jax.arbitration.footprint import Footprint, RowMemory
 from rrfp_jax.arbitration.plan import FINISHED
 from rrfp_jax.arbitration.step_plan import StepPlan
 from rrfp_jax.arbitration.story import DUE, RUNNING
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
-from rrfp_jax.tasks import Task, TaskKind, chain, linear, looped
+from rrfp_jax.schedules import ScheduleRequest, Task, TaskKind, build_schedule, chain, linear, looped, schedule_names
 from tests.arbitration.test_arbiter import Stage
 from tests.checking.guided import peak, random_rows
 from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs

@@ -28,8 +28,8 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.arbitration.saved import rebuild, save_arbiter
-from rrfp_jax.tasks import Task, TaskKind, chain, linear
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules import Task, TaskKind, chain, linear
+from rrfp_jax.schedules.timeline import IdleReason
 from tests.model_checker.catalogue import PIPELINE_ONLY
 
 RULES = ForesightRules(fit=1.0, kept=1.0, worth=0.3)

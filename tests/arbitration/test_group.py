@@ -28,8 +28,8 @@ from rrfp_jax.arbitration import (
     ready,
     strict,
 )
-from rrfp_jax.tasks import Task, absences, chain, linear
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules import Task, absences, chain, linear
+from rrfp_jax.schedules.timeline import IdleReason
 from tests.model_checker.catalogue import PIPELINE_ONLY
 
 ACTIVATION, GRADIENT = MessageKind.ACTIVATION, MessageKind.GRADIENT

@@ -26,7 +26,7 @@ from rrfp_jax.arbitration import (
     launches,
     ready,
 )
-from rrfp_jax.tasks import Task, chain, linear
+from rrfp_jax.schedules import Task, chain, linear
 from tests.model_checker.catalogue import PIPELINE_ONLY
 
 F0, F1, B0, B1 = map(Task.parse, ("1F0", "1F1", "1B0", "1B1"))

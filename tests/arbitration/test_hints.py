@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rrfp_jax.arbitration import HINTS, hint_by_name, ready, schedule_hint, strict
 from rrfp_jax.arbitration.plan import LANE, StepRules
 from rrfp_jax.arbitration.plan_builder import stage_plan
-from rrfp_jax.tasks import Placement, Task, TaskKind, chain
+from rrfp_jax.schedules import Placement, Task, TaskKind, chain
 from tests.model_checker.catalogue import PIPELINE_ONLY
 
 NUM_CHUNKS, NUM_MICROBATCHES = 3, 4

@@ -5,8 +5,17 @@ from dataclasses import replace
 import pytest
 
 from rrfp_jax.arbitration import Ordering, StepRules
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, from_csv
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, chain, linear
+from rrfp_jax.schedules import (
+    PipelineGraph,
+    Placement,
+    ScheduleRequest,
+    ScheduleTable,
+    Task,
+    build_schedule,
+    chain,
+    from_csv,
+    linear,
+)
 from tests.checking.guided import by_table
 from tests.model_checker import CheckError, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY

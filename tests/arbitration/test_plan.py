@@ -3,7 +3,7 @@
 import pytest
 
 from rrfp_jax.arbitration import Agreement, Message, MessageKind, StepRules, stage_plan
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, absences, chain, linear, looped
+from rrfp_jax.schedules import Edge, PipelineGraph, Placement, Task, absences, chain, linear, looped
 from rrfp_jax.tree import CONTROL_DEGREE
 from tests.model_checker.catalogue import PIPELINE_ONLY
 

@@ -18,8 +18,8 @@ from rrfp_jax.arbitration import (
     ready,
     schedule_hint,
 )
-from rrfp_jax.tasks import Task, chain, linear
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules import Task, chain, linear
+from rrfp_jax.schedules.timeline import IdleReason
 from tests.arbitration.test_foresight import B0, F0, GRADIENT, Clocked, knowing
 from tests.model_checker.catalogue import PIPELINE_ONLY
 

@@ -23,8 +23,7 @@ from rrfp_jax.arbitration import (
 )
 from rrfp_jax.arbitration.read_ahead import turns_of_table
 from rrfp_jax.arbitration.reserve import Reserve, peak, turns
-from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, TaskKind, absences, linear
+from rrfp_jax.schedules import Edge, PipelineGraph, Placement, ScheduleTable, Task, TaskKind, absences, linear
 from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs
 
 NUM_MICROBATCHES = 6

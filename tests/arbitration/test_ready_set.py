@@ -16,7 +16,7 @@ from rrfp_jax.arbitration import (
     ready,
 )
 from rrfp_jax.arbitration.ready_set import HELD, ReadySet
-from rrfp_jax.tasks import chain, linear
+from rrfp_jax.schedules import chain, linear
 
 MICROBATCH_AT = (2, 0, 1, 0, 1)
 FORWARDS_OF = {0: (1, 3), 1: (2, 4), 2: (0,)}

@@ -5,8 +5,7 @@ import pytest
 from rrfp_jax.arbitration import Agreement, Message, MessageKind, Ordering, StepRules, stage_plan
 from rrfp_jax.arbitration.hints import BF, FB
 from rrfp_jax.arbitration.replicas import microbatches_per_replica, replicated_graph, replicated_placement, replication
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import Task, TaskKind, chain, linear, looped
+from rrfp_jax.schedules import ScheduleRequest, Task, TaskKind, build_schedule, chain, linear, looped
 from tests.model_checker import explore
 from tests.model_checker.setting import Setting
 

@@ -23,7 +23,7 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.tasks import Absences, PipelineGraph, Placement, absences, chain, linear, looped
+from rrfp_jax.schedules import Absences, PipelineGraph, Placement, absences, chain, linear, looped
 from tests.model_checker.catalogue import small_graphs
 
 

@@ -21,7 +21,7 @@ from rrfp_jax.arbitration import (
     strict,
 )
 from rrfp_jax.arbitration.reserve import Reserve
-from rrfp_jax.tasks import Task, TaskKind, chain, linear
+from rrfp_jax.schedules import Task, TaskKind, chain, linear
 from tests.model_checker.catalogue import PIPELINE_ONLY
 
 

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from rrfp_jax.arbitration import HINTS
-from rrfp_jax.tasks import chain, linear, looped
+from rrfp_jax.schedules import chain, linear, looped
 from tests.checking.guided import guided, random_rows
 from tests.model_checker import Explorer, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs

@@ -6,7 +6,7 @@ import pytest
 
 from rrfp_jax.arbitration import HINTS, DecideNow, Send, StageArbiter, StepRules
 from rrfp_jax.arbitration.story import RUNNING
-from rrfp_jax.tasks import chain, linear, looped
+from rrfp_jax.schedules import chain, linear, looped
 from tests.model_checker import CheckError, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY
 from tests.model_checker.random_walk import random_walk

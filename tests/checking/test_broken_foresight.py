@@ -8,8 +8,7 @@ import pytest
 from rrfp_jax.arbitration import Announce, ClockTick, StageArbiter, WakeAt
 from rrfp_jax.arbitration.footprint import Footprint
 from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import Task, chain, linear, looped
+from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule, chain, linear, looped
 from tests.checking.guided import by_table, guided, random_rows
 from tests.model_checker import CheckError, explore, replay
 

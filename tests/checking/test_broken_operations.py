@@ -9,8 +9,7 @@ from rrfp_jax.arbitration.engines import NOTHING
 from rrfp_jax.arbitration.footprint import Footprint, RowMemory
 from rrfp_jax.arbitration.plan import others
 from rrfp_jax.arbitration.step_plan import StepPlan
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
-from rrfp_jax.tasks import chain, linear, looped
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, chain, linear, looped, with_operations
 from tests.checking.operated import ONE, by_hint, by_row, offload, recompute, strictly, with_ops
 from tests.checking.test_broken_early import walk_often
 from tests.model_checker import CheckError, explore, replay

@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 
 from rrfp_jax.arbitration import HINTS, StepRules
-from rrfp_jax.tasks import Task, chain, linear, looped
+from rrfp_jax.schedules import Task, chain, linear, looped
 from tests.model_checker import Setting
 from tests.model_checker.catalogue import (
     PIPELINE_ONLY,

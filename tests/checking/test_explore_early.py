@@ -7,7 +7,7 @@ import pytest
 
 from rrfp_jax.arbitration import Agreement, GroupProtocol, StepRules, schedule_hint
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.tasks import absences, chain, linear, looped
+from rrfp_jax.schedules import absences, chain, linear, looped
 from tests.checking.choosing_early import (
     NUMBERS,
     SPLIT_OR_NOT,

@@ -16,7 +16,7 @@ from rrfp_jax.arbitration import (
     StepRules,
 )
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.tasks import absences, chain, linear, looped, opposite_chains, v_shaped
+from rrfp_jax.schedules import absences, chain, linear, looped, opposite_chains, v_shaped
 from tests.checking.guided import guided, random_rows
 from tests.model_checker import CheckError, Explorer, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY, evaluation_settings, optional_graphs, skipped, small_graphs

@@ -8,8 +8,17 @@ import pytest
 
 from rrfp_jax.arbitration import Agreement, GroupProtocol, StepRules, schedule_hint
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
-from rrfp_jax.tasks import Task, absences, chain, linear, looped, v_shaped
+from rrfp_jax.schedules import (
+    ScheduleRequest,
+    Task,
+    absences,
+    build_schedule,
+    chain,
+    linear,
+    looped,
+    schedule_names,
+    v_shaped,
+)
 from tests.checking.guided import by_table, guided, random_rows
 from tests.checking.test_reductions import check_same
 from tests.model_checker import Explorer, Setting, explore

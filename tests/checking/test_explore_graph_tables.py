@@ -6,8 +6,7 @@ from itertools import product
 import pytest
 
 from rrfp_jax.arbitration import Agreement, StepRules
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import Placement, linear
+from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, linear
 from tests.checking.guided import by_table
 from tests.model_checker import explore
 from tests.model_checker.catalogue import optional_graphs, skipped

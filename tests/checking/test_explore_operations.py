@@ -9,8 +9,22 @@ import pytest
 from rrfp_jax.arbitration import HINTS, Agreement, StepRules
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
 from rrfp_jax.operations import offload as moving
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names, with_operations
-from rrfp_jax.tasks import Edge, Op, PipelineGraph, Task, TaskKind, absences, chain, linear, looped, v_shaped
+from rrfp_jax.schedules import (
+    Edge,
+    Op,
+    PipelineGraph,
+    ScheduleRequest,
+    Task,
+    TaskKind,
+    absences,
+    build_schedule,
+    chain,
+    linear,
+    looped,
+    schedule_names,
+    v_shaped,
+    with_operations,
+)
 from tests.checking.guided import random_rows
 from tests.checking.operated import ONE, TWO, by_hint, by_row, offload, recompute, strictly, with_ops
 from tests.checking.test_reductions import check_same

@@ -9,7 +9,7 @@ import pytest
 
 from rrfp_jax.arbitration import Agreement, StepRules
 from rrfp_jax.arbitration.promises import Promises
-from rrfp_jax.tasks import absences, chain, linear, looped
+from rrfp_jax.schedules import absences, chain, linear, looped
 from tests.checking.guided import guided, random_rows
 from tests.checking.test_random_foresight import random_setting
 from tests.checking.test_reductions import check_same

@@ -9,8 +9,8 @@ import pytest
 from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, GroupProtocol, StageArbiter, StepRules
 from rrfp_jax.arbitration.read_ahead import ReadAhead, turns_of_table
 from rrfp_jax.arbitration.reserve import Reserve, peak, turns
+from rrfp_jax.schedules import Edge, PipelineGraph, Placement, Task, TaskKind, linear, looped
 from rrfp_jax.schedules.validation import execution_order
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, Task, TaskKind, linear, looped
 from tests.checking.guided import guided, random_rows
 from tests.model_checker import CheckError, Explorer, Setting, explore, replay
 from tests.model_checker.catalogue import PIPELINE_ONLY, ahead_settings, small_graphs

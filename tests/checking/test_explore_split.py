@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from rrfp_jax.tasks import looped
+from rrfp_jax.schedules import looped
 from tests.model_checker import Explorer
 from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs, small_settings
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.tasks import BUILT_IN_KINDS, Task, TaskKind, chain, linear, looped, v_shaped
+from rrfp_jax.schedules import BUILT_IN_KINDS, Task, TaskKind, chain, linear, looped, v_shaped
 from tests.model_checker import CheckError, Explorer, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs
 

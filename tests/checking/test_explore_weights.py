@@ -8,7 +8,7 @@ import pytest
 
 from rrfp_jax.arbitration import HINTS, AheadBound, GroupProtocol, StageArbiter, StepRules, schedule_hint
 from rrfp_jax.arbitration.reserve import Reserve
-from rrfp_jax.tasks import Placement, Task, TaskKind, chain, linear, looped, v_shaped
+from rrfp_jax.schedules import Placement, Task, TaskKind, chain, linear, looped, v_shaped
 from tests.model_checker import CheckError, Explorer, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY, optional_graphs, skipped, small_graphs
 from tests.model_checker.random_walk import random_walk

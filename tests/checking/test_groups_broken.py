@@ -8,7 +8,7 @@ from rrfp_jax.arbitration import HINTS, GroupProtocol, RunTask, StageArbiter, Te
 from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
 from rrfp_jax.arbitration.group_member import GROUP_DEGREE
 from rrfp_jax.arbitration.group_rounds import ProposingMember
-from rrfp_jax.tasks import chain, linear
+from rrfp_jax.schedules import chain, linear
 from tests.model_checker import CheckError, Setting, explore, replay
 from tests.model_checker.catalogue import PIPELINE_ONLY
 from tests.model_checker.random_walk import random_walk

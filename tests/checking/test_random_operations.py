@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rrfp_jax.arbitration import HINTS, ForesightRules, StepRules
 from rrfp_jax.arbitration.plan import Agreement
 from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
-from rrfp_jax.tasks import Op
+from rrfp_jax.schedules import Op
 from tests.checking.guided import random_rows
 from tests.checking.operated import by_hint, by_row, peak, strictly
 from tests.checking.test_random_walk import random_absences, random_graph, random_placement

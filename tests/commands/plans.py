@@ -6,8 +6,7 @@ from rrfp_jax.arbitration import Ordering
 from rrfp_jax.planning.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.planning.order_memory import forecast_memory
 from rrfp_jax.planning.search.records import Choice, Forecast, Plan, Ranked, Refused, Sensitivity, Shape
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.tasks import linear, looped
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, linear, looped
 
 MIB = 2**20
 LAYER = LayerCosts(

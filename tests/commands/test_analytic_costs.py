@@ -24,7 +24,7 @@ from rrfp_jax.programs.remat import check_remat
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.programs.target import Target
-from rrfp_jax.tasks import chain
+from rrfp_jax.schedules import chain
 from tests.models.cudnn_on_cpu import HOPPER, cudnn_on_cpu
 
 CPU = Target(platform="cpu", kind="cpu")

@@ -31,9 +31,8 @@ from rrfp_jax.runtime.hosted import HostedModel
 from rrfp_jax.runtime.memory_meter import chunk_bytes
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import linear
-from rrfp_jax.training.learning_rates import learning_rate_schedule
-from rrfp_jax.training.optimizer import make_optimizer
+from rrfp_jax.schedules import linear
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
 SETTING = Setting(3, 1, "none")
 SMALL = {

@@ -10,8 +10,17 @@ from experiments import levels
 from rrfp_jax.commands import simulate
 from rrfp_jax.commands.studies.durations import from_array
 from rrfp_jax.commands.studies.graphs import GraphWishes, add_graph_arguments, make_graph, parse_graph
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, write_csv
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, absences, chain, linear
+from rrfp_jax.schedules import (
+    Edge,
+    PipelineGraph,
+    Placement,
+    ScheduleRequest,
+    absences,
+    build_schedule,
+    chain,
+    linear,
+    write_csv,
+)
 from tests.commands.running import run_command, sentence
 
 SIZES = ("--num-stages", "4", "--num-microbatches", "8")

@@ -192,7 +192,7 @@ def test_what_null_means_is_the_default_and_choices_are_listed() -> None:
         in flat
     )
     assert "--tie-embeddings true|false" in flat
-    assert "--run-dir PATH Where the run writes (default: a new folder under runs/, named by" in flat
+    assert "--run-dir PATH Directory that the run writes to (default: a new folder under runs/, named by" in flat
     assert "--num-layers N Number of decoder layers, embedding and head not counted (required in the file)" in flat
 
 

@@ -7,7 +7,7 @@ import pytest
 from experiments import levels
 from rrfp_jax.commands import simulate
 from rrfp_jax.commands.common import ordering
-from rrfp_jax.schedules import build_schedule, comparison, with_operations
+from rrfp_jax.schedules import build_schedule, formulas, with_operations
 from tests.commands.running import run_command
 from tests.operations.test_operations import offload
 
@@ -87,7 +87,7 @@ def test_a_run_without_operations_says_nothing_of_engines(output):
 OWN = """
 from rrfp_jax.schedules import schedule
 from rrfp_jax.schedules.language import B, F, rounds
-from rrfp_jax.tasks import Op
+from rrfp_jax.schedules import Op
 
 first = {"chunks": frozenset({0}), "lane": "copy", "ms": 40.0}
 out = Op("O", after=("F",), frees=1.0, **first)
@@ -121,7 +121,7 @@ def test_emulate_tells_the_same_of_the_real_runtime(tmp_path):
 
 
 def test_levels_counts_what_is_on_the_device(offloading, output):
-    for module in (comparison, levels):
+    for module in (formulas, levels):
         offloading(5.0, module=module)
     row = output(levels.main, *SIZES, "--schedules", "1f1b", "--json")["schedules"]["1f1b"]
     assert row["table"]["peak"] == row["strict"]["peak"] == row["hint"]["peak"] == 3

@@ -14,8 +14,7 @@ from rrfp_jax.commands.common.ordering import (
     parse_ordering,
     parse_window,
 )
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, write_csv
-from rrfp_jax.tasks import Edge, PipelineGraph, absences, linear, looped
+from rrfp_jax.schedules import Edge, PipelineGraph, ScheduleRequest, absences, build_schedule, linear, looped, write_csv
 
 SIZES = {"num_stages": 4, "num_microbatches": 8}
 

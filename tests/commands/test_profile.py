@@ -9,7 +9,7 @@ import yaml
 
 from rrfp_jax.commands.planning.cost_file import read_costs
 from rrfp_jax.planning.costs import CutModel
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.commands.running import run_command, sentence
 
 TINY: dict[str, Any] = {

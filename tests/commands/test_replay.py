@@ -20,7 +20,7 @@ from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.runtime import NoProgress, PipelineRuntime, TaskFailed
 from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.log_file import log_name, take_log, write_log
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 from rrfp_jax.testing import emulate
 from tests.commands.running import run_command, sentence
 from tests.runtime.logged_runs import LoggedRun, arbiter_of

@@ -28,7 +28,7 @@ from rrfp_jax.hf.model_sections import ModelSections
 from tests.commands.running import run_command
 from tests.commands.test_train_multimodal import MULTIMODAL, SMALL
 from tests.hf.random_folder import write_folder
-from tests.models.test_cached_decoder import PLAIN, initial, whole_logits
+from tests.models.test_decoding import PLAIN, initial, whole_logits
 
 DEBUG = "tpu_gpu_configs/cpu/debug.yaml"
 TINY = ("--hidden", 16, "--num-heads", 2, "--num-kv-heads", 2, "--mlp-dim", 16, "--length", 32, "--max-bytes", 50_000)

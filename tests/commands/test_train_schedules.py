@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.training.learning_rates import learning_rate_schedule
+from rrfp_jax.training.optimizer import learning_rate_schedule
 from rrfp_jax.training.optimizer_config import CONSTANT, SCHEDULES, OptimizerConfig
 from tests.commands.running import ROOT, run_afresh
 from tests.commands.test_train import DEBUG, SMALL, rows_of

@@ -7,7 +7,7 @@ import numpy as np
 
 from rrfp_jax.data.tokens import TokenSet, write_token_set
 from rrfp_jax.data.tokens.header import (
-    BYTES,
+    BYTE_TOKENIZER,
     DOCUMENTS,
     HEADER,
     TOKENS,
@@ -39,7 +39,7 @@ def sparse_set(path: Path, num_tokens: int, num_documents: int) -> None:
         num_documents=num_documents,
         vocab_size=256,
         end_of_document=0,
-        tokenizer=BYTES,
+        tokenizer=BYTE_TOKENIZER,
         tokens=FileDigest(2 * num_tokens, "0" * 64),
         documents=FileDigest(8 * num_documents, "0" * 64),
         sources=None,

@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from rrfp_jax.schedules.entry import KNOWN
+from rrfp_jax.schedules.registry import KNOWN
 from tests.documentation.blocks import ROOT
 
 PAGE = ROOT / "docs" / "language.md"

@@ -33,7 +33,7 @@ GIVEN = {
 import numpy as np
 from rrfp_jax import Ordering, linear
 from rrfp_jax.arbitration import Agreement, StepRules
-from rrfp_jax.tasks import chain
+from rrfp_jax.schedules import chain
 order = Ordering(hint="bf").resolve(linear(2), chain(2, 4))
 arbiters = order.arbiters(StepRules(updates=False, agreement=Agreement.ALL))
 durations_ms = np.full((1, 2, 4, 3), 1.0)

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from experiments import bench_orders, order_cases
-from rrfp_jax.tasks import linear, v_shaped
+from rrfp_jax.schedules import linear, v_shaped
 
 
 def test_all_columns_are_filled_and_nothing_found_is_slower_than_a_named_table(monkeypatch):

@@ -19,7 +19,7 @@ from experiments.bench_torch import make_parser, make_setting, options_of_ours, 
 from experiments.torch_comparison import TORCH, Setting, Turn, rows_of, torch_durations
 from experiments.turns import our_ranks, printed_by, torch_processes
 from rrfp_jax.commands.common.errors import BadInput
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules import Task, TaskKind
 from rrfp_jax.testing.emulated_stage import duration_of
 from tests.commands.running import run_command, sentence
 

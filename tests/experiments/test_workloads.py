@@ -20,7 +20,7 @@ from experiments.workloads import ROW_TOKENS, WORKLOADS, Work, Workload, cut_lay
 from rrfp_jax.commands.studies.graphs import GraphWishes
 from rrfp_jax.models.flop_sizes import MODEL_PAIRS, model_pair
 from rrfp_jax.models.presets import MODELS
-from rrfp_jax.tasks import bits
+from rrfp_jax.schedules import bits
 from tests.commands.running import run_command, sentence
 
 PAIR = model_pair("qwen3-4b+vit-big")

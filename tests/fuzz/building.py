@@ -9,10 +9,9 @@ from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
-from rrfp_jax.tasks import PipelineGraph, Placement, linear, looped
-from rrfp_jax.tasks.graph import chain
-from rrfp_jax.tasks.placements import bidirectional, v_shaped, waves
+from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleRequest, ScheduleTable, build_schedule, linear, looped
+from rrfp_jax.schedules.graph import chain
+from rrfp_jax.schedules.tasks import bidirectional, v_shaped, waves
 from tests.environment import NUM_VIRTUAL_DEVICES
 from tests.fuzz.composition import BIDIRECTIONAL, GRAPH, LINEAR, LOOPED, OF_ANY_GRAPH, READY, WAVE, Composition, V
 from tests.fuzz.models import model_of

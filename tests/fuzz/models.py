@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
-from rrfp_jax.models.context_cut import ContextCut
+from rrfp_jax.models.cuts import ContextCut
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.tasks import Edge
+from rrfp_jax.schedules import Edge
 from tests import drawn_words
 from tests.fuzz.composition import EXPERTS, GRAPH, RAW, VISION, Composition
 from tests.fuzz.raw_model import EMBED, FEATURES, OUTPUTS, VOCABULARY, edges_of, raw_chunks

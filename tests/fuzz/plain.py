@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rrfp_jax.tasks import Edge
+from rrfp_jax.schedules import Edge
 from tests.fuzz.composition import Composition
 from tests.fuzz.models import Microbatch, absent_pairs, microbatches, model_of
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.tasks import Edge
+from rrfp_jax.schedules import Edge
 from tests.fuzz.composition import GRAPH, Composition
 from tests.programs.toys import weights
 

@@ -15,8 +15,7 @@ from rrfp_jax.hf.exporting import plan_export, write_export
 from rrfp_jax.hf.importing import plan_import, write_import
 from rrfp_jax.hf.model_sections import ModelSections
 from rrfp_jax.hf.tensor_files import stored_tensors
-from rrfp_jax.models.config import LanguageModelConfig, RopeScaling
-from rrfp_jax.models.experts_config import ExpertsConfig
+from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig, RopeScaling
 from tests.hf.random_folder import TINY_LLAMA, write_folder
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -13,8 +13,7 @@ from rrfp_jax.commands.training.starting import check_init_from
 from rrfp_jax.data import TextBytes
 from rrfp_jax.hf.importing import plan_import, write_import
 from rrfp_jax.models import language_model
-from rrfp_jax.training.learning_rates import learning_rate_schedule
-from rrfp_jax.training.optimizer import make_optimizer
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from tests.commands.running import run_command, sentence
 from tests.hf.random_folder import write_folder
 from tests.plain_loop import assert_same_training, train_plainly

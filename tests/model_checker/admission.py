@@ -5,7 +5,7 @@ It looks at the account alone and knows nothing of how the arbiter keeps count.
 
 from collections.abc import Iterator
 
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules import Task, TaskKind
 from tests.model_checker.account import Account, places_of
 from tests.model_checker.contract import Contract
 from tests.model_checker.guidance import Guidance

@@ -20,7 +20,7 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     WakeAt,
 )
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 from tests.model_checker.account import Account
 from tests.model_checker.contract import Wiring
 from tests.model_checker.free_choice import TICK_S, Choices, FreeChoice, Script

@@ -15,8 +15,18 @@ from math import factorial
 from typing import TypeVar
 
 from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, Hint, StepRules, ready, schedule_hint, stage_plan
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
-from rrfp_jax.tasks import Absences, Edge, PipelineGraph, Placement, absences, chain
+from rrfp_jax.schedules import (
+    Absences,
+    Edge,
+    PipelineGraph,
+    Placement,
+    ScheduleRequest,
+    ScheduleTable,
+    absences,
+    build_schedule,
+    chain,
+    schedule_names,
+)
 from tests.model_checker.setting import Policy, Setting
 
 T = TypeVar("T")

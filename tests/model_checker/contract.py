@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import Agreement, InputArrived, InputPromised, Message, MessageKind
-from rrfp_jax.tasks import COMPUTE, Task, TaskKind
+from rrfp_jax.schedules import COMPUTE, Task, TaskKind
 from tests.model_checker.operations import Operations
 from tests.model_checker.packets import Packets
 from tests.model_checker.setting import Setting

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from rrfp_jax.arbitration import Announce, Instruction, Message, MessageKind
-from rrfp_jax.tasks import COMPUTE, Task, TaskKind
+from rrfp_jax.schedules import COMPUTE, Task, TaskKind
 from tests.model_checker.account import Account, places_of
 from tests.model_checker.contract import Contract
 from tests.model_checker.operations import Operations

@@ -47,7 +47,7 @@ from rrfp_jax.arbitration import (
     TellGroup,
     WakeAt,
 )
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 from tests.model_checker.account import Account, places_of
 from tests.model_checker.admission import Admission
 from tests.model_checker.contract import Contract, Wiring

@@ -2,7 +2,7 @@
 
 Which tasks they are, what waits for what because of them, on which lanes they run, what they do to memory, and the
 order in which memory is reserved where no table gives one. It follows the words of
-:mod:`rrfp_jax.tasks.operations` and of :mod:`rrfp_jax.arbitration.footprint`, and none of their code.
+:mod:`rrfp_jax.schedules.operations` and of :mod:`rrfp_jax.arbitration.footprint`, and none of their code.
 """
 
 from collections import defaultdict
@@ -11,7 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
 
-from rrfp_jax.tasks import COMPUTE, Op, Per, PipelineGraph, Task, TaskKind
+from rrfp_jax.schedules import COMPUTE, Op, Per, PipelineGraph, Task, TaskKind
 
 
 class Operations:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import Event, GroupHeard, InputPromised, StepStarted
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 
 class Joined(NamedTuple):

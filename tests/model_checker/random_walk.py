@@ -36,7 +36,7 @@ from rrfp_jax.arbitration import (
     TellGroup,
     WakeAt,
 )
-from rrfp_jax.tasks import COMPUTE, Task, TaskKind
+from rrfp_jax.schedules import COMPUTE, Task, TaskKind
 from tests.model_checker.account import Account
 from tests.model_checker.contract import wiring
 from tests.model_checker.judge import StageJudge, diverging, stuck

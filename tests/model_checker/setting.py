@@ -26,7 +26,7 @@ from rrfp_jax.arbitration import (
     ready,
     strict,
 )
-from rrfp_jax.tasks import Absences, Edge, PipelineGraph, Placement, Task, absences
+from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, Task, absences
 from tests.model_checker.operations import Operations
 
 Policy = Hint | tuple[Task, ...]

@@ -26,10 +26,10 @@ def cudnn_on_cpu(target: Target = HOPPER) -> Iterator[None]:
         (fused._dot_product_attention_bwd_p, _backward),
     ):
         mlir.register_lowering(primitive, mlir.lower_fun(kernel, multiple_results=True), platform="cpu")
-    attention._refusal.cache_clear()
+    attention._cudnn_refusal.cache_clear()
     with mock.patch.object(fused, "check_cudnn_version", return_value=91_000), tracing_for(target):
         yield
-    attention._refusal.cache_clear()
+    attention._cudnn_refusal.cache_clear()
 
 
 def _forward(*operands: Any, is_training: bool, **params: Any) -> tuple[jax.Array, ...]:

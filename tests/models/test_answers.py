@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.models.answers import ANSWER_TOKENS, ANSWERS, EXACT_ANSWERS, RIGHT_TOKENS, answer_counts
-from rrfp_jax.models.context_cut import SequenceOrder
+from rrfp_jax.models.cuts import SequenceOrder
+from rrfp_jax.models.loss import ANSWER_TOKENS, ANSWERS, EXACT_ANSWERS, RIGHT_TOKENS, answer_counts
 
 LENGTH, VOCAB = 24, 5
 

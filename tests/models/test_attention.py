@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.models import LanguageModelConfig, attention, language_model
-from rrfp_jax.models.attention import Asked, causal_attention, full_attention, implementation
-from rrfp_jax.models.streaming import tiled_attention
+from rrfp_jax.models._tiled_attention import tiled_attention
+from rrfp_jax.models.attention import AttentionCall, causal_attention, full_attention, implementation
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.shapes import derive_shapes
@@ -27,7 +27,9 @@ AMPERE = replace(HOPPER, kind="NVIDIA A100-SXM4-80GB", capability=(8, 0))
 BLACKWELL = replace(HOPPER, kind="NVIDIA B200", capability=(10, 0))
 TPU = Target(platform="tpu", kind="TPU v5")
 CPU = Target(platform="cpu", kind="cpu")
-ASKED = Asked(rows=2, length=512, heads=8, kv_heads=2, head_dim=64, dtype=jnp.dtype(jnp.bfloat16), is_causal=True)
+ASKED = AttentionCall(
+    rows=2, length=512, heads=8, kv_heads=2, head_dim=64, dtype=jnp.dtype(jnp.bfloat16), is_causal=True
+)
 PRESETS = ROOT / "tpu_gpu_configs"
 GPU_PRESETS = sorted(path for path in (PRESETS / "gpu").glob("*.yaml") if "vision:" not in path.read_text())
 TPU_PRESETS = sorted((PRESETS / "tpu").glob("*.yaml"))
@@ -41,7 +43,9 @@ def test_presets_take_a_fused_one(preset: Path):
         ASKED, dtype=jnp.dtype(model.compute_dtype), head_dim=model.size_per_head, length=config.data.length
     )
     assert implementation(HOPPER, asked) == "cudnn"
-    assert implementation(TPU, asked) == "splash"
+    # no device holds whole the sequences that are cut over devices: they go by the tiles of context attention
+    is_cut = "context" in (config.pipeline.mesh or {})
+    assert implementation(TPU, asked) == ("tiles" if is_cut else "splash")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,7 @@ def test_a_gpu_that_cannot_do_it_falls_back_with_one_sentence(caplog: pytest.Log
     """As here, where JAX finds no cuDNN."""
     heads = [jnp.asarray(np.random.default_rng(i).normal(size=(2, 8, 2, 16)), jnp.bfloat16) for i in range(3)]
     expected = causal_attention(*heads)
-    attention._refusal.cache_clear()
+    attention._cudnn_refusal.cache_clear()
     with caplog.at_level(logging.WARNING), tracing_for(HOPPER):
         for _ in range(2):
             np.testing.assert_array_equal(causal_attention(*heads), expected)
@@ -240,9 +244,8 @@ def test_calls_of_cudnn_compute_the_formula(length: int, size: int, is_packed: b
     *heads, segments = drawn(length, size=size, dtype=jnp.bfloat16)
     told = segments if is_packed else None
     options = {**options, "window": options["window"] and 20}
-    widths = attention._cudnn_widths(HOPPER, replace(ASKED, head_dim=size, is_packed=is_packed))
     with cudnn_on_cpu():
-        made = jax.jit(partial(with_gradients, partial(attention._cudnn, widths=widths, **options)))(*heads, told)
+        made = jax.jit(partial(with_gradients, partial(attention._cudnn, **options)))(*heads, told)
     wanted = jax.jit(partial(with_gradients, partial(attention._formula, **options)))(*heads, told)
     assert_close(made, wanted, 2e-2)
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
+from rrfp_jax.models._context_attention import context_attention, gather_or_ring
 from rrfp_jax.models.attention import causal_attention
-from rrfp_jax.models.context_attention import automatic, context_attention
-from rrfp_jax.models.context_cut import ContextCut, SequenceOrder
+from rrfp_jax.models.cuts import ContextCut, SequenceOrder
 
 
 def on_devices(
@@ -101,7 +101,7 @@ def test_the_ring_is_taken_where_gathered_keys_are_larger_than_the_stream(
 ) -> None:
     """8 of 32 heads: keys and values of one token are half as wide as the stream."""
     axes = AbstractMesh((context, tensor), ("context", "tensor")).shape
-    assert automatic((1, 64, 32, 128), (1, 64, 8, 128), axes) == chosen
+    assert gather_or_ring((1, 64, 32, 128), (1, 64, 8, 128), axes) == chosen
 
 
 @pytest.mark.parametrize(

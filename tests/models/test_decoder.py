@@ -8,11 +8,15 @@ import pytest
 from flax import nnx
 
 from rrfp_jax.models import RopeScaling
-from rrfp_jax.models.decoder import Attention, packed_rows
-from rrfp_jax.models.rotary import rotate
-from rrfp_jax.models.wave_numbers import wave_numbers
+from rrfp_jax.models._decoder import Attention, row_info
+from rrfp_jax.models._rotary import apply_rope, inv_freq, rope_tables
 from tests.models.encoder_reference import uneven
 from tests.models.reference import reference_attention, reference_rotate, small_config
+
+
+def rotate(x, theta, scaling=None):
+    """The embedding at positions 0, 1, ..."""
+    return apply_rope(x, *rope_tables(np.arange(x.shape[1]), x.shape[-1] // 2, theta, scaling))
 
 
 def test_rotate_is_a_product_of_complex_numbers():
@@ -42,7 +46,7 @@ def test_waves_are_stretched_as_published(scaling):
     x = np.random.default_rng(0).normal(size=(1, 40, 1, 16)).astype(np.float32)
     expected = np.stack([reference_rotate(x[0, t, 0], t, 100.0, scaling) for t in range(40)])
     np.testing.assert_allclose(rotate(x, 100.0, scaling)[0, :, 0], expected, atol=2e-5)
-    factors = 100.0 ** (-np.arange(8) / 8) / wave_numbers(8, 100.0, scaling)
+    factors = 100.0 ** (-np.arange(8) / 8) / inv_freq(8, 100.0, scaling)
     assert factors[0] == pytest.approx(1)
     assert factors[-1] == pytest.approx(8)
     assert any(1.1 < factor < 7.9 for factor in factors)
@@ -78,7 +82,7 @@ def test_switches_equal_the_reference(switches, is_packed):
     segments = np.array([[1, 1, 2, 2, 2, 2, 2, 2, 3], [5, 5, 5, 5, 5, 5, 0, 0, 0]], np.int32)
     positions = np.array([[0, 1, 0, 1, 2, 3, 4, 5, 0], [0, 1, 2, 3, 4, 5, 0, 1, 2]], np.int32)
     leaves = {"positions": positions, "segments": segments} if is_packed else {}
-    rows = packed_rows(config, **leaves) if is_packed else None
+    rows = row_info(config, 9, **leaves) if is_packed else None
     expected = reference_attention(config, params, x, **leaves)
     np.testing.assert_allclose(attention(x, rows), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.models import experts as ways
-from rrfp_jax.models.routing import Routes, route, router_loss
+from rrfp_jax.models.experts import Routes, choose_experts, router_loss
 from rrfp_jax.programs.chunk import Loss, param_specs
 from rrfp_jax.programs.shardings import param_partition, passing, place
 from rrfp_jax.programs.stage_devices import StageDevices
@@ -39,7 +39,8 @@ def matrices() -> tuple[np.ndarray, ...]:
 
 
 def routed(config: ExpertsConfig = EXPERTS) -> tuple[np.ndarray, Routes]:
-    return normal(BATCH, LENGTH, HIDDEN, seed=5), route(config, normal(BATCH, LENGTH, config.num_experts, seed=6))
+    logits = normal(BATCH, LENGTH, config.num_experts, seed=6)
+    return normal(BATCH, LENGTH, HIDDEN, seed=5), choose_experts(config, logits)
 
 
 def token_by_token(config: ExpertsConfig, x: np.ndarray, logits: np.ndarray, room: int = LENGTH) -> np.ndarray:
@@ -97,7 +98,7 @@ def test_all_ways_have_the_same_gradients() -> None:
 
     def total(compute: Any, **rest: Any) -> Any:
         gradients = jax.grad(
-            lambda x, logits, *parts: jnp.sin(compute(x, route(EXPERTS, logits), *parts, **rest)).sum(),
+            lambda x, logits, *parts: jnp.sin(compute(x, choose_experts(EXPERTS, logits), *parts, **rest)).sum(),
             argnums=tuple(range(5)),
         )
         return jax.jit(gradients)(x, logits, *matrices())
@@ -123,7 +124,9 @@ def test_the_router_loss_is_what_was_published() -> None:
 
 
 def loss_of(config: ExpertsConfig, logits: Any, is_real: Any) -> Any:
-    return jax.jit(lambda logits, real: router_loss(config, logits, route(config, logits), real))(logits, is_real)
+    return jax.jit(lambda logits, real: router_loss(config, logits, choose_experts(config, logits), real))(
+        logits, is_real
+    )
 
 
 def leaves_of(*, padding: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -266,7 +269,7 @@ def differentiated(compute: Any, **rest: Any) -> Any:
     """From tokens, router's logits and matrices to the sum's gradients and the result."""
 
     def total(x: Any, logits: Any, *parts: Any) -> Any:
-        y = compute(x, route(EXPERTS, logits), *parts, **rest)
+        y = compute(x, choose_experts(EXPERTS, logits), *parts, **rest)
         return jnp.sin(y).sum(), y
 
     return jax.value_and_grad(total, argnums=tuple(range(5)), has_aux=True)

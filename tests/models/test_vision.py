@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.models import vision_language_model
-from rrfp_jax.models.vision import PixelScale
+from rrfp_jax.models.encoder import PixelScale
 from tests.models.encoder_reference import CLIP, PACKED, make_leaves, small_model
 
 SCALES = [PixelScale((0.5,), (0.5,)), PixelScale((0.48, 0.46, 0.41), (0.27, 0.26, 0.28)), PixelScale((0.4,), (1, 2, 3))]

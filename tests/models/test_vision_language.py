@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rrfp_jax.models import vision_language_model
-from rrfp_jax.models.decoder import token_loss
-from rrfp_jax.models.projector import merged_squares
+from rrfp_jax.models.encoder import merged_squares
+from rrfp_jax.models.loss import token_loss
 from rrfp_jax.programs.chunk import param_specs
-from rrfp_jax.tasks import Edge, PipelineGraph
+from rrfp_jax.schedules import Edge, PipelineGraph
 from tests.models.encoder_reference import (
     AUDIO,
     CLIP,

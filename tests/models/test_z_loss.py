@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
-from rrfp_jax.models.layer_cut import plan_cut
+from rrfp_jax.models.cuts import plan_cut
 from rrfp_jax.models.model import ROUTER_LOSS, Z_LOSS, decoder_chunk
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from rrfp_jax.testing.unpipelined import run_unpipelined
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rrfp_jax.planning.layout import Layout
-from rrfp_jax.tasks import Placement, linear, looped
+from rrfp_jax.schedules import Placement, linear, looped
 from tests.multiprocess.launching import launched
 
 _FILE = "cases.json"

@@ -13,7 +13,7 @@ import optax
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.freezing import freeze
-from rrfp_jax.tasks import Edge
+from rrfp_jax.schedules import Edge
 from tests import long_sums, ragged
 from tests.multiprocess.cases import Case
 from tests.plain_loop import train_plainly
@@ -37,7 +37,7 @@ def make_chunks(case: Case) -> list[Chunk]:
     if case.model == PLAIN:
         return freeze([_with_constant_init(chunk) for chunk in plain_model(case.cut)], case.frozen)
     from rrfp_jax.models import ExpertsConfig, language_model  # takes long to load
-    from rrfp_jax.models.context_cut import ContextCut
+    from rrfp_jax.models.cuts import ContextCut
 
     experts = ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=12, balance_coefficient=0.1)
     config = LanguageModelConfig(

@@ -58,7 +58,7 @@ class Member:
 
     def _make_transport(self) -> Any:
         from rrfp_jax.runtime.transports import PipelineTransport
-        from rrfp_jax.tasks import linear
+        from rrfp_jax.schedules import linear
 
         return PipelineTransport(
             layout=self.layout,

@@ -7,11 +7,20 @@ from collections.abc import Callable
 import pytest
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
+from rrfp_jax.schedules import (
+    Op,
+    PipelineGraph,
+    ScheduleRequest,
+    Task,
+    TaskKind,
+    build_schedule,
+    chain,
+    looped,
+    with_operations,
+)
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 from rrfp_jax.simulation import Costs, simulate
 from rrfp_jax.simulation.costs import constant
-from rrfp_jax.tasks import Op, PipelineGraph, Task, TaskKind, chain, looped
-from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
 
 SampleTimeline = Callable[..., Timeline]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rrfp_jax.observe.chrome_trace import chrome_trace, read_trace, write_trace
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules.timeline import Timeline
 from tests.observe.conftest import SampleTimeline
 
 

@@ -13,8 +13,8 @@ import pytest
 from rrfp_jax.observe.page import write_page
 from rrfp_jax.observe.panels import facts, panels
 from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS
-from rrfp_jax.tasks import TaskKind
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules import TaskKind
+from rrfp_jax.schedules.timeline import Timeline
 from tests.observe.conftest import SampleTimeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from rrfp_jax.observe.panels import TaskGroup, format_ms, panels
-from rrfp_jax.tasks import Task, TaskKind
-from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
+from rrfp_jax.schedules import Task, TaskKind
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 from tests.observe.conftest import SampleTimeline
 
 

@@ -14,8 +14,8 @@ from rrfp_jax.observe.legend import idle_keys, task_keys
 from rrfp_jax.observe.panels import panels
 from rrfp_jax.observe.picture import draw_timelines, figure_of
 from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS, UNEXPLAINED_LABEL, rgb
-from rrfp_jax.tasks import BUILT_IN_KINDS, Task, TaskKind
-from rrfp_jax.timeline import IdleReason, Span, Timeline, Wait
+from rrfp_jax.schedules import BUILT_IN_KINDS, Task, TaskKind
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 from tests.observe.conftest import SampleTimeline
 
 

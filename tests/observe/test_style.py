@@ -16,8 +16,8 @@ from rrfp_jax.observe.style import (
     task_looks,
     text_colour,
 )
-from rrfp_jax.tasks import BUILT_IN_KINDS, TaskKind
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules import BUILT_IN_KINDS, TaskKind
+from rrfp_jax.schedules.timeline import IdleReason
 
 # Machado, Oliveira and Fernandes (2009), full severity, on linear RGB.
 VISIONS = {

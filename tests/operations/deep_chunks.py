@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 
 ROWS, WIDTH, HIDDEN, NUM_MICROBATCHES = 16, 8, 64, 6

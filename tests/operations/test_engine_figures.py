@@ -3,10 +3,9 @@
 import pytest
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
+from rrfp_jax.schedules import Op, ScheduleRequest, build_schedule, chain, with_operations
 from rrfp_jax.simulation import Costs, constant, peak_memory, simulate
-from rrfp_jax.simulation.engine_figures import bottleneck, engines_busy, host_peaks
-from rrfp_jax.tasks import Op, chain
+from rrfp_jax.simulation.result import bottleneck, engines_busy, host_peaks
 from tests.operations.test_operations import offload
 
 GATHER = (

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.schedules.entry import KNOWN, schedule
+from rrfp_jax.schedules import Op, ScheduleRequest, build_schedule
 from rrfp_jax.schedules.language import B, F, Order, Stage, rounds, stream
+from rrfp_jax.schedules.registry import KNOWN, schedule
 from rrfp_jax.simulation import simulate
 from rrfp_jax.simulation.costs import Costs, constant
-from rrfp_jax.tasks import Op
 from tests.operations.deep_chunks import NUM_MICROBATCHES, assert_same_bits, pipeline, train
 
 

@@ -21,11 +21,10 @@ from rrfp_jax.runtime.executor import Launched
 from rrfp_jax.runtime.operating import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.schedules import Placement, ScheduleRequest, ScheduleTable, Task, build_schedule, linear, looped
 from rrfp_jax.schedules.slots import SlotLengths, execute
 from rrfp_jax.simulation import Costs, simulate
 from rrfp_jax.simulation.costs import constant
-from rrfp_jax.tasks import Placement, Task, linear, looped
 from rrfp_jax.testing.wrapped import WrappedStage
 from tests.programs.toys import VOCAB, plain_model
 from tests.test_pipeline_training import OPTIMIZER

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
+from rrfp_jax.schedules import COMPUTE, Op, Per, ScheduleRequest, build_schedule, chain, linear, looped, with_operations
 from rrfp_jax.simulation import Costs, Links, Machine, find_optimum, lower_bound, simulate
 from rrfp_jax.simulation.bounds import lower_bound as vectorised
+from rrfp_jax.simulation.bounds import path_bounds
 from rrfp_jax.simulation.costs import constant
-from rrfp_jax.simulation.operation_bounds import path_bounds
-from rrfp_jax.tasks import COMPUTE, Op, Per, chain, linear, looped
 from tests.operations.test_operations import offload
 
 RULES = StepRules(updates=False, agreement=Agreement.NONE)

@@ -6,12 +6,23 @@ from functools import cache
 import pytest
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
+from rrfp_jax.schedules import (
+    Edge,
+    Op,
+    PipelineGraph,
+    ScheduleRequest,
+    Task,
+    TaskKind,
+    absences,
+    build_schedule,
+    chain,
+    linear,
+    with_operations,
+)
+from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.simulation import simulate
 from rrfp_jax.simulation.costs import Costs, constant
 from rrfp_jax.simulation.result import peak_memory
-from rrfp_jax.tasks import Edge, Op, PipelineGraph, Task, TaskKind, absences, chain, linear
-from rrfp_jax.timeline import IdleReason, Timeline
 
 RULES = StepRules(updates=False, agreement=Agreement.NONE)
 

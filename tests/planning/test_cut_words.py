@@ -4,7 +4,7 @@ import pytest
 
 from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planning.cut_words import cut_in_words, legend, letters_of
-from rrfp_jax.tasks import linear, looped
+from rrfp_jax.schedules import linear, looped
 
 COSTS = LayerCosts(forward_ms=1, input_gradient_ms=1, weight_gradient_ms=1)
 

@@ -11,10 +11,9 @@ from rrfp_jax.arbitration import Order, Ordering
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.planning.forecast import ChunkBytes, Reach, check_fits, forecast_stage, window_of_bytes
 from rrfp_jax.planning.order_memory import forecast_memory, reaches
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules import Edge, PipelineGraph, ScheduleRequest, Task, TaskKind, build_schedule, chain, linear
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import Costs, simulate
-from rrfp_jax.tasks import Edge, PipelineGraph, Task, TaskKind, chain, linear
-from rrfp_jax.timeline import Timeline
 
 CHUNK = ChunkBytes(fixed=1000, stash=100, owed=140, inputs=10, output_grads=20, outputs=10, temporaries=50)
 

@@ -14,9 +14,9 @@ from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.planning.forecast import ChunkBytes
 from rrfp_jax.planning.order_memory import forecast_memory, paths, reaches
+from rrfp_jax.schedules import Edge, PipelineGraph, Task, TaskKind
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import Costs, simulate
-from rrfp_jax.tasks import Edge, PipelineGraph, Task, TaskKind
-from rrfp_jax.timeline import Timeline
 
 MICROBATCHES, STEPS = 12, 2
 TABLES = ["interleaved-1f1b", "zb-v", "v-half", "1f1b", "zb-h1"]

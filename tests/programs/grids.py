@@ -21,7 +21,7 @@ from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import initial_shared_state, initial_state
 from rrfp_jax.programs.updates import StageUpdates
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 from tests.programs.toys import microbatch_spec
 
 Unit = tuple[int, int]

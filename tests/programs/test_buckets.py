@@ -6,7 +6,7 @@ import pytest
 
 from rrfp_jax.programs.buckets import absent_chunks, leaves_to_lack
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.tasks import Edge, PipelineGraph
+from rrfp_jax.schedules import Edge, PipelineGraph
 
 
 def nothing(*_: Any, **__: Any) -> Any:

@@ -14,7 +14,7 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_plan import plan_chunk
 from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.shapes import derive_shapes
-from rrfp_jax.tasks import PipelineGraph, chain
+from rrfp_jax.schedules import PipelineGraph, chain
 from tests.programs.toys import (
     ROWS,
     WIDTH,

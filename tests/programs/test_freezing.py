@@ -18,7 +18,7 @@ from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.programs.splitting.versions import called_jaxpr
-from rrfp_jax.tasks import Edge, PipelineGraph
+from rrfp_jax.schedules import Edge, PipelineGraph
 from tests.programs.toys import (
     assert_close,
     compile_all,

@@ -14,7 +14,7 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.handover import Stash
 from rrfp_jax.programs.state import ChunkState, initial_state
-from rrfp_jax.tasks import Edge, PipelineGraph, absences, chain
+from rrfp_jax.schedules import Edge, PipelineGraph, absences, chain
 from tests.programs.toys import (
     WIDTH,
     assert_close,

@@ -11,7 +11,7 @@ import pytest
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.tasks import PipelineGraph, chain
+from rrfp_jax.schedules import PipelineGraph, chain
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.programs.grids import GridTrainer, grids_of
 from tests.programs.toys import make_batch, with_cheap_init

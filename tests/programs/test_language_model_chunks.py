@@ -12,7 +12,7 @@ from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import CompiledChunk
-from rrfp_jax.tasks import PipelineGraph, chain
+from rrfp_jax.schedules import PipelineGraph, chain
 from tests.programs.toys import (
     assert_close,
     compile_all,

@@ -14,7 +14,7 @@ from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.remat import Remat, one_layer
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import accumulator_spec, num_bytes
-from rrfp_jax.tasks import chain
+from rrfp_jax.schedules import chain
 from tests.programs.splitting.flops import dot_flops
 from tests.programs.toys import (
     assert_close,

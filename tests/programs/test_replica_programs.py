@@ -14,7 +14,7 @@ from rrfp_jax.programs.reduction import Tie, reduce_function
 from rrfp_jax.programs.shardings import WHOLE
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.updates import Reduced, StageUpdates
-from rrfp_jax.tasks import PipelineGraph, chain
+from rrfp_jax.schedules import PipelineGraph, chain
 from tests.programs.grids import grids_of
 
 DATA = 4

@@ -10,7 +10,7 @@ import pytest
 
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import derive_shapes, model_params
-from rrfp_jax.tasks import Edge, PipelineGraph, chain
+from rrfp_jax.schedules import Edge, PipelineGraph, chain
 from tests.programs.toys import LENGTH, ROWS, VOCAB, WIDTH, embedding, head, make_batch, microbatch_spec, mlp
 
 BATCH = microbatch_spec(make_batch(1))

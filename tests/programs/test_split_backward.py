@@ -14,7 +14,7 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.handover import OwedBytes, Stash
 from rrfp_jax.programs.specs import num_bytes
-from rrfp_jax.tasks import Edge, PipelineGraph, chain
+from rrfp_jax.schedules import Edge, PipelineGraph, chain
 from tests.programs.toys import (
     LENGTH,
     ROWS,

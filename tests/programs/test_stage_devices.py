@@ -22,7 +22,7 @@ from rrfp_jax.programs.collectives import Exchange, exchanges
 from rrfp_jax.programs.stage_devices import StageDevices, meeting
 from rrfp_jax.runtime import hosted
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 
 
 def test_threads_that_take_one_array_apart_at_the_same_time_get_all_of_it() -> None:

@@ -22,7 +22,7 @@ from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.shapes import arrange_inputs, derive_shapes
 from rrfp_jax.programs.state import ChunkState, initial_state
 from rrfp_jax.programs.updates import UnitUpdates
-from rrfp_jax.tasks import PipelineGraph
+from rrfp_jax.schedules import PipelineGraph
 
 VOCAB, WIDTH, ROWS, LENGTH = 11, 8, 3, 5
 

@@ -27,7 +27,7 @@ from rrfp_jax.arbitration import (
     ready,
 )
 from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.tasks import Absences, chain, linear
+from rrfp_jax.schedules import Absences, chain, linear
 
 Place = tuple[int, int]
 """A stage and a member of its group."""

@@ -21,7 +21,7 @@ from rrfp_jax.arbitration import (
 )
 from rrfp_jax.runtime.actor import StageActor
 from rrfp_jax.runtime.executor import Launched, StageOutcome
-from rrfp_jax.tasks import Task, chain, linear
+from rrfp_jax.schedules import Task, chain, linear
 
 
 class Journal:

@@ -16,7 +16,7 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.runtime import hosted
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 
 NUM_CHUNKS, WIDTH = 4, 3
 

@@ -13,7 +13,7 @@ from rrfp_jax.arbitration import RunTask
 from rrfp_jax.runtime.compute import ComputeThread
 from rrfp_jax.runtime.executor import Launched
 from rrfp_jax.runtime.launching import LaunchAndWait
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 TASKS = [RunTask(0, Task.parse(f"0F{m}")) for m in range(4)]
 both = pytest.mark.parametrize("way", [ComputeThread, LaunchAndWait])

@@ -19,7 +19,7 @@ from rrfp_jax.network import LoopThread
 from rrfp_jax.runtime import NoProgress, PipelineClosed, PipelineRuntime, TaskFailed, awaited, driver
 from rrfp_jax.runtime.awaited import AwaitedInputs, GivenUp
 from rrfp_jax.runtime.executor import Launched, StageOutcome
-from rrfp_jax.tasks import Task, absences, chain, linear
+from rrfp_jax.schedules import Task, absences, chain, linear
 
 AT_COMPLETION = Dispatch()
 JUST_IN_TIME = Dispatch(just_in_time=True, certain=True)

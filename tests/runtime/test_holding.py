@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.environment import of_child
 from tests.test_pipeline import CHUNKS, make_batch, make_pipeline
 

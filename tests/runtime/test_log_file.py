@@ -41,8 +41,7 @@ from rrfp_jax.runtime.event_log import opening
 from rrfp_jax.runtime.log_file import RunLog, happenings, log_name, read_log, replay_run, take_log, write_log
 from rrfp_jax.runtime.log_file.run_log import FORMAT, VERSION
 from rrfp_jax.runtime.report import StageState, WaitForReport
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, with_operations
-from rrfp_jax.tasks import Op, Task, TaskKind, chain, linear
+from rrfp_jax.schedules import Op, ScheduleRequest, Task, TaskKind, build_schedule, chain, linear, with_operations
 from tests.checking.test_random_walk import random_absences, random_graph, random_placement
 from tests.runtime.logged_runs import LoggedRun, arbiter_of
 

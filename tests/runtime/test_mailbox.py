@@ -5,7 +5,7 @@ import pytest
 
 from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.runtime.mailbox import Mailbox
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 
 AWAY = Message(MessageKind.ACTIVATION, 0, 1, 4)
 HERE = Message(MessageKind.ACTIVATION, 0, 2, 4)

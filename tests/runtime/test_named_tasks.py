@@ -10,7 +10,7 @@ from rrfp_jax.runtime import named_tasks
 from rrfp_jax.runtime.compute import ComputeThread
 from rrfp_jax.runtime.executor import Launched
 from rrfp_jax.runtime.launching import LaunchAndWait
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 
 
 @pytest.fixture

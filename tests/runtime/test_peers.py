@@ -16,8 +16,8 @@ from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import PeerFailed, Peers
 from rrfp_jax.runtime.report import FailureNews
 from rrfp_jax.runtime.wishes import Wishes
-from rrfp_jax.tasks import Task
-from rrfp_jax.timeline import Sums
+from rrfp_jax.schedules import Task
+from rrfp_jax.schedules.timeline import StepSums
 from tests.network.mesh import PATIENCE_S, eventually, networks
 
 LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)
@@ -130,7 +130,7 @@ def test_an_announcement_that_cannot_be_is_dropped(peers: list[Peers], garbage: 
 
 def test_rank_0_is_told_once_all_have_ended_a_step(peers: list[Peers]) -> None:
     listener = Recorder()
-    sums = [Sums(num_stages=3, start_s=rank, end_s=rank + 2.0, cost_s=2.0, work_s=1.0 + rank) for rank in range(3)]
+    sums = [StepSums(num_stages=3, start_s=rank, end_s=rank + 2.0, cost_s=2.0, work_s=1.0 + rank) for rank in range(3)]
     for each in peers:
         on_loop(each, lambda each=each: each.attach(listener if not each.rank else Recorder()))
     for each in reversed(peers):

@@ -17,7 +17,7 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.program_stage import ProgramStage
-from rrfp_jax.tasks import Task, chain, linear
+from rrfp_jax.schedules import Task, chain, linear
 from tests.environment import of_child
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ import os, time
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "true"  # on other devices that is so by itself
 import jax, jax.numpy as jnp
 from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 from tests.runtime.test_program_stage import tied_stage
 
 def fail(_):

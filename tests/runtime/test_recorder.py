@@ -2,8 +2,8 @@
 
 from rrfp_jax.arbitration import RunTask
 from rrfp_jax.runtime.recorder import StageRecorder
-from rrfp_jax.tasks import Task
-from rrfp_jax.timeline import IdleReason, Span, Wait
+from rrfp_jax.schedules import Task
+from rrfp_jax.schedules.timeline import IdleReason, Span, Wait
 
 F0, B0 = RunTask(3, Task.parse("0F0")), RunTask(3, Task.parse("0B0"))
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.runtime import same_state
 from rrfp_jax.runtime.same_state import sum_on_host, sums_on_device
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 
 BATCH = {"x": np.ones((4, 2, 8), np.float32)}

@@ -19,7 +19,7 @@ from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.stage_replicas import LaunchBarrier, StageReplicas
-from rrfp_jax.tasks import Task, TaskKind, chain, looped
+from rrfp_jax.schedules import Task, TaskKind, chain, looped
 
 PATIENCE_S = 20.0
 

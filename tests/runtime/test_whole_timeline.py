@@ -11,8 +11,8 @@ import pytest
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import Cluster
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import Task
-from rrfp_jax.timeline import Span, Timeline
+from rrfp_jax.schedules import Task
+from rrfp_jax.schedules.timeline import Span, Timeline
 from tests.network.mesh import networks
 
 NUM_RANKS = 3

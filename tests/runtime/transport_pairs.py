@@ -16,7 +16,7 @@ from rrfp_jax.network import NetworkSettings, PeerNetwork, RunKey
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports import Edge, PipelineTransport
 from rrfp_jax.runtime.transports.transfer_server import TransferServer
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 from tests.network.mesh import running_loop
 
 PATIENCE_S = 20.0

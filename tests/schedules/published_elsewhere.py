@@ -2,7 +2,7 @@
 
 from rrfp_jax.schedules import schedule
 from rrfp_jax.schedules.language import B, Described, F, I, Order, Stage, W, owed, rounds, rule
-from rrfp_jax.schedules.shapes import ALTERNATING, LOOPED
+from rrfp_jax.schedules.request import ALTERNATING, LOOPED
 
 
 @schedule("dapple", source="DAPPLE, arXiv 2007.01045: policy B, with memory for as many microbatches as stages")

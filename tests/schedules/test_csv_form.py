@@ -6,17 +6,23 @@ from pathlib import Path
 import pytest
 
 from rrfp_jax.schedules import (
+    Op,
+    Placement,
     ScheduleRequest,
     ScheduleTable,
+    Task,
     build_schedule,
+    chain,
     from_csv,
+    linear,
+    looped,
     read_csv,
     schedule_names,
     to_csv,
+    v_shaped,
     with_operations,
     write_csv,
 )
-from rrfp_jax.tasks import Op, Placement, Task, chain, linear, looped, v_shaped
 
 REQUEST = ScheduleRequest(num_stages=4, num_microbatches=8)
 

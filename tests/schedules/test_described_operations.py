@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, with_operations
-from rrfp_jax.schedules.entry import ScheduleEntry
+from rrfp_jax.schedules import Op, ScheduleRequest, ScheduleTable, build_schedule, with_operations
 from rrfp_jax.schedules.language import B, F, Order, Stage, nothing, rounds, rule, stream
-from rrfp_jax.schedules.shapes import ONE_EACH
+from rrfp_jax.schedules.registry import ScheduleEntry
+from rrfp_jax.schedules.request import ONE_EACH
 from rrfp_jax.simulation import Costs, constant, simulate
-from rrfp_jax.tasks import Op
 
 REQUEST = ScheduleRequest(num_stages=4, num_microbatches=12)
 OUT = Op("O", after="F", lane="d2h", frees=1.0, ms=5.0, chunks=frozenset({0}))

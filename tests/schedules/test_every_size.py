@@ -16,10 +16,19 @@ from typing import Any
 import pytest
 
 from rrfp_jax.arbitration import HINTS
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.schedules import (
+    Edge,
+    PipelineGraph,
+    Placement,
+    ScheduleRequest,
+    ScheduleTable,
+    build_schedule,
+    chain,
+    looped,
+    waves,
+)
 from rrfp_jax.schedules.registry import schedules_of_any_graph
 from rrfp_jax.simulation import Communication, Links, Machine
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, chain, looped, waves
 from tests.simulation.helpers import by_hint, run
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
-from rrfp_jax.schedules.comparison import compare
-from rrfp_jax.schedules.formulas import BUBBLES, PEAKS, Sizes, bubble_formulas, peak_formula
+from rrfp_jax.schedules.formulas import BUBBLES, PEAKS, Sizes, bubble_formulas, compare, peak_formula
 from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, execute, per_stage
 
 LENGTHS = [EQUAL, BACKWARD_AS_FORWARD, *(SlotLengths(*three) for three in ((1.2, 1.1, 0.7), (1, 1, 0.5), (2, 1, 1)))]

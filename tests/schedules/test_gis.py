@@ -2,11 +2,10 @@
 
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, to_csv
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, chain, looped, to_csv
 from rrfp_jax.schedules.language import Stage
 from rrfp_jax.schedules.published.looped import gis_group_size, gis_order
 from rrfp_jax.schedules.slots import EQUAL, execute, per_stage
-from rrfp_jax.tasks import chain, looped
 
 
 def table(p: int, m: int, v: int, size: int) -> ScheduleTable:

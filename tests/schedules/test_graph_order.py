@@ -7,11 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, to_csv
+from rrfp_jax.schedules import (
+    Edge,
+    PipelineGraph,
+    Placement,
+    ScheduleRequest,
+    ScheduleTable,
+    TaskKind,
+    absences,
+    build_schedule,
+    linear,
+    to_csv,
+)
 from rrfp_jax.schedules.language.stage import hops_to_loss
 from rrfp_jax.schedules.registry import schedules_of_any_graph
 from rrfp_jax.schedules.validation import check_orders
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, TaskKind, absences, linear
 
 NAMES = schedules_of_any_graph()
 

@@ -4,10 +4,18 @@ from collections.abc import Set
 
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
-from rrfp_jax.schedules.language.list_schedule import list_orders
+from rrfp_jax.schedules import (
+    ScheduleRequest,
+    ScheduleTable,
+    Task,
+    TaskKind,
+    build_schedule,
+    chain,
+    linear,
+    schedule_names,
+)
+from rrfp_jax.schedules.language.rule import list_orders
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
-from rrfp_jax.tasks import Task, TaskKind, chain, linear
 
 
 class Rows:

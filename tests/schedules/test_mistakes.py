@@ -7,9 +7,9 @@ from itertools import count
 
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest, schedule, users_code
-from rrfp_jax.schedules.description import Description
-from rrfp_jax.schedules.entry import ScheduleEntry
+from rrfp_jax.schedules import Op, ScheduleRequest, TaskKind, linear, schedule
+from rrfp_jax.schedules import _description as description
+from rrfp_jax.schedules._description import Description
 from rrfp_jax.schedules.language import (
     B,
     F,
@@ -28,8 +28,8 @@ from rrfp_jax.schedules.language import (
     stream,
     turns,
 )
-from rrfp_jax.schedules.shapes import ONE_EACH, Shape, V
-from rrfp_jax.tasks import Op, TaskKind, linear
+from rrfp_jax.schedules.registry import ScheduleEntry
+from rrfp_jax.schedules.request import ONE_EACH, ScheduleShape, V
 
 CALLS: Iterator[int] = count()
 
@@ -313,7 +313,7 @@ def test_a_rule_whose_limits_admit_nothing_more_leaves_tasks_out() -> None:
     "describe", [lambda s: [None for _ in count()], lambda s: F.over((s.i, m) for m in count())], ids=["list", "passes"]
 )
 def test_a_loop_without_an_end_is_ended(describe: Description, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(users_code, "MOST_LINES", 1000)
+    monkeypatch.setattr(description, "MOST_LINES", 1000)
     assert "stage 0: it has run 1000 lines and goes on: let its loops end" in refusal(describe)
     assert sys.gettrace() is None
 
@@ -331,7 +331,7 @@ def test_operations_left_out_are_added_by_their_letters_and_those_of_a_step_are_
 def test_what_is_no_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="schedule 'mine' has the shape 'V': give one of"):
         schedule("mine", shape="V")(alternating)
-    message = refusal(lambda s: F.rest + B.rest, shape=Shape("mine", linear))
+    message = refusal(lambda s: F.rest + B.rest, shape=ScheduleShape("mine", linear))
     assert "'mine': TypeError: " in message
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.tasks import Edge, bidirectional, opposite_chains, v_shaped, waves
+from rrfp_jax.schedules import Edge, bidirectional, opposite_chains, v_shaped, waves
 
 
 def test_v_waves_and_two_directions() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry
-from rrfp_jax.schedules.description import table_of
+from rrfp_jax.schedules._description import table_of
 from rrfp_jax.schedules.language import B, F, Stage, rule
 from rrfp_jax.schedules.language.rule import Frozen
 from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, SlotTable, execute, per_stage

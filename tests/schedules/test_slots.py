@@ -7,15 +7,17 @@ import networkx as nx
 import pytest
 
 from rrfp_jax.schedules import (
+    Op,
+    Per,
     ScheduleRequest,
     ScheduleTable,
+    Task,
     build_schedule,
     from_csv,
     schedule_names,
     with_operations,
 )
 from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, SlotTable, drawing, execute, per_stage
-from rrfp_jax.tasks import Op, Per, Task
 
 UNEVEN = SlotLengths(1.25, 1.5, 0.75)
 """Sums of these are exact in binary, so that equality may be exact too."""

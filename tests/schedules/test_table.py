@@ -4,9 +4,21 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
+from rrfp_jax.schedules import (
+    Edge,
+    Op,
+    PipelineGraph,
+    Placement,
+    ScheduleRequest,
+    ScheduleTable,
+    Task,
+    absences,
+    build_schedule,
+    chain,
+    linear,
+    opposite_chains,
+)
 from rrfp_jax.schedules.validation import all_needed
-from rrfp_jax.tasks import Edge, Op, PipelineGraph, Placement, Task, absences, chain, linear, opposite_chains
 
 
 def table(*rows: str, graph: PipelineGraph | None = None, placement: Placement | None = None) -> ScheduleTable:

@@ -9,14 +9,22 @@ import pytest
 
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules, hint_by_name
 from rrfp_jax.arbitration.saved import rebuild, save_arbiter
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_entry, schedule_names
+from rrfp_jax.schedules import (
+    Edge,
+    PipelineGraph,
+    ScheduleRequest,
+    build_schedule,
+    chain,
+    linear,
+    schedule_entry,
+    schedule_names,
+)
 from rrfp_jax.simulation import Costs, constant, simulate
-from rrfp_jax.tasks import Edge, PipelineGraph, chain, linear
 
 FILE = """
 from rrfp_jax.schedules import schedule
 from rrfp_jax.schedules.language import B, F, I, Stage, W, rounds, rule, turns
-from rrfp_jax.schedules.shapes import V
+from rrfp_jax.schedules.request import V
 
 def mine(s):
     return rounds(F.ahead(s.p - 1 - s.i), B)

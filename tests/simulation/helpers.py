@@ -12,9 +12,8 @@ from rrfp_jax.arbitration import (
     ready,
     strict,
 )
-from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleTable
 from rrfp_jax.simulation import Costs, Simulation, constant, simulate
-from rrfp_jax.tasks import PipelineGraph, Placement
 
 RULES = StepRules(updates=False, agreement=Agreement.ALL)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.schedules import Edge, PipelineGraph, TaskKind, absences, linear
 from rrfp_jax.simulation import Costs, constant, simulate
-from rrfp_jax.tasks import Edge, PipelineGraph, TaskKind, absences, linear
 from tests.simulation.helpers import RULES
 
 GRAPH = PipelineGraph(

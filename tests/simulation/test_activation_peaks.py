@@ -2,10 +2,9 @@
 
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_names
+from rrfp_jax.schedules import ScheduleRequest, Task, TaskKind, build_schedule, chain, linear, schedule_names
+from rrfp_jax.schedules.timeline import Span, Timeline
 from rrfp_jax.simulation import MemoryWeights, peak_memory
-from rrfp_jax.tasks import Task, TaskKind, chain, linear
-from rrfp_jax.timeline import Span, Timeline
 from tests.simulation.helpers import by_table, run
 
 

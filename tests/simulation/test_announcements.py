@@ -9,8 +9,8 @@ import pytest
 from experiments.bench_foresight import GROUPS, Cell, measure
 from rrfp_jax.arbitration import Message, MessageKind, Ordering, StepRules
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules.timeline import IdleReason
 from rrfp_jax.simulation import Costs, Links, Machine, constant, for_steps, lognormal, peak_memory, simulate
-from rrfp_jax.timeline import IdleReason
 
 NUM_STEPS = 4
 TABLES = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b")

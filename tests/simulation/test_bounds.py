@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rrfp_jax.schedules import Edge, PipelineGraph, Placement, absences, chain, linear, looped
 from rrfp_jax.simulation import (
     Communication,
     Costs,
@@ -20,8 +21,7 @@ from rrfp_jax.simulation import (
     simulate,
 )
 from rrfp_jax.simulation.bounds import one_way_ms
-from rrfp_jax.simulation.jitter import SleepLevel
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, absences, chain, linear, looped
+from rrfp_jax.simulation.costs import SleepLevel
 from tests.simulation.helpers import by_hint, makespan_ms, run
 
 TEN = (10.0, 10.0, 10.0)

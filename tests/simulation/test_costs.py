@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rrfp_jax.schedules import PipelineGraph, TaskKind, chain, linear
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import Costs, Links, both_directions, constant, for_graph, for_steps, recorded
 from rrfp_jax.simulation.costs import of_tasks
-from rrfp_jax.tasks import PipelineGraph, TaskKind, chain, linear
-from rrfp_jax.timeline import Timeline
 from tests.simulation.helpers import by_hint, run
 
 

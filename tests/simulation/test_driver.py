@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp_jax.arbitration import DecideNow, DecisionTimer, StageArbiter, StepRules, TaskFinished, strict
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
+from rrfp_jax.schedules import (
+    ScheduleRequest,
+    ScheduleTable,
+    Task,
+    TaskKind,
+    build_schedule,
+    chain,
+    linear,
+    looped,
+    schedule_names,
+)
+from rrfp_jax.schedules.timeline import IdleReason
 from rrfp_jax.simulation import (
     Communication,
     Costs,
@@ -23,8 +34,6 @@ from rrfp_jax.simulation import (
     simulate,
     simulated_steps_ms,
 )
-from rrfp_jax.tasks import Task, TaskKind, chain, linear, looped
-from rrfp_jax.timeline import IdleReason
 from tests.simulation.helpers import arbiters, by_hint, by_table, makespan_ms, run, starts_ms
 
 TEN = (10.0, 10.0, 10.0)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from rrfp_jax.schedules import chain, linear, looped
 from rrfp_jax.simulation import PAPER_LEVELS, Costs, InjectedSleeps, bimodal, lognormal, paper, simulate, straggler
-from rrfp_jax.tasks import chain, linear, looped
 from tests.simulation.helpers import by_hint, starts_ms
 
 MANY = np.full((50, 8, 64, 3), 10.0)

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
+from rrfp_jax.schedules import chain, linear, looped
 from rrfp_jax.simulation import Links, Machine, constant, find_optimum, lower_bound
-from rrfp_jax.tasks import chain, linear, looped
 from tests.simulation.helpers import by_hint, makespan_ms, run
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="the extra 'optimum' is missing")

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from rrfp_jax.schedules import chain, linear
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import run_metrics
-from rrfp_jax.tasks import chain, linear
-from rrfp_jax.timeline import Timeline
 from tests.simulation.helpers import by_hint, run
 
 

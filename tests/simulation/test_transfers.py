@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from rrfp_jax.arbitration import DecisionTimer
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, chain, linear, looped
 from rrfp_jax.simulation import Communication, Links, Machine
-from rrfp_jax.tasks import chain, linear, looped
 from tests.simulation.helpers import by_hint, by_table, makespan_ms, run, starts_ms
 
 FIXED = (10.0, 10.0, 10.0)

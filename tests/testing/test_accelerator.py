@@ -13,7 +13,7 @@ from rrfp_jax.arbitration import Agreement, DecideNow, Order, StepRules, dispatc
 from rrfp_jax.arbitration.dispatch import JUST_IN_TIME
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.runtime.executor import Launched, StageOutcome
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import Task
 from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator, Emulation, emulate, idle_shares
 
 RULES = StepRules(updates=False, agreement=Agreement.ALL)

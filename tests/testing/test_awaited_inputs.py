@@ -14,8 +14,7 @@ from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.runtime import program_stage
 from rrfp_jax.runtime.mailbox import Mailbox
 from rrfp_jax.runtime.report import RunFailed
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import Task
+from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule
 from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator, emulate
 from rrfp_jax.testing.emulated_stage import EmulatedStage
 from tests.arbitration.test_promises import activation

@@ -6,10 +6,10 @@ import pytest
 from experiments.emulate import EMULATED_STEP
 from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.schedules.timeline import Span
 from rrfp_jax.simulation import PAPER_LEVELS, Costs, constant, for_steps, paper, simulate
 from rrfp_jax.testing import emulate
 from rrfp_jax.testing.emulated_stage import duration_of
-from rrfp_jax.timeline import Span
 
 
 def one_stage() -> tuple[Order, Costs, list[Span]]:

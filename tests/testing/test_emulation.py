@@ -9,10 +9,9 @@ import pytest
 from rrfp_jax import arbitration
 from rrfp_jax.arbitration import Agreement, Announce, StepRules, WakeAt
 from rrfp_jax.commands.common.ordering import Ordering
-from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.tasks import Edge, PipelineGraph, Task, TaskKind, absences, linear
+from rrfp_jax.schedules import Edge, PipelineGraph, ScheduleTable, Task, TaskKind, absences, linear
+from rrfp_jax.schedules.timeline import IdleReason
 from rrfp_jax.testing import Emulation, emulate
-from rrfp_jax.timeline import IdleReason
 
 RULES = StepRules(updates=False, agreement=Agreement.ALL)
 NUM_STAGES, NUM_MICROBATCHES = 3, 5

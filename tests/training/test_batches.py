@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rrfp_jax.data import BrokenData
-from rrfp_jax.training import batches as room
+from rrfp_jax.training import batches as module
 from rrfp_jax.training.batches import AgreedBatches
 
 
@@ -74,7 +74,7 @@ def alone(_: str, data: Any) -> dict[int, Any]:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(module, "_PAUSES_S", (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(

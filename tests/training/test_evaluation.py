@@ -9,7 +9,7 @@ import pytest
 from rrfp_jax.checkpoint._records import keep_last
 from rrfp_jax.training import evaluation as module
 from rrfp_jax.training.evaluation import Evaluations, Evaluator, batches_per_step, row_of
-from rrfp_jax.training.evaluation_config import EvaluationConfig
+from rrfp_jax.training.run_config import EvaluationConfig
 
 
 def result(loss_sum: float, weight: float, **means: float) -> SimpleNamespace:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.training.learning_rates import learning_rate_schedule, rates_changed
+from rrfp_jax.training.optimizer import learning_rate_schedule, rates_changed
 from rrfp_jax.training.optimizer_config import CONSTANT, COSINE, LINEAR, STABLE, OptimizerConfig
 
 PEAK, FINAL = 0.8, 0.1

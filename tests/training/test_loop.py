@@ -13,8 +13,8 @@ from rrfp_jax.pipeline import PipelineState
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime import StepResult
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import Task
-from rrfp_jax.timeline import Span, Timeline
+from rrfp_jax.schedules import Task
+from rrfp_jax.schedules.timeline import Span, Timeline
 from rrfp_jax.training.loop import TrainingLoop
 
 

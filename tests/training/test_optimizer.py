@@ -12,8 +12,7 @@ from optax import contrib
 from rrfp_jax.checkpoint import ChunkLayers
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.optimizers import check_leafwise
-from rrfp_jax.training.learning_rates import learning_rate_schedule
-from rrfp_jax.training.optimizer import check_groups, make_optimizer
+from rrfp_jax.training.optimizer import check_groups, learning_rate_schedule, make_optimizer
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, OptimizerConfig, ParameterGroup
 
 SHAPES = {

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from rrfp_jax.runtime import WaitForReport
-from rrfp_jax.tasks import Task
-from rrfp_jax.timeline import Span, Timeline
+from rrfp_jax.schedules import Task
+from rrfp_jax.schedules.timeline import Span, Timeline
 from rrfp_jax.training import run_directory
 from rrfp_jax.training.run_directory import RunDirectory, new_run_path
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.training.run_lock import LOCK, LockHeld, RunLock
+from rrfp_jax.training._run_lock import LOCK, LockHeld, RunLock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from rrfp_jax.training.run_lock import LockHeld, RunLock
+from rrfp_jax.training._run_lock import LockHeld, RunLock
 lock = RunLock(Path(sys.argv[1]), touch_s=0.05, stale_s=1.0)
 try:
     lock.take()
@@ -194,7 +194,7 @@ def test_a_taker_that_dies_while_it_takes_over_holds_up_nobody(tmp_path: Path) -
 MANY = """
 import json, os, sys, time
 from pathlib import Path
-from rrfp_jax.training import run_lock
+from rrfp_jax.training import _run_lock as run_lock
 
 def no_link(*_):
     raise PermissionError(1, "Operation not permitted")

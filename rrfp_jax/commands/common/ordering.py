@@ -27,10 +27,20 @@ from rrfp_jax.arbitration import (
 from rrfp_jax.commands.common.options import offer
 from rrfp_jax.operations.offloading import device_slots, offload
 from rrfp_jax.operations.recomputing import recomputed
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, read_csv, schedule_entry, schedule_names
+from rrfp_jax.schedules import (
+    PipelineGraph,
+    Placement,
+    ScheduleRequest,
+    ScheduleTable,
+    build_schedule,
+    chain,
+    looped,
+    read_csv,
+    schedule_entry,
+    schedule_names,
+)
 from rrfp_jax.schedules.registry import chunks_per_stage as chunks_of_schedule
 from rrfp_jax.schedules.slots import SlotLengths
-from rrfp_jax.tasks import PipelineGraph, Placement, chain, looped
 
 _log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rrfp_jax.observe.output_files import check_file
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules.timeline import Timeline
 
 RUNS = Path("runs")
 """Folder for the output of commands without a path of their own."""

@@ -8,8 +8,8 @@ from rrfp_jax.commands.planning.analytic_costs import analytic_book
 from rrfp_jax.commands.planning.microbatches import Rows
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
+from rrfp_jax.models.cuts import balanced_counts, plan_cut
 from rrfp_jax.models.encoder_config import DECODER, ENCODER, OWN_CHUNK
-from rrfp_jax.models.layer_cut import balanced_counts, plan_cut
 from rrfp_jax.planning.costs import CostBook, CutModel
 from rrfp_jax.planning.devices import Device
 from rrfp_jax.planning.forecast import StageForecast

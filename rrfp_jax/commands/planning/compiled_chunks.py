@@ -19,9 +19,8 @@ from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.runtime.hosted import HostedModel
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import Placement
-from rrfp_jax.training.learning_rates import learning_rate_schedule
-from rrfp_jax.training.optimizer import make_optimizer
+from rrfp_jax.schedules import Placement
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
 _KIND_OF = {"forward": "F", "input_gradient": "I", "weight_gradient": "W", "backward": "B"}
 _ONCE = ("reduce", "update", "prepare")

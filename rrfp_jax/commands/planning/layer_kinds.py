@@ -107,9 +107,9 @@ class Way:
         """Whether attention keeps no scores of all pairs of positions."""
         import jax.numpy as jnp  # a plan whose costs come from a file loads no JAX
 
-        from rrfp_jax.models.attention import Asked, implementation
+        from rrfp_jax.models.attention import AttentionCall, implementation
 
-        asked = Asked(
+        asked = AttentionCall(
             rows=self.own.num_rows, length=length, heads=round(widths.num_heads), kv_heads=widths.key // head_dim,
             head_dim=head_dim, dtype=jnp.dtype(compute_dtype), is_causal=True, is_packed=is_packed,
         )  # fmt: skip

@@ -28,10 +28,9 @@ from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.tasks import Placement, TaskKind
-from rrfp_jax.timeline import IdleReason, Timeline
-from rrfp_jax.training.learning_rates import learning_rate_schedule
-from rrfp_jax.training.optimizer import make_optimizer
+from rrfp_jax.schedules import Placement, TaskKind
+from rrfp_jax.schedules.timeline import IdleReason, Timeline
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
 NUM_MICROBATCHES = 4
 _WARM_UP = 2

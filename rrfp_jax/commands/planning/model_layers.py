@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from rrfp_jax.commands.planning.layer_kinds import BYTES, FLOAT32, Placed, Way, decoder_layers, encoder_layers
 from rrfp_jax.commands.planning.microbatches import Rows, rows_of
 from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.models.cuts import check_divides
 from rrfp_jax.models.encoder_config import DECODER, OWN_CHUNK, ProjectorConfig
-from rrfp_jax.models.mesh_fit import check_divides
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.layer_sizes import LEAVES_AHEAD, LayerSizes
 from rrfp_jax.planning.remat_names import rule_of

@@ -13,7 +13,7 @@ from rrfp_jax.planning.remat_names import NAMES
 from rrfp_jax.planning.search.candidates import HINTS
 from rrfp_jax.planning.search.wishes import CONSUMPTIONS
 from rrfp_jax.schedules import schedule_entry, schedule_names
-from rrfp_jax.schedules.shapes import TWO_WAYS
+from rrfp_jax.schedules.request import TWO_WAYS
 
 ORDER_NAMES = (*(name for name in schedule_names() if schedule_entry(name).shape is not TWO_WAYS), *HINTS)
 """What ``--schedules`` accepts: not those that hold two copies of the model, which no cut here describes."""

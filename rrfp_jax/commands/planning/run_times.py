@@ -8,7 +8,7 @@ from rrfp_jax.commands.planning.small_cut import cut_of_run
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.observe.chrome_trace import read_trace
 from rrfp_jax.planning.costs.fitting import ChunkTimes
-from rrfp_jax.timeline import Timeline
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.training.run_directory import TRACE
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_parts import context_cut, pixel_scale, vision_language_config
 from rrfp_jax.models import language_model, vision_language_model
+from rrfp_jax.models.cuts import ChunkContents, plan_cut
 from rrfp_jax.models.encoder_config import VisionConfig
-from rrfp_jax.models.layer_cut import ChunkPlan, plan_cut
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.freezing import freeze
-from rrfp_jax.tasks import Edge
+from rrfp_jax.schedules import Edge
 
 EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
 PATCHES, VISION, PROJECTOR = "patches", "vision", "projector"
@@ -83,7 +83,7 @@ def _check_alike(config: TrainConfig) -> None:
         )
 
 
-def types_of_plans(plans: Sequence[ChunkPlan]) -> tuple[tuple[str, ...], ...]:
+def types_of_plans(plans: Sequence[ChunkContents]) -> tuple[tuple[str, ...], ...]:
     """The types of the layers of each chunk of a language model."""
     return tuple((EMBEDDING,) * plan.embedding + (LAYER,) * len(plan.layers) + (HEAD,) * plan.head for plan in plans)
 

@@ -19,8 +19,7 @@ from rrfp_jax.observe.output_files import check_file, replacing
 from rrfp_jax.planning.cut_words import cut_in_words, letters_of
 from rrfp_jax.planning.search.records import Choice, Ranked
 from rrfp_jax.planning.unit_axes import with_tensor
-from rrfp_jax.schedules import ScheduleTable, schedule_names, write_csv
-from rrfp_jax.tasks import looped
+from rrfp_jax.schedules import ScheduleTable, looped, schedule_names, write_csv
 from rrfp_jax.training.run_config import PipelineConfig
 
 _ENDS, _OF_ENCODERS = "EL", "Pvp"

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, Rule, check_fields
-from rrfp_jax.models.cached_decoder import Cache, CachedDecoder
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.model import merged
-from rrfp_jax.models.nucleus import next_token
+from rrfp_jax.models.decoding import CachedDecoder, LayerCaches, next_token
+from rrfp_jax.models.model import merge_features
 from rrfp_jax.models.vision_language import vision_language_model
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.programs.chunk import Chunk, param_specs
@@ -132,20 +131,20 @@ class Generator:
 
     def _prefill(
         self, params: Any, tokens: jax.Array, length: jax.Array, leaves: dict[str, jax.Array], *, num_places: int
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, LayerCaches]:
         """The logits behind the last token of the prompt, ``[vocab_size]``, and the cache."""
-        vectors = self._decoder.embedded(params, tokens)
+        vectors = self._decoder.embed(params, tokens)
         if leaves:
             assert self._encoder is not None
             own = {name: params[name] for name in param_specs(self._encoder)}
             features = self._encoder.apply(own, None, {name: leaves[name] for name in self._encoder.leaves}, key=None)
-            vectors = merged(vectors, features, leaves, "image_index")
-        stream, cache = self._decoder.extended(params, vectors, self._decoder.empty(1, num_places), 0)
+            vectors = merge_features(vectors, features, leaves, "image_index")
+        stream, cache = self._decoder.decode_step(params, vectors, self._decoder.empty_cache(1, num_places), 0)
         last = jax.lax.dynamic_slice_in_dim(stream, length - 1, 1, axis=1)
         return self._decoder.logits(params, last)[0, 0], cache
 
     def _loop(
-        self, params: Any, cache: Cache, logits: jax.Array, length: jax.Array, rules: "_Rules"
+        self, params: Any, cache: LayerCaches, logits: jax.Array, length: jax.Array, rules: "_Rules"
     ) -> tuple[jax.Array, jax.Array]:
         """The tokens, and how many there are."""
         num_places = cache[0].keys.shape[1]
@@ -161,8 +160,8 @@ class Generator:
         def turned(state: Any) -> Any:
             count, token, made, cache = state
             made = made.at[count].set(token)
-            vectors = self._decoder.embedded(params, token[None, None])
-            stream, cache = self._decoder.extended(params, vectors, cache, length + count)
+            vectors = self._decoder.embed(params, token[None, None])
+            stream, cache = self._decoder.decode_step(params, vectors, cache, length + count)
             return count + 1, chosen(self._decoder.logits(params, stream)[0, 0], count + 1), made, cache
 
         start = jnp.int32(0), chosen(logits, jnp.int32(0)), jnp.zeros(num_places, jnp.int32), cache

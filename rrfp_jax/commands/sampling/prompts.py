@@ -16,7 +16,7 @@ from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, 
 from rrfp_jax.data.patches import patches_of
 from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
 from rrfp_jax.data.samples import IMAGE_TOKEN, Grid, Text, make_sample
-from rrfp_jax.models.vision import PixelScale
+from rrfp_jax.models.encoder import PixelScale
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig, check_image_index
 from rrfp_jax.planning.packing import pack
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data.tokenizing.tokenizer import first_line, load, lost_part, raise_unless_of_library, unknown_of
+from rrfp_jax.data.tokenizer_files import first_line, load, lost_part, raise_unless_of_library, unknown_of
 from rrfp_jax.hf.model_folder import ModelFolder
 from rrfp_jax.hf.tensor_files import read_json
 

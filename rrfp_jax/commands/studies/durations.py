@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica
 from rrfp_jax.record_files import parse_json, read_record
+from rrfp_jax.schedules import Absences, PipelineGraph, Task, TaskKind, absences, bits
+from rrfp_jax.schedules.timeline import Span, Timeline
 from rrfp_jax.simulation import check_durations, constant, for_graph, recorded
-from rrfp_jax.tasks import Absences, PipelineGraph, Task, TaskKind, absences, bits
-from rrfp_jax.timeline import Span, Timeline
 
 _MOST_NUMBERS = 1 << 25
 """Largest number of durations in a file: 256 MB of them."""

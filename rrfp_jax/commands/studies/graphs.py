@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rrfp_jax.commands.common.ordering import Ordering
-from rrfp_jax.schedules import schedule_entry
+from rrfp_jax.schedules import Edge, PipelineGraph, Placement, linear, schedule_entry
 from rrfp_jax.schedules.registry import is_schedule, schedules_of_any_graph
-from rrfp_jax.tasks import Edge, PipelineGraph, Placement, linear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ import numpy as np
 from rrfp_jax.arbitration import Agreement, DecisionTimer, Dispatch, Order, StageArbiter, StepRules, dispatch_of
 from rrfp_jax.arbitration.dispatch import CERTAIN, JUST_IN_TIME, parse_dispatch
 from rrfp_jax.commands.studies.durations import Durations, Profile, parse_numbers
-from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules import Placement, ScheduleTable, Task, TaskKind
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
+from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (
     PAPER_LEVELS,
     Communication,
@@ -26,8 +27,6 @@ from rrfp_jax.simulation import (
     peak_memory,
     straggler,
 )
-from rrfp_jax.tasks import Placement, Task, TaskKind
-from rrfp_jax.timeline import Timeline
 
 
 def add_machine_arguments(group: argparse._ArgumentGroup) -> None:

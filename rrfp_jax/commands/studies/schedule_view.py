@@ -14,8 +14,15 @@ from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.studies.durations import Profile
 from rrfp_jax.commands.studies.machine import RULES, chunk_durations
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, schedule_entry
-from rrfp_jax.schedules.comparison import Levels, compare
-from rrfp_jax.schedules.formulas import BubbleFormula, PeakFormula, Sizes, bubble_formulas, peak_formula
+from rrfp_jax.schedules.formulas import (
+    BubbleFormula,
+    Levels,
+    PeakFormula,
+    Sizes,
+    bubble_formulas,
+    compare,
+    peak_formula,
+)
 from rrfp_jax.schedules.registry import build_schedule, chunks_per_stage
 from rrfp_jax.schedules.slots import SlotLengths, drawing, execute, per_stage
 from rrfp_jax.simulation import Costs, Machine, Simulation, simulate

@@ -13,8 +13,7 @@ from rrfp_jax.commands.studies.durations import parse_numbers
 from rrfp_jax.commands.studies.graphs import add_graph_arguments
 from rrfp_jax.commands.studies.machine import add_machine_arguments, add_noise_arguments
 from rrfp_jax.schedules import schedule_entry, schedule_names
-from rrfp_jax.schedules.registry import is_schedule
-from rrfp_jax.schedules.user_file import is_rule
+from rrfp_jax.schedules.registry import is_rule, is_schedule
 from rrfp_jax.simulation import MemoryWeights
 
 ROWS, SLOTS = "rows", "slots"

@@ -8,7 +8,7 @@ from rich.console import Console
 from rrfp_jax.arbitration import SCHEDULE, hint_names
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.schedules import schedule_entry, schedule_names
-from rrfp_jax.timeline import IdleReason
+from rrfp_jax.schedules.timeline import IdleReason
 
 HINT_MEANINGS = {
     "bf": "rounds of one backward, then one forward; smaller chunk first among forwards (the paper's default)",

@@ -31,10 +31,8 @@ from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection
 from rrfp_jax.training.batches import AgreedBatches
 from rrfp_jax.training.evaluation import Evaluations, Evaluator
-from rrfp_jax.training.learning_rates import learning_rate_schedule, rates_changed
-from rrfp_jax.training.loop import TrainingLoop
-from rrfp_jax.training.model_speed import ModelSpeed
-from rrfp_jax.training.optimizer import check_groups, make_optimizer
+from rrfp_jax.training.loop import ModelSpeed, TrainingLoop
+from rrfp_jax.training.optimizer import check_groups, learning_rate_schedule, make_optimizer, rates_changed
 from rrfp_jax.training.run_config import RunConfig
 from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, METRICS, RunDirectory
 from rrfp_jax.training.saving import RunSaver

@@ -33,16 +33,15 @@ from rrfp_jax.data.rendered_config import RenderedTextConfig
 from rrfp_jax.data.text_bytes import DataConfig
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, RowsConfig, TokensConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
-from rrfp_jax.models.context_cut import CONTEXT_ATTENTIONS
+from rrfp_jax.models.cuts import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
 from rrfp_jax.network.config import ClusterConfig
 from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
 from rrfp_jax.planning.remat_names import NAMES as REMATS
 from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules import schedule_names
-from rrfp_jax.training.evaluation_config import EvaluationConfig
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
-from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig, RunConfig
+from rrfp_jax.training.run_config import AUTO_CUT, EvaluationConfig, PipelineConfig, RunConfig
 from rrfp_jax.yaml_text import read_yaml
 
 DataSetConfig = (

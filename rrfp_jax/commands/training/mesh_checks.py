@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import prod
 
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.models.mesh_fit import check_divides, check_encoder_divides
+from rrfp_jax.models.cuts import check_divides, check_size
 from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP, TENSOR, Axes, describe_axes
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ def check_meshes(config: TrainConfig) -> None:
     if config.vision is not None:
         of_encoder = layout.encoder_mesh or mesh
         _check_names(of_encoder, "encoder_mesh")
-        check_encoder_divides("vision", config.vision.mlp_dim, of_encoder.get(TENSOR, 1))
+        check_size("vision.mlp_dim", config.vision.mlp_dim, of_encoder.get(TENSOR, 1))
     if config.row_length is not None:
         _check_rows(mesh, config.data_set.microbatch_size, config.data_set.num_microbatches)
         _check_positions(mesh, config.row_length)

@@ -6,17 +6,16 @@ from typing import NamedTuple
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.models import language_model, vision_language_model
-from rrfp_jax.models.context_cut import ContextCut
+from rrfp_jax.models.cuts import ContextCut, balanced_counts
+from rrfp_jax.models.encoder import PixelScale
 from rrfp_jax.models.encoder_config import OWN_CHUNK, ProjectorConfig
 from rrfp_jax.models.flop_sizes import decoder_sizes, sizes_of
-from rrfp_jax.models.layer_cut import balanced_counts
-from rrfp_jax.models.vision import PixelScale
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planning.flops import pairs
 from rrfp_jax.planning.unit_axes import CONTEXT
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.freezing import freeze
-from rrfp_jax.tasks import Edge, Placement
+from rrfp_jax.schedules import Edge, Placement
 from rrfp_jax.training.run_config import PipelineConfig
 
 

@@ -13,8 +13,8 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.data import ImageTextConfig
 from rrfp_jax.data.image_tokens import TextWriter
 from rrfp_jax.data.token_kind import TokenKind, kind_of_file
-from rrfp_jax.data.tokenizing.tokenizer import read_tokenizer, tokenizer_file
-from rrfp_jax.data.tokens.header import BYTES, TOKENIZER
+from rrfp_jax.data.tokenizer_files import read_tokenizer, tokenizer_file
+from rrfp_jax.data.tokens.header import BYTE_TOKENIZER, TOKENIZER
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TokensConfig
 from rrfp_jax.hf.image_settings import read_image_tokens
 from rrfp_jax.hf.model_folder import CHECKPOINTS, CONFIG, files_are_kept, has_unread_tokenizer, open_model
@@ -86,7 +86,7 @@ def text_writer(data: ImageTextConfig, known: KnownModel, *, sees: bool) -> Text
     """Returns the writer of text with images, or None if tokens are bytes. Raises ValueError if there can be no
     writer."""
     name = _tokenizer_of(data.tokenizer, known)
-    if name == BYTES.name:
+    if name == BYTE_TOKENIZER.name:
         return None
     file = tokenizer_file(name)
     kind = kind_of_file(file, (read_tokenizer(file, None).end_of_document,))
@@ -103,8 +103,8 @@ def text_writer(data: ImageTextConfig, known: KnownModel, *, sees: bool) -> Text
 def _tokenizer_of(given: str | None, known: KnownModel) -> str:
     file = None if known.tokens is None else known.tokens.file
     if given is None:
-        return BYTES.name if file is None else str(file)
-    if file is not None and known.has_begun and given != BYTES.name and not Path(given).expanduser().exists():
+        return BYTE_TOKENIZER.name if file is None else str(file)
+    if file is not None and known.has_begun and given != BYTE_TOKENIZER.name and not Path(given).expanduser().exists():
         return str(file)  # the run keeps the tokenizer that it was trained with
     return given
 

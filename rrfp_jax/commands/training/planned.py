@@ -17,11 +17,11 @@ from rrfp_jax.commands.training.data_sets import RunData, make_data_set, make_ev
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_tokens import KnownModel, known_model
 from rrfp_jax.commands.training.starting import check_init_from
+from rrfp_jax.models.cuts import plan_cut
 from rrfp_jax.models.encoder_config import ENCODER
-from rrfp_jax.models.layer_cut import plan_cut
 from rrfp_jax.observe.trackers.config import check_installed
 from rrfp_jax.planning.unit_axes import with_axes_in_order
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 from rrfp_jax.training.run_config import PipelineConfig
 from rrfp_jax.training.run_directory import RunDirectory
 

@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
-from rrfp_jax.schedules.user_file import is_in_file
+from rrfp_jax.schedules.registry import is_in_file
 
 FLAG = "--trust"
 _OF_PATHS = ("_dir", "_directory", "_file", "_files", "_path", "_paths", "_to")

@@ -1,6 +1,12 @@
-"""From text, JSON lines and Parquet to a token set: cut into pieces, tokenised by several processes, the same bytes for
-any number of them."""
+"""Turns text, JSON lines and Parquet into a token set, with several processes; their number changes no byte of it.
 
-from rrfp_jax.data.tokenizing.options import TokenizeOptions as TokenizeOptions
-from rrfp_jax.data.tokenizing.processes import WorkerLost as WorkerLost
-from rrfp_jax.data.tokenizing.tokenize import tokenize as tokenize
+``inputs.py`` holds the options and finds the files; ``_file_readers.py`` reads them; ``_text_parts.py`` makes documents
+of them, in parts; ``_pieces.py`` cuts all files into pieces and keeps those that are done; ``_workers.py`` tokenises a
+piece; ``_tokenize.py`` puts everything together.
+"""
+
+from rrfp_jax.data.tokenizing._tokenize import TokenizeProgress as TokenizeProgress
+from rrfp_jax.data.tokenizing._tokenize import tokenize as tokenize
+from rrfp_jax.data.tokenizing._tokenize import train_tokenizer_file as train_tokenizer_file
+from rrfp_jax.data.tokenizing._workers import WorkerLost as WorkerLost
+from rrfp_jax.data.tokenizing.inputs import TokenizeOptions as TokenizeOptions

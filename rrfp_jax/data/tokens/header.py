@@ -1,14 +1,14 @@
-"""The header of a token set: what its files hold, of which tokenizer, and made of what.
+"""The format of a token set, and its header: the files, the tokenizer that made the tokens, and the sources.
 
 A token set is a folder::
 
     header.json      this record; written last, so a folder that has one is whole
     tokens.bin       the tokens of all documents, one after the other, little-endian uint16 or uint32; each document is
                      closed by the end-of-document token
-    documents.bin    where each document ends in tokens.bin, counted in tokens, behind its closing token: little-endian
+    documents.bin    the end of each document in tokens.bin, counted in tokens, behind its closing token: little-endian
                      uint64, in ascending order
-    tokenizer.json   the tokenizer, as the ``tokenizers`` library reads it; missing where tokens are plain bytes
-    sources.jsonl    the files of which it was made, a line for each: name, bytes, SHA-256, number of documents
+    tokenizer.json   the tokenizer, as the ``tokenizers`` library reads it; missing if tokens are plain bytes
+    sources.jsonl    the files that the set was made of, a line for each: name, bytes, SHA-256, number of documents
 
 Nothing in it depends on the machine, the time or the number of processes that made it.
 """
@@ -27,62 +27,61 @@ from rrfp_jax.bounded_text import shown
 from rrfp_jax.record_files import TEXT_BYTES, parse_json, read_record
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
-FORMAT, VERSION = "rrfp-jax token set", 1
+_FORMAT, _VERSION = "rrfp-jax token set", 1
 HEADER, TOKENS, DOCUMENTS = "header.json", "tokens.bin", "documents.bin"
 TOKENIZER, SOURCES = "tokenizer.json", "sources.jsonl"
 END_BYTES = 8
-"""Of one entry of documents.bin."""
-_DTYPES = {"uint16": 2**16, "uint32": 2**32}
-"""How tokens are stored, and how many different ones each can tell apart."""
+"""Bytes of one entry of documents.bin."""
+_DTYPES = {"uint16": 2**16, "uint32": 2**32}  # dtypes of stored tokens, with the largest vocabulary of each
 _BLOCK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """One file of the set, or a source."""
+    """Size and SHA-256 of one file of the set, or of a source."""
 
     num_bytes: int
     sha256: str
 
     @staticmethod
     def of(data: bytes) -> "FileDigest":
-        """That of a file with these bytes."""
+        """Returns the digest of a file with these bytes."""
         return FileDigest(len(data), hashlib.sha256(data).hexdigest())
 
     @staticmethod
-    def of_file(path: Path, told: Callable[[int], None] = lambda _: None) -> "FileDigest":
-        """That of a file, read in blocks; ``told`` gets the bytes of each. Raises OSError."""
+    def of_file(path: Path, add_bytes: Callable[[int], None] = lambda _: None) -> "FileDigest":
+        """Returns the digest of a file, read in blocks; ``add_bytes`` gets the size of each. Raises OSError."""
         digest, num_bytes = hashlib.sha256(), 0
         with path.open("rb", buffering=0) as file:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
                 num_bytes += len(block)
-                told(len(block))
+                add_bytes(len(block))
         return FileDigest(num_bytes, digest.hexdigest())
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerName:
-    """Which tokenizer made the tokens."""
+    """The tokenizer that made the tokens."""
 
     name: str
-    """For people; ``bytes`` where tokens are the bytes of the text."""
+    """A name for people; ``bytes`` if tokens are the bytes of the text."""
     sha256: str | None
-    """Of tokenizer.json; None: there is none, tokens are bytes."""
+    """The digest of tokenizer.json. None: there is none, tokens are bytes."""
 
 
-BYTES = TokenizerName(name="bytes", sha256=None)
+BYTE_TOKENIZER = TokenizerName(name="bytes", sha256=None)
 """Tokens are the bytes of UTF-8 text, and the zero byte ends a document."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSetHeader:
-    """What header.json says; raises ValueError where the numbers contradict each other."""
+    """The content of header.json; raises ValueError if the numbers contradict each other."""
 
     dtype: str
     """``uint16`` or ``uint32``, little-endian."""
     num_tokens: int
-    """Of all documents, with the tokens that close them."""
+    """Tokens of all documents, with those that close them."""
     num_documents: int
     vocab_size: int
     """Every token is less than this."""
@@ -90,16 +89,16 @@ class TokenSetHeader:
     """The token that closes every document."""
     tokenizer: TokenizerName
     tokens: FileDigest
-    """tokens.bin."""
+    """Digest of tokens.bin."""
     documents: FileDigest
-    """documents.bin."""
+    """Digest of documents.bin."""
     sources: FileDigest | None
-    """sources.jsonl; None: the tokens did not come from files."""
+    """Digest of sources.jsonl. None: the tokens did not come from files."""
     text_column: str | None
     """The field of JSON lines and Parquet rows that held the text; None: the sources were plain text."""
     num_unknown: int | None = None
-    """Number of tokens that stand for text that the tokenizer does not know; None: it is not said, mostly because there
-    are none."""
+    """Number of tokens that stand for text that the tokenizer does not know. None: the set does not say, mostly because
+    there are none."""
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -126,7 +125,7 @@ class TokenSetHeader:
 
     @property
     def unknown_note(self) -> str | None:
-        """One sentence about how much of the text the tokenizer does not know; None if it knows all of it."""
+        """A sentence about how much of the text the tokenizer does not know. None: it knows all of it."""
         if self.num_unknown is None:
             return None
         share = self.num_unknown / max(self.num_tokens - self.num_documents, 1)
@@ -142,29 +141,29 @@ class TokenSetHeader:
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
-        """Of tokens as they lie in the file."""
+        """The dtype of tokens in the file."""
         return np.dtype(self.dtype).newbyteorder("<")
 
 
 def dtype_for(vocab_size: int) -> str:
-    """The smallest dtype that tells so many tokens apart."""
+    """Returns the smallest dtype that holds a vocabulary of this size; raises ValueError if none does."""
     if vocab_size > _DTYPES["uint32"]:
         raise ValueError(f"a vocabulary of {vocab_size} tokens is more than a token set can hold")
     return "uint16" if vocab_size <= _DTYPES["uint16"] else "uint32"
 
 
 def header_bytes(header: TokenSetHeader) -> bytes:
-    """header.json, the same bytes for the same header."""
-    plain = {"format": FORMAT, "version": VERSION, **to_plain(header)}
+    """Returns header.json, the same bytes for the same header."""
+    plain = {"format": _FORMAT, "version": _VERSION, **to_plain(header)}
     if header.num_unknown is None:  # as in earlier versions, so that equal tokens have equal digests
         del plain["num_unknown"]
     return (json.dumps(plain, indent=2) + "\n").encode()
 
 
 def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
-    """The header of the set in ``folder`` and the SHA-256 of header.json.
+    """Returns the header of the set in ``folder`` and the SHA-256 of header.json.
 
-    Raises ValueError, in one sentence with the file and the remedy, where there is none or it cannot be understood.
+    Raises ValueError, in one sentence with the file and the remedy, if there is none or it cannot be understood.
     """
     path = folder / HEADER
     if not folder.is_dir():
@@ -181,13 +180,13 @@ def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
         ) from None
     try:
         plain = parse_json(data)
-        if not isinstance(plain, dict) or plain.pop("format", None) != FORMAT:
-            raise MalformedRecord(f"it does not say {FORMAT!r}")
+        if not isinstance(plain, dict) or plain.pop("format", None) != _FORMAT:
+            raise MalformedRecord(f"it does not say {_FORMAT!r}")
         version = plain.pop("version", None)
-        if version != VERSION:
+        if version != _VERSION:
             raise _OtherVersion(
-                f"{path} is of version {shown(version)}, and this program reads version {VERSION}: write the token set "
-                "anew with rrfp tokenize, or take the version of the program that wrote it"
+                f"{path} is of version {shown(version)}, and this program reads version {_VERSION}: write the token "
+                "set anew with rrfp tokenize, or take the version of the program that wrote it"
             )
         return from_plain(TokenSetHeader, {"num_unknown": None} | plain), hashlib.sha256(data).hexdigest()
     except _OtherVersion as error:
@@ -197,7 +196,7 @@ def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
 
 
 class _OtherVersion(ValueError):
-    """A header that another version of this program wrote."""
+    """Raised for a header that another version of this program wrote."""
 
 
 IS_LITTLE_ENDIAN = sys.byteorder == "little"

@@ -1,12 +1,13 @@
-"""Reading a token set: any range of its tokens, and the bounds of the documents in it, without holding either file.
+"""Reads a token set: any range of its tokens, and the documents in it, without holding either file.
 
-Ranges are read where they are asked for, not mapped: pages of a mapped file count as the process's memory once they
-are touched, and a file that somebody cuts short meanwhile would end the process instead of raising an error.
+Ranges are read when they are asked for, not mapped: pages of a mapped file count as the process's memory once they are
+touched, and a file that somebody cuts short meanwhile would end the process instead of raising an error.
 """
 
 import os
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.dataset import BrokenData
-from rrfp_jax.data.tokens.document_index import DocumentIndex
 from rrfp_jax.data.tokens.header import (
     DOCUMENTS,
+    END_BYTES,
     IS_LITTLE_ENDIAN,
     SOURCES,
     TOKENIZER,
@@ -27,6 +28,8 @@ from rrfp_jax.data.tokens.header import (
 )
 
 _ANEW = "write the token set anew with rrfp tokenize"
+_NUM_KEPT = 4096  # ends, evenly apart, that are read at first use and kept
+_BLOCK_ENDS = 4096  # ends that one read brings; a longer stretch is halved first
 
 
 class TokenSet:
@@ -35,9 +38,9 @@ class TokenSet:
     Attributes: ``path``; ``header`` (see :class:`TokenSetHeader`); ``fingerprint``, the whole set in a few words, the
     same wherever it lies. Files are open until :meth:`close`, or the end of the object.
 
-    Raises ValueError, in one sentence with the file and the remedy, where there is no token set at ``path``, or a file
-    is missing, cut short, of another version, or not the one that the header tells of. What only reading can show, such
-    as a token outside the vocabulary, is raised as :class:`BrokenData` when it is read.
+    Raises ValueError, in one sentence with the file and the remedy, if there is no token set at ``path``, or if a file
+    is missing, cut short, of another version, or not the one that the header describes. Damage that only reading can
+    show, such as a token outside the vocabulary, is raised as :class:`BrokenData` when it is read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -45,13 +48,13 @@ class TokenSet:
         self.header, digest = read_header(self.path)
         self.fingerprint = f"{self.num_tokens} tokens, SHA-256 {digest[:16]}"
         self._check_tokenizer()
-        self._tokens = _File(self.path / TOKENS, self.header.tokens.num_bytes)
-        self._ends = _File(self.path / DOCUMENTS, self.header.documents.num_bytes)
-        self._index = DocumentIndex(self._ends.read, self.num_documents)
+        self._tokens = _SizedFile(self.path / TOKENS, self.header.tokens.num_bytes)
+        self._ends = _SizedFile(self.path / DOCUMENTS, self.header.documents.num_bytes)
+        self._index = _DocumentIndex(self._ends.read, self.num_documents)
         self._check_last_end()
 
     def close(self) -> None:
-        """Close the files; further reads fail."""
+        """Closes the files; further reads fail."""
         self._tokens.close()
         self._ends.close()
 
@@ -63,12 +66,12 @@ class TokenSet:
 
     @property
     def num_tokens(self) -> int:
-        """All tokens, with those that close documents."""
+        """The number of all tokens, with those that close documents."""
         return self.header.num_tokens
 
     @property
     def num_documents(self) -> int:
-        """All documents."""
+        """The number of all documents."""
         return self.header.num_documents
 
     @property
@@ -82,22 +85,29 @@ class TokenSet:
         return self.header.end_of_document
 
     def tokens(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens ``start`` to ``stop - 1``, uint16 or uint32 ``[stop - start]``; raises IndexError outside the set."""
+        """Returns tokens ``start`` to ``stop - 1``, uint16 or uint32; raises IndexError outside the set."""
         return self.windows(np.array([start]), stop - start)[0]
 
     def windows(self, starts: NDArray[np.integer], length: int) -> NDArray[Any]:
-        """``length`` tokens from each start, uint16 or uint32 ``[starts, length]``; IndexError outside the set."""
+        """Returns ``length`` tokens from each start, uint16 or uint32 ``[starts, length]``.
+
+        Raises IndexError outside the set, and BrokenData for tokens outside the vocabulary.
+        """
         if length < 0 or (len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= self.num_tokens - length):
             raise IndexError(f"{self.path} has {self.num_tokens} tokens, not all of which were asked for")
         rows = np.empty((len(starts), length), self.header.stored_dtype)
         for row, start in zip(rows.view(np.uint8), starts.tolist(), strict=True):
             self._tokens.read_into(memoryview(row), start * self.header.token_bytes)
         if rows.size and int(rows.max()) >= self.vocab_size:
-            self._refuse_tokens(rows, starts)
+            row, column = (int(numbers[0]) for numbers in np.nonzero(rows >= self.vocab_size))
+            raise BrokenData(
+                f"{self.path / TOKENS} is damaged (token {rows[row, column]} at {int(starts[row]) + column}, in a "
+                f"vocabulary of {self.vocab_size}): {_ANEW}"
+            )
         return rows if IS_LITTLE_ENDIAN else rows.astype(self.header.dtype)
 
     def document(self, number: int) -> tuple[int, int]:
-        """Where document ``number`` (0, 1, ...) begins and ends, in tokens, with the one that closes it."""
+        """Returns begin and end of document ``number`` (0, 1, ...) in tokens, with the one that closes it."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"{self.path} has {self.num_documents} documents, and no number {number}")
         ends = self._index.ends(max(number - 1, 0), number + 1)
@@ -106,9 +116,9 @@ class TokenSet:
         return (start, rest[0]) if rest else (0, start)
 
     def document_ends(self, first: int, stop: int) -> NDArray[np.int64]:
-        """Where documents ``first`` to ``stop - 1`` end, with the tokens that close them, int64 ``[stop - first]``.
+        """Returns the ends of documents ``first`` to ``stop - 1``, behind the tokens that close them, int64.
 
-        Raises IndexError for documents outside the set, BrokenData where ends do not ascend.
+        Raises IndexError for documents outside the set, BrokenData if ends do not ascend.
         """
         if not 0 <= first <= stop <= self.num_documents:
             raise IndexError(f"{self.path} has {self.num_documents} documents, and not {first} to {stop}")
@@ -121,28 +131,13 @@ class TokenSet:
             raise BrokenData(f"{self.path / DOCUMENTS} is damaged (ends that do not ascend): {_ANEW}")
 
     def document_at(self, position: int) -> int:
-        """The number of the document that holds the token at ``position``."""
+        """Returns the number of the document that holds the token at ``position``."""
         if not 0 <= position < self.num_tokens:
             raise IndexError(f"{self.path} has {self.num_tokens} tokens, and none at {position}")
         return self._index.at(position)
 
-    def document_bounds(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The bounds of all documents that tokens ``start`` to ``stop - 1`` belong to, int64 ``[documents + 1]``.
-
-        The first is where the first of them begins, at or before ``start``; the last where the last of them ends, at or
-        behind ``stop``. Raises IndexError for an empty range or one outside the set.
-        """
-        if not start < stop:
-            raise IndexError(f"from {start} to {stop} there is no token")
-        first, last = self.document_at(start), self.document_at(stop - 1)
-        ends = self._index.ends(max(first - 1, 0), last + 1)
-        bounds = ends if first else np.concatenate([np.zeros(1, np.int64), ends])
-        if not (bounds[0] <= start and stop <= bounds[-1] and (np.diff(bounds) > 0).all()):
-            raise BrokenData(f"{self.path / DOCUMENTS} is damaged (ends that do not ascend): {_ANEW}")
-        return bounds
-
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """The text of some tokens, for people: tokens that mark something are shown, broken characters replaced."""
+        """Returns the text of some tokens, for people: special tokens are shown, broken characters replaced."""
         if self._tokenizer is None:
             return bytes(np.asarray(ids, np.uint8)).decode("utf-8", errors="replace")
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=False)
@@ -151,12 +146,12 @@ class TokenSet:
     def _tokenizer(self) -> Any:
         if self.header.tokenizer.sha256 is None:
             return None
-        from rrfp_jax.data.tokenizing.tokenizer import load
+        from rrfp_jax.data.tokenizer_files import load
 
         return load((self.path / TOKENIZER).read_bytes(), str(self.path / TOKENIZER))
 
     def check(self) -> None:
-        """Read all files and compare them with the header's digests; raises BrokenData for the first that differs."""
+        """Reads all files and compares them with the header's digests; raises BrokenData for the first that differs."""
         expected = {TOKENS: self.header.tokens, DOCUMENTS: self.header.documents, SOURCES: self.header.sources}
         for name, digest in expected.items():
             if digest is not None and _digest(self.path / name) != digest:
@@ -184,15 +179,52 @@ class TokenSet:
                 f"{_ANEW}"
             )
 
-    def _refuse_tokens(self, rows: NDArray[Any], starts: NDArray[np.integer]) -> None:
-        row, column = (int(numbers[0]) for numbers in np.nonzero(rows >= self.vocab_size))
-        raise BrokenData(
-            f"{self.path / TOKENS} is damaged (token {rows[row, column]} at {int(starts[row]) + column}, in a "
-            f"vocabulary of {self.vocab_size}): {_ANEW}"
-        )
+
+class _DocumentIndex:
+    """The ends of ``num_documents`` documents, ascending, int64, in a file that is never read whole.
+
+    Some thousand ends, evenly apart, are kept; they bound a binary search to one block of neighbours, which one read
+    brings. Safe to use from any thread; ``read`` returns the bytes of the file from one offset to another.
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes], num_documents: int) -> None:
+        self._read, self._num_documents = read, num_documents
+        self._stride = max(1, -(-num_documents // _NUM_KEPT))
+        self._kept: NDArray[np.int64] | None = None
+        self._lock = threading.Lock()
+
+    def ends(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Returns the ends of documents ``first`` to ``stop - 1``."""
+        return np.frombuffer(self._read(first * END_BYTES, stop * END_BYTES), "<u8").astype(np.int64)
+
+    def at(self, position: int) -> int:
+        """Returns the number of ends that are not behind ``position``: of the document that holds the token there."""
+        kept = self._kept_ends()
+        low = int(np.searchsorted(kept, position, side="right")) * self._stride
+        # Entry low - 1 is kept and at most ``position``; entry low + stride - 1, if any, is larger.
+        high = min(low + self._stride, self._num_documents)
+        while high - low > _BLOCK_ENDS:
+            middle = (low + high) // 2
+            if self.ends(middle, middle + 1)[0] <= position:
+                low = middle + 1
+            else:
+                high = middle
+        return low + int(np.searchsorted(self.ends(low, high), position, side="right"))
+
+    def _kept_ends(self) -> NDArray[np.int64]:
+        """Returns the last end of every full stretch of ``stride``."""
+        with self._lock:
+            if self._kept is None:
+                stride = self._stride
+                if stride == 1:
+                    self._kept = self.ends(0, self._num_documents)
+                else:
+                    numbers = range(stride - 1, self._num_documents, stride)
+                    self._kept = np.array([self.ends(n, n + 1)[0] for n in numbers], np.int64)
+            return self._kept
 
 
-class _File:
+class _SizedFile:
     """A file of known size, read at any place by any thread."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -211,18 +243,18 @@ class _File:
         self.read_into(memoryview(data), start)
         return bytes(data)
 
-    def read_into(self, room: memoryview, offset: int) -> None:
-        """Fill ``room``, of bytes."""
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fills ``target``, a view of bytes."""
         if not self.close.alive:
             raise ValueError(f"{self._path} was closed: open the token set anew")
-        while room:
+        while target:
             try:
-                num_read = os.preadv(self._descriptor, [room], offset)
+                num_read = os.preadv(self._descriptor, [target], offset)
             except OSError as error:
                 raise BrokenData(f"cannot read {self._path} ({error.strerror}): mend its file system") from error
             if num_read == 0:
                 raise BrokenData(f"{self._path} has become shorter while it was read: {_ANEW}")
-            room, offset = room[num_read:], offset + num_read
+            target, offset = target[num_read:], offset + num_read
 
 
 def _digest(path: Path) -> FileDigest:

@@ -1,4 +1,4 @@
-"""Writing a token set: documents one after the other into files, their digests on the way, and the header last."""
+"""Writes a token set: documents one after the other into files, their digests on the way, and the header last."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.tokens.header import (
-    BYTES,
+    BYTE_TOKENIZER,
     DOCUMENTS,
     HEADER,
     SOURCES,
@@ -29,8 +29,8 @@ from rrfp_jax.data.tokens.header import (
 class TokenSetWriter:
     """Writes the files of a token set into a folder, which it makes; :meth:`finish` writes the header.
 
-    Until then the folder is no token set. A caller that wants all or nothing renames it afterwards. Left by an error in
-    a ``with`` block, the folder is removed.
+    Until then the folder is no token set. A caller that wants all or nothing renames it afterwards. An error in
+    the ``with`` block removes the folder.
     """
 
     def __init__(self, folder: Path, *, vocab_size: int, end_of_document: int) -> None:
@@ -38,17 +38,17 @@ class TokenSetWriter:
         self.dtype = dtype_for(vocab_size)
         folder.mkdir(parents=True)
         self._folder, self._num_tokens, self._num_documents = folder, 0, 0
-        self._tokens, self._ends = _Output(folder / TOKENS), _Output(folder / DOCUMENTS)
+        self._tokens, self._ends = _DigestedFile(folder / TOKENS), _DigestedFile(folder / DOCUMENTS)
 
     def add(self, tokens: Sequence[int] | NDArray[Any]) -> None:
-        """Append a document, without the token that closes it; raises ValueError outside the vocabulary."""
+        """Appends a document, given without the token that closes it; raises ValueError outside the vocabulary."""
         ids = np.append(np.asarray(tokens, np.int64), self.end_of_document)
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             raise ValueError(f"document {self._num_documents} has tokens outside the vocabulary of {self.vocab_size}")
         self.append(ids, np.array([len(ids)]))
 
     def append(self, tokens: NDArray[Any], ends: NDArray[np.integer]) -> None:
-        """Append tokens, closing ones included, ``[tokens]``, and where documents end among them, ``[documents]``.
+        """Appends tokens ``[tokens]``, closing ones included, and the ends of documents among them, ``[documents]``.
 
         The last document may go on in the next call.
         """
@@ -66,19 +66,22 @@ class TokenSetWriter:
         text_column: str | None = None,
         num_unknown: int = 0,
     ) -> TokenSetHeader:
-        """Close the files and write the header.
+        """Closes the files, writes the header and returns it.
 
         ``tokenizer`` is tokenizer.json (None: tokens are bytes) and ``name`` its usual name; ``sources`` is
         sources.jsonl, ``text_column`` the field that held the text, ``num_unknown`` the number of tokens that stand for
         text that the tokenizer does not know.
         """
+        made_by = BYTE_TOKENIZER
+        if tokenizer is not None:
+            made_by = TokenizerName(name=name or TOKENIZER, sha256=hashlib.sha256(tokenizer).hexdigest())
         header = TokenSetHeader(
             dtype=self.dtype,
             num_tokens=self._num_tokens,
             num_documents=self._num_documents,
             vocab_size=self.vocab_size,
             end_of_document=self.end_of_document,
-            tokenizer=BYTES if tokenizer is None else _named(name or TOKENIZER, tokenizer),
+            tokenizer=made_by,
             tokens=self._tokens.close(),
             documents=self._ends.close(),
             sources=None if sources is None else FileDigest.of(sources),
@@ -109,9 +112,9 @@ def write_token_set(
     end_of_document: int = 0,
     tokenizer: bytes | None = None,
 ) -> TokenSetHeader:
-    """Write documents, each given without its closing token, as a token set that is there whole or not at all.
+    """Writes documents, each given without its closing token, as a token set that is there whole or not at all.
 
-    ``tokenizer`` is the tokenizer.json that they were made with (None: tokens are bytes). Raises ValueError where
+    ``tokenizer`` is the tokenizer.json that they were made with (None: tokens are bytes). Raises ValueError if
     something stands at ``path``, or a token is outside the vocabulary.
     """
     target = Path(path)
@@ -126,11 +129,7 @@ def write_token_set(
     return header
 
 
-def _named(name: str, tokenizer: bytes) -> TokenizerName:
-    return TokenizerName(name=name, sha256=hashlib.sha256(tokenizer).hexdigest())
-
-
-class _Output:
+class _DigestedFile:
     """A file that is written from front to back, and its digest."""
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which trackers there are, and what they need to know."""
+"""Names of the trackers, their settings, and checks that their libraries are here."""
 
 import os
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from importlib.util import find_spec
 
 from rrfp_jax.field_rules import Rule, check_fields
 
-TRACKERS = ("csv", "tensorboard", "wandb", "mlflow")
-"""Names of trackers; the package of one that is a library has the same name."""
+TRACKERS = ("tensorboard", "wandb", "mlflow")
+"""Names of the trackers, which are those of their packages."""
 WANDB_MODES = ("online", "offline")
 _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
-"""Kinds of stores that mlflow-skinny, which is enough for files and servers, cannot write to."""
+"""Kinds of stores that need all of MLflow; mlflow-skinny writes to files and servers."""
 _EXTRA = "pip install 'rrfp-jax[trackers]'"
 
 _NAME = Rule("text", lambda value: bool(value.strip()))
@@ -19,7 +19,7 @@ _MODE = Rule(" or ".join(WANDB_MODES), lambda value: value in WANDB_MODES)
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """What trackers are told about a run."""
+    """Settings of the trackers."""
 
     project: str = "rrfp-jax"
     """The project of W&B, and the experiment of MLflow, to which the run belongs."""
@@ -40,8 +40,13 @@ class TrackingConfig:
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Raise ValueError, with the remedy, for a name that is no tracker, twice the same, or one not installed."""
+    """Raise ValueError, with the remedy, for a name that is no tracker or is given twice."""
     for name in names:
+        if name == "csv":
+            raise ValueError(
+                "trackers has 'csv': metrics.jsonl has every row, and pandas.read_json(FILE, lines=True).to_csv() makes a "
+                f"CSV file of it; give some of {', '.join(TRACKERS)}, or none"
+            )
         if name not in TRACKERS:
             raise ValueError(f"trackers has {name!r}: give some of {', '.join(TRACKERS)}")
         if names.count(name) > 1:
@@ -54,7 +59,7 @@ def check_installed(names: tuple[str, ...], mlflow_uri: str | None = None) -> No
     ``mlflow_uri`` is MLflow's store where the configuration names one, which may be a database.
     """
     for name in names:
-        if name != "csv" and find_spec(name) is None:
+        if find_spec(name) is None:
             raise ValueError(f"the tracker {name} is not installed: {_EXTRA}, or leave it out of trackers")
     uri = mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     kind = uri.partition(":")[0].partition("+")[0]

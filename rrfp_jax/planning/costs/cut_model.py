@@ -8,9 +8,9 @@ import numpy as np
 
 from rrfp_jax.planning.costs.layer_costs import LayerCosts, ModelCosts
 from rrfp_jax.planning.forecast import ChunkBytes
+from rrfp_jax.schedules import PipelineGraph, Placement, chain
 from rrfp_jax.simulation import Costs, Links, Machine
-from rrfp_jax.simulation.jitter import Durations
-from rrfp_jax.tasks import PipelineGraph, Placement, chain
+from rrfp_jax.simulation.costs import Durations
 
 
 @dataclass(frozen=True, kw_only=True)

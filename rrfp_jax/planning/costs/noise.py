@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rrfp_jax.field_rules import NOT_NEGATIVE, Rule, check_fields
-from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.simulation.costs import Durations
 
 _SHARE = Rule("a share between 0 and 1", lambda value: 0 <= value <= 1)
 SLOTS = ("F", "I", "W")

@@ -29,7 +29,7 @@ from rrfp_jax.planning.cuts.problem import CutProblem, Cuts, Floats
 from rrfp_jax.planning.cuts.proof import may_stay_below
 from rrfp_jax.planning.cuts.room import Room
 from rrfp_jax.planning.cuts.two_runs import best_of_two_runs
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 
 _FEW = 5_000
 """So many cuts are quickly looked up."""

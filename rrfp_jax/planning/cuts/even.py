@@ -5,7 +5,7 @@ from collections import Counter
 
 from rrfp_jax.planning.costs import CutModel, ModelCosts
 from rrfp_jax.planning.cuts.problem import CutProblem
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 
 
 def even_cut(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.planning.costs import ModelCosts
 from rrfp_jax.planning.cuts.room import Room
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.int64]

@@ -9,7 +9,7 @@ from rrfp_jax.arbitration.footprint import memory_unit
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE
 from rrfp_jax.planning.forecast import Reach
 from rrfp_jax.planning.order_memory import reaches
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 
 
 @dataclass(frozen=True, kw_only=True)

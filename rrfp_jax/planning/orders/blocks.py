@@ -19,10 +19,10 @@ from rrfp_jax.planning.orders.found import Pool
 from rrfp_jax.planning.orders.problem import Problem, Rows, problem_of
 from rrfp_jax.planning.orders.reducing import extended_starts
 from rrfp_jax.planning.orders.replay import replay
-from rrfp_jax.schedules.language.packing import pack
+from rrfp_jax.schedules import Placement, Task, TaskKind
+from rrfp_jax.schedules.language.blocks import pack_blocks
 from rrfp_jax.schedules.language.stage import Stage
 from rrfp_jax.schedules.request import ScheduleRequest
-from rrfp_jax.tasks import Placement, Task, TaskKind
 
 _STEPS = (1, 2, 3, 4)
 _TURNS = (1, 2)
@@ -134,7 +134,7 @@ class _Packer:
             }
             for chunks in self.few.placement.chunks_of_stage
         ]
-        rows = self.slots.numbered(pack(self.stage, starts))
+        rows = self.slots.numbered(pack_blocks(self.stage, starts))
         if few == self.problem.num_microbatches:
             return rows
         run = replay(self.slots, rows)

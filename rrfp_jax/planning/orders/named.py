@@ -12,11 +12,10 @@ from math import inf
 
 from rrfp_jax.planning.costs import CutModel
 from rrfp_jax.planning.orders.problem import Problem
-from rrfp_jax.schedules.entry import KNOWN, ScheduleEntry
-from rrfp_jax.schedules.registry import build_schedule, schedule_names
+from rrfp_jax.schedules import Task, TaskKind, chain
+from rrfp_jax.schedules.registry import KNOWN, ScheduleEntry, build_schedule, schedule_names
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.table import ScheduleTable
-from rrfp_jax.tasks import Task, TaskKind, chain
 
 
 def named_tables(

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from rrfp_jax.planning.costs import CutModel
 from rrfp_jax.planning.orders.activations import activation_weights
+from rrfp_jax.schedules import PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.simulation import Links, lower_bound
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
 
 NS_PER_MS = 1_000_000
 NOTHING = -1

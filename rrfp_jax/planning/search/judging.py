@@ -19,7 +19,7 @@ from rrfp_jax.planning.search.records import Shape
 from rrfp_jax.planning.search.strict_times import Walk, starts_ms, strict_times_ms
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.simulation import simulated_steps_ms
-from rrfp_jax.simulation.jitter import Durations
+from rrfp_jax.simulation.costs import Durations
 
 TRAINING, HELD_OUT = 0, 1
 """Which draws."""

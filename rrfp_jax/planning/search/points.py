@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from rrfp_jax.planning.costs import CostBook
 from rrfp_jax.planning.search.records import Refused, Shape
 from rrfp_jax.planning.search.wishes import Wishes
-from rrfp_jax.tasks import Placement, looped, waves
+from rrfp_jax.schedules import Placement, looped, waves
 
 LINEAR, LOOPED, WAVES = "linear", "looped", "waves"
 CHUNKS = (1, 2, 4)

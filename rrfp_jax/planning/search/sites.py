@@ -23,8 +23,7 @@ from rrfp_jax.planning.search.records import Shape
 from rrfp_jax.planning.search.step_bound import quick_bound_ms, step_bound_ms
 from rrfp_jax.planning.search.tables import TriedTable
 from rrfp_jax.planning.search.wishes import Wishes
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable
-from rrfp_jax.tasks import chain
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, chain
 
 _SEARCHED = 4
 """How many orders of a search are judged."""

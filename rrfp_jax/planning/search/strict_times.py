@@ -17,11 +17,9 @@ from numpy.typing import NDArray
 
 from rrfp_jax.arbitration import MessageKind
 from rrfp_jax.planning.costs import CutModel
-from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleTable, Task, TaskKind
 from rrfp_jax.schedules.validation import all_needed
-from rrfp_jax.simulation.costs import SLOTS
-from rrfp_jax.simulation.jitter import Durations
-from rrfp_jax.tasks import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.simulation.costs import DURATION_SLOTS, Durations
 from rrfp_jax.tree import parent
 
 Times = NDArray[np.float64]
@@ -66,7 +64,9 @@ def strict_times_ms(cut: CutModel, walk: Walk, durations_ms: Durations) -> Times
     links, num_stages = cut.links, cut.placement.num_stages
     is_one = len(durations_ms) == 1
     larger: Callable[[Any, Any], Any] = max if is_one else np.maximum
-    lengths = [_lengths(durations_ms[..., SLOTS[kind]].sum(axis=-1) + cut.costs.task_ms, is_one) for kind in _KINDS]
+    lengths = [
+        _lengths(durations_ms[..., DURATION_SLOTS[kind]].sum(axis=-1) + cut.costs.task_ms, is_one) for kind in _KINDS
+    ]
     stages = range(num_stages)
     transfer_ms = [
         [[links.transfer_ms(kind, a, b) for b in stages] for a in stages]

@@ -8,7 +8,7 @@ from typing import TypeVar
 from rrfp_jax.runtime.log_file.replaying import StageReplay, replay_log
 from rrfp_jax.runtime.log_file.run_log import RunLog
 from rrfp_jax.runtime.report import WaitForReport
-from rrfp_jax.timeline import Span, Timeline, Wait
+from rrfp_jax.schedules.timeline import Span, Timeline, Wait
 
 _Entry = TypeVar("_Entry", Span, Wait)
 

@@ -10,8 +10,8 @@ from rrfp_jax.runtime.event_log import opening
 from rrfp_jax.runtime.log_file.run_log import RunLog, SegmentLog, StageLog
 from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.report import StageState, stage_state
-from rrfp_jax.tasks import COMPUTE
-from rrfp_jax.timeline import Span, Timeline
+from rrfp_jax.schedules import COMPUTE
+from rrfp_jax.schedules.timeline import Span, Timeline
 
 
 @dataclass(frozen=True, kw_only=True)

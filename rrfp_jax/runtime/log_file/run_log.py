@@ -22,7 +22,7 @@ from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.event_log import EventLog, Segment
 from rrfp_jax.runtime.report import WaitForReport
-from rrfp_jax.tasks import PipelineGraph, Placement, Task
+from rrfp_jax.schedules import PipelineGraph, Placement, Task
 
 FORMAT, VERSION = "rrfp-jax event log", 7
 PATTERN = "events*.json.gz"

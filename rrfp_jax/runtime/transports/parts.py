@@ -20,7 +20,7 @@ from rrfp_jax.network import MalformedMessage
 from rrfp_jax.programs.stage_devices import shard_at
 from rrfp_jax.runtime.transports.edges import EdgePlan, Slot, local_devices
 from rrfp_jax.runtime.transports.routes import Box, shape_of
-from rrfp_jax.tasks import NO_MICROBATCH
+from rrfp_jax.schedules import NO_MICROBATCH
 
 _KINDS = tuple(MessageKind)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}

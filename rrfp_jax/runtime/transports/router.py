@@ -24,7 +24,7 @@ from rrfp_jax.runtime.transports.parts import Cut, Key, Reshard, on_host, pack_k
 from rrfp_jax.runtime.transports.sockets_remote import SocketsRemote
 from rrfp_jax.runtime.transports.ways import EdgeOf, Way, Ways
 from rrfp_jax.runtime.transports.workers import Workers
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime.transports.transfer_server import TransferServer  # not part of every build of JAX

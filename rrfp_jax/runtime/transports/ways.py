@@ -8,7 +8,7 @@ from rrfp_jax.network import MalformedMessage
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports.edges import Edge, EdgePlan
 from rrfp_jax.runtime.transports.routes import sender_for
-from rrfp_jax.tasks import Placement
+from rrfp_jax.schedules import Placement
 
 EdgeOf = Callable[[Message, int], Edge | None]
 """What a message of a bucket carries; None: plain data. Depends on kind, source and target only, and may be called on

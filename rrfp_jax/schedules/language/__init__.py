@@ -1,21 +1,21 @@
 """The language of schedules: a description is a pure function of a stage to an order (docs/schedules.md)."""
 
-from rrfp_jax.schedules.language.choice import quickest as quickest
-from rrfp_jax.schedules.language.order import Order as Order
-from rrfp_jax.schedules.language.order import given as given
-from rrfp_jax.schedules.language.order import nothing as nothing
+from rrfp_jax.schedules.language._order import Order as Order
+from rrfp_jax.schedules.language._order import given as given
+from rrfp_jax.schedules.language._order import nothing as nothing
+from rrfp_jax.schedules.language._streams import B as B
+from rrfp_jax.schedules.language._streams import F as F
+from rrfp_jax.schedules.language._streams import I as I
+from rrfp_jax.schedules.language._streams import W as W
+from rrfp_jax.schedules.language._streams import owed as owed
+from rrfp_jax.schedules.language._streams import rounds as rounds
+from rrfp_jax.schedules.language._streams import stream as stream
+from rrfp_jax.schedules.language.blocks import block as block
+from rrfp_jax.schedules.language.blocks import slots as slots
 from rrfp_jax.schedules.language.rule import Rule as Rule
 from rrfp_jax.schedules.language.rule import like as like
 from rrfp_jax.schedules.language.rule import rule as rule
 from rrfp_jax.schedules.language.rule import turns as turns
 from rrfp_jax.schedules.language.stage import Described as Described
 from rrfp_jax.schedules.language.stage import Stage as Stage
-from rrfp_jax.schedules.language.starts import block as block
-from rrfp_jax.schedules.language.starts import slots as slots
-from rrfp_jax.schedules.language.streams import B as B
-from rrfp_jax.schedules.language.streams import F as F
-from rrfp_jax.schedules.language.streams import I as I
-from rrfp_jax.schedules.language.streams import W as W
-from rrfp_jax.schedules.language.streams import owed as owed
-from rrfp_jax.schedules.language.streams import rounds as rounds
-from rrfp_jax.schedules.language.streams import stream as stream
+from rrfp_jax.schedules.language.stage import quickest as quickest

@@ -4,22 +4,24 @@ A rule has *lanes*, the best first: the tasks of a kind, those of an order (:fun
 ``turns``; kinds in no lane come last. Within a lane the smallest key goes first: words such as ``-chunk``, or a
 function of the task; without a key the task that has been ready for longest. Where the backward is split, B is I.
 
-A rule is used in two ways. A running stage asks it what to start (:meth:`rrfp_jax.arbitration.Hint.of`). And
+A rule is used in two ways. A running stage asks it which task to start (:meth:`rrfp_jax.arbitration.Hint.of`). And
 :meth:`Rule.frozen` runs it in virtual time, which gives a table: it cannot deadlock, as it has been run.
 """
 
+import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from rrfp_jax.schedules.language.list_schedule import list_orders
-from rrfp_jax.schedules.language.order import Order
+from rrfp_jax.schedules.graph import PipelineGraph
+from rrfp_jax.schedules.language._order import Order
+from rrfp_jax.schedules.language._streams import Stream
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number, is_number
-from rrfp_jax.schedules.language.streams import Stream
-from rrfp_jax.tasks import PipelineGraph, Task, TaskKind
+from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
+from rrfp_jax.schedules.validation import all_needed, dependants
 
-Key = Callable[[Task], tuple[int, ...]]
+RuleKey = Callable[[Task], tuple[int, ...]]
 WORDS: dict[str, Callable[[Task], int]] = {
     "chunk": lambda task: task.chunk,
     "-chunk": lambda task: -task.chunk,
@@ -29,7 +31,7 @@ WORDS: dict[str, Callable[[Task], int]] = {
 
 
 @dataclass(frozen=True)
-class Lanes:
+class RuleLanes:
     """One lane, or two that take turns: the kinds of each."""
 
     kinds: tuple[tuple[str, ...], ...]
@@ -37,21 +39,21 @@ class Lanes:
     """The order that ranks the tasks of the lane, if one does."""
 
 
-def turns(first: Stream, second: Stream) -> Lanes:
-    """One of the first, if any is ready, then one of the second, if any is, and so on."""
-    return Lanes((_kinds(first), _kinds(second)))
+def turns(first: Stream, second: Stream) -> RuleLanes:
+    """Returns a pair of lanes that take turns: one task of the first, if any is ready, then one of the second."""
+    return RuleLanes((_kinds(first), _kinds(second)))
 
 
-def like(order: Any, stage: Stage) -> Lanes:
-    """A lane with the tasks of an order by their places in it, the forwards one after another."""
+def like(order: Any, stage: Stage) -> RuleLanes:
+    """Returns a lane with the tasks of an order by their places in it, the forwards one after another."""
     if not isinstance(order, Order):
         raise Mistake(f"like takes an order, not {order!r}: add streams, rounds or slots")
     row = tuple(order.on(stage))
-    return Lanes((tuple(dict.fromkeys(task.kind for task in row)),), row)
+    return RuleLanes((tuple(dict.fromkeys(task.kind for task in row)),), row)
 
 
 def _kinds(stream: Any) -> tuple[str, ...]:
-    """I goes where B does."""
+    """Returns the kinds of a lane; I goes where B does."""
     if not isinstance(stream, Stream) or stream != Stream(stream.kind):
         raise Mistake(
             f"a lane of a rule is a kind on all chunks, such as F, not {str(stream)!r}: say which go first by a key"
@@ -61,23 +63,23 @@ def _kinds(stream: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """What a free stage starts."""
+    """A ranking of ready tasks: it says which one a free stage starts."""
 
     lanes: tuple[tuple[str, ...], ...]
-    """The kinds of each, the best first."""
+    """The kinds of each lane, the best first."""
     pair: int | None
     """The lane that takes turns with the next one, if any."""
-    keys: dict[str, Key]
+    keys: dict[str, RuleKey]
     row: tuple[Task, ...] = ()
-    """The order that ranks what it holds, if one does; its forwards start one after another."""
+    """The order that ranks its own tasks, if there is one; its forwards start one after another."""
 
     def key(self, task: Task) -> tuple[int, ...]:
-        """The smallest goes first within a lane."""
+        """Returns the rank of a task within its lane, of which the smallest goes first."""
         key = self.keys.get(task.kind)
         return () if key is None else key(task)
 
     def by_turn(self) -> tuple[list[tuple[tuple[str, ...], int]], ...]:
-        """For turn 0 and turn 1 the lanes, the best first, each with the turn that follows when it is chosen."""
+        """Returns for turns 0 and 1 the lanes, the best first, each with the turn that follows when it is chosen."""
         plain = [(kinds, int(number == self.pair)) for number, kinds in enumerate(self.lanes)]
         at = len(plain) if self.pair is None else self.pair
         return plain, [*plain[:at], *plain[at : at + 2][::-1], *plain[at + 2 :]]
@@ -90,7 +92,7 @@ class Rule:
         under_way: int | None = None,
         holding: float | None = None,
     ) -> "Frozen":
-        """The order in which stages start their tasks in virtual time; see :class:`Frozen`."""
+        """Returns the order in which stages start their tasks in virtual time; see :class:`Frozen`."""
         check_number("hop", hop)
         for name, limit in (("under_way", under_way), ("holding", holding)):
             if limit is not None:
@@ -100,9 +102,10 @@ class Rule:
         return Frozen(self, lengths, hop, under_way, holding)
 
 
-def rule(*lanes: Stream | Lanes, key: object = None, **keys: object) -> Rule:
-    """Lanes, the best first; ``key`` for all kinds, or one by its letter: ``F=("chunk", "microbatch")``."""
-    made = [each if isinstance(each, Lanes) else Lanes((_kinds(each),)) for each in lanes]
+def rule(*lanes: Stream | RuleLanes, key: object = None, **keys: object) -> Rule:
+    """Returns a rule of lanes, the best first. ``key`` is for all kinds, a key by its letter for one:
+    ``F=("chunk", "microbatch")``."""
+    made = [each if isinstance(each, RuleLanes) else RuleLanes((_kinds(each),)) for each in lanes]
     kinds = [kind for each in made for lane in each.kinds for kind in lane]
     twice = next((kind for kind, count in Counter(kinds).items() if count > 1), None)
     if twice is not None:
@@ -127,7 +130,7 @@ def rule(*lanes: Stream | Lanes, key: object = None, **keys: object) -> Rule:
     return Rule(tuple(lane for each in made for lane in each.kinds), pairs[0] if pairs else None, found, row)
 
 
-def _key(words: object) -> Key:
+def _key(words: object) -> RuleKey:
     if callable(words):
         return words
     if not isinstance(words, str | Sequence):
@@ -137,7 +140,7 @@ def _key(words: object) -> Key:
     if unknown is not None:
         raise Mistake(f"the key has the word {unknown!r}: write {', '.join(WORDS)}, or a function of the task")
     parts = tuple(WORDS[word] for word in names)
-    if len(parts) == 2:  # as in every rule here, and read for every task of a step
+    if len(parts) == 2:  # as in every rule of the library: the generator below takes twice as long for each task
         first, second = parts
         return lambda task: (first(task), second(task))
     return lambda task: tuple(part(task) for part in parts)
@@ -145,27 +148,26 @@ def _key(words: object) -> Key:
 
 @dataclass(frozen=True, eq=False)
 class Frozen(Described):
-    """A rule to be run in virtual time, which only all stages together can do; times and ``under_way`` are those of the
-    first stage."""
+    """A rule that is run in virtual time, for all stages together. Times and ``under_way`` are the first stage's."""
 
     rule: Rule
     lengths: Callable[[Task], float]
-    """How long a task lasts."""
+    """The length of each task."""
     hop: float
-    """From the end of a task to the start of one on another stage that waits for it."""
+    """The time from the end of a task to the earliest start of a dependent one on another stage."""
     under_way: int | None
-    """How many microbatches may be between their first task and their last, over the whole pipeline."""
+    """The most microbatches that may be between their first and last task, over the whole pipeline."""
     holding: float | None
-    """How many activations the stage may hold, each of a chunk from its F to the end of its backward."""
+    """The most activations that the stage may hold, each of a chunk from its F to the end of its backward."""
 
     def orders(self, stages: Sequence[Stage], made: Sequence["Frozen"]) -> list[list[Task]]:
-        """The rules of all stages run together."""
-        run = _Run(stages[0].graph, made)
+        """Returns the orders of all stages, whose rules run together."""
+        run = _RuleChoice(stages[0].graph, made)
         return list_orders(stages[0].placement, stages[0].graph, run, length=self.lengths, hop=self.hop)
 
     def check(self, stage: Stage, first: "Frozen") -> None:
-        """Raise :class:`Mistake` for a lane that can hold nothing, for limits that are not those of all stages, for
-        lengths that are no numbers, and for keys of which none is the smallest."""
+        """Raises :class:`Mistake` for a lane that can hold no task, for limits that differ between stages, for lengths
+        that are no numbers, and for keys that cannot be compared."""
         if (self.hop, self.under_way) != (first.hop, first.under_way):
             raise Mistake("hop and under_way are of the whole pipeline: give all stages the same", stage.i)
         for kinds in self.rule.lanes:
@@ -185,12 +187,12 @@ class Frozen(Described):
                 raise Mistake(f"the keys of {kinds[0]} cannot be compared ({error}): give tuples of numbers") from error
 
     def remedy(self, missing: Sequence[Task]) -> str:  # noqa: ARG002 - whatever they are
-        """Only its limits keep a rule from all tasks."""
+        """Returns the remedy for missing tasks: only its limits keep a rule from running all of them."""
         return "add them, with a larger limit"
 
 
-class _Run:
-    """What each stage starts as its rule says."""
+class _RuleChoice:
+    """Chooses for each stage by its rule, within the limits."""
 
     def __init__(self, graph: PipelineGraph, made: Sequence[Frozen]) -> None:
         self.graph, self.made, self.limit = graph, made, made[0].under_way
@@ -203,6 +205,7 @@ class _Run:
     def choose(self, stage: int, ready: Set[Task]) -> Task | None:
         rule = self.made[stage].rule
         admitted = [task for task in ready if self._admits(stage, task)]
+        # Kinds without a lane come last, so that no task is left over for want of one.
         named = {kind for lane in rule.lanes for kind in lane}
         rest = (tuple({task.kind for task in admitted} - named), 0)
         for kinds, turn in (*self.by_turn[stage][self.turn[stage]], rest):
@@ -232,3 +235,93 @@ class _Run:
         if self.forwards[stage] and task.kind is TaskKind.F:
             self.forwards[stage].popleft()
         return task
+
+
+_ROUNDING = 1e-9
+"""Ends that lie no further apart are one moment: sums of lengths differ in their last bits."""
+
+
+class _Choice(Protocol):
+    """Chooses the task that a free stage starts."""
+
+    def choose(self, stage: int, ready: Set[Task]) -> Task | None:
+        """Returns the task that a free stage starts next, among ``ready`` ones with the oldest first. None leaves the
+        stage idle until a task ends."""
+
+    def finished(self, task: Task) -> None:
+        """Hears that a task has ended."""
+
+
+def list_orders(
+    placement: Placement, graph: PipelineGraph, rule: _Choice, *, length: Callable[[Task], float], hop: float = 0.0
+) -> list[list[Task]]:
+    """Returns the orders of the stages, up to the moment when nothing runs and the rule starts nothing.
+
+    ``length`` gives the time of a task, ``hop`` the time between the end of a task and the start of a dependent one on
+    another stage, both in any unit.
+    """
+    run = _Run(placement, graph, hop)
+    orders: list[list[Task]] = [[] for _ in range(placement.num_stages)]
+    while True:
+        # All stages choose before time goes on, in ascending order, so that a run is a function of its inputs.
+        for stage in range(placement.num_stages):
+            task = None if run.busy[stage] else rule.choose(stage, run.ready[stage].keys())
+            if task is not None:
+                run.start(task, length(task))
+                orders[stage].append(task)
+        if not run.coming:
+            return orders
+        for task in run.advance():
+            rule.finished(task)
+
+
+class _Run:
+    """The pipeline at one moment: the tasks that are ready, those that run, and the inputs on their way."""
+
+    def __init__(self, placement: Placement, graph: PipelineGraph, hop: float) -> None:
+        self.stage_of, self.hop = placement.stage_of_chunk, hop
+        self.after = dependants(graph)
+        self.missing = {task: len(needed) for task, needed in all_needed(graph).items()}
+        self.ready: list[dict[Task, None]] = [{} for _ in range(placement.num_stages)]
+        """Ready tasks of each stage, the one that has been ready for longest first."""
+        for task, count in self.missing.items():
+            if count == 0:
+                self.ready[self.stage_of[task.chunk]][task] = None
+        self.busy = [False] * placement.num_stages
+        self.now = 0.0
+        self.coming: list[tuple[float, bool, Task]] = []
+        """A heap of (time, whether the task ends then; else one of its inputs arrives, task)."""
+
+    def start(self, task: Task, length: float) -> None:
+        stage = self.stage_of[task.chunk]
+        del self.ready[stage][task]
+        self.busy[stage] = True
+        heapq.heappush(self.coming, (self.now + length, True, task))
+
+    def advance(self) -> list[Task]:
+        """Goes on to the next moment. Returns the tasks that end then."""
+        self.now = self.coming[0][0]
+        ended = []
+        while self.coming and self.coming[0][0] <= self.now + _ROUNDING:
+            _, is_end, task = heapq.heappop(self.coming)
+            if is_end:
+                ended.append(task)
+                self._end(task)
+            else:
+                self._arrive(task)
+        return ended
+
+    def _end(self, task: Task) -> None:
+        stage = self.stage_of[task.chunk]
+        self.busy[stage] = False
+        for follower in self.after.get(task, ()):
+            if self.hop and self.stage_of[follower.chunk] != stage:
+                heapq.heappush(self.coming, (self.now + self.hop, False, follower))
+            else:
+                self._arrive(follower)
+
+    def _arrive(self, task: Task) -> None:
+        """Counts one more input of a task, which is ready after its last one."""
+        self.missing[task] -= 1
+        if self.missing[task] == 0:
+            self.ready[self.stage_of[task.chunk]][task] = None

@@ -1,4 +1,4 @@
-"""What a description sees: one stage of one pipeline, frozen."""
+"""The input of a description, one stage of one pipeline; and the results that it may return."""
 
 import difflib
 from collections.abc import Callable, Sequence
@@ -8,13 +8,15 @@ from math import isfinite
 from numbers import Real
 from typing import Any
 
+from rrfp_jax.schedules.graph import PipelineGraph
+from rrfp_jax.schedules.operations import Per
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
-from rrfp_jax.tasks import Per, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
 
 
 class Mistake(ValueError):
-    """What is wrong in a description, without its name and the stage, which are added where it is called."""
+    """An error in a description. The caller of the description adds the schedule's name and the stage."""
 
     def __init__(self, what: str, stage: int = 0) -> None:
         super().__init__(what)
@@ -22,22 +24,22 @@ class Mistake(ValueError):
 
 
 class WholeBackward(Mistake):
-    """I or W of a backward that is one task."""
+    """A description names I or W of a chunk whose backward is one task."""
 
 
 class Described:
-    """What a description gives for a stage."""
+    """The result of a description for a stage."""
 
     def remedy(self, missing: Sequence[Task]) -> str:
-        """What helps where it leaves these out."""
+        """Returns the remedy for tasks that are left out."""
         raise NotImplementedError
 
     def check(self, stage: "Stage", first: Any) -> None:
-        """Raise :class:`Mistake` for what this stage was given; ``first`` is what the first one was."""
+        """Raises :class:`Mistake` where the result of this stage has an error; ``first`` is the first stage's."""
 
     def orders(self, stages: Sequence["Stage"], made: Sequence[Any]) -> list[list[Task]]:
-        """The orders of all stages, from what each was given; raises :class:`Mistake`. :class:`Order` has them one by
-        one."""
+        """Returns the orders of all stages from their results together. Raises :class:`Mistake`. An :class:`Order`
+        needs no other stage, and has :meth:`Order.on` instead."""
         raise NotImplementedError
 
 
@@ -46,30 +48,29 @@ class Stage:
     """One stage of a pipeline, in the letters of the papers."""
 
     i: int
-    """Its number, from 0."""
+    """The stage's number, from 0."""
     placement: Placement
     graph: PipelineGraph
     asked: ScheduleRequest
-    """What else the table is made for: ``durations_ms`` of a whole stage, ``comm_ms``, ``memory_limit``, ``window``,
-    ``group_size``."""
+    """The request: ``durations_ms`` of a whole stage, ``comm_ms``, ``memory_limit``, ``window``, ``group_size``."""
 
     @property
     def p(self) -> int:
-        """Stages."""
+        """Number of stages."""
         return self.placement.num_stages
 
     @property
     def m(self) -> int:
-        """Microbatches."""
+        """Number of microbatches."""
         return self.graph.num_microbatches
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Its own chunks, ascending."""
+        """The stage's own chunks, ascending."""
         return self.placement.chunks_of_stage[self.i]
 
     def hops(self, chunk: int) -> int:
-        """How many times the longest way from this chunk to the loss goes from one stage to another."""
+        """Returns how often the longest way from this chunk to the loss changes stages."""
         return self._hops[chunk]
 
     @cached_property
@@ -79,7 +80,7 @@ class Stage:
 
     @property
     def lengths(self) -> Callable[[Task], float]:
-        """How long each task lasts by the profiled times, which the chunks of a stage share."""
+        """The length of each task by the profiled times, which the chunks of a stage share."""
         return per_stage(self, SlotLengths(*self.asked.durations_ms))
 
     @cached_property
@@ -87,14 +88,17 @@ class Stage:
         return hops_to_loss(self.placement, self.graph)
 
     def check_own(self, chunk: int) -> None:
-        """Raise :class:`Mistake` unless the chunk is one of the stage's."""
+        """Raises :class:`Mistake` unless the chunk is one of the stage's."""
         if chunk not in self.chunks:
             near = min(self.chunks, key=lambda own: abs(own - chunk))
             raise Mistake(f"chunk {chunk} is none of this stage's chunks {list(self.chunks)}: did you mean {near}?")
 
     def parts(self, kind: str, chunk: int) -> tuple[str, ...]:
-        """The kinds of tasks that a pass of this kind is: none where the chunk has no such task, and I and W for B
-        where the backward is split. Raises :class:`Mistake` for a kind that no microbatch has."""
+        """Returns the kinds of tasks that make up a pass of this kind.
+
+        They are none where the chunk has no such task, and I and W for B where the backward is split. Raises
+        :class:`Mistake` for a kind that no microbatch has.
+        """
         graph = self.graph
         if kind == TaskKind.B and chunk in graph.split:
             return graph.built_in_kinds(chunk)[1:]
@@ -112,7 +116,7 @@ class Stage:
 
 
 def hops_to_loss(placement: Placement, graph: PipelineGraph) -> tuple[int, ...]:
-    """For every chunk the longest way to a chunk that nobody reads, in hops from one stage to another."""
+    """Returns for every chunk the longest way to a chunk without successors, in hops from one stage to another."""
     hops = [0] * graph.num_chunks
     for chunk in reversed(range(graph.num_chunks)):
         here = placement.stage_of_chunk[chunk]
@@ -122,11 +126,28 @@ def hops_to_loss(placement: Placement, graph: PipelineGraph) -> tuple[int, ...]:
 
 
 def is_number(given: Any) -> bool:
-    """Whether it is one, and finite."""
+    """Whether it is a finite number."""
     return isinstance(given, Real) and isfinite(given)
 
 
 def check_number(what: str, given: Any) -> None:
-    """Raise :class:`Mistake` for anything but a number of 0 or more."""
+    """Raises :class:`Mistake` for anything but a number of 0 or more."""
     if not (is_number(given) and given >= 0):
         raise Mistake(f"{what} is {given!r}: give a number, 0 or more")
+
+
+@dataclass(frozen=True)
+class Quickest(Described):
+    """The alternative that strict execution ends first with the profiled times; as a hint the first one ranks."""
+
+    alternatives: tuple[Described, ...]
+
+
+def quickest(*alternatives: Any) -> Quickest:
+    """Returns the order among these that takes least time with the profiled times; among equal ones the first."""
+    if not alternatives:
+        raise Mistake("quickest has nothing to choose from: give it orders")
+    wrong = next((one for one in alternatives if not isinstance(one, Described)), None)
+    if wrong is not None:
+        raise Mistake(f"quickest chooses among orders, not {wrong!r}")
+    return Quickest(alternatives)

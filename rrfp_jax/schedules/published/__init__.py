@@ -2,6 +2,5 @@
 
 from rrfp_jax.schedules.published import looped as looped
 from rrfp_jax.schedules.published import one_chunk as one_chunk
-from rrfp_jax.schedules.published import v_shaped as v_shaped
 from rrfp_jax.schedules.published import waves as waves
 from rrfp_jax.schedules.published import zb_auto as zb_auto

@@ -9,8 +9,8 @@ But with several chunks a gradient often arrives while the row wants something e
 where the stage would idle. Where those are depends on the lengths of the tasks and on the time between stages; the
 order is made by a rule that runs with those of the request. A free stage starts
 
-1. what comes first in its row of the fused table (I in the place of B) among its next F, if the memory has room for it,
-   and every I whose gradient is there;
+1. the first task in its row of the fused table (I in the place of B) among its next F, if memory suffices for it, and
+   every I whose gradient is there;
 2. else its oldest W that has not run; else nothing.
 
 It cannot get stuck. Take any order in which the fused table can run, and the first F or I in it that has not run. Its
@@ -36,10 +36,10 @@ none the stages wait for each other in a circle (unless all those F are of the f
 g = 1 are). Hence g >= p/2.
 """
 
-from rrfp_jax.schedules.entry import schedule
 from rrfp_jax.schedules.language import B, Described, F, I, Order, Stage, W, like, quickest, rounds, rule
-from rrfp_jax.schedules.language.streams import Stream
-from rrfp_jax.schedules.shapes import LOOPED
+from rrfp_jax.schedules.language._streams import Stream
+from rrfp_jax.schedules.registry import schedule
+from rrfp_jax.schedules.request import LOOPED
 
 
 @schedule("breadth-first", shape=LOOPED, source="Breadth-First Pipeline Parallelism, arXiv 2211.05953")
@@ -49,7 +49,7 @@ def breadth_first(s: Stage) -> Order:  # noqa: ARG001 - all stages alike
 
 
 def _in_groups(s: Stage, size: int, stream: Stream) -> Stream:
-    """Groups of microbatches go through the stage's chunks one after another, backwards in reverse."""
+    """Returns the stream in groups of microbatches, which visit the stage's chunks in turn, backwards in reverse."""
     chunks = s.chunks if stream is F else s.chunks[::-1]
     return stream.over((c, first + i) for first in range(0, s.m, size) for c in chunks for i in range(size))
 
@@ -112,9 +112,9 @@ def gis_order(s: Stage, size: int) -> Order:
 
 
 def gis_group_size(p: int, m: int, asked: int | None = None) -> int:
-    """The size asked for, or the smallest possible: from p/2 to p, and a divisor of the number of microbatches.
+    """Returns the size asked for, or the smallest possible: from p/2 to p, and a divisor of the number of microbatches.
 
-    Raises ValueError if that asked for is none of these, or if there is none.
+    Raises ValueError if the size asked for is not possible, or if no size is.
     """
     least = -(-p // 2)
     possible = [size for size in range(least, p + 1) if m % size == 0]

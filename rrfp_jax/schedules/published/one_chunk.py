@@ -19,14 +19,14 @@ holds a microbatch from F to its B (or W), at most ``k d(c) + 1`` of them at onc
 Where chunk p feeds chunk c on another stage, ``d(p) > d(c)``, so that ``F(p, m)`` is before ``F(c, m)``, and the
 backward of c before that of p; F of a chunk is before its backward, and I before W. On one stage the half-rounds may be
 equal, and then forwards go by ascending and backwards by descending chunk. So all dependencies lead forward in one
-order of all tasks, and every stage follows that order. It holds as well for any part of the tasks: what a step lacks is
-skipped. A chunk that runs F alone has forwards in these places only."""
+order of all tasks, and every stage follows that order. It holds as well for any part of the tasks: those that a step
+lacks are skipped. A chunk that runs F alone has forwards in these places only."""
 
 from functools import partial
 
-from rrfp_jax.schedules.entry import schedule
 from rrfp_jax.schedules.language import B, F, I, Order, Stage, W, rounds
-from rrfp_jax.schedules.shapes import ONE_EACH
+from rrfp_jax.schedules.registry import schedule
+from rrfp_jax.schedules.request import ONE_EACH
 
 _SPLIT_SOURCE = "our construction: 1F1B, split as in Zero Bubble, arXiv 2401.10241"
 
@@ -43,10 +43,10 @@ def one_f_one_b(s: Stage) -> Order:
     """Stage s runs p-1-s warm-up forwards; it holds at most p-s microbatches.
 
     With a split backward each W follows its I at once: the same memory, without the weight gradients in fill and drain.
-    There is no better: a stage whose memory is full must run a W before the next F, and in the drain the next gradient
-    comes no sooner than the W has ended. Where the table ranks what is ready and a stage has room for more, the times
-    of the run itself say where it would idle: then W rank behind F and I. A stage without more room keeps each W in its
-    place: W alone makes room for the next F, so that an I which goes before it for once holds up every stage behind.
+    There is no better order: a stage whose memory is full must run a W before the next F, and in the drain the next
+    gradient comes no sooner than the W has ended. Where the table ranks ready tasks and a stage may hold more, the
+    times of the run itself show where it would idle: then W rank behind F and I. A stage that may hold no more keeps
+    each W in its place: only a W frees memory for the next F, so that one I before it holds up every stage behind.
     """
     return rounds(B.every(2).behind(s.hops).behind(1), F.every(2).ahead(s.hops))
 
@@ -73,7 +73,7 @@ def eager_one_f_one_b(s: Stage) -> Order:
 
 
 def eager_windows(num_stages: int, window: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    """The in-flight microbatches of every stage: those given, or 2(p-s)-1 on stage s, two warm-up forwards per hop.
+    """Returns the in-flight microbatches of every stage: those given, or 2(p-s)-1 on stage s, two warm-up F per hop.
 
     One number limits the first stage, and each later stage to one less: with equal windows everywhere the last stage
     would spend its window on forwards before its first backward, and every other stage would wait for it.

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from rrfp_jax.schedules.entry import schedule
 from rrfp_jax.schedules.language import Order, Stage, given
-from rrfp_jax.schedules.request import ScheduleRequest
-from rrfp_jax.schedules.shapes import ONE_EACH
-from rrfp_jax.tasks import Task, TaskKind
+from rrfp_jax.schedules.registry import schedule
+from rrfp_jax.schedules.request import ONE_EACH, ScheduleRequest
+from rrfp_jax.schedules.tasks import Task, TaskKind
 
 F, I, W = TaskKind.F, TaskKind.I, TaskKind.W  # noqa: E741 - the field's letters
 _ROUNDING = 1e-9
@@ -46,7 +45,7 @@ def zb_auto(s: Stage) -> Order:
 
 @lru_cache(maxsize=8)
 def _best(request: ScheduleRequest) -> list[list[Task]]:
-    """The orders of all stages."""
+    """Returns the orders of all stages by the best setting."""
     limit = 2.0 * request.num_stages if request.memory_limit is None else request.memory_limit
     if limit < 1:
         raise ValueError(f"memory_limit {limit} does not hold a single microbatch: give at least 1")
@@ -101,7 +100,7 @@ class _Heuristic:
             self._put(stage, I)
 
     def _extra_forwards(self) -> list[int]:
-        """How many more F fit on each stage before its first I, counted from the last stage backwards."""
+        """Returns how many more F fit on each stage before its first I, worked out from the last stage backwards."""
         extra = [0] * self.p
         arrival = self.end[-1] + self.times[I]
         for stage in reversed(range(self.p - 1)):
@@ -147,12 +146,12 @@ class _Heuristic:
         return wait > max(self.bubble) - self.bubble[stage]
 
     def _num_weights_in_the_way(self, stage: int) -> int:
-        """How many W must run before the memory holds another F."""
+        """Returns how many W must run before the memory holds another F."""
         excess = self.held[stage] + 1 - self.limit
         return math.ceil(excess / -self.memory[W] - _ROUNDING) if excess > _ROUNDING else 0
 
     def _fill(self, stage: int, arrival: float) -> None:
-        """Run W while the stage waits."""
+        """Runs W while the stage waits for its next input."""
         while self._pending(stage) and self.end[stage] + self.times[W] <= arrival + _ROUNDING:
             self._put(stage, W)
         wait = arrival - self.end[stage]
@@ -164,7 +163,7 @@ class _Heuristic:
         return self.count[stage][W] < self.count[stage][I]
 
     def _arrival(self, stage: int, kind: TaskKind) -> float:
-        """When the input of the stage's next F or I is there."""
+        """Returns the time at which the input of the stage's next F or I is there."""
         neighbour = stage - 1 if kind is F else stage + 1
         needed = Task(kind, neighbour, self.count[stage][kind])
         return self.ends[needed] + self.comm if 0 <= neighbour < self.p else 0.0

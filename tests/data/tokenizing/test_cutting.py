@@ -2,16 +2,16 @@
 
 import pytest
 
-from rrfp_jax.data.tokenizing import cutting
-from rrfp_jax.data.tokenizing.cutting import cut_near, parts_of, segments
+from rrfp_jax.data.tokenizing import _text_parts
+from rrfp_jax.data.tokenizing._text_parts import cut_near, cut_text, segments
 
 PROSE = "".join(f"Line {n} of it, süß.\n\n  and more\nof that\t\n" for n in range(60))
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 64)
-    monkeypatch.setattr(cutting, "_NEAR_BYTES", 48)
+    monkeypatch.setattr(_text_parts, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(_text_parts, "_NEAR_BYTES", 48)
 
 
 def read_from(data):
@@ -40,7 +40,7 @@ def test_the_place_is_the_best_one_near(text, position, place):
 
 @pytest.mark.parametrize("text", [PROSE, "ß" * 500, "x" * 500, "a b " * 200, "\n" * 300, "𝄞" * 17])
 def test_parts_make_the_text_whatever_it_is(text):
-    assert "".join(parts_of(text)) == text
+    assert "".join(cut_text(text)) == text
     data = text.encode()
     for step in (64, 128, 320):
         cuts = [
@@ -54,6 +54,6 @@ def test_parts_make_the_text_whatever_it_is(text):
 
 
 def test_a_byte_level_tokenizer_makes_the_same_tokens_of_the_parts(byte_level):
-    assert len(parts_of(PROSE)) > 10
-    apart = [number for part in parts_of(PROSE) for number in byte_level.encode(part).ids]
+    assert len(cut_text(PROSE)) > 10
+    apart = [number for part in cut_text(PROSE) for number in byte_level.encode(part).ids]
     assert apart == byte_level.encode(PROSE).ids

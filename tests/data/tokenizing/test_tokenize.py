@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rrfp_jax.data.tokenizing import TokenizeOptions, cutting, pieces, tokenize, worker
-from rrfp_jax.data.tokenizing.worker import Worker
+from rrfp_jax.data.tokenizing import TokenizeOptions, _pieces, _text_parts, _workers, tokenize
+from rrfp_jax.data.tokenizing._workers import Worker
 from rrfp_jax.data.tokens import TokenSet
 
 STORIES = [f"Story {n}: the lazy dog, again.\nAnd süß it was." * (n % 4) for n in range(23)]
@@ -19,9 +19,9 @@ STORIES = [f"Story {n}: the lazy dog, again.\nAnd süß it was." * (n % 4) for n
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Dozens of pieces of a few kilobytes; workers in this process."""
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 64)
-    monkeypatch.setattr(cutting, "_NEAR_BYTES", 32)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 256)
+    monkeypatch.setattr(_text_parts, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(_text_parts, "_NEAR_BYTES", 32)
+    monkeypatch.setattr(_pieces, "PIECE_BYTES", 256)
 
 
 @pytest.fixture
@@ -84,11 +84,11 @@ def test_neither_pieces_nor_folders_nor_workers_change_a_byte(folder, tmp_path, 
     options = TokenizeOptions(tokenizer="train", vocab_size=280)
     tokenize([folder], tmp_path / "set", options, workers=1)
     elsewhere = shutil.copytree(folder, tmp_path / "elsewhere" / "by_another_name")
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 64)
+    monkeypatch.setattr(_pieces, "PIECE_BYTES", 64)
     tokenize([elsewhere], tmp_path / "one", options, workers=1)
     assert contents(tmp_path / "one") == contents(tmp_path / "set")
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1 << 20)  # as in other processes
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(_text_parts, "SEGMENT_BYTES", 1 << 20)  # as in other processes
+    monkeypatch.setattr(_pieces, "PIECE_BYTES", 1 << 20)
     tokenize([elsewhere], tmp_path / "two", options, workers=2)
     assert contents(tmp_path / "two") == contents(tmp_path / "set")
 
@@ -380,8 +380,8 @@ def test_documents_are_whole_where_a_text_goes_over_many_pieces(tmp_path):
 def test_the_tokens_of_a_piece_are_written_some_at_a_time(folder, tmp_path, monkeypatch, tokenizer_file):
     options = TokenizeOptions(tokenizer=str(tokenizer_file))
     tokenize([folder], tmp_path / "whole", options, workers=1)
-    monkeypatch.setattr(worker, "_BLOCK_TOKENS", 10)
-    monkeypatch.setattr(worker, "_BATCH_TEXTS", 1)
+    monkeypatch.setattr(_workers, "_BLOCK_TOKENS", 10)
+    monkeypatch.setattr(_workers, "_BATCH_TEXTS", 1)
     tokenize([folder], tmp_path / "set", options, workers=1)
     assert contents(tmp_path / "set") == contents(tmp_path / "whole")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.data import BrokenData
-from rrfp_jax.data.tokens import TokenSet, document_index, write_token_set
+from rrfp_jax.data.tokens import TokenSet, token_set, write_token_set
 
 
 def drawn_documents(num, vocab_size, longest=9, seed=0):
@@ -51,8 +51,8 @@ def test_tokens_are_read_as_they_were_written(tmp_path, vocab_size, dtype):
 
 @pytest.mark.parametrize(("kept", "block"), [(4096, 4096), (3, 4), (1, 1), (7, 1)])
 def test_documents_are_found_at_every_place(tmp_path, monkeypatch, kept, block):
-    monkeypatch.setattr(document_index, "_NUM_KEPT", kept)
-    monkeypatch.setattr(document_index, "_BLOCK", block)
+    monkeypatch.setattr(token_set, "_NUM_KEPT", kept)
+    monkeypatch.setattr(token_set, "_BLOCK_ENDS", block)
     documents = drawn_documents(61, 256)
     write_token_set(tmp_path / "set", documents)
     bounds = np.cumsum([0, *(len(document) + 1 for document in documents)]).tolist()
@@ -64,7 +64,7 @@ def test_documents_are_found_at_every_place(tmp_path, monkeypatch, kept, block):
         for start in range(0, tokens.num_tokens, 7):
             for stop in range(start + 1, tokens.num_tokens + 1, 13):
                 first, last = tokens.document_at(start), tokens.document_at(stop - 1)
-                assert tokens.document_bounds(start, stop).tolist() == bounds[first : last + 2]
+                assert tokens.document_ends(first, last + 1).tolist() == bounds[first + 1 : last + 2]
 
 
 def test_nothing_is_read_outside_the_set(written):
@@ -79,7 +79,7 @@ def test_nothing_is_read_outside_the_set(written):
             with pytest.raises(IndexError):
                 tokens.document(bad)
         with pytest.raises(IndexError):
-            tokens.document_bounds(2, 2)
+            tokens.document_ends(2, 4)
 
 
 def test_an_empty_set_is_one(tmp_path):
@@ -186,7 +186,7 @@ def test_a_changed_byte_shows_in_the_digest(written, name):
 def test_ends_that_do_not_fit_are_refused(written):
     (written / "documents.bin").write_bytes(np.array([4, 2, 7], "<u8").tobytes())
     with TokenSet(written) as tokens, pytest.raises(BrokenData, match=r"documents\.bin is damaged \(ends that do not"):
-        tokens.document_bounds(0, 7)
+        tokens.document_ends(0, 3)
     with TokenSet(written) as tokens, pytest.raises(BrokenData, match="ends that do not ascend"):
         tokens.document(1)
     (written / "documents.bin").write_bytes(np.array([4, 5, 6], "<u8").tobytes())

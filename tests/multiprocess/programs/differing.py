@@ -40,7 +40,7 @@ def _train(process: Any, difference: str) -> None:
     import optax
 
     from rrfp_jax.pipeline import Pipeline
-    from rrfp_jax.tasks import linear
+    from rrfp_jax.schedules import linear
     from tests.multiprocess.cases import Case
     from tests.multiprocess.models import make_batches, make_chunks
 

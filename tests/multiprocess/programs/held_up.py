@@ -12,7 +12,7 @@ from rrfp_jax.network import ClusterConfig
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
-from rrfp_jax.tasks import chain, looped
+from rrfp_jax.schedules import chain, looped
 
 PATIENCE_S = 60.0
 STAGES, MICROBATCHES = 2, 6

@@ -117,8 +117,7 @@ def _options(case: Case) -> dict[str, Any]:
 
 
 def _table(case: Case, name: str) -> Any:
-    from rrfp_jax.schedules import ScheduleRequest, build_schedule
-    from rrfp_jax.tasks import PipelineGraph
+    from rrfp_jax.schedules import PipelineGraph, ScheduleRequest, build_schedule
     from tests.multiprocess.models import edges_of, num_microbatches
 
     share = num_microbatches(case) // case.data

@@ -1,6 +1,5 @@
-"""What trackers hold, read back by their own means: a list of (step, numbers by name) for each."""
+"""The content of trackers, read back by their own means: a list of (step, numbers by name) for each."""
 
-import csv
 import json
 import math
 import os
@@ -8,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.observe.trackers.columns import scalars, step_of
+from rrfp_jax.observe.trackers.services import scalars
 
 Held = list[tuple[int, dict[str, float]]]
 
@@ -16,16 +15,7 @@ Held = list[tuple[int, dict[str, float]]]
 def of_file(run: Path) -> Held:
     """``metrics.jsonl`` itself."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(step_of(row), scalars(row)) for row in rows]
-
-
-def of_csv(run: Path) -> Held:
-    with (run / "metrics.csv").open(newline="") as file:
-        lines = [
-            {name: cell if name == "evaluation" else json.loads(cell) for name, cell in line.items() if cell}
-            for line in csv.DictReader(file)
-        ]
-    return [(step_of(line), scalars(line)) for line in lines]
+    return [(row["step"], scalars(row)) for row in rows]
 
 
 def of_tensorboard(run: Path) -> Held:
@@ -43,28 +33,27 @@ def of_tensorboard(run: Path) -> Held:
 
 
 def of_mlflow(run: Path, store: str | None = None) -> Held:
-    """Of the one run that is not deleted; ``store`` where it is not in the run's directory."""
+    """The run that the directory names; ``store`` where it is not in the run's directory."""
     os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     from mlflow import MlflowClient
 
     client = MlflowClient(tracking_uri=store or (run / "mlflow").absolute().as_uri())
-    (experiment,) = (each for each in client.search_experiments() if each.name != "Default")
-    (found,) = client.search_runs([experiment.experiment_id])
+    found = client.get_run(json.loads((run / "mlflow.json").read_text())["run_id"])
     held: dict[int, dict[str, float]] = {}
     for name in found.data.metrics:
         for metric in client.get_metric_history(found.info.run_id, name):
-            assert name not in held.setdefault(metric.step, {}), f"{name} is there twice at step {metric.step}"
-            held[metric.step][name] = metric.value
+            held.setdefault(metric.step, {})[name] = metric.value  # of a step trained again, the later one
     return sorted(held.items())
 
 
 def of_wandb(run: Path) -> Held:
-    """Of the one folder that waits to be synced."""
+    """All folders of the run that wait to be synced, in their order."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (path,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
+    run_id = json.loads((run / "wandb.json").read_text())["id"]
+    paths = sorted((run / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     held = []
-    for data in _log_records(path.read_bytes()):
+    for data in (data for path in paths for data in _log_records(path.read_bytes())):
         record = Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
@@ -89,17 +78,20 @@ def _log_records(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
-READERS: dict[str, Any] = {"csv": of_csv, "tensorboard": of_tensorboard, "wandb": of_wandb, "mlflow": of_mlflow}
+READERS: dict[str, Any] = {"tensorboard": of_tensorboard, "wandb": of_wandb, "mlflow": of_mlflow}
+
+
+def by_step(rows: Held) -> Held:
+    """Joins rows of one step. Services know steps, not rows."""
+    merged: dict[int, dict[str, float]] = {}
+    for step, row in rows:
+        merged.setdefault(step, {}).update(row)
+    return sorted(merged.items())
 
 
 def assert_equal(tracker: str, run: Path) -> None:
-    """A tracker holds what ``metrics.jsonl`` has, row by row."""
-    expected, held = of_file(run), READERS[tracker](run)
-    if tracker in ("tensorboard", "mlflow"):  # they know steps, not rows
-        merged: dict[int, dict[str, float]] = {}
-        for step, row in expected:
-            merged.setdefault(step, {}).update(row)
-        expected = sorted(merged.items())
+    """The latest number of each name and step in a tracker is that of ``metrics.jsonl``."""
+    expected, held = by_step(of_file(run)), by_step(READERS[tracker](run))
     steps, wanted_steps = [step for step, _ in held], [step for step, _ in expected]
     assert steps == wanted_steps, (steps, wanted_steps)
     rel = 1e-6 if tracker == "tensorboard" else 0.0

@@ -1,4 +1,4 @@
-"""Trackers hold what the metrics file holds, after an orderly end, a kill and a resume; what fails is left out."""
+"""Trackers hold the numbers of the metrics file, also after a resume; a tracker that fails is left out."""
 
 import logging
 import threading
@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.observe.trackers import TRACKERS, TrackedMetrics, TrackingConfig, tracked_metrics
-from rrfp_jax.observe.trackers.columns import flat, scalars
 from rrfp_jax.observe.trackers.config import check_installed, check_trackers
+from rrfp_jax.observe.trackers.services import flat, scalars
 from rrfp_jax.training.run_directory import RunDirectory
-from tests.observe.trackers.reading import assert_equal, of_file, of_mlflow
+from tests.observe.trackers.reading import READERS, assert_equal, by_step, of_file, of_mlflow
 
 SLOW_TO_LOAD = ("wandb", "mlflow")
 EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW_TO_LOAD else ()) for name in TRACKERS]
-CONFIG = {"model": {"hidden": 8, "layers": [1, 2]}, "run": {"steps": 10, "trackers": ["csv"]}}
+CONFIG = {"model": {"hidden": 8, "layers": [1, 2]}, "run": {"steps": 10, "trackers": ["wandb"]}}
 
 
 def row(step: int, attempt: int = 0) -> dict[str, Any]:
@@ -64,16 +63,6 @@ def test_rows_are_those_of_the_file_also_after_a_resume(tracker: str, tmp_path: 
 
 
 @pytest.mark.parametrize("tracker", EACH)
-def test_rows_that_a_kill_has_cost_are_made_up_for(tracker: str, tmp_path: Path) -> None:
-    train(tmp_path, tracker, range(3))
-    with MetricsFile(tmp_path / "metrics.jsonl") as file:
-        for step in (3, 4, 5):
-            file.write(row(step))
-    train(tmp_path, tracker, range(5, 7), attempt=1)
-    assert_equal(tracker, tmp_path)
-
-
-@pytest.mark.parametrize("tracker", EACH)
 def test_a_run_that_starts_over_for_want_of_a_checkpoint_begins_anew(tracker: str, tmp_path: Path) -> None:
     train(tmp_path, tracker, range(3))
     train(tmp_path, tracker, range(2), attempt=1)
@@ -82,10 +71,14 @@ def test_a_run_that_starts_over_for_want_of_a_checkpoint_begins_anew(tracker: st
 
 
 @pytest.mark.parametrize("tracker", EACH)
-def test_a_tracker_that_comes_later_gets_all_rows(tracker: str, tmp_path: Path) -> None:
-    train(tmp_path, "csv", range(3))
+def test_a_tracker_that_comes_later_gets_the_rows_from_then_on(tracker: str, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.start(CONFIG)
+    with directory.metrics() as metrics:
+        for step in range(3):
+            metrics.write(row(step))
     train(tmp_path, tracker, range(3, 5))
-    assert_equal(tracker, tmp_path)
+    assert [step for step, _ in by_step(READERS[tracker](tmp_path))] == [3, 4]
 
 
 @pytest.mark.slow
@@ -99,10 +92,7 @@ def test_mlflow_holds_the_same_in_a_database(tmp_path: Path) -> None:
     MlflowClient(tracking_uri=store).search_experiments()  # makes the tables, which takes seconds
     for steps, attempt in ((range(4), 0), (range(4, 7), 0), (range(5, 9), 1)):
         train(tmp_path / "run", "mlflow", steps, attempt, mlflow_uri=store)
-        held: dict[int, dict[str, float]] = {}
-        for step, numbers in of_file(tmp_path / "run"):
-            held.setdefault(step, {}).update(numbers)
-        assert of_mlflow(tmp_path / "run", store) == sorted(held.items())
+        assert of_mlflow(tmp_path / "run", store) == by_step(of_file(tmp_path / "run"))
 
 
 @pytest.mark.slow
@@ -119,7 +109,7 @@ def test_mlflow_knows_the_configuration_and_how_the_run_ended(tmp_path: Path) ->
         "model/hidden": "8",
         "model/layers": "[1, 2]",
         "run/steps": "10",
-        "run/trackers": "['csv']",
+        "run/trackers": "['wandb']",
     }
 
 
@@ -145,7 +135,7 @@ class Faulty:
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Faulty], TrackedMetrics]:
     def open_with(tracker: Faulty) -> TrackedMetrics:
-        monkeypatch.setattr(tracked_metrics, "_starter", lambda name: lambda run: tracker)
+        monkeypatch.setattr(tracked_metrics, "SERVICES", {"wandb": lambda run: tracker})
         monkeypatch.setattr(tracked_metrics, "_CLOSE_S", 0.2)
         directory = RunDirectory(tmp_path)
         directory.start(CONFIG)
@@ -202,16 +192,18 @@ def test_names_are_flat_and_numbers_of_evaluations_have_their_set_s() -> None:
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="trackers has 'tensorbord': give some of csv, tensorboard"):
+    with pytest.raises(ValueError, match="trackers has 'tensorbord': give some of tensorboard, wandb, mlflow"):
         check_trackers(("tensorbord",))
-    with pytest.raises(ValueError, match="csv twice"):
-        check_trackers(("csv", "csv"))
+    with pytest.raises(ValueError, match="wandb twice"):
+        check_trackers(("wandb", "wandb"))
+    with pytest.raises(ValueError, match=r"trackers has .csv.: metrics\.jsonl has every row"):
+        check_trackers(("csv",))
     with pytest.raises(ValueError, match="wandb_mode is sometimes: give online or offline"):
         TrackingConfig(wandb_mode="sometimes")
     monkeypatch.setattr("rrfp_jax.observe.trackers.config.find_spec", lambda name: None)
-    check_installed(("csv",))
+    check_installed(())
     with pytest.raises(ValueError, match=r"tracker wandb is not installed: pip install 'rrfp-jax\[trackers\]'"):
-        check_installed(("csv", "wandb"))
+        check_installed(("wandb",))
     monkeypatch.setattr("rrfp_jax.observe.trackers.config.find_spec", lambda name: name if name == "mlflow" else None)
     check_installed(("mlflow",), "http://elsewhere:5000")
     with pytest.raises(ValueError, match=r"to write to sqlite, for which .* not installed: pip install mlflow$"):

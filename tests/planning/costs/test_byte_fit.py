@@ -5,7 +5,7 @@ from dataclasses import replace
 from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planning.costs.byte_fit import ChunkParts, fit_bytes
 from rrfp_jax.planning.costs.link_fit import fit_links
-from rrfp_jax.tasks import linear
+from rrfp_jax.schedules import linear
 
 EMBEDDING = ChunkParts(layer="embedding", count=1, fixed=500, gradient=100, stash=2, kept_inputs=0, owed=12, outputs=10)
 HEAD = ChunkParts(layer="head", count=1, fixed=600, gradient=110, stash=75, kept_inputs=10, owed=40, outputs=8)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.planning.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, ModelCosts, Noise
-from rrfp_jax.tasks import linear, v_shaped
+from rrfp_jax.schedules import linear, v_shaped
 
 LAYER = LayerCosts(
     forward_ms=2.0,

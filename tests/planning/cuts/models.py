@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planning.cuts import Room
 from rrfp_jax.planning.forecast import Reach, forecast_stage
-from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
+from rrfp_jax.schedules import Placement, linear, looped, v_shaped, waves
 
 MICROBATCHES = 4
 PLACEMENTS = {

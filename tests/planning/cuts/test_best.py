@@ -13,8 +13,7 @@ from rrfp_jax.planning.cuts.program import solve
 from rrfp_jax.planning.cuts.proof import may_stay_below
 from rrfp_jax.planning.cuts.two_runs import best_of_two_runs
 from rrfp_jax.planning.order_memory import forecast_memory
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
+from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, linear, looped, v_shaped, waves
 from tests.planning.cuts.models import MICROBATCHES, PLACEMENTS, every_cut, fits, largest_ms, layers, models, rooms
 
 LAYER = LayerCosts(

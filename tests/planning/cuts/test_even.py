@@ -4,7 +4,7 @@ import pytest
 
 from rrfp_jax.planning.costs import LayerCosts, ModelCosts
 from rrfp_jax.planning.cuts import even_cut
-from rrfp_jax.tasks import linear, looped, v_shaped
+from rrfp_jax.schedules import linear, looped, v_shaped
 
 LAYER = LayerCosts(forward_ms=1.0, input_gradient_ms=1.0, weight_gradient_ms=1.0)
 

@@ -10,9 +10,8 @@ from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planning.cuts import best_cut
 from rrfp_jax.planning.cuts.fill_and_drain import step_ms_by_stage
 from rrfp_jax.planning.cuts.problem import CutProblem
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear
 from rrfp_jax.simulation import simulate
-from rrfp_jax.tasks import linear
 from tests.planning.cuts.models import MICROBATCHES, every_cut, largest_ms
 
 

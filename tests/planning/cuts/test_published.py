@@ -10,9 +10,8 @@ import pytest
 from rrfp_jax.arbitration import Agreement, Ordering, StepRules
 from rrfp_jax.planning.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planning.cuts import best_cut
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear
 from rrfp_jax.simulation import simulate
-from rrfp_jax.tasks import linear
 
 STAGES, MICROBATCHES, LAYERS = 8, 128, 32
 TIMES = Path(__file__).parents[3] / "experiments" / "paper" / "published" / "vocabulary_parallelism.csv"

@@ -1,7 +1,7 @@
 """Cut models to order."""
 
 from rrfp_jax.planning.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
-from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
+from rrfp_jax.schedules import Placement, linear, looped, v_shaped, waves
 
 PART = 12
 """Weight of a stage's activations; a number that 1, 2, 3 and 4 chunks divide."""

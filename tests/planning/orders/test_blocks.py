@@ -5,8 +5,7 @@ import pytest
 from rrfp_jax.planning.orders.blocks import blocks, try_blocks
 from rrfp_jax.planning.orders.found import Pool
 from rrfp_jax.planning.orders.problem import problem_of
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
-from rrfp_jax.tasks import linear, looped, v_shaped
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear, looped, v_shaped
 from tests.planning.orders.cuts import PART, PLACEMENTS, homogeneous
 
 

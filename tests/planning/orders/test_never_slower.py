@@ -5,10 +5,9 @@ import pytest
 
 from rrfp_jax.planning.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.planning.orders import activation_weights, search_orders
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_names
-from rrfp_jax.schedules.entry import KNOWN
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, Task, TaskKind, build_schedule, chain, schedule_names
+from rrfp_jax.schedules.registry import KNOWN
 from rrfp_jax.schedules.slots import execute
-from rrfp_jax.tasks import Task, TaskKind, chain
 from tests.planning.orders.cuts import PLACEMENTS
 
 

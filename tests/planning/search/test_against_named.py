@@ -12,9 +12,8 @@ from rrfp_jax.planning.orders.problem import problem_of
 from rrfp_jax.planning.search.planner import make_plan
 from rrfp_jax.planning.search.records import Choice
 from rrfp_jax.planning.search.wishes import Wishes
-from rrfp_jax.schedules import ScheduleRequest, build_schedule
+from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, linear, looped, v_shaped, waves
 from rrfp_jax.simulation import simulate
-from rrfp_jax.tasks import Placement, linear, looped, v_shaped, waves
 
 ACTIVATION = 1000
 

@@ -1,0 +1,292 @@
+"""Tokenizers: files of the ``tokenizers`` library, or nothing but the bytes of UTF-8.
+
+A text is tokenised as it stands: settings of the file for cutting, padding, dropping merges at random, or tokens that
+open a text are not applied, for those are no part of the text.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.data.dataset import BrokenData
+from rrfp_jax.data.tokens.header import BYTE_TOKENIZER, TOKENIZER
+from rrfp_jax.record_files import parse_json, read_bounded, read_record
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+MODEL_FILES = ("generation_config.json", "config.json")
+"""Files of a model that name the tokens at which it ends a text."""
+_INNER = ("", "hugging-face", "tokenizer")  # places of tokenizer.json in a folder of the hub, of an import and of a run
+_USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_MOST_BYTES, _MOST_GROWTH = 1 << 27, 100
+_THREADS = "TOKENIZERS_PARALLELISM"
+
+
+class Encoder(Protocol):
+    """Makes tokens of texts."""
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """Returns the tokens of every text, ``[tokens]`` each."""
+        ...
+
+
+class ByteEncoder:
+    """An encoder whose tokens are bytes."""
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """Returns the bytes of every text, uint8 ``[bytes]`` each."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+
+class FileEncoder:
+    """The encoder of a tokenizer.json. Its special tokens in a text are plain text, unless ``reads_special``."""
+
+    def __init__(self, data: bytes, *, reads_special: bool, name: str = TOKENIZER) -> None:
+        self._name = name
+        self._tokenizer = load(data, name)
+        self._tokenizer.encode_special_tokens = not reads_special
+        self._loses = _may_lose(self._tokenizer)
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """Returns the tokens of every text, uint32 ``[tokens]`` each; raises BrokenData for text that would be lost."""
+        try:
+            encode = self._tokenizer.encode_batch if self._loses else self._tokenizer.encode_batch_fast
+            encoded = encode(texts, add_special_tokens=False)
+        except BaseException as error:
+            raise_unless_of_library(error)
+            raise BrokenData(
+                f"the tokenizer {self._name} cannot encode the text ({first_line(error)}): take one for any text, or "
+                "leave this one out"
+            ) from error
+        for text, each in zip(texts, encoded, strict=True) if self._loses else ():
+            if (lost := lost_part(self._tokenizer, text, each, None)) is not None:
+                raise BrokenData(
+                    f"the tokenizer has no token for {lost!r}, which would vanish: take a tokenizer for any character, "
+                    "one with a token for the unknown, or other texts"
+                )
+        return [np.array(each.ids, np.uint32) for each in encoded]
+
+
+def raise_unless_of_library(error: BaseException) -> None:
+    """Raises an error again if a library in Rust cannot have raised it.
+
+    Such a library raises Exception, or PanicException, which is no Exception, if its own code has given up: for example
+    a pattern that takes too many steps on a text.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of a library's message."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+class TokenizerFile(NamedTuple):
+    """A tokenizer that can be used."""
+
+    name: str
+    data: bytes | None
+    """The bytes of tokenizer.json. None: tokens are bytes."""
+    end_of_document: int
+    vocab_size: int
+    unknown: int | None = None
+    """The token that stands for text without a token. None: there is no such token."""
+
+
+BYTE_TOKENIZER_FILE = TokenizerFile(BYTE_TOKENIZER.name, None, end_of_document=0, vocab_size=256)
+"""The tokenizer of bytes; the zero byte closes a document."""
+
+
+def tokenizer_file(path: str | os.PathLike[str]) -> Path:
+    """Returns the tokenizer.json that a path names: a file, or the folder of a model, an import or a run."""
+    named = Path(path).expanduser()
+    if not named.is_dir():
+        return named
+    return next((file for inner in _INNER if (file := named / inner / TOKENIZER).is_file()), named / TOKENIZER)
+
+
+def read_tokenizer(path: str | os.PathLike[str], end_of_document: str | None) -> TokenizerFile:
+    """Returns the tokenizer in a file, or in a folder that has a tokenizer.json.
+
+    ``end_of_document`` is the token that closes documents; None: the ``eos_token`` of tokenizer_config.json beside,
+    else the one that the model's own files beside name, else a usual one that the tokenizer has. Raises ValueError,
+    with the remedy, if there is no such file or token.
+    """
+    file = tokenizer_file(path)
+    try:
+        data = read_bounded(file, _MOST_BYTES)
+    except FileNotFoundError:
+        raise ValueError(f"tokenizer {file} does not exist: name a tokenizer.json, train, or bytes") from None
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer {file} cannot be read ({error.strerror}): make it readable, or name another"
+        ) from None
+    tokenizer = load(data, str(file))
+    end = _end_of_document_in(tokenizer, file, end_of_document)
+    return TokenizerFile(file.name, data, end, size_of(tokenizer), unknown_of(tokenizer))
+
+
+def load(data: bytes, name: str) -> Any:
+    """Returns the ``tokenizers.Tokenizer`` of a tokenizer.json, without settings for more than a text's own tokens."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(data.decode())
+        growth = _growth(tokenizer)
+    except BaseException as error:
+        raise_unless_of_library(error)
+        raise ValueError(
+            f"{name} is no file of the tokenizers library ({first_line(error)}): name a tokenizer.json"
+        ) from None
+    if growth > _MOST_GROWTH:
+        raise ValueError(f"{name} writes {growth} letters for one before it makes tokens: name another tokenizer.json")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    return tokenizer
+
+
+def _growth(tokenizer: Any) -> int:
+    """Returns the most letters that a tokenizer may put in the place of one; a few lines of its file make millions."""
+    growth = 1
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
+    waiting = [parse_json(part.__getstate__()) for part in parts if part is not None]
+    while waiting:
+        step = waiting.pop()
+        for name in ("normalizers", "pretokenizers", "decoders"):
+            waiting += step.get(name) or []
+        if step.get("type") == "Replace":
+            pattern = step.get("pattern") or {}
+            growth *= max(1, -(-len(step.get("content") or "") // len(pattern.get("String") or " ")))
+    return growth
+
+
+def size_of(tokenizer: Any) -> int:
+    """Returns one more than the largest token."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+
+
+def _end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
+    """Returns the number of the token that closes documents; arguments as in :func:`read_tokenizer`."""
+    if named is not None:
+        number = tokenizer.token_to_id(named)
+        if number is None:
+            raise ValueError(f"{file} has no token {named!r}: name one of its tokens with --end-of-document")
+        return number
+    configured = _configured_end(file.parent / TOKENIZER_CONFIG)
+    if configured is not None:
+        number = tokenizer.token_to_id(configured)
+        if number is None:
+            raise ValueError(
+                f"{file.parent / TOKENIZER_CONFIG} says that eos_token is {configured!r}, which {file} does not have: "
+                "mend it, or name one of its tokens with --end-of-document"
+            )
+        return number
+    if ends := ends_of_model(file.parent):
+        if tokenizer.id_to_token(ends[0]) is None:
+            raise ValueError(
+                f"the model in {file.parent} ends at token {ends[0]}, which {file} does not have: give files that "
+                "belong together, or name one of its tokens with --end-of-document"
+            )
+        return ends[0]
+    found = next((number for token in _USUAL_ENDS if (number := tokenizer.token_to_id(token)) is not None), None)
+    if found is None:
+        raise ValueError(
+            f"{file} does not say which token closes a document, and has none of {', '.join(_USUAL_ENDS)}: name one of "
+            "its tokens with --end-of-document"
+        )
+    return found
+
+
+def ends_of_model(folder: Path) -> tuple[int, ...]:
+    """Returns the tokens at which the model in ``folder`` ends a text, by its files; empty if they do not say."""
+    ends: dict[int, None] = {}
+    for content in (_object(folder / name) for name in MODEL_FILES):
+        text = content.get("text_config")
+        found = content.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
+        ends |= dict.fromkeys(each for each in (found if isinstance(found, list) else [found]) if type(each) is int)
+    return tuple(ends)
+
+
+def unknown_of(tokenizer: Any) -> int | None:
+    """Returns the token that stands for text without a token; None if there is no such token."""
+    model = json.loads(tokenizer.to_str())["model"]
+    name = model.get("unk_token")
+    number: int | None = model.get("unk_id") if name is None else tokenizer.token_to_id(name)
+    return number
+
+
+def _may_lose(tokenizer: Any) -> bool:
+    """Returns whether characters can vanish without a trace: neither an unknown token nor bytes stand for them."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    parts = json.loads(tokenizer.to_str())
+    model, before = parts["model"], json.dumps([parts["pre_tokenizer"], parts["normalizer"]])
+    if model["type"] != "BPE" or model.get("unk_token") is not None:
+        return False  # other models raise, or have a token for the unknown
+    names = model["vocab"]
+    if model.get("byte_fallback") and all(f"<0x{byte:02X}>" in names for byte in range(256)):
+        return False
+    return '"ByteLevel"' not in before or not all(character in names for character in ByteLevel.alphabet())
+
+
+def lost_part(tokenizer: Any, text: str, encoded: Any, unknown: int | None) -> str | None:
+    """Returns the first part of a text that its tokens do not stand for; None if there is none.
+
+    Text that the tokenizer leaves out on purpose is not lost.
+    """
+    is_covered = [character.isspace() for character in text]
+    for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+        if token == unknown and start < end:
+            return text[start:end]
+        is_covered[start:end] = [True] * (end - start)
+    missing = (text[at] for at, covered in enumerate(is_covered) if not covered)
+    lost = next((character for character in missing if _is_kept(tokenizer, character)), None)
+    if lost is None:
+        return None
+    # The library counts on past a character that it drops: the offsets tell that one is lost, but not which.
+    alone = (each for each in dict.fromkeys(text) if _is_kept(tokenizer, each))
+    return next((each for each in alone if not tokenizer.encode(each, add_special_tokens=False).ids), lost)
+
+
+def _is_kept(tokenizer: Any, character: str) -> bool:
+    """Returns whether anything is left of a character before it becomes tokens: accents, for one, may be stripped."""
+    normal = character if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(character)
+    return bool(normal.strip())
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Returns the object in a file of JSON; empty if the file is missing or holds none."""
+    try:
+        content = parse_json(read_record(path)[0])
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _configured_end(path: Path) -> str | None:
+    token = _object(path).get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+@contextmanager
+def threads_of_tokenizers(are_on: bool) -> Iterator[None]:
+    """Switches the ``tokenizers`` library's own threads on or off in the block."""
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "true" if are_on else "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_THREADS]
+        else:
+            os.environ[_THREADS] = before

@@ -1,0 +1,247 @@
+"""The layers of a decoder: embedding, attention with a gated MLP or a mixture of experts, output head.
+
+Each is a Flax NNX class with the dtypes of the configuration filled in: parameters are stored in ``param_dtype`` and
+cast to ``compute_dtype`` where they are used. A cut over devices or chunks shows nowhere but in :class:`RowInfo`, where
+sequences are cut.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from rrfp_jax.models._context_attention import context_attention
+from rrfp_jax.models._parts import learned, projection, rms_norm
+from rrfp_jax.models._rotary import apply_rope, rope_tables
+from rrfp_jax.models.attention import cached_attention, causal_attention
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.cuts import ContextCut, SequenceOrder
+from rrfp_jax.models.experts import MixtureOfExperts
+from rrfp_jax.models.loss import HeadLoss
+
+
+class RowInfo(NamedTuple):
+    """Positions and segments of the rows of a microbatch, made once for all layers of a chunk.
+
+    Rows of one sample each that are whole on every device need none.
+    """
+
+    sin: jax.Array
+    """Sine of the rotary angles, float32 ``[batch or 1, length, 1, head_dim / 2]``."""
+    cos: jax.Array
+    """Cosine of the rotary angles, shaped like ``sin``."""
+    segments: jax.Array | None = None
+    """Segment ids of packed rows, int32 ``[batch, length]``; a token attends to its own segment."""
+    cut: ContextCut | None = None
+    """How positions are cut over devices; None: they are not."""
+
+
+def row_info(
+    config: LanguageModelConfig,
+    length: int,
+    *,
+    positions: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    cut: ContextCut | None = None,
+) -> RowInfo | None:
+    """Returns the information on rows of ``length`` places, or None if layers need none.
+
+    ``positions`` and ``segments``, both int ``[batch, length]``, are those of packed rows: each token's position in its
+    segment, and the segment's id. With a ``cut`` they come in the order that it gives to positions.
+    """
+    if positions is None:
+        if cut is None:
+            return None
+        positions = jnp.asarray(SequenceOrder(cut.devices, config.sliding_window)(length))[None]
+    sin, cos = rope_tables(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling)
+    return RowInfo(sin, cos, segments, cut)
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens so far, in the places of a cache: ``[batch, places, kv_heads, head_dim]``."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+class Attention(nnx.Module):
+    """Causal self-attention, ``[batch, length, hidden] -> [batch, length, hidden]``.
+
+    Query head ``h`` reads key and value head ``h // (num_heads / num_kv_heads)`` (Ainslie et al. 2023). Scores and
+    softmax are float32.
+    """
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        self.head_dim = config.size_per_head
+        self.rope_theta = config.rope_theta
+        self.rope_scaling = config.rope_scaling
+        self.window = config.sliding_window
+        query_dim = config.num_heads * self.head_dim
+        key_dim = config.num_key_value_heads * self.head_dim
+        self.query = projection(config, config.hidden, query_dim, rngs, use_bias=config.qkv_bias)
+        self.key = projection(config, config.hidden, key_dim, rngs, use_bias=config.qkv_bias)
+        self.value = projection(config, config.hidden, key_dim, rngs, use_bias=config.qkv_bias)
+        self.output = projection(config, query_dim, config.hidden, rngs, to_residual=True)
+        self.query_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
+        self.key_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
+
+    def __call__(self, x: jax.Array, rows: RowInfo | None = None) -> jax.Array:
+        """Maps ``[batch, length, hidden]`` to the same shape and dtype."""
+        query, key, value = self._heads(x)
+        query, key = (
+            # the two calls make equal tables, which the compiler joins
+            apply_rope(heads, *(self._tables(jnp.arange(x.shape[1])) if rows is None else (rows.sin, rows.cos)))
+            for heads in (query, key)
+        )
+        segments = None if rows is None else rows.segments
+        if rows is not None and rows.cut is not None:
+            mixed = context_attention(query, key, value, window=self.window, cut=rows.cut, segments=segments)
+        else:
+            mixed = causal_attention(query, key, value, window=self.window, segments=segments)
+        return self.output(checkpoint_name(mixed.reshape(*x.shape[:-1], -1), "attention"))
+
+    def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
+        """Decode step: tokens at positions from ``start`` on attend to themselves and to the cache.
+
+        Returns the output, shaped like ``x``, and the cache with these tokens in it.
+        """
+        query, key, value = self._heads(x)
+        positions = start + jnp.arange(x.shape[1])
+        tables = self._tables(positions)
+        new = apply_rope(key, *tables), value
+        # written before attention reads the cache, so that tokens attend to themselves
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
+            for held, part in zip(cache, new, strict=True)
+        )
+        mixed = cached_attention(apply_rope(query, *tables), keys, values, positions, window=self.window)
+        return self.output(mixed.reshape(*x.shape[:-1], -1)), KVCache(keys, values)
+
+    def _heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values by head, normalised but not rotated yet."""
+        query, key, value = (
+            part(x).reshape(*x.shape[:-1], -1, self.head_dim) for part in (self.query, self.key, self.value)
+        )
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query, key, value
+
+    def _tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rope_tables(positions, self.head_dim // 2, self.rope_theta, self.rope_scaling)
+
+
+class _GatedMLP(nnx.Module):
+    """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``."""
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        self.gate = projection(config, config.hidden, config.mlp_dim, rngs)
+        self.up = projection(config, config.hidden, config.mlp_dim, rngs)
+        self.down = projection(config, config.mlp_dim, config.hidden, rngs, to_residual=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[..., hidden]`` to the same shape, in the compute dtype."""
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+def residual_norm(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """Returns an RMSNorm over the residual stream."""
+    return rms_norm(config, config.hidden, rngs)
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, then the MLP, each on a normalised input and added to the residual stream.
+
+    The MLP of a sparse layer (:func:`sparse_decoder_layer`) is a mixture of experts.
+    """
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, *, is_sparse: bool = False) -> None:
+        self.config, self.is_sparse = config, is_sparse
+        self.attention_norm = residual_norm(config, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = residual_norm(config, rngs)
+        self.mlp = MixtureOfExperts(config, rngs) if is_sparse else _GatedMLP(config, rngs)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        rows: RowInfo | None = None,
+        *,
+        is_token: jax.Array | None = None,
+        counts: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the residual stream, shaped like ``x``, and the loss that the layer's router adds, or None.
+
+        Only a mixture of experts reads ``is_token`` and ``counts``; see :class:`MixtureOfExperts`.
+        """
+        x = x + self.attention(self.attention_norm(x), rows)
+        order = None
+        if rows is not None and rows.cut is not None:
+            order = SequenceOrder(rows.cut.devices, self.config.sliding_window)(x.shape[1])
+        y, loss = self._feed_forward(x, is_token=is_token, counts=counts, order=order)
+        return x + y, loss
+
+    def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
+        """Decode step of the layer, as :meth:`Attention.decode_step`."""
+        mixed, cache = self.attention.decode_step(self.attention_norm(x), cache, start)
+        x = x + mixed
+        return x + self._feed_forward(x)[0], cache
+
+    def _feed_forward(self, x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+        normalised = self.mlp_norm(x)
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(normalised, **options)
+        return self.mlp(normalised), None
+
+
+def sparse_decoder_layer(config: LanguageModelConfig, rngs: nnx.Rngs) -> DecoderLayer:
+    """Returns a decoder layer with experts."""
+    return DecoderLayer(config, rngs, is_sparse=True)
+
+
+class Embedding(nnx.Module):
+    """The table ``[vocab_size, hidden]`` of token vectors; a tied head reads the same table."""
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        self.table = learned(config, (config.vocab_size, config.hidden), rngs)
+        self.compute_dtype = jnp.dtype(config.compute_dtype)
+        self.z_loss = config.z_loss
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps ``tokens`` int32 ``[batch, length]`` to vectors ``[batch, length, hidden]`` in the compute dtype."""
+        return jnp.take(self.table[...], tokens, axis=0).astype(self.compute_dtype)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Maps ``x`` ``[batch, length, hidden]`` to float32 logits ``[batch, length, vocab_size]``."""
+        # logits rounded to bfloat16 would cost the loss about two decimal digits
+        matrix = self.table[...].astype(self.compute_dtype)
+        return jnp.einsum("blh,vh->blv", x, matrix, preferred_element_type=jnp.float32)
+
+    def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the loss of the tied head, as :meth:`LMHead.loss`."""
+        loss = HeadLoss(words_first=True, compute_dtype=self.compute_dtype.name, z_loss=self.z_loss)
+        return loss(x, self.table[...], targets, weights)
+
+
+class LMHead(nnx.Module):
+    """The output matrix ``[hidden, vocab_size]`` of a model whose embeddings are not tied."""
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        self.kernel = learned(config, (config.hidden, config.vocab_size), rngs)
+        self.compute_dtype = jnp.dtype(config.compute_dtype)
+        self.z_loss = config.z_loss
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Maps ``x`` ``[batch, length, hidden]`` to float32 logits ``[batch, length, vocab_size]``."""
+        matrix = self.kernel[...].astype(self.compute_dtype)
+        return jnp.einsum("blh,hv->blv", x, matrix, preferred_element_type=jnp.float32)
+
+    def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the loss with its z-loss, summed over tokens by weight, and the z-loss alone; float32 scalars.
+
+        ``x`` ``[batch, length, hidden]``, ``targets`` int32 and ``weights`` float32 ``[batch, length]``. No logits are
+        kept for the backward, see :mod:`rrfp_jax.models.loss`.
+        """
+        loss = HeadLoss(words_first=False, compute_dtype=self.compute_dtype.name, z_loss=self.z_loss)
+        return loss(x, self.kernel[...], targets, weights)

@@ -1,0 +1,122 @@
+"""The parts that decoder, encoders and projectors share, with the dtypes of a configuration filled in.
+
+Parameters are stored in ``param_dtype`` and cast to ``compute_dtype`` where they are used.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.encoder_config import EncoderConfig, ProjectorConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectorShape:
+    """A projector between an encoder and a decoder of known widths."""
+
+    projector: ProjectorConfig
+    in_dim: int
+    """Width of the encoder's features."""
+    out_dim: int
+    """Width of the decoder."""
+    norm_eps: float
+    """Number that the norm before ``linear_1`` adds to the variance."""
+    init_std: float
+    """Standard deviation of the initial matrices: the decoder's, as the following three are."""
+    num_layers: int
+    param_dtype: str
+    compute_dtype: str
+
+
+_PartConfig = LanguageModelConfig | EncoderConfig | ProjectorShape
+"""Configurations of which parts are made."""
+
+
+class _LeanRMSNorm(nnx.RMSNorm):
+    """Keeps only its input for the backward, where differentiation would keep float32 copies of it."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        return jax.checkpoint(super().__call__, prevent_cse=False)(x)
+
+
+class _LeanLayerNorm(nnx.LayerNorm):
+    """Keeps only its input for the backward, as :class:`_LeanRMSNorm` does."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        return jax.checkpoint(super().__call__, prevent_cse=False)(x)
+
+
+def rms_norm(config: _PartConfig, dim: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """Returns an RMSNorm over the last ``dim`` numbers (Zhang and Sennrich 2019); its statistics are float32."""
+    return _LeanRMSNorm(
+        dim,
+        epsilon=config.norm_eps,
+        dtype=jnp.dtype(config.compute_dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )
+
+
+def layer_norm(config: _PartConfig, dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Returns a LayerNorm over the last ``dim`` numbers (Ba et al. 2016), scale and bias; its statistics are
+    float32."""
+    return _LeanLayerNorm(
+        dim,
+        epsilon=config.norm_eps,
+        dtype=jnp.dtype(config.compute_dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        use_fast_variance=False,  # E[x^2] - E[x]^2 cancels where the mean is large
+        rngs=rngs,
+    )
+
+
+def projection(
+    config: _PartConfig,
+    in_dim: int,
+    out_dim: int,
+    rngs: nnx.Rngs,
+    *,
+    to_residual: bool = False,
+    use_bias: bool = False,
+) -> nnx.Linear:
+    """Returns a matrix product, ``[..., in_dim] -> [..., out_dim]``.
+
+    ``to_residual`` scales the initial values down so that the residual stream's variance does not grow with depth.
+    """
+    return nnx.Linear(
+        in_dim,
+        out_dim,
+        use_bias=use_bias,
+        dtype=jnp.dtype(config.compute_dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        kernel_init=_initializer(config, to_residual=to_residual),
+        rngs=rngs,
+    )
+
+
+def learned(config: _PartConfig, shape: tuple[int, ...], rngs: nnx.Rngs, *, to_residual: bool = False) -> nnx.Param:
+    """Returns a table of learned vectors, such as positions, or a stack of matrices; ``to_residual`` as above."""
+    init = _initializer(config, to_residual=to_residual)
+    return nnx.Param(init(rngs.params(), shape, jnp.dtype(config.param_dtype)))
+
+
+def _initializer(config: _PartConfig, *, to_residual: bool) -> Callable[..., jax.Array]:
+    # two branches of each layer add to the residual stream
+    scale = math.sqrt(2 * config.num_layers) if to_residual else 1.0
+    return nnx.initializers.normal(config.init_std / scale)
+
+
+def activate(name: str, x: jax.Array) -> jax.Array:
+    """Applies one of :data:`rrfp_jax.models.encoder_config.ACTIVATIONS`."""
+    functions: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "gelu": partial(nnx.gelu, approximate=False),
+        "gelu_tanh": partial(nnx.gelu, approximate=True),
+        "quick_gelu": lambda x: x * nnx.sigmoid(1.702 * x),
+    }
+    return functions[name](x)

@@ -1,0 +1,247 @@
+"""How a model is cut: its layers into chunks, its sequences over devices, its matrices over devices. Pure numbers.
+
+Chunks
+    A cut is the list of the chunks' contents in order. A chunk may hold no layer as long as it holds one of the model's
+    ends: the embedding or the head of a decoder, the first or the last layer of an encoder.
+
+Sequences, over the mesh axis ``context``
+    Every device holds equally many positions. Under a causal mask late positions attend to more than early ones. So a
+    sequence is cut into twice as many pieces as there are devices, and device ``i`` of ``n`` holds the pieces ``i`` and
+    ``2 n - 1 - i``, an early one and a late one: all have ``2 n + 1`` pairs of pieces to compute, where pieces in their
+    natural order would make the last device compute ``4 n`` pairs' worth (the zig-zag of Llama 3's and of other ring
+    attentions). With a sliding window most tokens attend to equally many others anyway, and only near neighbours need
+    each other's keys; there positions keep their order as soon as that is less work.
+
+Matrices, over the mesh axes ``tensor`` and ``expert``
+    Sizes that do not divide are mostly held whole (:mod:`rrfp_jax.models._tensor_cut`); a size is refused here if the
+    devices would repeat nearly all of the work.
+
+All errors are ValueErrors that name the numbers and the remedy. Nothing here imports JAX, so that bad input is refused
+before it is loaded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.planning.unit_axes import EXPERT, TENSOR
+
+# -- layers into chunks ------------------------------------------------------------------------------------------------
+
+
+class CutWords(NamedTuple):
+    """Names of the parts of a cut, for titles and errors."""
+
+    counts: str = "layers_per_chunk"
+    """The argument with the number of layers of every chunk."""
+    first: str = "embedding"
+    """The part before the first layer."""
+    last: str = "head"
+    """The part behind the last layer."""
+
+
+_DECODER_WORDS = CutWords()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkContents:
+    """The layers and ends of the model that one chunk holds."""
+
+    layers: range
+    """Global numbers of its layers."""
+    embedding: bool
+    """Whether it holds the part before the first layer: in a decoder the embedding, which reads tokens."""
+    head: bool
+    """Whether it holds the part behind the last layer: in a decoder the final norm and the head, which gives the
+    loss."""
+    words: CutWords = _DECODER_WORDS
+    """Names of these parts."""
+
+    @property
+    def title(self) -> str:
+        """The contents in words, for tables and errors: ``embedding, layers 0-1``."""
+        parts = [self.words.first] if self.embedding and self.words.first else []
+        if len(self.layers) == 1:
+            parts.append(f"layer {self.layers[0]}")
+        elif self.layers:
+            parts.append(f"layers {self.layers[0]}-{self.layers[-1]}")
+        if self.head and self.words.last:
+            parts.append(self.words.last)
+        return ", ".join(parts)
+
+
+def plan_cut(
+    num_layers: int,
+    *,
+    num_chunks: int | None = None,
+    layers_per_chunk: Sequence[int] | None = None,
+    embedding_in: int = 0,
+    head_in: int = -1,
+    words: CutWords = _DECODER_WORDS,
+) -> list[ChunkContents]:
+    """Returns the contents of every chunk; arguments as in :meth:`rrfp_jax.models.LanguageModel.split`."""
+    counts = _layer_counts(num_layers, num_chunks, layers_per_chunk, words.counts)
+    for name, index in (("embedding_in", embedding_in), ("head_in", head_in)):
+        if not -len(counts) <= index < len(counts):
+            raise ValueError(
+                f"{name} is {index} but there are {len(counts)} chunks: give {-len(counts)} to {len(counts) - 1}"
+            )
+    # both ends may have chunks of their own, but no layer may lie outside of them
+    embedding_chunk, head_chunk = embedding_in % len(counts), head_in % len(counts)
+    with_layers = [chunk for chunk, count in enumerate(counts) if count]
+    if embedding_chunk > with_layers[0]:
+        raise ValueError(
+            f"embedding_in is chunk {embedding_chunk} but chunk {with_layers[0]} holds layers that need its output: "
+            f"give embedding_in at most {with_layers[0]}"
+        )
+    if head_chunk < with_layers[-1]:
+        raise ValueError(
+            f"head_in is chunk {head_chunk} but chunk {with_layers[-1]} holds layers that come before the head: "
+            f"give head_in at least {with_layers[-1]}"
+        )
+
+    plans, start = [], 0
+    *parts, last = ["layer", *(end for end in (words.first, words.last) if end)]
+    lacks = f"{', '.join(f'no {part}' for part in parts)} and no {last}" if parts else f"no {last}"
+    for chunk, count in enumerate(counts):
+        embedding, head = chunk == embedding_chunk, chunk == head_chunk
+        # an encoder may have no part at an end, so that its outermost chunks are empty too
+        if not (count or (embedding and words.first) or (head and words.last)):
+            raise ValueError(
+                f"chunk {chunk} of {words.counts} {counts} holds {lacks}: leave it out, or give it a layer"
+            )
+        plans.append(ChunkContents(layers=range(start, start + count), embedding=embedding, head=head, words=words))
+        start += count
+    return plans
+
+
+def balanced_counts(num_layers: int, num_chunks: int) -> list[int]:
+    """Returns layer counts as equal as possible, the larger ones first; they sum to ``num_layers``.
+
+    With fewer layers than chunks the inner chunks get them, since the outer ones hold the embedding and the head.
+    """
+    if num_layers < num_chunks:
+        first = min(1, num_chunks - num_layers - 1)
+        return [int(first <= chunk < first + num_layers) for chunk in range(num_chunks)]
+    share, larger = divmod(num_layers, num_chunks)
+    return [share + (chunk < larger) for chunk in range(num_chunks)]
+
+
+def _layer_counts(
+    num_layers: int, num_chunks: int | None, layers_per_chunk: Sequence[int] | None, name: str
+) -> list[int]:
+    if layers_per_chunk is None:
+        if num_chunks is None:
+            raise ValueError("the cut is not given: give num_chunks or layers_per_chunk")
+        if num_chunks < 1:
+            raise ValueError(f"num_chunks is {num_chunks}: give at least 1")
+        if num_layers % num_chunks:
+            raise ValueError(
+                f"{num_layers} layers do not cut into {num_chunks} equal chunks: "
+                + _example(num_layers, num_chunks, "give layers_per_chunk")
+            )
+        return [num_layers // num_chunks] * num_chunks
+    counts = list(layers_per_chunk)
+    if num_chunks is not None and num_chunks != len(counts):
+        raise ValueError(
+            f"{name} {counts} names {len(counts)} chunks and num_chunks is {num_chunks}: "
+            "make them agree, or give only one of them"
+        )
+    if min(counts, default=0) < 0:
+        raise ValueError(f"{name} {counts} holds a negative count: give 0 or more layers for every chunk")
+    if sum(counts) != num_layers:
+        raise ValueError(
+            f"{name} {counts} sums to {sum(counts)} but the model has {num_layers} layers: "
+            + _example(num_layers, len(counts), "make the counts add up")
+        )
+    return counts
+
+
+def _example(num_layers: int, num_chunks: int, remedy: str) -> str:
+    most = num_layers + 2
+    if not 1 <= num_chunks <= most:
+        return f"cut into 1 to {most} chunks (every layer, the embedding and the head alone)"
+    return f"{remedy}, for example {balanced_counts(num_layers, num_chunks)}"
+
+
+# -- sequences over devices --------------------------------------------------------------------------------------------
+
+GATHER, RING, AUTO_CONTEXT = "gather", "ring", "auto"
+CONTEXT_ATTENTIONS = (AUTO_CONTEXT, GATHER, RING)
+"""How keys and values reach the queries of other devices; see :mod:`rrfp_jax.models._context_attention`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextCut:
+    """The number of devices over which sequences are cut, and how attention works across the cuts."""
+
+    devices: int
+    """Size of the mesh axis ``context`` of all stages with decoder layers."""
+    attention: str = AUTO_CONTEXT
+    """One of :data:`CONTEXT_ATTENTIONS`."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ValueError(f"a context is cut over {self.devices} devices: give at least 1")
+        if self.attention not in CONTEXT_ATTENTIONS:
+            raise ValueError(f"context_attention is {self.attention!r}: give one of {', '.join(CONTEXT_ATTENTIONS)}")
+
+
+@dataclass(frozen=True)
+class SequenceOrder:
+    """The order in which the positions of a sequence lie on the devices, for a decoder with this sliding window."""
+
+    devices: int
+    window: int | None
+
+    def num_hops(self, length: int) -> int:
+        """Returns from how many of the devices before it one needs keys, where positions keep their order."""
+        reach = length - 1 if self.window is None else self.window - 1
+        return min(self.devices - 1, -(-reach // (length // self.devices)))
+
+    def is_balanced(self, length: int) -> bool:
+        """Returns whether devices get an early and a late piece; otherwise positions keep their order."""
+        if self.devices == 1 or length % (2 * self.devices):
+            return False
+        return 4 * (self.num_hops(length) + 1) > 2 * self.devices + 1
+
+    def __call__(self, length: int) -> np.ndarray:
+        """Returns the natural position of the token at each place, int32 ``[length]``."""
+        return _balanced(length, self.devices) if self.is_balanced(length) else np.arange(length, dtype=np.int32)
+
+
+@lru_cache(maxsize=64)
+def _balanced(length: int, devices: int) -> np.ndarray:
+    pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
+    order = np.concatenate([np.concatenate([pieces[i], pieces[2 * devices - 1 - i]]) for i in range(devices)])
+    order.flags.writeable = False  # all callers share the cached array
+    return order
+
+
+# -- matrices over devices ---------------------------------------------------------------------------------------------
+
+
+def check_divides(config: LanguageModelConfig, num_shards: int, num_expert_shards: int = 1) -> None:
+    """Raises ValueError unless ``num_shards`` devices can share the model's layers and ``num_expert_shards`` its
+    experts."""
+    check_size("num_heads", config.num_heads, num_shards)
+    if config.num_sparse_layers < config.num_layers:
+        check_size("mlp_dim", config.mlp_dim, num_shards)
+    if config.experts is not None:
+        check_size("mlp_dim" if config.experts.mlp_dim is None else "experts.mlp_dim", config.expert_dim, num_shards)
+        check_size("experts.shared_mlp_dim", config.experts.shared_mlp_dim or 0, num_shards)
+        check_size("experts.num_experts", config.experts.num_experts, num_expert_shards, EXPERT)
+
+
+def check_size(name: str, size: int, num_shards: int, axis: str = TENSOR) -> None:
+    """Raises ValueError unless a size of the model divides over an axis of the mesh."""
+    if size % num_shards:
+        degree = "tensor degree" if axis == TENSOR else f"degree of {axis}"
+        raise ValueError(
+            f"{name} {size} does not divide over {axis} {num_shards}: give a {degree} that divides {size}, "
+            f"or {name} {size + -size % num_shards}"
+        )

@@ -1,0 +1,281 @@
+"""The loss of a language model, and the answers that its logits get right.
+
+Logits are by far the largest arrays of a model with many words: float32 ``[batch, length, vocab_size]``.
+:class:`HeadLoss` computes the loss from the input of the head and makes logits block by block, in two passes, so that
+none are kept:
+
+* The forward goes over blocks of positions. A block has its logits of all words, hence its normalisers, hence the
+  gradient of its logits already, but for the factor by which the loss itself is multiplied later. So it makes the
+  gradient of the head's input at once, and the input gradient of the chunk computes nothing here but a scaling.
+* The gradient of the head's matrix goes over blocks of words, each of which has its own rows of that gradient. It makes
+  logits again from the input and the normalisers. (Over blocks of positions every block would read and write the
+  gradient of the whole matrix.)
+
+Kept between the two are the input, its gradient and two numbers a token. Logits and their softmax are float32; the
+gradient of logits is rounded to the compute dtype, as those of all other activations are, before it goes into the two
+products. No target is looked up or scattered: comparing words with targets fuses with the softmax, and holds where the
+words are cut over devices.
+
+:func:`answer_counts` counts the answers that greedy decoding would write without a fault. An *answer* is a run of
+neighbouring tokens of one sample whose targets count in the loss, for example all behind a prompt, or the line behind a
+picture, the token that ends it included. Greedy decoding from the text before it writes an answer exactly if every
+token of it is the likeliest one after those before, and these are the tokens that the model is given in evaluation. So
+no text has to be generated to know. How far another answer is from the right one, in edits, cannot be known in this
+way.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import get_abstract_mesh
+
+from rrfp_jax.planning.layer_sizes import HEAD_BLOCK_BYTES
+from rrfp_jax.planning.unit_axes import CONTEXT, EXPERT, FSDP, TENSOR
+from rrfp_jax.programs.remat import KEPT_ALWAYS
+from rrfp_jax.programs.splitting.widening import widens
+
+ANSWERS = "answers"
+"""Named sum: the number of answers."""
+EXACT_ANSWERS = "exact_answers"
+"""Named sum: the number of answers that are right in every token."""
+ANSWER_TOKENS = "answer_tokens"
+"""Named sum: the number of their tokens."""
+RIGHT_TOKENS = "right_tokens"
+"""Named sum: the number of these tokens that are the likeliest one."""
+COUNTS = (ANSWERS, EXACT_ANSWERS, ANSWER_TOKENS, RIGHT_TOKENS)
+"""Named sums that count, and are no part of the loss."""
+
+
+# -- from logits -------------------------------------------------------------------------------------------------------
+
+
+def token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the cross entropy in nats, summed over tokens by weight, and the sum of the weights; float32 scalars.
+
+    ``logits`` float32 ``[batch, length, vocab_size]``, ``targets`` int32 and ``weights`` float32 ``[batch, length]``.
+    The mean over a step is the sum of the first divided by the sum of the second over all microbatches.
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    weights = weights.astype(jnp.float32)
+    return jnp.sum(losses * weights), jnp.sum(weights)
+
+
+def normaliser_loss(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the squared logarithms of the softmax's normalisers, summed over tokens by weight; a float32 scalar."""
+    squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+    return jnp.sum(squares * weights.astype(jnp.float32))
+
+
+def answer_counts(
+    logits: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    segments: jax.Array | None = None,
+    *,
+    order: np.ndarray | None = None,
+) -> dict[str, jax.Array]:
+    """Returns the named sums :data:`COUNTS` of a microbatch, float32 scalars that are whole numbers.
+
+    ``logits`` float ``[batch, length, vocab_size]``; the others ``[batch, length]``: ``targets`` int32, ``weights``,
+    0 where a target does not count, and ``segments``, the sample that each token belongs to, None if each row is one.
+    ``order`` int32 ``[length]`` is the natural position of the token at each place; None: the same.
+    """
+    is_right, counts = jnp.argmax(logits, axis=-1) == targets, weights > 0
+    samples = jnp.ones_like(targets) if segments is None else segments
+    if order is not None:
+        home = np.argsort(order)
+        is_right, counts, samples = (each[:, home] for each in (is_right, counts, samples))
+    goes_on = counts[:, 1:] & counts[:, :-1] & (samples[:, 1:] == samples[:, :-1])
+    edge = jnp.zeros_like(counts[:, :1])
+    is_first = counts & ~jnp.concatenate([edge, goes_on], axis=1)
+    is_last = counts & ~jnp.concatenate([goes_on, edge], axis=1)
+    is_fault = (counts & ~is_right).astype(jnp.int32)
+    faults = jnp.cumsum(is_fault, axis=1)
+    # faults only grow along a row, so the largest number before any answer is the one before the present answer
+    before = jax.lax.cummax(jnp.where(is_first, faults - is_fault, 0), axis=1)
+    found = {
+        ANSWERS: is_first,
+        EXACT_ANSWERS: is_last & (faults == before),
+        ANSWER_TOKENS: counts,
+        RIGHT_TOKENS: counts & is_right,
+    }
+    return {name: jnp.sum(each, dtype=jnp.float32) for name, each in found.items()}
+
+
+# -- from the input of the head ----------------------------------------------------------------------------------------
+
+
+class HeadLoss(NamedTuple):
+    """The loss as a function of the head's input and matrix. All fields are static: they decide the traced program."""
+
+    words_first: bool
+    """Whether the matrix is ``[vocab_size, hidden]``, as a table of embeddings is, or ``[hidden, vocab_size]``."""
+    compute_dtype: str
+    """The dtype of the operands of products."""
+    z_loss: float
+    """Factor of the squared logarithms of the normalisers; 0: the loss has no such part."""
+
+    def __call__(
+        self, x: jax.Array, matrix: jax.Array, targets: jax.Array, weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the loss, summed over tokens by weight, and the z-loss in it; both float32 scalars.
+
+        ``x`` ``[batch, length, hidden]`` in the compute dtype, ``matrix`` in the dtype of parameters, ``targets`` int
+        and ``weights`` ``[batch, length]``. Only the first result has a gradient.
+        """
+        losses, squares = _token_losses(self, x, matrix, targets, weights.astype(jnp.float32))
+        return losses, jax.lax.stop_gradient(squares)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_losses(how: HeadLoss, x: Any, matrix: Any, targets: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
+    normalisers, losses = _over_positions(how, x, matrix, targets, weights, with_gradient=False)
+    return _summed(how, normalisers, losses, weights)
+
+
+def _forward(how: HeadLoss, x: Any, matrix: Any, targets: Any, weights: Any) -> Any:
+    made = _over_positions(how, x, matrix, targets, weights, with_gradient=True)
+    # rematerialisation keeps these: making them again would make the logits again
+    normalisers, losses, gradient = (checkpoint_name(each, KEPT_ALWAYS) for each in made)
+    return _summed(how, normalisers, losses, weights), (x, matrix, targets, weights, normalisers, losses, gradient)
+
+
+def _backward(how: HeadLoss, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, Any, None, Any]:
+    x, matrix, targets, weights, normalisers, losses, gradient = residuals
+    factor = cotangents[0]
+    matrix_grad = _matrix_gradient(how, x, matrix, (targets, weights * factor, normalisers))
+    weights_grad = factor * (losses + how.z_loss * jnp.square(normalisers))
+    return (gradient * factor).astype(x.dtype), matrix_grad, None, weights_grad
+
+
+_token_losses.defvjp(_forward, _backward)
+
+
+def _summed(how: HeadLoss, normalisers: Any, losses: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
+    squares = how.z_loss * jnp.sum(jnp.square(normalisers) * weights) if how.z_loss else jnp.float32(0)
+    return jnp.sum(losses * weights) + squares, squares
+
+
+def _over_positions(
+    how: HeadLoss, x: Any, matrix: Any, targets: Any, weights: Any, *, with_gradient: bool
+) -> list[jax.Array]:
+    """Returns the normalisers' logarithms and the cross entropies, float32 ``[batch, length]``, and ``x``'s
+    gradient."""
+    matrix, numbers = _by_words(how, matrix.astype(how.compute_dtype))
+    batch, length, _ = x.shape
+    parts = get_abstract_mesh().shape.get(CONTEXT, 1)
+    parts = parts if length % parts == 0 else 1
+    size = length // parts
+    block = -(-size // _num_blocks(x.shape, numbers.size))
+
+    def compute(x: Any, targets: Any, weights: Any) -> list[jax.Array]:
+        logits = _logits(how, x, matrix)
+        normalisers = jax.nn.logsumexp(logits, axis=(-2, -1))
+        is_target = targets[..., None, None] == numbers
+        # jnp.where would need zeros of this shape, which XLA takes out of the loop and holds
+        target_logits = jnp.sum(logits * is_target, axis=(-2, -1))
+        is_word = (targets >= 0) & (targets < numbers.size)
+        losses = normalisers - jnp.where(is_word, target_logits, jnp.nan)
+        if not with_gradient:
+            return [normalisers, losses]
+        gradient = _logits_gradient(how, logits, is_target, weights, normalisers)
+        subscripts = "bcltv,tvh->bclh" if how.words_first else "bcltv,htv->bclh"
+        return [normalisers, losses, jnp.einsum(subscripts, gradient, matrix)]
+
+    cut = [(each.reshape(batch, parts, size, *each.shape[2:]), 2) for each in (x, targets, weights)]
+    made = _by_blocks(compute, cut, (2,) * (3 if with_gradient else 2), size, block)
+    return [each.reshape(batch, length, *each.shape[3:]) for each in made]
+
+
+def _matrix_gradient(how: HeadLoss, x: Any, matrix: Any, tokens: tuple[Any, Any, Any]) -> jax.Array:
+    """Returns the gradient of the matrix; ``tokens`` are targets, weights times the loss's factor, and normalisers."""
+    shape, dtype = matrix.shape, matrix.dtype
+    matrix, numbers = _by_words(how, matrix.astype(how.compute_dtype))
+    size = numbers.shape[1]
+    # products like multiples of 128
+    block = min(-(-size // _num_blocks(x.shape, numbers.size) // 128) * 128, size)
+    x, targets, weights, normalisers = (each[:, None] for each in (x, *tokens))
+    dtype_of_sum = jnp.promote_types(dtype, jnp.float32) if widens() else jnp.dtype(how.compute_dtype)
+
+    def compute(matrix: Any, numbers: Any) -> list[jax.Array]:
+        is_target = targets[..., None, None] == numbers
+        gradient = _logits_gradient(how, _logits(how, x, matrix), is_target, weights, normalisers)
+        subscripts = "bclh,bcltv->tvh" if how.words_first else "bclh,bcltv->htv"
+        return [jnp.einsum(subscripts, x, gradient, preferred_element_type=dtype_of_sum)]
+
+    axis = 1 if how.words_first else 2
+    (made,) = _by_blocks(compute, [(matrix, axis), (numbers, 1)], (axis,), size, block)
+    return made.reshape(shape).astype(dtype)
+
+
+def _logits(how: HeadLoss, x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Maps ``x`` ``[batch, parts, length, hidden]`` to float32 logits ``[batch, parts, length, parts, words]``."""
+    subscripts = "bclh,tvh->bcltv" if how.words_first else "bclh,htv->bcltv"
+    # logits rounded to bfloat16 would cost the loss about two decimal digits
+    return jnp.einsum(subscripts, x, matrix, preferred_element_type=jnp.float32)
+
+
+def _logits_gradient(how: HeadLoss, logits: Any, is_target: Any, weights: Any, normalisers: Any) -> jax.Array:
+    """Returns the gradient of ``logits`` in the compute dtype; weights and normalisers have an entry for each token."""
+    softmax = jnp.exp(logits - normalisers[..., None, None])
+    factors = weights * (1 + 2 * how.z_loss * normalisers) if how.z_loss else weights
+    gradient = softmax * factors[..., None, None] - is_target * weights[..., None, None]
+    return gradient.astype(how.compute_dtype)
+
+
+def _by_words(how: HeadLoss, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the matrix with its words as ``[parts, size]``, as ``tensor`` cuts them, and their numbers like that."""
+    axis = 0 if how.words_first else 1
+    num_words, parts = matrix.shape[axis], get_abstract_mesh().shape.get(TENSOR, 1)
+    parts = parts if num_words % parts == 0 else 1
+    shape = (parts, num_words // parts)
+    # parts are an axis of their own, so that no block of words crosses devices
+    numbers = jnp.arange(num_words, dtype=jnp.int32).reshape(shape)
+    return matrix.reshape(*matrix.shape[:axis], *shape, *matrix.shape[axis + 1 :]), numbers
+
+
+def _num_blocks(shape: Sequence[int], num_words: int) -> int:
+    """Returns the number of blocks with which the logits of one take at most ``HEAD_BLOCK_BYTES`` on a device."""
+    batch, length, _ = shape
+    mesh = get_abstract_mesh().shape
+    logits_bytes = 4 * batch * length * num_words
+    for axes, size in (((FSDP, EXPERT), batch), ((CONTEXT,), length), ((TENSOR,), num_words)):
+        devices = int(np.prod([mesh.get(axis, 1) for axis in axes]))
+        logits_bytes //= devices if size % devices == 0 else 1
+    return max(1, -(-logits_bytes // HEAD_BLOCK_BYTES))
+
+
+def _by_blocks(
+    compute: Callable[..., list[jax.Array]],
+    parts: Sequence[tuple[jax.Array, int]],
+    axes: Sequence[int],
+    size: int,
+    block: int,
+) -> list[jax.Array]:
+    """Calls ``compute`` with each block of ``parts``, arrays with the axis of ``size`` along which they are cut.
+
+    The results are joined along ``axes``. The last block begins earlier where blocks do not divide the whole; it
+    computes the overlap again, to the same values.
+    """
+    if block >= size:
+        return compute(*(array for array, _ in parts))
+    pieces = [jax.ShapeDtypeStruct((*a.shape[:axis], block, *a.shape[axis + 1 :]), a.dtype) for a, axis in parts]
+    made = jax.eval_shape(compute, *pieces)
+    whole = [
+        jnp.zeros((*m.shape[:axis], size, *m.shape[axis + 1 :]), m.dtype) for m, axis in zip(made, axes, strict=True)
+    ]
+
+    def step(held: list[jax.Array], start: jax.Array) -> tuple[list[jax.Array], None]:
+        blocks = (jax.lax.dynamic_slice_in_dim(array, start, block, axis) for array, axis in parts)
+        results = zip(held, compute(*blocks), axes, strict=True)
+        return [jax.lax.dynamic_update_slice_in_dim(h, r, start, axis) for h, r, axis in results], None
+
+    # slices have one size, so the last one begins earlier where blocks do not divide the whole
+    starts = np.minimum(np.arange(-(-size // block)) * block, size - block)
+    return jax.lax.scan(step, whole, jnp.asarray(starts, jnp.int32))[0]

@@ -1,0 +1,187 @@
+"""Tables as CSV, in the form of ``torch.distributed.pipelining`` ("compute only").
+
+One line per stage, one cell per slot, ``2F5`` for chunk 2 (torch says stage), forward, microbatch 5; kinds F, B, I and
+W; an empty cell is a bubble. ``PipelineScheduleMulti._dump_csv`` writes this form and ``_load_csv`` reads it. Torch's
+compound cell ``(1F2;0B1)OVERLAP_F_B`` is read as its parts, one after the other, and a B of a chunk whose other
+backwards are split (DualPipe-V) as I and W. Communication and sharding cells of torch's lowered form (SEND_F, UNSHARD,
+...) are left out: here stages send their outputs by themselves, and a
+chunk's parameters are always there. The log notes both.
+
+A row also names the operations of the table's graph (:mod:`rrfp_jax.schedules.operations`), such as ``0O3``, each where
+it is issued. No cell holds their dependencies, engines and memory: the graph must be given to read them.
+"""
+
+import csv
+import io
+import logging
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rrfp_jax.bounded_text import shown
+from rrfp_jax.record_files import read_bounded
+from rrfp_jax.schedules.graph import PipelineGraph, chain, opposite_chains
+from rrfp_jax.schedules.table import ScheduleTable
+from rrfp_jax.schedules.tasks import BUILT_IN, Placement, Task, TaskKind
+
+_log = logging.getLogger(__name__)
+_MOST_BYTES, _MOST_ROWS, _LONGEST_CELL = 1 << 24, 1 << 14, 200
+_OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
+_LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+
+
+def to_csv(table: ScheduleTable) -> str:
+    """Returns the table as CSV text."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(["" if t is None else str(t) for t in row] for row in table.rows)
+    return text.getvalue()
+
+
+def write_csv(table: ScheduleTable, path: str | Path) -> None:
+    """Writes the table to a file that torch.distributed.pipelining can load."""
+    Path(path).write_text(to_csv(table), encoding="utf-8")
+
+
+def read_csv(
+    path: str | Path, *, placement: Placement | None = None, graph: PipelineGraph | None = None
+) -> ScheduleTable:
+    """Reads and validates a table, which is named after its file. Raises ValueError as :func:`from_csv` does."""
+    path = Path(path)
+    try:
+        text = read_bounded(path, _MOST_BYTES).decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"cannot read schedule {path}: {error.strerror}: give the path of a CSV table") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read schedule {path}: it is not UTF-8 text") from error
+    if text.count("\n") > _MOST_ROWS:
+        raise ValueError(f"schedule {path} has more than {_MOST_ROWS} lines: give one line per stage")
+    return from_csv(text, name=path.stem, placement=placement, graph=graph)
+
+
+def from_csv(
+    text: str, *, name: str = "csv", placement: Placement | None = None, graph: PipelineGraph | None = None
+) -> ScheduleTable:
+    """Reads and validates a table.
+
+    Without ``placement``, a chunk lives on the row that holds its tasks. Without ``graph``, the chunks form a chain
+    that every microbatch passes; or two opposite chains with tied parameters, if the second half of the chunks lies on
+    the stages of the first in reverse and no microbatch appears in both. Chunks with I or W have a split backward, also
+    in a ``graph`` that splits none. Raises ValueError, naming row and column, for a cell that is not a task, for
+    operations that the graph does not have, and whatever :meth:`ScheduleTable.validate` finds.
+    """
+    own = frozenset(op.letter for op in graph.ops) if graph is not None else frozenset()
+    rows = tuple(tuple(_cells(name, stage, line, own)) for stage, line in enumerate(_lines(name, text)))
+    lowered = sorted({word for match in _LOWERED.finditer(text) if (word := match.group(1)) not in own})
+    if lowered:
+        _log.info("table %r: its %s are left out, stages send and keep what they need", name, ", ".join(lowered))
+    if "OVERLAP_F_B" in text:
+        _log.info("table %r: overlapped pairs run one after the other, as written", name)
+    tasks = [task for row in rows for task in row if task is not None]
+    if not tasks:
+        raise ValueError(f"table {name!r} holds no task: write one line per stage, for example 0F0,0F1,0B0,0B1")
+    for what, largest in (("chunk", max(t.chunk for t in tasks)), ("microbatch", max(t.microbatch for t in tasks))):
+        if largest >= len(tasks):  # refused before anything makes lists of this length
+            raise ValueError(
+                f"table {name!r} names {what} {shown(largest)} and holds {len(tasks)} tasks: number them from 0 "
+                "without gaps"
+            )
+    unknown = sorted({str(task.kind) for task in tasks}.difference(BUILT_IN, own))
+    if unknown:
+        raise ValueError(
+            f"table {name!r} names operations {', '.join(unknown)}, and no cell says what they wait for or where they "
+            "run: give a graph that has them, or leave these cells out"
+        )
+    placement = placement or _placement(name, rows)
+    if len(rows) != placement.num_stages:
+        raise ValueError(
+            f"table {name!r} has {len(rows)} lines for {placement.num_stages} stages: write one line per stage"
+        )
+    if graph is None:
+        graph = _graph(placement, tasks)
+    elif not graph.split:
+        graph = replace(graph, split=_split_chunks(tasks))
+    return ScheduleTable(name, placement, graph, tuple(tuple(_halved(row, graph)) for row in rows)).validate()
+
+
+def _lines(name: str, text: str) -> list[list[str]]:
+    """Returns the cells line by line. A last line without any cell is the file's end, not a stage."""
+    try:
+        lines = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ValueError(
+            f"table {name!r} is no CSV ({error}): write one line per stage, for example 0F0,0F1,0B0"
+        ) from None
+    while lines and not any(cell.strip() for cell in lines[-1]):
+        lines.pop()
+    return lines
+
+
+def _cells(name: str, stage: int, line: Sequence[str], own: Container[str]) -> Iterator[Task | None]:
+    for column, cell in enumerate(line):
+        if not cell:
+            yield None
+            continue
+        if len(cell) > _LONGEST_CELL:
+            raise ValueError(
+                f"table {name!r}, stage {stage}, column {column}: {shown(cell)} is not a task: write one, such as 2F5"
+            )
+        lowered = _LOWERED.fullmatch(cell.strip())
+        if lowered and lowered.group(1) not in own:
+            continue
+        overlapped = _OVERLAPPED.fullmatch(cell.strip())
+        for part in overlapped.group(1).split(";") if overlapped else [cell]:
+            yield _task(f"table {name!r}, stage {stage}, column {column}", part.strip())
+
+
+def _task(place: str, text: str) -> Task | None:
+    if not text:
+        return None
+    try:
+        task = Task.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    if task.kind in (TaskKind.R, TaskKind.U):
+        raise ValueError(f"{place}: {text!r} runs once per step and is not part of a table: remove it")
+    return task
+
+
+def _halved(row: Sequence[Task | None], graph: PipelineGraph) -> Iterator[Task | None]:
+    """Yields the row with each B of a split chunk as I and W."""
+    for task in row:
+        if task is not None and task.kind is TaskKind.B and task.chunk in graph.split:
+            yield task._replace(kind=TaskKind.I)
+            yield task._replace(kind=TaskKind.W)
+        else:
+            yield task
+
+
+def _placement(name: str, rows: Sequence[Sequence[Task | None]]) -> Placement:
+    stage_of_chunk: dict[int, int] = {}
+    for stage, row in enumerate(rows):
+        for task in row:
+            if task is not None and stage_of_chunk.setdefault(task.chunk, stage) != stage:
+                raise ValueError(
+                    f"table {name!r}: chunk {task.chunk} appears on stages {stage_of_chunk[task.chunk]} and {stage}: "
+                    "keep all tasks of a chunk on one line"
+                )
+    gaps = sorted(set(range(max(stage_of_chunk) + 1)) - set(stage_of_chunk))
+    if gaps:
+        raise ValueError(f"table {name!r} has no task of chunks {gaps}: number the chunks from 0 without gaps")
+    return Placement(tuple(stage_of_chunk[c] for c in range(len(stage_of_chunk))))
+
+
+def _graph(placement: Placement, tasks: Sequence[Task]) -> PipelineGraph:
+    num_microbatches = max(task.microbatch for task in tasks) + 1
+    half, odd = divmod(placement.num_chunks, 2)
+    halves = [{t.microbatch for t in tasks if (t.chunk >= half) == up} for up in (False, True)]
+    mirrored = not odd and placement.stage_of_chunk == placement.stage_of_chunk[::-1]
+    if mirrored and halves[0].isdisjoint(halves[1]):
+        graph = opposite_chains(half, halves[0], num_microbatches)
+    else:
+        graph = chain(placement.num_chunks, num_microbatches)
+    return replace(graph, split=_split_chunks(tasks))
+
+
+def _split_chunks(tasks: Sequence[Task]) -> frozenset[int]:
+    return frozenset(task.chunk for task in tasks if task.kind in (TaskKind.I, TaskKind.W))

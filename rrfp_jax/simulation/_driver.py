@@ -1,0 +1,431 @@
+"""The discrete-event driver: the same arbiters as in the runtime, in virtual time.
+
+Each stage is a device that runs one task at a time, a host that hands it tasks, and the stage's own
+:class:`StageArbiter`. The driver hands the arbiters events (step started, input arrived, task finished) and carries
+out their instructions; it decides nothing about the order. With just-in-time dispatch it also tells them that a task is
+about to end, at the time at which a stage's own timer expects it. Times are milliseconds inside, seconds in the record.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rrfp_jax.arbitration import (
+    Announce,
+    ClockTick,
+    DecideNow,
+    DecisionTimer,
+    Event,
+    FinishStep,
+    InputPromised,
+    Instruction,
+    RunTask,
+    Send,
+    StageArbiter,
+    StepStarted,
+    TaskAnnounced,
+    TaskFinished,
+    TimingRule,
+    WakeAt,
+    timing_rule,
+)
+from rrfp_jax.arbitration.events import record
+from rrfp_jax.schedules import COMPUTE, Absences, Task, lanes_beside
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
+from rrfp_jax.simulation._transfers import TransferContext, VirtualTime, make_transfers
+from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
+from rrfp_jax.simulation.links import Communication, Links
+
+_OCCUPIED = IdleReason.INPUT
+"""The recorded reason for the time in which its own transfer holds up a stage (blocking and rendezvous)."""
+
+ArbiterLog = list[tuple[Event, tuple[Instruction, ...]]]
+"""The events that one arbiter was given, each with its answer, in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The costs between tasks: links, host and group. Raises ValueError on negative times."""
+
+    links: Links = field(default_factory=Links)
+    communication: Communication = Communication.ASYNC
+    dispatch_overhead_ms: float = 0.0
+    """Time of the host per task: from the choice of a task to its start, if the device is free by then."""
+    agreement_ms: float = 0.0
+    """Time of a tensor-parallel group per task: its ranks agree on the task before the host hands it over."""
+    just_in_time: Callable[[TimingRule], DecisionTimer] | None = None
+    """Makes each stage's timer, from the rule that suits the stage: it says when to choose the task that follows a
+    running one. None: at the running task's end."""
+    awaits_inputs: bool = False
+    """Whether devices wait for inputs by themselves, so that a task may be handed over before its inputs are there. An
+    announcement then is a promise (:class:`rrfp_jax.arbitration.InputPromised`)."""
+
+    def __post_init__(self) -> None:
+        if self.dispatch_overhead_ms < 0 or self.agreement_ms < 0:
+            raise ValueError(
+                f"dispatch_overhead_ms ({self.dispatch_overhead_ms}) and agreement_ms ({self.agreement_ms}) "
+                "must not be negative"
+            )
+        if self.communication is not Communication.ASYNC and (self.just_in_time is not None or self.awaits_inputs):
+            option = "launches before the input have" if self.just_in_time is None else "just-in-time dispatch has"
+            raise ValueError(
+                f"{option} no meaning with {self.communication} communication, in which a stage sends "
+                "before it goes on: leave it out, or take async"
+            )
+
+    @property
+    def host_ms(self) -> float:
+        """Time of the host per task before it can start; hidden behind the running task where there is one."""
+        return self.dispatch_overhead_ms + self.agreement_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """The record of a simulated run."""
+
+    timeline: Timeline
+    step_ends_ms: tuple[float, ...]
+    """The time at which each step had ended on every stage, its agreement included."""
+    logs: tuple[ArbiterLog, ...] = ()
+    """The log of each stage, if logs were asked for."""
+
+    @property
+    def step_ms(self) -> list[float]:
+        """The intervals between the ends of steps, the first one from the start of the run."""
+        return [end - start for start, end in zip((0.0, *self.step_ends_ms), self.step_ends_ms, strict=False)]
+
+
+def simulate(
+    arbiters: Sequence[StageArbiter],
+    costs: Costs,
+    *,
+    machine: Machine = Machine(),
+    num_steps: int = 1,
+    record_events: bool = False,
+    absent: Sequence[Absences] = (),
+) -> Simulation:
+    """Runs fresh arbiters, one per stage, through ``num_steps`` steps.
+
+    A stage begins its next step as soon as its arbiter has finished the one before. ``absent`` holds the pairs that
+    each step lacks beyond those of the graph, beginning again after the last; empty: none. Raises ValueError where
+    costs, absent pairs and pipeline do not fit together, and RuntimeError, with the tasks for which every stage waits,
+    if the run cannot end (a strict order that deadlocks).
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}: simulate at least 1")
+    for pairs in absent:
+        arbiters[0].graph.skipping(pairs)
+    driver = _Driver(arbiters, costs, machine, num_steps, record_events=record_events, absent=absent)
+    driver.run()
+    return Simulation(
+        timeline=driver.timeline,
+        step_ends_ms=tuple(driver.step_ends_ms),
+        logs=tuple(stage.log for stage in driver.stages if stage.log is not None),
+    )
+
+
+def simulated_steps_ms(
+    arbiters: Sequence[StageArbiter],
+    costs: Costs,
+    *,
+    machine: Machine = Machine(),
+    num_steps: int,
+    starts_ms: Sequence[float] = (),
+) -> Iterator[float]:
+    """Yields :attr:`Simulation.step_ms` of such a run. Each step is simulated when it is asked for, without a record.
+
+    ``starts_ms`` holds the time at which each stage starts the first step, as if the step before had ended at the last
+    of them; empty: all start at 0.
+    """
+    driver = _Driver(arbiters, costs, machine, num_steps, keeps_record=False, starts_ms=starts_ms)
+    before_ms = max(starts_ms, default=0.0)
+    for step in range(num_steps):
+        driver.run_step(step)
+        end_ms = driver.step_ends_ms[step]
+        yield end_ms - before_ms
+        before_ms = end_ms
+
+
+class _Stage:
+    """The state of a stage's device, host and record."""
+
+    __slots__ = (
+        "answers",
+        "arbiter",
+        "awaits_input",
+        "dispatched",
+        "holds",
+        "host_free_ms",
+        "idle",
+        "idle_since_ms",
+        "is_over",
+        "log",
+        "started_ms",
+        "timer",
+        "times",
+    )
+
+    def __init__(
+        self, arbiter: StageArbiter, times: StageTimes, timer: DecisionTimer | None, record_events: bool
+    ) -> None:
+        self.arbiter, self.times = arbiter, times
+        self.dispatched: deque[tuple[float, int, Task]] = deque()
+        """(time at which the host is ready, step, task) of the running task and those behind it."""
+        self.host_free_ms = 0.0
+        self.awaits_input = False
+        """Whether the device waits for an input of the next task."""
+        self.holds = False
+        """Whether the arbiter has asked to be woken and has started no task since."""
+        self.idle: tuple[int, IdleReason] | None = None
+        self.idle_since_ms = 0.0
+        self.answers = False
+        """Whether the next RunTask answers a decision that the timer asked for."""
+        self.is_over = False
+        self.timer = timer
+        self.started_ms = 0.0
+        """The start of the running task, for the timer."""
+        self.log: ArbiterLog | None = [] if record_events else None
+
+
+class _Driver:
+    def __init__(
+        self,
+        arbiters: Sequence[StageArbiter],
+        costs: Costs,
+        machine: Machine,
+        num_steps: int,
+        *,
+        record_events: bool = False,
+        keeps_record: bool = True,
+        absent: Sequence[Absences] = (),
+        starts_ms: Sequence[float] = (),
+    ) -> None:
+        graph = arbiters[0].graph
+        durations = for_graph(costs.durations_ms, graph)
+        self.machine, self.num_steps, self.absent = machine, num_steps, absent
+        times = StageTimes(replace(costs, durations_ms=durations), graph.ops)
+        self._beside = lanes_beside(graph)
+        """The engine of each operation that runs beside compute."""
+        self.stages = [
+            _Stage(
+                arbiter,
+                copy(times),
+                machine.just_in_time(timing_rule(looks_ahead=arbiter.foresight_rules is not None))
+                if machine.just_in_time
+                else None,
+                record_events,
+            )
+            for arbiter in arbiters
+        ]
+        self.timeline = Timeline(len(arbiters))
+        self._keeps_record = keeps_record
+        self.step_ends_ms = [0.0] * num_steps
+        self._unfinished = [len(arbiters)] * num_steps
+        """The number of stages on which each step has not ended."""
+        self.queue = VirtualTime()
+        self._host_ms = machine.host_ms
+        self._senders_wait = machine.communication is not Communication.ASYNC
+        """Whether a stage may hear of its task's end later than at that end."""
+        self._may_lose = machine.links.announce_loss > 0
+        self._announcements_ms: list[dict[int, float]] = [{} for _ in arbiters]
+        """The time of announcements, by sending and receiving stage."""
+        self.transfers = make_transfers(
+            machine.communication,
+            TransferContext(
+                queue=self.queue,
+                links=machine.links,
+                arbiters=arbiters,
+                deliver=self.deliver,
+                is_computing=self.is_computing,
+            ),
+        )
+
+        self._carry_out: dict[type[Instruction], Callable[[int, Any], None]] = {
+            RunTask: self._dispatch,
+            Send: self.transfers.send,
+            Announce: self._announce,
+            WakeAt: self._wake_at,
+            FinishStep: self._finish_step,
+        }
+
+        for stage, start_ms in enumerate(starts_ms or [0.0] * len(arbiters)):
+            self.queue.post(start_ms, self._start_step, stage, 0)
+
+    def run(self) -> None:
+        """Runs all steps."""
+        for step in range(self.num_steps):
+            self.run_step(step)
+        self.queue.run()
+
+    def run_step(self, step: int) -> None:
+        """Runs until this step has ended on every stage."""
+        while self._unfinished[step] and self.queue.run():
+            pass
+        if self._unfinished[step]:
+            raise RuntimeError("the simulated run cannot end:\n" + "\n".join(self._report()))
+
+    def deliver(self, index: int, event: Event) -> None:
+        """Hands an event to an arbiter, and carries out its instructions."""
+        stage = self.stages[index]
+        instructions = stage.arbiter.handle(event)
+        if stage.log is not None:
+            stage.log.append((event, tuple(instructions)))
+        carry_out = self._carry_out
+        for instruction in instructions:
+            carry_out[type(instruction)](index, instruction)
+        if stage.awaits_input:
+            self._start_task(index, stage)
+        if self._keeps_record and (stage.awaits_input or not stage.dispatched):
+            self._note_idle(index, stage)
+
+    def is_computing(self, index: int) -> bool:
+        return bool(self.stages[index].dispatched)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _start_step(self, index: int, step: int) -> None:
+        absent = self.absent[step % len(self.absent)] if self.absent else ()
+        self.deliver(index, StepStarted(step, self.queue.now_ms / 1e3, absent))
+
+    def _finish_step(self, index: int, instruction: FinishStep) -> None:
+        step = instruction.step
+        self.step_ends_ms[step] = max(self.step_ends_ms[step], self.queue.now_ms)
+        self._unfinished[step] -= 1
+        self.queue.is_paused = not self._unfinished[step]
+        if step + 1 < self.num_steps:
+            self.queue.post(self.queue.now_ms, self._start_step, index, step + 1)
+        else:
+            self.stages[index].is_over = True
+
+    # -- foresight ---------------------------------------------------------------------------------------------------
+
+    def _announce(self, index: int, instruction: Announce) -> None:
+        """Hands an announcement to its target: at once, although it counts later, unless the target holds.
+
+        Only a stage that holds may answer, and so must hear it at its time. This saves an action per announcement.
+        """
+        step, message, target = instruction
+        if self._may_lose and self.machine.links.loses_announcement(step, message):
+            return
+        lasts_ms = self._announcements_ms[index].get(target)
+        if lasts_ms is None:
+            lasts_ms = self._announcements_ms[index][target] = self.machine.links.announcement_ms(index, target)
+        at_ms, stage = self.queue.now_ms + lasts_ms, self.stages[target]
+        if self.machine.awaits_inputs:
+            at_ms = max(at_ms, self.stages[index].host_free_ms)  # the sender's launch has ended by then
+            self.queue.post_arrival(at_ms, self.deliver, target, InputPromised(step, at_ms / 1e3, message))
+            return
+        event = record(TaskAnnounced, (step, at_ms / 1e3, message))
+        if stage.holds:
+            self.queue.post_arrival(at_ms, self.deliver, target, event)
+            return
+        stage.arbiter.handle(event)  # without an answer, as the stage does not hold
+        if stage.log is not None:
+            stage.log.append((event, ()))
+
+    def _wake_at(self, index: int, instruction: WakeAt) -> None:
+        self.queue.post(instruction.time_s * 1e3, self._tick, index, record(ClockTick, instruction))
+        self.stages[index].holds = True
+
+    def _tick(self, index: int, tick: ClockTick) -> None:
+        if self.stages[index].holds:
+            self.deliver(index, tick)
+
+    # -- tasks -------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, index: int, instruction: RunTask) -> None:
+        stage = self.stages[index]
+        if self._beside and instruction.task.kind in self._beside:
+            self._run_beside(index, stage, instruction)
+            return
+        stage.holds = False
+        stage.host_free_ms = max(stage.host_free_ms, self.queue.now_ms) + self._host_ms
+        stage.dispatched.append((stage.host_free_ms, instruction.step, instruction.task))
+        if stage.answers:
+            stage.timer.latency((stage.host_free_ms - self.queue.now_ms) / 1e3)  # type: ignore[union-attr]
+        if len(stage.dispatched) == 1:
+            self._start_task(index, stage)
+
+    def _start_task(self, index: int, stage: _Stage) -> None:
+        now_ms = self.queue.now_ms
+        host_ready_ms, step, task = stage.dispatched[0]
+        if self.machine.awaits_inputs:
+            stage.awaits_input = stage.arbiter.awaits_input(task)
+            if stage.awaits_input:
+                return
+        start_ms = max(now_ms, host_ready_ms)
+        if stage.idle is not None:
+            self._set_idle(index, stage, None)
+        if start_ms > now_ms and self._keeps_record:
+            self.timeline.waits.append(Wait(step, index, now_ms / 1e3, start_ms / 1e3, IdleReason.HOST))
+        duration_ms = stage.times.duration_ms(step, task)
+        end_ms = start_ms + duration_ms
+        if stage.timer is not None:
+            stage.started_ms = start_ms
+            decide_ms = start_ms + 1e3 * stage.timer.delay_s(task)
+            if decide_ms < end_ms:
+                self.queue.post(decide_ms, self._decide, index, RunTask(step, task))
+        if self._keeps_record:
+            self.timeline.spans.append(record(Span, (step, index, task, start_ms / 1e3, end_ms / 1e3, COMPUTE)))
+        self.queue.post(end_ms, self._end_task, index)
+
+    def _run_beside(self, index: int, stage: _Stage, instruction: RunTask) -> None:
+        """Runs an operation on an engine beside compute, which is free."""
+        (step, task), start_ms = instruction, self.queue.now_ms
+        end_ms = start_ms + stage.times.duration_ms(step, task)
+        lane = self._beside[task.kind]
+        if self._keeps_record:
+            self.timeline.spans.append(Span(step, index, task, start_ms / 1e3, end_ms / 1e3, lane))
+        self.queue.post(end_ms, self._end_beside, index, instruction)
+
+    def _end_beside(self, index: int, run: RunTask) -> None:
+        self.deliver(index, TaskFinished(run.step, self.queue.now_ms / 1e3, run.task))
+
+    def _decide(self, index: int, run: RunTask) -> None:
+        stage = self.stages[index]
+        if len(stage.dispatched) > 1:
+            return  # the next task has been chosen already
+        stage.answers = True
+        self.deliver(index, DecideNow(run.step, self.queue.now_ms / 1e3, run.task))
+        stage.answers = False
+
+    def _end_task(self, index: int) -> None:
+        stage = self.stages[index]
+        _, step, task = stage.dispatched.popleft()
+        if stage.timer is not None:
+            stage.timer.ended(task, (self.queue.now_ms - stage.started_ms) / 1e3)
+        # A task that was dispatched ahead starts before the arbiter hears of this end: its device does not wait.
+        if stage.dispatched:
+            self._start_task(index, stage)
+        self.transfers.task_ended(index, step, task)
+        if self._senders_wait and self._keeps_record and not stage.dispatched:
+            self._note_idle(index, stage)
+
+    # -- record ------------------------------------------------------------------------------------------------------
+
+    def _note_idle(self, index: int, stage: _Stage) -> None:
+        """Records why a stage without a running task is idle."""
+        if stage.arbiter.step is None:
+            return
+        if stage.is_over:
+            self._set_idle(index, stage, None)
+            return
+        reason = stage.arbiter.idle_reason() or _OCCUPIED
+        self._set_idle(index, stage, (stage.arbiter.step, reason))
+
+    def _set_idle(self, index: int, stage: _Stage, idle: tuple[int, IdleReason] | None) -> None:
+        if idle == stage.idle:
+            return
+        now_ms = self.queue.now_ms
+        if stage.idle is not None and now_ms > stage.idle_since_ms:
+            step, reason = stage.idle
+            self.timeline.waits.append(Wait(step, index, stage.idle_since_ms / 1e3, now_ms / 1e3, reason))
+        stage.idle, stage.idle_since_ms = idle, now_ms
+
+    def _report(self) -> list[str]:
+        lines = []
+        for index, stage in enumerate(self.stages):
+            lines += [f"  stage {index}: {waiting}" for waiting in stage.arbiter.waiting()[:3]]
+        return lines

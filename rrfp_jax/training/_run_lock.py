@@ -1,0 +1,234 @@
+"""The lock of a run directory: one run at a time writes there, on whatever host, and a killed one holds up nobody.
+
+The lock is a file, so that it works on network file systems too.
+
+* ``link`` makes it, in which only one of several takers succeeds, also over a network. It names its holder.
+* Its holder touches it every few seconds.
+* A taker that finds it there asks whether its holder lives. On the holder's own host the table of processes answers at
+  once: a process number counts together with its start time. From another host, or out of another container, the
+  lock's age decides, by the clock of the file server: the taker waits until the lock is touched, and is refused, or
+  until it is older than a living holder would let it become.
+* To take over the lock of a dead holder a taker first makes a claim, a file named after that very lock and made as a
+  lock is. If the lock is still the dead one then, the claim is renamed to be the lock.
+
+Why two takers never both succeed: only one of them has the claim at a time. A claim goes away when it is withdrawn or
+becomes the lock; in the second case the lock is another one, which whoever makes the claim later sees. A claim whose
+maker died is taken over as a lock is.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+
+from rrfp_jax.record_files import read_record
+
+LOCK = "run.lock"
+_TOUCH_S = 5.0
+"""Seconds between two touches by a holder."""
+_STALE_S = 60.0
+"""Age in seconds at which a lock is dead: a holder would have touched it twelve times by then."""
+_LOG = logging.getLogger(__name__)
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class LockHeld(ValueError):
+    """Another run holds the lock; the message says which, since when, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Holder:
+    """The process that holds a lock, as the lock's file describes it."""
+
+    token: Annotated[str, Field(pattern="^[0-9a-f]+$")]
+    """Random text that no other lock has."""
+    host: str = "an unknown host"
+    pid: int = 0
+    process: str | None = None
+    """Identity of the process behind the number: the boot of its host, its PID namespace, its start."""
+    since: str = "an unknown time"
+
+    def describe(self) -> str:
+        """Returns the holder in words."""
+        return f"process {self.pid} on {self.host}" if self.pid else "an unknown process"
+
+    def lives(self) -> bool | None:
+        """Returns whether the process lives; None: that cannot be seen from here."""
+        here = _process(os.getpid())
+        if not self.process or not here or self.process.split()[:2] != here.split()[:2]:
+            return None
+        return _process(self.pid) == self.process
+
+
+class RunLock:
+    """The lock of one directory, held from :meth:`take` to :meth:`release`."""
+
+    def __init__(self, directory: Path, *, touch_s: float = _TOUCH_S, stale_s: float = _STALE_S) -> None:
+        self._path, self._touch_s, self._stale_s = directory / LOCK, touch_s, stale_s
+        pid = os.getpid()
+        since = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        self._own = _Holder(
+            token=secrets.token_hex(8), host=socket.gethostname(), pid=pid, process=_process(pid), since=since
+        )
+        self._made: list[Path] = []
+        self._released = threading.Event()
+        self._keeper: threading.Thread | None = None
+
+    def take(self) -> None:
+        """Takes the lock, and makes the directory if it is missing.
+
+        Raises LockHeld if another run holds it, and OSError if no file can be made there.
+        """
+        folder = self._path.parent
+        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._take(self._path)
+        self._keeper = threading.Thread(target=self._keep, name="run lock", daemon=True)
+        self._keeper.start()
+
+    def check(self) -> None:
+        """Raises LockHeld if the lock was taken over because its holder seemed to be dead."""
+        found = _read(self._path)
+        if found is not None and found[0].token != self._own.token:
+            raise LockHeld(
+                f"{self._path.parent} was taken over by {found[0].describe()} on {found[0].since}, as this run "
+                "seemed to be dead"
+            )
+
+    def release(self) -> None:
+        """Gives the lock back, and removes the directory if it was made for nothing. May be called at any time."""
+        if self._keeper is None or self._released.is_set():
+            return
+        self._released.set()
+        self._keeper.join(self._touch_s)
+        with contextlib.suppress(OSError):
+            if self._is_own(self._path):
+                self._path.unlink()
+            for folder in self._made:
+                folder.rmdir()  # only if it is empty
+
+    def _take(self, path: Path) -> None:
+        """Makes a lock or a claim that is ours, at once or after its holder's death."""
+        while not self._make(path):
+            found = _read(path)
+            if found is None:
+                continue
+            self._await_death(path, *found)
+            # only one taker has the claim, and the lock must still be the dead one once it has it
+            claim = self._path.with_name(f"{LOCK}.{found[0].token}")
+            self._take(claim)
+            now = _read(path)
+            if now is not None and now[0].token == found[0].token:
+                os.replace(claim, path)
+                _LOG.warning("the lock of %s, which is dead, is taken over", found[0].describe())
+                return
+            claim.unlink(missing_ok=True)
+
+    def _make(self, path: Path) -> bool:
+        text = json.dumps(asdict(self._own)).encode()
+        temporary = path.with_name(f"{LOCK}.{self._own.token}.tmp")
+        try:
+            # whole before it has the lock's name, so that every reader finds its holder
+            temporary.write_bytes(text)
+            os.link(temporary, path)
+        except FileExistsError:
+            return self._is_own(path)  # where the answer of a file server was lost, and the system asked again
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return _make_exclusively(path, text)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return True
+
+    def _await_death(self, path: Path, holder: _Holder, touched_s: float) -> None:
+        """Blocks until a holder is dead, or its lock has changed hands; raises LockHeld if it lives."""
+        lives = holder.lives()
+        if lives is False:
+            return
+        if lives is None:
+            started_s = time.monotonic() - max(0.0, self._file_clock_s() - touched_s)
+            left_s = started_s + self._stale_s - time.monotonic()
+            if left_s > 0:
+                _LOG.warning("waiting up to %.0f s to see whether %s still lives", left_s, holder.describe())
+            while time.monotonic() < started_s + self._stale_s:
+                time.sleep(min(0.5, self._stale_s / 10))
+                found = _read(path)
+                if found is None or found[0].token != holder.token:
+                    return
+                if found[1] != touched_s:
+                    break
+            else:
+                return
+        raise LockHeld(
+            f"{self._path.parent} is in use: {holder.describe()} holds it since {holder.since}; wait for it to end, "
+            "stop it, or name another run directory"
+        )
+
+    def _file_clock_s(self) -> float:
+        """Returns the time by the clock of the file system, which is a file server's own."""
+        probe = self._path.with_name(f"{LOCK}.{self._own.token}.tmp")
+        try:
+            with probe.open("wb") as file:
+                return os.fstat(file.fileno()).st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _keep(self) -> None:
+        while not self._released.wait(self._touch_s):
+            try:
+                if self._is_own(self._path):
+                    os.utime(self._path)
+                elif not self._make(self._path):  # which helps where somebody has only removed it
+                    _LOG.error("the lock of %s was taken over: this run saves nothing more", self._path.parent)
+                    return
+            except OSError as error:  # perhaps better the next time
+                _LOG.warning("the lock %s cannot be touched: %s", self._path, error)
+
+    def _is_own(self, path: Path) -> bool:
+        found = _read(path)
+        return found is not None and found[0].token == self._own.token
+
+
+def _make_exclusively(path: Path, text: bytes) -> bool:
+    """Makes a lock on a file system without links: the second best way, since it exists before it names its holder."""
+    try:
+        with path.open("xb") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _read(path: Path) -> tuple[_Holder, float] | None:
+    """Returns a lock's holder, and when it was touched by the file system's clock; None: there is no lock."""
+    try:
+        text, status = read_record(path)
+    except FileNotFoundError:
+        return None
+    try:
+        holder = TypeAdapter(_Holder).validate_json(text, strict=True)
+    except ValueError:  # damaged: only its age is known
+        holder = _Holder(token=f"{status.st_ino:x}{status.st_mtime_ns:x}")
+    return holder, status.st_mtime
+
+
+def _process(pid: int) -> str | None:
+    """Returns boot, PID namespace and start time of the process of this number; None: none lives, or it is unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if state in "ZX" else f"{boot} {os.readlink('/proc/self/ns/pid')} {rest[18]}"
+    except OSError:
+        return None
