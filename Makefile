@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= tpu_gpu_configs/cpu/debug.yaml
 MULTIMODAL := tpu_gpu_configs/cpu/multimodal.yaml
-# Where train-multimodal leaves its run; beside it, with -blind, the one to compare with.
+# Where train-multimodal leaves its run; beside it, with -blind, the one to compare with. Their data is in runs/words.
 READING ?= runs/reading
 # What JAX is installed for: cpu, cuda12, cuda13 or tpu; empty: what this machine calls for (rrfp_jax/hardware.py). system:
 # the JAX that PYTHON has already, as in an image of a vendor.
@@ -107,10 +107,11 @@ train: setup ## train a byte-level language model through a 4-stage pipeline on 
 	@$(BIN)/python -m experiments.train --config "$(CONFIG)" $(ARGS)
 
 train-multimodal: setup ## train a small model to read words in pictures, beside one that sees nothing (5 minutes)
+	@$(BIN)/python -m experiments.reading.draw runs/words
 	@$(BIN)/python -m experiments.train --config $(MULTIMODAL) --fresh --run-dir $(READING) $(ARGS)
-	@echo "the same with all pixels zeroed:"
-	@$(BIN)/python -m experiments.train --config $(MULTIMODAL) --fresh --run-dir $(READING)-blind --rendered-text.blind true $(ARGS)
-	@$(BIN)/python -m experiments.read $(READING) --beside $(READING)-blind --picture $(READING)/words.png
+	@echo "the same with blank pictures:"
+	@$(BIN)/python -m experiments.train --config $(MULTIMODAL) --fresh --run-dir $(READING)-blind --image-text.path runs/words/blind/train.jsonl $(ARGS)
+	@$(BIN)/python -m experiments.reading $(READING) --beside $(READING)-blind --picture $(READING)/words.png
 	@echo "what it reads in some of them: $(READING)/words.png"
 
 bench: setup ## measure what the runtime itself costs

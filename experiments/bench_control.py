@@ -40,8 +40,8 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     ready,
 )
+from rrfp_jax.cluster.wire import pack_plain, unpack_plain
 from rrfp_jax.commands.common.console import make_console
-from rrfp_jax.network.wire import pack, unpack
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.agreement import StageReport, agree, merged
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
@@ -152,11 +152,11 @@ class ControlPlane:
         else:
             other._network.call_soon(lambda: other._handle(InputArrived(step, 0.0, message)))
             return
-        self._network.send(other.rank, _CONTROL, {"key": pack_key(Key(step, message))}, [pack(payload, 1 << 28)])
+        self._network.send(other.rank, _CONTROL, {"key": pack_key(Key(step, message))}, [pack_plain(payload, 1 << 28)])
 
     def _control(self, _: int, header: dict[str, Any], frames: list[memoryview]) -> None:
         step, message, _ = unpack_key(header["key"])
-        self._received[message] = unpack(frames[0], 1 << 28)
+        self._received[message] = unpack_plain(frames[0], 1 << 28)
         self._handle(InputArrived(step, 0.0, message))
 
     def _own_report(self) -> Mapping[str, bytes]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.bench_torch_ranks import add_size_arguments, resolve_entries, turns
 from experiments.small_model import LEARNING_RATE, STAGES, batch, weights
+from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.studies.simulate_options import parse_entries
-from rrfp_jax.network import ClusterConfig
 from rrfp_jax.schedules import linear
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ def pair(way: Way, sizes: Sequence[int], main: Callable[["Stage", Connection], N
     Args:
         sizes: in bytes, of the arrays that can be thrown.
     """
-    from rrfp_jax.network import RunKey
+    from rrfp_jax.cluster import RunKey
 
     key, context = RunKey.generate().text(), multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
@@ -58,15 +58,15 @@ def pair(way: Way, sizes: Sequence[int], main: Callable[["Stage", Connection], N
 
 
 def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None:
+    from rrfp_jax.cluster.child_processes import rank_cores
+    from rrfp_jax.cluster.child_reaper import bind_to_cores
+    from rrfp_jax.cluster.loop_thread import LoopThread
     from rrfp_jax.commands.common.process import use_cpu
-    from rrfp_jax.launch.child_processes import rank_cores
-    from rrfp_jax.launch.child_reaper import bind_to_cores
-    from rrfp_jax.network.loop_thread import LoopThread
 
     if cores := rank_cores("cores", 2)[rank]:
         bind_to_cores(set(cores))
     use_cpu(1)
-    from rrfp_jax.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
+    from rrfp_jax.cluster import NetworkSettings, PeerAddress, PeerNetwork, RunKey
 
     selection, encrypt_arrays = way
     settings = NetworkSettings(encrypt_arrays=encrypt_arrays)

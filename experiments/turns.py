@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from rrfp_jax.launch import child_reaper
-from rrfp_jax.launch.child_processes import rank_cores
+from rrfp_jax.cluster import child_reaper
+from rrfp_jax.cluster.child_processes import rank_cores
 
 _ROOT = Path(__file__).parents[1]
 _LAST_WORDS = 20_000

@@ -1,15 +1,22 @@
-"""A small vision-language model, one that also hears, and steps of drawn words: 0 to 4 per sample.
+"""Drawn words for tests: files for the multimodal preset, and steps with 0 to 4 words per sample.
+
+With them goes a small vision-language model, and one that also hears.
 
 The microbatches of a step have several shapes, some have no picture, and one step has none at all.
 """
 
+import atexit
 from functools import cache
 from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from rrfp_jax.data import RenderedText, RenderedTextConfig
+from experiments.reading.draw import TRAIN, draw_data
+from rrfp_jax.data import Batch, Bucket, ImageText, ImageTextConfig
 from rrfp_jax.models import AudioConfig, LanguageModelConfig, ProjectorConfig, VisionConfig, VisionLanguageConfig
 from rrfp_jax.models.vision_language import ChunkGraph, vision_language_model
 from tests.plain_graph import Microbatch, microbatches_of
@@ -35,17 +42,54 @@ class Data(NamedTuple):
 
 
 @cache
+def preset_data() -> str:
+    """Draws a small data set for the preset ``cpu/multimodal`` and returns its path. It is there until the process
+    ends."""
+    folder = TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    letters = "adeiknorstEW"
+    text = " ".join(f"{a}{b}{c}" for a in letters for b in letters for c in ("", "on", "iWs"))
+    draw_data(Path(folder.name), num_samples=160, num_pictures=60, num_held_out=32, text_only=0.5, text=text)
+    return str(Path(folder.name) / TRAIN)
+
+
+def image_text(folder: Path, *, text: str, draw: dict[str, Any], **batching: Any) -> ImageText:
+    """Draws samples to a folder, and returns them as a data set of grey pictures in patches of 8 x 8 pixels."""
+    draw_data(folder, text=text, num_held_out=0, held_out=0.0, **draw)
+    grey: dict[str, Any] = {"channels": 1, "patch_size": 8, "mean": (1.0,), "std": (1.0,)}
+    return ImageText(ImageTextConfig(path=str(folder / TRAIN), **grey, **batching))
+
+
+def as_floats(batch: Batch) -> Batch:
+    """Returns a batch whose patches are numbers, 0 for white and 1 for black, in place of bytes."""
+    patches = [None if leaf is None else (255 - leaf.astype(np.float32)) / 255 for leaf in batch["patches"]]
+    return {**batch, "patches": patches}
+
+
+def float_buckets(data: ImageText) -> list[Bucket]:
+    """Returns the shapes of microbatches that :func:`as_floats` has changed."""
+    return [
+        {
+            name: jax.ShapeDtypeStruct(leaf.shape, np.float32) if name == "patches" else leaf
+            for name, leaf in each.items()
+        }
+        for each in data.buckets
+    ]
+
+
+@cache
 def drawn() -> Data:
     """Some steps, the last one without any picture."""
-    config = RenderedTextConfig(
-        batch_size=8, num_microbatches=NUM_MICROBATCHES, words=("am", "Be", "do", "up", "ink", "wax"), held_out=0.0,
-        max_images=4, text_only=0.5, text_length=24, text_buckets=2, image_buckets=2, balance=False, max_bytes=2**14,
-    )  # fmt: skip
-    data = RenderedText(config)
-    of_text = next(step for step in count() if not any(sample.images for sample in data.samples(step)))
-    numbers = [*range(NUM_STEPS - 1), of_text]
-    assert {len(sample.images) for step in numbers for sample in data.samples(step)} == {0, 1, 2, 3, 4}
-    return Data([microbatches_of(data.batch(step)) for step in numbers], data.buckets)
+    with TemporaryDirectory() as folder:
+        data = image_text(
+            Path(folder), text="am Be do up ink wax " * 9, batch_size=8, num_microbatches=NUM_MICROBATCHES,
+            text_buckets=2, image_buckets=2, balance=False, seed=1,
+            draw={"num_samples": 200, "num_pictures": 24, "text_only": 0.5},
+        )  # fmt: skip
+        of_text = next(step for step in count() if not any(sample.images for sample in data.samples(step)))
+        numbers = [*range(NUM_STEPS - 1), of_text]
+        assert {len(sample.images) for step in numbers for sample in data.samples(step)} == {0, 1, 2, 3, 4}
+        return Data([microbatches_of(as_floats(data.batch(step))) for step in numbers], float_buckets(data))
 
 
 @cache

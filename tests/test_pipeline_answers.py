@@ -1,5 +1,7 @@
 """Exact match in evaluations: that of greedy decoding and of a plain jit, and without a trace in what is trained."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from PIL import Image
 
-from rrfp_jax.commands.training.reading import _transcribed
-from rrfp_jax.data import RenderedText, RenderedTextConfig
-from rrfp_jax.models import LanguageModelConfig, language_model
+from experiments.reading.draw import draw_word
+from rrfp_jax.commands.sampling.generating import Drawing, Generator, TokenPrompt
+from rrfp_jax.data import ImageText, ImageTextConfig
+from rrfp_jax.models import LanguageModelConfig, ProjectorConfig, VisionConfig, VisionLanguageConfig, language_model
 from rrfp_jax.models.cuts import ContextCut, plan_cut
 from rrfp_jax.models.loss import ANSWER_TOKENS, ANSWERS, EXACT_ANSWERS, RIGHT_TOKENS, answer_counts
 from rrfp_jax.models.model import decoder_chunk
@@ -19,7 +23,7 @@ from rrfp_jax.programs.chunk import as_evaluated
 from rrfp_jax.runtime.evaluating import EvaluationShapes
 from rrfp_jax.schedules import Placement, linear
 from rrfp_jax.testing import run_unpipelined
-from tests.commands.test_reading import config
+from tests.drawn_words import as_floats
 from tests.pipelines import make_pipeline
 from tests.plain_graph import batch_of
 
@@ -28,25 +32,46 @@ NUM_MICROBATCHES, ROWS = 4, 4
 Microbatch = dict[str, Any]
 
 
-def greedy_answers(params: Any) -> tuple[list[Microbatch], int]:
-    """Held-out pictures with what the model itself writes for them; in every third row one token is another. How many
-    rows are left as they are, too."""
-    values = {"batch_size": 8, "num_microbatches": 2, "words": WORDS, "max_bytes": 2**16, "max_images": 2}
-    data = RenderedText(RenderedTextConfig(**values, held_out=0.5, length=40, interleaved=False))
-    rng, microbatches, num_exact = np.random.default_rng(0), [], 0
-    for batch in data.held_out(NUM_MICROBATCHES * ROWS, rows=ROWS):
-        lines = np.full(ROWS, 40, np.int32)  # up to the end of each row
-        tokens = np.array(_transcribed(config(), params, batch.leaves, batch.starts, lines))
-        weights = (np.arange(tokens.shape[1]) >= batch.starts[:, None]).astype(np.float32)
-        for row, start in enumerate(batch.starts):
-            if (len(microbatches) * ROWS + row) % 3:
+def config() -> VisionLanguageConfig:
+    shape: dict[str, Any] = {"hidden": 16, "num_heads": 2, "mlp_dim": 32, "init_std": 0.5}
+    vision = VisionConfig(num_layers=1, patch_dim=64, max_rows=2, max_columns=8, **shape)
+    decoder = LanguageModelConfig(vocab_size=256, num_layers=2, **shape)
+    return VisionLanguageConfig(vision=vision, projector=ProjectorConfig(patches_per_feature=4), decoder=decoder)
+
+
+def greedy_answers(folder: Path, params: Any) -> tuple[list[Microbatch], int]:
+    """Pictures with what the model itself writes below them, up to the end of each row; in every third row one token is
+    another. How many rows are left as they are, too."""
+    rng, generator, num_exact = np.random.default_rng(0), Generator(config(), params), 0
+    lines = []
+    for number in range(NUM_MICROBATCHES * ROWS):
+        Image.fromarray(draw_word(WORDS[number], rng)).save(folder / f"{number}.png")
+        images = [f"{number}.png"] * (1 + number % 2)
+        lines.append({"prompt": "<image>\n" * len(images), "target": "?" * 30, "images": images})
+    (folder / "words.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    shape: dict[str, Any] = {"batch_size": len(lines), "num_microbatches": NUM_MICROBATCHES, "balance": False}
+    grey: dict[str, Any] = {"patch_size": 8, "channels": 1, "pack": False, "text_buckets": 1, "image_buckets": 1}
+    batch = as_floats(ImageText(ImageTextConfig(path=str(folder / "words.jsonl"), **shape, **grey)).batch(0))
+    microbatches = []
+    for number in range(NUM_MICROBATCHES):
+        leaves = {name: leaf[number] for name, leaf in batch.items()}
+        images = {name: leaf for name, leaf in leaves.items() if name.startswith("patch")}
+        starts = np.argmax(leaves["weights"] > 0, axis=1) + 1
+        length = leaves["tokens"].shape[1]
+        for row, start in enumerate(starts.tolist()):
+            index = leaves["image_index"][row : row + 1, :start]
+            prompt = TokenPrompt(tokens=leaves["tokens"][row, :start], image_leaves=images | {"image_index": index})
+            leaves["tokens"][row, start:] = generator.tokens(prompt, Drawing(max_tokens=length - start))
+            if (number * ROWS + row) % 3:
                 num_exact += 1
                 continue
-            at = rng.integers(start, tokens.shape[1])
-            tokens[row, at] = (tokens[row, at] + 1) % 256
-        targets, weights = np.roll(tokens, -1, 1), np.roll(weights, -1, 1)
-        weights[:, -1] = 0
-        microbatches.append({**batch.leaves, "tokens": tokens, "targets": targets, "weights": weights})
+            at = rng.integers(start, length)
+            leaves["tokens"][row, at] = (leaves["tokens"][row, at] + 1) % 256
+        leaves["positions"][:], leaves["segments"][:] = np.arange(length), 1
+        weights = (np.arange(length) >= starts[:, None]).astype(np.float32)
+        leaves["targets"], leaves["weights"] = np.roll(leaves["tokens"], -1, 1), np.roll(weights, -1, 1)
+        leaves["weights"][:, -1] = 0
+        microbatches.append(leaves)
     return microbatches, num_exact
 
 
@@ -73,8 +98,10 @@ CUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cut", "placement", "options"), CUTS)
-def test_exact_match_is_that_of_greedy_decoding(initial: Any, cut: Any, placement: Any, options: Any) -> None:
-    microbatches, num_exact = greedy_answers(initial)
+def test_exact_match_is_that_of_greedy_decoding(
+    tmp_path: Path, initial: Any, cut: Any, placement: Any, options: Any
+) -> None:
+    microbatches, num_exact = greedy_answers(tmp_path, initial)
     assert 0 < num_exact < NUM_MICROBATCHES * ROWS
     trained = []
     for counts in (True, False):

@@ -16,6 +16,7 @@ import pytest
 
 from rrfp_jax.commands.main import COMMANDS
 from rrfp_jax.version import __version__
+from tests.drawn_words import preset_data
 from tests.environment import of_child
 
 ROOT = Path(__file__).parents[1]
@@ -145,8 +146,7 @@ def test_every_command_works_from_the_wheel_alone(wheel: Path, tmp_path: Path) -
     assert "F" in rrfp("replay", "log.json.gz", "--microbatch", 1)
     rrfp("convert", "export", "alone", "hub")
     rrfp("convert", "import", "hub", "imported")
-    rrfp("train", "--config", "cpu/multimodal", "--steps", 2, "--run-dir", "seeing")
-    rrfp("read", "seeing", "--samples", 32)
+    rrfp("train", "--config", "cpu/multimodal", "--steps", 2, "--image-text.path", preset_data(), "--run-dir", "seeing")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("A pipeline of stages.\n" * 2000)
     rrfp("tokenize", tmp_path / "texts", "--out", "tokens")

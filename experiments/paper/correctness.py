@@ -9,6 +9,7 @@ the plain loop itself, with the microbatches of each step summed in reverse.
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -59,7 +60,13 @@ def cells(quick: bool) -> Sequence[Cell]:
 def measure(cell: Cell) -> Measured:
     """The loop, and every order."""
     use_devices(STAGES)
-    subject, steps, seed = _subject(str(cell["model"]), int(cell["seed"])), int(cell["steps"]), int(cell["seed"])
+    seed = int(cell["seed"])
+    with TemporaryDirectory() as folder:  # pictures are read from it in every step
+        return _compared(_subject(str(cell["model"]), seed, Path(folder)), int(cell["steps"]), seed)
+
+
+def _compared(subject: _Subject, steps: int, seed: int) -> Measured:
+    """Returns a row for each order: how far it is from the loop."""
     rows: list[dict[str, Value]] = []
     plain: tuple[list[float], Any] | None = None
     for form, orders in FORMS.items():
@@ -76,9 +83,12 @@ def measure(cell: Cell) -> Measured:
     return [*rows, {"method": REVERSED, "backward": "none", **_differences(*backwards, *plain)}]
 
 
-def _subject(model: str, seed: int) -> _Subject:
-    from rrfp_jax.data import DataConfig, RenderedText, RenderedTextConfig, TextBytes
+def _subject(model: str, seed: int, folder: Path) -> _Subject:
+    """Returns a model and its data, whose files are written to ``folder``."""
+    from experiments.reading.draw import TRAIN, draw_data
+    from rrfp_jax.data import DataConfig, ImageText, ImageTextConfig, TextBytes
     from rrfp_jax.models import LanguageModelConfig, language_model
+    from rrfp_jax.models.encoder import PixelScale
     from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
     from rrfp_jax.models.vision_language import vision_language_model
     from rrfp_jax.models.vision_language_config import VisionLanguageConfig
@@ -91,10 +101,17 @@ def _subject(model: str, seed: int) -> _Subject:
         hidden=16, num_layers=1, num_heads=2, mlp_dim=32, qkv_bias=False, patch_dim=64, max_rows=2, max_columns=8
     )
     config = VisionLanguageConfig(vision=vision, projector=ProjectorConfig(patches_per_feature=4), decoder=decoder)
-    few: dict[str, Any] = {"text_buckets": 2, "image_buckets": 1, "max_images": 2, "text_only": 0.3}
-    drawn = RenderedText(RenderedTextConfig(batch_size=16, num_microbatches=NUM_MICROBATCHES, seed=seed, **few))
+    draw_data(folder, num_samples=2000, num_pictures=1000, num_held_out=0, max_images=2, text_only=0.3, seed=seed)
+    grey: dict[str, Any] = {"channels": 1, "patch_size": 8, "mean": (1.0,), "std": (1.0,)}
+    few: dict[str, Any] = {"text_buckets": 2, "image_buckets": 1}
+    drawn = ImageText(
+        ImageTextConfig(
+            path=str(folder / TRAIN), batch_size=16, num_microbatches=NUM_MICROBATCHES, seed=seed, **few, **grey
+        )
+    )
     layers = (STAGES // (STAGES - 1) + 1, *[1] * (STAGES - 2))  # one chunk is the encoder's
-    graph = vision_language_model(config).split(packed=True, decoder_layers_per_chunk=layers)
+    pixels = PixelScale(grey["mean"], grey["std"])
+    graph = vision_language_model(config).split(packed=True, decoder_layers_per_chunk=layers, pixels=pixels)
     return _Subject(graph.chunks, graph.edges, drawn, drawn.buckets)
 
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from rich.text import Text
 
+from rrfp_jax.cluster.config import INTERFACE, Address
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.diagnosis import Finding, Status, guarded, host, network, processes
 from rrfp_jax.exit_codes import BAD_INPUT, DONE
-from rrfp_jax.network.config import INTERFACE, Address
 
 _PORT = 8476
 _DEADLINE_S = 15.0

@@ -34,16 +34,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from rrfp_jax.cluster import RunKey
+from rrfp_jax.cluster.config import INTERFACE, Address
+from rrfp_jax.cluster.host import await_name, require_descriptors
+from rrfp_jax.cluster.launch_settings import BINDINGS, OWN_COMMANDS, PREFIXES, LaunchSettings
+from rrfp_jax.cluster.launcher import launch
+from rrfp_jax.cluster.output import Output
+from rrfp_jax.cluster.scheduler_env import NodePlace
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.main import COMMANDS, replacement_of
-from rrfp_jax.launch.launch_settings import BINDINGS, OWN_COMMANDS, PREFIXES, LaunchSettings
-from rrfp_jax.launch.launcher import launch
-from rrfp_jax.launch.output import Output
-from rrfp_jax.launch.scheduler_env import NodePlace
-from rrfp_jax.network import RunKey
-from rrfp_jax.network.config import INTERFACE, Address
-from rrfp_jax.network.host import await_name, require_descriptors
 
 _FILES_OF_A_RANK = 2
 """Standard output and standard error of a rank, as pipes."""

@@ -24,7 +24,6 @@ COMMANDS = {
     "launch": "start, watch and end the processes of a run on this host",
     "tokenize": "make a token set of text, JSON lines or Parquet, or a tokenizer of them",
     "evaluate": "the loss of a trained model on data that it was not trained on",
-    "read": "what a trained vision-language model reads in pictures of words",
     "sample": "text of a trained model, from a prompt and images",
     "convert": "import a model of Hugging Face, or export a trained one",
     "plan": "from costs to the best cut, order and memory, ranked by forecast step time",
@@ -42,13 +41,14 @@ _REPLACED = {
     "schedule": "rrfp simulate --schedule NAME --show",
     "emulate": "python -m experiments.emulate in the checkout",
     "levels": "python -m experiments.levels in the checkout",
+    "read": "python -m experiments.reading in the checkout",
 }
 """Commands that are gone, each with the command that took its place."""
 
 
 def replacement_of(name: str) -> str | None:
     """Returns a sentence that names the successor of a command that is gone; None for any other word."""
-    return f"{name} is no command any more: take {_REPLACED[name]}" if name in _REPLACED else None
+    return f"{name!r} is no command any more: give {_REPLACED[name]}" if name in _REPLACED else None
 
 
 def module_of(name: str) -> str:

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rrfp_jax.cluster.config import ATTEMPT, STARTED
 from rrfp_jax.commands.common.console import go_on_without_output
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.interrupts import end_stopped, ending_at_once, stop_requests
@@ -37,7 +38,6 @@ from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.exit_codes import DATA_UNREADABLE, DONE, INTERNAL_ERROR, NOT_FINITE, PREEMPTED
-from rrfp_jax.network.config import ATTEMPT, STARTED
 from rrfp_jax.planning.devices import DEVICES, device_of
 from rrfp_jax.runtime.last_words import say_last_words
 from rrfp_jax.runtime.plugins import check_plugin

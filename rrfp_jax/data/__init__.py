@@ -15,9 +15,6 @@ from rrfp_jax.data.own_data_config import OwnDataConfig as OwnDataConfig
 from rrfp_jax.data.parts import HELD_OUT as HELD_OUT
 from rrfp_jax.data.parts import TRAIN as TRAIN
 from rrfp_jax.data.parts import Part as Part
-from rrfp_jax.data.rendered_config import RenderedTextConfig as RenderedTextConfig
-from rrfp_jax.data.rendered_text import HeldOut as HeldOut
-from rrfp_jax.data.rendered_text import RenderedText as RenderedText
 from rrfp_jax.data.text_bytes import VOCAB_SIZE as VOCAB_SIZE
 from rrfp_jax.data.text_bytes import DataConfig as DataConfig
 from rrfp_jax.data.text_bytes import TextBytes as TextBytes

@@ -88,15 +88,6 @@ def fitting_grid(width: int, height: int, *, block: int, merge: int, max_patches
     return Grid(rows * merge, columns * merge)
 
 
-def read_pixels(path: Path, grid: Grid, *, patch_size: int, channels: int, max_pixels: int) -> NDArray[np.float32]:
-    """The image in the size of ``grid``, float32 ``[height, width, channels]`` from 0 to 1, grey or RGB.
-
-    Raises ValueError as :func:`read_bytes`.
-    """
-    pixels = read_bytes(path, grid, patch_size=patch_size, channels=channels, max_pixels=max_pixels)
-    return pixels.astype(np.float32) / np.float32(255)
-
-
 def read_bytes(path: Path, grid: Grid, *, patch_size: int, channels: int, max_pixels: int) -> NDArray[np.uint8]:
     """The image in the size of ``grid``, ``[height, width, channels]`` from 0 to 255, grey or RGB.
 

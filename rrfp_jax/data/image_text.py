@@ -282,10 +282,14 @@ class ImageText:
     def batch(self, step: int, reads: Reads | None = None, left_out: Container[int] = ()) -> Batch:
         """Returns the batch of ``step`` (0, 1, ...), lists of microbatches by leaf; unread images are not decoded.
 
-        The leaves are those of ``RenderedText``, with ``patches`` of ``channels * patch_size**2`` bytes; images of one
-        ``image_size`` have a row each and neither ``patch_rows`` nor ``patch_columns``. The samples in ``left_out``, by
-        their numbers in the step, count nothing, and their images are blank. Raises BrokenData, naming file and line,
-        for an image that cannot be decoded.
+        Each microbatch has the leaves ``tokens``, ``positions``, ``segments``, ``targets`` (int32) and ``weights``
+        (float32), all ``[rows, length]``. A microbatch with images also has ``image_index`` (int32, the same shape),
+        ``patches`` (uint8 ``[image_rows, image_length, channels * patch_size**2]``), ``patch_segments``, ``patch_rows``
+        and ``patch_columns`` (int32 ``[image_rows, image_length]``); images of one ``image_size`` have a row each and
+        neither ``patch_rows`` nor ``patch_columns``.
+
+        The samples in ``left_out``, by their numbers in the step, count nothing, and their images are blank. Raises
+        BrokenData, naming file and line, for an image that cannot be decoded.
         """
         numbers = self._numbers(step)
 

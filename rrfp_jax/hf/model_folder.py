@@ -47,13 +47,7 @@ _OF_TOKENIZERS = (
 # Files of tokenizers in forms that are not read here.
 _UNREAD = ("*.model", "*.tiktoken", "vocab.json", "merges.txt", "vocab.txt")
 # Sections of data sets whose tokens may be bytes, with the tokens that end their samples then.
-_OF_BYTES: dict[str, tuple[int, ...]] = {
-    "data": (),
-    "rendered_text": (),
-    "image_text": (0,),
-    "jsonl": (0,),
-    "parquet": (0,),
-}
+_OF_BYTES: dict[str, tuple[int, ...]] = {"data": (), "image_text": (0,), "jsonl": (0,), "parquet": (0,)}
 _OF_FILES = ("jsonl", "parquet", "image_text")
 
 

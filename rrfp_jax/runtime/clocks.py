@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rrfp_jax.network.wire import field, pack
+from rrfp_jax.cluster.wire import field, pack_plain
 from rrfp_jax.runtime.gatherings import Network, PeerFailed
 from rrfp_jax.tree import parent
 from rrfp_jax.waiting import wait_for
@@ -77,7 +77,7 @@ class Clocks:
     def _ask(self, number: int) -> None:
         assert self._parent is not None
         header = {"round": self._num_asked, "number": number, "sent_s": self._clock()}
-        self._network.send_arrays(self._parent, _TOPIC.encode(), pack(header), ())
+        self._network.send_arrays(self._parent, _TOPIC.encode(), pack_plain(header), ())
 
     def _receive(self, sender: int, header: dict[str, Any], _: list[memoryview]) -> None:
         if sender == self._parent:
@@ -94,7 +94,7 @@ class Clocks:
             self._note_trip(now_s - answered_s)
         self._answered[child] = (*place, now_s)
         answer = {**header, "clock_s": self._clock(), "offset_s": self.offset_s}
-        self._network.send_arrays(child, _TOPIC.encode(), pack(answer), ())
+        self._network.send_arrays(child, _TOPIC.encode(), pack_plain(answer), ())
 
     def _hear(self, header: dict[str, Any]) -> None:
         now_s, number = self._clock(), field(header, "number", int)

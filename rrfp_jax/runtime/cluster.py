@@ -17,8 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rrfp_jax.exit_codes import PEER_LOST
-from rrfp_jax.network import (
+from rrfp_jax.cluster import (
     JoinRequest,
     Member,
     NetworkSettings,
@@ -28,11 +27,12 @@ from rrfp_jax.network import (
     RunKey,
     meet,
 )
-from rrfp_jax.network.certificates import SERVICE_SECURITY, service_security, service_warning
-from rrfp_jax.network.config import ClusterConfig, Membership, host_of
-from rrfp_jax.network.host import await_name, is_misleading, own_address
-from rrfp_jax.network.loop_thread import LoopThread
-from rrfp_jax.network.rendezvous import name_hosts
+from rrfp_jax.cluster.certificates import SERVICE_SECURITY, service_security, service_warning
+from rrfp_jax.cluster.config import ClusterConfig, Membership, host_of
+from rrfp_jax.cluster.host import await_name, is_misleading, own_address
+from rrfp_jax.cluster.loop_thread import LoopThread
+from rrfp_jax.cluster.rendezvous import name_hosts
+from rrfp_jax.exit_codes import PEER_LOST
 from rrfp_jax.runtime.last_words import say_last_words
 from rrfp_jax.runtime.xla_flags import flags_agreed, settings_agreed
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rrfp_jax.network.config import (
+from rrfp_jax.cluster.config import (
     ATTEMPT,
     COORDINATOR,
     DETECT,

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter, timing_rule
 from rrfp_jax.arbitration.group_member import GroupMember
-from rrfp_jax.network.loop_thread import LoopThread, runs_here
+from rrfp_jax.cluster.loop_thread import LoopThread, runs_here
 from rrfp_jax.planning.layout import name_unit
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor

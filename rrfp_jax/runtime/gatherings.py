@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from rrfp_jax.network import MalformedMessage
-from rrfp_jax.network.wire import field, pack, unpack
+from rrfp_jax.cluster import MalformedMessage
+from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
 from rrfp_jax.tree import children, parent
 from rrfp_jax.waiting import wait_for
 
@@ -33,7 +33,7 @@ class PeerFailed(ConnectionError):
 
 
 class Network(Protocol):
-    """What gatherings, outcomes and clocks need of a :class:`~rrfp_jax.network.PeerNetwork`."""
+    """What gatherings, outcomes and clocks need of a :class:`~rrfp_jax.cluster.PeerNetwork`."""
 
     rank: int
     num_ranks: int
@@ -84,7 +84,7 @@ class Gatherings:
 
     def bring(self, name: str, data: Any = None, *, to_all: bool = True) -> "Gathering":
         """The first half of :meth:`gather`: returns at once."""
-        packed = pack(data, _MAX_BYTES)
+        packed = pack_plain(data, _MAX_BYTES)
         gathering = self._known.setdefault(name, Gathering())  # atomic: the loop may be first
         if self._failure is not None:
             gathering.complete.set()
@@ -96,7 +96,7 @@ class Gatherings:
         """The second half: what :meth:`gather` returns, once it is complete."""
         answer = self._known.pop(name).answer
         assert answer is not None
-        return {rank: unpack(packed, _MAX_BYTES) for rank, packed in _entries(answer)}
+        return {rank: unpack_plain(packed, _MAX_BYTES) for rank, packed in _entries(answer)}
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rrfp_jax.network import MalformedMessage
+from rrfp_jax.cluster import MalformedMessage
 from rrfp_jax.runtime.gatherings import Network
 from rrfp_jax.schedules.timeline import IdleReason, StepSums
 from rrfp_jax.tree import children, parent

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from rrfp_jax.arbitration import Message, Note
-from rrfp_jax.network import MalformedMessage, PeerNetwork
-from rrfp_jax.network.failure_detector import watched
-from rrfp_jax.network.wire import field, pack, unpack
+from rrfp_jax.cluster import MalformedMessage, PeerNetwork
+from rrfp_jax.cluster.failure_detector import watched
+from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.clocks import Clocks
@@ -106,7 +106,7 @@ class Peers:
         """Tell this rank's neighbours of a failure; no gathering can be completed any more. Never raises."""
         self.lose(f"rank {news.origin} gave up: {news.summary}")
         try:
-            packed = pack(to_plain(news), _MAX_NEWS_BYTES)
+            packed = pack_plain(to_plain(news), _MAX_NEWS_BYTES)
             for rank in control_neighbours(self.rank, self.layout.num_ranks):
                 self.network.send(rank, _FAILURE, {}, [packed])
         except Exception:  # the run ends all the same; the others notice that this rank is gone
@@ -135,7 +135,7 @@ class Peers:
     def _failure(self, rank: int, _: dict[str, Any], frames: list[memoryview]) -> None:
         if len(frames) != 1:
             raise MalformedMessage(f"rank {rank} tells of a failure in {len(frames)} frames")
-        plain = unpack(frames[0], _MAX_NEWS_BYTES)
+        plain = unpack_plain(frames[0], _MAX_NEWS_BYTES)
         # several neighbours tell of the same stages: each is read once
         new = [told for told in field(plain, "states", list) if str(told[:1]) not in self._heard]
         self._heard.update(str(told[:1]) for told in new)

@@ -14,8 +14,8 @@ import jax
 
 from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.cluster.config import host_of
 from rrfp_jax.field_rules import typed
-from rrfp_jax.network.config import host_of
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.cluster import Cluster, StartFailed

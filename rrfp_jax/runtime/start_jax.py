@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
+from rrfp_jax.cluster.certificates import rank_credentials
+from rrfp_jax.cluster.config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS, Membership
+from rrfp_jax.cluster.keys import RunKey
+from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.exit_codes import START_FAILED
 from rrfp_jax.hardware import smallest_gpu_bytes
-from rrfp_jax.network.certificates import rank_credentials
-from rrfp_jax.network.config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS, Membership
-from rrfp_jax.network.keys import RunKey
-from rrfp_jax.network.rendezvous import name_ranks
 from rrfp_jax.planning.devices import SHARE_OF_GPU
 from rrfp_jax.private.jax_names import (
     backends_are_initialized,
@@ -227,7 +227,7 @@ def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, 
     """Make this process number ``rank`` of ``num_ranks`` to JAX; returns when all have connected.
 
     Where JAX can, it proves to the service that it has the run key, and the service to it
-    (:mod:`rrfp_jax.network.certificates`). A connection that breaks later ends the process at once with SIGABRT, so the
+    (:mod:`rrfp_jax.cluster.certificates`). A connection that breaks later ends the process at once with SIGABRT, so the
     service must outlive the ranks.
 
     Raises:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rrfp_jax.network.loop_thread import runs_here
+from rrfp_jax.cluster.loop_thread import runs_here
 from rrfp_jax.runtime.wake_up import WakeUp
 
 _T = TypeVar("_T")

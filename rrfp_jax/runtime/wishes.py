@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rrfp_jax.network.wire import field
+from rrfp_jax.cluster.wire import field
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.gatherings import Network
 from rrfp_jax.tree import neighbours

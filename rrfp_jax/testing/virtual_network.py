@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rrfp_jax.network.topics import Handler, PackedHandler, unpacked
-from rrfp_jax.network.wire import pack
+from rrfp_jax.cluster.topics import Handler, PackedHandler, unpacked
+from rrfp_jax.cluster.wire import pack_plain
 
 
 @dataclass
@@ -68,7 +68,7 @@ class VirtualNetwork:
 
 
 class VirtualRank:
-    """One rank's network; the methods are those of :class:`rrfp_jax.network.PeerNetwork` and its loop."""
+    """One rank's network; the methods are those of :class:`rrfp_jax.cluster.PeerNetwork` and its loop."""
 
     def __init__(self, network: VirtualNetwork, rank: int, num_ranks: int, connections: frozenset[int]) -> None:
         self._network, self.rank, self.num_ranks, self.connections = network, rank, num_ranks, connections
@@ -98,7 +98,7 @@ class VirtualRank:
 
     def send(self, rank: int, topic: str, header: Mapping[str, Any], frames: Sequence[Any] = ()) -> None:
         """Send a message; its header is packed as it would be for a socket."""
-        self._send(rank, topic.encode(), pack(header), frames)
+        self._send(rank, topic.encode(), pack_plain(header), frames)
 
     def send_arrays(self, rank: int, topic: bytes, header: bytes, frames: Sequence[Any]) -> None:
         """Send a message whose header is bytes of the sender's own making; here it keeps its place."""

@@ -21,7 +21,7 @@ from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.gatherings import PeerFailed
 from rrfp_jax.runtime.peers import Peers
 from tests.checkpoint.states import Pieces, bits, pieces_of, trained
-from tests.network.mesh import networks
+from tests.cluster.mesh import networks
 
 PIECES = pieces_of([["layers.0"], ["head"]], optax.sgd(1e-3, momentum=0.9))
 """Of two ranks, a chunk each."""

@@ -121,7 +121,7 @@ def test_reading_is_refused_too(here: Callable[[str], Path], tmp_path: Path) -> 
     here("580.65.06")
     trained = load_train_config("cpu/multimodal", {"run.platform": None}).as_dict()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(trained))
-    assert sentence(run_command("read", tmp_path)) == f"error: {CPU_ONLY}"
+    assert sentence(run_command("reading", tmp_path)) == f"error: {CPU_ONLY}"
 
 
 @pytest.mark.slow

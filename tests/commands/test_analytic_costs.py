@@ -25,6 +25,7 @@ from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.programs.target import Target
 from rrfp_jax.schedules import chain
+from tests.drawn_words import preset_data
 from tests.models.cudnn_on_cpu import HOPPER, cudnn_on_cpu
 
 CPU = Target(platform="cpu", kind="cpu")
@@ -124,7 +125,7 @@ def test_experts_without_a_capacity_compute_what_their_target_makes_them(target:
 
 
 def test_the_layers_of_a_model_with_an_encoder() -> None:
-    less = {"rendered_text.batch_size": 2, "rendered_text.num_microbatches": 1}
+    less = {"image_text.path": preset_data(), "image_text.batch_size": 2, "image_text.num_microbatches": 1}
     config = load_train_config("cpu/multimodal", less | {"pipeline.projector_in": "own"})
     model = model_layers(config, microbatch_size=2)
     assert model.layers == ("patches", "vision", "projector", "embedding", "layer", "layer", "head")

@@ -13,6 +13,7 @@ from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.planning.costs import CostBook, CostEntry, LayerCosts
 from tests.commands.running import run_command
+from tests.drawn_words import preset_data
 
 DEBUG, MULTIMODAL = "cpu/debug", "cpu/multimodal"
 
@@ -133,6 +134,7 @@ def test_an_encoder_gets_stages_by_what_it_costs(
     tmp_path: Path, overrides: dict[str, int], encoder: tuple[int, ...], decoder: tuple[int, ...]
 ) -> None:
     layers = {"vision.num_layers": 8, "model.num_layers": 4} | overrides
+    data = {"image_text.path": preset_data()}
     types = {"patches": layer(0.5), "encoder_layer": layer(2.0), "projector": layer(0.5)}
     types |= {"embedding": layer(0.1), "layer": layer(3.0), "head": layer(6.0)}
     inner = {name: [name] * number for name, number in zip(("encoder_layer", "layer"), layers.values(), strict=True)}
@@ -142,7 +144,7 @@ def test_an_encoder_gets_stages_by_what_it_costs(
     write_costs(book, tmp_path / "costs.json")
     layout = {"layers_per_chunk": "auto", "encoder_stages": None, "costs": str(tmp_path / "costs.json")}
     found = resolved(
-        load_train_config(MULTIMODAL, layers | {f"pipeline.{name}": each for name, each in layout.items()})
+        load_train_config(MULTIMODAL, layers | data | {f"pipeline.{name}": each for name, each in layout.items()})
     )
     assert found.config.pipeline.encoder_layers_per_chunk == encoder
     assert found.config.pipeline.layers_per_chunk == decoder
@@ -152,7 +154,9 @@ def test_an_encoder_gets_stages_by_what_it_costs(
     assert overrides or plan_run(found.config, tmp_path).ordered.num_chunks == 4
     (tmp_path / "config.yaml").write_text(found.config.as_yaml())
     run = {"run.run_dir": str(tmp_path)}
-    kept = resolved(load_train_config(MULTIMODAL, layers | run | {f"pipeline.{n}": v for n, v in layout.items()}))
+    kept = resolved(
+        load_train_config(MULTIMODAL, layers | data | run | {f"pipeline.{n}": v for n, v in layout.items()})
+    )
     assert kept.config.pipeline == found.config.pipeline
     assert "as this run has it already" in kept.lines[0]
 

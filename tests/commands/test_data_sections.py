@@ -69,7 +69,7 @@ def test_the_vocabulary_of_the_model_must_hold_all_tokens() -> None:
 
 def test_text_alone_is_refused_for_a_model_that_sees() -> None:
     vision = {"hidden": 8, "num_layers": 1, "num_heads": 2, "mlp_dim": 8, "patch_dim": 64, "num_patches": 4}
-    with pytest.raises(ValueError, match="tokens is text alone, and the model has vision: give rendered_text or image"):
+    with pytest.raises(ValueError, match="tokens is text alone, and the model has vision: give image"):
         make_data_set(config(tokens={"path": "a", **ROWS}, vision=vision))
 
 

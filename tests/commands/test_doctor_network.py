@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rrfp_jax.cluster.config import Address
 from rrfp_jax.commands.diagnosis import Status, network
 from rrfp_jax.commands.diagnosis.network import (
     check_head,
@@ -18,7 +19,6 @@ from rrfp_jax.commands.diagnosis.network import (
     check_ports,
     own_addresses,
 )
-from rrfp_jax.network.config import Address
 from tests.commands.running import ROOT
 from tests.commands.test_doctor import assert_found
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from rrfp_jax.cluster.rendezvous import JoinRequest, Member, configuration_differences
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.models import ExpertsConfig
-from rrfp_jax.network.rendezvous import JoinRequest, Member, configuration_differences
 
 EXPERTS = ExpertsConfig(num_experts=4, experts_per_token=2)
 

@@ -21,6 +21,7 @@ from rrfp_jax.commands.training.presets import find_preset
 from rrfp_jax.planning.costs import CostBook, CostEntry, LinkCosts, Noise
 from tests.commands.plans import MIB, TYPES
 from tests.commands.running import run_command
+from tests.drawn_words import preset_data
 
 BOOK = CostBook(
     layers=("embedding", *("layer",) * 4, "head"),
@@ -226,7 +227,7 @@ def test_a_configuration_as_it_is(costs: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("where", ["encoder", "own", "decoder"])
 def test_a_configuration_with_an_encoder_as_it_is(where: str, costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its chunks are those that training makes, also where the encoder's stages have another mesh."""
-    text = find_preset("cpu/multimodal").read_text()
+    text = find_preset("cpu/multimodal").read_text().replace("runs/words/train.jsonl", preset_data())
     more = f"pipeline:\n  mesh: {{tensor: 2}}\n  encoder_mesh: {{fsdp: 2}}\n  projector_in: {where}"
     Path("seen.yaml").write_text(text.replace("pipeline:", more).replace("num_stages: 4", "num_stages: 3"))
     (only,) = planned(capsys, "--config", "seen.yaml", "--device", "h100", "--as-configured")["ranking"]

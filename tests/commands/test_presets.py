@@ -17,6 +17,9 @@ import yaml
 
 from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.byte_sizes import format_bytes, parse_bytes
+from rrfp_jax.cluster import RunKey
+from rrfp_jax.cluster.launch_settings import LaunchSettings
+from rrfp_jax.cluster.output import Output
 from rrfp_jax.commands import launch, plan
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.planning.as_configured import configured_memory
@@ -25,10 +28,7 @@ from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_t
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
 from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED
-from rrfp_jax.launch.launch_settings import LaunchSettings
-from rrfp_jax.launch.output import Output
 from rrfp_jax.models.presets import MODELS
-from rrfp_jax.network import RunKey
 from rrfp_jax.planning.devices import device_of
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.programs.model_graph import model_graph

@@ -15,7 +15,7 @@ from tests.commands.running import ROOT
 OPTIONS = {
     "cpu/debug": ["--window", "8,6,4,2", "--run.seed", "7", "--freeze", "embedding,layer_0", "--num-kv-heads", "null"],
     "gpu/one_node_8": ["--rope-scaling", "{factor: 8, original_max_positions: 4096}", "--memory-limit", "16GiB"],
-    "cpu/multimodal": ["--vision.norm-eps", "1e-7", "--rendered-text.words", "a, 'true', '1'"],
+    "cpu/multimodal": ["--vision.norm-eps", "1e-7", "--image-text.mean", "0.4"],
 }
 
 LIGHT = (

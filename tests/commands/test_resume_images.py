@@ -41,7 +41,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines.append({"text": "<image>" * len(images) + f"sample {number} " * (1 + number % 3), "images": images})
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     sections: dict[str, Any] = yaml.safe_load((ROOT / "tpu_gpu_configs/cpu/multimodal.yaml").read_text())
-    del sections["rendered_text"]
     small = {"hidden": 16, "num_heads": 2, "mlp_dim": 16}
     sections["model"] |= small | {"init_std": 0.2}
     sections["vision"] |= small | {"patch_dim": 192, "max_rows": 4, "max_columns": 6, "qkv_bias": False}

@@ -26,7 +26,7 @@ from rrfp_jax.hf.importing import plan_import, write_import
 from rrfp_jax.hf.model_folder import ModelFolder
 from rrfp_jax.hf.model_sections import ModelSections
 from tests.commands.running import run_command
-from tests.commands.test_train_multimodal import MULTIMODAL, SMALL
+from tests.commands.test_train_multimodal import MULTIMODAL, small
 from tests.hf.random_folder import write_folder
 from tests.models.test_decoding import PLAIN, initial, whole_logits
 
@@ -189,22 +189,24 @@ def test_runs_that_see_are_shown_images(tmp_path: Path) -> None:
     Image.new("L", (40, 16), 255).save(tmp_path / "word.png")
     Image.new("RGB", (64, 48), (200, 30, 30)).save(tmp_path / "red.png")
     run = tmp_path / "words"
-    done = run_command("train", "--config", MULTIMODAL, *SMALL, "--steps", 2, "--run-dir", run)
+    done = run_command("train", "--config", MULTIMODAL, *small(), "--steps", 2, "--run-dir", run)
     assert done.returncode == 0, done.stderr
-    told = run_command("sample", run, "--image", tmp_path / "word.png", "--max-tokens", 8)
+    told = run_command("sample", run, "--image", tmp_path / "word.png", "--prompt", "\n", "--max-tokens", 8)
     assert told.returncode == 0, told.stderr
-    assert "ends in an image" not in told.stderr
+    assert "ends in an image" in run_command("sample", run, "--image", tmp_path / "word.png").stderr
     twice = run_command("sample", run, "--image", tmp_path / "word.png", "--prompt", "<image> <image>a")
     assert "the prompt has 2 times <image> and 1 images are given" in twice.stderr
     assert twice.returncode == 2
     wide = tmp_path / "wide.png"
     Image.new("L", (4000, 16), 255).save(wide)
-    assert "patch_columns of the prompt go from 0 to" in run_command("sample", run, "--image", wide).stderr
+    assert (
+        "patch_columns of the prompt go from 0 to"
+        in run_command("sample", run, "--image", wide, "--prompt", "\n").stderr
+    )
 
     lines = [{"prompt": "<image>colour: ", "target": "red", "images": ["red.png"]}] * 16
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     sections = yaml.safe_load(Path(MULTIMODAL).read_text())
-    del sections["rendered_text"]
     sections["image_text"] = {
         "path": str(tmp_path / "texts.jsonl"),
         "patch_size": 8,

@@ -177,10 +177,10 @@ def test_the_view_takes_durations_of_a_chunk(capsys) -> None:
     assert result["step_ms"]["strict"] == pytest.approx(ran["makespan_ms_mean"])
 
 
-@pytest.mark.parametrize("name", ["schedule", "emulate", "levels", "import-hf", "export-hf", "completion"])
+@pytest.mark.parametrize("name", ["schedule", "emulate", "levels", "import-hf", "export-hf", "completion", "read"])
 def test_a_command_that_is_gone_names_its_successor(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rrfp_jax.commands.main", name, "--json"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {name} is no command any more: take ")
+    assert done.stderr.startswith(f"error: {name!r} is no command any more: give ")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from experiments.reading.draw import HELD_OUT, TRAIN, draw_data
 from rrfp_jax.commands.evaluate import config_of
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.data_sets import make_evaluation_sets
@@ -122,15 +123,17 @@ def test_rows_stand_once_after_a_resume_and_training_is_that_without(tmp_path: P
 
 @pytest.mark.slow
 def test_a_run_that_sees_has_the_exact_match_that_it_reads_with(tmp_path: Path) -> None:
-    """On the same pictures: a set's first batch is what ``rrfp read`` asks for."""
+    """On the same pictures: the set's only batch has all that ``experiments.reading`` asks for."""
     run, plain, letters = tmp_path / "run", tmp_path / "plain", "abcdxy"
-    words = ",".join(one + other for one in letters for other in letters)
+    easy = {"max_images": 1, "text_only": 0, "held_out": 0.3, "num_pictures": 400, "num_held_out": 32}
+    words = " ".join(one + other for one in letters for other in letters)
+    draw_data(tmp_path / "words", num_samples=800, text=words, **easy)
     options = ("--config", "cpu/multimodal", "--num-stages", 2, "--stage-of-chunk", "0,1", "--deterministic", "true")
-    easy = {"max-images": 1, "words": words, "text-only": 0, "held-out": 0.3, "noise": 0, "max-bytes": 100_000}
-    for name, value in {**easy, "text-buckets": 1, "image-buckets": 1}.items():
-        options += (f"--rendered-text.{name}", value)
+    for name, value in {"path": tmp_path / "words" / TRAIN, "text-buckets": 1, "image-buckets": 1}.items():
+        options += (f"--image-text.{name}", value)
     evaluating = ("--evaluation.every", 100, "--evaluation.batches", 1)
-    evaluating += ("--evaluation.sets", json.dumps({"held_out": {"batch_size": 32}}))
+    held_out = {"path": str(tmp_path / "words" / HELD_OUT), "batch_size": 32}
+    evaluating += ("--evaluation.sets", json.dumps({"held_out": held_out}))
     for folder, more in ((run, evaluating), (plain, ())):
         done = run_command("train", *options, *more, "--steps", 200, "--run-dir", folder, timeout_s=280)
         assert done.returncode == 0, done.stderr
@@ -141,7 +144,10 @@ def test_a_run_that_sees_has_the_exact_match_that_it_reads_with(tmp_path: Path) 
     assert 0 < last["exact_match"] < 1
     assert first["token_accuracy"] < last["token_accuracy"] < 1
     assert last["exact_match"] < last["token_accuracy"]
-    read = run_command("read", run, "--samples", 32)
+    picture = tmp_path / "words.png"
+    read = run_command("reading", run, "--samples", 32, "--beside", plain, "--picture", picture)
+    assert [line.split()[:2] for line in read.stdout.splitlines() if "%" in line] == [["run", "200"], ["plain", "200"]]
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert f"{last['exact_match']:.1%}" in read.stdout.split(), read.stdout
     told = run_command("evaluate", run, "--json")
     assert told.returncode == 0, told.stderr

@@ -1,7 +1,6 @@
 """Training of vision-language models by the command: its rows, going on in another layout, and what it refuses."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,24 @@ import pytest
 import yaml
 from PIL import Image
 
-from rrfp_jax.commands import read, train
-from rrfp_jax.commands.common.errors import run_command
+from rrfp_jax.commands import train
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.data import ImageText
 from rrfp_jax.data.parts import is_held_out
-from tests.commands.running import ROOT, run_afresh
+from tests.commands.running import run_afresh
+from tests.drawn_words import preset_data
 
 MULTIMODAL = "tpu_gpu_configs/cpu/multimodal.yaml"
-SMALL = (
-    *("--hidden", 16, "--num-heads", 2, "--mlp-dim", 16, "--vision.hidden", 16, "--vision.num-heads", 2),
-    *("--vision.mlp-dim", 16, "--rendered-text.batch-size", 16, "--rendered-text.max-bytes", 200_000),
-    *("--rendered-text.text-buckets", 1, "--rendered-text.image-buckets", 1, "--rendered-text.text-only", 0.5),
-)
+
+
+def small() -> tuple[object, ...]:
+    """Returns options that make the preset's model small and give it data."""
+    return (
+        *("--hidden", 16, "--num-heads", 2, "--mlp-dim", 16, "--vision.hidden", 16, "--vision.num-heads", 2),
+        *("--vision.mlp-dim", 16, "--image-text.path", preset_data()),
+        *("--image-text.text-buckets", 1, "--image-text.image-buckets", 1),
+    )
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -33,12 +36,12 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    options = ("--config", MULTIMODAL, *SMALL)
+    options = ("--config", MULTIMODAL, *small())
     assert run_afresh("train", *options, "--steps", 6, "--run-dir", whole).returncode == 0
     first = run_afresh("train", *options, "--steps", 3, "--run-dir", halves)
     assert first.returncode == 0, first.stderr
     assert "images/s" in first.stdout
-    together = ("--num-stages", 2, "--stage-of-chunk", "0,1,0,1", "--rendered-text.num-microbatches", 8)
+    together = ("--num-stages", 2, "--stage-of-chunk", "0,1,0,1", "--image-text.num-microbatches", 8)
     more = run_afresh("train", *options, *together, "--steps", 6, "--learning-rate", 4e-3, "--run-dir", halves)
     assert more.returncode == 0, more.stderr
     straight, resumed = rows_of(whole), rows_of(halves)
@@ -48,12 +51,6 @@ def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -
     np.testing.assert_allclose([row["loss"] for row in resumed], [row["loss"] for row in straight], rtol=2e-5)
     assert all(row["images_per_s"] > 0 and 0 <= row["patch_padding"] < 1 for row in straight)
     assert sum(row["forwards_skipped"] for row in straight) > 0
-    told = run_afresh(
-        "read", os.path.relpath(whole, ROOT), "--beside", halves, "--samples", 32, "--picture", tmp_path / "words.png"
-    )
-    assert told.returncode == 0, told.stderr
-    assert [line.split()[:2] for line in told.stdout.splitlines() if "%" in line] == [["whole", "6"], ["halves", "6"]]
-    assert (tmp_path / "words.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -76,25 +73,10 @@ def test_a_language_model_trains_on_text_of_any_length(tmp_path: Path) -> None:
     assert 0 < rows[0]["token_padding"] < 0.5
 
 
-def test_reading_refuses_what_is_no_run_of_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refused(*words: object) -> str:
-        with pytest.raises(SystemExit) as ended:
-            run_command(lambda: read.main([str(word) for word in words]))
-        assert ended.value.code == 2
-        return capsys.readouterr().err
-
-    (tmp_path / "config.yaml").write_text(Path(MULTIMODAL).read_text())
-    assert "holds no checkpoint: train first" in refused(tmp_path)
-    assert "samples is 7: give a multiple of 32" in refused(tmp_path, "--samples", 7)
-    assert "is no run directory, it has no config.yaml" in refused(tmp_path / "elsewhere")
-    assert "let the name end in .png" in refused(tmp_path, "--picture", "words.jpg")
-    (tmp_path / "config.yaml").write_text(Path("tpu_gpu_configs/cpu/debug.yaml").read_text())
-    assert "was not trained to read pictures" in refused(tmp_path)
-
-
 def changed(tmp_path: Path, sections: dict[str, dict[str, Any] | None]) -> str:
     """A configuration like the preset's with other values; None leaves a section out."""
     config = yaml.safe_load(Path(MULTIMODAL).read_text())
+    config["image_text"]["path"] = preset_data()
     for name, values in sections.items():
         if values is None:
             del config[name]
@@ -109,22 +91,16 @@ def changed(tmp_path: Path, sections: dict[str, dict[str, Any] | None]) -> str:
     ("sections", "answer"),
     [
         ({"vision": {"patch_dim": 32}}, "vision.patch_dim is 32, and the data has 64: give vision.patch_dim 64"),
-        (
-            {
-                "rendered_text": None,
-                "image_text": {"path": "x", "batch_size": 1, "num_microbatches": 1, "mean": [float("nan")]},
-            },
-            "image_text.mean is nan: give a finite number",
-        ),
+        ({"image_text": {"mean": [float("nan")]}}, "image_text.mean is nan: give a finite number"),
         ({"vision": {"max_columns": 3}}, "vision knows 2 rows and 3 columns of patches, and the largest image has"),
         ({"projector": {"patches_per_feature": 1}}, "projector.patches_per_feature is 1, and the data has 4"),
         (
             {"vision": None, "projector": None, "pipeline": {"encoder_stages": None}},
-            "rendered_text draws pictures, and the model has no vision",
+            "images, and the model no vision: give a section vision, or text alone",
         ),
         ({"vision": None}, "projector is given without vision"),
-        ({"rendered_text": None}, "no data set is given: give one of the sections data, rendered_text, image_text"),
-        ({"data": {"length": 8, "batch_size": 8, "num_microbatches": 4}}, "data and rendered_text are given: give one"),
+        ({"image_text": None}, "no data set is given: give one of the sections data, image_text, tokens"),
+        ({"data": {"length": 8, "batch_size": 8, "num_microbatches": 4}}, "data and image_text are given: give one"),
         ({"pipeline": {"encoder_stages": 4}}, "the encoder takes 4 of 4 stages and leaves the decoder none"),
         ({"pipeline": {"stage_of_chunk": [0, 1]}}, "stage_of_chunk names 2 stages and num_stages is 4"),
         ({"pipeline": {"stage_of_chunk": [0, 1, 2, -3]}}, "stage_of_chunk is [0, 1, 2, -3]: give the stage of every"),
@@ -157,6 +133,17 @@ def test_what_does_not_fit_is_refused_in_one_sentence(
     assert "decoder_layers_per_chunk" not in str(refused.value)  # no key of a configuration
 
 
+def test_the_preset_without_its_data_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_train_config(MULTIMODAL, {})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^cannot read runs/words/train\.jsonl \(No such .*\): give the path of a JSON"
+    ):
+        plan_run(config, tmp_path / "run")
+
+
 def test_a_placement_of_other_stages_is_refused_for_any_model() -> None:
     with pytest.raises(ValueError, match="stage_of_chunk names 3 stages and num_stages is 4"):
         load_train_config("tpu_gpu_configs/cpu/debug.yaml", {"pipeline.stage_of_chunk": [0, 1, 2]})
@@ -166,7 +153,7 @@ def test_text_alone_is_refused_for_a_model_that_sees(tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "abc"}) + "\n")
     values = {"path": str(texts), "batch_size": 1, "num_microbatches": 1}
-    config = load_train_config(changed(tmp_path, {"rendered_text": None, "image_text": values}), {})
+    config = load_train_config(changed(tmp_path, {"image_text": values}), {})
     with pytest.raises(ValueError, match="has no images, and the model has vision: leave out the sections vision"):
         plan_run(config, tmp_path / "run")
 
@@ -178,8 +165,8 @@ def test_a_part_of_the_images_is_held_out_for_evaluation(tmp_path: Path) -> None
         lines.append({"prompt": "how dark? ", "target": f"{number}", "images": [f"{number}.png"] * (number > 3)})
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    values = {"path": str(texts), "batch_size": 8, "num_microbatches": 4, "patch_size": 8, "channels": 1}
-    sections = {"rendered_text": None, "image_text": {**values, "held_out": 0.2}, "evaluation": {"every": 1}}
+    values = {"path": str(texts), "batch_size": 8}
+    sections = {"image_text": {**values, "held_out": 0.2}, "evaluation": {"every": 1}}
     planned = plan_run(load_train_config(changed(tmp_path, sections), {}), tmp_path / "run")
     assert isinstance(planned.dataset, ImageText)
     held = planned.evaluation_sets["held_out"]
@@ -220,11 +207,11 @@ def test_encoder_options_are_for_models_with_an_encoder(tmp_path: Path, name: st
     [
         (
             "data.batch_size",
-            "--batch-size is of the section data, .* is rendered_text: give --rendered-text.batch-size",
+            "--batch-size is of the section data, .* is image_text: give --image-text.batch-size",
         ),
-        ("data.path", "--path is of the section data, .* is rendered_text: give --rendered-text.path"),
-        ("image_text.channels", "--image-text.channels is of .* is rendered_text: give another file than"),
-        ("image_text.path", "--image-text.path is of .* is rendered_text: give another file than"),
+        ("data.path", "--path is of the section data, .* is image_text: give --image-text.path"),
+        ("own_data.batch_size", "--own-data.batch-size is of .* is image_text: give another file than"),
+        ("tokens.path", "--tokens.path is of .* is image_text: give another file than"),
     ],
 )
 def test_options_of_another_data_set_are_refused_with_those_that_were_meant(name: str, answer: str) -> None:

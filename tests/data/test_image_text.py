@@ -6,12 +6,13 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from rrfp_jax.data import BrokenData, ImageText, ImageTextConfig, contents_of, image_text
+from rrfp_jax.data import BrokenData, ImageText, ImageTextConfig, contents_of, image_text, prefetched
 from rrfp_jax.data.image_files import fitting_grid, size_of_image
 
 
@@ -123,6 +124,68 @@ def test_pixels_are_those_of_the_file(folder):
         assert (height, width) in sizes
         assert leaf["patches"].dtype == np.uint8  # in which they take a quarter of what they would as float32
         assert np.array_equal(picture, np.asarray(gradient(width * 8, height * 8)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_microbatches": 1},
+        {"num_microbatches": 6},
+        {"balance": False},
+        {"pack": False},
+        {"length": 96, "image_length": 64},
+        {"text_buckets": 1, "image_buckets": 5},
+    ],
+    ids=str,
+)
+def test_samples_are_the_same_in_all_layouts(folder, changes):
+    assert read(dataset(folder, **changes).batch(5)) == read(dataset(folder).batch(5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 10}, r"length 10: give at least that, or shorten the line"),
+        ({"image_length": 18}, r"image_length is 18: give a multiple of 4"),
+    ],
+)
+def test_rows_that_are_too_short_are_refused(folder, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataset(folder, **changes)
+
+
+def test_leaves_have_the_shapes_of_one_of_the_buckets(folder):
+    data = dataset(folder)
+    seen = set()
+    for step in range(50):
+        batch = data.batch(step)
+        for number in range(3):
+            leaves = {name: leaf[number] for name, leaf in batch.items() if leaf[number] is not None}
+            shapes = {name: (leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
+            [bucket] = [
+                number
+                for number, bucket in enumerate(data.buckets)
+                if shapes == {name: (spec.shape, spec.dtype) for name, spec in bucket.items()}
+            ]
+            seen.add(bucket)
+        for name, most in zip(("patch_rows", "patch_columns"), data.largest_grid, strict=True):
+            assert max(leaf.max() for leaf in batch[name] if leaf is not None) < most
+    assert len(seen) > 1
+    assert len(data.buckets) <= 3 * (3 + 1)
+
+
+def test_threads_read_the_same(folder):
+    data = dataset(folder)
+    with prefetched(data, num_threads=4) as batches:
+        threaded = list(islice(batches, 12))
+    for step, batch in enumerate(threaded):
+        for one, other in zip(batch["patches"], data.batch(step)["patches"], strict=True):
+            assert (one is None and other is None) or np.array_equal(one, other)
+
+
+def test_a_negative_step_is_refused(folder):
+    with pytest.raises(ValueError, match=r"step is -1"):
+        dataset(folder).batch(-1)
 
 
 def test_images_of_one_size_have_a_row_each(folder):

@@ -104,7 +104,7 @@ def test_others_wait_and_say_so_but_not_for_ever(folder):
     first = found(folder, cache=str(folder / "kept"))
     target = first._sets[0].path
     target.rename(folder / "aside")
-    with text_files._alone(target, 1, told.append):
+    with text_files._set_locked(target, 1, told.append):
         with pytest.raises(ValueError, match=r"has been tokenising into .* for 0.001 minutes: look at that one"):
             found(folder, cache=str(folder / "kept"), wait_minutes=0.001)
         waiting = threading.Thread(target=lambda: data.append(found(folder, told=told, cache=str(folder / "kept"))))

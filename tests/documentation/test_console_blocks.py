@@ -96,7 +96,8 @@ def parse(command: str) -> None:
         return
     name, flags = found
     where = "rrfp_jax.commands" if (ROOT / "rrfp_jax" / "commands" / f"{name}.py").exists() else "experiments"
-    arguments = importlib.import_module(f"{where}.{name}").make_parser().parse_args(flags)
+    module = f"{where}.{name}.__main__" if (ROOT / where / name).is_dir() else f"{where}.{name}"
+    arguments = importlib.import_module(module).make_parser().parse_args(flags)
     if name == "train" and not arguments.config.startswith("runs/"):  # what a command before it writes
         load_train_config(arguments.config, overrides_of(arguments))
     if name == "launch" and arguments.command:

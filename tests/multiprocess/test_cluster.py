@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from rrfp_jax.network import RunKey
+from rrfp_jax.cluster import RunKey
 from tests.multiprocess.launching import PROGRAMS, ROOT, Launched, eventually, launched
 from tests.multiprocess.ports import free_port
 

@@ -48,7 +48,7 @@ def test_a_coordination_service_that_does_not_speak_is_not_waited_for_beyond_the
     """Its port is open, as behind a filter that answers for others: JAX by itself aborts with a native stack."""
     code = """
 import sys
-from rrfp_jax.network import RunKey
+from rrfp_jax.cluster import RunKey
 from rrfp_jax.runtime.start_jax import connect_client
 connect_client(sys.argv[1], 0, 2, RunKey.generate(), timeout_s=1.5)
 """

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.network.certificates import SECURED, service_security
-from rrfp_jax.network.keys import RunKey
+from rrfp_jax.cluster.certificates import SECURED, service_security
+from rrfp_jax.cluster.keys import RunKey
 from tests.environment import of_child
 from tests.multiprocess.launching import PROGRAMS, ROOT, eventually, launched
 

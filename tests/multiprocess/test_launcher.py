@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from rrfp_jax.cluster.child_processes import rank_cores
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.launch import main
-from rrfp_jax.launch.child_processes import rank_cores
 from tests.multiprocess.launching import ROOT, Launched, eventually, launched
 
 

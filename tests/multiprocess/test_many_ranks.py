@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from rrfp_jax.tree import children, parent
-from tests.network.mesh import Process, processes
+from tests.cluster.mesh import Process, processes
 
 NUM_RANKS = 64
 MAX_FILES = 60

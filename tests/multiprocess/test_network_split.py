@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from rrfp_jax.network import RunKey
+from rrfp_jax.cluster import RunKey
 from tests.multiprocess.launching import Launched, launched
 from tests.multiprocess.reports import rank_text
 

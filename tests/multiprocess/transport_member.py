@@ -29,7 +29,7 @@ class Member:
     def __init__(
         self, rank: int, num_ranks: int, key: str, selection: str, layout: dict[str, int], pipe: Connection
     ) -> None:
-        from rrfp_jax.network import NetworkSettings, PeerAddress, PeerNetwork, RunKey
+        from rrfp_jax.cluster import NetworkSettings, PeerAddress, PeerNetwork, RunKey
         from rrfp_jax.planning.layout import Layout
         from rrfp_jax.runtime.transports.transfer_server import TransferServer
 
@@ -251,7 +251,7 @@ class Started:
 @contextmanager
 def started(num_ranks: int, main: Any, selections: tuple[str, ...] = ()) -> Iterator[Started]:
     """Ranks in processes of their own; killed at the end."""
-    from rrfp_jax.network import RunKey
+    from rrfp_jax.cluster import RunKey
 
     key, context = RunKey.generate().text(), multiprocessing.get_context("spawn")
     with socket.socket() as free:

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from rrfp_jax.network.certificates import SECURED, service_security
+from rrfp_jax.cluster.certificates import SECURED, service_security
 from rrfp_jax.private import jaxlib_names
 from rrfp_jax.private.jaxlib_names import NAMES
 from tests.environment import of_child
@@ -16,8 +16,8 @@ from tests.private.canaries import assert_kept
 SERVE_AND_CONNECT = """
 import socket, sys
 
-from rrfp_jax.network.certificates import rank_credentials, service_credentials
-from rrfp_jax.network.keys import RunKey
+from rrfp_jax.cluster.certificates import rank_credentials, service_credentials
+from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.private.jaxlib_names import *
 
 with socket.socket() as probe:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.network import LoopThread
-from rrfp_jax.network.wire import pack, unpack
+from rrfp_jax.cluster import LoopThread
+from rrfp_jax.cluster.wire import pack_plain, unpack_plain
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.failure_report import Failure, FailureReport, failure_elsewhere, lost_rank
@@ -37,7 +37,7 @@ def state(stage: int, *, running: str | None = None, waits: tuple[int, ...] = ()
 
 def over_the_wire(failure: Failure, rank: int) -> FailureNews:
     told = failure.news({rank: failure.states}, failure.lost, rank)
-    return from_plain(FailureNews, unpack(pack(to_plain(told))))
+    return from_plain(FailureNews, unpack_plain(pack_plain(to_plain(told))))
 
 
 class DeafPeers:

@@ -9,7 +9,7 @@ import pytest
 
 from rrfp_jax.planning.layer_sizes import LEAVES_AHEAD
 from rrfp_jax.runtime.leaves_ahead import LeavesAhead, Pair
-from tests.network.mesh import eventually
+from tests.cluster.mesh import eventually
 
 
 class Stage:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.network import ClusterConfig, Membership
+from rrfp_jax.cluster import ClusterConfig, Membership
 from rrfp_jax.runtime.detection import membership_from
 
 FULL = {

@@ -18,7 +18,7 @@ from rrfp_jax.runtime.report import FailureNews
 from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import StepSums
-from tests.network.mesh import PATIENCE_S, eventually, networks
+from tests.cluster.mesh import PATIENCE_S, eventually, networks
 
 LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)
 CHOSEN = TaskChosen(2, Task.parse("0B1"), 1)

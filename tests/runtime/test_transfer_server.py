@@ -17,7 +17,7 @@ from rrfp_jax.runtime.cluster import Cluster
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports.transfer_server import LOCKED_BYTES, ServerProbe, TransferServer
 from rrfp_jax.schedules import linear
-from tests.network.mesh import eventually
+from tests.cluster.mesh import eventually
 from tests.runtime.transport_pairs import ACTIVATION, introduce
 
 _STACKS_BYTES = 300 << 20

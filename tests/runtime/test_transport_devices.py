@@ -23,7 +23,7 @@ from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import HeldBytes
 from rrfp_jax.runtime.transports.parts import Key
 from rrfp_jax.runtime.transports.transfer_server import TransferServer
-from tests.network.mesh import eventually
+from tests.cluster.mesh import eventually
 from tests.runtime.test_transports import PAIR, same, sharding_named, single_edge
 from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of
 from tests.test_pipeline import make_batch, make_pipeline

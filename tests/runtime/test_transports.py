@@ -20,7 +20,7 @@ from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.parts import Key, pack_key
 from rrfp_jax.runtime.transports.staging import Begin, Staging, directly, faster, through_pinned
-from tests.network.mesh import eventually
+from tests.cluster.mesh import eventually
 from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of, unit_sharding
 
 PAIR = Layout(num_stages=2, num_ranks=2)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rrfp_jax.network.loop_thread import LoopThread
+from rrfp_jax.cluster.loop_thread import LoopThread
 from rrfp_jax.runtime.turns import Turns
 
 NUM_THREADS, NUM_CALLS = 4, 3000

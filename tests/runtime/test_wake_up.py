@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rrfp_jax.network.loop_thread import LoopThread
+from rrfp_jax.cluster.loop_thread import LoopThread
 from rrfp_jax.runtime.wake_up import WakeUp
 
 NUM_THREADS, NUM_RINGS = 4, 2000

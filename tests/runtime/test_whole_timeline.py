@@ -13,7 +13,7 @@ from rrfp_jax.runtime.cluster import Cluster
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import Span, Timeline
-from tests.network.mesh import networks
+from tests.cluster.mesh import networks
 
 NUM_RANKS = 3
 LENGTH_S = 0.01

@@ -12,12 +12,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.network import NetworkSettings, PeerNetwork, RunKey
+from rrfp_jax.cluster import NetworkSettings, PeerNetwork, RunKey
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports import Edge, PipelineTransport
 from rrfp_jax.runtime.transports.transfer_server import TransferServer
 from rrfp_jax.schedules import linear
-from tests.network.mesh import running_loop
+from tests.cluster.mesh import running_loop
 
 PATIENCE_S = 20.0
 ACTIVATION = Message(MessageKind.ACTIVATION, 0, 1, 3)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.errors import end_with
 from rrfp_jax.commands.common.interrupts import ending_at_once
-from rrfp_jax.network import ClusterConfig
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from

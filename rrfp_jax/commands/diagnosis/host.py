@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 
 from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.cluster.config import ClusterConfig
+from rrfp_jax.cluster.host import ranks_served
 from rrfp_jax.commands.diagnosis import Finding, ok, problem, warning
 from rrfp_jax.hardware import CPU, find_hardware, too_old
-from rrfp_jax.network.config import ClusterConfig
-from rrfp_jax.network.host import ranks_served
 from rrfp_jax.observe.output_files import check_folder
 from rrfp_jax.runtime.cache_directory import AUTO, VARIABLE, cache_path
 

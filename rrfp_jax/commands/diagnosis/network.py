@@ -7,10 +7,10 @@ from typing import Any
 
 import psutil
 
+from rrfp_jax.cluster.config import INTERFACE, LOOPBACK, Address
+from rrfp_jax.cluster.host import addresses_of, is_misleading
+from rrfp_jax.cluster.launch_settings import LaunchSettings
 from rrfp_jax.commands.diagnosis import Finding, ok, problem, warning
-from rrfp_jax.launch.launch_settings import LaunchSettings
-from rrfp_jax.network.config import INTERFACE, LOOPBACK, Address
-from rrfp_jax.network.host import addresses_of, is_misleading
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _CONNECT_S = 3.0

@@ -25,8 +25,8 @@ def start_jax() -> int:
 
 def run_rank() -> int:
     """Run this rank's stage of a small emulated pipeline."""
+    from rrfp_jax.cluster import ClusterConfig
     from rrfp_jax.commands.common.process import enter
-    from rrfp_jax.network import ClusterConfig
 
     process = enter(num_stages=2, configuration={}, cluster=ClusterConfig(), platform="cpu")
 

@@ -8,33 +8,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.commands.sampling.generating import TokenPrompt
-from rrfp_jax.data.image_files import read_pixels, size_of_image
 from rrfp_jax.data.image_text import MARKER, byte_patches, image_grid
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.image_tokens import TextWriter
 from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, place_leaves
-from rrfp_jax.data.patches import patches_of
-from rrfp_jax.data.rendered_config import HEIGHT, RenderedTextConfig
 from rrfp_jax.data.samples import IMAGE_TOKEN, Grid, Text, make_sample
 from rrfp_jax.models.encoder import PixelScale
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig, check_image_index
 from rrfp_jax.planning.packing import pack
 
-ImageData = ImageTextConfig | RenderedTextConfig
-
 
 def prompt_with_images(
     text: str,
     images: Sequence[Path],
-    data: ImageData,
+    data: ImageTextConfig,
     model: VisionLanguageConfig,
     writer: TextWriter | None = None,
 ) -> TokenPrompt:
     """Returns a prompt of bytes or of ``writer``'s tokens, with images at ``<image>`` in the text, or before it.
 
-    The images become patches as in training: those of ``rendered_text`` are grey, dark on light, and a line ends behind
-    each. Raises ValueError, with the remedy, for files that are no images, images that the encoder has no positions
-    for, and for text and images that do not fit together.
+    The images become patches as in training. Raises ValueError, with the remedy, for files that are no images, images
+    that the encoder has no positions for, and for text and images that do not fit together.
     """
     grids = [_grid(data, image) for image in images]
     parts = _parts(text, grids, data, writer)
@@ -62,7 +56,7 @@ def prompt_with_images(
     return TokenPrompt(tokens=sample.tokens, image_leaves=leaves)
 
 
-def _parts(text: str, grids: Sequence[Grid], data: ImageData, writer: TextWriter | None) -> list[Text | Grid]:
+def _parts(text: str, grids: Sequence[Grid], data: ImageTextConfig, writer: TextWriter | None) -> list[Text | Grid]:
     pieces = text.split(MARKER)
     if len(pieces) == 1:
         pieces = [""] * len(grids) + pieces
@@ -75,36 +69,25 @@ def _parts(text: str, grids: Sequence[Grid], data: ImageData, writer: TextWriter
             return writer.parts(pieces, "", grids, data.merge)
         except ValueError as error:
             raise ValueError(f"the prompt {error}") from None
-    ends_lines = isinstance(data, RenderedTextConfig)
     parts: list[Text | Grid] = []
     for piece, grid in zip(pieces, [*grids, None], strict=True):
         parts += [Text(piece.encode(errors="replace"), 0)] if piece else []
-        parts += [grid, *([Text(b"\n", 0)] if ends_lines else [])] if grid is not None else []
+        parts += [grid] if grid is not None else []
     if not parts or isinstance(parts[-1], Grid):
         raise ValueError("the prompt ends in an image, behind which nothing is predicted: give it text after that")
     return parts
 
 
-def _grid(data: ImageData, image: Path) -> Grid:
+def _grid(data: ImageTextConfig, image: Path) -> Grid:
     try:
-        if isinstance(data, ImageTextConfig):
-            return image_grid(data, image)
-        width, height = size_of_image(image, _MOST_PIXELS)
+        return image_grid(data, image)
     except ValueError as error:
         raise ValueError(f"image {image} {error}") from None
-    block = data.patch_size * data.merge
-    columns = max(1, round(width * HEIGHT / height / block)) * data.merge
-    return Grid(HEIGHT // data.patch_size, columns)
 
 
-def _patches(data: ImageData, image: Path, grid: Grid) -> NDArray[np.float32]:
+def _patches(data: ImageTextConfig, image: Path, grid: Grid) -> NDArray[np.float32]:
     try:
-        if isinstance(data, ImageTextConfig):
-            return np.asarray(PixelScale(data.mean, data.std).scaled(byte_patches(data, image, grid)))
-        pixels = read_pixels(image, grid, patch_size=data.patch_size, channels=1, max_pixels=_MOST_PIXELS)
+        pixels = byte_patches(data, image, grid)
     except ValueError as error:
         raise ValueError(f"image {image} {error}") from None
-    return patches_of(1 - pixels, data.patch_size, data.merge)
-
-
-_MOST_PIXELS = 64 * 2**20
+    return np.asarray(PixelScale(data.mean, data.std).scaled(pixels))

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
 from rrfp_jax.bounded_text import shown
+from rrfp_jax.cluster.config import ClusterConfig
 from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
 from rrfp_jax.commands.common.options import INSTEAD, add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.paths import at_home, whole_paths
@@ -29,13 +30,11 @@ from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.commands.training.trust import refuse_code
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.own_data_config import OwnDataConfig
-from rrfp_jax.data.rendered_config import RenderedTextConfig
 from rrfp_jax.data.text_bytes import DataConfig
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, RowsConfig, TokensConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.cuts import CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
-from rrfp_jax.network.config import ClusterConfig
 from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
 from rrfp_jax.planning.remat_names import NAMES as REMATS
 from rrfp_jax.record_files import read_bounded
@@ -44,9 +43,7 @@ from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerC
 from rrfp_jax.training.run_config import AUTO_CUT, EvaluationConfig, PipelineConfig, RunConfig
 from rrfp_jax.yaml_text import read_yaml
 
-DataSetConfig = (
-    DataConfig | RenderedTextConfig | ImageTextConfig | TokensConfig | JsonlConfig | ParquetConfig | OwnDataConfig
-)
+DataSetConfig = DataConfig | ImageTextConfig | TokensConfig | JsonlConfig | ParquetConfig | OwnDataConfig
 """What a data set can be."""
 
 
@@ -60,7 +57,6 @@ class TrainConfig:
     model: LanguageModelConfig
     """Of a vision-language model, its decoder."""
     data: DataConfig | None = None
-    rendered_text: RenderedTextConfig | None = None
     image_text: ImageTextConfig | None = None
     tokens: TokensConfig | None = None
     jsonl: JsonlConfig | None = None
@@ -107,7 +103,7 @@ class TrainConfig:
     @property
     def counts_answers(self) -> bool:
         """Whether evaluations say how many answers are right: where the data says what is an answer."""
-        return self.evaluation is not None and (self.rendered_text is not None or self.image_text is not None)
+        return self.evaluation is not None and self.image_text is not None
 
     @property
     def row_length(self) -> int | None:
@@ -148,7 +144,7 @@ def _record_type(kind: Any) -> type:
 
 _MOST_NESTED = 32
 _LONGEST_VALUE = 60
-DATA_SETS = ("data", "rendered_text", "image_text", "tokens", "jsonl", "parquet", "own_data")
+DATA_SETS = ("data", "image_text", "tokens", "jsonl", "parquet", "own_data")
 """Sections of which there is one."""
 SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
 _WITH_SECTION = (*(name for name in DATA_SETS if name != "data"), "vision", "projector", "evaluation", "tracking")

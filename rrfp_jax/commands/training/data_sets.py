@@ -19,8 +19,6 @@ from rrfp_jax.data import (
     ImageTextConfig,
     OwnData,
     Part,
-    RenderedText,
-    RenderedTextConfig,
     TextBytes,
     Tokens,
 )
@@ -28,9 +26,8 @@ from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.planning.cut_sizes import CutSizes, cut_sizes
 
-RunData = TextBytes | RenderedText | ImageText | Tokens | OwnData
+RunData = TextBytes | ImageText | Tokens | OwnData
 """What a run trains on."""
-_WITH_IMAGES = ("rendered_text", "image_text")
 _ORIGINS = {"path", "object", "arguments"}
 """Fields that say where data comes from."""
 
@@ -45,10 +42,9 @@ def make_data_set(
     that it is meant, if its tokens are not the model's.
     """
     known = known_model(config) if known is None else known
-    if not force and config.data_section in ("data", "rendered_text"):
+    if not force and config.data is not None:
         check_tokens(config.data_section, BYTE_TOKENS, known)  # refuse before reading all of it
-    make = _text_with_images if config.data_section in _WITH_IMAGES else _text
-    data: RunData = make(config, part, known)
+    data: RunData = _text(config, part, known) if config.image_text is None else _images(config, part, known)
     if not force:
         check_tokens(config.data_section, data.token_kind, known)
     if config.model.vocab_size < data.vocab_size:
@@ -76,8 +72,7 @@ def make_evaluation_sets(
             raise ValueError(f"{where}: {error}".replace("to train on", "to evaluate on")) from None
         if _scale(of_set) != _scale(config):
             raise ValueError(f"{where}: the encoder scales pixels as in training: leave out mean and std")
-        if not isinstance(found, RenderedText):  # rendered text never ends
-            found.counts_once = True
+        found.counts_once = True
     return sets
 
 
@@ -107,9 +102,7 @@ def vocabulary_note(config: TrainConfig, data: RunData) -> str | None:
 
 def _text(config: TrainConfig, part: Part, known: KnownModel) -> TextBytes | Tokens | OwnData:
     if config.vision is not None:
-        raise ValueError(
-            f"{config.data_section} is text alone, and the model has vision: give rendered_text or image_text instead"
-        )
+        raise ValueError(f"{config.data_section} is text alone, and the model has vision: give image_text instead")
     if config.own_data is not None:
         return OwnData(config.own_data, config.model.vocab_size, part)
     if config.tokens is not None:
@@ -127,32 +120,25 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _text_with_images(config: TrainConfig, part: Part, known: KnownModel) -> RenderedText | ImageText:
+def _images(config: TrainConfig, part: Part, known: KnownModel) -> ImageText:
     from rrfp_jax.commands.training.model_parts import sample_cost
 
-    cost, cut = sample_cost(config), _cut_sizes(config)
-    if config.image_text is not None:
-        writer = text_writer(config.image_text, known, sees=config.vision is not None)
-        images = ImageText(config.image_text, cost=cost, part=part, cut=cut, writer=writer)
-        if images.num_images and config.vision is None:
+    data = config.image_text
+    assert data is not None
+    writer = text_writer(data, known, sees=config.vision is not None)
+    images = ImageText(data, cost=sample_cost(config), part=part, cut=_cut_sizes(config), writer=writer)
+    if images.num_images and config.vision is None:
+        raise ValueError(
+            f"{data.path} has {images.num_images} images, and the model no vision: give a section vision, or text alone"
+        )
+    if config.vision is not None and (images.num_images or part == TRAIN):
+        if not images.num_images:
             raise ValueError(
-                f"{config.image_text.path} has {images.num_images} images, and the model no vision: give a section "
-                "vision, or text alone"
+                f"{data.path} has no images, and the model has vision: leave out the sections vision and projector, or "
+                "give lines with images"
             )
-        if config.vision is not None and (images.num_images or part == TRAIN):
-            if not images.num_images:
-                raise ValueError(
-                    f"{config.image_text.path} has no images, and the model has vision: leave out the sections vision "
-                    "and projector, or give lines with images"
-                )
-            _check_sees(config.image_text, config, images.largest_grid, config.image_text.channels)
-        return images
-    assert config.rendered_text is not None
-    if config.vision is None:
-        raise ValueError("rendered_text draws pictures, and the model has no vision: give a section vision")
-    drawn = RenderedText(config.rendered_text, cost=cost, part=part, cut=cut)
-    _check_sees(config.rendered_text, config, drawn.largest_grid, 1)
-    return drawn
+        _check_sees(data, config, images.largest_grid)
+    return images
 
 
 def _cut_sizes(config: TrainConfig) -> CutSizes:
@@ -161,15 +147,13 @@ def _cut_sizes(config: TrainConfig) -> CutSizes:
     return cut_sizes(layout.mesh or {}, layout.encoder_mesh)
 
 
-def _check_sees(
-    data: RenderedTextConfig | ImageTextConfig, config: TrainConfig, largest_grid: tuple[int, int], channels: int
-) -> None:
+def _check_sees(data: ImageTextConfig, config: TrainConfig, largest_grid: tuple[int, int]) -> None:
     """Raise ValueError where the encoder's shape does not fit the data's patches."""
     vision, projector = config.vision, config.projector or ProjectorConfig()
     assert vision is not None
-    wanted = {"vision.patch_dim": (vision.patch_dim, data.patch_size**2 * channels)}
+    wanted = {"vision.patch_dim": (vision.patch_dim, data.patch_size**2 * data.channels)}
     wanted["projector.patches_per_feature"] = (projector.patches_per_feature, data.merge**2)
-    if isinstance(data, ImageTextConfig) and data.merge > 1:  # a patch that is a feature by itself has no order
+    if data.merge > 1:  # a patch that is a feature by itself has no order
         wanted["projector.row_order"] = (projector.row_order, data.row_order)
     # The settings of a given model cannot be changed, so the remedies change how the data is shown.
     of_data = {
@@ -180,16 +164,14 @@ def _check_sees(
     for name, (given, needed) in wanted.items():
         if given != needed:
             is_given = config.run.init_from is not None
-            remedy = f"{config.data_section} {of_data[name]}" if is_given else f"{name} {needed}"
+            remedy = f"image_text {of_data[name]}" if is_given else f"{name} {needed}"
             raise ValueError(f"{name} is {given}, and the data has {needed}: give {remedy}")
     _check_positions(data, vision, largest_grid)
 
 
-def _check_positions(
-    data: RenderedTextConfig | ImageTextConfig, vision: VisionConfig, largest_grid: tuple[int, int]
-) -> None:
+def _check_positions(data: ImageTextConfig, vision: VisionConfig, largest_grid: tuple[int, int]) -> None:
     rows, columns = largest_grid
-    is_equal = isinstance(data, ImageTextConfig) and data.image_size is not None
+    is_equal = data.image_size is not None
     if is_equal != (vision.num_patches is not None):
         what = "images of one size" if is_equal else "images of different sizes"
         need = f"num_patches {rows * columns}" if is_equal else f"max_rows {rows} and max_columns {columns}"

@@ -125,7 +125,7 @@ def check_tokens(section: str, kind: TokenKind | None, known: KnownModel) -> Non
         remedy = "give tokenizer bytes, or a section of bytes"
     elif section == "tokens":
         remedy = f"tokenize the text with --tokenizer {tokens.file}"
-    elif section in ("data", "rendered_text"):
+    elif section == "data":
         remedy = "give a section jsonl, parquet, tokens or image_text in its place, whose tokenizer is the model's"
     else:
         remedy = f"give {section}.tokenizer {tokens.file}, or leave it out"

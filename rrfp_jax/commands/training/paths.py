@@ -14,7 +14,6 @@ _WORDS = ("bytes", "train")
 _FILES = ("path", "tokenizer", "cache")
 _PATHS: dict[str, tuple[str, ...]] = {
     "data": ("path",),
-    "rendered_text": ("path",),
     "image_text": ("path", "image_folder", "tokenizer"),
     "tokens": ("path", "tokenizer"),
     "jsonl": _FILES,

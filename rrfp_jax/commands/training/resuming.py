@@ -11,7 +11,6 @@ _OF_SAMPLES = ("num_microbatches", "max_bad_samples", "pack", "text_buckets", "i
 _OF_FILES = ("num_microbatches", "path", "tokenizer", "cache", "wait_minutes")
 _LAYOUT_ONLY = {
     "data": ("num_microbatches", "path"),
-    "rendered_text": (*_OF_SAMPLES, "path"),
     "image_text": (*_OF_SAMPLES, "path", "image_folder", "tokenizer"),
     "tokens": ("num_microbatches", "path", "tokenizer"),
     "jsonl": _OF_FILES,

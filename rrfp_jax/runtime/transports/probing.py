@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from rrfp_jax.network.rendezvous import name_ranks
+from rrfp_jax.cluster.rendezvous import name_ranks
 
 DEADLINE_S = 20.0
 """For a server to start, and for its neighbours to fetch from it."""

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from rrfp_jax.arbitration import Message
-from rrfp_jax.network import MalformedMessage, PeerNetwork
-from rrfp_jax.network.wire import pack, unpack
+from rrfp_jax.cluster import MalformedMessage, PeerNetwork
+from rrfp_jax.cluster.wire import pack_plain, unpack_plain
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.inbox import Inbox
@@ -203,7 +203,7 @@ class PipelineTransport:
                 continue
             assert self._network is not None
             if packed is None:
-                packed = pack(payload, _MAX_CONTROL_BYTES)
+                packed = pack_plain(payload, _MAX_CONTROL_BYTES)
             what = receiver, _CONTROL, pack_key(Key(step, message)), [packed]
             if not self._network.send_at_once(*what):
                 self._network.on_loop(self._network.send_arrays, *what)
@@ -225,7 +225,7 @@ class PipelineTransport:
         way = self._ways.expected(message)
         if way.plan is not None or len(frames) != 1:
             raise MalformedMessage(f"rank {sender} sends plain data as the message '{message}'")
-        self._deliver(way.target_unit, step, message, unpack(frames[0], _MAX_CONTROL_BYTES))
+        self._deliver(way.target_unit, step, message, unpack_plain(frames[0], _MAX_CONTROL_BYTES))
 
     def _worker_failed(self, error: Exception) -> None:
         failure = TransportFailed(f"rank {self._rank} could not put data where it belongs: {error!r}")

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rrfp_jax.network import PeerNetwork
-from rrfp_jax.network.peer_network import LARGE_ARRAY_BYTES
+from rrfp_jax.cluster import PeerNetwork
+from rrfp_jax.cluster.peer_network import LARGE_ARRAY_BYTES
 from rrfp_jax.programs.stage_devices import shard_at
 from rrfp_jax.runtime.transports.edges import EdgePlan, Slot, local_devices, num_bytes_of
 from rrfp_jax.runtime.transports.inbox import Inbox

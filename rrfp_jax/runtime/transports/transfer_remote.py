@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rrfp_jax.network import MalformedMessage, PeerNetwork
-from rrfp_jax.network.wire import field
+from rrfp_jax.cluster import MalformedMessage, PeerNetwork
+from rrfp_jax.cluster.wire import field
 from rrfp_jax.runtime.transports.edges import EdgePlan, num_bytes_of
 from rrfp_jax.runtime.transports.inbox import Inbox, assemble
 from rrfp_jax.runtime.transports.interface import Failed, HeldBytes, Remote, TransportFailed

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.network import MalformedMessage
+from rrfp_jax.cluster import MalformedMessage
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.transports.edges import Edge, EdgePlan
 from rrfp_jax.runtime.transports.routes import sender_for

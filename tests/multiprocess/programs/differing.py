@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from rrfp_jax.network import ClusterConfig
+from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from rrfp_jax.cluster import RunKey
 from rrfp_jax.commands.common.errors import run_command
-from rrfp_jax.network import RunKey
 
 OWN = int(os.environ["RRFP_RANK"])
 FOREVER_S, SLOW_S = 600.0, 0.05

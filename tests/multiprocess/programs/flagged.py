@@ -3,8 +3,8 @@
 import os
 import sys
 
+from rrfp_jax.cluster.config import RANK
 from rrfp_jax.commands.main import main
-from rrfp_jax.network.config import RANK
 
 FLAG = "--xla_cpu_enable_fast_math=true"
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from rrfp_jax.network import ClusterConfig
+from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from rrfp_jax.arbitration import GroupProtocol, Ordering, StepRules
-from rrfp_jax.network import ClusterConfig
+from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.planning.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from

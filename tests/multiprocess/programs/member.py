@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from rrfp_jax.network import ClusterConfig
+from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.runtime.cluster import StartFailed, join
 from rrfp_jax.runtime.detection import membership_from
 

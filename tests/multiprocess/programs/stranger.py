@@ -8,8 +8,8 @@ followed by ``-with-KEY`` for certificates of another run key; ``join-and-tell``
 import os
 import sys
 
-from rrfp_jax.network.certificates import rank_credentials
-from rrfp_jax.network.keys import RunKey
+from rrfp_jax.cluster.certificates import rank_credentials
+from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.private.jaxlib_names import get_distributed_runtime_client, get_distributed_runtime_service
 
 _PATIENCE_S = 3

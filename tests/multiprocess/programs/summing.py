@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from rrfp_jax.network import ClusterConfig
+from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
 

@@ -55,7 +55,7 @@ def main() -> int:
 
 def _meet() -> bool:
     """Whether all have come to the rendezvous."""
-    from rrfp_jax.network import JoinRequest, Member, RendezvousFailed, RunKey, meet
+    from rrfp_jax.cluster import JoinRequest, Member, RendezvousFailed, RunKey, meet
 
     member = Member(rank=RANK, host=socket.gethostname(), pid=os.getpid(), address={})
     try:

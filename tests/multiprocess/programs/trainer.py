@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.network import ClusterConfig, Membership, RendezvousServer, RunKey
+from rrfp_jax.cluster import ClusterConfig, Membership, RendezvousServer, RunKey
 from rrfp_jax.runtime.cluster import Cluster, join
 from rrfp_jax.runtime.detection import membership_from
 from tests.multiprocess.cases import Case, read_cases, result_file

@@ -1,0 +1,153 @@
+"""Admission to this process's ZeroMQ sockets: the holders of known keys, and few connections that prove nothing yet."""
+
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from rrfp_jax.cluster._zmq_sockets import QuietLog, ZmqContext, ZmqSocket
+from rrfp_jax.cluster.host import unproven_allowed
+
+LISTENER_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+_ENDPOINT = "inproc://zeromq.zap.01"
+_NUM_FRAMES = 7
+_VERSION = b"1.0"
+
+
+class Gate:
+    """Admits the holders of known keys, by ZeroMQ's authentication protocol (RFC 27).
+
+    ZeroMQ asks the gate about every connection to a CURVE server of its context, after the client has proved that it
+    holds the secret half of the key it shows. Without a gate any key would do, so the gate is opened first.
+
+    Args:
+        context: the context whose connections are judged.
+        roles: the role of each admitted public key. ZeroMQ attaches it to every message as its ``User-Id``: the proven
+            sender. (A routing identity proves nothing: clients choose it, and the gate is not told.)
+        log: told of connections that are refused.
+    """
+
+    def __init__(self, context: ZmqContext, roles: Mapping[bytes, str], log: QuietLog | None = None) -> None:
+        self._log = log
+        self._roles = {key: role.encode() for key, role in roles.items()}
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.bind(_ENDPOINT)
+
+    def answer(self) -> None:
+        """Judges the connections that wait; called when ``socket`` is readable."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            separator = frames.index(b"")
+            route, request = frames[: separator + 1], frames[separator + 1 :]
+            is_curve = len(request) == _NUM_FRAMES and request[0] == _VERSION and request[5] == b"CURVE"
+            role = self._roles.get(z85.encode(request[6])) if is_curve else None
+            if role is None and self._log is not None:
+                where = request[3].decode(errors="replace") if len(request) > 3 else "somewhere"
+                self._log.warn("a connection from %s was refused: its key is not of this run", where)
+            status = [b"400", b"not of this run", b""] if role is None else [b"200", b"OK", role]
+            self.socket.send_multipart([*route, _VERSION, request[1], *status, b""], zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+_Ends = tuple[str, int, int]
+"""Host and port of the other end, and the port here. They differ for every connection, while descriptors come again."""
+
+
+class UnprovenConnections:
+    """Bounds the connections of listening ZeroMQ sockets whose other ends have proven nothing: the oldest is ended.
+
+    ZeroMQ accepts every connection, and drops one that has not proven itself after the handshake's deadline. Until then
+    each holds a descriptor, so a stranger could use up all descriptors of the process, and leave none for files and
+    other connections. ZeroMQ tells the descriptor of a connection as it comes and as it goes, and the descriptor over
+    which a message came. To end a connection, this class shuts it down, which ZeroMQ takes for the other end's doing.
+    Any thread may call it.
+
+    Args:
+        num_ranks: the number of ranks of the run: so many may have to prove themselves at once.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._most = unproven_allowed(num_ranks)
+        self._lock = threading.Lock()
+        self._present: dict[tuple[bytes, int], _Ends] = {}
+        """The ends of present connections, by listener and descriptor: a listener may report that its connection has
+        gone only after another listener has accepted one with the same descriptor."""
+        self._since: dict[_Ends, int] = {}
+        """The descriptors of connections that have proven nothing, the oldest first."""
+        self._proven: set[_Ends] = set()
+        """The ends that have proven themselves, perhaps before this object was told that they came."""
+        # A second descriptor of a connection keeps others from getting its number meanwhile. It is reserved from the
+        # start, since there may be no other left.
+        self._idle = os.open(os.devnull, os.O_RDONLY)
+        self._second = os.dup(self._idle)
+
+    def came(self, descriptor: int, listener: bytes) -> str | None:
+        """Adds a connection that a listener has accepted. Returns its host, or None if it is gone already."""
+        with self._lock:
+            ends = self._ends(descriptor)
+            if ends is None or ends[2] != int(listener.rpartition(b":")[2]):  # closed, and another has its number
+                return None
+            self._present[listener, descriptor] = ends
+            if ends not in self._proven:
+                self._since[ends] = descriptor
+                if len(self._since) > self._most:
+                    oldest = next(iter(self._since))
+                    self._ends(self._since.pop(oldest), to_shut=oldest)
+            return ends[0]
+
+    def went(self, descriptor: int, listener: bytes) -> None:
+        """Removes a connection that the listener had accepted and that is closed."""
+        with self._lock:
+            ends = self._present.pop((listener, descriptor), None)
+            if ends is not None:
+                self._since.pop(ends, None)
+                self._proven.discard(ends)
+
+    def has_proven(self, descriptor: int) -> None:
+        """Marks a connection over which a message has come, so that its other end has the run's key."""
+        with self._lock:
+            ends = self._ends(descriptor)
+            if ends is not None:
+                self._since.pop(ends, None)
+                self._proven.add(ends)
+
+    def heed(self, monitor: ZmqSocket) -> None:
+        """Takes note of the events (``LISTENER_EVENTS``) that wait on a listener's monitor."""
+        while monitor.poll(0):
+            message = recv_monitor_message(monitor, zmq.NOBLOCK)
+            note = self.came if message["event"] == zmq.EVENT_ACCEPTED else self.went
+            note(int(message["value"]), message["endpoint"])
+
+    def _ends(self, descriptor: int, *, to_shut: _Ends | None = None) -> _Ends | None:
+        """Returns the ends of a connection, which is shut down if they are ``to_shut``; None if it does not exist."""
+        with suppress(OSError):
+            os.dup2(descriptor, self._second, inheritable=False)
+            connection = socket.socket(fileno=self._second)
+            try:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    return None
+                host, number, *_ = connection.getpeername()
+                ends = (host, number, connection.getsockname()[1])
+                if ends == to_shut:
+                    connection.shutdown(socket.SHUT_RDWR)
+                return ends
+            finally:
+                connection.detach()
+                os.dup2(self._idle, self._second, inheritable=False)
+        return None
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._second)
+            os.close(self._idle)

@@ -1,0 +1,241 @@
+"""The clients of the rendezvous: a rank that joins its run, and the launcher of another node."""
+
+import os
+import socket as sockets
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import closing, suppress
+from dataclasses import replace
+from typing import Any
+
+import zmq
+
+from rrfp_jax.cluster._rendezvous_server import (
+    MAX_ANSWER_BYTES,
+    MEMBER_ROLE,
+    MOMENT_S,
+    SERVER_ROLE,
+    SILENT_S,
+    WAITING_S,
+    RendezvousFailed,
+)
+from rrfp_jax.cluster._zmq_sockets import connect_as, connect_socket, connection_events, monitor_of, new_socket
+from rrfp_jax.cluster.keys import RunKey
+from rrfp_jax.cluster.rendezvous import JoinRequest, LauncherReport, Member, ProcessEnding, RunStatus
+from rrfp_jax.cluster.wire import MalformedMessage, pack_plain, unpack_plain
+from rrfp_jax.records import MalformedRecord, from_plain, to_plain
+
+_REPEAT_S = 1.0
+_RECONNECT_MS = 500
+_MARGIN_S = 2.0
+"""Seconds by which clients give up later than the rendezvous, so that they hear its decision."""
+_MAX_REFUSALS = 3
+"""Number of refusals in a row after which the keys must differ."""
+_FAREWELL_MS = 2000
+
+
+def meet(address: str, request: JoinRequest, key: RunKey, *, deadline_s: float = 60.0) -> tuple[Member, ...]:
+    """Joins the rendezvous at ``address`` (``tcp://host:port``). Returns all members, ascending by rank.
+
+    Blocks until the decision, at most until the rendezvous' own deadline (once it has answered) or ``deadline_s``.
+
+    Raises:
+        RendezvousFailed: with the reason, where ranks are missing or differ, this one is refused, the run key is not
+            the rendezvous', or nobody answers.
+        ValueError: where the request is larger than 1 MiB.
+    """
+    said = pack_plain({"kind": "hello", "hello": to_plain(request)})
+    next_s, until_s, has_answered = 0.0, time.monotonic() + deadline_s, False
+    with closing(_Client(address, key)) as client:
+        while (now_s := time.monotonic()) < until_s:
+            if now_s >= next_s and not has_answered:
+                client.say(said)
+                next_s = now_s + _REPEAT_S
+            answer = client.hear(until_s)
+            if client.num_refused >= _MAX_REFUSALS:
+                raise RendezvousFailed(
+                    f"the rendezvous at {address} does not accept this process's run key: every process of a run "
+                    "needs the key that its launcher made"
+                )
+            match answer:
+                case {"kind": "waiting", "remaining_s": float() as remaining_s}:
+                    # From now on the rendezvous' own deadline counts, and it answers without being asked again.
+                    has_answered = True
+                    until_s = time.monotonic() + remaining_s + _MARGIN_S
+                case {"kind": "failed", "text": str() as text}:
+                    raise RendezvousFailed(text)
+                case {"kind": "complete", "members": members}:
+                    return tuple(from_plain(tuple[Member, ...], members))
+    state = "fell silent" if has_answered else "did not answer: is the launcher running, and the address right?"
+    raise RendezvousFailed(f"the rendezvous at {address} {state}")
+
+
+class LauncherLink:
+    """The connection of another node's launcher to the head, in a thread of its own; close it.
+
+    ``is_accepted`` says that the head has answered to this key, ``is_gone`` that it has ended, or not answered for a
+    while since.
+
+    Args:
+        ranks: the ranks that the launcher starts.
+        attempt: number of times the run was started before; the head may still serve the attempt before this one.
+        on_status: called on that thread whenever there is news.
+        notice: called there with sentences for the user while the head does not answer.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: RunKey,
+        ranks: tuple[int, ...],
+        *,
+        attempt: int = 0,
+        on_status: Callable[[RunStatus], None],
+        notice: Callable[[str], None],
+    ) -> None:
+        self._address, self._key, self._ranks, self._attempt = address, key, ranks, attempt
+        self._on_status, self._notice = on_status, notice
+        self.is_accepted = self.is_gone = False
+        self._status, self._version = RunStatus(), -1
+        self._endings: dict[int, ProcessEnding] = {}
+        self._is_closing = False
+        self._wake_read, self._wake_write = sockets.socketpair()
+        self._client = _Client(address, key, self._wake_read.fileno())
+        self._thread = threading.Thread(target=self._run, name="rrfp-head", daemon=True)
+        self._thread.start()
+
+    def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "") -> None:
+        """Reports the end of a process of this node, now or at ``time.monotonic() == at_s``, until the head has it."""
+        at_s = time.monotonic() if at_s is None else at_s
+        self._endings = {**self._endings, rank: ProcessEnding(code=code, at_s=at_s, by_launcher=by_launcher)}
+        self._wake_write.send(b"\0")
+
+    def is_settled(self) -> bool:
+        """Returns whether the head knows everything that was reported here, or is gone."""
+        return self.is_gone or self._endings.keys() <= self._status.endings.keys()
+
+    def may_hear_of(self, _: Collection[int], *, may_come: bool = True) -> bool:  # noqa: ARG002 - the head is there or not
+        """Returns whether the head may still tell of the ends of other ranks."""
+        return not self.is_gone
+
+    def why_not(self) -> str:
+        """Returns why the head has not accepted this launcher yet."""
+        if self._client.num_refused < _MAX_REFUSALS:
+            return "it does not answer"
+        if self._attempt:
+            return "it still serves an earlier attempt"
+        return "it answers, but not to this node's run key: give the same to all nodes"
+
+    def close(self) -> None:
+        """Says farewell and ends the thread."""
+        self._is_closing = True
+        self._wake_write.send(b"\0")
+        self._thread.join()
+        self._wake_read.close()
+        self._wake_write.close()
+
+    def _run(self) -> None:
+        with closing(self._client) as client:
+            started_s = time.monotonic()
+            next_s, waiting_s, was_refused, num_unanswered = 0.0, WAITING_S, False, 0
+            while not self._is_closing:
+                now_s = time.monotonic()
+                if now_s >= next_s and client.is_connected:
+                    client.say(self._report())
+                    next_s = now_s + _REPEAT_S
+                    num_unanswered += 1
+                answer = client.hear(now_s + _REPEAT_S)
+                if client.was_woken or (answer is not None and self._read(answer)):
+                    next_s = 0.0
+                if answer is not None:
+                    self.is_accepted, num_unanswered = True, 0
+                    continue
+                # A head that has answered once and refuses now is another one: this attempt's has ended.
+                is_refused = client.num_refused >= _MAX_REFUSALS
+                if self.is_accepted:
+                    is_unreached = client.num_unreached >= _MAX_REFUSALS
+                    self.is_gone |= is_refused or is_unreached or num_unanswered * _REPEAT_S > SILENT_S
+                elif now_s > started_s + waiting_s or is_refused > was_refused:
+                    self._notice(
+                        f"waiting for the head at {self._address} ({now_s - started_s:.0f} s): {self.why_not()}"
+                    )
+                    waiting_s, was_refused = 2 * max(waiting_s, now_s - started_s), is_refused
+            # The head need not wait for this launcher any more. A head that is gone cannot be told.
+            if not self.is_gone:
+                client.linger_ms = _FAREWELL_MS
+                client.say(self._report(is_leaving=True))
+
+    def _report(self, *, is_leaving: bool = False) -> bytes:
+        now_s = time.monotonic()
+        endings = {rank: replace(ending, at_s=now_s - ending.at_s) for rank, ending in self._endings.items()}
+        report = LauncherReport(ranks=self._ranks, endings=endings, version=self._version, is_leaving=is_leaving)
+        return pack_plain({"kind": "launcher", "report": to_plain(report)})
+
+    def _read(self, answer: dict[str, Any]) -> bool:
+        """Takes an answer of the head. Returns whether it is news."""
+        match answer:
+            case {"kind": "bulletin", "version": int() as version, "bulletin": data} if version != self._version:
+                with suppress(MalformedRecord):
+                    self._status, self._version = from_plain(RunStatus, data), version
+                    self.is_gone |= self._status.is_last
+                    self._on_status(self._status)
+                    return True
+        return False
+
+
+class _Client:
+    """A connection to the rendezvous. A byte written to ``wake_fd`` ends :meth:`hear`, as a new connection does."""
+
+    def __init__(self, address: str, key: RunKey, wake_fd: int | None = None) -> None:
+        self._wake_fd = wake_fd
+        self._context = zmq.Context()
+        self._socket = new_socket(self._context, zmq.DEALER)
+        self._socket.maxmsgsize = MAX_ANSWER_BYTES
+        self._socket.reconnect_ivl_max = _RECONNECT_MS
+        self._monitor = monitor_of(self._socket)
+        self._poller = zmq.Poller()
+        for readable in (self._socket, self._monitor, *(() if wake_fd is None else (wake_fd,))):
+            self._poller.register(readable, zmq.POLLIN)
+        self.num_refused = self.num_unreached = 0
+        """Numbers of failures in a row."""
+        self.is_connected = self.was_woken = False
+        self.linger_ms = 0
+        connect_as(self._socket, key.pair(MEMBER_ROLE), key.pair(SERVER_ROLE).public)
+        try:
+            connect_socket(self._socket, address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"'{address}' is no address of a rendezvous: give tcp://host:port") from error
+
+    def say(self, data: bytes) -> None:
+        with suppress(zmq.Again):  # refused, and not yet connected again: said again later
+            self._socket.send(data, zmq.NOBLOCK)
+
+    def hear(self, until_s: float) -> dict[str, Any] | None:
+        """Returns the next answer before ``until_s``, at most a moment later, or None."""
+        left_s = min(MOMENT_S, max(0.0, until_s - time.monotonic()))
+        ready = dict(self._poller.poll(round(left_s * 1000) + 1))
+        self.was_woken = self._monitor in ready and self._has_connected()
+        if self._wake_fd is not None and self._wake_fd in ready:
+            self.was_woken = bool(os.read(self._wake_fd, 4096))
+        if self._socket not in ready:
+            return None
+        try:
+            answer = unpack_plain(self._socket.recv(zmq.NOBLOCK), MAX_ANSWER_BYTES)
+        except MalformedMessage:
+            return None
+        return answer if isinstance(answer, dict) else None
+
+    def _has_connected(self) -> bool:
+        was_connected = self.is_connected
+        for event in connection_events(self._monitor):
+            self.is_connected = event.succeeded
+            self.num_refused = 0 if event.succeeded else self.num_refused + (event.failed is not None)
+            self.num_unreached = 0 if event.succeeded else self.num_unreached + event.unreachable
+        return self.is_connected and not was_connected
+
+    def close(self) -> None:
+        self._monitor.close()
+        self._socket.close(linger=self.linger_ms)
+        self._context.term()

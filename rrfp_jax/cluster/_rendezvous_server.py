@@ -1,0 +1,308 @@
+"""The server of the rendezvous, at which the ranks of a run meet before ``jax.distributed`` starts.
+
+``jax.distributed.initialize`` aborts the process when a rank is missing. So all ranks come here first: within a
+deadline either everyone learns everyone's address, or everyone learns who is missing and which settings differ. The
+server stays afterwards: the launchers of other nodes report how their ranks end, and get a :class:`RunStatus` of all.
+Both sides repeat all that they know until the other has it, so lost messages and connections do no harm. The launcher
+or a supervisor hosts it.
+"""
+
+import logging
+import socket as sockets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from rrfp_jax.cluster._admission import Gate, UnprovenConnections
+from rrfp_jax.cluster._zmq_sockets import WATCHED_EVENTS, bind_socket, monitor_of, new_socket, serve_as
+from rrfp_jax.cluster.config import LOOPBACK
+from rrfp_jax.cluster.keys import RunKey
+from rrfp_jax.cluster.rendezvous import (
+    JoinRequest,
+    LauncherReport,
+    ProcessEnding,
+    Rendezvous,
+    RunStatus,
+    name_ranks,
+)
+from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, MalformedMessage, pack_plain, unpack_plain
+from rrfp_jax.records import MalformedRecord, from_plain, to_plain
+
+_LOG = logging.getLogger(__name__)
+SERVER_ROLE, MEMBER_ROLE = "rendezvous", "member"
+MAX_ANSWER_BYTES = 64 << 20
+"""Largest answer, which names all members of the run."""
+MOMENT_S = 0.25
+"""Longest wait, so that Ctrl-C is noticed."""
+SILENT_S = 10.0
+"""Silence after which the other side of a launcher's connection counts as gone."""
+_LINGER_MS = 1000
+_STOP_TIMEOUT_S = 5.0
+WAITING_S = 4.0
+"""Time after which it is first said who is missing; then after twice as long each time."""
+_MAX_COMPLAINTS, _MAX_NAMELESS = 32, 5
+_OTHER_KEY = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
+
+
+class RendezvousFailed(RuntimeError):
+    """The ranks did not come together; the text says who is missing and what differs."""
+
+
+class RendezvousServer(AbstractContextManager["RendezvousServer"]):
+    """Runs a :class:`Rendezvous` of ``num_ranks`` ranks on a thread of its own; a context manager, or close it.
+
+    Args:
+        deadline_s: seconds from now that all ranks have to come.
+        interface, port: the address to listen on; by default on loopback, on a free port.
+        expected: settings of the head; a rank's configuration must have the same, or none of the same name.
+        on_status: called on the server's thread whenever there is news.
+        notice: called there with sentences for the user: who is waited for, who is refused.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        key: RunKey,
+        *,
+        deadline_s: float = 60.0,
+        interface: str = LOOPBACK,
+        port: int | None = None,
+        expected: Mapping[str, Any] | None = None,
+        on_status: Callable[[RunStatus], None] | None = None,
+        notice: Callable[[str], None] = _LOG.warning,
+    ) -> None:
+        if num_ranks < 1 or deadline_s <= 0:
+            raise ValueError(f"num_ranks {num_ranks} and deadline_s {deadline_s} must be positive")
+        self._rules = Rendezvous(num_ranks, expected)
+        self._started_s = time.monotonic()
+        self._deadline_s, self._ends_s = deadline_s, self._started_s + deadline_s
+        self._on_status, self._notice = on_status, notice
+        self._context = zmq.Context()
+        self._gate = Gate(self._context, {key.pair(MEMBER_ROLE).public: MEMBER_ROLE})
+        self._socket = new_socket(self._context, zmq.ROUTER)
+        self._monitor = monitor_of(self._socket, WATCHED_EVENTS | zmq.EVENT_ACCEPTED)
+        self._wake_read, self._wake_write = sockets.socketpair()
+        self._unproven = UnprovenConnections(num_ranks)
+        try:
+            self._socket.maxmsgsize = MAX_HEADER_BYTES
+            serve_as(self._socket, key.pair(SERVER_ROLE))
+            self.address = bind_socket(self._socket, interface, port)
+        except ValueError:
+            self._free()
+            raise
+        self._routes: dict[bytes, int] = {}
+        self._launchers: dict[bytes, tuple[LauncherReport, float]] = {}
+        """Last reports of other nodes' launchers, and when they were heard."""
+        self._commands: deque[Callable[[], None]] = deque()
+        self._has_announced = False
+        self._status, self._version = RunStatus(), 0
+        self._service: ProcessEnding | None = None
+        self._complaints: set[str] = set()
+        self._hosts: dict[int, str | None] = {}
+        """Host at the other end of each descriptor."""
+        self._num_nameless = 0
+        self._flaw: str | None = None
+        """Fault of the connection that is closed next."""
+        self._waiting_s = WAITING_S
+        self._running = True
+        self._thread = threading.Thread(target=self._serve, name="rrfp-rendezvous", daemon=True)
+        self._thread.start()
+
+    # -- called from any thread --------------------------------------------------------------------------------------
+
+    def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "") -> None:
+        """Reports that a process of this node has ended, now or at ``time.monotonic() == at_s``."""
+        self._check_rank(rank)
+        seconds = (time.monotonic() if at_s is None else at_s) - self._started_s
+        ending = ProcessEnding(code=code, at_s=seconds, by_launcher=by_launcher)
+        self._command(lambda: self._rules.ended(rank, ending))
+
+    def service_ended(self, code: int, at_s: float) -> None:
+        """Reports that the coordination service has ended too early, at ``time.monotonic() == at_s``."""
+        self._command(lambda: setattr(self, "_service", ProcessEnding(code=code, at_s=at_s - self._started_s)))
+
+    def may_hear_of(self, ranks: Collection[int], *, may_come: bool = True) -> bool:
+        """Returns whether some of these ranks have a launcher that is present, or ``may_come`` before the deadline."""
+        has_come = {rank for report, _ in list(self._launchers.values()) for rank in report.ranks}
+        is_there = {rank for report in self._present().values() for rank in report.ranks}
+        may_come &= time.monotonic() < self._ends_s
+        return any(rank in is_there or (may_come and rank not in has_come) for rank in ranks)
+
+    def is_settled(self) -> bool:
+        """Returns whether all launchers that are present have the latest status."""
+        return not self._commands and all(report.version == self._version for report in self._present().values())
+
+    def _present(self) -> dict[bytes, LauncherReport]:
+        since_s = time.monotonic() - SILENT_S
+        launchers = list(self._launchers.items())
+        return {route: report for route, (report, at_s) in launchers if at_s > since_s and not report.is_leaving}
+
+    def close(self) -> None:
+        """Ends the thread and frees the port; ranks that still wait are told that the launcher has ended."""
+        if self._thread.is_alive():
+            self._command(lambda: setattr(self, "_running", False))
+            self._thread.join(_STOP_TIMEOUT_S)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        with suppress(OSError):  # the thread has ended
+            self._wake_write.send(b"\0")
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._rules.num_ranks:
+            raise MalformedMessage(f"an end of rank {rank} of {self._rules.num_ranks}")
+
+    # -- on the thread -----------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for readable in (self._gate.socket, self._socket, self._monitor):
+            poller.register(readable, zmq.POLLIN)
+        poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        try:
+            while self._running:
+                poller.poll(round(MOMENT_S * 1000))
+                self._watch_strangers()
+                self._gate.answer()
+                with suppress(BlockingIOError):
+                    self._wake_read.recv(4096, sockets.MSG_DONTWAIT)
+                while self._commands:
+                    self._commands[0]()
+                    self._commands.popleft()  # afterwards: :meth:`is_settled` must not find it gone and undone
+                self._receive()
+                # Messages come before the clock: a rank that came in time is not missing because this thread was late.
+                self._look_at_clock()
+                self._announce()
+        except Exception as error:
+            _LOG.exception("the rendezvous failed")
+            self._rules.give_up(f"the rendezvous itself failed: {error!r}")
+        finally:
+            self._rules.give_up("the launcher has ended the run")
+            self._announce(is_last=True)
+            self._free()
+
+    def _look_at_clock(self) -> None:
+        waited_s = time.monotonic() - self._started_s
+        if waited_s > self._deadline_s:
+            self._rules.expire(self._deadline_s)
+        if waited_s > self._waiting_s and not self._rules.is_decided:
+            self._notice(f"waiting for {name_ranks(self._rules.missing())} ({waited_s:.0f} s)")
+            self._waiting_s *= 2
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                route, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._unproven.has_proven(route.get(zmq.SRCFD))
+            try:
+                if len(frames) != 1:
+                    raise MalformedMessage(f"{len(frames)} frames instead of one")
+                match said := unpack_plain(frames[0].bytes):
+                    case {"kind": "hello", "hello": data}:
+                        self._hear_rank(route.bytes, from_plain(JoinRequest, data))
+                    case {"kind": "launcher", "report": data}:
+                        self._hear_launcher(route.bytes, from_plain(LauncherReport, data))
+                    case _:
+                        raise MalformedMessage(f"{said!r:.80} is nothing that the rendezvous answers")
+            except (MalformedMessage, MalformedRecord, RecursionError) as error:
+                self._complain(f"a message to the rendezvous was dropped: {error}")
+
+    def _hear_rank(self, route: bytes, request: JoinRequest) -> None:
+        was_decided = self._rules.is_decided
+        if refusal := self._rules.admit(request):
+            self._complain(f"rank {request.member.rank} ({request.member}) is refused: {refusal.splitlines()[0]}")
+            self._reply(route, {"kind": "failed", "text": refusal})
+            return
+        self._routes[route] = request.member.rank
+        if was_decided:
+            self._reply(route, self._decision())
+        else:
+            self._reply(route, {"kind": "waiting", "remaining_s": max(0.0, self._ends_s - time.monotonic())})
+
+    def _hear_launcher(self, route: bytes, report: LauncherReport) -> None:
+        now_s = time.monotonic()
+        for rank, ending in report.endings.items():
+            self._check_rank(rank)
+            # Ages, not times, travel: the clocks of hosts need not agree.
+            self._rules.ended(rank, replace(ending, at_s=now_s - ending.at_s - self._started_s))
+        self._launchers[route] = report, now_s
+        self._send_status(route, report)
+
+    def _announce(self, *, is_last: bool = False) -> None:
+        """Tells ranks the decision, once, and launchers every new status."""
+        if self._rules.is_decided and not self._has_announced:
+            for route in self._routes:
+                self._reply(route, self._decision())
+            self._has_announced = True
+        status = replace(self._rules.status(), service=self._service, is_last=is_last)
+        if status != self._status:
+            self._status, self._version = status, self._version + 1
+            if self._on_status is not None:
+                self._on_status(status)
+            for route, report in self._present().items():
+                self._send_status(route, report)
+
+    def _decision(self) -> dict[str, Any]:
+        if self._rules.members is None:
+            return {"kind": "failed", "text": self._rules.failure}
+        return {"kind": "complete", "members": to_plain(self._rules.members)}
+
+    def _send_status(self, route: bytes, report: LauncherReport) -> None:
+        news = {"bulletin": to_plain(self._status)} if report.version != self._version else {}
+        self._reply(route, {"kind": "bulletin", "version": self._version, **news})
+
+    def _reply(self, route: bytes, said: dict[str, Any]) -> None:
+        with suppress(zmq.ZMQError):  # it has gone meanwhile
+            self._socket.send_multipart([route, pack_plain(said, MAX_ANSWER_BYTES)], zmq.NOBLOCK)
+
+    def _watch_strangers(self) -> None:
+        """Names the hosts whose connections fail.
+
+        ZeroMQ tells a connection's descriptor as it comes and as it goes, and its fault just before it goes.
+        """
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            kind, value = event["event"], event["value"]
+            if kind == zmq.EVENT_ACCEPTED:
+                self._hosts[value] = self._unproven.came(value, event["endpoint"])
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._unproven.went(value, event["endpoint"])
+                host, flaw, self._flaw = self._hosts.pop(value, None), self._flaw, None
+                if flaw is None:
+                    continue
+                # A peer that disconnected before its host was known may reconnect, and be named then.
+                self._num_nameless += host is None
+                is_known = any(complaint.endswith(flaw) for complaint in self._complaints)
+                if host is not None or (self._num_nameless > _MAX_NAMELESS and not is_known):
+                    self._complain(f"a process on {host or 'an unknown host'} {flaw}")
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (kind, value) == _OTHER_KEY:
+                self._flaw = "tries to join with another run key: give the same to all nodes"
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._flaw = "does not speak the protocol of the rendezvous, and is not heard"
+
+    def _complain(self, text: str) -> None:
+        # Each once, and not for ever: strangers could cause complaints at will.
+        if text not in self._complaints and len(self._complaints) < _MAX_COMPLAINTS:
+            self._complaints.add(text)
+            self._notice(text)
+
+    def _free(self) -> None:
+        self._monitor.close()
+        self._socket.close(linger=_LINGER_MS)
+        self._gate.close()
+        self._wake_read.close()
+        self._wake_write.close()
+        self._context.term()
+        self._unproven.close()

@@ -1,0 +1,192 @@
+"""Settings of a run's processes: how they find and watch each other, and the place of each in the run. Pure.
+
+Reading these loads no ZeroMQ.
+"""
+
+from dataclasses import dataclass, replace
+
+from rrfp_jax.field_rules import AT_LEAST_1, SECONDS, check_fields
+
+HEARTBEAT_TIMEOUT_S = 24 * 3600
+"""Silence after which JAX's coordination service gives up a rank, and then aborts all others without a report. It is
+much longer than :class:`ClusterConfig`'s ``silence_deadline_s``, so the ranks notice first and end by themselves."""
+GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "GRPC_ADDRESS_HTTP_PROXY")
+"""The variables by which gRPC chooses a proxy, and JAX's coordination client with it; other spellings are not read."""
+LOOPBACK = "127.0.0.1"
+WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})
+MAX_ARRAY_CONNECTIONS = 16
+PINNED_THREADS = 8
+"""The size of XLA's CPU thread pool in every process. The same number everywhere gives the same bits in all layouts,
+since XLA cuts long sums by it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The processes of a run, where there are several."""
+
+    silence_deadline_s: float = 60.0
+    """Within how long another process that is silent counts as lost; a closed connection is noticed at once."""
+    start_deadline_s: float = 300.0
+    """How long all processes may take to come together, and then the slowest of them to compile."""
+    interface: str | None = None
+    """Address or name (``eth0``) of the network interface that the processes listen on; null: what reaches the place
+    where the run meets, which is loopback on one machine."""
+    encrypt_arrays: bool = True
+    """Whether large arrays are encrypted; false is faster, for networks that are trusted. They are then authenticated
+    by their head only, and accelerators may send theirs by transfer servers."""
+    array_connections: int = 2
+    """Over how many connections the arrays between two processes travel. On as many cores they are encrypted, and by as
+    many threads copied from devices, and to them."""
+    processes_per_device: int = 1
+    """Processes of a host that share an accelerator; each takes an equal part of its memory."""
+    detect: bool = False
+    """Ask JAX (SLURM, Kubernetes, Open MPI) for this process's rank and the number of ranks."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, SECONDS, "silence_deadline_s", "start_deadline_s")
+        check_fields(self, AT_LEAST_1, "processes_per_device")
+        if self.silence_deadline_s > (limit := HEARTBEAT_TIMEOUT_S / 24):
+            raise ValueError(
+                f"silence_deadline_s is {self.silence_deadline_s:g}: give at most {limit:g}, since JAX's own watch, "
+                "which ends processes without a report, must come later"
+            )
+        if not 1 <= self.array_connections <= MAX_ARRAY_CONNECTIONS:
+            raise ValueError(
+                f"array_connections is {self.array_connections}: give 1 to {MAX_ARRAY_CONNECTIONS}, 2 if in doubt"
+            )
+        if self.interface is not None and not self.interface.strip():
+            raise ValueError("interface is empty: give an address or a name as eth0, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkSettings:
+    """Settings of a :class:`~rrfp_jax.cluster.PeerNetwork`; the same on all ranks."""
+
+    interface: str = LOOPBACK
+    """Address or name (``eth0``) of the network interface to listen on."""
+    silence_deadline_s: float = 60.0
+    """Silence, or standstill of its event loop, after which a peer counts as lost."""
+    high_water_bytes: int = 256 << 20
+    """Largest number of unconfirmed bytes per peer before further messages wait at the sender, and largest number that
+    is kept for topics without a handler."""
+    encrypt_arrays: bool = True
+    """Whether large arrays are encrypted. False leaves all but small ones as they are on the private connections:
+    faster, but anybody who controls the network can read them, and alter them."""
+    array_connections: int = 2
+    """Number of connections over which the arrays between two ranks travel; each takes two threads of either rank. As
+    many threads copy arrays from devices, and as many to them."""
+
+    def __post_init__(self) -> None:
+        if self.silence_deadline_s <= 0 or self.high_water_bytes <= 0:
+            raise ValueError(
+                f"silence_deadline_s is {self.silence_deadline_s} and high_water_bytes {self.high_water_bytes}: "
+                "both must be positive"
+            )
+        if not 1 <= self.array_connections <= MAX_ARRAY_CONNECTIONS:
+            raise ValueError(f"array_connections is {self.array_connections}: give 1 to {MAX_ARRAY_CONNECTIONS}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerAddress:
+    """Addresses (``tcp://...``) on which a rank listens, which the rendezvous tells to all others."""
+
+    heartbeats: str
+    messages: str
+
+    def as_dict(self) -> dict[str, str]:
+        """Returns the address as plain data; ``PeerAddress(**data)`` is the way back."""
+        return dict(vars(self))
+
+
+def host_of(address: PeerAddress) -> str:
+    """Returns the host, or the address of the interface, where a rank listens."""
+    return address.messages.removeprefix("tcp://").rpartition(":")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """A host's name or IP address, and a port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """Reads ``host:port`` or ``[::1]:port``."""
+        host, _, port = text.rpartition(":")
+        if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < (1 << 16) - 1:
+            raise ValueError(f"'{text}' is no address: give HOST:PORT, with a port from 1 to 65534")
+        return cls(host=host.strip("[]"), port=int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def next_port(self) -> "Address":
+        """Returns the same host with the next port."""
+        return Address(host=self.host, port=self.port + 1)
+
+
+# -- the environment by which a launcher tells a process its place ---------------------------------------------------
+
+RANK, NUM_RANKS = "RRFP_RANK", "RRFP_NUM_RANKS"
+RENDEZVOUS, COORDINATOR = "RRFP_RENDEZVOUS", "RRFP_COORDINATOR"
+ATTEMPT, INTERFACE, DETECT, LAUNCHER = "RRFP_ATTEMPT", "RRFP_INTERFACE", "RRFP_DETECT", "RRFP_LAUNCHER"
+STARTED = "RRFP_STARTED"
+"""Start of a launcher, as text that fits into a file name: the same for all of its ranks and attempts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A process's place in a run."""
+
+    rank: int
+    num_ranks: int
+    rendezvous: str
+    """Address of the rendezvous of all ranks, ``tcp://host:port``."""
+    coordinator: str
+    """Address of JAX's coordination service, ``host:port``."""
+    attempt: int = 0
+    """Number of times the launcher has restarted the run."""
+    interface: str | None = None
+    """This host's network interface, if it is neither the one that the configuration names for all nor the one on the
+    way to the rendezvous."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(
+                f"{RANK} is {self.rank} and {NUM_RANKS} {self.num_ranks}: ranks count from 0 to {self.num_ranks - 1}"
+            )
+        if not self.rendezvous.startswith("tcp://") or not _has_port(self.rendezvous):
+            raise ValueError(f"{RENDEZVOUS} is '{self.rendezvous}': give tcp://host:port")
+        if not _has_port(self.coordinator):
+            raise ValueError(f"{COORDINATOR} is '{self.coordinator}': give host:port")
+        if self.attempt < 0:
+            raise ValueError(f"{ATTEMPT} is {self.attempt}: give 0 or more")
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables that :func:`~rrfp_jax.runtime.detection.membership_from` reads, without the run key."""
+        variables = {
+            RANK: str(self.rank),
+            NUM_RANKS: str(self.num_ranks),
+            RENDEZVOUS: self.rendezvous,
+            COORDINATOR: self.coordinator,
+            ATTEMPT: str(self.attempt),
+        }
+        return variables if self.interface is None else variables | {INTERFACE: self.interface}
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Returns host and port of the rendezvous."""
+        host, _, port = self.rendezvous.removeprefix("tcp://").rpartition(":")
+        return host.strip("[]"), int(port)
+
+    def meeting_at(self, host: str) -> "Membership":
+        """Returns the same place, with this address for the host of rendezvous and coordination service."""
+        shown = f"[{host}]" if ":" in host else host
+        ports = (address.rpartition(":")[2] for address in (self.rendezvous, self.coordinator))
+        rendezvous, coordinator = (f"{shown}:{port}" for port in ports)
+        return replace(self, rendezvous=f"tcp://{rendezvous}", coordinator=coordinator)
+
+
+def _has_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host.removeprefix("tcp://")) and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16

@@ -1,0 +1,309 @@
+"""The launcher: attempts at a run, restarted where that may help, or the supervision of ranks that others start.
+
+An attempt starts this node's ranks, passes signals on, and ends all together. After the first failure the other ranks
+have time to end by themselves, each with its own report; then they are asked to end (SIGTERM), and at last killed. Told
+to stop, the launcher passes every signal on and waits; Ctrl-C after that ends the ranks in the same way. Two kinds of
+failure leave the ranks nothing to report, so they are killed in a moment: if the ranks did not come together, those
+that have not come yet would only be refused; and if the coordination service dies, JAX aborts them all, and each might
+blame another that was aborted first.
+
+A launcher stays until the ends of all ranks of the run are known to all launchers, so that all return the same code. It
+waits for others no longer than ``grace_s`` after its own ranks have ended, and not for launchers that are gone, or were
+not there when the time to come together was over. A supervisor is a launcher without ranks: it stays until it is told
+to stop, or the run cannot go on.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from datetime import datetime
+from functools import partial
+
+from rrfp_jax.cluster import RunKey, RunStatus
+from rrfp_jax.cluster._endings import STOOD_STILL, Endings, meaning
+from rrfp_jax.cluster._head import HeadFailed, LauncherParts, RunHead, host_head, join_head
+from rrfp_jax.cluster.as_module import python_module
+from rrfp_jax.cluster.child_processes import (
+    ASKING,
+    Child,
+    Guardian,
+    LauncherEvent,
+    LauncherEvents,
+    RankEnded,
+    Signalled,
+    rank_cores,
+)
+from rrfp_jax.cluster.config import COORDINATOR, NUM_RANKS, RENDEZVOUS, STARTED, Membership
+from rrfp_jax.cluster.launch_settings import OWN_COMMANDS, LaunchSettings, rank_environment
+from rrfp_jax.cluster.output import Output
+from rrfp_jax.cluster.rendezvous import ProcessEnding, name_ranks
+from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PREEMPTED, START_FAILED
+
+_RESTART_S = 1.0
+"""Pause before a restart, so that a run that fails at once does not spin."""
+_LOOK_S, _LOOK_AGAIN_S = 0.25, 0.05
+_TERM_S = 5.0
+"""Seconds that a rank that is asked to end may take."""
+_DRAIN_S = 2.0
+_STILL_S = 5.0
+"""Seconds that the last ranks may all be stopped by a signal after others have ended."""
+_LATE_S = 0.3
+"""Seconds for ranks that would come too late to end for the reason that the others had."""
+_ABORT_S = 0.15
+"""Seconds within which JAX aborts; ranks that miss each other report that later."""
+_FAREWELL_S = 2.0
+"""Seconds that a supervisor tells ranks that come late of a failure."""
+_NOT_STOPPED = "did not end by itself"
+
+
+def launch(
+    settings: LaunchSettings, environ: Mapping[str, str], output: Output, *, shared: RunKey | None = None
+) -> int:
+    """Starts this node's ranks, watches them until they have ended, and restarts them where that may help.
+
+    Must run on the main thread. Returns the exit code of the last attempt.
+
+    Args:
+        shared: the key that other hosts know too; None where nobody else needs it (``settings.shares_key``), and each
+            attempt makes its own.
+    """
+    environment = {
+        **rank_environment(environ, settings.threads),
+        STARTED: f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}",
+    }
+    with closing(Guardian()) as guardian, LauncherEvents() as events:
+        parts = LauncherParts(
+            settings=settings, environment=environment, guardian=guardian, events=events, output=output
+        )
+        for number in range(settings.max_restarts + 1):
+            # A fresh key for each attempt, so that a process left over from an earlier one cannot take part.
+            if shared is None:
+                key = RunKey.generate()
+            else:
+                key = RunKey(shared.mac_key(f"attempt {number}")) if number else shared
+            code = _Attempt(parts, number, key).run()
+            may_restart = code not in (DONE, BAD_INPUT, NOT_FINITE, INTERRUPTED)  # these would end alike again
+            if number == settings.max_restarts or not may_restart or _is_stopped(events, output, code):
+                break
+            output.say(f"restart {number + 1} of at most {settings.max_restarts}")
+        return code
+
+
+def _is_stopped(events: LauncherEvents, output: Output, code: int) -> bool:
+    """Waits for the pause before a restart. Returns whether somebody asked the launcher to stop."""
+    until_s = time.monotonic() + _RESTART_S
+    while events.stopped_by is None and time.monotonic() < until_s:
+        events.next(_LOOK_S)
+    if events.stopped_by is not None:
+        output.say(f"not restarted after code {code}, since the launcher was told to stop")
+    return events.stopped_by is not None
+
+
+class _Attempt:
+    """One attempt at the run, on the main thread.
+
+    Args:
+        number: 0 for the first attempt.
+    """
+
+    def __init__(self, parts: LauncherParts, number: int, key: RunKey) -> None:
+        self._parts, self._number, self._key = parts, number, key
+        self._settings, self._events, self._output = parts.settings, parts.events, parts.output
+        self._endings = Endings(parts.settings.num_ranks)
+        self._status = RunStatus()
+        self._alive: dict[int, Child] = {}
+        self._reasons: dict[int, str] = {}
+        """Reasons for which the launcher ended ranks."""
+        self._started_s = self._here_ended_s = time.monotonic()
+        self._failed_s: float | None = None
+        self._met_failure_s: float | None = None
+        """Time at which it was known that the ranks did not come together, or that JAX aborts them."""
+        self._still_since_s: float | None = None
+        self._asked_s: float | None = None
+        self._num_stops = 0
+        self._is_given_up = False
+
+    def run(self) -> int:
+        """Starts, watches and ends everything. Returns the exit code of the run."""
+        self._events.clear()  # an earlier attempt's ranks may still have ended in it
+        try:
+            if self._settings.hosts_head:
+                head = host_head(self._parts, self._key)
+            else:
+                head = join_head(self._parts, self._key, self._number)
+        except HeadFailed as error:
+            self._output.say(f"error: {error}")
+            stopped_by = self._events.stopped_by
+            if stopped_by is None:
+                return START_FAILED
+            return INTERRUPTED if stopped_by == signal.SIGINT else PREEMPTED
+        try:
+            self._start(head)
+            while not self._is_over(head):
+                # Once something has happened, pauses are short: each adds to the time until the run starts again.
+                is_quiet = self._failed_s is None and self._num_stops == 0
+                self._handle(self._events.next(_LOOK_S if is_quiet else _LOOK_AGAIN_S), head)
+                self._press()
+        finally:
+            # Ranks end before the head is closed, since JAX aborts a rank that loses its service.
+            for child in self._alive.values():
+                child.kill()
+            for child in self._alive.values():
+                child.join(_TERM_S)
+            head.close()
+            self._output.drain(_DRAIN_S)
+        if self._settings.supervises and self._endings.service is None and self._endings.missing():
+            return START_FAILED if self._status.failure else DONE
+        for line in self._endings.summary(lambda rank: self._output.last_error(f"rank {rank}")):
+            self._output.say(line)
+        return self._endings.code()
+
+    def _start(self, head: RunHead) -> None:
+        ranks, num_ranks = self._settings.local_ranks(), self._settings.num_ranks
+        for rank, cores in zip(ranks, rank_cores(self._settings.bind, len(ranks)), strict=True):
+            membership = Membership(
+                rank=rank,
+                num_ranks=num_ranks,
+                rendezvous=head.rendezvous,
+                coordinator=head.coordinator,
+                attempt=self._number,
+                interface=head.interface,
+            )
+            self._alive[rank] = Child(
+                python_module(*self._settings.command),
+                {**self._parts.environment, **membership.environment(), **self._key.environment()},
+                self._parts.guardian,
+                partial(self._ended, rank),
+                cores=cores,
+                holds=ASKING if self._settings.command[0] == OWN_COMMANDS else (),  # our commands let them in
+            )
+            self._output.follow(f"rank {rank}", self._alive[rank].stdout, self._alive[rank].stderr, is_main=rank == 0)
+        if self._settings.supervises:
+            self._output.say(
+                f"give every rank {RENDEZVOUS}={head.rendezvous} {COORDINATOR}={head.coordinator} {NUM_RANKS}="
+                f"{num_ranks}, its RRFP_RANK (or RRFP_DETECT=1), and the run key"
+            )
+            self._output.tell(
+                f"{NUM_RANKS}={num_ranks}\n{RENDEZVOUS}={head.rendezvous}\n{COORDINATOR}={head.coordinator}"
+            )
+
+    def _ended(self, rank: int, code: int, at_s: float) -> None:
+        self._events.put(RankEnded(rank, code, at_s))
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: LauncherEvent | None, head: RunHead) -> None:
+        match event:
+            case RankEnded(rank, code, at_s):
+                del self._alive[rank]
+                self._here_ended_s = time.monotonic()
+                reason = self._reasons.get(rank, "")
+                ending = ProcessEnding(code=code, at_s=at_s - self._started_s, by_launcher=reason)
+                # Noted here at once, for the head may be gone; its status, which comes later, is the same for all.
+                self._endings.by_rank.setdefault(rank, ending)
+                head.board.ended(rank, code, at_s=at_s, by_launcher=reason)
+            case RunStatus():
+                self._read(event)
+            case Signalled(number):
+                self._signalled(number)
+        if self._failed_s is None and self._endings.has_failed():
+            self._failed_s = time.monotonic()
+
+    def _read(self, status: RunStatus) -> None:
+        # The head knows of all ranks, and its times are the same for all launchers: they replace our own.
+        self._status = status
+        if status.service is not None and self._endings.service is None:
+            self._endings.service = status.service
+            ended = f"the coordination service ended with {meaning(status.service.code)}"
+            self._output.say(f"{ended}: JAX now aborts all ranks")
+        self._endings.by_rank.update(status.endings)
+        if self._met_failure_s is None and (status.failure is not None or self._endings.service is not None):
+            self._met_failure_s = time.monotonic()
+            if self._settings.supervises and status.failure is not None:
+                self._output.say(status.failure)
+
+    def _signalled(self, number: int) -> None:
+        name = signal.Signals(number).name
+        self._num_stops += 1
+        if not self._alive:
+            self._is_given_up = True
+        elif self._num_stops > 1 and number == signal.SIGINT:
+            self._output.say(f"{name}: told to stop again, all ranks of this node are ended now")
+            self._ask_to_end()
+            return
+        elif self._num_stops == 1:
+            self._output.say(f"{name} is passed on to the ranks of this node; Ctrl-C (SIGINT) ends them at once")
+        for child in self._alive.values():
+            child.pass_on(number)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _press(self) -> None:
+        """Asks, then forces, the ranks to end that do not end by themselves."""
+        now_s = time.monotonic()
+        if self._met_failure_s is not None:
+            self._end_hopeless(now_s - self._met_failure_s)
+        if self._failed_s is None and self._stands_still(now_s):
+            self._failed_s = now_s  # nothing has failed, but nobody is left who could notice
+        if self._asked_s is not None:
+            if now_s > self._asked_s + _TERM_S:
+                self._end(self._alive, _NOT_STOPPED)
+        elif self._failed_s is not None and self._alive:
+            # Ranks that are all stopped will not end by themselves, however long they are given.
+            is_late = now_s > self._failed_s + self._settings.grace_s
+            if is_late or all(child.is_stopped() for child in self._alive.values()):
+                self._ask_to_end()
+
+    def _end_hopeless(self, known_s: float) -> None:
+        """Ends the ranks that have nothing to report."""
+        if self._endings.service is not None and known_s > _ABORT_S:
+            self._end(self._alive, "had lost the coordination service")
+        # After a moment only: a rank that fails for the same reason as the others should say so itself.
+        doomed = [rank for rank in self._status.doomed if rank in self._alive and rank not in self._reasons]
+        if doomed and known_s > _LATE_S:
+            occasion = (self._status.failure or "").splitlines()[0]
+            self._output.say(f"{occasion}: {name_ranks(doomed)}, not there yet, will not be waited for")
+            self._end(doomed, "had not come to the others")
+
+    def _stands_still(self, now_s: float) -> bool:
+        """Returns whether the ranks that are left have all been stopped for a while: nobody is there to miss them."""
+        num_ranks = len(self._settings.local_ranks())
+        is_still = 0 < len(self._alive) < num_ranks and all(c.is_stopped() for c in self._alive.values())
+        if not is_still:
+            self._still_since_s = None
+            return False
+        self._still_since_s = self._still_since_s or now_s
+        return now_s > self._still_since_s + _STILL_S
+
+    def _ask_to_end(self) -> None:
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
+            for rank, child in self._alive.items():
+                self._give_reason(rank, _NOT_STOPPED)
+                child.terminate()
+
+    def _end(self, ranks: Iterable[int], reason: str) -> None:
+        for rank in ranks:
+            self._give_reason(rank, reason)
+            self._alive[rank].kill()
+
+    def _give_reason(self, rank: int, reason: str) -> None:
+        # The first reason stands: later ones follow from it.
+        self._reasons.setdefault(rank, STOOD_STILL if self._alive[rank].is_stopped() else reason)
+
+    def _is_over(self, head: RunHead) -> bool:
+        """Returns whether no rank runs here, and there is no news to wait for."""
+        if self._alive or self._is_given_up:
+            return not self._alive
+        missing, now_s = self._endings.missing(), time.monotonic()
+        if self._settings.supervises and missing:
+            has_failed = self._met_failure_s is not None and now_s > self._met_failure_s + _FAREWELL_S
+            return has_failed or self._endings.service is not None
+        if now_s > self._here_ended_s + self._settings.grace_s:
+            return True
+        # All launchers return the same code, so each waits until it knows every end, and until the others know its own.
+        if missing:
+            return not head.board.may_hear_of(missing, may_come=self._num_stops == 0)
+        return head.board.is_settled()
