@@ -46,12 +46,12 @@ from experiments.bench_split import bench_split
 from experiments.bench_throughput import bench_throughput
 from experiments.bench_tokenize import bench_tokenize
 from experiments.bench_transport import bench_transport
+from experiments.emulate import EMULATED_STEP
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.common.process import use_cpu
-from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.simulation.costs import constant
 from rrfp_jax.testing import emulate
 

@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments.emulate import EMULATED_STEP
 from rrfp_jax.commands.common.ordering import parse_ordering
-from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.simulation import lognormal
 from rrfp_jax.testing import emulate
 

@@ -18,10 +18,10 @@ import numpy as np
 import yaml
 from rich.console import Console
 
+from experiments.emulate import EMULATED_STEP
 from rrfp_jax.arbitration import Order, Ordering, StepRules
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.common.process import use_cpu
-from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import bench_transport, transport_pair
+from experiments.emulate import EMULATED_STEP
 from rrfp_jax.commands.common.ordering import parse_ordering
-from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.simulation import Costs, Links, Machine, simulate
 from rrfp_jax.simulation.costs import constant
 

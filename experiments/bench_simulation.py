@@ -25,7 +25,7 @@ from rrfp_jax.arbitration import (
 )
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.ordering import parse_ordering
-from rrfp_jax.commands.studies.execution import RULES
+from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.schedules import TaskKind, chain, linear
 from rrfp_jax.simulation import Costs, constant, simulate
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from experiments.emulate import EMULATED_STEP
 from rrfp_jax.arbitration import Order, dispatch_of
 from rrfp_jax.arbitration.dispatch import AUTO
 from rrfp_jax.cluster import ClusterConfig
@@ -17,7 +18,6 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.common.process import enter
-from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.commands.studies.durations import load_durations
 from rrfp_jax.commands.studies.simulate_options import parse_entries
 from rrfp_jax.simulation import peak_memory

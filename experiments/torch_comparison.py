@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.emulate import EMULATED_STEP
 from experiments.turns import LineProcess, our_ranks, torch_processes
 from rrfp_jax.arbitration import Order
-from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.commands.studies.durations import Durations, Profile
 from rrfp_jax.simulation import Costs, for_steps, lognormal, simulate
 

@@ -93,7 +93,7 @@ def _figures(cell: Cell, name: str) -> dict[str, Value]:
 def _run(tensor: int, words: Sequence[str]) -> dict:
     launcher = ["-m", "rrfp_jax.commands.launch", "--processes", str(STAGES * tensor), "--"]
     sizes = ["--num-stages", STAGES, "--num-microbatches", MICROBATCHES, "--tensor", tensor]
-    command = [sys.executable, *launcher, "emulate", *map(str, sizes), *words, "--json"]
+    command = [sys.executable, *launcher, "experiments.emulate", *map(str, sizes), *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_DEADLINE_S)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")

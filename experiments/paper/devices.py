@@ -16,7 +16,7 @@ from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.tables import geometric_mean, markdown
 from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.ordering import Ordering
-from rrfp_jax.commands.studies.execution import RULES
+from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, constant, for_steps, lognormal, simulate
 from rrfp_jax.simulation.costs import Durations
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.emulate import EMULATED_STEP
 from experiments.paper.scene import Method, Scene
-from rrfp_jax.commands.emulate import EMULATED_STEP
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import Costs, InjectedSleeps, Links, Machine, both_directions, simulate
 from rrfp_jax.simulation.costs import Durations

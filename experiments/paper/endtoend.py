@@ -4,7 +4,7 @@ The paper's twelve settings on up to 128 consumer cards and its eight larger one
 lengths of samples, the cut of the models and the share of communication are not published. So each setting is
 simulated over plausible values of them, and the answer is a range. Tasks take time in proportion to the operations of
 the named models' layers (:mod:`rrfp_jax.costs.flops`), samples have published lengths
-(:mod:`rrfp_jax.commands.studies.sample_lengths`), balanced over microbatches or as they come; a transfer takes a tenth
+(:mod:`experiments.sample_lengths`), balanced over microbatches or as they come; a transfer takes a tenth
 of a mean forward, as long as one, or three times as long. Tensor parallelism changes only the ratio of these two.
 """
 
@@ -20,13 +20,13 @@ from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.scene import peaks_above_1f1b
 from experiments.paper.tables import markdown, settings_of
+from experiments.workload_options import on_graph
+from experiments.workloads import Workload
 from rrfp_jax.commands.common.ordering import Ordering
-from rrfp_jax.commands.studies.execution import RULES
 from rrfp_jax.commands.studies.graphs import GraphWishes, make_graph
-from rrfp_jax.commands.studies.model_pairs import ModelPair, model_pair
-from rrfp_jax.commands.studies.workload_options import on_graph
-from rrfp_jax.commands.studies.workloads import Workload
+from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.costs.flops import DecoderSizes
+from rrfp_jax.models.flop_sizes import ModelPair, model_pair
 from rrfp_jax.schedules import Absences, PipelineGraph, Placement
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, lognormal, simulate
 from rrfp_jax.simulation.costs import Durations

@@ -11,8 +11,7 @@ from experiments.paper.rows import Cell, Value
 from rrfp_jax.arbitration import READY, STRICT, Order
 from rrfp_jax.arbitration import Ordering as TableOrdering
 from rrfp_jax.commands.common.ordering import Ordering
-from rrfp_jax.commands.studies.execution import RULES
-from rrfp_jax.commands.studies.noise import parse_jitter
+from rrfp_jax.commands.studies.machine import RULES, parse_jitter
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (

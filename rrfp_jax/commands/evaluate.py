@@ -39,7 +39,7 @@ _NO_ORDER: dict[str, Any] = {
     "consume": "ready",
     "shard_optimizer": False,
 }
-"""What a run says of its order has no meaning here."""
+"""Settings of a run's order, which mean nothing in an evaluation."""
 _ONE_DEVICE: dict[str, Any] = {
     **dict.fromkeys(("layers_per_chunk", "chunks_per_stage", "stage_of_chunk", "mesh")),
     "num_stages": 1,
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("evaluate", __doc__, usage="%(prog)s RUN [option ...]")
     parser.add_argument("run", metavar="RUN", help="a run directory with a checkpoint")
     parser.add_argument("--set", action="append", metavar="NAME", help="only this set of the run's; several times")

@@ -43,10 +43,10 @@ from rrfp_jax.cluster.output import Output
 from rrfp_jax.cluster.scheduler_env import NodePlace
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
-from rrfp_jax.commands.main import COMMANDS
+from rrfp_jax.commands.main import COMMANDS, replacement_of
 
 _FILES_OF_A_RANK = 2
-"""What it prints and its errors."""
+"""Standard output and standard error of a rank, as pipes."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = _Parser("launch", __doc__, usage="%(prog)s --processes N [option ...] -- COMMAND [argument ...]")
     parser.add_argument(
         "--processes",
@@ -193,6 +193,8 @@ def _module_and_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
         raise ValueError("what to run? give it after --, for example -- train --config run.yaml")
     if command[0] in COMMANDS:
         return (OWN_COMMANDS, *command)
+    if (advice := replacement_of(command[0])) is not None:
+        raise ValueError(advice)
     with suppress(FileNotFoundError):  # the current folder, which ranks search last, may be gone
         sys.path.append(os.getcwd())
     try:

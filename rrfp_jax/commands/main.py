@@ -25,31 +25,40 @@ COMMANDS = {
     "tokenize": "make a token set of text, JSON lines or Parquet, or a tokenizer of them",
     "evaluate": "the loss of a trained model on data that it was not trained on",
     "sample": "text of a trained model, from a prompt and images",
-    "import-hf": "take in a model of Hugging Face, to train it further",
-    "export-hf": "write a trained model as one of Hugging Face",
+    "convert": "import a model of Hugging Face, or export a trained one",
     "plan": "from costs to the best cut, order and memory, ranked by forecast step time",
     "simulate": "the same scheduling core in virtual time, with jitter, links and any order",
-    "emulate": "the real runtime on stages whose tasks only take time",
     "profile": "measure what the layers of a model cost here, for plans",
-    "levels": "every schedule as formula, as ideal slots, and executed",
-    "schedule": "one schedule: its rows, its picture, what it holds, a simulated step",
     "replay": "what the stages of a run were told and what they answered",
     "doctor": "look at this host as a run would find it, and say what to mend",
-    "config": "what the keys of a configuration mean, and the presets",
-    "completion": "what a shell needs to complete all this",
+    "config": "explain keys of a configuration, show presets, complete commands in a shell",
 }
-"""The commands, each with what it is for."""
-_MOVED = {"read": "python -m experiments.reading, in a checkout"}
-"""Names that were commands, and what took their place."""
+"""The commands, each with its purpose."""
+_REPLACED = {
+    "import-hf": "rrfp convert import",
+    "export-hf": "rrfp convert export",
+    "completion": "rrfp config --completion",
+    "schedule": "rrfp simulate --schedule NAME --show",
+    "emulate": "python -m experiments.emulate in the checkout",
+    "levels": "python -m experiments.levels in the checkout",
+    "read": "python -m experiments.reading in the checkout",
+}
+"""Commands that are gone, each with the command that took its place."""
+
+
 _OF_PLANNER = ("plan", "profile")
 
 
+def replacement_of(name: str) -> str | None:
+    """Returns a sentence that names the successor of a command that is gone; None for any other word."""
+    return f"{name!r} is no command any more: give {_REPLACED[name]}" if name in _REPLACED else None
+
+
 def module_of(name: str) -> str:
-    """The module of a command; a name that is none is returned as it is, as the module of somebody else's."""
+    """Returns the module of a command; a name that is no command is returned unchanged, as the name of a module."""
     if name not in COMMANDS:
         return name
-    package = "planner" if name in _OF_PLANNER else "commands"
-    return f"rrfp_jax.{package}.{name.replace('-', '_')}"
+    return f"rrfp_jax.{'planner' if name in _OF_PLANNER else 'commands'}.{name}"
 
 
 def run(name: str, argv: list[str] | None = None) -> NoReturn:
@@ -112,17 +121,17 @@ def _answer(word: str) -> int:
         print(_overview())
     elif word == "--version":
         print(__version__)
+    elif (advice := replacement_of(word)) is not None:
+        raise BadInput(advice)
     else:
         near = difflib.get_close_matches(word, COMMANDS, n=1)
-        if word in _MOVED:
-            raise BadInput(f"{word!r} is no command any more: give {_MOVED[word]}")
         advice = f"did you mean {near[0]}" if near else f"the commands are {', '.join(COMMANDS)}"
         raise BadInput(f"{word!r} is no command: {advice}")
     return 0
 
 
 def _overview() -> str:
-    from rrfp_jax.commands.common.help_text import wrap
+    from rrfp_jax.commands.common.options import wrap
 
     room = max(map(len, COMMANDS)) + 4
     lines = ["usage: rrfp COMMAND [option ...]", ""]

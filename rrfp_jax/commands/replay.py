@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("replay", __doc__)
     parser.add_argument(
         "logs", nargs="+", metavar="LOG", help="a run directory, or the logs of one run's processes (events*.json.gz)"
@@ -86,7 +86,7 @@ def _files(names: Sequence[str]) -> list[Path]:
 
 
 class _Story:
-    """What the logs say of one microbatch, in one step, on the stages asked for; nothing without a microbatch."""
+    """The events of one microbatch in one step, on the requested stages; empty without a microbatch."""
 
     def __init__(self, run: RunReplay, microbatch: int | None, stage: int | None, step: int | None) -> None:
         self.run, self.microbatch = run, microbatch

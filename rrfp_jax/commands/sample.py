@@ -1,4 +1,4 @@
-"""Have a trained model go on with a text, to see what it has learned.
+"""Continue a text with a trained model.
 
 ::
 
@@ -9,7 +9,7 @@
     rrfp sample imported/llava --image cat.jpg --prompt "USER: <image> ASSISTANT:"
 
 Parameters come from the newest checkpoint of a run, whatever layout saved it, or from an imported model; they must fit
-on one device. What is printed is the text behind the prompt.
+on one device. The command prints the text behind the prompt.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("sample", __doc__)
     parser.add_argument("folder", metavar="RUN", help="a run directory, or the folder of an imported model")
     text = parser.add_mutually_exclusive_group()

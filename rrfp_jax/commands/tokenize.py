@@ -7,9 +7,8 @@
     rrfp tokenize --show runs/tokens --document 3
     rrfp tokenize --train my_texts --out runs/tokenizer.json --vocab-size 4096
 
-Killed and started again, it goes on with what was done. The same files and options give the same bytes, for any number
-of workers.
-"""
+Killed and started again, it continues the work that was done. The same files and options give the same bytes, for any
+number of workers."""
 
 import argparse
 import json
@@ -68,7 +67,7 @@ _WORDS = {
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("tokenize", __doc__, usage="%(prog)s FILE|FOLDER ... --out DIR [option ...]")
     add = parser.add_argument
     add("inputs", nargs="*", metavar="FILE|FOLDER", help="text, JSON lines or Parquet, in this order, also compressed")

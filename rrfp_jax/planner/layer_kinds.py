@@ -6,7 +6,6 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from rrfp_jax.commands.studies.model_pairs import decoder_sizes, sizes_of
 from rrfp_jax.costs.layer_sizes import (
     LayerSizes,
     Sent,
@@ -19,6 +18,7 @@ from rrfp_jax.costs.layer_sizes import (
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.encoder_config import VisionConfig
+from rrfp_jax.models.flop_sizes import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.planner.microbatches import MicrobatchRows
 

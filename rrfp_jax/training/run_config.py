@@ -215,8 +215,8 @@ class RunConfig:
     seed: int = 0
     """Decides the initial parameters and all random keys."""
     init_from: str | None = None
-    """The folder of an import (``rrfp import-hf``) or of another run, whose parameters this run starts from; None: from
-    initial values by ``seed``."""
+    """The folder of an import (``rrfp convert import``) or of another run, whose parameters this run starts from; None:
+    from initial values by ``seed``."""
     run_dir: str | None = None
     """Directory that the run writes to; None: a new folder under ``runs/``, named by the configuration and the time."""
     report_every: int = 1

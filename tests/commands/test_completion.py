@@ -1,4 +1,4 @@
-"""``rrfp completion``: scripts that shells accept, and what bash then offers behind a half-written command line."""
+"""``rrfp config --completion``: scripts that shells accept, and what bash offers behind a half-written line."""
 
 import shutil
 import subprocess
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.commands import completion
+from rrfp_jax.commands import config
 from rrfp_jax.commands.main import COMMANDS
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.schedules import schedule_names
@@ -34,15 +34,16 @@ OFFERED = {
     "rrfp train --steps 5 --consume s": {"strict"},
     "rrfp train --config cpu/": {name for name in preset_names() if name.startswith("cpu/")},
     "rrfp train --schedule zb": {name for name in schedule_names() if name.startswith("zb")},
-    "rrfp simulate --workload sft": {"sft-single", "sft-packed"},
+    "rrfp simulate --show s": {"slots"},
+    "rrfp convert ex": {"export"},
     "rrfp launch --bind ": {"cores", "none"},
-    "rrfp launch --processes 4 -- em": {"emulate"},
+    "rrfp launch --processes 4 -- ev": {"evaluate"},
     "rrfp launch --processes 4 -- train --config tpu/": {name for name in preset_names() if name.startswith("tpu/")},
-    "rrfp launch --processes 4 -- emulate --num-micro": {"--num-microbatches"},
+    "rrfp launch --processes 4 -- simulate --num-micro": {"--num-microbatches"},
     "rrfp launch --max-": {"--max-restarts"},
     "rrfp config --explain pipeline.wind": {"pipeline.window"},
     "rrfp config --show tpu/v5e": {"tpu/v5e_16"},
-    "rrfp completion z": {"zsh"},
+    "rrfp config --completion z": {"zsh"},
     "rrfp replay mine": {"mine.yaml"},
     "rrfp train --config min": {"mine.yaml"},
     "rrfp train --run.seed ": set(),
@@ -53,7 +54,7 @@ OFFERED = {
 @pytest.mark.skipif(BASH is None, reason="no bash here")
 def test_bash_completes_commands_options_and_values(tmp_path: Path) -> None:
     script = tmp_path / "rrfp"
-    script.write_text(completion.script("bash"))
+    script.write_text(config.completion_script("bash"))
     (tmp_path / "mine.yaml").touch()
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
     done = subprocess.run(
@@ -71,11 +72,11 @@ def test_bash_completes_commands_options_and_values(tmp_path: Path) -> None:
     assert {line: {*words.split()} for line, words in zip(OFFERED, offered, strict=True)} == OFFERED
 
 
-@pytest.mark.parametrize("shell", completion.SHELLS)
+@pytest.mark.parametrize("shell", config.SHELLS)
 def test_the_script_of_a_shell_is_accepted_by_it(
     shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert completion.main([shell]) == 0
+    assert config.main(["--completion", shell]) == 0
     text = capsys.readouterr().out
     assert "num-stages" in text
     if shutil.which(shell) is None:
@@ -86,6 +87,6 @@ def test_the_script_of_a_shell_is_accepted_by_it(
 
 def test_a_shell_without_a_script_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        completion.main(["cmd"])
+        config.main(["--completion", "cmd"])
     assert ended.value.code == 2
     assert "choose from" in capsys.readouterr().err

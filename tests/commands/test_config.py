@@ -119,4 +119,4 @@ def test_one_of_its_options_must_be_given(capsys: Captured) -> None:
     with pytest.raises(SystemExit) as ended:
         config.main([])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: one of the arguments --explain --list --show is required\n"
+    assert capsys.readouterr().err == "error: one of the arguments --explain --list --show --completion is required\n"

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.commands.diagnosis import jax_checks
-from rrfp_jax.commands.diagnosis.cgroups import core_quota, memory_limit
-from rrfp_jax.commands.diagnosis.finding import Finding, Status, guarded, ok, within
-from rrfp_jax.commands.diagnosis.folder_checks import check_compile_cache, check_run_directory
-from rrfp_jax.commands.diagnosis.host_checks import (
+from rrfp_jax.commands.diagnosis import Finding, Status, guarded, ok, processes
+from rrfp_jax.commands.diagnosis.host import (
+    check_compile_cache,
     check_cores,
     check_hardware,
     check_memory,
     check_open_files,
+    check_run_directory,
     check_shared_memory,
+    core_quota,
+    memory_limit,
 )
-from rrfp_jax.commands.diagnosis.jax_checks import check_jax
-from rrfp_jax.commands.diagnosis.start_check import check_start
+from rrfp_jax.commands.diagnosis.processes import check_jax, check_start
 from rrfp_jax.commands.doctor import main
 from tests.commands.running import ROOT
 from tests.environment import of_child
@@ -108,7 +108,7 @@ def test_ranks_that_cannot_start_are_told_with_their_own_words() -> None:
 
 
 def test_few_open_files_are_found_without_root() -> None:
-    program = "from rrfp_jax.commands.diagnosis.host_checks import check_open_files; print(check_open_files())"
+    program = "from rrfp_jax.commands.diagnosis.host import check_open_files; print(check_open_files())"
     for limit, status in ((64, Status.PROBLEM), (160, Status.WARNING), (1024, Status.OK)):
         told = run(f"ulimit -n {limit}; exec {sys.executable} -c '{program}'").stdout
         assert f"status={status!r}" in told
@@ -168,7 +168,7 @@ def test_both_cuda_plugins_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_nccl_that_hangs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_package(tmp_path, "nvidia-nccl-cu13", "2.30.7")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(jax_checks, "_PROBE", "tests.commands.answering_probe")
+    monkeypatch.setattr(processes, "_PROBES", "tests.commands.answering_probe")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert_found(check_jax(), Status.PROBLEM, "nvidia-nccl-cu13 2.30.7", "pip install 'nvidia-nccl-cu13>2.30.7'")
 
@@ -237,8 +237,10 @@ def test_limits_of_control_groups_are_found(tmp_path: Path) -> None:
 
 def test_a_check_neither_raises_nor_hangs() -> None:
     assert_found(guarded(lambda: 1 / 0), Status.PROBLEM, "ZeroDivisionError", "report")  # type: ignore[arg-type, return-value]
-    assert_found(within(0.05, lambda: time.sleep(5) or ok("")), Status.PROBLEM, "no answer within 0.05 s", "hangs")
-    assert within(30, lambda: ok("fine")).text == "fine"
+    assert_found(
+        guarded(lambda: time.sleep(5) or ok(""), deadline_s=0.05), Status.PROBLEM, "no answer within 0.05 s", "hangs"
+    )
+    assert guarded(lambda: ok("fine"), deadline_s=30).text == "fine"
 
 
 @pytest.mark.parametrize(

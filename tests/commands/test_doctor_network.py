@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 
 from rrfp_jax.cluster.config import Address
-from rrfp_jax.commands.diagnosis import network_checks
-from rrfp_jax.commands.diagnosis.addresses import own_addresses
-from rrfp_jax.commands.diagnosis.finding import Status
-from rrfp_jax.commands.diagnosis.network_checks import (
+from rrfp_jax.commands.diagnosis import Status, network
+from rrfp_jax.commands.diagnosis.network import (
     check_head,
     check_host_name,
     check_interfaces,
     check_ports,
-    check_proxies,
-    given_interface,
+    own_addresses,
 )
 from tests.commands.running import ROOT
 from tests.commands.test_doctor import assert_found
@@ -45,19 +42,19 @@ def taken(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_port_in_use_is_found(taken: int, before: int) -> None:
-    found = check_ports(None, taken - before, is_asked=True)
+    found = check_ports(None, taken - before, is_requested=True)
     assert_found(found, Status.PROBLEM, f"{taken}: in use", "--head HOST:PORT")
     assert taken in found.figures["taken"]
-    assert check_ports(None, taken - before, is_asked=False).status is Status.WARNING, "one host takes free ones"
+    assert check_ports(None, taken - before, is_requested=False).status is Status.WARNING, "one host takes free ones"
     head = Address(host="127.0.0.1", port=taken - before)
-    assert_found(check_ports(head, head.port, is_asked=True), Status.PROBLEM, f"{taken}: in use", "end the run")
+    assert_found(check_ports(head, head.port, is_requested=True), Status.PROBLEM, f"{taken}: in use", "end the run")
 
 
 def test_free_ports_are_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert check_ports(None, port, is_asked=True).figures["ports"] == [port, port + 1]
-    assert check_ports(Address(host=UNKNOWN, port=port), port, is_asked=True).status is Status.OK
+    assert check_ports(None, port, is_requested=True).figures["ports"] == [port, port + 1]
+    assert check_ports(Address(host=UNKNOWN, port=port), port, is_requested=True).status is Status.OK
 
 
 def test_a_host_name_that_does_not_resolve_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +102,8 @@ def test_the_interface_of_the_head_is_told() -> None:
 
 @pytest.mark.skipif(OWN is None, reason="this host has no way to others")
 def test_a_head_that_does_not_answer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_checks, "is_here", lambda head: False)
-    monkeypatch.setattr(network_checks, "addresses_of", lambda name: ["192.0.2.77"])
+    monkeypatch.setattr(network, "is_here", lambda head: False)
+    monkeypatch.setattr(network, "addresses_of", lambda name: ["192.0.2.77"])
     with socket.create_server(("127.0.0.1", 0)) as server:
         head = Address(host="127.0.0.1", port=server.getsockname()[1])
         assert "something listens" in check_head(head, None).text
@@ -125,24 +122,12 @@ def test_interfaces_are_told_and_unknown_ones_found() -> None:
     assert_found(
         check_interfaces(None, "nosuch0"), Status.PROBLEM, "nosuch0 is no interface of this host", "--interface"
     )
-    assert given_interface(None, {"RRFP_INTERFACE": "ib0"}) == "ib0"
-    assert given_interface("eth1", {"RRFP_INTERFACE": "ib0"}) == "eth1"
-    assert given_interface(None, {}) is None
 
 
 @pytest.mark.skipif(not MAY_UNSHARE, reason="an empty network takes root")
 def test_a_host_without_loopback_is_found() -> None:
-    program = (
-        "from rrfp_jax.commands.diagnosis.network_checks import check_interfaces; print(check_interfaces(None, None))"
-    )
+    program = "from rrfp_jax.commands.diagnosis.network import check_interfaces; print(check_interfaces(None, None))"
     command = ["unshare", "--net", sys.executable, "-c", program]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "127.0.0.1 is missing" in told
     assert "ip link set lo up" in told
-
-
-def test_proxies_are_told() -> None:
-    environ = {"https_proxy": "http://proxy:3128", "NO_PROXY": "*", "GRPC_ADDRESS_HTTP_PROXY": "x", "PATH": ""}
-    found = check_proxies(environ)
-    assert_found(found, Status.OK, "GRPC_ADDRESS_HTTP_PROXY, NO_PROXY, https_proxy: for trackers", "")
-    assert check_proxies({}).text == "none is set"

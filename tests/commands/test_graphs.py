@@ -6,7 +6,8 @@ from argparse import ArgumentParser
 import numpy as np
 import pytest
 
-from rrfp_jax.commands import levels, simulate
+from experiments import levels
+from rrfp_jax.commands import simulate
 from rrfp_jax.commands.studies.durations import from_array
 from rrfp_jax.commands.studies.graphs import GraphWishes, add_graph_arguments, make_graph, parse_graph
 from rrfp_jax.schedules import (

@@ -16,8 +16,7 @@ import pytest
 
 from rrfp_jax.commands import main
 from rrfp_jax.commands.common.field_words import field_texts, field_words
-from rrfp_jax.commands.common.help_text import examples_in
-from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.common.options import CommandParser, examples_in
 from rrfp_jax.commands.main import COMMANDS, module_of
 from rrfp_jax.commands.training.config import SECTIONS, choices_of_options
 from rrfp_jax.models.encoder_config import VisionConfig
@@ -25,7 +24,7 @@ from rrfp_jax.training.run_config import PipelineConfig
 from tests.commands.running import ROOT
 from tests.environment import of_child
 
-BENCHES = sorted(path.stem for path in (ROOT / "experiments").glob("*.py") if "Parser(" in path.read_text())
+BENCHES = sorted(path.stem for path in (ROOT / "experiments").glob("*.py") if "make_parser()" in path.read_text())
 MODULES = [*map(module_of, COMMANDS), *(f"experiments.{name}" for name in BENCHES)]
 EACH = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.rpartition(".")[2])
 WIDTHS = (80, 120)
@@ -47,7 +46,8 @@ def test_the_benches_that_take_options_are_known() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_is_a_module_of_the_checkout_too(name: str) -> None:
-    assert f'run("{name}")' in (ROOT / "experiments" / f"{name.replace('-', '_')}.py").read_text()
+    text = (ROOT / "experiments" / f"{name}.py").read_text()
+    assert f'run("{name}")' in text or f'run("experiments.{name}")' in text
 
 
 @EACH
@@ -120,7 +120,7 @@ def test_the_overview_names_every_command_at_every_width(
 
 def test_a_pager_has_the_width_of_its_terminal() -> None:
     """Where the output goes into a pipe, the errors still go to the terminal."""
-    code = "from rrfp_jax.commands.common.help_text import width; print(width())"
+    code = "from rrfp_jax.commands.common.options import width; print(width())"
     environment = {name: text for name, text in of_child().items() if name != "COLUMNS"}
 
     def told(errors: int) -> int:

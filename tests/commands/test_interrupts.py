@@ -62,17 +62,23 @@ os.kill(os.getpid(), signal.SIGINT)
 os.kill(os.getpid(), signal.SIGXCPU)
 print("well")
 """
-EMULATE = ["emulate", "--num-stages", "2", "--num-microbatches", "2", "--durations-ms", "1,1,1"]
+RRFP = ["rrfp_jax.commands.main"]
+EMULATE = ["experiments.emulate", "--num-stages", "2", "--num-microbatches", "2", "--durations-ms", "1,1,1"]
 
 
 @pytest.mark.parametrize(
     ("library", "command"),
-    [("rich", ["config"]), ("numpy", ["train"]), ("jax", ["train", "--config", "cpu/debug"]), ("jax", EMULATE)],
-    ids=lambda value: value if isinstance(value, str) else value[0],
+    [
+        ("rich", [*RRFP, "config"]),
+        ("numpy", [*RRFP, "train"]),
+        ("jax", [*RRFP, "train", "--config", "cpu/debug"]),
+        ("jax", EMULATE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ":".join(value[:2]),
 )
 def test_while_libraries_are_loaded(library: str, command: list[str], tmp_path: Path) -> None:
     (tmp_path / f"{library}.py").write_text(INTERRUPTS_ITSELF)
-    ended = ended_of(["-m", "rrfp_jax.commands.main", *command], tmp_path)
+    ended = ended_of(["-m", *command], tmp_path)
     assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
 
 

@@ -9,7 +9,7 @@ import pytest
 FAULTS = """
 import resource, threading
 import numpy as np
-from rrfp_jax.commands.common.memory import keep_freed_blocks
+from rrfp_jax.commands.common.process import keep_freed_blocks
 
 keep_freed_blocks()
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from rrfp_jax.commands import levels, simulate
+from experiments import levels
+from rrfp_jax.commands import simulate
 from rrfp_jax.commands.common import ordering
 from rrfp_jax.schedules import build_schedule, formulas, with_operations
 from tests.commands.running import run_command

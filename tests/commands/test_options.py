@@ -123,7 +123,7 @@ def test_a_home_is_found_wherever_a_file_or_a_folder_is_named(monkeypatch: pytes
     """No shell expands ``~`` within quotes, or behind ``=``."""
     monkeypatch.setenv("HOME", "/home/me")
     assert (
-        import_module("rrfp_jax.commands.export_hf").make_parser().parse_args(["~/run", "~/out"]).folder
+        import_module("rrfp_jax.commands.convert").make_parser().parse_args(["export", "~/run", "~/out"]).folder
         == "/home/me/out"
     )
     assert simulate.make_parser().parse_args(["--timeline=~/a.html"]).timeline == "/home/me/a.html"

@@ -23,7 +23,7 @@ LIGHT = (
     ("train", "--help"),
     ("config", "--explain", "pipeline", "--config", "cpu/multimodal"),
     ("config", "--list"),
-    ("completion", "bash"),
+    ("config", "--completion", "bash"),
 )
 HEAVY = {"jax", "jaxlib", "flax", "optax", "orbax", "chex", "matplotlib", "plotly"}
 

@@ -1,12 +1,15 @@
-"""The schedule command, and a user's own schedules in all commands."""
+"""The view of one schedule, and a user's own schedules in all commands."""
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from rrfp_jax.commands import levels, schedule, simulate
+from experiments import levels
+from rrfp_jax.commands import simulate
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.planned import plan_run
@@ -43,7 +46,7 @@ def printed(capsys, command, *arguments: object) -> dict:
 
 
 def test_a_schedule_is_shown_with_rows_peaks_formulas_and_a_step(capsys) -> None:
-    assert schedule.main(["show", "zb-h1", *SIZES]) == 0
+    assert simulate.main(["--schedule", "zb-h1", "--show", *SIZES]) == 0
     text = capsys.readouterr().out
     assert "zb-h1: one chunk per stage; backward I and W; source: Zero Bubble" in text
     assert "stage 3: 3F0 3I0 3F1 3I1 3F2 3I2 3F3 3I3 3W0 " in text
@@ -53,17 +56,30 @@ def test_a_schedule_is_shown_with_rows_peaks_formulas_and_a_step(capsys) -> None
 
 
 def test_its_picture_is_text_or_a_file(capsys, tmp_path) -> None:
-    assert schedule.main(["show", "1f1b", "--num-stages", "2", "--num-microbatches", "2", "--picture"]) == 0
+    assert simulate.main(["--schedule", "1f1b", "--num-stages", "2", "--num-microbatches", "2", "--show", "slots"]) == 0
     assert "0F0 0F1         0B0 ---     0B1 ---" in capsys.readouterr().out.splitlines()
     drawn = tmp_path / "mine.html"
-    assert schedule.main(["show", "1f1b", *SIZES, "--picture", str(drawn)]) == 0
+    assert simulate.main(["--schedule", "1f1b", "--show", *SIZES, "--timeline", str(drawn)]) == 0
     assert drawn.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
 def test_numbers_and_the_table_for_programs(capsys, tmp_path, own) -> None:
     csv = tmp_path / "table.csv"
     name = f"{own}:halves"
-    result = printed(capsys, schedule, "show", name, *SIZES, "--durations-ms", "10,12,8", "--comm-ms", 1, "--csv", csv)
+    result = printed(
+        capsys,
+        simulate,
+        "--show",
+        "--schedule",
+        name,
+        *SIZES,
+        "--durations-ms",
+        "10,12,8",
+        "--comm-ms",
+        1,
+        "--csv",
+        csv,
+    )
     table = build_schedule("zb-h1", ScheduleRequest(num_stages=4, num_microbatches=8))
     assert result["schedule"] == name
     assert (
@@ -73,7 +89,9 @@ def test_numbers_and_the_table_for_programs(capsys, tmp_path, own) -> None:
     )
     assert result["peak_activations"] == [4, 4, 4, 4]
     assert result["formulas"] == []
-    same = printed(capsys, schedule, "show", "zb-h1", *SIZES, "--durations-ms", "10,12,8", "--comm-ms", 1)
+    same = printed(
+        capsys, simulate, "--show", "--schedule", "zb-h1", *SIZES, "--durations-ms", "10,12,8", "--comm-ms", 1
+    )
     assert result["step_ms"] == same["step_ms"]
     assert result["bubble"]["table"] == same["bubble"]["table"]
 
@@ -125,17 +143,44 @@ def test_ranks_agree_on_the_rows_and_not_on_the_name_of_a_file_alone(own, tmp_pa
         ("1f1bb", "did you mean '1f1b'?"),
     ],
 )
-@pytest.mark.parametrize("command", [simulate, schedule], ids=["simulate", "schedule"])
-def test_what_is_no_schedule_is_bad_input(command, name: str, words: str, own: str) -> None:
-    name = name.replace("OWN", own)
-    order = ("--schedule", name) if command is simulate else ("show", name)
+@pytest.mark.parametrize("view", [(), ("--show",)], ids=["run", "view"])
+def test_what_is_no_schedule_is_bad_input(view: tuple[str, ...], name: str, words: str, own: str) -> None:
     with pytest.raises(BadInput) as caught:
-        command.main([*order, *SIZES])
+        simulate.main(["--schedule", name.replace("OWN", own), *view, *SIZES])
     assert words in str(caught.value)
 
 
 def test_durations_that_leave_nothing_to_do_are_bad_input() -> None:
     with pytest.raises(BadInput, match="leave nothing to do"):
-        schedule.main(["show", "1f1b", *SIZES, "--durations-ms", "0,0,0"])
+        simulate.main(["--schedule", "1f1b", "--show", *SIZES, "--durations-ms", "0,0,0"])
     with pytest.raises(BadInput, match="let the name end in"):
-        schedule.main(["show", "1f1b", *SIZES, "--picture", "picture.jpg"])
+        simulate.main(["--schedule", "1f1b", "--show", *SIZES, "--timeline", "picture.jpg"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--show",), "give --schedule"),
+        (("--csv", "table.csv"), "give --show too"),
+        (("--show", "--schedule", "1f1b", "--steps", "2", "--jitter", "lognormal:1"), "leave --steps, --jitter out"),
+        (("--show", "--schedule", "table.csv"), "name a schedule"),
+    ],
+)
+def test_the_view_refuses_options_that_are_not_about_it(options: tuple[str, ...], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        simulate.main([*SIZES, *options])
+
+
+def test_the_view_takes_durations_of_a_chunk(capsys) -> None:
+    result = printed(capsys, simulate, *SIZES, "--schedule", "interleaved-1f1b", "--show", "--durations-ms", "10,10,10")
+    ran = printed(capsys, simulate, *SIZES, "--schedule", "interleaved-1f1b", "--consume", "strict")
+    assert result["step_ms"]["strict"] == pytest.approx(ran["makespan_ms_mean"])
+
+
+@pytest.mark.parametrize("name", ["schedule", "emulate", "levels", "import-hf", "export-hf", "completion", "read"])
+def test_a_command_that_is_gone_names_its_successor(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rrfp_jax.commands.main", name, "--json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {name!r} is no command any more: give ")

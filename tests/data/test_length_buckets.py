@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.commands.studies.sample_lengths import sft_samples
+from experiments.sample_lengths import sft_samples
 from rrfp_jax.data.length_buckets import best_buckets, occurring_pairs, padded, smallest_fitting
 
 

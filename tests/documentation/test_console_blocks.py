@@ -37,7 +37,7 @@ NOT_RUN = {
     "rrfp train --config cpu/text --steps 150": "the same",
     "rrfp evaluate runs/mine": "the same",
     'rrfp sample runs/mine --prompt "A stage': "the same",
-    "python -m experiments.levels --systems 3x3 --output": "takes minutes; tests/commands/test_systems.py runs it",
+    "python -m experiments.levels --systems 3x3 --output": "takes minutes; tests/experiments/test_systems.py runs it",
 }
 """Beginnings of commands that are not run here, and why; those that have a parser are read by it all the same."""
 

@@ -188,10 +188,10 @@ def test_a_full_disk_is_no_bad_input(tmp_path: Path):
     source = copy_of("llama", tmp_path / "theirs")
     code = (
         "import resource\n"
-        "from rrfp_jax.commands import import_hf\n"
+        "from rrfp_jax.commands import convert\n"
         "from rrfp_jax.commands.common.errors import run_command\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))\n"
-        f"run_command(lambda: import_hf.main([{str(source)!r}, {str(tmp_path / 'ours')!r}]))\n"
+        f"run_command(lambda: convert.main(['import', {str(source)!r}, {str(tmp_path / 'ours')!r}]))\n"
     )
     done = run_code(code, tmp_path)
     assert done.returncode == 1

@@ -23,9 +23,9 @@ print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 """
 
 
-def peak_bytes(command: str, *folders: Path) -> int:
+def peak_bytes(command: str, *arguments: object) -> int:
     """The most memory of a process that runs a command."""
-    words = [sys.executable, "-c", _CODE, command, *map(str, folders)]
+    words = [sys.executable, "-c", _CODE, command, *map(str, arguments)]
     done = subprocess.run(words, cwd=ROOT, env=of_child(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split()[-1]) * 1024
@@ -41,5 +41,5 @@ def test_an_exchange_takes_less_than_three_layers_and_200_mib(tmp_path: Path, hi
     layer = 4 * (4 * hidden**2 + 3 * hidden * inner)
     most = 3 * layer + 200 * _MIB
     assert layer * _LAYERS > 2 * most, "the model itself would not fit"
-    assert peak_bytes("import-hf", source, tmp_path / "ours") < most
-    assert peak_bytes("export-hf", tmp_path / "ours", tmp_path / "back") < most
+    assert peak_bytes("convert", "import", source, tmp_path / "ours") < most
+    assert peak_bytes("convert", "export", tmp_path / "ours", tmp_path / "back") < most

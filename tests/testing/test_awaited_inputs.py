@@ -10,7 +10,7 @@ import pytest
 
 from rrfp_jax import Chunk, Ordering, Pipeline, RuntimeOptions, UpdateRules, linear
 from rrfp_jax.arbitration import InputPromised
-from rrfp_jax.commands.studies.execution import RULES
+from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.runtime import program_stage
 from rrfp_jax.runtime.mailbox import Mailbox
 from rrfp_jax.runtime.report import RunFailed

@@ -1,1 +1,1 @@
-"""What all commands share: options, errors, words, orders, and their part in a run of several processes."""
+"""The kit of all commands: options, errors, the console, orders, and the part of a process in a run."""

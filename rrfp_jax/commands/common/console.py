@@ -18,12 +18,13 @@ from rrfp_jax.bounded_text import printable
 
 _OURS = ("rrfp_jax", "experiments", "root")
 _FOREIGN_LINES = 2
-"""Of a message of another library; some log whole tracebacks of what this program has handled."""
+"""Lines that are kept of a message of another library; some log the whole traceback of an error that this program
+handles."""
 _BOUNDLESS = 10_000
 
 
 class _Console(Console):
-    """One whose reader may go away (``| head``): rich would end the process there and then, as a failure.
+    """A console whose reader may go away (``| head``); rich itself would end the process at once, as a failure.
 
     A table that is wider than the terminal goes on in the next line, where rich would leave its end out.
     """
@@ -106,7 +107,8 @@ def go_on_without_output() -> None:
 
 
 class _LogLines(logging.Handler):
-    """Writes the message alone to stderr, without the names of modules; what another library logs bears its name."""
+    """Writes the message alone to stderr, without the names of modules; a message of another library bears the
+    library's name."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Other libraries are heard from warnings on, whatever level they have set for themselves."""
@@ -137,14 +139,14 @@ def _library(record: logging.LogRecord) -> str:
 
 
 def log_plainly() -> None:
-    """Have everything that is logged come out as one plain line; in place of what another library may have set up."""
+    """Log each message as one plain line, in place of the handlers that another library may have set up."""
     logging.basicConfig(level=logging.WARNING, handlers=[_LogLines()], force=True)
     for name in _OURS:
         logging.getLogger(name).setLevel(logging.INFO)
 
 
 class _NumberTable(Table):
-    """Where the terminal is too narrow, headings are broken between words, and numbers stay whole."""
+    """A table that breaks its headings between words, and no number, where the terminal is too narrow."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         boundless = options.update(width=_BOUNDLESS)

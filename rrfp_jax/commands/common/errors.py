@@ -33,14 +33,14 @@ _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 class BadInput(ValueError):
-    """The user can mend it: the message is one sentence that says how."""
+    """An error that the user can mend: the message is one sentence that names the remedy."""
 
 
 @contextmanager
 def checking_input() -> Iterator[None]:
     """Within the block a ValueError means that the input does not fit; it leaves as :class:`BadInput`.
 
-    So does what a file system refuses for the sake of a path.
+    So does an OSError that is about a path, such as a missing right.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def _run(main: Callable[[], int]) -> int | str | None:
-    """The code of a command, once all that it has printed is out."""
+    """Returns the code of a command, once its output is flushed."""
     code: int | str | None
     try:
         code = main()
@@ -90,7 +90,7 @@ def end_with(error: Exception) -> NoReturn:
 
 
 def _failure(error: Exception) -> tuple[int, str]:
-    """Exit code and text of what went wrong after the input was accepted."""
+    """Returns the exit code and the text of an error after the input was accepted."""
     if isinstance(error, OSError) and error.errno in _OF_DISKS:
         told = f"error: {_path(error)} cannot be written ({error.strerror}): make room, or write elsewhere"
         return INTERNAL_ERROR, "\n".join([told, *_notes(error)])

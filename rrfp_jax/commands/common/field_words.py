@@ -1,7 +1,7 @@
 """The fields of a configuration's records in words: text, type, default and choices, for help texts and explanations.
 
-The text of a field is the docstring that stands below it. A clause ``None: what happens then`` in it says what being
-left out means where the default is None. Nothing here imports JAX.
+The text of a field is the docstring that stands below it. A clause ``None: ...`` in it names the effect of
+leaving the field out where the default is None. Nothing here imports JAX.
 """
 
 import ast
@@ -27,22 +27,22 @@ class FieldWords:
     """One field of a record."""
 
     text: str
-    """All that its docstring says."""
+    """Text of its docstring."""
     short: str
-    """Its first sentence, without what None means."""
+    """Its first sentence, without the clause about None."""
     kind: str
-    """``a whole number or text``."""
+    """The type in words: ``a whole number or text``."""
     place: str
-    """What stands for a value: ``N|TEXT``."""
+    """Placeholder of a value: ``N|TEXT``."""
     default: str | None
-    """As one writes it; None: there is none, the field must be given."""
+    """The default as a user writes it; None: the field must be given."""
     left_out: str
     """``default 4``, ``default: as many as num_heads``, ``optional``, or ``required in the file``."""
     choices: tuple[str, ...] = ()
 
 
 def field_words(record: type, name: str, choices: Sequence[str] = ()) -> FieldWords:
-    """The words of a field of a record, which takes one of ``choices`` if there are any."""
+    """Returns the words of a field of a record, which takes one of ``choices`` if there are any."""
     field = next(each for each in fields(record) if each.name == name)
     text = field_texts(record)[name]
     first, _, rest = re.sub(r"[.;] null: ", "\n", text).partition("\n")
@@ -72,13 +72,13 @@ def _left_out(default: str | None, unset: str | None) -> str:
 
 
 def kinds_of(kind: Any) -> tuple[Any, ...]:
-    """The types that a field may hold, but for None."""
+    """Returns the types that a field may hold, except None."""
     members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     return tuple(member for member in members if member is not NoneType)
 
 
 def takes_list(kind: Any) -> bool:
-    """Whether a field of this type may hold several values."""
+    """Returns whether a field of this type may hold several values."""
     return any(get_origin(member) is tuple for member in kinds_of(kind))
 
 
@@ -126,13 +126,13 @@ def _own_texts(record: type) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Without the marks of docstrings, and with the words of a configuration file."""
+    """Returns a docstring without its marks, in the words of a configuration file (``null`` for ``None``)."""
     text = re.sub(r":[a-z]+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", inspect.cleandoc(text).replace("``", ""))
     return re.sub(r"\bNone\b", "null", re.sub(r"(?<!\n)\n(?!\n)", " ", text))
 
 
 def as_text(value: Any) -> str:
-    """A value as one writes it on the command line."""
+    """Returns a value as a user writes it on the command line."""
     if isinstance(value, list | tuple):
         return ",".join(map(as_text, value))
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,14 +1,16 @@
-"""The options of the commands: a parser that answers in one line, and options made of a configuration's records.
+"""The options of the commands, and how help texts look.
 
-A record's field becomes an option with the text that stands below the field as its docstring, and with its type, its
-choices and its default. Nothing here imports JAX.
+The parser refuses input in one line. A field of a configuration's record becomes an option with the docstring below the
+field as its text, and with its type, its choices and its default. Nothing here imports JAX.
 """
 
 import difflib
 import os
 import re
+import shutil
 import sys
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+import textwrap
+from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -16,7 +18,6 @@ from typing import Any, NoReturn
 
 from rrfp_jax.bounded_text import sentence
 from rrfp_jax.commands.common.field_words import field_texts, field_words
-from rrfp_jax.commands.common.help_text import HelpText, examples_in, width, wrap
 
 INSTEAD = {
     "adaptive": "plan from a finished run's durations, with rrfp profile --timeline RUN and rrfp plan --costs",
@@ -25,9 +26,9 @@ INSTEAD = {
 
 
 class CommandParser(ArgumentParser):
-    """The parser of a command; what it refuses, it refuses in one line, with exit code 2.
+    """The parser of a command. It refuses bad options in one line, with exit code 2.
 
-    ``doc`` is the docstring of the command's module: its first line says what the command does, and the block of
+    ``doc`` is the docstring of the command's module: its first line describes the command, and the block of
     commands behind ``::`` becomes the examples, after ``closing``.
     """
 
@@ -131,31 +132,103 @@ def offer(action: Action, values: Iterable[str]) -> None:
 
 
 def values_of(action: Action) -> tuple[str, ...]:
-    """The values of an option that are known by name: those on offer, or the words of ``on|off``."""
+    """Returns the values of an option that are known by name: those on offer, or the words of ``on|off``."""
     offered: tuple[str, ...] = getattr(action, "values", ())
     words = str(action.metavar or "").split("|")
     return tuple(value for value in offered or words if re.fullmatch(r"[a-z0-9][\w./+-]*", value))
 
 
 def takes_file(action: Action) -> bool:
-    """Whether files are values of an option, by what stands for one."""
+    """Returns whether files are values of an option, by the placeholder of its value."""
     places = " ".join([str(action.metavar), *getattr(action, "values", ())])
     return bool(re.search(r"FILE|PATH|RUN|LOG|DIR|OUT|FOLDER|\.npy", places))
 
 
 def given_texts(arguments: Namespace) -> dict[str, str]:
-    """The texts of the options that :func:`add_record_options` has added, by ``section.field``, where given."""
+    """Returns the texts of the options that :func:`add_record_options` has added, by ``section.field``, where given."""
     return {name: text for name, text in vars(arguments).items() if "." in name}
 
 
 def whole_flag(name: str) -> str:
-    """The option of a field that names its section."""
+    """Returns the option of a field that names its section too."""
     return f"--{name.replace('_', '-')}"
 
 
 def flag_of(sections: Mapping[str, type], name: str, qualified: Collection[str] = ()) -> str:
-    """The shortest option of a field ``section.field``."""
+    """Returns the shortest option of a field ``section.field``."""
     key = name.partition(".")[2]
     owners = [other for other, record in sections.items() if any(key == field.name for field in fields(record))]
     short = [f"{other}.{key}" for other in owners if not {other, f"{other}.{key}"} & {*qualified}]
     return whole_flag(key if short == [name] else name)
+
+
+NARROWEST, WIDEST = 80, 120
+
+
+def width() -> int:
+    """Returns the columns of ``COLUMNS`` or of the terminal, also that of a pager; the widest where there is none."""
+    columns = shutil.get_terminal_size((0, 0)).columns
+    for stream in (sys.__stderr__, sys.__stdin__):
+        if columns == 0 and stream is not None:
+            try:
+                columns = os.get_terminal_size(stream.fileno()).columns
+            except (OSError, ValueError):  # no terminal, or closed
+                continue
+    return min(max(columns, NARROWEST), WIDEST) if columns else WIDEST
+
+
+def wrap(text: str, columns: int | None = None, *, indent: str = "", start: str = "") -> list[str]:
+    """Returns the lines of a text with whole words: no line breaks at the hyphen of an option's name.
+
+    The first line begins with ``start``, the others with ``indent``. Without ``columns`` they fill the terminal.
+    """
+    return textwrap.wrap(
+        " ".join(text.split()),
+        width() if columns is None else columns,
+        initial_indent=start,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def examples_in(doc: str) -> str:
+    """Returns the block of commands behind ``::`` in a module's docstring; empty where there is none."""
+    _, mark, rest = doc.partition("\n::\n\n")
+    lines = []
+    for line in rest.splitlines() if mark else ():
+        if line and not line.startswith(" "):
+            break
+        lines.append(line)
+    return textwrap.dedent("\n".join(lines)).strip()
+
+
+class HelpText(HelpFormatter):
+    """A formatter that adds the default of every option to its text, and keeps the lines of examples."""
+
+    def __init__(self, prog: str) -> None:
+        columns = width()
+        super().__init__(prog, max_help_position=min(34, columns // 3), width=columns)
+
+    def _get_help_string(self, action: Action) -> str:
+        text = action.help or ""
+        if not action.option_strings or action.nargs == 0 or re.search(r"\b(default|required|optional)\b", text):
+            return text
+        missing = "required" if action.required else "optional"
+        if not action.required and action.default is not None:
+            missing = f"default {action.default:g}" if isinstance(action.default, float) else "default %(default)s"
+        return f"{text} ({missing})"
+
+    def _get_default_metavar_for_optional(self, action: Action) -> str:
+        return "N" if action.type is int else "X" if action.type is float else "TEXT"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(text, width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Paragraphs are filled, indented lines stay as they are."""
+        lines: list[str] = []
+        for line in text.splitlines():
+            is_kept = not line or line.startswith(" ")
+            lines += [line] if is_kept else wrap(line, width - len(indent))
+        return "\n".join(indent + line if line else line for line in lines)

@@ -1,6 +1,6 @@
 """Which order the stages follow: the flags that train, emulate and simulate share, and schedules by name or file.
 
-The same words mean the same everywhere; :mod:`rrfp_jax.arbitration.ordering` says what each of them does.
+The same words mean the same everywhere; :mod:`rrfp_jax.arbitration.ordering` explains each of them.
 """
 
 import logging
@@ -51,17 +51,18 @@ _NAMES = (
 )
 
 _PART_REMADE = 0.9
-"""Of what a chunk keeps of a microbatch, as recompute counts it: for the bound of activations, not for forecasts."""
+"""Share of a chunk's activations that recompute makes again. It serves the bound of activations, not forecasts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ordering:
-    """What the user asked for, with schedules by name. Raises ValueError on words that contradict each other."""
+    """The order that the user asks for, with schedules by name. Raises ValueError on words that contradict each
+    other."""
 
     schedule: str | None = None
     """A schedule's name, ``FILE.py:NAME``, or the path of a table (``*.csv``); None: no table."""
     schedule_hash: str | None = None
-    """What the table's fingerprint must be; None: any."""
+    """Fingerprint that the table must have; None: any."""
     group_size: int | None = None
     """Microbatches that go through a chunk before the stage's next one, where the schedule has such groups."""
     consume: str = READY
@@ -72,11 +73,13 @@ class Ordering:
     foresight: bool | None = None
     read_ahead: int | None = None
     offload: int | None = None
-    """Microbatches whose activations a stage holds on its devices; what a schedule holds beyond goes to the host."""
+    """Microbatches whose activations a stage holds on its devices. The activations that a schedule holds beyond these
+    go to the host."""
     copy_ms: float | None = None
     """How long moving one activation takes, one way; None: half as long as its forward and backward."""
     recompute: int | None = None
-    """How many tasks ahead of a backward what it needs is computed again, in a task of its own; None: it is kept."""
+    """Number of tasks between the recomputation of activations, a task of its own, and their backward; None: they are
+    kept."""
 
     def __post_init__(self) -> None:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
@@ -285,7 +288,8 @@ def parse_ordering(
 
 
 def parse_switch(value: str | bool | None, name: str) -> bool | None:
-    """``on`` or ``off``, or what a configuration says already; raises ValueError on anything else."""
+    """Returns whether a text says ``on``; other values of a configuration pass unchanged. Raises ValueError for other
+    texts."""
     if not isinstance(value, str):
         return value
     if value not in (ON, OFF):
@@ -294,7 +298,7 @@ def parse_switch(value: str | bool | None, name: str) -> bool | None:
 
 
 def given_order(arguments: Namespace) -> dict[str, Any]:
-    """What was said by the options that :func:`add_ordering_arguments` adds, for :func:`parse_ordering`."""
+    """Returns the values of the options that :func:`add_ordering_arguments` adds, for :func:`parse_ordering`."""
     return {name: getattr(arguments, name) for name in _NAMES}
 
 

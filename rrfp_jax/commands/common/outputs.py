@@ -9,7 +9,7 @@ from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.schedules.timeline import Timeline
 
 RUNS = Path("runs")
-"""What commands write goes here unless they are told where."""
+"""Folder for the output of commands without a path of their own."""
 _log = logging.getLogger(__name__)
 
 _PAGES = (".html", ".htm")
@@ -50,8 +50,8 @@ def add_timeline_argument(group: argparse._ArgumentGroup, command: str) -> None:
 def draw(timelines: Sequence[tuple[str, Timeline]], path: str, *, num_steps: int | None = None) -> None:
     """Draw the last steps of (caption, timeline) pairs, as a page or a picture by the file's ending.
 
-    A picture shows one step unless told otherwise; in a page one chooses among as many as it can well hold. What each
-    needs is imported only now.
+    A picture shows one step unless told otherwise; in a page one chooses among as many as it can well hold. Its
+    libraries are imported only now.
     """
     if Path(path).suffix.lower() in _PAGES:
         from rrfp_jax.observe.page import write_page

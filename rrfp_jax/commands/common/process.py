@@ -1,14 +1,16 @@
-"""A command's own part in a run, alone or as one of several processes, and its devices; JAX loads only then."""
+"""A command's part in a run, alone or as one of several processes: its devices and memory. JAX loads only then."""
 
+import ctypes
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.errors import end_with
 from rrfp_jax.commands.common.interrupts import ending_at_once
-from rrfp_jax.commands.common.memory import keep_freed_blocks
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from
@@ -43,8 +45,8 @@ def enter(
 
     Args:
         mesh: all axes over the devices of each stage, innermost first; empty: ``tensor`` alone.
-        configuration: what must be the same in all processes.
-        platform: ``cpu`` for virtual devices, else what JAX finds.
+        configuration: values that must be the same in all processes.
+        platform: ``cpu`` for virtual devices, else the devices that JAX finds.
         devices: how many each process takes; None: one for each that the layout asks of it. Stages share fewer.
         pinned: as for :func:`use_cpu`.
         progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
@@ -129,3 +131,35 @@ def use_cpu(num_devices: int, *, pinned: bool = False) -> None:
     if pinned:
         pin_threads(num_devices)
     use_virtual_devices(num_devices)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_LARGE_BYTES, _HUGE_BYTES = 1 << 20, 1 << 30
+_NEVER = 2**31 - 1
+
+
+def return_large_blocks() -> None:
+    """Have the C library map blocks of a megabyte or more, and unmap them when they are freed.
+
+    By itself glibc moves that bound up as large blocks are freed, and keeps freed blocks in a heap of each
+    thread: a model that goes through layer by layer then leaves hundreds of megabytes behind. Does nothing elsewhere.
+    """
+    _set({_M_MMAP_THRESHOLD: _LARGE_BYTES})
+
+
+def keep_freed_blocks() -> None:
+    """Have the C library keep freed blocks, because each step on CPUs allocates the blocks of the step before.
+
+    By itself glibc unmaps large blocks as they are freed, or keeps them, as its moving bounds have it, which differ
+    from run to run. Each page of a new mapping costs a fault: a task of a large head then takes up to half as long
+    again. All threads share the kept blocks, because one thread frees the blocks of another. Does nothing where the
+    environment says how memory is allocated, and elsewhere."""
+    if not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        _set({_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: _HUGE_BYTES, _M_TRIM_THRESHOLD: _NEVER})
+
+
+def _set(options: dict[int, int]) -> None:
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # a C library without mallopt
+            for name, value in options.items():
+                ctypes.CDLL(None).mallopt(name, value)

@@ -13,7 +13,8 @@ _LINE_EVERY_S = 10.0
 
 
 class WorkReport:
-    """To be called with the part that is on, what is done of it and what there is; ``words`` name the parts."""
+    """A callback that takes the current part of the work, its finished and its total amount; ``words`` name the
+    parts."""
 
     def __init__(self, console: Console, words: Mapping[str, str]) -> None:
         self._console, self._words, self._told_s = console, words, time.monotonic()
@@ -41,7 +42,7 @@ class WorkReport:
             self._console.print(f"{self._words[part]}: {done / total:.0%}")
 
     def total(self, part: str) -> int:
-        """What there was to do of a part."""
+        """Returns the total amount of a part."""
         return self._totals.get(part, 0)
 
     def say(self, text: str) -> None:

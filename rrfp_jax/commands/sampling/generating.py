@@ -36,11 +36,11 @@ class Drawing:
     max_tokens: int = 128
     """Tokens after the prompt, at most."""
     temperature: float = 0.0
-    """What logits are divided by; 0: always the likeliest token."""
+    """Divisor of the logits; 0: always the likeliest token."""
     top_p: float = 1.0
     """Only the likeliest tokens that together have this probability are drawn."""
     seed: int = 0
-    """Decides what is drawn."""
+    """Seed of the random choices."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "max_tokens")
@@ -51,12 +51,12 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPrompt:
-    """What is read before the first token is made."""
+    """The tokens and images that the model reads before it makes the first token."""
 
     tokens: NDArray[np.int32]
-    """``[length]``."""
+    """Token numbers, int32 ``[length]``."""
     image_leaves: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Of a microbatch with the prompt's images: ``patches`` and so on; ``image_index`` is ``[1, length]``."""
+    """Arrays of the prompt's images, as in a microbatch: ``patches`` and so on; ``image_index`` is ``[1, length]``."""
 
 
 class _Rules(NamedTuple):
@@ -95,7 +95,8 @@ class Generator:
         self._params = {name: params[name] for name in names}
 
     def tokens(self, prompt: TokenPrompt, drawing: Drawing, *, stops: Sequence[int] = ()) -> NDArray[np.int32]:
-        """What the model makes of a prompt, int32 ``[at most max_tokens]``, without the token that has stopped it."""
+        """Returns the tokens that the model makes after a prompt, int32 ``[at most max_tokens]``, without the token
+        that has stopped it."""
         length = len(prompt.tokens)
         padded = np.zeros((1, bucket(length)), np.int32)
         padded[0, :length] = prompt.tokens

@@ -1,4 +1,4 @@
-"""A prompt of text and images as what a generator reads, in the form in which the run's data set shows them."""
+"""A prompt of text and images for a generator, in the form in which the run's data set shows them."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -27,10 +27,11 @@ class Vocabulary(Protocol):
     stops: tuple[int, ...]
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Tokens ``[length]``; raises ValueError for text that cannot be written with them, and for none at all."""
+        """Returns tokens, int32 ``[length]``; raises ValueError for text that cannot be written with them, and for none
+        at all."""
 
     def decode(self, tokens: Sequence[int] | NDArray[Any]) -> str:
-        """The text of tokens, broken characters replaced."""
+        """Returns the text of tokens, with broken characters replaced."""
 
 
 class Bytes:
@@ -40,7 +41,7 @@ class Bytes:
         self.stops = stops
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Tokens ``[length]``."""
+        """Returns the tokens of a text, int32 ``[length]``."""
         try:
             content = text.encode()
         except UnicodeEncodeError as error:
@@ -68,7 +69,7 @@ class Tokenizer:
         self._unknown = unknown_of(self._tokenizer)
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Tokens ``[length]``."""
+        """Returns the tokens of a text, int32 ``[length]``."""
         try:
             encoded = self._tokenizer.encode(text, add_special_tokens=self._opens)
         except BaseException as error:
@@ -90,7 +91,7 @@ class Tokenizer:
         return text
 
     def word_of(self, token: int) -> str:
-        """What a token is called; raises ValueError where there is none of this number."""
+        """Returns the text of a token; raises ValueError where there is none of this number."""
         word: str | None = self._tokenizer.id_to_token(token)
         if word is None:
             raise ValueError(f"the tokenizer has no token {token}, which stands for images: {_REMEDY_OF_IMAGES}")

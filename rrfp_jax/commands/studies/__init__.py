@@ -1,1 +1,1 @@
-"""What is simulated and emulated: durations, graphs, workloads, machines; and the reports of it."""
+"""The parts of ``rrfp simulate`` that studies use too: durations, graphs, machines, and reports."""

@@ -1,4 +1,4 @@
-"""Where task durations come from: constants, a file, or the trace of a recorded run; shared by emulate and simulate.
+"""Sources of task durations: constants, a file, or the trace of a recorded run; shared by emulate and simulate.
 
 A file also tells which pairs of chunk and microbatch do not exist in a step, for example without images.
 """
@@ -32,10 +32,10 @@ class DurationSource(Protocol):
     """The pairs that each step lacks, one entry per step; empty: none."""
 
     def for_graph(self, graph: PipelineGraph) -> Durations:
-        """The durations of this pipeline; raises ValueError where they do not fit it."""
+        """Returns the durations of this pipeline; raises ValueError where they do not fit it."""
 
     def profile_ms(self) -> Profile:
-        """Mean F, input gradient and weight gradient of one chunk."""
+        """Returns the mean F, input gradient and weight gradient of one chunk, in milliseconds."""
 
 
 class ConstantDurations:

@@ -17,7 +17,7 @@ from rrfp_jax.schedules.registry import is_schedule, schedules_of_any_graph
 
 @dataclass(frozen=True, kw_only=True)
 class GraphWishes:
-    """What was said about the graph. Raises ValueError for what no graph has."""
+    """The options about the graph. Raises ValueError for sizes that no graph has."""
 
     encoders: tuple[int, ...] = ()
     """Chunks of each encoder."""
@@ -50,7 +50,7 @@ class ModelGraph(NamedTuple):
 
 
 def make_graph(wishes: GraphWishes, *, num_stages: int, num_microbatches: int) -> ModelGraph:
-    """The graph and placement of these sizes; raises ValueError, with the remedy, where they do not fit."""
+    """Returns the graph and placement of these sizes; raises ValueError, with the remedy, where they do not fit."""
     if wishes.frozen_encoder and not wishes.encoders:
         raise ValueError("frozen-encoder freezes encoders, and there is none: give --encoders 1, for example")
     placement = linear(num_stages) if wishes.stage_of_chunk is None else Placement(wishes.stage_of_chunk)
@@ -97,7 +97,7 @@ def check_fits_graph(orderings: Sequence[Ordering], *, has_graph: bool, chunks_p
 
 
 def requested_graph(arguments: argparse.Namespace, *, num_microbatches: int) -> ModelGraph | None:
-    """What the flags say; None where they leave it to the schedule. Raises ValueError with the remedy."""
+    """Returns the graph of the options; None where they leave it to the schedule. Raises ValueError with the remedy."""
     wishes = parse_graph(arguments)
     if wishes.is_empty:
         return None
@@ -123,7 +123,7 @@ def add_graph_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_graph(arguments: argparse.Namespace) -> GraphWishes:
-    """What was said; raises ValueError with the remedy."""
+    """Returns the options about the graph; raises ValueError with the remedy."""
     stages = arguments.stage_of_chunk
     return GraphWishes(
         encoders=_numbers(arguments.encoders, "encoders", "2,1"),

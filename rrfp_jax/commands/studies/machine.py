@@ -1,13 +1,32 @@
-"""What happens between tasks: the flags that simulate and levels share, and the machine that they describe."""
+"""The simulated machine: the options of simulate and levels for links, host and jitter, and how stages run on it."""
 
 import argparse
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from rrfp_jax.arbitration import DecisionTimer, Dispatch, Order, StageArbiter, dispatch_of
+import numpy as np
+
+from rrfp_jax.arbitration import Agreement, DecisionTimer, Dispatch, Order, StageArbiter, StepRules, dispatch_of
 from rrfp_jax.arbitration.dispatch import CERTAIN, JUST_IN_TIME, parse_dispatch
-from rrfp_jax.commands.studies.durations import parse_numbers
-from rrfp_jax.commands.studies.execution import RULES
-from rrfp_jax.simulation import Communication, Links, Machine, both_directions
+from rrfp_jax.commands.studies.durations import Durations, Profile, parse_numbers
+from rrfp_jax.schedules import Placement, ScheduleTable, Task, TaskKind
+from rrfp_jax.schedules.slots import SlotLengths, per_stage
+from rrfp_jax.schedules.timeline import Timeline
+from rrfp_jax.simulation import (
+    PAPER_LEVELS,
+    Communication,
+    Costs,
+    InjectedSleeps,
+    Links,
+    Machine,
+    bimodal,
+    both_directions,
+    lognormal,
+    paper,
+    peak_memory,
+    straggler,
+)
 
 
 def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
@@ -61,7 +80,7 @@ def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def make_machine(arguments: argparse.Namespace) -> Machine:
-    """The machine of these flags, ``--num-stages`` and ``--seed``; raises ValueError with the remedy."""
+    """Returns the machine of these options, ``--num-stages`` and ``--seed``; raises ValueError with the remedy."""
     how = dispatch(arguments)
     if arguments.comm not in tuple(Communication):
         raise ValueError(f"comm {arguments.comm!r} is unknown: choose one of {', '.join(Communication)}")
@@ -93,12 +112,12 @@ def make_machine(arguments: argparse.Namespace) -> Machine:
 
 
 def dispatch(arguments: argparse.Namespace) -> Dispatch:
-    """When stages are handed their next task; raises ValueError with the remedy."""
+    """Returns when stages are handed their next task; raises ValueError with the remedy."""
     return dispatch_of(parse_dispatch(arguments.dispatch_ahead), on_host=False)
 
 
 def arbiters_of(order: Order, arguments: argparse.Namespace) -> list[StageArbiter]:
-    """Fresh arbiters of all stages, for steps of tasks alone."""
+    """Returns fresh arbiters of all stages, for steps of tasks alone."""
     how = dispatch(arguments)
     return order.arbiters(RULES, certain_ahead=how.certain)
 
@@ -126,3 +145,105 @@ def parse_message_bytes(text: str | None) -> tuple[float, float]:
     if len(sizes) > 2:
         raise ValueError(f"message-bytes {text} has {len(sizes)} numbers: write those of an activation and a gradient")
     return sizes[0], sizes[-1]
+
+
+RULES = StepRules(updates=False, agreement=Agreement.ALL)
+"""As in emulate: a step ends for all stages when all have reported the end of their tasks."""
+
+
+def chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: Sequence[float] = ()) -> Durations:
+    """F, I and W of a whole stage cut for its chunks, equally or by their parts; [1, chunks, microbatches, 3]."""
+    length = per_stage(table, SlotLengths(*durations_ms), parts)
+    kinds = (TaskKind.F, TaskKind.I, TaskKind.W)
+    by_chunk = [[length(Task(kind, chunk, 0)) for kind in kinds] for chunk in range(table.graph.num_chunks)]
+    return np.repeat(np.array([by_chunk], np.float64)[:, :, None], table.graph.num_microbatches, axis=2)
+
+
+def peak_of(table: ScheduleTable, step: Timeline, parts: Sequence[float] = ()) -> float:
+    """Activations of the fullest stage in a step that ran, counted as for a table; where operations move some away,
+    those on the device."""
+    return round(max(peak_memory(step, table.graph, table.placement, chunk_parts=parts)), 9)
+
+
+JITTER_FORMS = "lognormal:SIGMA, bimodal:PROBABILITY,FACTOR, paper:J0|J1|J2|J3, straggler:STAGE,FACTOR"
+
+_Factor = Callable[[Durations, Placement, np.random.Generator], Durations]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jitter:
+    """The value of ``--jitter``: factors on the durations, one after the other, and at most one level of sleeps."""
+
+    factors: tuple[_Factor, ...] = ()
+    level: str | None = None
+
+    def apply(
+        self, durations_ms: Durations, placement: Placement, rng: np.random.Generator
+    ) -> tuple[Durations, InjectedSleeps | None]:
+        """The durations of every step with jitter, and the sleeps that depend on the order, if any."""
+        for factor in self.factors:
+            durations_ms = factor(durations_ms, placement, rng)
+        sleeps = paper(PAPER_LEVELS[self.level], durations_ms.shape, rng) if self.level else None
+        return durations_ms, sleeps
+
+
+def parse_jitter(text: str | None) -> Jitter:
+    """One form of :data:`JITTER_FORMS`, or several joined by ``+``."""
+    jitter = Jitter()
+    for part in text.split("+") if text else ():
+        name, _, argument = part.partition(":")
+        if name == "paper":
+            if argument not in PAPER_LEVELS or jitter.level:
+                raise ValueError(f"jitter {part!r} is not one level of {', '.join(PAPER_LEVELS)}: write paper:J3")
+            jitter = replace(jitter, level=argument)
+        else:
+            jitter = replace(jitter, factors=(*jitter.factors, _factor(part, name, argument)))
+    return jitter
+
+
+def _factor(part: str, name: str, argument: str) -> _Factor:
+    counts = {"lognormal": 1, "bimodal": 2, "straggler": 2}
+    if name not in counts:
+        raise ValueError(f"jitter {part!r} is unknown: write one of {JITTER_FORMS}, or several joined by +")
+    numbers = parse_numbers(argument, f"jitter {name}", example=JITTER_FORMS)
+    if len(numbers) != counts[name]:
+        raise ValueError(f"jitter {part!r} has {len(numbers)} numbers instead of {counts[name]}: write {JITTER_FORMS}")
+    if name == "lognormal":
+        return lambda durations_ms, _, rng: lognormal(durations_ms, numbers[0], rng)
+    if name == "bimodal":
+        return lambda durations_ms, _, rng: bimodal(durations_ms, numbers[0], numbers[1], rng)
+    stage = int(numbers[0])
+    if stage != numbers[0]:
+        raise ValueError(f"jitter {part!r} names no stage: write for example straggler:2,1.5")
+    return lambda durations_ms, placement, _: straggler(durations_ms, placement, stage, numbers[1])
+
+
+def add_noise_arguments(group: argparse._ArgumentGroup) -> None:
+    """``--jitter`` and ``--seed``."""
+    add = group.add_argument
+    add(
+        "--jitter",
+        metavar="FORM",
+        help=f"how durations vary: {JITTER_FORMS}; several joined by + (default: not at all)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the jitter; the same tasks meet the same noise whatever the order",
+    )
+
+
+def check_noise(arguments: argparse.Namespace) -> None:
+    """Raise ValueError, with the remedy, where these flags mean nothing."""
+    if arguments.seed < 0:
+        raise ValueError(f"seed is {arguments.seed}: give 0 or more")
+    parse_jitter(arguments.jitter)
+
+
+def make_costs(arguments: argparse.Namespace, durations_ms: Durations, placement: Placement) -> Costs:
+    """Returns the costs of every step, with the requested jitter."""
+    rng = np.random.default_rng(arguments.seed)
+    durations_ms, sleeps = parse_jitter(arguments.jitter).apply(durations_ms, placement, rng)
+    return Costs(durations_ms=durations_ms, sleeps=sleeps)

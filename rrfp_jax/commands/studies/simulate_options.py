@@ -1,7 +1,7 @@
 """The options of simulate, and the small languages of their values: memory weights, and the entries of a comparison."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +11,20 @@ from rrfp_jax.commands.common.ordering import Ordering, add_ordering_arguments
 from rrfp_jax.commands.common.outputs import add_timeline_argument
 from rrfp_jax.commands.studies.durations import parse_numbers
 from rrfp_jax.commands.studies.graphs import add_graph_arguments
-from rrfp_jax.commands.studies.machine import add_machine_arguments
-from rrfp_jax.commands.studies.noise import add_noise_arguments
-from rrfp_jax.commands.studies.workload_options import add_workload_arguments
+from rrfp_jax.commands.studies.machine import add_machine_arguments, add_noise_arguments
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.schedules.registry import is_rule, is_schedule
 from rrfp_jax.simulation import MemoryWeights
 
+ROWS, SLOTS = "rows", "slots"
 FOOTPRINT, FORESIGHT = "footprint", "foresight"
 
 
-def simulate_parser(doc: str) -> CommandParser:
-    """The parser; what the small languages of its values mean is read later. ``doc`` is the command's docstring."""
+def simulate_parser(doc: str | None, *, add_work: Callable[[argparse._ArgumentGroup], None] | None) -> CommandParser:
+    """Returns the parser of the command, whose docstring is ``doc``; ``add_work`` adds a study's own options.
+
+    The small languages of the values are parsed later.
+    """
     parser = CommandParser("simulate", doc)
     add = parser.add_argument
     add("--list", action="store_true", help="name every schedule and hint, and end")
@@ -42,9 +44,19 @@ def simulate_parser(doc: str) -> CommandParser:
         help="several orders side by side, by the names that --list has: hints, and schedules, alone or with :strict, "
         ":ready (readiness alone) or :ready+footprint+foresight",
     )
+    add(
+        "--show",
+        nargs="?",
+        const=ROWS,
+        choices=(ROWS, SLOTS),
+        help=f"show the table of --schedule itself: its rows, what stages hold, its formulas, and one step simulated "
+        f"strictly and with foresight; {SLOTS}: draw its ideal slots too (optional, {ROWS} without a word)",
+    )
+    add("--csv", metavar="FILE", help="with --show, write the table, as torch.distributed.pipelining reads it")
     add("--steps", type=int, metavar="N", help="steps, one after the other (default: as many as the durations have)")
     _add_costs(parser.add_argument_group("costs"))
-    add_workload_arguments(parser.add_argument_group("workload"))
+    if add_work is not None:
+        add_work(parser.add_argument_group("workload"))
     add_machine_arguments(parser.add_argument_group("machine"))
     _add_output(parser.add_argument_group("output"))
     return parser
@@ -96,8 +108,23 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def refuse_beside_show(arguments: argparse.Namespace) -> None:
+    """Raise ValueError, with the remedy, for options that belong to ``--show`` alone or mean nothing beside it."""
+    if arguments.show is None:
+        if arguments.csv is not None:
+            raise ValueError("csv writes the table that --show shows: give --show too")
+        return
+    if arguments.schedule is None:
+        raise ValueError("show is about the table of a schedule: give --schedule, for example zb-h1")
+    for_runs = ("compare", "steps", "jitter", "durations", "workload", "optimum")
+    for_orders = ("consume", "hint", "offload", "recompute")
+    said = [f"--{name}" for name in (*for_runs, *for_orders) if getattr(arguments, name, None) is not None]
+    if said:
+        raise ValueError(f"show simulates one step of the schedule as it is: leave {', '.join(said)} out")
+
+
 def parse_memory_weights(text: str | None) -> MemoryWeights:
-    """``F,I,W``: what F holds, I frees and W frees."""
+    """Parse ``F,I,W``: the memory that F holds, I frees and W frees."""
     if text is None:
         return MemoryWeights()
     weights = parse_numbers(text, "memory-weights", example="1,0.5,0.5")
@@ -149,7 +176,8 @@ def _entry(entry: str, base: Ordering) -> Ordering:
 
 
 def _consumption(entry: str, name: str, words: str) -> dict[str, Any]:
-    """What stands behind the colon, where every word is said: ``ready`` alone is readiness alone."""
+    """Parse the words behind the colon. They are complete: ``ready`` alone is readiness without footprint and
+    foresight."""
     consume, *more = words.split("+")
     known = consume == STRICT and not more
     if not known and (consume != READY or not set(more) <= {FOOTPRINT, FORESIGHT} or len(set(more)) < len(more)):

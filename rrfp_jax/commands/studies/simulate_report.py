@@ -1,13 +1,12 @@
-"""What simulate prints for people: one run in detail, several side by side, and the list of names."""
+"""The tables that simulate prints: one run in detail, several side by side, and the list of names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from rrfp_jax.arbitration import SCHEDULE, hint_names
 from rrfp_jax.commands.common.console import make_table
-from rrfp_jax.commands.studies.engine_columns import engine_columns, engines_in_words
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.schedules.timeline import IdleReason
 
@@ -105,3 +104,33 @@ def show_comparison(console: Console, results: Mapping[str, Mapping[str, Any]]) 
             console.print(f"{label}: {result['bottleneck']}", soft_wrap=True)
     if any(abs(r["work_ms"] - first["work_ms"]) > 1e-6 * first["work_ms"] for r in results.values()):
         console.print("the work differs: durations are those of a chunk, and not all entries have equally many")
+
+
+def engine_columns(figures: Mapping[str, Any], *, has_memory: bool = False) -> dict[str, list[str]]:
+    """Columns of the table of stages, by their headings: one for each engine that any stage has, and, where operations
+    move memory, the peaks of the device (left out with ``has_memory``: the table has it already) and the host."""
+    busy: list[dict[str, float]] = figures["engine_busy"]
+    columns = {
+        f"{lane} busy": [f"{of_stage[lane]:.1%}" if lane in of_stage else "-" for of_stage in busy]
+        for lane in sorted({lane for of_stage in busy for lane in of_stage})
+    }
+    if "host_peak" in figures:
+        if not has_memory:
+            columns["memory"] = [f"{peak:.4g}" for peak in figures["peak_memory"]]
+        columns["on host"] = [f"{peak:.4g}" for peak in figures["host_peak"]]
+    return columns
+
+
+def engines_in_words(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yields sentences that explain these columns, and that name the engine that holds the step up."""
+    if any(figures.get("engine_busy", ())):
+        yield "busy: the share of the makespan in which an engine beside the stage runs its operations"
+    if "host_peak" in figures:
+        yield (
+            "memory, on host: the most microbatches whose activations were on the device at once, which may hold "
+            "bounds, and that operations had moved away"
+        )
+    if "makespan_ms_without_engines" in figures:
+        yield f"if engines took no time, the makespan would be {figures['makespan_ms_without_engines']:,.3f} ms"
+    if figures.get("bottleneck"):
+        yield figures["bottleneck"]

@@ -10,8 +10,7 @@ from typing import Any
 import yaml
 
 from rrfp_jax.commands.common.field_words import FieldWords, as_text, field_texts, field_words
-from rrfp_jax.commands.common.help_text import wrap
-from rrfp_jax.commands.common.options import flag_of, whole_flag
+from rrfp_jax.commands.common.options import flag_of, whole_flag, wrap
 from rrfp_jax.commands.training.config import QUALIFIED, SECTIONS, choices_of_options
 from rrfp_jax.commands.training.presets import find_preset, preset_names
 from rrfp_jax.yaml_text import read_yaml

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
-from rrfp_jax.commands.studies.model_pairs import decoder_sizes, sizes_of
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.costs.flops import pairs
 from rrfp_jax.layout import CONTEXT
@@ -12,6 +11,7 @@ from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.cuts import ContextCut, balanced_counts
 from rrfp_jax.models.encoder import PixelScale
 from rrfp_jax.models.encoder_config import OWN_CHUNK, ProjectorConfig
+from rrfp_jax.models.flop_sizes import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.freezing import freeze

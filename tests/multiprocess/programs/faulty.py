@@ -102,7 +102,8 @@ def main() -> None:
     if is_faulty and fault == "key":
         os.environ |= RunKey.generate().environment()
     make_stages_faulty(IN_A_TASK.get(fault, no_fault) if is_faulty else no_fault)
-    run_command(lambda: import_module(f"rrfp_jax.commands.{command}").main(arguments))
+    module = "experiments.emulate" if command == "emulate" else f"rrfp_jax.commands.{command}"
+    run_command(lambda: import_module(module).main(arguments))
 
 
 if __name__ == "__main__":

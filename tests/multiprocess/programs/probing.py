@@ -9,8 +9,8 @@ import time
 from functools import partial
 from typing import Any
 
+from experiments.emulate import main
 from rrfp_jax.commands.common.errors import run_command
-from rrfp_jax.commands.emulate import main
 from rrfp_jax.runtime import process
 from rrfp_jax.runtime.transports import probing
 
