@@ -109,6 +109,8 @@ class CutModel:
             layers = [(self.costs.of(layer), self._largest_factor(layer)) for layer in range(start, stop)]
             is_first, is_last = chunk == 0, chunk == len(self.counts) - 1
             kept = layers[0][0].kept_bytes * layers[0][1]
+            if len(layers) > 1:  # the second layer makes its input again
+                kept -= layers[0][0].remade_bytes * layers[0][1]
             stash = round(kept + sum(each.stash_bytes * factor for each, factor in layers))
             owed = round(sum(each.owed_bytes * factor for each, factor in layers))
             if is_first and not is_last:

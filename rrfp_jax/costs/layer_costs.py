@@ -44,6 +44,8 @@ class LayerCosts:
     """Bytes that the programs of a chunk need beyond that for each layer."""
     split_temporaries_bytes: int | None = None
     """The same where the backward is split; None: as much."""
+    remade_bytes: int = 0
+    """Bytes per microbatch of the output that the layer behind it in a chunk makes again, in place of its stash."""
     output_bytes: int = 0
     """Bytes per microbatch that it hands on; as many come back as a gradient."""
     flops: float = 0.0

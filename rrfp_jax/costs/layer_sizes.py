@@ -105,6 +105,8 @@ class LayerSizes:
     lasting_bytes: int = 0
     """The part of these that lasts while programs are at other layers."""
     output_bytes: int = 0
+    remade_bytes: int = 0
+    """Bytes of the output that the layer behind it in a chunk makes again, in place of keeping them in its stash."""
     recomputed: Flops = field(default_factory=Flops)
     """Operations that the backward computes again."""
     sums: tuple[int, int] = (0, 0)

@@ -93,6 +93,7 @@ class Roofline:
             fixed_bytes=fixed_bytes,
             gradient_bytes=sizes.num_held * 4 * trains,
             stash_bytes=sizes.stash_bytes * has_backward,
+            remade_bytes=sizes.remade_bytes * has_backward,
             owed_bytes=sizes.owed_bytes * trains,
             temporaries_bytes=sizes.temporaries_bytes,
             more_temporaries_bytes=sizes.more_temporaries_bytes * trains,

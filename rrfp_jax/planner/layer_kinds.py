@@ -138,7 +138,9 @@ def decoder_layer_sizes(
         compute_bytes=c,
         param_bytes=FLOAT_BYTES[model.param_dtype],
     )
-    embedding = replace(embedding, sums=(1, 0), sum_bytes=stream, returns_gradient=bool(prefix))
+    # a look-up costs less than keeping its rows; behind an encoder its rows are merged with features, and kept
+    remade = 0 if prefix or way.remat != "full" else stream
+    embedding = replace(embedding, sums=(1, 0), sum_bytes=stream, returns_gradient=bool(prefix), remade_bytes=remade)
     yield Placed("embedding", (f"{prefix}embedding",), way.spread(embedding, parts), model.param_dtype)
     kinds = {is_sparse: _decoder_layer(model, way, is_sparse, packed=packed) for is_sparse in (False, True)}
     is_mixed = 0 < model.num_sparse_layers < model.num_layers

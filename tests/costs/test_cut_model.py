@@ -46,6 +46,15 @@ def test_a_chunk_keeps_its_input_once_and_needs_more_room_for_more_layers() -> N
     assert (last.stash, last.owed, last.temporaries) == (45, 8, 74)
 
 
+def test_a_layer_that_makes_its_input_again_keeps_none_of_it() -> None:
+    costs = ModelCosts(
+        layers=("embedding", "layer", "layer"), types={"embedding": replace(LAYER, remade_bytes=7), "layer": LAYER}
+    )
+    both, _ = CutModel(costs=costs, counts=(2, 1), placement=linear(2), num_microbatches=1).chunk_bytes
+    alone, _ = CutModel(costs=costs, counts=(1, 2), placement=linear(2), num_microbatches=1).chunk_bytes
+    assert (both.stash, alone.stash) == (2 * LAYER.stash_bytes - 7, LAYER.stash_bytes)
+
+
 def test_a_whole_backward_may_take_less_than_its_halves() -> None:
     cut = CutModel(costs=model(), counts=(3, 4), placement=linear(2), num_microbatches=1, split=False)
     np.testing.assert_allclose(cut.durations_ms[0, :, 0, 1:].sum(axis=-1), [9.0, 27.0])

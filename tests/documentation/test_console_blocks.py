@@ -96,11 +96,12 @@ def parse(command: str) -> None:
     if (found := module_and_flags(command)) is None:
         return
     name, flags = found
-    command_name = name.replace("_", "-")
-    if command_name in COMMANDS:
-        module = module_of(command_name)
-    else:
-        module = f"experiments.{name}.__main__" if (ROOT / "experiments" / name).is_dir() else f"experiments.{name}"
+    module = f"experiments.{name}.__main__" if (ROOT / "experiments" / name).is_dir() else f"experiments.{name}"
+    # A module of experiments adds options to the command of its name, or only runs it.
+    if name in COMMANDS and (
+        command.startswith("rrfp ") or not hasattr(importlib.import_module(module), "make_parser")
+    ):
+        module = module_of(name)
     arguments = importlib.import_module(module).make_parser().parse_args(flags)
     if name == "train" and not arguments.config.startswith("runs/"):  # what a command before it writes
         load_train_config(arguments.config, overrides_of(arguments))

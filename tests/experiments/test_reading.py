@@ -240,7 +240,7 @@ def test_the_command_of_old_is_refused_with_the_one_that_took_its_place(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    answer = "'read' is no command any more: give python -m experiments.reading, in a checkout"
+    answer = "'read' is no command any more: give python -m experiments.reading in the checkout"
     assert capsys.readouterr().err == f"error: {answer}\n"
 
 

@@ -18,7 +18,7 @@ from rrfp_jax.planner.layer_kinds import StageRun, decoder_layer_sizes
 from rrfp_jax.planner.microbatches import MicrobatchRows
 from rrfp_jax.planner.model_layers import model_layers
 from rrfp_jax.planner.options import parse_words
-from rrfp_jax.programs.chunk_plan import ChunkContents, plan_chunk
+from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.remat import check_remat
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
@@ -34,7 +34,7 @@ MODEL = LanguageModelConfig(
 )
 
 
-def traced(model: LanguageModelConfig, remat: str) -> list[ChunkContents]:
+def traced(model: LanguageModelConfig, remat: str) -> list[ChunkPlan]:
     """The plans of embedding, layer, layer and head, each a chunk."""
     chunks = language_model(model).split(layers_per_chunk=[0, 1, 1, 0])
     dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
