@@ -114,9 +114,9 @@ class ProgramText:
 
     @cached_property
     def copied_bytes(self) -> int:
-        """Bytes of results that only are other arrays in another place or order."""
+        """Bytes of results that only are other arrays in another place or order of the device's main memory."""
         return sum(
-            turns * num_bytes(instruction.shape) for instruction, turns, _ in self._run() if self._moves(instruction)
+            turns * num_bytes(_result(instruction)) for instruction, turns, _ in self._run() if self._moves(instruction)
         )
 
     @cached_property
@@ -167,7 +167,10 @@ class ProgramText:
 
     def _moves(self, instruction: _Instruction) -> bool:
         """Whether a kernel computes nothing: a copy, a transposition, or a fusion of these."""
-        if instruction.opcode in ("copy", "transpose", "copy-start"):
+        if instruction.opcode == "copy-start":
+            # Into a TPU's on-chip memory, S(1), an array is read ahead of the kernel that would read it anyway.
+            return "S(1)}" not in _result(instruction)
+        if instruction.opcode in ("copy", "transpose"):
             return True
         if instruction.opcode != "fusion":
             return False
@@ -202,6 +205,11 @@ class ProgramText:
 def _is_collective(instruction: _Instruction) -> bool:
     """Whether devices enter a collective there; they have entered it before where the opcode says that it is done."""
     return instruction.kind in _COLLECTIVES and not instruction.opcode.endswith("-done")
+
+
+def _result(instruction: _Instruction) -> str:
+    """Returns the shape that an instruction makes: that of an asynchronous copy names its source as well."""
+    return instruction.shape.partition(", ")[0] if instruction.opcode == "copy-start" else instruction.shape
 
 
 def num_bytes(shape: str) -> int:

@@ -57,6 +57,13 @@ def test_a_program_is_read_once_with_what_its_loops_do() -> None:
     assert text.copied_bytes == 8 * 8 * 4 * (1 + 3)  # the fusion that only turns, and a copy in each turn
 
 
+@pytest.mark.parametrize(("place", "copied"), [("S(1)", 0), ("", 256)])
+def test_an_array_read_ahead_into_on_chip_memory_is_no_copy(place: str, copied: int) -> None:
+    start = f"%ahead = (f32[8,8]{{1,0:T(8,128){place}}}, f32[8,8]{{1,0:T(8,128)}}, u32[]{{:S(2)}}) copy-start(%c)"
+    before = ProgramText(TEXT).copied_bytes
+    assert ProgramText(TEXT.replace("  %turned", f"  {start}\n  %turned")).copied_bytes == before + copied
+
+
 def test_arrays_of_two_equal_lengths_are_found_where_they_leave_a_kernel() -> None:
     scores = TEXT.replace("%copied = f32[8,8]", "%copied = f32[2,8,8]")
     assert ProgramText(scores).arrays_with(8) == ["f32[2,8,8]"]

@@ -73,6 +73,8 @@ def test_attention_is_fused_and_no_array_grows_with_the_square_of_the_length(run
         assert not each.text.arrays_with(length_of(run)), f"{each.name} of chunk {each.chunk}"
     forwards = [each for each in run.programs() if each.name == "forward"]
     assert forwards
+    if "context" in dict(run.pipeline.layout.axes_of_stage[0]):
+        return  # keys and values pass around a ring between tiles of our own
     for each in forwards:
         kernel = "fmha" if target.kind == CUDA else "tpu_custom_call"
         assert any(kernel in name.lower() for name in each.text.attention), f"{each.name} of chunk {each.chunk}"
