@@ -23,6 +23,7 @@ from abc import abstractmethod
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from rrfp_jax.cluster._channel import Channel, DeliverMessage, MessageLink
@@ -244,15 +245,18 @@ class PrivateConnections:
         self._tell(rank, {_PORT: port, _LOCAL: local, _NAMES: names, _SECRETS: keys, _ENCRYPTS: self._encrypts})
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
+            await _readable(listener.fileno())
             try:
-                connection, _ = await loop.sock_accept(listener)
+                connection, _ = listener.accept()
+            except BlockingIOError:  # whoever came is gone
+                continue
             except OSError as error:  # the stranger has gone again, or no more files may be open
                 self._garbage.warn("a connection for %s could not be accepted: %s", self._purpose, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             task = self._spawn(self._admit(connection))
+            task.add_done_callback(partial(_close_if_cancelled, connection))
             self._unproven[task] = None
             task.add_done_callback(lambda task: self._unproven.pop(task, None))
             # Strangers must not use up the descriptors of this process: the oldest unproven connection is closed.
@@ -329,6 +333,32 @@ class PrivateConnections:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+async def _readable(listener: int) -> None:
+    """Returns once a connection waits at a listening socket, given by its file descriptor.
+
+    A cancelled ``loop.sock_accept`` may already have accepted a connection, which then nobody closes. Here whoever is
+    cancelled has accepted none.
+    """
+    loop = asyncio.get_running_loop()
+    waits = loop.create_future()
+
+    def wake() -> None:
+        if not waits.done():
+            waits.set_result(None)
+
+    loop.add_reader(listener, wake)
+    try:
+        await waits
+    finally:
+        loop.remove_reader(listener)
+
+
+def _close_if_cancelled(connection: socket.socket, task: "asyncio.Task[None]") -> None:
+    """Closes the connection of a task that was cancelled, perhaps before its first line ran."""
+    if task.cancelled():
+        connection.close()
 
 
 def _listen_locally() -> socket.socket | None:
