@@ -94,9 +94,11 @@ def test_a_stopped_rank(num_ranks: int, rank: int) -> None:
     assert code == 5
     assert 0.5 * SILENCE_S < ended_s < SILENCE_S + SLACK_S
     for other in set(range(num_ranks)) - {rank}:
-        said = f"rank {rank} (stage {rank}) was lost: silent for 4."
+        said = f"rank {rank} (stage {rank}) was lost: silent for "
         culprit = f"all stages that wait do so, directly or not, for stage {rank}"
         assert_report(launcher, other, said, " waits for the ", f"(stage {rank})", culprit, num_stages=num_ranks - 1)
+        silent_s = float(rank_text(launcher, other).partition(said)[2].split()[0])
+        assert 0.5 * SILENCE_S < silent_s < SILENCE_S + SLACK_S
     assert f"rank {rank}: stood still (SIGSTOP): the launcher ended it" in launcher.text
 
 
