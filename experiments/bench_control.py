@@ -25,7 +25,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.cluster.wire import pack_plain, unpack_plain
+from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.core import (
     HINTS,
     Event,
     FinishStep,
@@ -40,8 +42,6 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     ready,
 )
-from rrfp_jax.cluster.wire import pack_plain, unpack_plain
-from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.layout import Layout
 from rrfp_jax.programs.agreement import StageReport, agree, merged
 from rrfp_jax.runtime.failure_report import Failure, FailureReport

@@ -23,12 +23,12 @@ import optax
 from rich.console import Console
 from rich.table import Table
 
-from rrfp_jax.arbitration import Ordering
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import start_alone, use_cpu
 from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.core import Ordering
 from rrfp_jax.layout import Layout
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline

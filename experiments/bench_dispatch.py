@@ -18,10 +18,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rrfp_jax.arbitration import DecisionTimer, Dispatch, Order, TimingRule
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.core import DecisionTimer, Dispatch, Order, TimingRule
 from rrfp_jax.schedules import Task, TaskKind
 from rrfp_jax.simulation import Costs, Links, Machine, constant, for_steps, lognormal, simulate
 from rrfp_jax.simulation.costs import Durations

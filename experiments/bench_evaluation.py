@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
 from rrfp_jax.commands.common.console import make_console, make_table
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import chain, linear, looped
 from rrfp_jax.simulation import Costs, constant, lognormal, simulate
 

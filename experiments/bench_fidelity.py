@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.core import Order
 from rrfp_jax.simulation import Costs, Machine, for_steps, lognormal, simulate
 from rrfp_jax.testing import dispatch_overhead_ms, emulate
 

@@ -24,13 +24,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rrfp_jax.arbitration import Order
-from rrfp_jax.arbitration.foresight import ForesightRules
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.machine import RULES, parse_jitter
+from rrfp_jax.core import Order
+from rrfp_jax.core.foresight import ForesightRules
 from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.pools import end_with_parent
 from rrfp_jax.simulation import Costs, Links, Machine, both_directions, constant, for_steps, peak_memory, simulate

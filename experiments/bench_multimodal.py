@@ -19,10 +19,10 @@ from rich.console import Console
 from experiments.emulate import EMULATED_STEP
 from experiments.workload_options import DEFAULT_PAIR, on_graph
 from experiments.workloads import WORKLOADS, Drawn, Workload
-from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.studies.graphs import GraphWishes, ModelGraph
+from rrfp_jax.core import Order
 from rrfp_jax.models.flop_sizes import model_pair
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import Costs, Machine, simulate

@@ -19,9 +19,9 @@ import yaml
 from rich.console import Console
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.arbitration import Order, Ordering, StepRules
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.common.process import use_cpu
+from rrfp_jax.core import Order, Ordering, StepRules
 from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear

@@ -18,9 +18,9 @@ from rich.console import Console
 from scipy.stats import spearmanr
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.arbitration import Ordering
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.common.process import use_cpu
+from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.candidates import PlanCandidate, make_candidate

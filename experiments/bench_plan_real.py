@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.core import Order
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planner.cost_file import read_costs

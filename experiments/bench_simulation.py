@@ -10,7 +10,10 @@ from time import process_time
 
 from rich.console import Console
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.core import (
     HINTS,
     Event,
     InputArrived,
@@ -23,9 +26,6 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     ready,
 )
-from rrfp_jax.commands.common.console import make_console
-from rrfp_jax.commands.common.ordering import parse_ordering
-from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.schedules import TaskKind, chain, linear
 from rrfp_jax.simulation import Costs, constant, simulate
 

@@ -22,9 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.workload_options import add_workload_arguments, has_graph, plan_workload
-from rrfp_jax.arbitration import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
-from rrfp_jax.arbitration.dispatch import AUTO, parse_dispatch
-from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input
@@ -38,6 +35,9 @@ from rrfp_jax.commands.studies.durations import GivenDurations, Profile, load_du
 from rrfp_jax.commands.studies.graphs import add_graph_arguments, check_fits_graph, parse_graph, requested_graph
 from rrfp_jax.commands.studies.machine import parse_link_delays_ms
 from rrfp_jax.commands.studies.simulate_report import engine_columns, engines_in_words
+from rrfp_jax.core import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
+from rrfp_jax.core.dispatch import AUTO, parse_dispatch
+from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation.costs import constant, for_graph
 from rrfp_jax.simulation.links import Links, both_directions

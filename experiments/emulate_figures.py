@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from rrfp_jax.arbitration import Launch, RunTask, StageArbiter, agreement_overhead, launches
+from rrfp_jax.core import Launch, RunTask, StageArbiter, agreement_overhead, launches
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Task
 from rrfp_jax.testing import Emulation

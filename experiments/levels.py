@@ -24,7 +24,6 @@ from typing import Any
 from experiments.levels_report import Execution, Row, as_json, show_levels
 from experiments.systems.command import run_study
 from experiments.systems.options import add_systems_arguments, refuse_systems_options
-from rrfp_jax.arbitration import READY, STRICT, Ordering, check_windows
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input
 from rrfp_jax.commands.common.options import CommandParser
@@ -43,6 +42,7 @@ from rrfp_jax.commands.studies.machine import (
     peak_of,
 )
 from rrfp_jax.commands.studies.schedule_view import formulas_of
+from rrfp_jax.core import READY, STRICT, Ordering, check_windows
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
 from rrfp_jax.schedules.formulas import Levels, compare
 from rrfp_jax.schedules.registry import schedules_of_any_graph

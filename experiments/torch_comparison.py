@@ -16,8 +16,8 @@ import numpy as np
 
 from experiments.emulate import EMULATED_STEP
 from experiments.turns import LineProcess, our_ranks, torch_processes
-from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.studies.durations import Durations, Profile
+from rrfp_jax.core import Order
 from rrfp_jax.simulation import Costs, for_steps, lognormal, simulate
 
 TORCH = "torch 1F1B"

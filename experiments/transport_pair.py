@@ -101,7 +101,7 @@ class Stage:
         import jax
         import numpy as np
 
-        from rrfp_jax.arbitration import Message, MessageKind
+        from rrfp_jax.core import Message, MessageKind
         from rrfp_jax.layout import Layout
         from rrfp_jax.runtime.transports import Edge, PipelineTransport
         from rrfp_jax.schedules import looped

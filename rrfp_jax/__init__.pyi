@@ -1,6 +1,6 @@
 """The names of this package and where they live; see :mod:`rrfp_jax.first_use`."""
 
-from rrfp_jax.arbitration import Ordering as Ordering
+from rrfp_jax.core import Ordering as Ordering
 from rrfp_jax.layout import Layout as Layout
 from rrfp_jax.pipeline import Pipeline as Pipeline
 from rrfp_jax.pipeline import PipelineState as PipelineState

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rrfp_jax.arbitration import Order, Ordering
-from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax.core import Order, Ordering
+from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.field_rules import is_whole, typed, with_type
 from rrfp_jax.private.jax_names import trace_state_clean

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.private.jax_names import compiler
 from rrfp_jax.programs.freezing import freeze

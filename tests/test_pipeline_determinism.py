@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Ordering
-from rrfp_jax.arbitration.dispatch import JUST_IN_TIME
+from rrfp_jax.core import Ordering
+from rrfp_jax.core.dispatch import JUST_IN_TIME
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule

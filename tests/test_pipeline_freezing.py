@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.freezing import freeze

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import pytest
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, linear, looped

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.arbitration import Message, MessageKind, Ordering
+from rrfp_jax.core import Message, MessageKind, Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.runtime.mailbox import Mailbox

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Ordering
-from rrfp_jax.arbitration.dispatch import JUST_IN_TIME
+from rrfp_jax.core import HINTS, Ordering
+from rrfp_jax.core.dispatch import JUST_IN_TIME
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms

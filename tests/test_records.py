@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import DecideNow, Event, InputArrived, Message, MessageKind, TaskFinished
+from rrfp_jax.core import DecideNow, Event, InputArrived, Message, MessageKind, TaskFinished
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.schedules import Op, Placement, Task, TaskKind
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline

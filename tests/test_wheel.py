@@ -104,7 +104,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import chain, linear
 from rrfp_jax.testing import emulate
 

@@ -14,9 +14,9 @@ from experiments.paper.pictures import draw_bars
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.tables import geometric_mean, markdown
-from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.core import Order
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, constant, for_steps, lognormal, simulate
 from rrfp_jax.simulation.costs import Durations
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from experiments.paper import endtoend
 from experiments.paper.rows import Cell
 from experiments.paper.scene import EQUAL, FORESIGHT, Method, Scene, table_order
-from rrfp_jax.arbitration import STRICT, Order
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.core import STRICT, Order
 from rrfp_jax.schedules import ScheduleTable, schedule_names
 from rrfp_jax.schedules.registry import schedules_of_any_graph
 from rrfp_jax.simulation import Costs, Links, Machine, Simulation, peak_memory, simulate

@@ -8,7 +8,7 @@ import numpy as np
 
 from experiments.order_cases import Case, encoder_and_lm, gemma_like, homogeneous
 from experiments.paper.scene import SLOW_LINK, SLOW_LINK_PARTS, SLOW_STAGE, SLOW_STAGE_FACTOR
-from rrfp_jax.arbitration import READY, STRICT, Ordering, StepRules
+from rrfp_jax.core import READY, STRICT, Ordering, StepRules
 from rrfp_jax.costs import CostBook, CostEntry, Noise
 from rrfp_jax.planner.best_cut import even_cut
 from rrfp_jax.planner.candidates import PlanCandidate, make_candidate

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.paper.rows import Cell, Value
-from rrfp_jax.arbitration import READY, STRICT, Order
-from rrfp_jax.arbitration import Ordering as TableOrdering
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.machine import RULES, parse_jitter
+from rrfp_jax.core import READY, STRICT, Order
+from rrfp_jax.core import Ordering as TableOrdering
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (

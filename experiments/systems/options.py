@@ -9,8 +9,8 @@ from typing import Any, TypeVar, get_type_hints
 from experiments.systems.cells import ORDERS, Entry
 from experiments.systems.records import Device, Model, Network, System, make_systems
 from experiments.systems.workers import available_cores
-from rrfp_jax.arbitration import DEFAULT_WINDOW, STRICT
 from rrfp_jax.commands.common.options import CommandParser, add_record_options, given_texts, whole_flag
+from rrfp_jax.core import DEFAULT_WINDOW, STRICT
 from rrfp_jax.observe.output_files import check_folder
 from rrfp_jax.schedules import ScheduleRequest
 from rrfp_jax.schedules.registry import chunks_per_stage

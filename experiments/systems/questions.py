@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from experiments.systems.cells import FORESIGHT, Case
 from experiments.systems.results import Study, distinct_hops
-from rrfp_jax.arbitration import STRICT
+from rrfp_jax.core import STRICT
 from rrfp_jax.simulation import Communication
 
 PAIRS = (("hanayo:4", "chimera"), ("hanayo", "chimera"), ("1f1b", "gpipe"), ("greedy-chimera", "gpipe"))

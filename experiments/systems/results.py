@@ -12,7 +12,7 @@ from experiments.systems.cells import Case, CaseResult, Executed, Ideal, Setting
 from experiments.systems.options import Wishes
 from experiments.systems.records import Hop, System
 from experiments.systems.turnovers import Turnover
-from rrfp_jax.arbitration import STRICT
+from rrfp_jax.core import STRICT
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.simulation import Communication
 

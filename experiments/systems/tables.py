@@ -10,8 +10,8 @@ from experiments.systems.questions import PAIRS
 from experiments.systems.records import System
 from experiments.systems.results import Study, systems_by_hop
 from experiments.systems.turnovers import Turnover
-from rrfp_jax.arbitration import STRICT
 from rrfp_jax.commands.common.console import make_table
+from rrfp_jax.core import STRICT
 from rrfp_jax.simulation import Communication
 
 NOT_PUBLIC = (

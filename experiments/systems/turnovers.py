@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from experiments.systems.cells import Case, CaseResult, Setting, run
 from experiments.systems.records import Hop
-from rrfp_jax.arbitration import STRICT
+from rrfp_jax.core import STRICT
 from rrfp_jax.simulation import Communication
 
 TIE = 1e-3

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.console import Console
 
-from rrfp_jax.arbitration import Order, StageArbiter
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.garbage import rare_collections
@@ -49,6 +48,7 @@ from rrfp_jax.commands.studies.simulate_options import (
     simulate_parser,
 )
 from rrfp_jax.commands.studies.simulate_report import show_comparison, show_names, show_run
+from rrfp_jax.core import Order, StageArbiter
 from rrfp_jax.schedules import PipelineGraph, ScheduleRequest, chain, lanes_beside, linear, write_csv
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (

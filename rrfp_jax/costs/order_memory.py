@@ -39,9 +39,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from rrfp_jax.arbitration import Order
-from rrfp_jax.arbitration.footprint import memory_changes, memory_unit
 from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.core import Order
+from rrfp_jax.core.footprint import memory_changes, memory_unit
 from rrfp_jax.costs.forecast import ChunkBytes, Reach, StageForecast, forecast_stage, moved_activations
 from rrfp_jax.schedules import PipelineGraph, ScheduleTable, Task, TaskKind
 
@@ -73,7 +73,7 @@ def forecast_evaluation(order: Order, sizes: Mapping[int, ChunkBytes]) -> list[S
     the activations that wait.
 
     Args:
-        order: that of evaluation (:meth:`rrfp_jax.arbitration.Order.evaluating`).
+        order: that of evaluation (:meth:`rrfp_jax.core.Order.evaluating`).
         sizes: of its forwards.
     """
     waiting = max((limit for _, limit in order.read_ahead), default=0)

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import Any
 
-from rrfp_jax.arbitration.ordering_words import STRICT
+from rrfp_jax.core.ordering_words import STRICT
 from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules import Op, PipelineGraph, ScheduleTable, Task, TaskKind, with_operations
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
@@ -61,7 +61,7 @@ def offload(
         lengths: of the other tasks of one chunk, in milliseconds, or relative to each other where ``copy_ms`` is None.
         lead: how many tasks ahead of its backward an activation is asked back.
         lanes: the engines for the way out and the way back.
-        consume: how stages follow the table, in the words of :class:`rrfp_jax.arbitration.Ordering`.
+        consume: how stages follow the table, in the words of :class:`rrfp_jax.core.Ordering`.
 
     Raises ValueError, with the fewest slots that would do, where these are too few.
     """

@@ -34,7 +34,7 @@ def recompute(
     chunks: Collection[int] | None = None,
     pairs: Iterable[Pair] | None = None,
 ) -> Op:
-    """The operation that makes stashes again, for the ``ops`` of an :class:`rrfp_jax.arbitration.Ordering` whose hint
+    """The operation that makes stashes again, for the ``ops`` of an :class:`rrfp_jax.core.Ordering` whose hint
     ranks what is ready: it queues with backwards, and is issued once their gradients are here.
 
     Args:

@@ -2,10 +2,10 @@
 
 import argparse
 
-from rrfp_jax import arbitration
-from rrfp_jax.arbitration.replicas import microbatches_per_replica
+from rrfp_jax import core
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
+from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.devices import Device
 from rrfp_jax.costs.forecast import StageForecast
@@ -119,7 +119,7 @@ def encoder_notes(config: TrainConfig | None) -> tuple[str, ...]:
     return (f"the encoder's stages have a mesh of their own, {describe_axes(tuple(mesh.items()))}",)
 
 
-def _order(config: TrainConfig, share: int) -> arbitration.Order:
+def _order(config: TrainConfig, share: int) -> core.Order:
     """Returns the order; that of a model with an encoder is a chain of its chunks, as if every microbatch had
     images."""
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
@@ -174,9 +174,9 @@ def _decoder_counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
     return tuple(map(len, types_of_plans(plans)))
 
 
-def _ordering(config: TrainConfig, order: arbitration.Order) -> arbitration.Ordering:
+def _ordering(config: TrainConfig, order: core.Order) -> core.Ordering:
     layout = config.pipeline
-    return arbitration.Ordering(
+    return core.Ordering(
         schedule=order.table,
         consume=layout.consume,
         hint=layout.hint or (None if order.table is not None else "bf"),

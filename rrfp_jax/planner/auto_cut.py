@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from rrfp_jax.arbitration import Order, StepRules
-from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
+from rrfp_jax.core import Order, StepRules
+from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.devices import Device, device_of
 from rrfp_jax.models.encoder_config import ENCODER

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rrfp_jax.arbitration import Order, Ordering
+from rrfp_jax.core import Order, Ordering
 from rrfp_jax.costs import CutModel
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.costs.order_memory import forecast_memory

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from jax.stages import Compiled
 
-from rrfp_jax.arbitration import STRICT
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.process import use_cpu
@@ -23,6 +22,7 @@ from rrfp_jax.commands.training.data_sets import evaluation_configs
 from rrfp_jax.commands.training.model_parts import pixel_scale
 from rrfp_jax.commands.training.planned import order_run
 from rrfp_jax.commands.training.training_console import TrainingConsole
+from rrfp_jax.core import STRICT
 from rrfp_jax.costs.devices import Device, device_of
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.data import TRAIN, Part

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rrfp_jax.arbitration import FUSED, SPLIT, Ordering
 from rrfp_jax.commands.training.config import TrainConfig
+from rrfp_jax.core import FUSED, SPLIT, Ordering
 from rrfp_jax.costs import LayerCosts
 from rrfp_jax.costs.byte_fit import ChunkParts, fit_bytes
 from rrfp_jax.costs.fitting import ChunkWork, TaskWork, fit_work

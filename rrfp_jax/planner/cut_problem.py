@@ -12,8 +12,8 @@ from itertools import pairwise, permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.arbitration import Order
-from rrfp_jax.arbitration.footprint import memory_unit
+from rrfp_jax.core import Order
+from rrfp_jax.core.footprint import memory_unit
 from rrfp_jax.costs import ModelCosts
 from rrfp_jax.costs.forecast import Reach
 from rrfp_jax.costs.order_memory import reaches

@@ -10,7 +10,7 @@ from itertools import islice
 
 import numpy as np
 
-from rrfp_jax.arbitration import Order, StageArbiter, StepRules
+from rrfp_jax.core import Order, StageArbiter, StepRules
 from rrfp_jax.costs import CutModel, Noise
 from rrfp_jax.planner.candidates import PlanCandidate
 from rrfp_jax.planner.records import PlanShape

@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.arbitration import FUSED, SPLIT, InputArrived, MessageKind, Ordering
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
+from rrfp_jax.core import FUSED, SPLIT, InputArrived, MessageKind, Ordering
 from rrfp_jax.costs import LinkCosts
 from rrfp_jax.costs.byte_fit import ChunkParts
 from rrfp_jax.costs.fitting import ChunkTimes, fit_links

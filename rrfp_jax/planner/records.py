@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CutModel
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.layout import Axes, num_devices

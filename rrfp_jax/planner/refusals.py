@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from rrfp_jax.arbitration import Ordering
 from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planner.best_cut import best_cut

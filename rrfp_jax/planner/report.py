@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rrfp_jax.arbitration import READY, STRICT, Ordering
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_table
+from rrfp_jax.core import READY, STRICT, Ordering
 from rrfp_jax.costs import CostBook
 from rrfp_jax.costs.cut_model import cut_in_words, legend, letters_of
 from rrfp_jax.costs.layer_costs import NONE

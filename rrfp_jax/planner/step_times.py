@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.arbitration import MessageKind
+from rrfp_jax.core import MessageKind
 from rrfp_jax.costs import CutModel, ModelCosts
 from rrfp_jax.planner.search_space import Point
 from rrfp_jax.schedules import ScheduleTable, TaskKind

@@ -9,10 +9,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.arbitration import Order
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
+from rrfp_jax.core import Order
 from rrfp_jax.costs.cut_model import cut_in_words, letters_of
 from rrfp_jax.layout import with_tensor
 from rrfp_jax.observe.output_files import check_file, replacing

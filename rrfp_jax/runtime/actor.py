@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     Announce,
     ClockTick,
     DecideNow,

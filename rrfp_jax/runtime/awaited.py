@@ -1,4 +1,4 @@
-"""The inputs of a task that was handed over before they were delivered (:mod:`rrfp_jax.arbitration.promises`).
+"""The inputs of a task that was handed over before they were delivered (:mod:`rrfp_jax.core.promises`).
 
 Within a process an output exists as a future from the launch of its task on. So the thread that launches fetches it
 from the stage that makes it, perhaps some moments before that launch, and the device waits for the rest.

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from rrfp_jax.arbitration import RunTask
+from rrfp_jax.core import RunTask
 from rrfp_jax.runtime.executor import Launched
 from rrfp_jax.schedules import Task
 

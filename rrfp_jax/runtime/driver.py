@@ -19,9 +19,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
-from rrfp_jax.arbitration import Message, Note, RunTask, StageArbiter, timing_rule
-from rrfp_jax.arbitration.group_member import GroupMember
 from rrfp_jax.cluster.loop_thread import LoopThread, runs_here
+from rrfp_jax.core import Message, Note, RunTask, StageArbiter, timing_rule
+from rrfp_jax.core.group_member import GroupMember
 from rrfp_jax.layout import name_unit
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
@@ -194,7 +194,7 @@ class PipelineRuntime:
         trained: int | None = None,
     ) -> "Future[StepOutcome]":
         """Enqueue a step; its future resolves when every awaited stage has ended it. Steps count up without gaps, those
-        that evaluate (:mod:`rrfp_jax.arbitration.evaluation`) like any others.
+        that evaluate (:mod:`rrfp_jax.core.evaluation`) like any others.
 
         ``trained`` is the number by which people know the step, where steps that evaluate have come before: how many
         were trained. ``weights`` has, for stages whose capacity bounds what they hold, what each of their microbatches

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica
+from rrfp_jax.core.replicas import Replication, microbatches_per_replica
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.batches import Leaf, StepBatch, num_microbatches
 from rrfp_jax.programs.buckets import Buckets

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rrfp_jax.arbitration import Estimates, Event, FinishStep, Instruction, StageArbiter
+from rrfp_jax.core import Estimates, Event, FinishStep, Instruction, StageArbiter
 
 Entry = tuple[Event, list[Instruction]]
 

@@ -9,7 +9,7 @@ turns (:mod:`rrfp_jax.runtime.turns`), one call at a time, and must return withi
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from rrfp_jax.arbitration import Message
+from rrfp_jax.core import Message
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.schedules import PipelineGraph, Task
 

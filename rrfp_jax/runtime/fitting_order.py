@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, replace
 from zlib import crc32
 
-from rrfp_jax.arbitration import STRICT, Order, Ordering
+from rrfp_jax.core import STRICT, Order, Ordering
 from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_stages_fit, window_of_bytes
 from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
 from rrfp_jax.programs.buckets import Buckets

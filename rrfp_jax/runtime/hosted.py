@@ -1,7 +1,7 @@
 """The part of a model that this process hosts: on which devices, with which programs, from which state.
 
 Chunks go by two numbers. The *base* number is the model's own, from 0 to C-1; programs, shapes and layers know no
-other. In the pipeline of all replicas (:mod:`rrfp_jax.arbitration.replicas`), which arbiters and messages know, chunk
+other. In the pipeline of all replicas (:mod:`rrfp_jax.core.replicas`), which arbiters and messages know, chunk
 ``c`` of replica ``r`` is ``r * C + c``.
 """
 
@@ -16,8 +16,8 @@ import optax
 from jax.sharding import Mesh, Sharding
 from jax.stages import Compiled
 
-from rrfp_jax.arbitration import Message, MessageKind
-from rrfp_jax.arbitration.replicas import Replication
+from rrfp_jax.core import Message, MessageKind
+from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.batches import Bucket
 from rrfp_jax.programs.buckets import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs

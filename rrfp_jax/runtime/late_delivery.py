@@ -14,7 +14,7 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from rrfp_jax.arbitration import Message
+from rrfp_jax.core import Message
 from rrfp_jax.runtime.sleeping import reduce_timer_slack
 from rrfp_jax.runtime.transports import Deliver
 from rrfp_jax.runtime.wake_up import WakeUp

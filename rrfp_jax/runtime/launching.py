@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import DecisionTimer, RunTask, TimingRule
+from rrfp_jax.core import DecisionTimer, RunTask, TimingRule
 from rrfp_jax.runtime.awaited import AwaitedInputs
 from rrfp_jax.runtime.compute import Done, Launch, Started
 from rrfp_jax.runtime.executor import Launched

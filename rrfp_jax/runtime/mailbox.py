@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.schedules import Placement
 
 Ship = Callable[[Any, int, Message, int, int | None], Any]

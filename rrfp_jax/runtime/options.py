@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rrfp_jax.arbitration import Agreement, GroupProtocol, StepRules
-from rrfp_jax.arbitration.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.core import Agreement, GroupProtocol, StepRules
+from rrfp_jax.core.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.agreement import check_clip_norm
 from rrfp_jax.runtime.executor import StageExecutor

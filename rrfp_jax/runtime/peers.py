@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from rrfp_jax.arbitration import Message, Note
 from rrfp_jax.cluster import MalformedMessage, PeerNetwork
 from rrfp_jax.cluster.failure_detector import watched
 from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
+from rrfp_jax.core import Message, Note
 from rrfp_jax.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.clocks import Clocks

@@ -16,7 +16,7 @@ from functools import partial
 
 import jax
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     GroupProtocol,
     Message,
     MessageKind,
@@ -25,7 +25,7 @@ from rrfp_jax.arbitration import (
     StepRules,
     dispatch_of,
 )
-from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica, replication
+from rrfp_jax.core.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_stages_fit
 from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation
 from rrfp_jax.field_rules import with_type

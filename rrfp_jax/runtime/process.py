@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.cluster.config import host_of
+from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.field_rules import typed
 from rrfp_jax.layout import Layout
 from rrfp_jax.programs.target import devices_for

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rrfp_jax.arbitration import Message, MessageKind, StepRules
-from rrfp_jax.arbitration.replicas import Replication
+from rrfp_jax.core import Message, MessageKind, StepRules
+from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree, merged
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.chunk import Loss

@@ -1,6 +1,6 @@
 """Records when a stage's tasks ran and why it was idle in between, as the spans and waits of a Timeline."""
 
-from rrfp_jax.arbitration import RunTask
+from rrfp_jax.core import RunTask
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 
 

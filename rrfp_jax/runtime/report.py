@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
+from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.layout import name_unit
 from rrfp_jax.schedules import Placement
 

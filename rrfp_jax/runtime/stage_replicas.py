@@ -3,7 +3,7 @@
 A program over several replicas' devices is launched once per process, although each replica has a compute thread of its
 own. So the threads meet at a barrier: the last one to arrive launches for all, and every one leaves with its own
 results. All of them arrive, and in the same order, because a step ends in lockstep (see
-:class:`rrfp_jax.arbitration.StepRules`). If one cannot, since a task of its failed, the barrier is broken, and all
+:class:`rrfp_jax.core.StepRules`). If one cannot, since a task of its failed, the barrier is broken, and all
 leave with that error.
 """
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from rrfp_jax.arbitration import Order
+from rrfp_jax.core import Order
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.runtime.memory_meter import chunk_bytes
 

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     Announce,
     ClockTick,
     DecideNow,
@@ -31,7 +31,7 @@ from rrfp_jax.arbitration import (
     WakeAt,
     timing_rule,
 )
-from rrfp_jax.arbitration.events import record
+from rrfp_jax.core.events import record
 from rrfp_jax.schedules import COMPUTE, Absences, Task, lanes_beside
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 from rrfp_jax.simulation._transfers import TransferContext, VirtualTime, make_transfers
@@ -60,7 +60,7 @@ class Machine:
     running one. None: at the running task's end."""
     awaits_inputs: bool = False
     """Whether devices wait for inputs by themselves, so that a task may be handed over before its inputs are there. An
-    announcement then is a promise (:class:`rrfp_jax.arbitration.InputPromised`)."""
+    announcement then is a promise (:class:`rrfp_jax.core.InputPromised`)."""
 
     def __post_init__(self) -> None:
         if self.dispatch_overhead_ms < 0 or self.agreement_ms < 0:

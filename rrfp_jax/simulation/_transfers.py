@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     Event,
     InputArrived,
     Message,
@@ -24,7 +24,7 @@ from rrfp_jax.arbitration import (
     TaskFinished,
     stage_plan,
 )
-from rrfp_jax.arbitration.events import record
+from rrfp_jax.core.events import record
 from rrfp_jax.schedules import Task
 from rrfp_jax.simulation.links import CONTROL, Communication, Links
 

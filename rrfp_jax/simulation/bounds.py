@@ -24,7 +24,7 @@ from math import inf, isfinite
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.arbitration import MessageKind
+from rrfp_jax.core import MessageKind
 from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.simulation.costs import InjectedSleeps, for_graph, of_tasks
 from rrfp_jax.simulation.links import Links

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.core import Message, MessageKind
 
 CONTROL = (MessageKind.REPORT, MessageKind.VERDICT, MessageKind.TAKEN)
 """Kinds of messages that carry no tensor and occupy no link."""

@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.runtime.executor import Launched, StageExecutor, StageOutcome
 from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
 from rrfp_jax.schedules import COMPUTE, Task, TaskKind

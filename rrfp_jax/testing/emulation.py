@@ -14,7 +14,7 @@ from statistics import fmean
 
 import numpy as np
 
-from rrfp_jax.arbitration import Message, MessageKind, StageArbiter
+from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from rrfp_jax.arbitration import Message
+from rrfp_jax.core import Message
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.executor import HandsAhead, Launched, StageExecutor, StageOutcome
 from rrfp_jax.schedules import PipelineGraph, Task

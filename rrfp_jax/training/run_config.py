@@ -6,8 +6,8 @@ Plain records, validated once; nothing here imports JAX, so that bad input is re
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp_jax.arbitration.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.core.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
 from rrfp_jax.layout import TENSOR, checked_axes
 from rrfp_jax.models.cuts import AUTO_CONTEXT, CONTEXT_ATTENTIONS

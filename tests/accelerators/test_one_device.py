@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.layout import Layout
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.models.attention import AttentionCall, causal_attention, full_attention, implementation

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS
+from rrfp_jax.core import HINTS
 from rrfp_jax.schedules import chain, linear, looped
 from tests.checking.guided import guided, random_rows
 from tests.model_checker import Explorer, Setting, explore

@@ -3,7 +3,7 @@
 from itertools import accumulate
 from random import Random
 
-from rrfp_jax.arbitration import ForesightRules, schedule_hint
+from rrfp_jax.core import ForesightRules, schedule_hint
 from rrfp_jax.schedules import PipelineGraph, Placement, Task, TaskKind
 from tests.model_checker import Setting
 from tests.model_checker.catalogue import PIPELINE_ONLY

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import accumulate
 
-from rrfp_jax.arbitration import HINTS, ForesightRules, schedule_hint
+from rrfp_jax.core import HINTS, ForesightRules, schedule_hint
 from rrfp_jax.schedules import Op
 from tests.model_checker import Setting
 from tests.model_checker.catalogue import PIPELINE_ONLY

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, FinishStep, Hint, RunTask, Send, StageArbiter, StepRules, Window
+from rrfp_jax.core import HINTS, FinishStep, Hint, RunTask, Send, StageArbiter, StepRules, Window
 from rrfp_jax.schedules import Task, TaskKind, chain, linear, looped
 from tests.model_checker import CheckError, Explorer, Setting, explore, replay
 from tests.model_checker.catalogue import PIPELINE_ONLY, fitting_tables, small_graphs, small_settings

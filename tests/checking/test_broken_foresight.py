@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import Announce, ClockTick, StageArbiter, WakeAt
-from rrfp_jax.arbitration.footprint import Footprint
-from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
+from rrfp_jax.core import Announce, ClockTick, StageArbiter, WakeAt
+from rrfp_jax.core.footprint import Footprint
+from rrfp_jax.core.group_leader import FollowingMember, LeadingMember
 from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule, chain, linear, looped
 from tests.checking.guided import by_table, guided, random_rows
 from tests.model_checker import CheckError, explore, replay

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.arbitration import StageArbiter, StepRules, TaskFinished, stage_plan
-from rrfp_jax.arbitration.engines import NOTHING
-from rrfp_jax.arbitration.footprint import Footprint, RowMemory
-from rrfp_jax.arbitration.plan import others
-from rrfp_jax.arbitration.step_plan import StepPlan
+from rrfp_jax.core import StageArbiter, StepRules, TaskFinished, stage_plan
+from rrfp_jax.core.engines import NOTHING
+from rrfp_jax.core.footprint import Footprint, RowMemory
+from rrfp_jax.core.plan import others
+from rrfp_jax.core.step_plan import StepPlan
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, chain, linear, looped, with_operations
 from tests.checking.operated import ONE, by_hint, by_row, offload, recompute, strictly, with_ops
 from tests.checking.test_broken_early import walk_often

@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, StepRules
+from rrfp_jax.core import HINTS, StepRules
 from rrfp_jax.schedules import Task, chain, linear, looped
 from tests.model_checker import Setting
 from tests.model_checker.catalogue import (

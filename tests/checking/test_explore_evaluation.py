@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     HINTS,
     Agreement,
     ForesightRules,
@@ -15,7 +15,7 @@ from rrfp_jax.arbitration import (
     StageArbiter,
     StepRules,
 )
-from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
+from rrfp_jax.core.replicas import replicated_graph, replicated_placement
 from rrfp_jax.schedules import absences, chain, linear, looped, opposite_chains, v_shaped
 from tests.checking.guided import guided, random_rows
 from tests.model_checker import CheckError, Explorer, Setting, explore

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import Agreement, GroupProtocol, StepRules, schedule_hint
-from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
+from rrfp_jax.core import Agreement, GroupProtocol, StepRules, schedule_hint
+from rrfp_jax.core.replicas import replicated_graph, replicated_placement
 from rrfp_jax.schedules import (
     ScheduleRequest,
     Task,

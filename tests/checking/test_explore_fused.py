@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS
+from rrfp_jax.core import HINTS
 from rrfp_jax.schedules import PipelineGraph, Placement, chain, linear, looped, v_shaped
 from tests.model_checker import Explorer, Report, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs, small_settings

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from rrfp_jax.arbitration import Agreement, StepRules
+from rrfp_jax.core import Agreement, StepRules
 from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, linear
 from tests.checking.guided import by_table
 from tests.model_checker import explore

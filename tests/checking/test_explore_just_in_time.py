@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StageArbiter, StepRules
-from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
+from rrfp_jax.core import HINTS, Agreement, GroupProtocol, StageArbiter, StepRules
+from rrfp_jax.core.replicas import replicated_graph, replicated_placement
 from rrfp_jax.schedules import absences, chain, linear, looped
 from tests.checking.choosing_early import (
     NUMBERS,

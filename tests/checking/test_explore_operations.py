@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, StepRules
-from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
+from rrfp_jax.core import HINTS, Agreement, StepRules
+from rrfp_jax.core.replicas import replicated_graph, replicated_placement
 from rrfp_jax.operations import offload as moving
 from rrfp_jax.schedules import (
     Edge,

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, StepRules
+from rrfp_jax.core import HINTS, Agreement, AheadBound, StepRules
 from rrfp_jax.schedules import PipelineGraph, Placement, TaskKind, linear
 from tests.checking.guided import guided, random_rows
 from tests.model_checker import Explorer, Setting, explore

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import Agreement, StepRules
-from rrfp_jax.arbitration.promises import Promises
+from rrfp_jax.core import Agreement, StepRules
+from rrfp_jax.core.promises import Promises
 from rrfp_jax.schedules import absences, chain, linear, looped
 from tests.checking.guided import guided, random_rows
 from tests.checking.test_random_foresight import random_setting

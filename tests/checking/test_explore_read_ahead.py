@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, GroupProtocol, StageArbiter, StepRules
-from rrfp_jax.arbitration.read_ahead import ReadAhead, turns_of_table
-from rrfp_jax.arbitration.reserve import Reserve, peak, turns
+from rrfp_jax.core import HINTS, Agreement, AheadBound, GroupProtocol, StageArbiter, StepRules
+from rrfp_jax.core.read_ahead import ReadAhead, turns_of_table
+from rrfp_jax.core.reserve import Reserve, peak, turns
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement, Task, TaskKind, linear, looped
 from rrfp_jax.schedules.validation import execution_order
 from tests.checking.guided import guided, random_rows

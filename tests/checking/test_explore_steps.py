@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, StepRules
+from rrfp_jax.core import HINTS, Agreement, StepRules
 from rrfp_jax.schedules import Edge, PipelineGraph, absences, chain, linear, looped, opposite_chains, v_shaped
 from tests.model_checker import Explorer, Setting
 from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs, small_settings

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, AheadBound, GroupProtocol, StageArbiter, StepRules, schedule_hint
-from rrfp_jax.arbitration.reserve import Reserve
+from rrfp_jax.core import HINTS, AheadBound, GroupProtocol, StageArbiter, StepRules, schedule_hint
+from rrfp_jax.core.reserve import Reserve
 from rrfp_jax.schedules import Placement, Task, TaskKind, chain, linear, looped, v_shaped
 from tests.model_checker import CheckError, Explorer, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY, optional_graphs, skipped, small_graphs

@@ -4,10 +4,10 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, GroupProtocol, RunTask, StageArbiter, TellGroup, group_arbiter
-from rrfp_jax.arbitration.group_leader import FollowingMember, LeadingMember
-from rrfp_jax.arbitration.group_member import GROUP_DEGREE
-from rrfp_jax.arbitration.group_rounds import ProposingMember
+from rrfp_jax.core import HINTS, GroupProtocol, RunTask, StageArbiter, TellGroup, group_arbiter
+from rrfp_jax.core.group_leader import FollowingMember, LeadingMember
+from rrfp_jax.core.group_member import GROUP_DEGREE
+from rrfp_jax.core.group_rounds import ProposingMember
 from rrfp_jax.schedules import chain, linear
 from tests.model_checker import CheckError, Setting, explore, replay
 from tests.model_checker.catalogue import PIPELINE_ONLY

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StepRules, group_arbiter
+from rrfp_jax.core import HINTS, Agreement, GroupProtocol, StepRules, group_arbiter
 from rrfp_jax.schedules import absences, chain, linear, looped
 from tests.model_checker import CheckError, Explorer, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY, all_hints, fitting_tables, small_graphs

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.arbitration import Announce, ClockTick, ForesightRules, GroupProtocol, StepRules, WakeAt
-from rrfp_jax.arbitration.plan import Agreement
+from rrfp_jax.core import Announce, ClockTick, ForesightRules, GroupProtocol, StepRules, WakeAt
+from rrfp_jax.core.plan import Agreement
 from rrfp_jax.schedules import chain, looped
 from tests.checking.guided import guided, random_rows
 from tests.checking.test_broken_early import walk_often

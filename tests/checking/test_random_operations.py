@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.arbitration import HINTS, ForesightRules, StepRules
-from rrfp_jax.arbitration.plan import Agreement
-from rrfp_jax.arbitration.replicas import replicated_graph, replicated_placement
+from rrfp_jax.core import HINTS, ForesightRules, StepRules
+from rrfp_jax.core.plan import Agreement
+from rrfp_jax.core.replicas import replicated_graph, replicated_placement
 from rrfp_jax.schedules import Op
 from tests.checking.guided import random_rows
 from tests.checking.operated import by_hint, by_row, peak, strictly

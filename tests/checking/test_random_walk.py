@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.arbitration import HINTS, Agreement, GroupProtocol, StepRules, schedule_hint
+from rrfp_jax.core import HINTS, Agreement, GroupProtocol, StepRules, schedule_hint
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement, absences, chain, linear, looped
 from tests.model_checker import Setting
 from tests.model_checker.random_walk import random_walk

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, StepRules, schedule_hint
+from rrfp_jax.core import HINTS, Agreement, StepRules, schedule_hint
 from rrfp_jax.schedules import absences, chain, linear, looped
 from tests.model_checker import Explorer, Setting
 from tests.model_checker.catalogue import PIPELINE_ONLY, all_hints, nth_permutation, small_graphs

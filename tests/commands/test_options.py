@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.arbitration import check_words
 from rrfp_jax.commands import simulate, train
 from rrfp_jax.commands.common.options import INSTEAD, CommandParser, add_record_options
 from rrfp_jax.commands.training.config import SECTIONS, load_train_config
+from rrfp_jax.core import check_words
 from tests.commands.running import ROOT
 
 DEBUG, MULTIMODAL = "tpu_gpu_configs/cpu/debug.yaml", "tpu_gpu_configs/cpu/multimodal.yaml"

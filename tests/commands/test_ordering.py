@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.arbitration import ForesightRules, StepRules
 from rrfp_jax.commands.common.ordering import (
     Ordering,
     add_ordering_arguments,
@@ -14,6 +13,7 @@ from rrfp_jax.commands.common.ordering import (
     parse_ordering,
     parse_window,
 )
+from rrfp_jax.core import ForesightRules, StepRules
 from rrfp_jax.schedules import Edge, PipelineGraph, ScheduleRequest, absences, build_schedule, linear, looped, write_csv
 
 SIZES = {"num_stages": 4, "num_microbatches": 8}

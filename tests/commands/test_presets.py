@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.byte_sizes import format_bytes, parse_bytes
 from rrfp_jax.cluster import RunKey
 from rrfp_jax.cluster.launch_settings import LaunchSettings
@@ -25,6 +24,7 @@ from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
+from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs.devices import device_of
 from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED
 from rrfp_jax.layout import Layout

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Message, StepRules
 from rrfp_jax.commands import replay
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.core import Agreement, Message, StepRules
 from rrfp_jax.runtime import NoProgress, PipelineRuntime, TaskFailed
 from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.log_file import log_name, take_log, write_log

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.arbitration import Order, Ordering
 from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.core import Order, Ordering
 from rrfp_jax.costs.forecast import ChunkBytes, Reach, check_stages_fit, forecast_stage, window_of_bytes
 from rrfp_jax.costs.order_memory import forecast_memory, reaches
 from rrfp_jax.schedules import Edge, PipelineGraph, ScheduleRequest, Task, TaskKind, build_schedule, chain, linear

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.core import Order
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.costs.order_memory import forecast_memory, paths, reaches
 from rrfp_jax.schedules import Edge, PipelineGraph, Task, TaskKind

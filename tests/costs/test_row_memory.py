@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.costs.order_memory import bytes_in_row, forecast_memory
 from rrfp_jax.schedules import ScheduleRequest, build_schedule

@@ -32,7 +32,7 @@ GIVEN = {
     "emulation = emulate(": """
 import numpy as np
 from rrfp_jax import Ordering, linear
-from rrfp_jax.arbitration import Agreement, StepRules
+from rrfp_jax.core import Agreement, StepRules
 from rrfp_jax.schedules import chain
 order = Ordering(hint="bf").resolve(linear(2), chain(2, 4))
 arbiters = order.arbiters(StepRules(updates=False, agreement=Agreement.ALL))

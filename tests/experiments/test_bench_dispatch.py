@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from experiments import bench_dispatch
-from rrfp_jax.arbitration import TimingRule
+from rrfp_jax.core import TimingRule
 
 
 def test_every_case_is_printed_and_just_in_time_loses_least(monkeypatch):

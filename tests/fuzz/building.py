@@ -3,7 +3,7 @@
 from typing import Any
 
 from rrfp_jax import operations
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.model_graph import mirrored

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import RunTask
+from rrfp_jax.core import RunTask
 from tests.model_checker.contract import Needs
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     ClockTick,
     DecideNow,
     Event,

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 from math import factorial
 from typing import TypeVar
 
-from rrfp_jax.arbitration import HINTS, Agreement, AheadBound, Hint, StepRules, ready, schedule_hint, stage_plan
+from rrfp_jax.core import HINTS, Agreement, AheadBound, Hint, StepRules, ready, schedule_hint, stage_plan
 from rrfp_jax.schedules import (
     Absences,
     Edge,

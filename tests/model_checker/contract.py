@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import Agreement, InputArrived, InputPromised, Message, MessageKind
+from rrfp_jax.core import Agreement, InputArrived, InputPromised, Message, MessageKind
 from rrfp_jax.schedules import COMPUTE, Task, TaskKind
 from tests.model_checker.operations import Operations
 from tests.model_checker.packets import Packets

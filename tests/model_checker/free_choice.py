@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from rrfp_jax.arbitration import Estimates, Foresight, ForesightRules, Message
-from rrfp_jax.arbitration.hints import Heads
-from rrfp_jax.arbitration.outlook import Outlook
+from rrfp_jax.core import Estimates, Foresight, ForesightRules, Message
+from rrfp_jax.core.hints import Heads
+from rrfp_jax.core.outlook import Outlook
 from tests.model_checker.packets import Choice
 
 EVENTS_S, TICK_S = 0.0, 1.0

@@ -5,19 +5,19 @@ All of it follows from the row and from what has started, finished and arrived; 
 * *Memory*. An activation is held from the start of F to the end of B, or of W where the backward is split; operations
   take and free parts of one. No more is held than the footprint, and what takes memory is admitted if that stays so
   when it starts now and everything before it in the row follows in the row's order
-  (:mod:`rrfp_jax.arbitration.footprint`). For a task of the stage's own lane, one that is about to end has freed its
+  (:mod:`rrfp_jax.core.footprint`). For a task of the stage's own lane, one that is about to end has freed its
   memory already, since it starts behind that one; for those of engines it has not.
 * *Announcements*. With a task's start, and only then, each activation and gradient that it will send is announced once,
   to the stage that waits for it. Nothing else ever is.
 * *Holds*. A free stage with something to run may hold only for the next entry, where that is admissible and lacks
-  nothing but packets (rule 1 of :mod:`rrfp_jax.arbitration.foresight`). As long as it holds, a tick that it has asked
+  nothing but packets (rule 1 of :mod:`rrfp_jax.core.foresight`). As long as it holds, a tick that it has asked
   for is under way, and when that comes it starts a task; it asks for ticks at no other time.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from rrfp_jax.arbitration import Announce, Instruction, Message, MessageKind
+from rrfp_jax.core import Announce, Instruction, Message, MessageKind
 from rrfp_jax.schedules import COMPUTE, Task, TaskKind
 from tests.model_checker.account import Account, places_of
 from tests.model_checker.contract import Contract

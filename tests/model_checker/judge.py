@@ -27,7 +27,7 @@ contract:
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     ClockTick,
     DecideNow,
     Event,

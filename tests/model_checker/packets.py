@@ -9,7 +9,7 @@ as their own end of the task, which waits for all of these.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import Event, GroupHeard, InputPromised, StepStarted
+from rrfp_jax.core import Event, GroupHeard, InputPromised, StepStarted
 from rrfp_jax.schedules import Task
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     Announce,
     ClockTick,
     DecideNow,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     HINTS,
     Agreement,
     AheadBound,

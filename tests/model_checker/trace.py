@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator
 
-from rrfp_jax.arbitration import IllegalTransition, Instruction, StageArbiter
-from rrfp_jax.arbitration.story import of_event, of_instruction
+from rrfp_jax.core import IllegalTransition, Instruction, StageArbiter
+from rrfp_jax.core.story import of_event, of_instruction
 from tests.model_checker.free_choice import FreeChoice
 from tests.model_checker.packets import Stimulus
 from tests.model_checker.setting import Setting

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.arbitration import Announce, TaskAnnounced, WakeAt
 from rrfp_jax.commands import replay
+from rrfp_jax.core import Announce, TaskAnnounced, WakeAt
 from rrfp_jax.runtime.log_file import read_log
 from tests.multiprocess.launching import launched
 from tests.multiprocess.runs import QUICK_TO_COMPILE, outcome_of, training_config

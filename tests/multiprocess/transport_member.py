@@ -126,7 +126,7 @@ def _exchange_one(member: Member, source: str, target: str, step: int) -> None:
     import jax.numpy as jnp
     import numpy as np
 
-    from rrfp_jax.arbitration import Message, MessageKind
+    from rrfp_jax.core import Message, MessageKind
     from rrfp_jax.runtime.transports import Edge
 
     array = np.arange(96, dtype=np.float32).reshape(SHAPE)
@@ -159,7 +159,7 @@ def _exchange_one(member: Member, source: str, target: str, step: int) -> None:
 
 
 def _exchange_plain_data(member: Member) -> None:
-    from rrfp_jax.arbitration import Message, MessageKind
+    from rrfp_jax.core import Message, MessageKind
 
     report = Message(MessageKind.REPORT, 1, 0)
     if member.rank >= 2:
@@ -186,7 +186,7 @@ def offer_and_never_serve(rank: int, num_ranks: int, key: str, _: str, __: Any, 
     import jax
     import numpy as np
 
-    from rrfp_jax.arbitration import Message, MessageKind
+    from rrfp_jax.core import Message, MessageKind
     from rrfp_jax.runtime.transports import Edge
 
     member = Member(rank, num_ranks, key, "transfer", {"num_stages": 2}, pipe)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import (
     Op,
     PipelineGraph,

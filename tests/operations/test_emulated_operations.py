@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import Op, ScheduleRequest, build_schedule, with_operations
 from rrfp_jax.simulation.result import peak_memory
 from rrfp_jax.testing.emulation import emulate

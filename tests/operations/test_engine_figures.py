@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import Op, ScheduleRequest, build_schedule, chain, with_operations
 from rrfp_jax.simulation import Costs, constant, peak_memory, simulate
 from rrfp_jax.simulation.result import bottleneck, engines_busy, host_peaks

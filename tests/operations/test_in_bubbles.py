@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import Op, ScheduleRequest, build_schedule
 from rrfp_jax.schedules.language import B, F, Order, Stage, rounds, stream
 from rrfp_jax.schedules.registry import KNOWN, schedule

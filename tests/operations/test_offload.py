@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Ordering, StepRules
+from rrfp_jax.core import Ordering, StepRules
 from rrfp_jax.layout import Layout
 from rrfp_jax.operations import stash_copies
 from rrfp_jax.operations.offloading import COPY, device_slots, offload

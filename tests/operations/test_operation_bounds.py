@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import COMPUTE, Op, Per, ScheduleRequest, build_schedule, chain, linear, looped, with_operations
 from rrfp_jax.simulation import Costs, Links, Machine, find_optimum, lower_bound, simulate
 from rrfp_jax.simulation.bounds import lower_bound as vectorised

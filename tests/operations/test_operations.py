@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import (
     Edge,
     Op,

@@ -6,7 +6,7 @@ import jax
 import optax
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.operations import part_made, recompute, recomputed
 from rrfp_jax.programs.chunk_plan import plan_chunk
 from rrfp_jax.programs.compiled import CompiledChunk, Variant

@@ -1,6 +1,6 @@
 """Cut models to order."""
 
-from rrfp_jax.arbitration import Ordering, StepRules
+from rrfp_jax.core import Ordering, StepRules
 from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.planner.order_search import FoundOrder
 from rrfp_jax.schedules import Placement, linear, looped, v_shaped, waves

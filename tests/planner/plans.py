@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planner.records import Forecast, Plan, PlanChoice, PlanShape, Ranked, Refused

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Ordering, StepRules
+from rrfp_jax.core import Ordering, StepRules
 from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
 from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planner.best_cut import best_cut, even_cut

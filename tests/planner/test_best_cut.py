@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.costs import LayerCosts, ModelCosts
 from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planner import best_cut as best_cut_module

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import FUSED, SPLIT, Ordering
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
+from rrfp_jax.core import FUSED, SPLIT, Ordering
 from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
 from rrfp_jax.costs.byte_fit import ChunkParts
 from rrfp_jax.costs.devices import Efficiencies, device_of

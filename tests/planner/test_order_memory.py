@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.arbitration import Ordering
+from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planner.order_problem import memory_for_activations

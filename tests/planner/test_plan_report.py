@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rrfp_jax.arbitration import Ordering
 from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CostBook, CostEntry
 from rrfp_jax.planner.picture import draw_frontier, frontier, frontier_figure, mark_of
 from rrfp_jax.planner.records import Plan, Ranked

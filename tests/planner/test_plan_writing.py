@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.arbitration import Ordering
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.planned import order_of, ordering_of, plan_run
+from rrfp_jax.core import Ordering
 from rrfp_jax.planner.records import PlanChoice
 from rrfp_jax.planner.writing import check_writable, write_choice
 from rrfp_jax.schedules import ScheduleTable

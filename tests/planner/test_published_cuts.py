@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.planner.best_cut import best_cut
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Ordering, StepRules
+from rrfp_jax.core import Ordering, StepRules
 from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts, Noise
 from rrfp_jax.planner.best_cut import best_cut
 from rrfp_jax.planner.records import PlanShape

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from math import inf
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     Agreement,
     Announce,
     ClockTick,

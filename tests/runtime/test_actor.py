@@ -3,7 +3,7 @@
 from collections import deque
 from typing import Any
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     HINTS,
     Announce,
     ClockTick,

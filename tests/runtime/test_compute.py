@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import RunTask
+from rrfp_jax.core import RunTask
 from rrfp_jax.runtime.compute import ComputeThread
 from rrfp_jax.runtime.executor import Launched
 from rrfp_jax.runtime.launching import LaunchAndWait

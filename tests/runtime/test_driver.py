@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS, Agreement, Dispatch, Message, StageArbiter, StageSetup, StepRules, ready
 from rrfp_jax.cluster import LoopThread
+from rrfp_jax.core import HINTS, Agreement, Dispatch, Message, StageArbiter, StageSetup, StepRules, ready
 from rrfp_jax.runtime import NoProgress, PipelineClosed, PipelineRuntime, TaskFailed, awaited, driver
 from rrfp_jax.runtime.awaited import AwaitedInputs, GivenUp
 from rrfp_jax.runtime.executor import Launched, StageOutcome

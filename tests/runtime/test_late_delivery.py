@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.cluster.loop_thread import LoopThread
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.runtime.late_delivery import LateDelivery
 
 DELAYS_S = {0: 0.0, 1: 0.0006, 2: 0.0014, 3: 0.3}

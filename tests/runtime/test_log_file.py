@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.core import (
     HINTS,
     Agreement,
     ClockTick,
@@ -33,9 +34,8 @@ from rrfp_jax.arbitration import (
     schedule_hint,
     strict,
 )
-from rrfp_jax.arbitration import Ordering as OrderRecord
-from rrfp_jax.arbitration.saved import rebuild, save_arbiter
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.core import Ordering as OrderRecord
+from rrfp_jax.core.saved import rebuild, save_arbiter
 from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.event_log import opening
 from rrfp_jax.runtime.log_file import RunLog, happenings, log_name, read_log, replay_run, take_log, write_log

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.runtime.mailbox import Mailbox
 from rrfp_jax.schedules import Placement
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import RunTask
+from rrfp_jax.core import RunTask
 from rrfp_jax.runtime import named_tasks
 from rrfp_jax.runtime.compute import ComputeThread
 from rrfp_jax.runtime.executor import Launched

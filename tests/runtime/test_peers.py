@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import Message, MessageKind, Note, TaskChosen
+from rrfp_jax.core import Message, MessageKind, Note, TaskChosen
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import PeerFailed, Peers

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from rrfp_jax.arbitration import Message, MessageKind, StepRules
-from rrfp_jax.arbitration.replicas import Replication
+from rrfp_jax.core import Message, MessageKind, StepRules
+from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
@@ -85,7 +85,7 @@ _FAILING = """
 import os, time
 os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "true"  # on other devices that is so by itself
 import jax, jax.numpy as jnp
-from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.schedules import Task
 from tests.runtime.test_program_stage import tied_stage
 

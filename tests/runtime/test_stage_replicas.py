@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from rrfp_jax.arbitration import Message, MessageKind, StepRules
-from rrfp_jax.arbitration.replicas import Replication, replicated_graph, replicated_placement
+from rrfp_jax.core import Message, MessageKind, StepRules
+from rrfp_jax.core.replicas import Replication, replicated_graph, replicated_placement
 from rrfp_jax.programs.agreement import StageReport
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.transfer import make_error_array
 
-from rrfp_jax.arbitration import Message, MessageKind
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime import TaskFailed
 from rrfp_jax.runtime.mailbox import Mailbox

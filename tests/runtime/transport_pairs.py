@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.cluster import NetworkSettings, PeerNetwork, RunKey
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.transports import Edge, PipelineTransport
 from rrfp_jax.runtime.transports.transfer_server import TransferServer

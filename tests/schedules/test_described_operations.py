@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import Op, ScheduleRequest, ScheduleTable, build_schedule, with_operations
 from rrfp_jax.schedules.language import B, F, Order, Stage, nothing, rounds, rule, stream
 from rrfp_jax.schedules.registry import ScheduleEntry

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import HINTS
+from rrfp_jax.core import HINTS
 from rrfp_jax.schedules import (
     Edge,
     PipelineGraph,

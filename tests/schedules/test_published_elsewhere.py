@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.arbitration import Agreement, Ordering, StepRules
+from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.schedules.slots import EQUAL, drawing, execute, per_stage
 from rrfp_jax.simulation import Costs, constant, simulate

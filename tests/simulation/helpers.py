@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rrfp_jax.arbitration import (
+from rrfp_jax.core import (
     Agreement,
     Consumption,
     StageArbiter,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.bench_foresight import GROUPS, Cell, measure
-from rrfp_jax.arbitration import Message, MessageKind, Ordering, StepRules
+from rrfp_jax.core import Message, MessageKind, Ordering, StepRules
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.schedules.timeline import IdleReason
 from rrfp_jax.simulation import Costs, Links, Machine, constant, for_steps, lognormal, peak_memory, simulate

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import DecisionTimer, Ordering, StepRules
+from rrfp_jax.core import DecisionTimer, Ordering, StepRules
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.simulation import Communication, Costs, Machine, constant, for_steps, lognormal, simulate
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.arbitration import DecideNow, DecisionTimer, StageArbiter, StepRules, TaskFinished, strict
+from rrfp_jax.core import DecideNow, DecisionTimer, StageArbiter, StepRules, TaskFinished, strict
 from rrfp_jax.schedules import (
     ScheduleRequest,
     ScheduleTable,

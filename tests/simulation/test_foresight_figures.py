@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import StepRules
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.commands.studies.machine import parse_jitter
+from rrfp_jax.core import StepRules
 from rrfp_jax.simulation import Costs, Links, Machine, both_directions, constant, for_steps, peak_memory, simulate
 
 NUM_STAGES, NUM_MICROBATCHES = 8, 16

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rrfp_jax.arbitration import DecisionTimer
+from rrfp_jax.core import DecisionTimer
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, chain, linear, looped
 from rrfp_jax.simulation import Communication, Links, Machine
 from tests.simulation.helpers import by_hint, by_table, makespan_ms, run, starts_ms

@@ -9,15 +9,15 @@ import optax
 import pytest
 
 from rrfp_jax import Chunk, Ordering, Pipeline, RuntimeOptions, UpdateRules, linear
-from rrfp_jax.arbitration import InputPromised
 from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.core import InputPromised
 from rrfp_jax.runtime import program_stage
 from rrfp_jax.runtime.mailbox import Mailbox
 from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule
 from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator, emulate
 from rrfp_jax.testing.emulated_stage import EmulatedStage
-from tests.arbitration.test_promises import activation
+from tests.core.test_promises import activation
 
 TABLE = build_schedule("1f1b", ScheduleRequest(num_stages=3, num_microbatches=6))
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.arbitration import Order
 from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.core import Order
 from rrfp_jax.schedules.timeline import Span
 from rrfp_jax.simulation import PAPER_LEVELS, Costs, constant, for_steps, paper, simulate
 from rrfp_jax.testing import emulate

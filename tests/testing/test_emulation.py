@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax import arbitration
-from rrfp_jax.arbitration import Agreement, Announce, StepRules, WakeAt
+from rrfp_jax import core
 from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.core import Agreement, Announce, StepRules, WakeAt
 from rrfp_jax.schedules import Edge, PipelineGraph, ScheduleTable, Task, TaskKind, absences, linear
 from rrfp_jax.schedules.timeline import IdleReason
 from rrfp_jax.testing import Emulation, emulate
@@ -149,7 +149,7 @@ def test_a_fast_encoder_without_backward_never_runs_further_ahead_than_it_may(or
     graph = PipelineGraph(3, num_microbatches, (Edge(0, 1), Edge(1, 2)), frozen=frozenset({0}))
     if order.pop("schedule", False):
         order["schedule"] = one_forward_one_backward(graph)
-    wanted = arbitration.Ordering(read_ahead=bound, **order).resolve(linear(3), graph)
+    wanted = core.Ordering(read_ahead=bound, **order).resolve(linear(3), graph)
     durations = np.zeros((1, 3, num_microbatches, 3))
     durations[:, 1:] = 1.0
     emulation = emulate(wanted.arbiters(RULES), durations, 2, log_steps=3)

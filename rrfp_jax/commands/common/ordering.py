@@ -1,6 +1,6 @@
 """Which order the stages follow: the flags that train, emulate and simulate share, and schedules by name or file.
 
-The same words mean the same everywhere; :mod:`rrfp_jax.arbitration.ordering` explains each of them.
+The same words mean the same everywhere; :mod:`rrfp_jax.core.ordering` explains each of them.
 """
 
 import logging
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rrfp_jax import arbitration
-from rrfp_jax.arbitration import (
+from rrfp_jax import core
+from rrfp_jax.commands.common.options import offer
+from rrfp_jax.core import (
     DEFAULT_WINDOW,
     FUSED,
     READY,
@@ -24,7 +25,6 @@ from rrfp_jax.arbitration import (
     check_words,
     hint_names,
 )
-from rrfp_jax.commands.common.options import offer
 from rrfp_jax.operations.offloading import device_slots, offload
 from rrfp_jax.operations.recomputing import recomputed
 from rrfp_jax.schedules import (
@@ -199,9 +199,9 @@ class Ordering:
                 "one"
             )
 
-    def on(self, table: ScheduleTable | None) -> arbitration.Ordering:
+    def on(self, table: ScheduleTable | None) -> core.Ordering:
         """The same wishes with their table built."""
-        return arbitration.Ordering(
+        return core.Ordering(
             schedule=table,
             consume=self.consume,
             hint=self.hint,

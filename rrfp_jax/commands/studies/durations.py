@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.arbitration.replicas import Replication, microbatches_per_replica
+from rrfp_jax.core.replicas import Replication, microbatches_per_replica
 from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.schedules import Absences, PipelineGraph, Task, TaskKind, absences, bits
 from rrfp_jax.schedules.timeline import Span, Timeline

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rrfp_jax.arbitration import Agreement, DecisionTimer, Dispatch, Order, StageArbiter, StepRules, dispatch_of
-from rrfp_jax.arbitration.dispatch import CERTAIN, JUST_IN_TIME, parse_dispatch
 from rrfp_jax.commands.studies.durations import Durations, Profile, parse_numbers
+from rrfp_jax.core import Agreement, DecisionTimer, Dispatch, Order, StageArbiter, StepRules, dispatch_of
+from rrfp_jax.core.dispatch import CERTAIN, JUST_IN_TIME, parse_dispatch
 from rrfp_jax.schedules import Placement, ScheduleTable, Task, TaskKind
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
 from rrfp_jax.schedules.timeline import Timeline

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from rrfp_jax.arbitration import READY, STRICT, Ordering
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.studies.durations import Profile
 from rrfp_jax.commands.studies.machine import RULES, chunk_durations
+from rrfp_jax.core import READY, STRICT, Ordering
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, schedule_entry
 from rrfp_jax.schedules.formulas import (
     BubbleFormula,

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rrfp_jax.arbitration import READY, SCHEDULE, STRICT, hint_names
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import Ordering, add_ordering_arguments
 from rrfp_jax.commands.common.outputs import add_timeline_argument
 from rrfp_jax.commands.studies.durations import parse_numbers
 from rrfp_jax.commands.studies.graphs import add_graph_arguments
 from rrfp_jax.commands.studies.machine import add_machine_arguments, add_noise_arguments
+from rrfp_jax.core import READY, SCHEDULE, STRICT, hint_names
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.schedules.registry import is_rule, is_schedule
 from rrfp_jax.simulation import MemoryWeights

@@ -5,8 +5,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rrfp_jax.arbitration import SCHEDULE, hint_names
 from rrfp_jax.commands.common.console import make_table
+from rrfp_jax.core import SCHEDULE, hint_names
 from rrfp_jax.schedules import schedule_entry, schedule_names
 from rrfp_jax.schedules.timeline import IdleReason
 

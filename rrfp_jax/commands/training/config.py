@@ -20,7 +20,6 @@ from typing import Any, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from rrfp_jax.arbitration import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.cluster.config import ClusterConfig
 from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
@@ -28,6 +27,7 @@ from rrfp_jax.commands.common.options import INSTEAD, add_record_options, flag_o
 from rrfp_jax.commands.training.paths import at_home, whole_paths
 from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.commands.training.trust import refuse_code
+from rrfp_jax.core import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES as REMATS
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.own_data_config import OwnDataConfig

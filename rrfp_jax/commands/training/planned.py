@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rrfp_jax.arbitration import Order
-from rrfp_jax.arbitration.replicas import microbatches_per_replica
 from rrfp_jax.commands.common.ordering import Ordering, parse_ordering
 from rrfp_jax.commands.studies.graphs import check_fits_graph
 from rrfp_jax.commands.training.config import TrainConfig
@@ -17,6 +15,8 @@ from rrfp_jax.commands.training.data_sets import RunData, make_data_set, make_ev
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_tokens import KnownModel, known_model
 from rrfp_jax.commands.training.starting import check_init_from
+from rrfp_jax.core import Order
+from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.layout import with_axes_in_order
 from rrfp_jax.models.cuts import plan_cut
 from rrfp_jax.models.encoder_config import ENCODER

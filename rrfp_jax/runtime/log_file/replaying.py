@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rrfp_jax.arbitration import Event, FinishStep, IllegalTransition, Instruction, RunTask, StageArbiter, TaskFinished
-from rrfp_jax.arbitration.saved import rebuild
-from rrfp_jax.arbitration.story import of_event, of_instruction
+from rrfp_jax.core import Event, FinishStep, IllegalTransition, Instruction, RunTask, StageArbiter, TaskFinished
+from rrfp_jax.core.saved import rebuild
+from rrfp_jax.core.story import of_event, of_instruction
 from rrfp_jax.runtime.event_log import opening
 from rrfp_jax.runtime.log_file.run_log import RunLog, SegmentLog, StageLog
 from rrfp_jax.runtime.recorder import StageRecorder

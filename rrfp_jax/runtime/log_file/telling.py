@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rrfp_jax.arbitration.story import of_event, of_instruction
+from rrfp_jax.core.story import of_event, of_instruction
 from rrfp_jax.runtime.log_file.replaying import StageReplay
 
 

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rrfp_jax.arbitration import Message
+from rrfp_jax.core import Message
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.parts import Key
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rrfp_jax.arbitration import Message, MessageKind
 from rrfp_jax.cluster import MalformedMessage
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.programs.stage_devices import shard_at
 from rrfp_jax.runtime.transports.edges import EdgePlan, Slot, local_devices
 from rrfp_jax.runtime.transports.routes import Box, shape_of

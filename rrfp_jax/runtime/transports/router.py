@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import jax
 import numpy as np
 
-from rrfp_jax.arbitration import Message
 from rrfp_jax.cluster import MalformedMessage, PeerNetwork
 from rrfp_jax.cluster.wire import pack_plain, unpack_plain
+from rrfp_jax.core import Message
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.inbox import Inbox

@@ -4,7 +4,7 @@ A rule has *lanes*, the best first: the tasks of a kind, those of an order (:fun
 ``turns``; kinds in no lane come last. Within a lane the smallest key goes first: words such as ``-chunk``, or a
 function of the task; without a key the task that has been ready for longest. Where the backward is split, B is I.
 
-A rule is used in two ways. A running stage asks it which task to start (:meth:`rrfp_jax.arbitration.Hint.of`). And
+A rule is used in two ways. A running stage asks it which task to start (:meth:`rrfp_jax.core.Hint.of`). And
 :meth:`Rule.frozen` runs it in virtual time, which gives a table: it cannot deadlock, as it has been run.
 """
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rrfp_jax.arbitration import GroupProtocol, Ordering, StepRules
 from rrfp_jax.cluster import ClusterConfig
+from rrfp_jax.core import GroupProtocol, Ordering, StepRules
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.cluster import join
 from rrfp_jax.runtime.detection import membership_from

@@ -130,7 +130,7 @@ def _table(case: Case, name: str) -> Any:
 
 def _check_announcements(pipeline: Any, process: Any, looking_ahead: int) -> None:
     """Announcements go from the leader of a stage's processes to that of another's, and every log can be replayed."""
-    from rrfp_jax.arbitration import Announce, TaskAnnounced
+    from rrfp_jax.core import Announce, TaskAnnounced
 
     for unit, log in pipeline.runtime.logs().items():
         entries = [entry for segment in log.segments for entry in segment.entries]

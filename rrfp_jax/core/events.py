@@ -1,0 +1,214 @@
+"""What goes into a stage's arbiter and what comes out: events, instructions and the messages between stages.
+
+Every event carries its step and its time in seconds; the arbiter reads no clock. All records are plain tuples, so that
+they can be logged, compared and replayed. Notes are what the members of one stage's group tell each other
+(:mod:`rrfp_jax.core.group`); like messages they may be delivered in any order and more than once.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from rrfp_jax.schedules import NO_MICROBATCH, Absences, Task
+
+
+class MessageKind(StrEnum):
+    """What a message between two stages carries."""
+
+    ACTIVATION = "activation"
+    """The output of chunk ``source`` for chunk ``target``."""
+    GRADIENT = "gradient"
+    """The gradient of an input of chunk ``source`` for its predecessor, chunk ``target``."""
+    SHARED = "shared"
+    """The accumulated gradients of the parameters that chunk ``source`` shares with chunk ``target``."""
+    REPORT = "report"
+    """What stage ``source`` and those below it contribute to the step's agreement, for the one above, ``target``."""
+    VERDICT = "verdict"
+    """What the stages agreed on, from stage ``source`` for stage ``target``, which is below it."""
+    TAKEN = "receipt"
+    """Word of chunk ``source`` that its F has used the output of chunk ``target``, which runs F only."""
+
+
+class Message(NamedTuple):
+    """The identity of a message within a step; deliveries may come in any order and more than once."""
+
+    kind: MessageKind
+    source: int
+    target: int
+    microbatch: int = NO_MICROBATCH
+
+    def __str__(self) -> str:
+        of = "" if self.microbatch < 0 else f" of microbatch {self.microbatch}"
+        place = "stage" if self.kind in (MessageKind.REPORT, MessageKind.VERDICT) else "chunk"
+        return f"{self.kind}{of} from {place} {self.source} to {place} {self.target}"
+
+
+class StepStarted(NamedTuple):
+    """A step's batch is here. ``absent`` holds the pairs that it lacks beyond those of the graph; ``weights`` what each
+    microbatch of the stage weighs while it is held, from the stage's first one on (empty: microbatches are counted).
+    ``evaluates``: the step runs forwards alone (:mod:`rrfp_jax.core.evaluation`)."""
+
+    step: int
+    time_s: float
+    absent: Absences = ()
+    weights: tuple[int, ...] = ()
+    evaluates: bool = False
+
+
+class InputArrived(NamedTuple):
+    """A message from another stage is here; it may belong to a step that has not started on this stage."""
+
+    step: int
+    time_s: float
+    message: Message
+
+
+class TaskFinished(NamedTuple):
+    """The task that the stage was told to run has finished."""
+
+    step: int
+    time_s: float
+    task: Task
+
+
+class DecideNow(NamedTuple):
+    """``task``, the last one handed over, is about to end on a device that runs its queue in order: choose the next.
+
+    A driver that posts these hides the host's latency behind the end of each task; when to, it decides. One that comes
+    too late, or twice, changes nothing.
+    """
+
+    step: int
+    time_s: float
+    task: Task
+
+
+class TaskAnnounced(NamedTuple):
+    """Another stage has started the task that will send this message; it may belong to a later step.
+
+    An announcement is a favour: it may be lost, late, doubled or false, and costs then no more than time. ``time_s`` is
+    when it is heard: a driver that knows it ahead, as a simulation does, may tell a stage that holds nothing before
+    then, and it counts from that time on.
+    """
+
+    step: int
+    time_s: float
+    message: Message
+
+
+class InputPromised(NamedTuple):
+    """What makes this input was handed to its device, and a task that is handed over now takes it as it will be: the
+    device waits for it by itself. It may belong to a later step, be lost, late or doubled, but must not be false.
+
+    It is an announcement too; what follows from it is in :mod:`rrfp_jax.core.promises`.
+    """
+
+    step: int
+    time_s: float
+    message: Message
+
+
+class ClockTick(NamedTuple):
+    """The time that :class:`WakeAt` asked for has come. Ticks may come early or in vain, but the one in time must come.
+
+    ``time_s`` is not before the time asked for, even where a clock's rounding has it so.
+    """
+
+    step: int
+    time_s: float
+
+
+class MemberStarted(NamedTuple):
+    """To the leader: the step's batch is here too. The rest is as in :class:`StepStarted`."""
+
+    absent: Absences
+    weights: tuple[int, ...] = ()
+    evaluates: bool = False
+
+
+class MemberReceived(NamedTuple):
+    """To the leader: this message is here too."""
+
+    message: Message
+
+
+class TaskChosen(NamedTuple):
+    """From the leader: the step's task number ``number``, counted from 0, is this one."""
+
+    number: int
+    task: Task
+    hint_state: int
+    """The state of the hint after this choice."""
+
+
+class TaskProposed(NamedTuple):
+    """To every other member, once per round: the sender's best candidate, or None."""
+
+    round: int
+    """Counted from 0 in each step."""
+    task: Task | None
+    hint_state: int
+    """The state of the hint after the candidate's dispatch."""
+
+
+Note = MemberStarted | MemberReceived | TaskChosen | TaskProposed
+
+
+class GroupHeard(NamedTuple):
+    """A note from another member of the group is here; it may belong to a step that has not started on this one."""
+
+    step: int
+    time_s: float
+    member: int
+    note: Note
+
+
+Event = StepStarted | InputArrived | TaskFinished | DecideNow | TaskAnnounced | InputPromised | ClockTick | GroupHeard
+
+
+class RunTask(NamedTuple):
+    """Start this task now; report back with :class:`TaskFinished`."""
+
+    step: int
+    task: Task
+
+
+class Send(NamedTuple):
+    """Send this message to another stage; the task or agreement that produces it is finished."""
+
+    step: int
+    message: Message
+    stage: int
+
+
+class Announce(NamedTuple):
+    """Tell another stage that the task which will send it this message has started; nothing depends on it."""
+
+    step: int
+    message: Message
+    stage: int
+
+
+class WakeAt(NamedTuple):
+    """Report back with :class:`ClockTick` at this time of the stage's own clock, and not before."""
+
+    step: int
+    time_s: float
+
+
+class FinishStep(NamedTuple):
+    """Nothing is left to do for this step on this stage."""
+
+    step: int
+
+
+class TellGroup(NamedTuple):
+    """Give this note to a member of the group, where it becomes :class:`GroupHeard` from the member that told it."""
+
+    step: int
+    member: int
+    note: Note
+
+
+record = tuple.__new__
+"""``record(Send, (step, message, stage))`` is ``Send(step, message, stage)`` in half the time: for each task's own."""
+Instruction = RunTask | Send | Announce | WakeAt | TellGroup | FinishStep

@@ -1,0 +1,275 @@
+"""What a user says about order, in one record.
+
+``schedule`` is a table of tasks; ``consume`` says whether a stage waits for its table's next entry (``strict``) or runs
+the best of what is ready (``ready``); ``hint`` ranks what is ready; ``window`` bounds the microbatches that a stage may
+hold; ``backward`` runs as one task (``fused``) or as two (``split``). Where a table ranks what is ready, ``footprint``
+bounds memory by what the table itself holds, and ``foresight`` waits for what it names next once that is in sight; both
+are on unless they are switched off, which leaves readiness alone, as the RRFP paper has it. ``read_ahead`` bounds how
+far chunks that run F only, such as frozen encoders, may run ahead of those that read them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
+
+from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.core.consumption import Consumption, ready, strict
+from rrfp_jax.core.footprint import memory_changes, memory_unit
+from rrfp_jax.core.foresight import ForesightRules
+from rrfp_jax.core.hints import BFW, SCHEDULE, hint_by_name, schedule_hint
+from rrfp_jax.core.order import Order, present_rows, read_ahead_of
+from rrfp_jax.core.ordering_words import (
+    DEFAULT_WINDOW,
+    FUSED,
+    READY,
+    SPLIT,
+    STRICT,
+    check_guidance,
+    check_read_ahead,
+    check_words,
+)
+from rrfp_jax.core.replicas import replicated_graph, replicated_placement, replicated_table
+from rrfp_jax.core.window import check_windows
+from rrfp_jax.field_rules import check_types
+from rrfp_jax.schedules import Op, PipelineGraph, Placement, ScheduleTable, Task
+from rrfp_jax.schedules.validation import check_orders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ordering:
+    """What the user asked for. Raises ValueError on words that mean nothing or contradict each other."""
+
+    schedule: ScheduleTable | None = None
+    """A table, for example of :func:`rrfp_jax.schedules.build_schedule`."""
+    consume: str = READY
+    """``ready`` or ``strict``."""
+    hint: str | None = None
+    """One of :func:`hint_names`, or ``FILE.py:NAME`` of a rule. None: ``schedule`` if there is one; otherwise ``bf``,
+    or ``bf-deep`` with several chunks per stage.
+
+    Strict consumption follows its schedule whatever the hint is.
+    """
+    window: int | tuple[int, ...] | str | None = None
+    """Microbatches that a stage may hold, one number or one per stage; or, as text, the memory that they may take on
+    every stage, for example ``512MiB``. None: what the schedule itself holds, if it ranks what is ready (footprint);
+    no limit under strict; else 32."""
+    backward: str | None = None
+    """``split`` or ``fused``; None: what the table or hint calls for, otherwise fused."""
+    footprint: bool | None = None
+    """Whether a table that ranks what is ready also bounds the activations held, by its own peak or, where one is
+    given, by the window; None: yes."""
+    foresight: ForesightRules | bool | None = None
+    """Whether, and how far, a stage waits for what such a table names next; None: yes."""
+    read_ahead: int | None = None
+    """How many microbatches a chunk that runs F only may have produced that others have not taken yet. None: twice what
+    the stages that read it may hold. Strict consumption goes as far ahead as its table does."""
+    ops: tuple[Op, ...] = ()
+    """Operations of a pipeline that no table orders; a table brings its own
+    (:func:`rrfp_jax.schedules.table`)."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
+        check_guidance(self.footprint, self.foresight, is_guided=self.is_guided)
+        check_read_ahead(self.read_ahead, self.consume)
+        if self.ops and self.follows_table:
+            raise ValueError("ops are for pipelines that no table orders: put them into the table, with_operations")
+        if any(op.waits for op in self.ops):
+            raise ValueError("ops that wait for tasks of a row need that row: take the table that they were made with")
+        if self.schedule is not None and self.schedule.graph.ops and not self.follows_table:
+            raise ValueError(
+                f"schedule {self.schedule.name!r} has operations, and hint {self.hint} does not follow it: "
+                f"give hint {SCHEDULE}, or consume {STRICT}"
+            )
+        if isinstance(self.window, str):
+            parse_bytes(self.window, "window")
+
+    @property
+    def window_bytes(self) -> int | None:
+        """The window where it is given as memory."""
+        return parse_bytes(self.window, "window") if isinstance(self.window, str) else None
+
+    @property
+    def follows_table(self) -> bool:
+        """Whether the order comes from the table; otherwise the table only says which stage owns which chunk."""
+        return self.schedule is not None and (self.consume == STRICT or self.hint in (None, SCHEDULE))
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether a table ranks what is ready, so that footprint and foresight have a meaning."""
+        return self.follows_table and self.consume == READY
+
+    def check_deterministic(self) -> None:
+        """Raise ValueError for a schedule that deterministic runs cannot keep to, strictly or within its memory."""
+        if self._table is not None and self._keeps_to_table:
+            self._table.check_accumulation()
+
+    def fitted(self, placement: Placement, graph: PipelineGraph) -> PipelineGraph:
+        """The graph with the chunks whose backward is split, for a pipeline that this ordering fits.
+
+        Raises ValueError, in one sentence with the remedy, where schedule, window and pipeline do not fit together.
+        """
+        if self.schedule is not None and self.schedule.placement != placement:
+            raise ValueError(
+                f"schedule {self.schedule.name!r} puts chunks on stages as {self.schedule.placement.stage_of_chunk}, "
+                f"the model as {placement.stage_of_chunk}: give the model the schedule's placement"
+            )
+        ops = self.schedule.graph.ops if self.schedule is not None and self.follows_table else self.ops
+        graph = replace(graph, split=self._split(placement), ops=ops)
+        if self.schedule is not None and self.follows_table:
+            _check_names_all(self.schedule, graph)
+            if self._keeps_to_table:
+                _check_runs(self.schedule, graph)
+        if not isinstance(self.window, str):
+            self._windows(placement.num_stages)
+            self._footprints(placement, graph, 1)
+        return graph
+
+    def resolve(self, placement: Placement, graph: PipelineGraph, *, num_replicas: int = 1) -> Order:
+        """The order on this pipeline, or on so many replicas of it; the graph's ``split`` is set here.
+
+        Raises ValueError as :meth:`fitted`, and for a window in bytes: what those hold, only compiled programs tell.
+        """
+        graph, hint = self.fitted(placement, graph), self._hint(placement)
+        table = None if self._table is None else replicated_table(self._table, num_replicas)
+        footprints = self._footprints(placement, graph, num_replicas)
+        order = Order(
+            label=self._label(hint),
+            table=table,
+            placement=replicated_placement(placement, num_replicas),
+            graph=replicated_graph(graph, num_replicas),
+            consumptions=self._consumptions(hint, table, placement.num_stages * num_replicas, footprints),
+            windows=self._windows(placement.num_stages) * num_replicas,
+            is_bf=self.consume == READY and hint in ("bf", BFW.name),
+            foresight=self._foresight(),
+            footprints=footprints,
+        )
+        return order if self.consume == STRICT else replace(order, read_ahead=read_ahead_of(order, self.read_ahead))
+
+    @property
+    def _table(self) -> ScheduleTable | None:
+        """The schedule, or what stands for it where it is a hint."""
+        if self.schedule is None or not self.is_guided:
+            return self.schedule
+        return self.schedule.hint or self.schedule
+
+    def _label(self, hint: str) -> str:
+        if self.schedule is None:
+            return hint
+        if self.consume == STRICT:
+            return f"{self.schedule.name} strict"
+        if hint != SCHEDULE:
+            return f"{hint} on {self.schedule.name}"
+        return f"{self.schedule.name} {'as hint' if self._foresight() is None else 'with foresight'}"
+
+    @property
+    def has_footprint(self) -> bool:
+        """Whether the table's own activations bound what a stage holds, in place of the window."""
+        return self.is_guided and self.footprint is not False
+
+    @property
+    def _keeps_to_table(self) -> bool:
+        """Whether stages may wait for what the table has first, so that it must be able to run."""
+        return self.follows_table and (self.consume == STRICT or self.has_footprint)
+
+    def _foresight(self) -> ForesightRules | None:
+        if not self.is_guided or self.foresight is False:
+            return None
+        return self.foresight if isinstance(self.foresight, ForesightRules) else ForesightRules()
+
+    def _footprints(self, placement: Placement, graph: PipelineGraph, num_replicas: int) -> tuple[int, ...] | None:
+        """Activations of one chunk and microbatch that each stage may hold, in units; raises ValueError below the
+        table's own. Where operations move memory they bound it whatever the stages follow."""
+        moves_memory = bool(graph.ops) and graph.operations.moves_memory
+        if not (self.has_footprint or moves_memory):
+            return None
+        unit = memory_unit(graph)
+        passes = [unit * graph.passes_per_microbatch(chunks) for chunks in placement.chunks_of_stage]
+        table = self._table if self.follows_table else None
+        if table is None:
+            return (
+                tuple(w * each for w, each in zip(self._windows(placement.num_stages), passes, strict=True))
+                * num_replicas
+            )
+        peaks = [round(peak * each) for peak, each in zip(table.peak_activations(), passes, strict=True)]
+        if self.window is None:
+            return tuple(peaks) * num_replicas
+        limits = [window * each for window, each in zip(self._windows(placement.num_stages), passes, strict=True)]
+        for stage, (peak, limit, each) in enumerate(zip(peaks, limits, passes, strict=True)):
+            if limit < peak:
+                ways = "or leave window out" if moves_memory else "leave window out, or switch footprint off"
+                raise ValueError(
+                    f"window {limit // each} of stage {stage} is less than the {peak / each:g} microbatches that "
+                    f"schedule {table.name!r} holds there: give at least {-(-peak // each)}, {ways}"
+                )
+        return tuple(limits) * num_replicas
+
+    def _hint(self, placement: Placement) -> str:
+        if self.hint is not None:
+            return self.hint
+        if self.schedule is not None:
+            return SCHEDULE
+        return "bf-deep" if placement.num_chunks > placement.num_stages else "bf"
+
+    def _split(self, placement: Placement) -> frozenset[int]:
+        """The chunks whose backward runs as I and W."""
+        every = frozenset(range(placement.num_chunks))
+        by_table = self.schedule.graph.split if self.schedule else frozenset()
+        if self.schedule is not None and self.follows_table:
+            wanted = {SPLIT: every, FUSED: frozenset(), None: by_table}[self.backward]
+            if wanted != by_table:
+                kind = "a split" if by_table else "a fused"
+                raise ValueError(
+                    f"schedule {self.schedule.name!r} orders {kind} backward, not a {self.backward} one: "
+                    "leave backward out, or take another schedule"
+                )
+            return by_table
+        if self.backward == SPLIT or self.hint == BFW.name:
+            return every
+        return frozenset() if self.backward == FUSED else by_table
+
+    def _consumptions(
+        self, hint: str, table: ScheduleTable | None, num_stages: int, footprints: tuple[int, ...] | None
+    ) -> tuple[Consumption, ...]:
+        if table is not None and self.consume == STRICT:
+            return tuple(strict(order) for order in table.orders)
+        if table is not None and hint == SCHEDULE:
+            limits = footprints or (None,) * num_stages
+            return tuple(
+                ready(schedule_hint(order, weights_last=table.weights_fill and _has_room(order, table.graph, limit)))
+                for order, limit in zip(table.orders, limits, strict=True)
+            )
+        return (ready(hint_by_name(hint)),) * num_stages
+
+    def _windows(self, num_stages: int) -> tuple[int, ...]:
+        if isinstance(self.window, str):
+            raise ValueError(
+                f"window is {self.window}: how many microbatches that is, only compiled programs tell; give a number"
+            )
+        if self.schedule is not None and self.consume == STRICT:
+            if self.window is None:
+                return self.schedule.peak_in_flight()
+            if not self.schedule.graph.ops:  # a footprint heeds what these move
+                self.schedule.check_window(self.window)
+        return check_windows(DEFAULT_WINDOW if self.window is None else self.window, num_stages)
+
+
+def _has_room(row: Iterable[Task], graph: PipelineGraph, limit: int | None) -> bool:
+    """Whether a stage may hold more activations than its row does."""
+    return limit is None or limit > max(accumulate(memory_changes(row, graph)), default=0)
+
+
+def _check_names_all(table: ScheduleTable, graph: PipelineGraph) -> None:
+    unnamed = set(graph.tasks()).difference(*table.orders)
+    if unnamed:
+        some = ", ".join(map(str, islice(sorted(unnamed), 3)))
+        raise ValueError(
+            f"schedule {table.name!r} does not name {len(unnamed)} tasks of this pipeline ({some}): "
+            "take a schedule with its chunks, microbatches and backward"
+        )
+
+
+def _check_runs(table: ScheduleTable, graph: PipelineGraph) -> None:
+    """Raise ValueError if the table, less what this pipeline lacks, cannot run entry by entry."""
+    if not (table.was_validated and table.graph == graph):
+        check_orders(table.name, table.placement, graph, present_rows(table.orders, graph))

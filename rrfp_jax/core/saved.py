@@ -1,0 +1,130 @@
+"""What an arbiter was made of as a plain record, from which one made alike can be built anywhere."""
+
+from dataclasses import dataclass
+
+from rrfp_jax.core.arbiter import StageArbiter
+from rrfp_jax.core.consumption import Consumption, ready, strict
+from rrfp_jax.core.foresight import ForesightRules
+from rrfp_jax.core.group import GroupProtocol, group_arbiter
+from rrfp_jax.core.group_member import LEADER, GroupMember
+from rrfp_jax.core.group_rounds import ProposingMember
+from rrfp_jax.core.hints import HINTS, SCHEDULE, SCHEDULE_WEIGHTS_LAST, Hint, schedule_hint
+from rrfp_jax.core.plan import StepRules
+from rrfp_jax.core.read_ahead import AheadBound
+from rrfp_jax.core.stage_setup import StageSetup
+from rrfp_jax.schedules import PipelineGraph, Placement, Task
+from rrfp_jax.schedules.registry import is_in_file, rule_in_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedArbiter:
+    """What an arbiter was made of, beside graph and placement; a stage that is one process is a group of one."""
+
+    stage: int
+    protocol: GroupProtocol
+    member: int
+    num_members: int
+    is_strict: bool
+    hint: str
+    """The hint's name."""
+    row: tuple[Task, ...] | None
+    """The stage's row of the table that the hint ranks by, or that is consumed strictly."""
+    window: int | None
+    """Microbatches; None under strict consumption, and where a footprint counts."""
+    capacity: int | None
+    """What microbatches held may weigh, where steps say what each weighs."""
+    rules: StepRules
+    dispatch_ahead: int = 0
+    """Always 0. The format of event logs has this key."""
+    footprint: int | None
+    """Activations."""
+    foresight: ForesightRules | None
+    read_ahead: tuple[AheadBound, ...]
+    """Empty under strict consumption."""
+    evaluation_batches: int
+    """How many batches a step runs that evaluates; 0: none does."""
+    certain_ahead: bool
+    """Whether certain choices are handed over early."""
+
+
+def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
+    """What ``arbiter`` was made of."""
+    hint, is_member = arbiter.consumption.hint, isinstance(arbiter, GroupMember)
+    protocol = GroupProtocol.PROPOSE if isinstance(arbiter, ProposingMember) else GroupProtocol.LEADER
+    return SavedArbiter(
+        stage=arbiter.stage,
+        protocol=protocol if is_member else GroupProtocol.OFF,
+        member=arbiter.member if isinstance(arbiter, GroupMember) else LEADER,
+        num_members=arbiter.num_members if isinstance(arbiter, GroupMember) else 1,
+        is_strict=arbiter.consumption.is_strict,
+        hint=hint.name,
+        row=hint.row,
+        window=arbiter.limit,
+        capacity=arbiter.capacity,
+        rules=arbiter.rules,
+        footprint=arbiter.footprint,
+        foresight=arbiter.foresight_rules,
+        read_ahead=arbiter.read_ahead,
+        evaluation_batches=arbiter.evaluation_batches,
+        certain_ahead=arbiter.certain_ahead,
+    )
+
+
+def rebuild(
+    saved: SavedArbiter, graph: PipelineGraph, placement: Placement, *, rules_file: str | None = None
+) -> StageArbiter:
+    """Returns a fresh arbiter.
+
+    ``rules_file`` is the Python file that defines the rule if the hint is a user's own. The record names that file too,
+    but a record may come from anybody, and loading a rule from a file runs that file.
+
+    Raises ValueError where the parts do not fit together, or the hint is unknown here.
+    """
+    if not 0 <= saved.stage < placement.num_stages:
+        raise ValueError(f"stage {saved.stage} is none of the {placement.num_stages} stages")
+    if saved.dispatch_ahead:
+        raise ValueError(
+            f"stage {saved.stage} was handed {saved.dispatch_ahead} tasks ahead, which no arbiter does: record the run "
+            "again, with dispatch_ahead just-in-time"
+        )
+    has_window = not saved.is_strict and saved.footprint is None
+    if (saved.window is not None) != has_window or (saved.window is not None and saved.window < 1):
+        raise ValueError(f"stage {saved.stage} has window {saved.window}, which its consumption does not allow")
+    setup = StageSetup(
+        graph,
+        placement,
+        saved.stage,
+        consumption=_consumption(saved, rules_file),
+        window=1 if saved.window is None else saved.window,  # ignored where it is None
+        capacity=saved.capacity,
+        rules=saved.rules,
+        footprint=saved.footprint,
+        foresight=saved.foresight,
+        read_ahead=saved.read_ahead,
+        evaluation_batches=saved.evaluation_batches,
+        certain_ahead=saved.certain_ahead,
+    )
+    return group_arbiter(saved.protocol, setup, saved.member, saved.num_members)
+
+
+def _consumption(saved: SavedArbiter, rules_file: str | None) -> Consumption:
+    weights_last = saved.hint == SCHEDULE_WEIGHTS_LAST
+    needs_row = saved.is_strict or weights_last or saved.hint == SCHEDULE
+    if not needs_row:
+        return ready(_hint(saved.hint, rules_file))
+    if saved.row is None:
+        raise ValueError(f"stage {saved.stage} lacks the row of the table that it follows")
+    return strict(saved.row) if saved.is_strict else ready(schedule_hint(saved.row, weights_last=weights_last))
+
+
+def _hint(name: str, rules_file: str | None) -> Hint:
+    if name in HINTS:
+        return HINTS[name]
+    if not is_in_file(name):
+        raise ValueError(f"hint {name!r:.200} is unknown: this program has {', '.join(HINTS)}")
+    if rules_file is None:
+        raise ValueError(
+            f"the hint is {name!r:.200}, a rule in a file, and a record's word runs no file: name the file yourself, "
+            "with --rules FILE.py"
+        )
+    return Hint.of(name, rule_in_file(f"{rules_file}:{name.rpartition('.py:')[2]}"))
