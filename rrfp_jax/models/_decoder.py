@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from rrfp_jax.models._context_attention import context_attention
-from rrfp_jax.models._parts import learned, projection, rms_norm
+from rrfp_jax.models._parts import by_head, from_heads, learned, projection, rms_norm
 from rrfp_jax.models._rotary import apply_rope, rope_tables
 from rrfp_jax.models.attention import cached_attention, causal_attention
 from rrfp_jax.models.config import LanguageModelConfig
@@ -100,7 +100,7 @@ class Attention(nnx.Module):
             mixed = context_attention(query, key, value, window=self.window, cut=rows.cut, segments=segments)
         else:
             mixed = causal_attention(query, key, value, window=self.window, segments=segments)
-        return self.output(checkpoint_name(mixed.reshape(*x.shape[:-1], -1), "attention"))
+        return from_heads(self.output, checkpoint_name(mixed, "attention"))
 
     def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
         """Decode step: tokens at positions from ``start`` on attend to themselves and to the cache.
@@ -117,13 +117,11 @@ class Attention(nnx.Module):
             for held, part in zip(cache, new, strict=True)
         )
         mixed = cached_attention(apply_rope(query, *tables), keys, values, positions, window=self.window)
-        return self.output(mixed.reshape(*x.shape[:-1], -1)), KVCache(keys, values)
+        return from_heads(self.output, mixed), KVCache(keys, values)
 
     def _heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries, keys and values by head, normalised but not rotated yet."""
-        query, key, value = (
-            part(x).reshape(*x.shape[:-1], -1, self.head_dim) for part in (self.query, self.key, self.value)
-        )
+        query, key, value = (by_head(part, x, self.head_dim) for part in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value

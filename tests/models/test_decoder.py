@@ -10,6 +10,7 @@ from flax import nnx
 from rrfp_jax.models import RopeScaling
 from rrfp_jax.models._decoder import Attention, row_info
 from rrfp_jax.models._rotary import apply_rope, inv_freq, rope_tables
+from rrfp_jax.programs.target import Target, tracing_for
 from tests.models.encoder_reference import uneven
 from tests.models.reference import reference_attention, reference_rotate, small_config
 
@@ -27,13 +28,18 @@ def test_rotate_is_a_product_of_complex_numbers():
     np.testing.assert_allclose(rotate(x, 10_000.0), expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
-def test_attention_equals_the_reference(num_kv_heads):
-    config = small_config(num_kv_heads=num_kv_heads, rope_theta=100.0, init_std=0.5)
+def test_attention_equals_the_reference(num_kv_heads, platform):
+    """Where programs are traced for a TPU too, whose projections make heads themselves."""
+    config = small_config(num_kv_heads=num_kv_heads, rope_theta=100.0, init_std=0.5, qkv_bias=True)
     attention = Attention(config, nnx.Rngs(0))
+    for layer in (attention.query, attention.key, attention.value):
+        layer.bias[...] = np.linspace(-1, 1, layer.bias.size, dtype=np.float32)
     x = np.random.default_rng(1).normal(size=(2, 9, config.hidden)).astype(np.float32)
     expected = reference_attention(config, nnx.to_pure_dict(nnx.state(attention)), x)
-    np.testing.assert_allclose(attention(x), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+    with tracing_for(Target(platform=platform, kind=platform)):
+        np.testing.assert_allclose(attention(x), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=40)
