@@ -116,7 +116,7 @@ def by_head(layer: nnx.Linear, x: jax.Array, head_dim: int) -> jax.Array:
 
 
 def from_heads(layer: nnx.Linear, heads: jax.Array) -> jax.Array:
-    """Returns ``layer`` of all heads joined, ``[..., heads, head_dim] -> [..., out_dim]``, made as in :func:`by_head`."""
+    """Returns ``layer`` of all heads joined, ``[..., heads, head_dim] -> [..., out_dim]``, as :func:`by_head` does."""
     if current_target().platform != TPU:
         return layer(heads.reshape(*heads.shape[:-2], -1))
     bias = None if layer.bias is None else layer.bias[...]
@@ -124,7 +124,7 @@ def from_heads(layer: nnx.Linear, heads: jax.Array) -> jax.Array:
 
 
 def _product(layer: nnx.Linear, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, num_dims: int) -> jax.Array:
-    """Returns the product over the last ``num_dims`` dims of ``x`` and the first of ``kernel``, in the layer's dtype."""
+    """Returns the product over the last ``num_dims`` dims of ``x`` and the first of ``kernel``, in a layer's dtype."""
     x, kernel, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
     out = jnp.tensordot(x, kernel, num_dims)
     return out if bias is None else out + bias
