@@ -16,8 +16,8 @@ from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.model_graph import mirrored
-from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
+from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.schedules import Placement, ScheduleRequest, ScheduleTable, build_schedule, linear, looped
 from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator
 from tests.plain_loop import assert_same_training, train_plainly

@@ -2,13 +2,13 @@
 
 from rrfp_jax.runtime.driver import PipelineClosed as PipelineClosed
 from rrfp_jax.runtime.driver import PipelineRuntime as PipelineRuntime
-from rrfp_jax.runtime.executor import StageExecutor as StageExecutor
 from rrfp_jax.runtime.report import NoProgress as NoProgress
 from rrfp_jax.runtime.report import PeerLost as PeerLost
 from rrfp_jax.runtime.report import RunFailed as RunFailed
 from rrfp_jax.runtime.report import StageState as StageState
 from rrfp_jax.runtime.report import TaskFailed as TaskFailed
 from rrfp_jax.runtime.report import WaitForReport as WaitForReport
+from rrfp_jax.runtime.stage_threads import StageExecutor as StageExecutor
 from rrfp_jax.runtime.step_result import StepMetrics as StepMetrics
 from rrfp_jax.runtime.step_result import StepResult as StepResult
 from rrfp_jax.runtime.steps_under_way import StepOutcome as StepOutcome

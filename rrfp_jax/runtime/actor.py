@@ -1,14 +1,15 @@
-"""A stage actor: the shell that feeds events to its arbiter and carries out the instructions.
+"""A stage actor feeds events to the arbiter of its stage and carries out the instructions that this returns.
 
-Everything here is called in turns (:mod:`rrfp_jax.runtime.turns`): one call at a time, on any thread, and none may
-block. Tasks run on the actor's compute thread; their completions come back as events.
+All methods run in the serial executor (:mod:`rrfp_jax.runtime.serial_executor`): one call at a time, on any thread, and
+none may block. Tasks run on the stage's threads; their completions come back as events.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from rrfp_jax.core import (
     Announce,
@@ -32,62 +33,86 @@ from rrfp_jax.core import (
     WakeAt,
 )
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.runtime.awaited import AwaitedInputs
 from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.runtime.executor import StageExecutor, StageOutcome
 from rrfp_jax.runtime.recorder import StageRecorder
+from rrfp_jax.runtime.stage_threads import (
+    AwaitedInputs,
+    ComputeThread,
+    HandsAhead,
+    LaunchAndWait,
+    StageExecutor,
+    StageOutcome,
+    StageThreads,
+)
 from rrfp_jax.runtime.transports import Transport
 from rrfp_jax.schedules import PipelineGraph, Task, lanes_beside
 from rrfp_jax.schedules.timeline import Timeline
 
-StepEnded = Callable[[int, int, StageOutcome, Timeline], None]
-"""Called with the stage, the step, the executor's outcome and the stage's record of the step."""
-Tell = Callable[[int, int, int, Note], None]
-"""Called with the stage, the member of its group, the step and what to tell it."""
 
-AnnounceTo = Callable[[int, int, Message], None]
-"""Called with a stage, the step and the message whose task has started, for that stage to hear of."""
-SubmitAwaiting = Callable[[RunTask, Sequence[Message]], AwaitedInputs]
-"""Called with an instruction and the inputs that it lacks still, to hand it to the stage's thread."""
-WakeLater = Callable[[float, Callable[[], None]], None]
-"""Called with a time (``time.perf_counter``) and what to call then."""
+class StageHost(Protocol):
+    """The runtime around a stage's actor, as the actor uses it."""
+
+    @property
+    def transport(self) -> Transport:
+        """Transport on which outputs leave the stage."""
+
+    def announce(self, stage: int, step: int, message: Message) -> None:
+        """Tells a stage that the task which will send it this message has started."""
+
+    def tell(self, stage: int, member: int, step: int, note: Note) -> None:
+        """Sends a note to a member of the stage's group."""
+
+    def wake_later(self, at_s: float, call: Callable[[], None]) -> None:
+        """Makes a call at a time (``time.perf_counter``), in the serial executor."""
+
+    def run_serially(self, call: Callable[[], None]) -> None:
+        """Makes a call in the serial executor, now or after the call that is running."""
+
+    def stage_ended(self, stage: int, step: int, outcome: StageOutcome, timeline: Timeline) -> None:
+        """Takes the outcome of a step on the stage, and the stage's record of it."""
 
 
 class StageActor:
-    """Drives one stage; ``submit`` hands a task to the thread of its lane."""
+    """Drives one stage.
+
+    Args:
+        threads: the threads that launch the stage's tasks.
+        engines: a thread for each lane beside compute that the stage's operations use.
+        hands_ahead: by number, the stages of this process that can promise each other their outputs.
+        log_steps: number of steps of the event log that are kept.
+    """
 
     def __init__(
         self,
         arbiter: StageArbiter,
         executor: StageExecutor,
-        transport: Transport,
+        threads: StageThreads,
+        host: StageHost,
         *,
-        submit: Callable[[RunTask], None],
-        submit_awaiting: SubmitAwaiting | None = None,
-        ended: StepEnded,
-        announce: AnnounceTo,
-        wake_later: WakeLater,
-        tell: Tell | None = None,
+        engines: Mapping[str, ComputeThread] = MappingProxyType({}),
+        hands_ahead: Mapping[int, HandsAhead] = MappingProxyType({}),
         log_steps: int,
     ) -> None:
-        self.arbiter, self.executor = arbiter, executor
-        self._beside = lanes_beside(arbiter.graph)
-        self.stage = arbiter.stage
+        self.arbiter, self.executor, self.stage = arbiter, executor, arbiter.stage
+        self.threads: list[StageThreads] = [threads, *engines.values()]
         self.log = EventLog(arbiter, log_steps)
         self.last_event_s = time.perf_counter()
-        self._transport, self._submit, self._ended, self._tell = transport, submit, ended, tell
-        self._announce, self._wake_later = announce, wake_later
-        self._submit_awaiting = submit_awaiting
+        self._host, self._threads, self._hands_ahead = host, threads, hands_ahead
+        self._send, self._submit = host.transport.send, threads.submit
+        self._beside = {kind: (lane, engines[lane].submit) for kind, lane in lanes_beside(arbiter.graph).items()}
+        """Lanes beside compute, by the kind of their tasks."""
         self._awaited: dict[Task, AwaitedInputs] = {}
-        """Of tasks that were handed over before all their inputs were delivered."""
+        """Inputs of tasks that were handed over before all of them were delivered."""
         self._wake: WakeAt | None = None
-        """What ends the present hold; a task that starts has ended it."""
+        """End of the present hold; the start of a task has ended it."""
         self._recorder = StageRecorder(self.stage, arbiter.placement.num_stages)
         self._coming: deque[tuple[int, StepPlan]] = deque()
         """Steps whose batches are here and that have not started."""
 
+    # -- events ------------------------------------------------------------------------------------------------------
+
     def start_step(self, step: int, batch: StepBatch, graph: PipelineGraph, plan: StepPlan) -> None:
-        """The batch of a step is here; it starts once the present step has ended.
+        """Takes the batch of a step, which starts once the present step has ended.
 
         ``graph`` and ``plan`` are the step's own, prepared when it was submitted.
         """
@@ -96,7 +121,7 @@ class StageActor:
         self._start_coming()
 
     def _start_coming(self) -> None:
-        """Start the next step if its batch is here and no other is under way."""
+        """Starts the next step if its batch is here and no other step is under way."""
         if self._coming and not self.arbiter.is_active:
             step, plan = self._coming.popleft()
             time_s = time.perf_counter()
@@ -105,49 +130,51 @@ class StageActor:
             self._handle(StepStarted(step, time_s, plan.absent, plan.weights, plan.evaluates))
 
     def receive(self, step: int, message: Message, payload: Any) -> None:
+        """Takes a message that was delivered to the stage."""
         self.executor.accept(step, message, payload)
         self._handle(InputArrived(step, time.perf_counter(), message))
         for task in [task for task in self._awaited if not self.arbiter.awaits_input(task)]:
             self._awaited.pop(task).came()
 
     def hear(self, step: int, member: int, note: Note) -> None:
+        """Takes a note of another member of the stage's group."""
         self._handle(GroupHeard(step, time.perf_counter(), member, note))
 
     def announced(self, step: int, message: Message) -> None:
-        """Another stage has started the task that will send this."""
+        """Notes that another stage has started the task that will send this message."""
         self._handle(TaskAnnounced(step, time.perf_counter(), message))
 
     def promised(self, step: int, message: Message) -> None:
-        """Another stage has been told to start the task that will send this, which can be had from its launch on."""
+        """Notes that another stage will launch the task that makes this message, which can be fetched from then on."""
         self._handle(InputPromised(step, time.perf_counter(), message))
 
+    def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
+        """Takes the completion of a task."""
+        beside = self._beside.get(instruction.task.kind)
+        if beside is None:
+            self._recorder.ran(instruction, start_s, end_s)
+        else:
+            self._recorder.ran_beside(instruction, start_s, end_s, beside[0])
+        self._handle(TaskFinished(instruction.step, time.perf_counter(), instruction.task))
+
+    def decide(self, instruction: RunTask, due_s: float) -> None:
+        """Has the successor of a task chosen that is about to end; the decision was due at ``due_s``."""
+        assert isinstance(self._threads, LaunchAndWait)
+        with self._threads.answering(due_s):
+            self._handle(DecideNow(instruction.step, time.perf_counter(), instruction.task))
+
     def give_up(self) -> None:
-        """The run ends: no thread is to wait for an input any more."""
+        """Ends all waits for inputs, since the run ends."""
         for inputs in [*self._awaited.values()]:
             inputs.give_up()
 
-    def _woken(self, asked: WakeAt) -> None:
-        if asked is self._wake:
-            self._wake = None
-            self._handle(ClockTick(asked.step, max(asked.time_s, time.perf_counter())))
-
-    def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
-        lane = self._beside.get(instruction.task.kind)
-        if lane is None:
-            self._recorder.ran(instruction, start_s, end_s)
-        else:
-            self._recorder.ran_beside(instruction, start_s, end_s, lane)
-        self._handle(TaskFinished(instruction.step, time.perf_counter(), instruction.task))
-
-    def decide(self, instruction: RunTask) -> None:
-        """This task is about to end."""
-        self._handle(DecideNow(instruction.step, time.perf_counter(), instruction.task))
+    # -- instructions ------------------------------------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
         instructions: list[Instruction] = []
         try:
             instructions = self.arbiter.handle(event)
-        finally:  # the event that breaks the core is the one that a replay wants most
+        finally:  # The event that breaks the core is the one that a replay needs most.
             self.log.append(event, instructions)
         self.last_event_s = event.time_s
         if instructions:
@@ -161,36 +188,58 @@ class StageActor:
         for instruction in instructions:
             if isinstance(instruction, RunTask):
                 self._hand_over(instruction)
-                if instruction.task.kind not in self._beside:
-                    self._wake = None
             elif isinstance(instruction, Send):
                 step, message, stage = instruction
+                # Taken now: the next task, handed over below, may replace it.
                 outgoing.append((stage, step, message, self.executor.payload(step, message)))
             elif isinstance(instruction, Announce):
                 announced.append(instruction)
             elif isinstance(instruction, WakeAt):
-                self._wake = instruction
-                self._wake_later(instruction.time_s, partial(self._woken, instruction))
+                self._hold(instruction)
             elif isinstance(instruction, FinishStep):
                 ended = True
             else:
-                assert self._tell is not None
-                self._tell(self.stage, instruction.member, instruction.step, instruction.note)
-        for item in outgoing:  # later than the hand-over of the next task, for it takes longer
-            self._transport.send(*item)
-        for step, message, stage in announced:  # which no data should wait for
-            self._announce(stage, step, message)
-        if ended:  # others wait for what was sent, and nobody for the record of the step
-            self._finish(instructions[-1].step, time_s)
+                self._host.tell(self.stage, instruction.member, instruction.step, instruction.note)
+        # Sent only now: sending takes longer than handing over the next task, which the devices wait for.
+        for item in outgoing:
+            self._send(*item)
+        for step, message, stage in announced:  # No data should wait for an announcement.
+            self._host.announce(stage, step, message)
+        if ended:  # Other stages wait for what was sent, and nobody for the record of the step.
+            step = instructions[-1].step
+            self._recorder.end(time_s)
+            self._host.stage_ended(self.stage, step, self.executor.finish(step), self._recorder.take())
 
     def _hand_over(self, instruction: RunTask) -> None:
+        """Hands a task to the thread of its lane, perhaps ahead of inputs that other stages here are about to
+        launch."""
+        beside = self._beside.get(instruction.task.kind)
+        if beside is not None:
+            beside[1](instruction)
+            return
+        self._wake = None
         missing = self.arbiter.awaited_inputs(instruction.task)
         if not missing:
             self._submit(instruction)
             return
-        assert self._submit_awaiting is not None
-        self._awaited[instruction.task] = self._submit_awaiting(instruction, missing)
+        step, stage_of = instruction.step, self.arbiter.placement.stage_of_chunk
+        own, makers = self._hands_ahead[self.stage], [self._hands_ahead[stage_of[m.source]] for m in missing]
+        inputs = AwaitedInputs(
+            [
+                partial(own.fetch, step, message, partial(maker.ahead, step, message))
+                for message, maker in zip(missing, makers, strict=True)
+            ]
+        )
+        self._awaited[instruction.task] = inputs
+        self._submit(instruction, inputs)
 
-    def _finish(self, step: int, time_s: float) -> None:
-        self._recorder.end(time_s)
-        self._ended(self.stage, step, self.executor.finish(step), self._recorder.take())
+    def _hold(self, instruction: WakeAt) -> None:
+        """Has the stage woken at the end of a hold: by its own thread where that is about to wait, else by a timer."""
+        self._wake, call = instruction, partial(self._woken, instruction)
+        if not self._threads.wake_later(instruction.time_s, partial(self._host.run_serially, call)):
+            self._host.wake_later(instruction.time_s, call)
+
+    def _woken(self, asked: WakeAt) -> None:
+        if asked is self._wake:
+            self._wake = None
+            self._handle(ClockTick(asked.step, max(asked.time_s, time.perf_counter())))

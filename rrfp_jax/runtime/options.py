@@ -9,7 +9,7 @@ from rrfp_jax.core import Agreement, GroupProtocol, StepRules
 from rrfp_jax.core.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.agreement import check_clip_norm
-from rrfp_jax.runtime.executor import StageExecutor
+from rrfp_jax.runtime.stage_threads import StageExecutor
 
 
 @dataclass(frozen=True, kw_only=True)

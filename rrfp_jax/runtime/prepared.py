@@ -33,9 +33,8 @@ from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.target import memory_bytes_of
-from rrfp_jax.runtime.driver import PipelineRuntime
+from rrfp_jax.runtime.driver import PipelineRuntime, RunSettings
 from rrfp_jax.runtime.evaluating import EvaluationShapes, PreparedEvaluation, prepared_evaluation
-from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.fitting_order import fitting_order, forecast_order
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
@@ -45,6 +44,7 @@ from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.same_programs import check_same_plans, check_same_programs
 from rrfp_jax.runtime.same_state import check_same_state
 from rrfp_jax.runtime.stage_replicas import StageReplicas
+from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.runtime.weights import Weights
 from rrfp_jax.schedules import PipelineGraph, TaskKind
@@ -139,11 +139,13 @@ def prepare(
             evaluation_batches=0 if evaluation is None else evaluation.batches,
         ),
         lambda unit, ship: _wrapped(wrap, make_stage(unit, ship), unit),
+        RunSettings(
+            progress_deadline_s=options.progress_deadline_s,
+            log_steps=options.log_steps,
+            just_in_time=dispatch.just_in_time,
+        ),
         edge=_edge_of(model, programs),
         num_buckets=len(programs.shapes),
-        progress_deadline_s=options.progress_deadline_s,
-        log_steps=options.log_steps,
-        just_in_time=dispatch.just_in_time,
     )
     skipped = [frozenset(c for c, each in enumerate(of) if not each.exists) for of in programs.shapes]
     of_evaluation = None

@@ -19,11 +19,11 @@ from rrfp_jax.field_rules import typed
 from rrfp_jax.layout import Layout
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
-from rrfp_jax.runtime.driver import PipelineRuntime
-from rrfp_jax.runtime.executor import StageExecutor
+from rrfp_jax.runtime.driver import PipelineRuntime, RunSettings
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.peers import Peers, control_neighbours
 from rrfp_jax.runtime.report import RunFailed
+from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection, partners
 from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers, why_untried
 from rrfp_jax.runtime.wishes import Wishes
@@ -211,13 +211,10 @@ class Process:
         self,
         arbiters: Sequence[StageArbiter],
         make_stage: Callable[[int, Ship], StageExecutor],
+        settings: RunSettings,
         *,
         edge: EdgeOf,
         num_buckets: int = 1,
-        progress_deadline_s: float,
-        log_steps: int,
-        just_in_time: bool = False,
-        delay_s: Callable[[Message], float] | None = None,
     ) -> PipelineRuntime:
         """Start the hosted units' actors, and wait until all processes have started theirs.
 
@@ -226,8 +223,6 @@ class Process:
             make_stage: builds a unit's executor.
             edge: what a message of a bucket carries and how it lies at both ends; None for plain data.
             num_buckets: how many shapes microbatches may have.
-            just_in_time: choose a stage's next task when the running one may end within the host's latency.
-            delay_s: how much later than it came a message is handed over, to emulate slow links; None: at once.
 
         Raises RunFailed where another process is lost meanwhile.
         """
@@ -249,10 +244,7 @@ class Process:
             arbiters,
             make_stage,
             make_transport,
-            progress_deadline_s=progress_deadline_s,
-            log_steps=log_steps,
-            just_in_time=just_in_time,
-            delay_s=delay_s,
+            settings,
             loop=None if self.cluster is None else self.cluster.loop,
             stages_of_replica=self.layout.stages_of_replica,
             peers=self.peers,
@@ -412,14 +404,14 @@ class Process:
         assert self.peers is not None
         self.peers.lose(f"rank {rank} was lost: {reason}")
         if self._runtime is not None:
-            self._runtime.lost(rank, reason)
+            self._runtime.failure.lost(rank, reason)
 
     def _broken(self, text: str) -> None:
         """Ranks that live no longer hear each other."""
         assert self.peers is not None
         self.peers.lose(text)
         if self._runtime is not None:
-            self._runtime.broken(text)
+            self._runtime.failure.broken(text)
 
     def _left(self, rank: int) -> None:
         """A rank has ended in good order; what it said before may still be on the way, so wait for that."""

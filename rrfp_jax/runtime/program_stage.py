@@ -27,7 +27,6 @@ from rrfp_jax.programs.chunk import Loss
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
-from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.held_bytes import held_by, owns_inputs
 from rrfp_jax.runtime.leaves_ahead import LeavesAhead
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
@@ -35,6 +34,7 @@ from rrfp_jax.runtime.memory_meter import MemoryMeter
 from rrfp_jax.runtime.operating import OperationContext, operations_of
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_replicas import StageReplicas
+from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.runtime.transports.edges import is_on_host
 from rrfp_jax.runtime.transports.interface import TransportFailed
 from rrfp_jax.runtime.wishes import Wishes

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rrfp_jax.runtime.executor import StageOutcome
 from rrfp_jax.runtime.outcomes import Summary
 from rrfp_jax.runtime.peers import Peers
+from rrfp_jax.runtime.stage_threads import StageOutcome
 from rrfp_jax.schedules.timeline import StepSums, Timeline
 
 _STEPS_NAMED = 16
@@ -70,7 +70,7 @@ class _Pending:
 
 
 class StepsUnderWay:
-    """Of one process. Steps begin on the event loop and end in turns (:mod:`rrfp_jax.runtime.turns`)."""
+    """Of one process. Steps begin on the event loop and end in turns (:mod:`rrfp_jax.runtime.serial_executor`)."""
 
     def __init__(self, num_stages: int, num_hosted: int, peers: Peers | None) -> None:
         self._num_stages, self._num_hosted, self._peers = num_stages, num_hosted, peers

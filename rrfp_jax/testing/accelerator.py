@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from rrfp_jax.core import Message, MessageKind
-from rrfp_jax.runtime.executor import Launched, StageExecutor, StageOutcome
 from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
+from rrfp_jax.runtime.stage_threads import Launched, StageExecutor, StageOutcome
 from rrfp_jax.schedules import COMPUTE, Task, TaskKind
 from rrfp_jax.schedules.timeline import Span
 from rrfp_jax.testing.wrapped import WrappedStage

@@ -18,9 +18,9 @@ import numpy as np
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.runtime.executor import Launched, StageOutcome
 from rrfp_jax.runtime.mailbox import Mailbox, Ship
 from rrfp_jax.runtime.sleeping import Sleeper
+from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.simulation.costs import Costs, InjectedSleeps, StageTimes
 

@@ -18,11 +18,12 @@ from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
+from rrfp_jax.runtime.driver import RunSettings
 from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.runtime.executor import StageExecutor
 from rrfp_jax.runtime.log_file import write_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.steps_under_way import StepOutcome
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.schedules import Absences, lanes_beside
@@ -137,11 +138,13 @@ def emulate(
     runtime = process.start(
         arbiters,
         make_stage,
+        RunSettings(
+            progress_deadline_s=progress_deadline_s,
+            log_steps=log_steps,
+            just_in_time=just_in_time,
+            delay_s=delay_s if link_delays_ms else None,
+        ),
         edge=edge,
-        delay_s=delay_s if link_delays_ms else None,
-        progress_deadline_s=progress_deadline_s,
-        log_steps=log_steps,
-        just_in_time=just_in_time,
     )
     try:
         emulation = _run(runtime, process, num_steps, absent)
@@ -185,7 +188,7 @@ def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
 def _run(runtime: PipelineRuntime, process: Process, num_steps: int, absent: Sequence[Absences]) -> Emulation:
     # As in training, each step is enqueued while the one before it runs.
     timeline, step_ms, looking_ahead = Timeline(process.layout.num_units), [], 0
-    last_s = runtime.clock()
+    last_s = time.perf_counter()
     cpu_s = 0.0
 
     def submit(step: int) -> Future[StepOutcome]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rrfp_jax.core import Message
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.runtime.executor import HandsAhead, Launched, StageExecutor, StageOutcome
+from rrfp_jax.runtime.stage_threads import HandsAhead, Launched, StageExecutor, StageOutcome
 from rrfp_jax.schedules import PipelineGraph, Task
 
 Delay = Callable[[int, Task], float]

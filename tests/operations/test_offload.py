@@ -17,10 +17,10 @@ from rrfp_jax.operations import stash_copies
 from rrfp_jax.operations.offloading import COPY, device_slots, offload
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.runtime.executor import Launched
 from rrfp_jax.runtime.operating import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.stage_threads import Launched
 from rrfp_jax.schedules import Placement, ScheduleRequest, ScheduleTable, Task, build_schedule, linear, looped
 from rrfp_jax.schedules.slots import SlotLengths, execute
 from rrfp_jax.simulation import Costs, simulate

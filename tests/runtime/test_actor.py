@@ -1,6 +1,7 @@
 """The actor carries out what its arbiter answers, the most urgent first."""
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 from rrfp_jax.core import (
@@ -20,15 +21,18 @@ from rrfp_jax.core import (
     ready,
 )
 from rrfp_jax.runtime.actor import StageActor
-from rrfp_jax.runtime.executor import Launched, StageOutcome
+from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.schedules import Task, chain, linear
 
 
 class Journal:
-    """Executor and transport of one stage; writes down what it is asked for."""
+    """Executor, thread, host and transport of one stage; writes down what it is asked for, and keeps calls for
+    later."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.timers: list[Any] = []
+        self.transport: Any = self
 
     def begin(self, step: int, batch: Any, graph: Any) -> None:
         self.lines.append("begin")
@@ -56,23 +60,28 @@ class Journal:
     def submit(self, instruction: RunTask) -> None:
         self.lines.append(f"run {instruction.task}")
 
+    def announce(self, stage: int, step: int, message: Message) -> None:
+        self.lines.append(f"announce {message.kind} to stage {stage}")
+
+    def wake_later(self, at_s: float, call: Any) -> bool:
+        """As a thread it never can; as a host it sets a timer."""
+        if isinstance(call, partial) and call.func == self.run_serially:
+            return False
+        self.timers.append(call)
+        return True
+
+    def run_serially(self, call: Any) -> None:
+        raise AssertionError("only a thread that wakes by itself has calls made")
+
+    def tell(self, *_: Any) -> None:
+        raise AssertionError("the stage has no group")
+
+    def stage_ended(self, *_: Any) -> None:
+        pass
+
     def taken(self) -> list[str]:
         taken, self.lines = self.lines, []
         return taken
-
-
-def no_timer(*_: object) -> Any:
-    raise AssertionError("nothing is held here")
-
-
-class Timers:
-    """Timers that ring when they are told to."""
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def later(self, _: float, call: Any) -> None:
-        self.calls.append(call)
 
 
 class HoldingArbiter(StageArbiter):
@@ -86,7 +95,7 @@ class HoldingArbiter(StageArbiter):
 
 
 def test_data_go_before_announcements_and_a_task_ends_the_hold() -> None:
-    journal, timers = Journal(), Timers()
+    journal = Journal()
     arbiter = HoldingArbiter(StageSetup(chain(2, 2), linear(2), 0, consumption=ready(HINTS["bf"]), window=2))
     activation = Message(MessageKind.ACTIVATION, 0, 1, 0)
     first, second = (RunTask(0, Task.parse(f"0F{number}")) for number in range(2))
@@ -96,24 +105,21 @@ def test_data_go_before_announcements_and_a_task_ends_the_hold() -> None:
     actor = StageActor(
         arbiter,
         journal,
+        journal,  # type: ignore[arg-type]
         journal,
-        submit=journal.submit,
-        ended=lambda *_: None,
-        announce=lambda stage, step, message: journal.lines.append(f"announce {message.kind} to stage {stage}"),
-        wake_later=timers.later,
         log_steps=1,
     )
     actor.announced(0, activation)
     actor.announced(0, activation)
-    timers.calls[0]()
+    journal.timers[0]()
     assert len(arbiter.told) == 2, "only the latest end of a hold counts"
-    timers.calls[1]()
+    journal.timers[1]()
     assert isinstance(arbiter.told[-1], ClockTick)
     assert arbiter.told[-1].time_s >= 2.0
-    timers.calls[1]()
+    journal.timers[1]()
     assert len(arbiter.told) == 3, "it rings once"
     actor.announced(0, activation)
-    timers.calls[2]()
+    journal.timers[2]()
     assert len(arbiter.told) == 4, "the task that started has ended the hold"
     assert journal.taken() == [
         "run 0F0",
@@ -122,7 +128,7 @@ def test_data_go_before_announcements_and_a_task_ends_the_hold() -> None:
         "announce activation to stage 1",
     ]
     actor.announced(0, activation)
-    assert (journal.taken(), len(timers.calls)) == (["run 0F1"], 3)
+    assert (journal.taken(), len(journal.timers)) == (["run 0F1"], 3)
 
 
 def test_a_payload_is_taken_before_the_next_task_is_handed_over_and_sent_after_it() -> None:
@@ -134,11 +140,8 @@ def test_a_payload_is_taken_before_the_next_task_is_handed_over_and_sent_after_i
     actor = StageActor(
         arbiter,
         journal,
+        journal,  # type: ignore[arg-type]
         journal,
-        submit=journal.submit,
-        ended=lambda *_: None,
-        announce=lambda *_: None,
-        wake_later=no_timer,
         log_steps=1,
     )
     actor.start_step(0, {}, arbiter.graph, arbiter.plan_without(()))

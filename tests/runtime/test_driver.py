@@ -16,9 +16,9 @@ import pytest
 
 from rrfp_jax.cluster import LoopThread
 from rrfp_jax.core import HINTS, Agreement, Dispatch, Message, StageArbiter, StageSetup, StepRules, ready
-from rrfp_jax.runtime import NoProgress, PipelineClosed, PipelineRuntime, TaskFailed, awaited, driver
-from rrfp_jax.runtime.awaited import AwaitedInputs, GivenUp
-from rrfp_jax.runtime.executor import Launched, StageOutcome
+from rrfp_jax.runtime import NoProgress, PipelineClosed, PipelineRuntime, TaskFailed, driver, stage_threads
+from rrfp_jax.runtime.driver import RunSettings
+from rrfp_jax.runtime.stage_threads import AwaitedInputs, Launched, RunEnded, StageOutcome
 from rrfp_jax.schedules import Task, absences, chain, linear
 
 AT_COMPLETION = Dispatch()
@@ -94,8 +94,7 @@ def make_runtime(
         arbiters,
         lambda stage, _: stages[stage],
         transport,
-        progress_deadline_s=deadline_s,
-        just_in_time=way.just_in_time,
+        RunSettings(progress_deadline_s=deadline_s, just_in_time=way.just_in_time),
         loop=loop,
         peers=peers,
     )
@@ -212,14 +211,14 @@ def test_a_failure_ends_the_wait_for_inputs_before_the_runtime_is_closed() -> No
         fetched = launching.submit(inputs.fetch)
         with pytest.raises(TaskFailed, match="lost the payload"):
             runtime.submit(0, {}).result()
-        with pytest.raises(GivenUp):
+        with pytest.raises(RunEnded):
             fetched.result(timeout=20)
     runtime.close()
 
 
 def test_an_input_that_does_not_come_is_asked_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(awaited, "sleep_exactly", pauses.append)
+    monkeypatch.setattr(stage_threads, "sleep_exactly", pauses.append)
     AwaitedInputs([lambda: len(pauses) >= 100, lambda: len(pauses) >= 110]).fetch()
     assert pauses[:100] == sorted(pauses[:100])
     assert pauses[0] == pauses[100] < 1e-4
@@ -281,7 +280,7 @@ class Interrupted(deque[Any]):
 def test_wake_ups_are_never_lost(way: Dispatch) -> None:
     """Thousands of tasks over four stages, whose ends come just after the loop has found no more of them."""
     runtime = make_runtime([CountingStage() for _ in range(4)], num_microbatches=64, way=way)
-    runtime._completions = Interrupted()
+    runtime._serial._calls = Interrupted()
     for step in range(20):
         assert runtime.submit(step, {}).result(timeout=20).step == step
     runtime.close()

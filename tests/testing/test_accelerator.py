@@ -12,7 +12,7 @@ import pytest
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.core import Agreement, DecideNow, Order, StepRules, dispatch_of
 from rrfp_jax.core.dispatch import JUST_IN_TIME
-from rrfp_jax.runtime.executor import Launched, StageOutcome
+from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.schedules import Task
 from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator, Emulation, emulate, idle_shares
 

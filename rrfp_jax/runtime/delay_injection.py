@@ -1,7 +1,7 @@
-"""Handing messages over later than they came, to emulate slow links.
+"""Delay injection: hands messages over later than they came, to emulate slow links.
 
-The event loop's timers come in whole milliseconds, and links take less. So a thread sleeps until a message is due, and
-wakes the loop as the threads of stages do. What that usually takes is taken off the next delays.
+The event loop's timers count whole milliseconds, and links take less. So a thread sleeps until a message is due, and
+wakes the loop as the threads of stages do. The usual lateness of that is taken off the next delays.
 """
 
 import threading
@@ -15,22 +15,22 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from rrfp_jax.core import Message
+from rrfp_jax.runtime.serial_executor import WakeUp
 from rrfp_jax.runtime.sleeping import reduce_timer_slack
 from rrfp_jax.runtime.transports import Deliver
-from rrfp_jax.runtime.wake_up import WakeUp
 
 _LATENESS_GAIN, _MAX_LATENESS_S = 0.1, 3e-4
 
 _Due = tuple[float, int, tuple[Any, ...]]
-"""When, in which order of those of one time, and what."""
+"""Time at which a message is due, its number among messages due at the same time, and the arguments of ``deliver``."""
 
 
-class LateDelivery:
-    """Delivers each message so much later. It is called by one thread at a time, and hands over on the loop.
+class DelayInjection:
+    """Delivers each message after a delay, on the event loop. One thread calls it at a time.
 
     Args:
         deliver: takes unit, step, message and payload.
-        delay_s: of a message; 0: it is handed over at once.
+        delay_s: returns the delay of a message in seconds; with 0 it is handed over at once.
     """
 
     def __init__(self, loop: AbstractEventLoop, deliver: Deliver, delay_s: Callable[[Message], float]) -> None:
@@ -40,7 +40,9 @@ class LateDelivery:
         self._numbers = count()
         self._usual_lateness_s = 0.0
         self._wake_up = WakeUp(loop, self._hand_over)
-        loop.call_soon_threadsafe(self._wake_up.listen)
+        self.stop = self._wake_up.stop
+        """Hands nothing over any more; on the loop."""
+        loop.call_soon_threadsafe(self._wake_up.start)
         self._thread = threading.Thread(target=self._wait, name="rrfp-links", daemon=True)
         self._thread.start()
 
@@ -52,12 +54,8 @@ class LateDelivery:
         else:
             self._deliver(unit, step, message, payload)
 
-    def hush(self) -> None:
-        """On the loop: hand nothing over any more."""
-        self._wake_up.hush()
-
     def close(self) -> None:
-        """After :meth:`hush`."""
+        """Ends the thread, after :meth:`stop`."""
         self._came.put(None)
         self._thread.join()
         self._wake_up.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from rrfp_jax.cluster.loop_thread import LoopThread
 from rrfp_jax.core import Message, MessageKind
-from rrfp_jax.runtime.late_delivery import LateDelivery
+from rrfp_jax.runtime.delay_injection import DelayInjection
 
 DELAYS_S = {0: 0.0, 1: 0.0006, 2: 0.0014, 3: 0.3}
 
@@ -24,7 +24,7 @@ class Links:
         self.thread = LoopThread()
         self.heard: list[tuple[float, str, Any]] = []
         self.count = threading.Semaphore(0)
-        self.late = LateDelivery(self.thread.loop, self.deliver, lambda message: DELAYS_S[message.source])
+        self.late = DelayInjection(self.thread.loop, self.deliver, lambda message: DELAYS_S[message.source])
 
     def deliver(self, unit: int, step: int, message: Message, payload: Any) -> None:
         self.heard.append((time.perf_counter(), threading.current_thread().name, (unit, step, message, payload)))
@@ -43,7 +43,7 @@ def links() -> Iterator[Links]:
     try:
         yield made
     finally:
-        made.thread.call(made.late.hush)
+        made.thread.call(made.late.stop)
         made.late.close()
         made.thread.close()
     assert not any(thread.name == "rrfp-links" for thread in threading.enumerate())

@@ -1,0 +1,451 @@
+"""Stage threads launch the tasks of a stage and wait for them, so that the event loop never does.
+
+There are two ways. With one task at a time, one thread launches and waits (:class:`ComputeThread`): no hop between
+threads comes in between. Where the next task is launched while one runs (:class:`LaunchAndWait`), one thread launches,
+and another waits and reports, in the order of launches: the devices' queue need not run empty.
+
+Spans
+-----
+A task starts when its launch has reached the devices (``Launched.begun_s``) or, if that is later, when the task before
+it was seen to end; it ends when it is seen to have ended. The host sees an end when its thread wakes up, some 0.05 to
+0.1 ms late. So the span of a task that the devices had ahead of time is as long as the task, up to the difference of
+two such delays. The span of a task that found the devices idle is longer by one delay.
+
+Decisions just in time
+----------------------
+Where the successor of a task is chosen shortly before its end, the thread that launches also keeps the time, for an
+event loop's timers are too coarse: it waits for instructions until the decision is due, and then asks for it.
+:class:`rrfp_jax.core.DecisionTimer` learns how long after a task's start that is, from the lengths of tasks and from
+the host's latency. The latency of a decision is the time from when it was due to the end of the launch that answers it,
+plus the time by which the thread woke up late: the start of the task was seen about as late.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+from jax.profiler import TraceAnnotation
+
+from rrfp_jax.core import DecisionTimer, Message, RunTask, TimingRule
+from rrfp_jax.programs.batches import StepBatch
+from rrfp_jax.runtime.sleeping import reduce_timer_slack, sleep_exactly
+from rrfp_jax.schedules import PipelineGraph, Task
+
+
+def _return() -> None:
+    return
+
+
+class Launched(NamedTuple):
+    """A task that the stage's devices have been given."""
+
+    begun_s: float
+    """Time at which the devices can have begun the task, unless they were busy (``time.perf_counter``)."""
+    wait: Callable[[], None] = _return
+    """Blocks until the task has ended, without holding up other threads, and raises the error that it failed with.
+    Called once, in the order of launches."""
+
+
+class StageOutcome(NamedTuple):
+    """The outcome of a step on one stage."""
+
+    result: Any = None
+    """The result of the step, alike on all stages."""
+    peak_memory_bytes: int = 0
+    """Most bytes that the stage held on its devices during the step."""
+    peak_host_bytes: int = 0
+    """Most bytes that operations of the stage held in host memory."""
+
+
+class StageExecutor(Protocol):
+    """Carries out the tasks of one stage. :class:`rrfp_jax.runtime.stage.ProgramStage` runs the compiled programs of
+    real chunks, :mod:`rrfp_jax.testing.emulated_stage` emulates them.
+
+    ``launch`` is called on a stage thread. All other methods run in the serial executor, and must return within
+    microseconds.
+    """
+
+    def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
+        """Takes the batch and the graph of a step, which may start later."""
+
+    def launch(self, step: int, task: Task) -> Launched:
+        """Gives one task to the devices, which run a stage's tasks one after another, in the order of launches.
+
+        The tasks before may still be running, so their results may be used here and not waited for.
+        """
+
+    def payload(self, step: int, message: Message) -> Any:
+        """Returns the content of a message; called once, after the task that produces it was waited for."""
+
+    def accept(self, step: int, message: Message, payload: Any) -> None:
+        """Takes the content of a message. Its step need not have begun here, and it may be a second delivery."""
+
+    def finish(self, step: int) -> StageOutcome:
+        """Frees all that the stage held of a step, which is done, and returns its outcome."""
+
+
+class HandsAhead(Protocol):
+    """Extends a stage executor whose devices wait for inputs by themselves: outputs are handed on from their launch."""
+
+    hands_ahead: bool
+    """Whether the executor hands outputs on ahead."""
+
+    def ahead(self, step: int, message: Message) -> Any:
+        """Returns the later result of :meth:`StageExecutor.payload` for a stage of this process; None before the launch
+        of its task, and after it was handed out. For any thread."""
+
+    def fetch(self, step: int, message: Message, ahead: Callable[[], Any]) -> bool:
+        """Takes the content of a message ahead of its delivery, from the stage that makes it; the delivery then counts
+        as a second one. Returns whether the content is here. For the thread that launches."""
+
+
+class RunEnded(RuntimeError):
+    """The run ends before an input could be had."""
+
+
+class AwaitedInputs:
+    """Inputs that one task still lacks when it is handed over.
+
+    Within a process an output exists as a future from the launch of its task on. So the thread that launches fetches it
+    from the stage that makes it, perhaps some moments before that launch, and the device waits for the rest.
+
+    Args:
+        fetches: one function for each input; takes the input if it can be had, and returns whether it is here.
+    """
+
+    _FIRST_POLL_S, _LAST_POLL_S, _LONGER = 20e-6, 1e-3, 1.1
+    """Pauses between the checks for an input that has not come. They grow longer, each to about a tenth of the time
+    waited so far: the task that makes the input may take long, and its threads need the core and the lock."""
+
+    def __init__(self, fetches: Sequence[Callable[[], bool]]) -> None:
+        self._fetches = fetches
+        self._came = threading.Event()
+        self._is_given_up = False
+
+    def fetch(self) -> None:
+        """Takes all inputs; on the thread that launches. Raises RunEnded if the run ends meanwhile."""
+        for fetch in self._fetches:
+            pause_s = self._FIRST_POLL_S
+            while not fetch():
+                if self._is_given_up:
+                    raise RunEnded("the task that makes an input was not launched")
+                sleep_exactly(pause_s)
+                pause_s = min(pause_s * self._LONGER, self._LAST_POLL_S)
+
+    def wait(self) -> None:
+        """Blocks until all inputs have been delivered, or the run ends; on the thread that waits for tasks."""
+        self._came.wait()
+
+    def came(self) -> None:
+        """Notes that the last input was delivered, so the device can have begun the task."""
+        self._came.set()
+
+    def give_up(self) -> None:
+        """Ends all waits, since the run ends."""
+        self._is_given_up = True
+        self._came.set()
+
+
+Launch = Callable[[int, Task], Launched]
+"""Gives a task of a step to the devices."""
+Done = Callable[[RunTask, float, float, BaseException | None], None]
+"""Called with an instruction, its start and end (``time.perf_counter``) and its error, if any."""
+Decide = Callable[[RunTask, float], None]
+"""Called with a task that is about to end, and the time at which the call was due."""
+_Running = tuple[RunTask, float]
+"""An instruction, and the time of its start."""
+
+
+class StageThreads:
+    """Carries out a stage's instructions, one after another, on threads of its own.
+
+    Args:
+        launch: gives a task to the devices.
+        done: called with each completion, on one of the threads.
+    """
+
+    submit: Callable[..., None]
+    """Enqueues an instruction."""
+    _launches_and_waits = True
+    """Whether one thread does both."""
+
+    def __init__(self, launch: Launch, done: Done, targets: dict[str, Callable[[], None]]) -> None:
+        self._launch, self._unnamed_launch, self._done = launch, launch, done
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
+        self._launching: _Running | None = None
+        self._running: _Running | None = None
+
+    @property
+    def started(self) -> _Running | None:
+        """Instruction that the devices run, or that is being launched, and its start; for reports."""
+        return self._running or self._launching
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def wake_later(self, at_s: float, call: Callable[[], None]) -> bool:  # noqa: ARG002
+        """Makes a call at a time, if these threads can do so at no cost; returns whether they will."""
+        return False
+
+    def name_tasks(self, is_on: bool) -> None:
+        """Names tasks in traces of :mod:`jax.profiler` from now on, or no more; no step may be under way."""
+        self._launch = _named(self._unnamed_launch, self._launches_and_waits) if is_on else self._unnamed_launch
+
+    def ask_to_stop(self) -> None:
+        """Ends the threads after the queued work."""
+        self._queue.put(None)
+
+    def is_alive(self) -> bool:
+        """Returns whether a thread has not ended."""
+        return any(thread.is_alive() for thread in self._threads)
+
+    def join(self, timeout_s: float) -> bool:
+        """Blocks until the threads have ended, at most so long; returns whether they have."""
+        until_s = time.perf_counter() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.perf_counter()))
+        return not self.is_alive()
+
+
+class ComputeThread(StageThreads):
+    """Runs instructions one after another and reports each completion, all in one thread."""
+
+    def __init__(self, name: str, launch: Launch, done: Done) -> None:
+        super().__init__(launch, done, {name: self._work})
+        self.submit = self._queue.put
+        self._alarm: tuple[float, Callable[[], None]] | None = None
+
+    def wake_later(self, at_s: float, call: Callable[[], None]) -> bool:
+        """Makes the call at that time, unless an instruction comes first: that costs no timer that would wake a thread.
+
+        Only while this thread itself asks, as it reports a task or is woken; else returns False and does nothing.
+        """
+        if threading.get_ident() != self._threads[0].ident:
+            return False
+        self._alarm = at_s, call
+        return True
+
+    def _work(self) -> None:
+        clock = time.perf_counter
+        while (instruction := self._next()) is not None:
+            error: BaseException | None = None
+            start_s = clock()
+            self._running = (instruction, start_s)
+            try:
+                start_s, wait = self._launch(instruction.step, instruction.task)
+                wait()
+            except BaseException as caught:
+                error = caught
+            end_s = clock()
+            self._running = None
+            self._done(instruction, start_s, end_s, error)
+
+    def _next(self) -> RunTask | None:
+        while self._alarm is not None:
+            (at_s, call), self._alarm = self._alarm, None
+            try:
+                return self._queue.get(timeout=max(0.0, at_s - time.perf_counter()))
+            except Empty:
+                call()
+        return self._queue.get()
+
+
+class _Order(NamedTuple):
+    """An instruction, for the thread that launches."""
+
+    run: RunTask
+    due_s: float | None
+    """Time at which the decision that it answers was due."""
+    inputs: AwaitedInputs | None
+
+
+class LaunchAndWait(StageThreads):
+    """Launches instructions in one thread; waits for them, and reports each completion, in another.
+
+    Args:
+        decide: asked for the successor of a task, shortly before its end; None: no decision is asked for.
+        rule: how long before; None: the rule for stages of which nothing else hides a launch.
+    """
+
+    _launches_and_waits = False
+
+    def __init__(
+        self, name: str, launch: Launch, done: Done, *, decide: Decide | None = None, rule: TimingRule | None = None
+    ) -> None:
+        super().__init__(launch, done, {name: self._launch_all, f"{name}-wait": self._wait_for_all})
+        self._clock = None if decide is None else _DecisionClock(decide, rule or TimingRule())
+        # The queue holds orders and, where decisions are asked for, tasks that have started.
+        self._launched: SimpleQueue[tuple[RunTask, Launched | BaseException, AwaitedInputs | None] | None]
+        self._launched = SimpleQueue()
+        self._answered_s: float | None = None
+        self.submit = self._submit
+
+    def _submit(self, instruction: RunTask, inputs: AwaitedInputs | None = None) -> None:
+        self._queue.put(_Order(instruction, self._answered_s, inputs))
+
+    @contextmanager
+    def answering(self, due_s: float) -> Iterator[None]:
+        """Marks instructions submitted within the block as the answer to a decision that was due at ``due_s``."""
+        self._answered_s = due_s
+        try:
+            yield
+        finally:
+            self._answered_s = None
+
+    # -- on the thread that launches ---------------------------------------------------------------------------------
+
+    def _launch_all(self) -> None:
+        get = self._queue.get if self._clock is None else self._next_order
+        while (order := get()) is not None:
+            self._launch_one(*order)
+            del order
+        self._launched.put(None)
+
+    def _launch_one(self, instruction: RunTask, due_s: float | None, inputs: AwaitedInputs | None) -> None:
+        if self._clock is not None:
+            self._clock.follows(instruction)
+        result: Launched | BaseException
+        try:
+            if inputs is not None:
+                inputs.fetch()
+            self._launching = (instruction, time.perf_counter())
+            result = self._launch(instruction.step, instruction.task)
+        except BaseException as caught:
+            result = caught
+        self._launching = None
+        self._launched.put((instruction, result, inputs))
+        if self._clock is not None and due_s is not None:
+            self._clock.answered(due_s)
+
+    def _next_order(self) -> _Order | None:
+        """Returns the next instruction; asks for decisions meanwhile."""
+        clock = self._clock
+        assert clock is not None
+        while True:
+            try:
+                item = self._queue.get(timeout=clock.remaining_s())
+            except Empty:
+                clock.ask(self._running)
+                continue
+            if item is None or isinstance(item, _Order):
+                return item
+            clock.began(*item)
+
+    # -- on the thread that waits ------------------------------------------------------------------------------------
+
+    def _wait_for_all(self) -> None:
+        free_s = 0.0
+        while (item := self._launched.get()) is not None:
+            free_s = self._wait_for_one(*item, free_s)
+            del item  # It holds the results of the task, which nobody may keep alive here.
+
+    def _wait_for_one(
+        self, instruction: RunTask, result: Launched | BaseException, inputs: AwaitedInputs | None, free_s: float
+    ) -> float:
+        """Waits for a task and reports it; returns the time of its end. ``free_s`` is the end of the task before."""
+        error: BaseException | None = None
+        start_s = free_s
+        if isinstance(result, Launched):
+            start_s = max(result.begun_s, free_s)
+            if inputs is not None:
+                inputs.wait()
+                start_s = max(start_s, time.perf_counter())
+            self._running = (instruction, start_s)
+            if self._clock is not None:
+                self._queue.put(self._running)
+            try:
+                result.wait()
+            except BaseException as caught:
+                error = caught
+        else:  # A failed launch is reported in its turn, behind the tasks that may have caused it.
+            error = result
+        end_s = time.perf_counter()
+        self._running = None
+        if self._clock is not None:
+            self._clock.ended.append((instruction.task, end_s - start_s))
+        self._done(instruction, start_s, end_s, error)
+        return end_s
+
+
+class _DecisionClock:
+    """Knows when to ask for a decision. Owned by the thread that launches, except for ``ended``."""
+
+    def __init__(self, decide: Decide, rule: TimingRule) -> None:
+        self._decide = decide
+        self._timer = DecisionTimer(rule)
+        self._last: RunTask | None = None
+        """The task launched last: every other task has its successor."""
+        self._due: _Running | None = None
+        """The task whose successor is to be decided, and the time of that."""
+        self._late_s = 0.0
+        """Seconds by which the last decision was asked for too late."""
+        self.ended: deque[tuple[Task, float]] = deque()
+        """Tasks that have ended with their lengths, as the thread that waits has seen them."""
+        self._is_precise = False
+
+    def follows(self, instruction: RunTask) -> None:
+        """Notes that this task is launched next."""
+        self._last, self._due = instruction, None
+
+    def began(self, instruction: RunTask, start_s: float) -> None:
+        """Notes the start of a task."""
+        while self.ended:
+            self._timer.ended(*self.ended.popleft())
+        if instruction is self._last:
+            self._due = (instruction, start_s + self._timer.delay_s(instruction.task))
+
+    def remaining_s(self) -> float | None:
+        """Returns the seconds until a decision is due; None where none will be."""
+        if not self._is_precise:
+            self._is_precise = reduce_timer_slack() or True
+        return None if self._due is None else max(0.0, self._due[1] - time.perf_counter())
+
+    def ask(self, running: _Running | None) -> None:
+        """Asks for the decision that is due, unless the task has ended meanwhile."""
+        assert self._due is not None
+        (instruction, due_s), self._due = self._due, None
+        if running is not None and running[0] is instruction:
+            self._late_s = max(0.0, time.perf_counter() - due_s)
+            self._decide(instruction, due_s)
+
+    def answered(self, due_s: float) -> None:
+        """Notes that the task that was decided on has been launched."""
+        self._timer.latency(time.perf_counter() - due_s + self._late_s)
+
+
+def _named(launch: Launch, until_ended: bool) -> Launch:
+    """Returns a ``launch`` that encloses each task in an annotation with its name, ``2F5``, and its step.
+
+    Where one thread launches and waits (``until_ended``) the annotation is as long as the task. Elsewhere it is as long
+    as the launch, and the device's own lines of the trace show the rest. Without a trace the untouched ``launch`` runs.
+    """
+
+    def launched(step: int, task: Task) -> Launched:
+        with TraceAnnotation(str(task), step=step):
+            return launch(step, task)
+
+    def launched_and_waited_for(step: int, task: Task) -> Launched:
+        annotation = TraceAnnotation(str(task), step=step)
+        annotation.__enter__()
+        try:
+            begun_s, wait = launch(step, task)
+        except BaseException:
+            annotation.__exit__(None, None, None)
+            raise
+
+        def wait_to_the_end() -> None:
+            try:
+                wait()
+            finally:
+                annotation.__exit__(None, None, None)
+
+        return Launched(begun_s, wait_to_the_end)
+
+    return launched_and_waited_for if until_ended else launched
