@@ -20,9 +20,9 @@ from experiments.emulate import EMULATED_STEP
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import Ordering
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.operations import device_slots, offload
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.runtime import StepResult
+from rrfp_jax.runtime.operations import device_slots, offload
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, linear
 from rrfp_jax.simulation.result import bottleneck, run_metrics
 from rrfp_jax.testing import Emulation, emulate

@@ -46,7 +46,7 @@ from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.evaluating import EvaluationMetrics, EvaluationShapes
 from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.hosted import HostedModel, HostedState
-from rrfp_jax.runtime.operating import check_operations
+from rrfp_jax.runtime.operations.context import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.prepared import CompiledOnly, Prepared, compile_only, prepare
 from rrfp_jax.runtime.process import Process

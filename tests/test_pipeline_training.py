@@ -186,7 +186,7 @@ def test_outputs_that_are_handed_over_at_the_launch_train_the_same_model(
     tied_linear: Case, untied_looped: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on devices that do not work in the host's memory."""
-    monkeypatch.setattr("rrfp_jax.runtime.program_stage.is_on_host", lambda sharding: False)
+    monkeypatch.setattr("rrfp_jax.runtime.stage.is_on_host", lambda sharding: False)
     for dispatch_ahead in (0, JUST_IN_TIME):
         options = RuntimeOptions(dispatch_ahead=dispatch_ahead)
         tied_linear.check(hint="bf", window=3, options=options)
@@ -209,7 +209,7 @@ def test_batch_leaves_are_on_the_devices_before_their_tasks(
         placed.extend([threading.current_thread().name] * len(leaves))
         return place(self, leaves)
 
-    monkeypatch.setattr("rrfp_jax.runtime.program_stage.is_on_host", lambda sharding: False)
+    monkeypatch.setattr("rrfp_jax.runtime.stage.is_on_host", lambda sharding: False)
     monkeypatch.setattr(Future, "cancel", lambda future: False)  # a task takes other arrays if its copies are late
     monkeypatch.setattr(MicrobatchPrograms, "_operands", counting)
     monkeypatch.setattr(MicrobatchPrograms, "place", placing)

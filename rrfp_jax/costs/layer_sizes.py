@@ -41,7 +41,7 @@ REMATS = ("none", "dots", "full")
 _FLOAT32 = 4
 LEAVES_AHEAD = 2
 """For how many microbatches the batch leaves of a chunk go to devices with memory of their own before their tasks are
-launched; see :mod:`rrfp_jax.runtime.leaves_ahead`."""
+launched; see :mod:`rrfp_jax.runtime.mailbox`."""
 HEAD_BLOCK_BYTES = 512 << 20
 """The most that the float32 logits of one block take on one device; see :mod:`rrfp_jax.models.loss`."""
 

@@ -14,9 +14,9 @@ from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluati
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.runtime.evaluating import EvaluationShapes
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms
-from rrfp_jax.runtime.memory_meter import chunk_bytes, device_limits
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.stage_memory import chunk_bytes, device_limits
 from rrfp_jax.schedules import PipelineGraph
 
 

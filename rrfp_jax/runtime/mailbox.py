@@ -1,40 +1,53 @@
-"""A stage's values on their way: what has arrived, what was handed from chunk to chunk here, what waits to be sent.
+"""A stage's values on their way: messages that arrived or wait to be sent, and batch leaves on their way to the
+devices.
 
-Values are keyed by step and message, so they may come in any order and early. An edge between two chunks of the same
+Messages are keyed by step and message, so they may come in any order and early. An edge between two chunks of the same
 stage uses the same key and never leaves the stage.
+
+Batch leaves go ahead of the tasks that read them. A device begins to copy into new memory when it has done all that was
+launched before that memory was taken. If a program is given arrays of the host, their copies begin behind everything
+that is queued, and the program waits for them: no byte is copied while the device computes. So each chunk has the
+leaves of ``LEAVES_AHEAD`` microbatches on its devices or on their way there. That number is 2, since the copy that
+begins as a task is launched is to take place during that task or the next.
 """
 
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
 
 from rrfp_jax.core import Message, MessageKind
+from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
 from rrfp_jax.schedules import Placement
 
 Ship = Callable[[Any, int, Message, int, int | None], Any]
 """Brings a value, of a message of a bucket, into the form in which it reaches a stage. With a step also sends it, where
 that can be done at once; see ``Transport.ship``."""
+StepPair = tuple[int, int]
+"""A step and a microbatch."""
+Place = Callable[[], dict[str, Any]]
+"""Begins to copy the leaves of a microbatch; returns them as they lie on the devices."""
 
-_Held = tuple[Any, int]
-"""A value and its bytes."""
 _COUNTED = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 
 
 class Mailbox:
-    """The inbox and outbox of one stage. Dictionary operations are atomic, so both its threads may use it."""
+    """The inbox and outbox of one stage. Dictionary operations are atomic, so any of its threads may use it."""
 
     def __init__(self, placement: Placement, stage: int, ship: Ship) -> None:
         self._placement, self._stage, self._ship = placement, stage, ship
-        self._inbox: dict[int, dict[Message, _Held]] = {}
+        self._inbox: dict[int, dict[Message, tuple[Any, int]]] = {}
+        """By step and message, a value and its bytes."""
         self._outbox: dict[tuple[int, Message], Any] = {}
         self._ahead: set[tuple[int, Message]] = set()
-        """What was fetched and has not been delivered."""
+        """Messages that were fetched and have not been delivered."""
         self._incoming = threading.Lock()
         self._last_finished = -1
-        # bytes that came and went; each counter has one thread that writes it, or a lock, so none is ever lost
+        # Bytes that came and went. Each counter has one thread that writes it, or a lock, so none is ever lost.
         self._accepted_bytes = self._posted_bytes = self._taken_bytes = 0
 
     @property
@@ -43,10 +56,12 @@ class Mailbox:
         return self._accepted_bytes + self._posted_bytes - self._taken_bytes
 
     def begin(self, step: int) -> None:
+        """Opens the inbox of a step."""
         self._inbox.setdefault(step, {})
 
     def accept(self, step: int, message: Message, payload: Any) -> None:
-        """A value from another stage; the step need not have begun here. What comes again or too late is dropped."""
+        """Takes a value from another stage, whose step need not have begun here; a second or late delivery is
+        dropped."""
         if step <= self._last_finished:
             return
         with self._incoming:
@@ -56,7 +71,7 @@ class Mailbox:
                 self._keep(step, message, payload)
 
     def fetch(self, step: int, message: Message, ahead: Callable[[], Any]) -> bool:
-        """Take a value before it is delivered, if ``ahead`` has it; tells whether it is here."""
+        """Takes a value before it is delivered, if ``ahead`` has it; returns whether it is here."""
         with self._incoming:
             if message in self._inbox[step]:
                 return True
@@ -75,7 +90,7 @@ class Mailbox:
             self._accepted_bytes += num_bytes
 
     def post(self, step: int, message: Message, value: Any, bucket: int = 0) -> None:
-        """A chunk of this stage has produced ``value`` for the chunk that ``message`` names."""
+        """Takes a value that a chunk of this stage has produced for the chunk that ``message`` names."""
         receiver = self._placement.stage_of_chunk[message.target]
         shipped = self._ship(value, receiver, message, bucket, step)
         if receiver == self._stage:
@@ -86,24 +101,25 @@ class Mailbox:
             self._outbox[step, message] = shipped
 
     def read(self, step: int, message: Message) -> Any:
-        """A value that has arrived; it stays until the step ends or :meth:`take` removes it."""
+        """Returns a value that has arrived; it stays until the step ends or :meth:`take` removes it."""
         return self._inbox[step][message][0]
 
     def take(self, step: int, message: Message) -> Any:
+        """Removes a value that has arrived, and returns it."""
         value, num_bytes = self._inbox[step].pop(message)
         self._taken_bytes += num_bytes
         return value
 
     def ahead(self, step: int, message: Message) -> Any:
-        """A value that waits to be sent, or None; it goes on waiting."""
+        """Returns a value that waits to be sent, or None; it goes on waiting."""
         return self._outbox.get((step, message))
 
     def payload(self, step: int, message: Message) -> Any:
-        """Hand over a value that waits to be sent."""
+        """Removes a value that waits to be sent, and returns it."""
         return self._outbox.pop((step, message))
 
     def finish(self, step: int) -> None:
-        """Forget what is left of a step."""
+        """Forgets all that is left of a step."""
         self._last_finished = step
         self._ahead = {key for key in self._ahead if key[0] != step}
         left = self._inbox.pop(step, {})
@@ -111,9 +127,54 @@ class Mailbox:
 
 
 def _num_bytes(message: Message, value: Any) -> int:
-    """Bytes of an activation or a gradient; what ends a step is read where it lies and not counted."""
+    """Returns the bytes of an activation or a gradient. Values that end a step are read where they lie, and count 0."""
     if message.kind not in _COUNTED:
         return 0
     if isinstance(value, np.ndarray):
         return value.nbytes
     return sum(leaf.nbytes for leaf in jax.tree.leaves(value))
+
+
+class LeavesAhead:
+    """Begins copies of batch leaves ahead of the tasks that read them. For any thread.
+
+    The copies begin on a thread of its own, which ends with this object: beginning one takes some tenths of a
+    millisecond, which neither the event loop nor the thread that launches has.
+    """
+
+    def __init__(self, stage: int) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"rrfp-stage-{stage}-leaves")
+        self._lock = threading.Lock()
+        self._coming: dict[int, dict[StepPair, Place]] = defaultdict(dict)
+        """By chunk, microbatches whose copies have not begun, in the order in which they usually come."""
+        self._begun: dict[int, dict[StepPair, Future[dict[str, Any]]]] = defaultdict(dict)
+        """By chunk, microbatches whose copies have begun and that no task has read."""
+
+    def expect(self, chunk: int, coming: Iterable[tuple[StepPair, Place]]) -> None:
+        """Enqueues microbatches that the chunk will read, behind all that it was to read before."""
+        with self._lock:
+            self._coming[chunk].update(coming)
+            self._go_on(chunk)
+
+    def take(self, chunk: int, pair: StepPair) -> dict[str, Any] | None:
+        """Returns the leaves of a microbatch, for the task about to be launched; None where no copy has begun."""
+        with self._lock:
+            self._coming[chunk].pop(pair, None)
+            begun = self._begun[chunk].pop(pair, None)
+            self._go_on(chunk)
+        # A copy that is beginning at this moment is waited for: to begin another would take as long.
+        return None if begun is None or begun.cancel() else begun.result()
+
+    def forget(self, step: int) -> None:
+        """Drops the leaves of a step, which has ended."""
+        with self._lock:
+            every: list[dict[StepPair, Any]] = [*self._coming.values(), *self._begun.values()]
+            for known in every:
+                for pair in [pair for pair in known if pair[0] == step]:
+                    del known[pair]
+
+    def _go_on(self, chunk: int) -> None:
+        coming, begun = self._coming[chunk], self._begun[chunk]
+        while coming and len(begun) < LEAVES_AHEAD:
+            pair = next(iter(coming))
+            begun[pair] = self._thread.submit(coming.pop(pair))

@@ -38,15 +38,14 @@ from rrfp_jax.runtime.evaluating import EvaluationShapes, PreparedEvaluation, pr
 from rrfp_jax.runtime.fitting_order import fitting_order, forecast_order
 from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.runtime.memory_meter import MemoryMeter, chunk_bytes
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.runtime.program_stage import ProgramStage
 from rrfp_jax.runtime.same_programs import check_same_plans, check_same_programs
 from rrfp_jax.runtime.same_state import check_same_state
+from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
+from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.transports import Edge
-from rrfp_jax.runtime.weights import Weights
 from rrfp_jax.schedules import PipelineGraph, TaskKind
 
 
@@ -68,7 +67,7 @@ class Prepared:
     sizes: Mapping[int, ChunkSizes]
     """What the chunks that this process hosts hold, by number among all replicas."""
     runtime: PipelineRuntime
-    weights: Weights
+    weights: MicrobatchWeights
     """Of microbatches, where their bytes are bounded."""
     evaluation: PreparedEvaluation | None
     """For steps that evaluate; None: there are none."""
@@ -166,7 +165,7 @@ def prepare(
         forecast=tuple(forecast),
         sizes={chunk: each.sizes for chunk, each in programs.chunks.items()},
         runtime=runtime,
-        weights=Weights(order, programs.chunks, process.units),
+        weights=MicrobatchWeights(order, programs.chunks, process.units),
         evaluation=of_evaluation,
     )
 
@@ -277,27 +276,27 @@ def _stage_maker(
 ) -> Callable[[int, Ship], ProgramStage]:
     """A function that builds the executor of a hosted unit; the executors take ``state`` over."""
     process, replicas = model.process, _stage_replicas(model, state, programs)
+    environment = StageEnvironment(
+        graph=order.graph,
+        placement=order.placement,
+        copies=copies,
+        update_rules=model.updates,
+        step_rules=step_rules,
+        stop_requests=process.wishes,
+        in_transit=process.bytes_in_transit,
+    )
+    remaking = [TaskKind(op.letter) for op in order.graph.ops if op.remakes_stash]
 
     def make_stage(unit: int, ship: Ship) -> ProgramStage:
         own = {chunk: programs.chunks[chunk] for chunk in order.placement.chunks_of_stage[unit]}
         return ProgramStage(
-            order.graph,
-            order.placement,
+            environment,
             unit,
-            programs=own,
-            states={chunk: state.chunks[chunk] for chunk in own},
-            update_rules=model.updates,
-            step_rules=step_rules,
-            copies=copies,
+            own,
+            {chunk: state.chunks[chunk] for chunk in own},
             replicas=replicas.get(process.layout.stage_of(unit)),
-            meter=MemoryMeter(
-                own,
-                process.own_device(unit),
-                remaking=[TaskKind(op.letter) for op in order.graph.ops if op.remakes_stash],
-            ),
+            meter=MemoryMeter(own, process.own_device(unit), remaking),
             ship=ship,
-            wishes=process.wishes,
-            in_transit=process.bytes_in_transit,
         )
 
     return make_stage

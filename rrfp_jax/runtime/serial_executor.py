@@ -4,11 +4,11 @@ The arbiters of a process and the objects around them belong to no thread. They 
 :class:`SerialExecutor` runs one call at a time. It is a combining lock: a call submitted while another thread holds
 the lock, or from within a call, is queued, and the holder runs it after its current call. No caller blocks.
 
-Why not hand every call to the event loop, which is simpler? The thread on which a task ends then chooses what its stage
-runs next, and neither that thread nor the loop has to be woken for it. A wake-up takes longer than everything else that
+Why not hand every call to the event loop, which is simpler? The thread on which a task ends then chooses its stage's
+next task, and neither that thread nor the loop has to be woken for it. A wake-up takes longer than everything else that
 the runtime does for a task: measured with four stages and tasks that do no work, a step takes half to three quarters of
 the time that it takes with all calls on the loop. Where the loop must be woken, :class:`WakeUp` does it for half of
-what ``call_soon_threadsafe`` costs, which makes a handle and a context, and within uvloop turns the loop twice with
+the cost of ``call_soon_threadsafe``, which makes a handle and a context, and within uvloop turns the loop twice with
 five system calls. A descriptor that the loop reads is served in the turn that it wakes: one write, one wait and one
 read.
 
@@ -116,7 +116,7 @@ class SerialExecutor:
 class WakeUp:
     """Has the event loop make one call.
 
-    A wake-up on its way serves everything until it arrives: callers first say what there is to do and then ring, and
+    A wake-up on its way serves everything until it arrives: callers first queue the work and then ring, and
     the call looks for it.
 
     Args:

@@ -1,10 +1,10 @@
-"""What the replicas of a stage in one process do together: R, and with a sharded optimizer state U.
+"""R of the replicas of a stage in one process, and with a sharded optimizer state U: one launch for all of them.
 
 A program over several replicas' devices is launched once per process, although each replica has a compute thread of its
 own. So the threads meet at a barrier: the last one to arrive launches for all, and every one leaves with its own
 results. All of them arrive, and in the same order, because a step ends in lockstep (see
-:class:`rrfp_jax.core.StepRules`). If one cannot, since a task of its failed, the barrier is broken, and all
-leave with that error.
+:class:`rrfp_jax.core.StepRules`). If one cannot, since a task of its failed, the barrier is broken, and all leave with
+that error.
 """
 
 import threading
@@ -33,13 +33,13 @@ class StageReplicas:
         self._gradients: dict[int, Any] = {}
 
     def shares_optimizer(self, base: int) -> bool:
-        """Whether ``update`` is to be called for a chunk."""
+        """Returns whether ``update`` is to be called for a chunk."""
         return self._updates[base].shards_optimizer
 
     def reduce(
         self, step: int, base: int, replica: int, accumulators: Any, shared: tuple[Any, ...], *, optimizer_state: Any
     ) -> tuple[Any, Any]:
-        """Run R of a chunk; returns the accumulators from now on, and the squared norm of the sums (float32 scalar).
+        """Runs R of a chunk; returns the accumulators from now on, and the squared norm of the sums (float32 scalar).
 
         ``optimizer_state`` is the replica's own, if the replicas do not share one.
         """
@@ -56,7 +56,7 @@ class StageReplicas:
         return result
 
     def update(self, step: int, base: int, replica: int, params: Any, verdict: Verdict) -> Any:
-        """U of a chunk with a shared optimizer state: the new parameters on this replica."""
+        """Runs U of a chunk with a shared optimizer state; returns the new parameters on this replica."""
         with self._barrier.meet((step, "U", base), replica, params) as meeting:
             if meeting.is_launching:
                 gradients, state = self._gradients.pop(base), self._states[base]
@@ -66,23 +66,25 @@ class StageReplicas:
         return meeting.results[replica]
 
     def abort(self, error: BaseException) -> None:
-        """A task of a replica has failed: whoever waits for that replica, now or later, gets the error."""
+        """Ends all waits for a replica of which a task has failed, now and later, with the error."""
         self._barrier.abort(error)
 
 
 @dataclass
 class Meeting:
-    """One launch: what the replicas brought, and what each gets."""
+    """One launch of a barrier."""
 
     arrived: dict[int, Any] = field(default_factory=dict)
+    """Arguments by replica."""
     is_launching: bool = False
     """True in the thread that came last, while it launches."""
     results: Mapping[int, Any] = field(default_factory=dict)
+    """Results by replica."""
     done: "Future[None]" = field(default_factory=Future)
 
 
 class LaunchBarrier:
-    """Where a number of threads meet, again and again; it can be broken."""
+    """A barrier at which a number of threads meet, again and again; it can be broken."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
@@ -91,20 +93,20 @@ class LaunchBarrier:
         self._error: BaseException | None = None
 
     @contextmanager
-    def meet(self, what: Hashable, who: int, brought: Any) -> Iterator[Meeting]:
-        """Wait until all have come; in the last thread the body runs first, with ``is_launching``, for all of them.
+    def meet(self, key: Hashable, replica: int, argument: Any) -> Iterator[Meeting]:
+        """Blocks until all have come; in the last thread the body runs first, with ``is_launching``, for all of them.
 
-        What the body raises there is raised for everyone, and breaks the barrier; so is the error of :meth:`abort`.
-        No lock is held while the body runs.
+        An error that the body raises there is raised for everyone, and breaks the barrier; so is the error of
+        :meth:`abort`. No lock is held while the body runs.
         """
         with self._lock:
             if self._error is not None:
                 raise self._error
-            meeting = self._open.setdefault(what, Meeting())
-            meeting.arrived[who] = brought
+            meeting = self._open.setdefault(key, Meeting())
+            meeting.arrived[replica] = argument
             is_last = len(meeting.arrived) == self._num_threads
             if is_last:
-                del self._open[what]
+                del self._open[key]
         if not is_last:
             meeting.done.result()
             yield meeting
@@ -120,7 +122,7 @@ class LaunchBarrier:
         meeting.done.set_result(None)
 
     def abort(self, error: BaseException) -> None:
-        """Break the barrier: all who wait leave with the error, and nobody waits any more."""
+        """Breaks the barrier: all who wait leave with the error, and nobody waits any more."""
         with self._lock:
             self._error = self._error or error
             broken, self._open = list(self._open.values()), {}

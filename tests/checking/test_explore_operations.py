@@ -8,7 +8,7 @@ import pytest
 
 from rrfp_jax.core import HINTS, Agreement, StepRules
 from rrfp_jax.core.replicas import replicated_graph, replicated_placement
-from rrfp_jax.operations import offload as moving
+from rrfp_jax.runtime.operations import offload as moving
 from rrfp_jax.schedules import (
     Edge,
     Op,

@@ -9,7 +9,7 @@ from rrfp_jax.commands import simulate
 from rrfp_jax.commands.common import ordering
 from rrfp_jax.schedules import build_schedule, formulas, with_operations
 from tests.commands.running import run_command
-from tests.operations.test_operations import offload
+from tests.runtime.operations.test_operations import offload
 
 SIZES = ("--num-stages", "4", "--num-microbatches", "12")
 STRICT = ("--schedule", "1f1b", "--consume", "strict")

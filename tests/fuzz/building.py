@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from rrfp_jax import operations
 from rrfp_jax.core import Ordering
 from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.model_graph import mirrored
+from rrfp_jax.runtime import operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleRequest, ScheduleTable, build_schedule, linear, looped

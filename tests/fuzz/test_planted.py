@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.programs import agreement, reduction, updates
-from rrfp_jax.runtime import program_stage
+from rrfp_jax.runtime import stage as program_stage
 from tests.fuzz import building, trial
 from tests.fuzz.composition import Composition, drawn
 

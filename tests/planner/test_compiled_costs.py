@@ -27,9 +27,9 @@ from rrfp_jax.planner.model_layers import model_layers
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.runtime.hosted import HostedModel
-from rrfp_jax.runtime.memory_meter import chunk_bytes
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.stage_memory import chunk_bytes
 from rrfp_jax.schedules import linear
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 

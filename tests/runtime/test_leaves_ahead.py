@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
-from rrfp_jax.runtime.leaves_ahead import LeavesAhead, Pair
+from rrfp_jax.runtime.mailbox import LeavesAhead, StepPair
 from tests.cluster.mesh import eventually
 
 
@@ -22,7 +22,7 @@ class Stage:
         pairs = [(step, m) for m in range(num_microbatches)]
         self.ahead.expect(chunk, [(pair, self._place(chunk, pair)) for pair in pairs])
 
-    def _place(self, chunk: int, pair: Pair) -> Callable[[], dict[str, Any]]:
+    def _place(self, chunk: int, pair: StepPair) -> Callable[[], dict[str, Any]]:
         def place() -> dict[str, Any]:
             self.may_place.wait(20)
             self.placed.append((chunk, *pair))

@@ -17,7 +17,7 @@ from rrfp_jax.programs.agreement import StageReport
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
-from rrfp_jax.runtime.program_stage import ProgramStage
+from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
 from rrfp_jax.runtime.stage_replicas import LaunchBarrier, StageReplicas
 from rrfp_jax.schedules import Task, TaskKind, chain, looped
 
@@ -114,18 +114,20 @@ def make_stage(
     placement = replicated_placement(looped(1, num_chunks), num_replicas)
     chunks = placement.chunks_of_stage[replica]
     stage = ProgramStage(
-        graph,
-        placement,
+        StageEnvironment(
+            graph=graph,
+            placement=placement,
+            copies=copies,
+            update_rules=UpdateRules(),
+            step_rules=StepRules(lockstep=replicas is not None),
+            stop_requests=SimpleNamespace(decide=lambda stage, step: (False, False)),
+        ),
         replica,
-        programs=dict.fromkeys(chunks, programs),
-        states={chunk: ChunkState({}, (), {}) for chunk in chunks},
-        update_rules=UpdateRules(),
-        step_rules=StepRules(lockstep=replicas is not None),
-        copies=copies,
+        dict.fromkeys(chunks, programs),
+        {chunk: ChunkState({}, (), {}) for chunk in chunks},
         replicas=replicas,
         meter=SimpleNamespace(ran=lambda *_, **__: None),
         ship=lambda value, receiver, message, bucket, step: value,
-        wishes=SimpleNamespace(decide=lambda stage, step: (False, False)),
     )
     stage.begin(0, StepBatch(buckets=[0] * graph.num_microbatches), graph)
     return stage
@@ -167,7 +169,7 @@ def test_a_report_may_be_made_while_others_add_to_it(what: str) -> None:
         stage.launch(0, next(tasks)).wait()
 
     def meanwhile(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename.endswith("program_stage.py") and (task := next(tasks, None)) is not None:
+        if frame.f_code.co_filename.endswith("runtime/stage.py") and (task := next(tasks, None)) is not None:
             stage.launch(0, task).wait()
         return meanwhile
 

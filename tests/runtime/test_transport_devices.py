@@ -168,7 +168,7 @@ def test_a_copy_that_fails_ends_the_run_as_a_failure_of_the_transport(monkeypatc
             )
         return value
 
-    monkeypatch.setattr("rrfp_jax.runtime.program_stage.is_on_host", lambda sharding: False)
+    monkeypatch.setattr("rrfp_jax.runtime.stage.is_on_host", lambda sharding: False)
     monkeypatch.setattr(Mailbox, "take", taken)
     with make_pipeline() as pipeline:
         _, metrics = pipeline.step(pipeline.init(jax.random.key(0)), make_batch())

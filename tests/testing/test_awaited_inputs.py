@@ -11,7 +11,7 @@ import pytest
 from rrfp_jax import Chunk, Ordering, Pipeline, RuntimeOptions, UpdateRules, linear
 from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.core import InputPromised
-from rrfp_jax.runtime import program_stage
+from rrfp_jax.runtime import stage as program_stage
 from rrfp_jax.runtime.mailbox import Mailbox
 from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule

@@ -20,12 +20,12 @@ from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.hf.model_folder import files_are_kept, keep_files
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.observe.trackers import TrackedMetrics
-from rrfp_jax.operations.offloading import moves_activations
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk, trained_specs
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.programs.shapes import model_params
 from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
+from rrfp_jax.runtime.operations.offloading import moves_activations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Selection

@@ -13,11 +13,11 @@ import pytest
 
 from rrfp_jax.core import Ordering, StepRules
 from rrfp_jax.layout import Layout
-from rrfp_jax.operations import stash_copies
-from rrfp_jax.operations.offloading import COPY, device_slots, offload
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.runtime.operating import check_operations
+from rrfp_jax.runtime.operations import offloading
+from rrfp_jax.runtime.operations.context import check_operations
+from rrfp_jax.runtime.operations.offloading import COPY, device_slots, offload
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage_threads import Launched
@@ -264,7 +264,7 @@ def test_the_device_is_rid_of_what_has_moved(base: Pipeline) -> None:
 def test_a_backend_without_pinned_memory_is_refused_before_work_starts(
     base: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stash_copies, "HOST", "far_host")
+    monkeypatch.setattr(offloading, "HOST", "far_host")
     schedule = offload(table("1f1b"), 2, copy_ms=0.01)
     with pytest.raises(ValueError, match="offload needs memory of kind far_host, which JAX does not have"):
         base.reordered(Ordering(schedule=schedule))

@@ -14,7 +14,7 @@ from rrfp_jax.simulation import Costs, Links, Machine, find_optimum, lower_bound
 from rrfp_jax.simulation.bounds import lower_bound as vectorised
 from rrfp_jax.simulation.bounds import path_bounds
 from rrfp_jax.simulation.costs import constant
-from tests.operations.test_operations import offload
+from tests.runtime.operations.test_operations import offload
 
 RULES = StepRules(updates=False, agreement=Agreement.NONE)
 TEN = (10.0, 10.0, 10.0)

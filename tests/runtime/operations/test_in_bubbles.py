@@ -12,7 +12,7 @@ from rrfp_jax.schedules.language import B, F, Order, Stage, rounds, stream
 from rrfp_jax.schedules.registry import KNOWN, schedule
 from rrfp_jax.simulation import simulate
 from rrfp_jax.simulation.costs import Costs, constant
-from tests.operations.deep_chunks import NUM_MICROBATCHES, assert_same_bits, pipeline, train
+from tests.runtime.operations.deep_chunks import NUM_MICROBATCHES, assert_same_bits, pipeline, train
 
 
 @pytest.fixture(autouse=True)

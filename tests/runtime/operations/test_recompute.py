@@ -7,16 +7,16 @@ import optax
 import pytest
 
 from rrfp_jax.core import Agreement, Ordering, StepRules
-from rrfp_jax.operations import part_made, recompute, recomputed
 from rrfp_jax.programs.chunk_plan import plan_chunk
 from rrfp_jax.programs.compiled import CompiledChunk, Variant
 from rrfp_jax.programs.remat import remat_of_chunks
 from rrfp_jax.programs.shapes import derive_shapes
+from rrfp_jax.runtime.operations import part_made, recompute, recomputed
 from rrfp_jax.schedules import ScheduleRequest, TaskKind, build_schedule, chain, linear, looped
 from rrfp_jax.simulation import simulate
 from rrfp_jax.simulation.costs import Costs, constant
 from rrfp_jax.simulation.result import peak_memory
-from tests.operations.deep_chunks import (
+from tests.runtime.operations.deep_chunks import (
     NUM_MICROBATCHES,
     assert_same_bits,
     make_batch,

@@ -16,7 +16,7 @@ from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
-from rrfp_jax.runtime.program_stage import ProgramStage
+from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
 from rrfp_jax.schedules import Task, chain, linear
 from tests.environment import of_child
 
@@ -33,18 +33,20 @@ def tied_stage(reduce: Any = None) -> ProgramStage:
         updates=SimpleNamespace(reduce=reduce or _add_all),
     )
     stage = ProgramStage(
-        graph,
-        linear(2),
+        StageEnvironment(
+            graph=graph,
+            placement=linear(2),
+            copies=Replication(num_chunks=2, num_microbatches=1, num_replicas=1),
+            update_rules=UpdateRules(),
+            step_rules=StepRules(),
+            stop_requests=SimpleNamespace(),  # type: ignore[arg-type]
+        ),
         1,
-        programs={1: programs},
-        states={1: ChunkState({}, (), {"table": np.float32(3)})},
-        update_rules=UpdateRules(),
-        step_rules=StepRules(),
-        copies=Replication(num_chunks=2, num_microbatches=1, num_replicas=1),
+        {1: programs},
+        {1: ChunkState({}, (), {"table": np.float32(3)})},
         replicas=None,
         meter=SimpleNamespace(ran=lambda *_, **__: None),  # type: ignore[arg-type]
         ship=lambda value, receiver, message, bucket, step: value,
-        wishes=SimpleNamespace(),  # type: ignore[arg-type]
     )
     stage.begin(0, StepBatch(), graph)
     return stage
@@ -87,7 +89,7 @@ os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "true"  # on other devices that is
 import jax, jax.numpy as jnp
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.schedules import Task
-from tests.runtime.test_program_stage import tied_stage
+from tests.runtime.test_stage import tied_stage
 
 def fail(_):
     raise RuntimeError("the device failed")

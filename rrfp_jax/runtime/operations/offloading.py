@@ -7,39 +7,51 @@
 
 Which activations move
 ----------------------
-Only on stages whose own peak is above the slots, and there as few as it takes: along the stage's row, wherever it would
-hold too many, the one that is needed last. One slot is left for an activation that is being copied, where the row can
-do with that. None moves whose wait for its backward, as the table runs with tasks of the given lengths, is under three
-round trips of the copy: it would be on its way for most of the time.
+Activations move only on stages whose own peak is above the slots, and there as few as it takes: along the stage's row,
+wherever it would hold too many, the one that is needed last. One slot is left for an activation that is being copied,
+where the row can do with that. An activation whose wait for its backward, as the table runs with tasks of the given
+lengths, is under three round trips of the copy stays: it would be on its way for most of the time.
 
-When they come back
--------------------
-A task ahead of their backward, and no sooner than the last copy out is done that the forward before them needs: an
-activation that came back into the only free slot would keep it until its backward, and forwards would wait for each
-copy. All these waits go forward in the row, so it can run as before. Where stages run what is ready, and all forwards
-stand before all ways back, as in GPipe, nothing waits: a stage whose forwards wait for copies then runs backwards.
+When they come back ------------------- They come back a task ahead of their backward, and no sooner than the last copy
+out is done that the forward before them needs: an activation that came back into the only free slot would keep it until
+its backward, and forwards would wait for each copy. All these waits go forward in the row, so it can run as before.
+Where stages run any ready task, and all forwards stand before all ways back, as in GPipe, nothing waits: a stage whose
+forwards wait for copies then runs backwards.
 
-What is moved
--------------
-What only the stash holds (:mod:`rrfp_jax.operations.stash_copies`), as two operations of the schedule's language: ``O``
-behind a forward, ``L`` a task ahead of its backward, on one copy engine of the stage.
+Which arrays move
+-----------------
+Two operations of the schedule's language move arrays on one copy engine of the stage: ``O`` behind a forward, ``L`` a
+task ahead of its backward. They move arrays that the stash alone holds: values that the forward made for the backward,
+and the array that the chunk's only predecessor sent from another stage. Parameters and values derived from them are no
+part of a stash. Batch leaves, outputs that others still read, and inputs that a chunk of the same stage keeps as well
+stay where they are: moving them would free nothing. Nobody else refers to the arrays that move, so the devices' memory
+is free once the copy has ended.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.core.ordering_words import STRICT
 from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules import Op, PipelineGraph, ScheduleTable, Task, TaskKind, with_operations
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
 
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Sharding
+
+    from rrfp_jax.runtime.operations.context import OperationContext
+
+HOST = "pinned_host"
+"""JAX's name for host memory that devices copy from and to by themselves."""
 COPY = "copy"
 """The engine that copies in both directions, one activation at a time."""
 OUT, BACK = "O", "L"
 _ROUND_TRIPS = 3
-"""That must fit into an activation's wait for its backward."""
+"""Round trips of the copy that must fit into an activation's wait for its backward."""
 
 
 @typed
@@ -53,12 +65,14 @@ def offload(
     lanes: tuple[str, str] = (COPY, COPY),
     consume: str = STRICT,
 ) -> ScheduleTable:
-    """The table with operations by which no stage holds more than ``slots`` microbatches' activations on its devices.
+    """Returns the table with operations by which no stage holds more than ``slots`` microbatches' activations on
+    devices.
 
     Args:
-        slots: counted as in :meth:`rrfp_jax.schedules.ScheduleTable.peak_activations`.
+        slots: the number of activations, counted as in :meth:`rrfp_jax.schedules.ScheduleTable.peak_activations`.
         copy_ms: how long one activation takes, one way; None: half as long as its forward and backward together.
-        lengths: of the other tasks of one chunk, in milliseconds, or relative to each other where ``copy_ms`` is None.
+        lengths: the lengths of the other tasks of one chunk, in milliseconds, or relative to each other where
+            ``copy_ms`` is None.
         lead: how many tasks ahead of its backward an activation is asked back.
         lanes: the engines for the way out and the way back.
         consume: how stages follow the table, in the words of :class:`rrfp_jax.core.Ordering`.
@@ -88,7 +102,8 @@ def offload(
 
 @typed
 def device_slots(table: ScheduleTable, slots: int) -> tuple[int, ...]:
-    """What each stage of an offloaded table may hold on its devices, in microbatches: the window to give with it.
+    """Returns the microbatches that each stage of an offloaded table may hold on its devices: the window to give with
+    it.
 
     ``table`` is the one without operations.
     """
@@ -97,36 +112,63 @@ def device_slots(table: ScheduleTable, slots: int) -> tuple[int, ...]:
 
 
 def moves_activations(graph: PipelineGraph) -> bool:
-    """Whether an offloaded table's graph moves any: none do where all stages hold few enough anyway."""
+    """Returns whether an offloaded table's graph moves any activation: none moves where all stages hold few enough."""
     return any(isinstance(op.run, _StashToHost) for op in graph.ops)
 
 
 class _StashToHost:
-    """Loads JAX when it runs or is checked, and not where schedules are only simulated."""
+    """Moves a stash to host memory, as ``Op.run`` of the way out."""
 
-    def __call__(self, context: Any) -> Any:
-        from rrfp_jax.operations.stash_copies import stash_to_host
+    def __call__(self, context: "OperationContext") -> Any:
+        return _moved(context, to_host=True)
 
-        return stash_to_host(context)
+    def check(self, devices: "Iterable[jax.Device]") -> None:
+        """Raises ValueError where a device has no pinned host memory."""
+        for device in devices:
+            if HOST not in {memory.kind for memory in device.addressable_memories()}:
+                raise ValueError(
+                    f"offload needs memory of kind {HOST}, which JAX does not have for {device.device_kind}: leave "
+                    "offload out, or rematerialise more"
+                )
 
-    def check(self, devices: Iterable[Any]) -> None:
-        """Raise ValueError where a device cannot do it."""
-        from rrfp_jax.operations.stash_copies import check_devices
 
-        check_devices(devices)
+def _stash_to_device(context: "OperationContext") -> Any:
+    """Brings a stash back to where the backward's program wants it, as ``Op.run`` of the way back."""
+    return _moved(context, to_host=False)
 
 
-def _stash_to_device(context: Any) -> Any:
-    from rrfp_jax.operations.stash_copies import stash_to_device
+def _moved(context: "OperationContext", *, to_host: bool) -> Any:
+    """Replaces the arrays of a stash by copies on the other side; returns the copies."""
+    import jax  # Here, since schedules are also simulated without JAX.
 
-    return stash_to_device(context)
+    from rrfp_jax.programs.handover import Stash
+
+    assert context.programs is not None
+    plan, stash = context.programs.plan, context.stash
+    arrays, specs = [array for part in stash for array in part], [spec for part in plan.stash.specs for spec in part]
+    num_made = len(stash.donated) + len(stash.saved)
+    inputs = plan.kept_inputs if context.owns_inputs else ()
+    moving = [*range(num_made), *(num_made + place for place, is_input in enumerate(inputs) if is_input)]
+    shardings = [_on_host(specs[place].sharding) if to_host else specs[place].sharding for place in moving]
+    copies = jax.device_put([arrays[place] for place in moving], shardings)
+    for place, copy in zip(moving, copies, strict=True):
+        arrays[place] = copy
+    num_donated = len(stash.donated)
+    context.stash = Stash(tuple(arrays[:num_donated]), tuple(arrays[num_donated:num_made]), tuple(arrays[num_made:]))
+    return copies
+
+
+@lru_cache(maxsize=1024)
+def _on_host(sharding: "Sharding") -> "Sharding":
+    return sharding.with_memory_kind(HOST)
 
 
 # -- when they come back -----------------------------------------------------------------------------------------------
 
 
 def _after_copies_out(table: ScheduleTable, consume: str) -> frozenset[tuple[Task, Task]]:
-    """For each way back the last way out that the forward before it needs, as far as that goes forward in all rows."""
+    """Returns, for each way back, the last way out that the forward before it needs, where that precedes it in all
+    rows."""
     hint = table.hint or table
     waits = set[tuple[Task, Task]]()
     for row, other in zip(table.orders, hint.orders, strict=True):
@@ -136,7 +178,7 @@ def _after_copies_out(table: ScheduleTable, consume: str) -> frozenset[tuple[Tas
 
 
 def _is_in_phases(row: Sequence[Task]) -> bool:
-    """Whether all forwards stand before all ways back."""
+    """Returns whether all forwards stand before all ways back."""
     kinds = [task.kind for task in row if task.kind in (TaskKind.F, BACK)]
     return TaskKind.F not in kinds[kinds.index(TaskKind(BACK)) :] if BACK in kinds else True
 
@@ -151,7 +193,7 @@ def _waits(row: Sequence[Task], other: Sequence[Task]) -> Iterator[tuple[Task, T
 
 
 def _ways_out(row: Iterable[Task]) -> tuple[list[Task], dict[Task, int]]:
-    """The ways out of a row, and for each way back how many of them stand before the last forward before it."""
+    """Returns the ways out of a row, and for each way back how many of them stand before the last forward before it."""
     outs, needed, before_forward = list[Task](), dict[Task, int](), 0
     for task in row:
         if task.kind == OUT:
@@ -168,12 +210,12 @@ def _ways_out(row: Iterable[Task]) -> tuple[list[Task], dict[Task, int]]:
 
 @dataclass(frozen=True)
 class _Stay:
-    """One activation in a stage's row, by the places of tasks there."""
+    """The stay of one activation in a stage's row, by the places of tasks there."""
 
     pair: tuple[int, int]
     forward: int
     back: int
-    """From here on it is on the device again if it moves."""
+    """Place from which on it is on the device again if it moves."""
     end: int
     waits_long: bool
 
@@ -218,7 +260,7 @@ def _stays(
 
 
 def _held(num_places: int, stays: Iterable[_Stay]) -> list[int]:
-    """How many activations are held at each place of the row."""
+    """Returns the number of activations held at each place of the row."""
     held = [0] * num_places
     for stay in stays:
         for place in range(stay.forward, stay.end + 1):
@@ -227,7 +269,8 @@ def _held(num_places: int, stays: Iterable[_Stay]) -> list[int]:
 
 
 def _fewest(held: list[int], stays: Iterable[_Stay], limit: int) -> tuple[set[tuple[int, int]], int]:
-    """The fewest activations without which no place holds more than the limit, where that can be; and the peak left."""
+    """Returns the fewest activations to move so that no place holds more than the limit, if possible, and the peak
+    left."""
     left, here, waiting = held.copy(), set[_Stay](), iter(sorted(stays, key=lambda stay: stay.forward))
     moved: set[tuple[int, int]] = set()
     upcoming = next(waiting, None)

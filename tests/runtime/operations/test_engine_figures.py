@@ -6,7 +6,7 @@ from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import Op, ScheduleRequest, build_schedule, chain, with_operations
 from rrfp_jax.simulation import Costs, constant, peak_memory, simulate
 from rrfp_jax.simulation.result import bottleneck, engines_busy, host_peaks
-from tests.operations.test_operations import offload
+from tests.runtime.operations.test_operations import offload
 
 GATHER = (
     Op("G", before=("F",), holds=0.5, lane="net"),

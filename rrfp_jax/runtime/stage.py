@@ -1,14 +1,14 @@
 """A stage that runs the compiled programs of its chunks; implements the runtime's ``StageExecutor``.
 
 The compute thread alone touches parameters, optimizer state, accumulators and stashes, and waits for none of them: a
-task may be launched on what the tasks before it are still making. What reaches the event loop (messages, losses, norms)
-is complete before the task that produces it is reported finished.
+task may be launched on results that the tasks before it are still making. Everything that reaches the event loop
+(messages, losses, norms) is complete before the task that produces it is reported finished.
 
-What a task is waited for by
-----------------------------
-By results that nothing takes over: all results of one program are complete together, and a program that takes over
-what another returned (the accumulators, from microbatch to microbatch) may be launched before that one was waited for.
-A program that returns nothing else returns a scalar for it.
+Waiting for a task
+------------------
+A task is waited for by results that no other program takes over. All results of one program are complete together, and
+a program that takes over a result of another (the accumulators, from microbatch to microbatch) may be launched before
+that one was waited for. A program that returns nothing else returns a scalar for it.
 """
 
 import time
@@ -27,12 +27,10 @@ from rrfp_jax.programs.chunk import Loss
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
-from rrfp_jax.runtime.held_bytes import held_by, owns_inputs
-from rrfp_jax.runtime.leaves_ahead import LeavesAhead
-from rrfp_jax.runtime.mailbox import Mailbox, Ship
-from rrfp_jax.runtime.memory_meter import MemoryMeter
-from rrfp_jax.runtime.operating import OperationContext, operations_of
+from rrfp_jax.runtime.mailbox import LeavesAhead, Mailbox, Ship
+from rrfp_jax.runtime.operations.context import OperationContext, operations_of
 from rrfp_jax.runtime.options import UpdateRules
+from rrfp_jax.runtime.stage_memory import MemoryMeter, held_by
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.runtime.transports.edges import is_on_host
@@ -42,19 +40,40 @@ from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import children, parent
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageEnvironment:
+    """The pipeline around a stage, alike for all stages of a process."""
+
+    graph: PipelineGraph
+    """The graph of all replicas."""
+    placement: Placement
+    """The placement of all replicas."""
+    copies: Replication
+    """Tells how the numbers of chunks belong to replicas."""
+    update_rules: UpdateRules
+    step_rules: StepRules
+    stop_requests: Wishes
+    """Requests of single processes, which the verdict tells to all."""
+    in_transit: Callable[[], int] = lambda: 0
+    """Returns how many bytes this process holds of messages to and from others."""
+
+
 @dataclass
 class _Step:
+    """The state of a step on the stage."""
+
     graph: PipelineGraph
     batch: StepBatch
     stashes: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """By chunk and microbatch, the arrays kept for the backward."""
     forwards: dict[Task, Callable[[], tuple[Any, Any]]] = field(default_factory=dict)
-    """For operations that run a forward once more: what does so, and returns output and stash."""
+    """For operations that run a forward once more: a function that does so, and returns output and stash."""
     owed: dict[tuple[int, int], Any] = field(default_factory=dict)
-    """What W needs of a microbatch whose I has run."""
+    """By chunk and microbatch, the residuals that W needs once I has run."""
     losses: list[tuple[int, int, Loss]] = field(default_factory=list)
-    """(microbatch, chunk, loss), appended once they are complete, and read in turns."""
+    """Microbatch, chunk and loss, appended once they are complete, and read in the serial executor."""
     squared_norms: list[tuple[int, Any]] = field(default_factory=list)
-    """(chunk, squared norm), likewise."""
+    """Chunk and squared norm, appended and read like the losses."""
     shared_layers: dict[int, Any] = field(default_factory=dict)
     """Shared accumulators of this stage's chunks as they were before any R: each R keeps its own here, and then
     replaces them by the sum."""
@@ -62,12 +81,12 @@ class _Step:
 
 
 class _Enqueued(NamedTuple):
-    """What a task leaves to be done once it has been launched."""
+    """The rest of a task's work, once it has been launched."""
 
     awaited: Any
     """Arrays that are complete when the task is."""
     posts: Sequence[tuple[Message, Any]] = ()
-    """What other chunks get."""
+    """Messages for other chunks, with their values."""
     record: Callable[[], None] | None = None
     """Called once the task has ended."""
 
@@ -76,48 +95,37 @@ class ProgramStage:
     """Runs the chunks of one stage.
 
     Args:
-        graph, placement, stage: the pipeline of all replicas, and this unit in it.
+        stage: the number of this unit in the pipeline of all replicas.
         programs: the compiled programs of each chunk of this stage.
         states: parameters, optimizer state and accumulators of each of them; taken over.
-        copies: how the numbers of chunks belong to replicas.
-        replicas: what the stage's replicas do together; None: there is only one.
+        replicas: runs R and U for all replicas of the stage together; None: there is only one.
         meter: counts the memory that the stage holds.
         ship: brings an output into the form in which it travels to a stage.
-        wishes: what processes ask of each other; the verdict tells all.
-        in_transit: how many bytes this process holds of messages to and from others.
     """
 
     def __init__(
         self,
-        graph: PipelineGraph,
-        placement: Placement,
+        environment: StageEnvironment,
         stage: int,
-        *,
         programs: Mapping[int, CompiledChunk],
         states: dict[int, ChunkState],
-        update_rules: UpdateRules,
-        step_rules: StepRules,
-        copies: Replication,
+        *,
         replicas: StageReplicas | None,
         meter: MemoryMeter,
         ship: Ship,
-        wishes: Wishes,
-        in_transit: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._wishes = wishes
-        self._graph, self._stage, self._meter, self._in_transit = graph, stage, meter, in_transit
-        self._programs, self.states = dict(programs), states
-        self._update_rules = update_rules
-        self._copies, self._replicas = copies, replicas
-        self._replica = copies.replica(next(iter(programs)))
-        self._ship = ship
-        self._placement = placement
-        self._mailbox = Mailbox(placement, stage, ship)
+        self._environment = environment
+        self._graph, self._placement, self._copies = environment.graph, environment.placement, environment.copies
+        self._stage, self._programs, self.states = stage, dict(programs), states
+        self._replicas, self._meter, self._ship = replicas, meter, ship
+        self._replica = self._copies.replica(next(iter(programs)))
+        self._mailbox = Mailbox(self._placement, stage, ship)
         self._steps: dict[int, _Step] = {}
-        self._above = parent(stage, step_rules.tree_degree)
-        self._below = children(stage, placement.num_stages, step_rules.tree_degree)
+        degree = environment.step_rules.tree_degree
+        self._above, self._below = parent(stage, degree), children(stage, self._placement.num_stages, degree)
         self._posts_at_once = not any(is_on_host(each.sharding) for each in programs.values())
-        """Elsewhere other stages get a view of a value, for which it must be there."""
+        """Whether messages leave as their task is launched. Where programs run on the host, other stages get a view of
+        a value, for which it must be complete."""
         self.hands_ahead = self._posts_at_once
         self._leaves_ahead = LeavesAhead(stage) if self._posts_at_once else None
         """None where programs take NumPy's arrays as they are."""
@@ -127,7 +135,7 @@ class ProgramStage:
             TaskKind.B: self._output_grads,
             TaskKind.I: self._output_grads,
         }
-        """What tasks read that comes from other chunks."""
+        """By kind of task, a function that takes the values of other chunks that the task reads."""
         self._enqueue: dict[TaskKind, Callable[..., _Enqueued]] = {
             TaskKind.F: self._forward,
             TaskKind.B: self._backward,
@@ -136,33 +144,29 @@ class ProgramStage:
             TaskKind.R: self._reduce,
             TaskKind.U: self._update,
         }
-        self._operations = operations_of(graph)
+        self._operations = operations_of(self._graph)
         self._enqueue |= {TaskKind(letter): partial(self._operate, op) for letter, op in self._operations.items()}
-        self._keep_inputs = [op for op in graph.ops if op.keeps_inputs]
-        self._remake_stash = [op for op in graph.ops if op.remakes_stash]
+        self._keep_inputs = [op for op in self._graph.ops if op.keeps_inputs]
+        self._remake_stash = [op for op in self._graph.ops if op.remakes_stash]
         self._kept: dict[int, dict[str, Any]] = {chunk: {} for chunk in states}
-        """What operations keep for each chunk."""
-        self._owners = {chunk for chunk in programs if owns_inputs(chunk, graph, placement)}
+        """By chunk, a dictionary in which operations keep values from task to task."""
         for chunk, held in states.items():
             held.derived = self._programs[chunk].prepare(held.params)
 
-    # -- in turns ----------------------------------------------------------------------------------------------------
+    # -- in the serial executor --------------------------------------------------------------------------------------
 
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         self._steps[step] = _Step(graph, batch)
         self._mailbox.begin(step)
-        for chunk in self._programs if self._leaves_ahead is not None else ():
-            self._expect_leaves(step, chunk)
-
-    def _expect_leaves(self, step: int, chunk: int) -> None:
-        assert self._leaves_ahead is not None
-        programs, state = self._programs[chunk], self._steps[step]
-        coming = []
-        for microbatch in state.graph.microbatches(chunk):
-            own = programs.of(state.batch.buckets[microbatch])
-            if own.leaves:
-                coming.append(((step, microbatch), partial(_place, own, state.batch, microbatch)))
-        self._leaves_ahead.expect(chunk, coming)
+        if self._leaves_ahead is None:
+            return
+        for chunk, compiled in self._programs.items():
+            coming = []
+            for microbatch in graph.microbatches(chunk):
+                programs = compiled.of(batch.buckets[microbatch])
+                if programs.leaves:
+                    coming.append(((step, microbatch), partial(_place, programs, batch, microbatch)))
+            self._leaves_ahead.expect(chunk, coming)
 
     def accept(self, step: int, message: Message, payload: Any) -> None:
         self._mailbox.accept(step, message, payload)
@@ -170,7 +174,7 @@ class ProgramStage:
     def payload(self, step: int, message: Message) -> Any:
         kind = message.kind
         if kind is MessageKind.SHARED:
-            return self._tie(step, message)
+            return self._tied_layers(step, message)
         if kind is MessageKind.REPORT:
             return self._report(step)
         if kind is MessageKind.VERDICT:
@@ -180,7 +184,7 @@ class ProgramStage:
         return self._mailbox.payload(step, message)
 
     def finish(self, step: int) -> StageOutcome:
-        """The step's verdict, and the most memory that the stage held."""
+        """Frees all that the stage held of a step; returns the step's verdict and the stage's peak memory."""
         peak = self._meter.reset()
         outcome = StageOutcome(self._verdict(step), peak.device, peak.host)
         del self._steps[step]
@@ -189,17 +193,23 @@ class ProgramStage:
         self._mailbox.finish(step)
         return outcome
 
-    def _tie(self, step: int, message: Message) -> Any:
-        """Accumulators for a chunk of the same replica; the word that they are complete for another replica."""
+    def _tied_layers(self, step: int, message: Message) -> Any:
+        """Returns the accumulators of shared layers for a chunk of the same replica. For another replica, None: the
+        message says alone that they are complete, for a collective sums them."""
         if self._copies.replica(message.target) != self._replica:
             return None
         layers = self._layers_before_reduction(step, message.source)
         return self._ship(layers, self._placement.stage_of_chunk[message.target], message, 0, None)
 
+    def _layers_before_reduction(self, step: int, chunk: int) -> Any:
+        """Returns shared accumulators of a chunk of this stage; its R may be under way on another thread meanwhile."""
+        now = self._programs[chunk].shared_layers(self.states[chunk].accumulators)
+        return self._steps[step].shared_layers.get(chunk, now)
+
     def _report(self, step: int) -> dict[str, bytes]:
-        """What this stage and those below it contribute, as one report."""
+        """Returns the contributions of this stage and the stages below it in the tree, as one report."""
         state = self._steps[step]
-        # copies in one go: another thread may be appending
+        # Copied in one go each: another thread may be appending.
         norms, losses = tuple(state.squared_norms), tuple(state.losses)
         own = StageReport(
             squared_norms=tuple(sorted((chunk, float(norm)) for chunk, norm in norms)),
@@ -212,25 +222,25 @@ class ProgramStage:
         return merged([own.as_plain(), *(self._mailbox.read(step, message) for message in messages)])
 
     def _verdict(self, step: int) -> Verdict:
-        """The agreement of a step: worked out on stage 0, received from above by all others."""
+        """Returns the agreement of a step: computed on stage 0, received from the stage above on all others."""
         state = self._steps[step]
-        if state.verdict is None:
-            if self._above is None:
-                rules = self._update_rules
-                stop, save = self._wishes.decide(self._stage, step)
-                state.verdict = agree(
-                    [self._report(step)],
-                    clip_norm=rules.clip_norm,
-                    skip_nonfinite=rules.skip_nonfinite,
-                    stop=stop,
-                    save=save,
-                )
-            else:
-                message = Message(MessageKind.VERDICT, self._above, self._stage)
-                state.verdict = Verdict(**self._mailbox.read(step, message))
+        if state.verdict is None and self._above is None:
+            rules = self._environment.update_rules
+            stop, save = self._environment.stop_requests.decide(self._stage, step)
+            state.verdict = agree(
+                [self._report(step)],
+                clip_norm=rules.clip_norm,
+                skip_nonfinite=rules.skip_nonfinite,
+                stop=stop,
+                save=save,
+            )
+        elif state.verdict is None:
+            assert self._above is not None
+            message = Message(MessageKind.VERDICT, self._above, self._stage)
+            state.verdict = Verdict(**self._mailbox.read(step, message))
         return state.verdict
 
-    # -- on the compute thread, but for waiting ----------------------------------------------------------------------
+    # -- on the stage's threads --------------------------------------------------------------------------------------
 
     def launch(self, step: int, task: Task) -> Launched:
         begun_s = time.perf_counter()
@@ -239,23 +249,22 @@ class ProgramStage:
             if task.kind in self._take:
                 read.append(self._take[task.kind](step, task.chunk, task.microbatch))
             enqueued = self._enqueue[task.kind](step, task.chunk, task.microbatch, *read)
-            if self._posts_at_once:  # otherwise a program may run within its launch
-                begun_s = time.perf_counter()
+            if self._posts_at_once:
+                begun_s = time.perf_counter()  # Elsewhere the program may run within its launch.
             for message, value in enqueued.posts:
                 if self._posts_at_once or self._stays(message):
                     self._post(step, message, value)
             if self._posts_at_once:
                 self._measure(step, task)
         except BaseException as error:
-            self._abort(error)
-            self._check_copies(task, read)
+            self._fail(error, task, read)
             raise
         return Launched(begun_s, partial(self._wait, step, task, enqueued, read))
 
     def _wait(self, step: int, task: Task, enqueued: _Enqueued, read: Any) -> None:
-        """Wait for a task; on the thread that waits for this stage's tasks, which need not be the compute thread."""
+        """Waits for a task; on the thread that waits for this stage's tasks, which need not be the compute thread."""
         try:
-            # wait for ready arrays too: an array whose program has failed says that it is ready, and raises here alone
+            # Ready arrays too: an array whose program has failed says that it is ready, and raises here alone.
             jax.block_until_ready(enqueued.awaited)
             if not self._posts_at_once:
                 for message, value in enqueued.posts:
@@ -263,53 +272,57 @@ class ProgramStage:
                         self._post(step, message, value)
                 self._measure(step, task)
         except BaseException as error:
-            self._abort(error)
-            self._check_copies(task, read)
+            self._fail(error, task, read)
             raise
         if enqueued.record is not None:
             enqueued.record()
 
-    def _check_copies(self, task: Task, read: Any) -> None:
-        """Raise TransportFailed where a failed task is not to blame, since an array that it reads has not come."""
+    def _fail(self, error: BaseException, task: Task, read: Any) -> None:
+        """Ends the waits of other replicas for this one. Raises TransportFailed where the failed task is not to blame,
+        since an array that it reads has not come."""
+        if self._replicas is not None:
+            self._replicas.abort(error)
         arrays: list[Any] = [leaf for leaf in jax.tree.leaves(read) if isinstance(leaf, jax.Array)]
         for leaf in arrays:
-            # one that has failed says that it is ready; what is on its way still has not
+            # An array that has failed says that it is ready; one on its way does not.
             if not leaf.is_deleted() and leaf.is_ready():
                 try:
                     leaf.block_until_ready()
-                except Exception as error:
+                except Exception as cause:
                     raise TransportFailed(
-                        f"what {task} reads could not be brought to the devices of stage {self._stage}: {error}"
-                    ) from error
+                        f"what {task} reads could not be brought to the devices of stage {self._stage}: {cause}"
+                    ) from cause
 
     def _stays(self, message: Message) -> bool:
-        """Whether a message is for this stage, whose next task may be launched before this one has ended."""
+        """Returns whether a message is for this stage, whose next task may be launched before this one has ended."""
         return self._placement.stage_of_chunk[message.target] == self._stage
 
-    def _bucket(self, step: int, microbatch: int) -> int:
-        return self._steps[step].batch.buckets[microbatch]
-
     def _post(self, step: int, message: Message, value: Any) -> None:
-        self._mailbox.post(step, message, value, self._bucket(step, message.microbatch))
+        self._mailbox.post(step, message, value, self._steps[step].batch.buckets[message.microbatch])
 
     def _measure(self, step: int, task: Task) -> None:
         op = self._operations.get(task.kind)
-        if op is not None and not op.remakes_stash:
+        if op is not None and not op.remakes_stash:  # Counted where it begins and ends.
             return
-        bucket = 0 if task.microbatch < 0 else self._bucket(step, task.microbatch)
-        inbox_bytes = self._mailbox.held_bytes + self._in_transit()
-        is_remade = bool(self._steps[step].graph.ops) and self._is_remade(task.chunk, task.microbatch)
-        self._meter.ran(task, bucket, inbox_bytes, is_remade=is_remade)
+        state = self._steps[step]
+        bucket = 0 if task.microbatch < 0 else state.batch.buckets[task.microbatch]
+        is_remade = bool(state.graph.ops) and self._is_remade(task.chunk, task.microbatch)
+        self._meter.ran(task, bucket, self._bytes_on_their_way(), is_remade=is_remade)
 
-    def _abort(self, error: BaseException) -> None:
-        if self._replicas is not None:  # the others must not wait for this one
-            self._replicas.abort(error)
+    def _bytes_on_their_way(self) -> int:
+        return self._mailbox.held_bytes + self._environment.in_transit()
+
+    def _is_remade(self, chunk: int, microbatch: int) -> bool:
+        """Returns whether an operation makes the stash of this pair."""
+        return any(op.exists(chunk, microbatch) for op in self._remake_stash)
 
     def _programs_of(self, step: int, chunk: int, microbatch: int) -> MicrobatchPrograms:
-        return self._programs[chunk].of(self._bucket(step, microbatch))
+        return self._programs[chunk].of(self._steps[step].batch.buckets[microbatch])
+
+    # -- F, B, I and W -----------------------------------------------------------------------------------------------
 
     def _inputs(self, step: int, chunk: int, microbatch: int) -> tuple[Any, ...]:
-        """The output of every predecessor, None for those that the microbatch skips."""
+        """Takes the output of every predecessor, None for predecessors that the microbatch skips."""
         graph = self._steps[step].graph
         return tuple(
             self._mailbox.take(step, Message(MessageKind.ACTIVATION, p, chunk, microbatch))
@@ -344,9 +357,15 @@ class ProgramStage:
         ]
         return _Enqueued(outputs, posts)
 
-    def _is_remade(self, chunk: int, microbatch: int) -> bool:
-        """Whether an operation makes the stash of this pair."""
-        return any(op.exists(chunk, microbatch) for op in self._remake_stash)
+    def _output_grads(self, step: int, chunk: int, microbatch: int) -> tuple[Any, ...]:
+        """Takes the gradient from every successor that returns one, None for successors that the microbatch skips."""
+        graph = self._steps[step].graph
+        return tuple(
+            self._mailbox.take(step, Message(MessageKind.GRADIENT, s, chunk, microbatch))
+            if graph.exists(s, microbatch)
+            else None
+            for s in graph.gradient_successors(chunk)
+        )
 
     def _backward(self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...]) -> _Enqueued:
         state, held, programs = self._steps[step], self.states[chunk], self._programs_of(step, chunk, microbatch)
@@ -370,20 +389,10 @@ class ProgramStage:
         held.accumulators, done = programs.weight_gradient(held.params, owed, held.accumulators, derived=held.derived)
         return _Enqueued(done)
 
-    def _output_grads(self, step: int, chunk: int, microbatch: int) -> tuple[Any, ...]:
-        """The gradient from every successor that returns one, None from those that the microbatch skips."""
-        graph = self._steps[step].graph
-        return tuple(
-            self._mailbox.take(step, Message(MessageKind.GRADIENT, s, chunk, microbatch))
-            if graph.exists(s, microbatch)
-            else None
-            for s in graph.gradient_successors(chunk)
-        )
-
     def _input_grads(
         self, step: int, chunk: int, microbatch: int, input_grads: tuple[Any, ...]
     ) -> list[tuple[Message, Any]]:
-        """The gradient for every predecessor that gets one, but for those that the microbatch skips."""
+        """Returns the gradient for every predecessor that gets one and that the microbatch does not skip."""
         graph = self._steps[step].graph
         return [
             (Message(MessageKind.GRADIENT, chunk, predecessor, microbatch), grad)
@@ -391,11 +400,14 @@ class ProgramStage:
             if graph.exists(predecessor, microbatch)
         ]
 
+    # -- operations, R and U -----------------------------------------------------------------------------------------
+
     def _operate(self, op: Op, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        """An operation of one's own; on the thread of its lane. What its microbatch holds is counted on both sides of a
-        copy until that has ended."""
+        """Runs an operation; on the thread of its lane."""
         assert op.run is not None
         state, task = self._steps[step], Task(TaskKind(op.letter), chunk, microbatch)
+        sources = self._graph.predecessors(chunk)
+        comes_alone = len(sources) == 1 and self._placement.stage_of_chunk[sources[0]] != self._stage
         context = OperationContext(
             step=step,
             task=task,
@@ -403,45 +415,41 @@ class ProgramStage:
             stashes=state.stashes,
             kept=self._kept[chunk],
             programs=self._programs_of(step, chunk, microbatch) if microbatch >= 0 else None,
-            owns_inputs=chunk in self._owners and not any(op.exists(chunk, microbatch) for op in self._keep_inputs),
+            owns_inputs=comes_alone and not any(each.exists(chunk, microbatch) for each in self._keep_inputs),
             forward=state.forwards.pop(task, None),
         )
-        if op.remakes_stash:  # which is counted as what a program of the chunk makes
+        if op.remakes_stash:  # Its bytes are counted like those of the chunk's programs.
             return _Enqueued(op.run(context))
+        # The arrays of the microbatch are counted on both sides of a copy until that has ended.
         before = held_by(state.stashes.get(task[1:]))
         done = op.run(context)
         after = held_by(state.stashes.get(task[1:]))
-        self._meter.begins(before, after, self._mailbox.held_bytes + self._in_transit())
+        self._meter.begins(before, after, self._bytes_on_their_way())
         return _Enqueued(done, record=partial(self._meter.ended, before, after))
 
     def _reduce(self, step: int, chunk: int, _: int) -> _Enqueued:
-        programs, held = self._programs[chunk], self.states[chunk]
+        programs, held, state = self._programs[chunk], self.states[chunk], self._steps[step]
         shared: tuple[Any, ...] = ()
         if len(tied := self._copies.of_replica(self._graph.sharing(chunk), self._replica)) > 1:
-            self._steps[step].shared_layers[chunk] = programs.shared_layers(held.accumulators)
-            shared = tuple(self._shared_layers(step, other, chunk) for other in tied)
+            state.shared_layers[chunk] = programs.shared_layers(held.accumulators)
+            shared = tuple(
+                self._layers_before_reduction(step, other)
+                if other in self._programs
+                else self._mailbox.read(step, Message(MessageKind.SHARED, other, chunk))
+                for other in tied
+            )
         if self._replicas is None:
-            state = (held.optimizer_state,) if held.optimizer_state else ()  # a chunk that does not train has none
-            held.accumulators, norm = programs.updates.reduce(held.accumulators, shared, *state)
+            own = (held.optimizer_state,) if held.optimizer_state else ()  # A chunk that does not train has none.
+            held.accumulators, norm = programs.updates.reduce(held.accumulators, shared, *own)
         else:
             base = self._copies.base(chunk)
             held.accumulators, norm = self._replicas.reduce(
                 step, base, self._replica, held.accumulators, shared, optimizer_state=held.optimizer_state
             )
-        if self._replica:  # the sums are everybody's, and are counted once
+        if self._replica:  # All replicas have the same sums, which count once.
             return _Enqueued(norm)
         _start_copies(norm)
-        return _Enqueued(norm, record=partial(self._steps[step].squared_norms.append, (chunk, norm)))
-
-    def _shared_layers(self, step: int, source: int, chunk: int) -> Any:
-        if source in self._programs:
-            return self._layers_before_reduction(step, source)
-        return self._mailbox.read(step, Message(MessageKind.SHARED, source, chunk))
-
-    def _layers_before_reduction(self, step: int, chunk: int) -> Any:
-        """Shared accumulators of a chunk of this stage, on any thread: its R may be under way meanwhile."""
-        now = self._programs[chunk].shared_layers(self.states[chunk].accumulators)
-        return self._steps[step].shared_layers.get(chunk, now)
+        return _Enqueued(norm, record=partial(state.squared_norms.append, (chunk, norm)))
 
     def _update(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held, verdict = self._programs[chunk], self.states[chunk], self._verdict(step)
@@ -457,7 +465,7 @@ class ProgramStage:
 
 
 def _leaves(programs: MicrobatchPrograms, batch: StepBatch, microbatch: int) -> dict[str, Any]:
-    """What a microbatch has of the leaves that the chunk reads."""
+    """Returns the leaves of a microbatch that the chunk reads."""
     return {name: batch.leaves[name][microbatch] for name in programs.leaves}
 
 
@@ -466,7 +474,7 @@ def _place(programs: MicrobatchPrograms, batch: StepBatch, microbatch: int) -> d
 
 
 def _start_copies(tree: Any) -> None:
-    """Begin to bring numbers to the host that a report will ask for."""
+    """Begins to bring numbers to the host that a report will ask for."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, jax.Array):
             leaf.copy_to_host_async()

@@ -1,9 +1,9 @@
-"""What an operation of one's own works on, and how a stage runs it (:mod:`rrfp_jax.schedules.operations`).
+"""The context in which a stage runs an operation (:mod:`rrfp_jax.schedules.operations`).
 
-``Op.run`` is called with an :class:`OperationContext` on the thread of its lane: the stage's compute thread, or one
-that the engine has to itself. It launches what it does and returns the arrays that are complete when it is done, or
-None. Where it has a method ``check(devices)``, that is called before anything is compiled, with the devices that it
-will run on, and raises ValueError where it cannot.
+``Op.run`` is called with an :class:`OperationContext` on the thread of its lane: the stage's compute thread, or a
+thread that the engine has to itself. It launches its work and returns the arrays that are complete when that is done,
+or None. A method ``check(devices)`` of it, if there is one, is called before anything is compiled, with the devices
+that it will run on, and raises ValueError where it cannot.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,33 +16,31 @@ from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Op, PipelineGraph, Task
 
-Stashes = dict[tuple[int, int], Any]
-"""By chunk and microbatch, what is kept for the backward."""
-
 
 @dataclass(kw_only=True)
 class OperationContext:
-    """One task of an operation, and what its chunk has at that moment."""
+    """One task of an operation, and the state of its chunk at that moment."""
 
     step: int
     task: Task
     state: ChunkState
     """Parameters, optimizer state and accumulators of the chunk."""
-    stashes: Stashes
+    stashes: dict[tuple[int, int], Any]
+    """By chunk and microbatch, the arrays kept for the backward."""
     kept: dict[str, Any] = field(default_factory=dict)
-    """What operations keep for the chunk from task to task and from step to step."""
+    """Values that operations keep for the chunk from task to task and from step to step."""
     programs: MicrobatchPrograms | None = None
     """The compiled programs of the microbatch; None for a task that runs once per step."""
     owns_inputs: bool = False
-    """Whether what the chunk's predecessor sent is held by the stash alone, if it is a part of that."""
+    """Whether the array that the chunk's predecessor sent is held by the stash alone, if it is a part of that."""
     forward: Callable[[], tuple[Any, Any]] | None = None
     """Runs the chunk's forward once more on the inputs that were kept, and returns its output, by which it can be
     waited for, and the stash; None where they were not (:attr:`rrfp_jax.schedules.Op.keeps_inputs`)."""
 
     @property
     def stash(self) -> Any:
-        """What the chunk keeps of the microbatch for its backward: a tree of arrays. None before it is there, and once
-        the backward has it."""
+        """The tree of arrays that the chunk keeps of the microbatch for its backward; None before it is there, and
+        once the backward has it."""
         return self.stashes.get((self.task.chunk, self.task.microbatch))
 
     @stash.setter
@@ -51,7 +49,7 @@ class OperationContext:
 
 
 def operations_of(graph: PipelineGraph) -> Mapping[str, Op]:
-    """The operations of a graph by their letters; raises ValueError for one that cannot run for real."""
+    """Returns the operations of a graph by their letters. Raises ValueError for one that cannot run for real."""
     for op in graph.ops:
         if op.run is None:
             raise ValueError(f"operation {op.letter!r} has no function to run: give it one, or only simulate")
@@ -59,7 +57,7 @@ def operations_of(graph: PipelineGraph) -> Mapping[str, Op]:
 
 
 def check_operations(graph: PipelineGraph, process: Process) -> None:
-    """Raise ValueError where an operation cannot run, here or on the units that this process hosts."""
+    """Raises ValueError where an operation cannot run, here or on the units that this process hosts."""
     operations = operations_of(graph)
     for unit in process.units:
         check_engines(graph, process.layout.stage_of(unit), len(process.layout.ranks_of(unit)))

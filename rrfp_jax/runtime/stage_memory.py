@@ -1,0 +1,197 @@
+"""The memory of stages: forecast from their compiled programs, and measured while they run.
+
+Where the backend counts its own allocations (``Device.memory_stats``) the measured peak is the backend's. Elsewhere it
+is the most bytes that the stage is known to hold at any moment: parameters and optimizer state, stashes, residuals for
+weight gradients, inboxes, and the temporaries of the running program. Bytes that operations put into host memory are
+counted in this way on all backends.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from rrfp_jax.core import Order
+from rrfp_jax.costs.forecast import ChunkBytes
+from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
+from rrfp_jax.programs.gradients import LEAN_FORWARD
+from rrfp_jax.programs.target import memory_bytes_of
+from rrfp_jax.schedules import Task, TaskKind
+
+_HOST_KINDS = ("pinned_host", "unpinned_host")
+"""JAX's names for memory of the host."""
+_PROGRAM_OF_KIND = {
+    TaskKind.F: "forward",
+    TaskKind.B: "backward",
+    TaskKind.I: "input_gradient",
+    TaskKind.W: "weight_gradient",
+    TaskKind.R: "reduce",
+    TaskKind.U: "update ",
+}
+"""First words of the names of the programs of each kind of task."""
+_ONCE_PER_STEP = ("prepare", _PROGRAM_OF_KIND[TaskKind.R], _PROGRAM_OF_KIND[TaskKind.U])
+"""First words of the names of programs that run once per step, when no microbatch of their chunk is in flight."""
+
+
+class StageBytes(NamedTuple):
+    """Bytes on the devices of a stage and in host memory."""
+
+    device: int
+    host: int
+
+
+def held_by(stash: Any) -> StageBytes:
+    """Returns the bytes of the arrays of a stash; a NumPy array is a view of memory of a device."""
+    on_device = on_host = 0
+    for leaf in jax.tree.leaves(stash):
+        if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind in _HOST_KINDS:
+            on_host += leaf.nbytes
+        else:
+            on_device += leaf.nbytes
+    return StageBytes(on_device, on_host)
+
+
+def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
+    """Returns the sizes of a chunk as the forecast takes them."""
+    fixed = (
+        sizes.params_bytes,
+        sizes.accumulators_bytes,
+        sizes.optimizer_bytes,
+        sizes.derived_bytes,
+        sizes.zeros_bytes,
+        sizes.leaves_ahead_bytes,
+    )
+    by_program = sizes.temporaries.items()
+    return ChunkBytes(
+        fixed=sum(fixed),
+        stash=sizes.stash_bytes + sizes.kept_bytes,
+        owed=sizes.owed.total,
+        inputs=sizes.inputs_bytes,
+        output_grads=sizes.output_grads_bytes,
+        outputs=max(sizes.outputs_bytes, sizes.input_grads_bytes),
+        temporaries=max((size for name, size in by_program if not name.startswith(_ONCE_PER_STEP)), default=0),
+        step_temporaries=max((size for name, size in by_program if name.startswith(_ONCE_PER_STEP)), default=0),
+        moves=sizes.stash_bytes + sizes.kept_inputs_bytes,
+        stays=sizes.kept_others_bytes,
+    )
+
+
+def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:
+    """Returns the memory of every stage's device in bytes, an equal part where stages share one; None: unknown."""
+    limits = [memory_bytes_of(device) for device in devices]
+    shares = [list(devices).count(device) for device in devices]
+    return [None if limit is None else limit // share for limit, share in zip(limits, shares, strict=True)]
+
+
+class MicrobatchWeights:
+    """Weights of microbatches on the units hosted here, for a window in bytes.
+
+    A microbatch weighs the bytes that it holds in flight on a unit, nothing where it skips all chunks of the unit.
+
+    Args:
+        order: the order of all replicas; without capacities nothing is weighed.
+        programs: the programs of the hosted chunks, by number in the pipeline of all replicas.
+    """
+
+    def __init__(self, order: Order, programs: Mapping[int, CompiledChunk], units: Sequence[int]) -> None:
+        self._of_bucket: dict[int, list[int]] = {}
+        self._range = {}
+        for unit in units if order.capacities is not None else ():
+            chunks = order.placement.chunks_of_stage[unit]
+            columns = []
+            for chunk in chunks:
+                held = [chunk_bytes(sizes).per_microbatch for sizes in programs[chunk].sizes_of_variants]
+                columns.append([0 if variant is None else held[variant] for variant in programs[chunk].variant_of])
+            self._of_bucket[unit] = [sum(of_chunks) for of_chunks in zip(*columns, strict=True)]
+            ranges = [order.graph.range_of(chunk) for chunk in chunks]
+            self._range[unit] = range(min(r.start for r in ranges), max(r.stop for r in ranges))
+
+    def of(self, buckets: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Returns the weights by unit; ``buckets`` are the buckets of all microbatches of the step."""
+        return {
+            unit: tuple([of_bucket[buckets[microbatch]] for microbatch in self._range[unit]])
+            for unit, of_bucket in self._of_bucket.items()
+        }
+
+
+class MemoryMeter:
+    """Counts the bytes that a stage holds; ``reset`` returns the peak since its last call. For the threads of all
+    lanes.
+
+    Args:
+        remaking: the kinds of tasks that make the stash of a microbatch again, of which F keeps its inputs alone.
+    """
+
+    def __init__(self, programs: Mapping[int, CompiledChunk], device: Any, remaking: Iterable[TaskKind] = ()) -> None:
+        self._device, self._remaking = device, tuple(remaking)
+        self._lock = threading.Lock()
+        self._on_host = self._host_peak = self._temporaries = 0
+        self._held = self._peak = sum(chunk_bytes(each.sizes).fixed for each in programs.values())
+        self._variant_of = {chunk: each.variant_of for chunk, each in programs.items()}
+        # Looked up once: the bytes that each kind of task takes for good, and while it runs.
+        self._taken: dict[tuple[TaskKind, int, int, bool], int] = {}
+        self._running: dict[tuple[TaskKind, int, int, bool], int] = {}
+        for chunk, each in programs.items():
+            for variant, sizes in enumerate(each.sizes_of_variants):
+                for is_remade in (False, True):
+                    self._add_variant(chunk, variant, sizes, is_remade=is_remade)
+
+    def _add_variant(self, chunk: int, variant: int, sizes: ChunkSizes, *, is_remade: bool) -> None:
+        found, which = chunk_bytes(sizes), (chunk, variant, is_remade)
+        for kind, program in _PROGRAM_OF_KIND.items():
+            sizes_of_kind = (size for name, size in sizes.temporaries.items() if name.startswith(program))
+            self._running[kind, *which] = max(sizes_of_kind, default=0)
+        kept = found.inputs if is_remade else found.stash
+        self._taken |= {
+            (TaskKind.F, *which): kept,
+            (TaskKind.B, *which): -found.stash,
+            (TaskKind.I, *which): found.owed - found.stash,
+            (TaskKind.W, *which): -found.owed,
+        }
+        for kind in self._remaking if is_remade else ():
+            self._taken[kind, *which] = found.stash - kept
+            self._running[kind, *which] = self._running[TaskKind.F, *which] + found.outputs
+        if is_remade and LEAN_FORWARD in sizes.temporaries:
+            self._running[TaskKind.F, *which] = sizes.temporaries[LEAN_FORWARD]
+        elif is_remade:  # F makes the stash all the same, and drops it.
+            self._running[TaskKind.F, *which] += sizes.stash_bytes
+
+    def ran(self, task: Task, bucket: int, inbox_bytes: int, *, is_remade: bool = False) -> None:
+        """Counts the bytes that a task took and freed, once it has run or was launched.
+
+        Args:
+            bucket: the bucket of the task's microbatch; R and U are the same in all buckets.
+            inbox_bytes: the bytes that lay in the inbox and were on their way.
+            is_remade: whether the microbatch's stash is made again.
+        """
+        variant = 0 if task.microbatch < 0 else self._variant_of[task.chunk][bucket]
+        assert variant is not None
+        which = task.kind, task.chunk, variant, is_remade
+        with self._lock:
+            before, self._temporaries = self._held, self._running[which]
+            self._held += self._taken.get(which, 0)
+            self._peak = max(self._peak, max(before, self._held) + self._temporaries + inbox_bytes)
+
+    def begins(self, before: StageBytes, after: StageBytes, inbox_bytes: int) -> None:
+        """Counts an operation that turns bytes of a microbatch into others: both are there until it has ended."""
+        with self._lock:
+            self._held += max(0, after.device - before.device)
+            self._on_host += max(0, after.host - before.host)
+            self._peak = max(self._peak, self._held + self._temporaries + inbox_bytes)
+            self._host_peak = max(self._host_peak, self._on_host)
+
+    def ended(self, before: StageBytes, after: StageBytes) -> None:
+        """Counts the end of an operation, which frees the bytes that it made superfluous."""
+        with self._lock:
+            self._held += min(0, after.device - before.device)
+            self._on_host += min(0, after.host - before.host)
+
+    def reset(self) -> StageBytes:
+        """Returns the peaks since the last call."""
+        stats = self._device.memory_stats()
+        with self._lock:
+            peak, self._peak = self._peak, self._held
+            host_peak, self._host_peak = self._host_peak, self._on_host
+        is_counted = bool(stats) and "peak_bytes_in_use" in stats
+        return StageBytes(int(stats["peak_bytes_in_use"]) if is_counted else peak, host_peak)
