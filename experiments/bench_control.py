@@ -44,11 +44,11 @@ from rrfp_jax.core import (
 )
 from rrfp_jax.layout import Layout
 from rrfp_jax.programs.agreement import StageReport, agree, merged
+from rrfp_jax.runtime.control_plane import Peers, control_neighbours
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
-from rrfp_jax.runtime.outcomes import Summary
-from rrfp_jax.runtime.peers import Peers, control_neighbours
 from rrfp_jax.runtime.report import FailureNews, StageState, TaskFailed
 from rrfp_jax.runtime.transports.parts import Key, pack_key, unpack_key
+from rrfp_jax.runtime.tree_collectives import StepStatistics
 from rrfp_jax.schedules import PipelineGraph, Placement, chain, linear
 from rrfp_jax.schedules.timeline import StepSums
 from rrfp_jax.testing.virtual_network import VirtualNetwork, VirtualRank
@@ -109,7 +109,7 @@ class ControlPlane:
             lambda error: None,
         )
         self._received: dict[Message, Mapping[str, Any]] = {}
-        self.ended: list[Summary] = []
+        self.ended: list[StepStatistics] = []
         network.subscribe(_CONTROL, self._control)
 
     def start(self, step: int) -> None:
@@ -125,8 +125,8 @@ class ControlPlane:
     def task_announced(self, *_: object) -> None:
         raise AssertionError("no stage looks ahead here")
 
-    def step_ended(self, step: int, summary: Summary) -> None:  # noqa: ARG002
-        self.ended.append(summary)
+    def step_ended(self, step: int, statistics: StepStatistics) -> None:  # noqa: ARG002
+        self.ended.append(statistics)
 
     def failed(self, news: FailureNews) -> None:
         self.report.heard(news)
@@ -142,7 +142,7 @@ class ControlPlane:
                     self._send(step, message, self._everybody[stage])
                 case FinishStep(step):
                     sums = StepSums(num_stages=self._num_ranks, start_s=0.0, end_s=1.0, cost_s=1.0, work_s=0.5)
-                    self.peers.outcomes.add(step, sums, {self.rank: (1 << 30, 0)})
+                    self.peers.statistics.add(step, sums, {self.rank: (1 << 30, 0)})
 
     def _send(self, step: int, message: Message, other: "ControlPlane") -> None:
         if message.kind is MessageKind.REPORT:
@@ -220,7 +220,7 @@ def control_cost(num_ranks: int) -> ControlCost:
     assert len(everybody[0].ended[-1].peak_memory_bytes()) == num_ranks
     num_connections = max(len(control_neighbours(r, num_ranks) | {r - 1, r + 1}) for r in range(num_ranks))
     sizes = [[0, 1 << 30, 1 << 30, 1 << 30]], [[0, 1 << 34]]
-    gathering = busiest(lambda: [plane.peers.gatherings.bring("sizes", sizes) for plane in everybody])
+    gathering = busiest(lambda: [plane.peers.all_gather.bring("sizes", sizes) for plane in everybody])
     failure = None
     if num_ranks <= MAX_RANKS_FAILING:
         last = everybody[-1]

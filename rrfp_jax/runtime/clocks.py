@@ -1,8 +1,8 @@
-"""How far this process's clock is from rank 0's, measured along the control tree and again from time to time.
+"""The offset of this process's clock from rank 0's, measured along the control tree and again from time to time.
 
-A rank asks its parent for the time some times over and believes the answer that came back soonest, to half a round
-trip. To that it adds how far the parent's own clock is from rank 0's; the parent holds its first answer back until it
-knows. Clocks of hosts drift by seconds a day, so what was measured at the start is worth little later on.
+A rank asks its parent for the time several times and believes the answer that came back soonest, to half a round trip.
+To that it adds the offset of the parent's own clock from rank 0's; the parent holds its first answer back until it
+knows that. Clocks of hosts drift by seconds a day, so an offset measured at the start is worth little later on.
 
 The shortest of these round trips also tells how long a control message takes. A parent measures it too, from its answer
 to the child's next question, so that every rank of several knows one.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rrfp_jax.cluster.wire import field, pack_plain
-from rrfp_jax.runtime.gatherings import Network, PeerFailed
+from rrfp_jax.runtime.tree_collectives import Network, PeerFailed
 from rrfp_jax.tree import parent
 from rrfp_jax.waiting import wait_for
 
@@ -29,13 +29,13 @@ class Clocks:
         self._network, self._clock = network, clock
         self._parent = parent(network.rank)
         self.offset_s = 0.0
-        """What to add to this process's clock to have rank 0's."""
+        """Seconds to add to this process's clock to have rank 0's."""
         self._round = self._num_asked = 0
-        """How often the clocks were compared here, and were to be compared."""
+        """Number of comparisons that were completed here, and that were begun."""
         self.round_trip_s: float | None = None
-        """The shortest time from a message of this rank to the answer; None: nothing was measured yet."""
+        """Shortest time from a message of this rank to the answer; None: nothing was measured yet."""
         self._answered: dict[int, tuple[int, int, float]] = {}
-        """The latest answer to each child: round, number and when."""
+        """Latest answer to each child: round, number and time."""
         self._measured_s = clock()
         self._pings: list[tuple[float, float]] = []
         self._unanswered: list[tuple[int, dict[str, Any]]] = []
@@ -44,7 +44,7 @@ class Clocks:
         network.subscribe(_TOPIC, self._receive)
 
     def synchronise(self, *, deadline_s: float | None = None) -> None:
-        """Measure the offset; on any thread but the loop's. Raises PeerFailed where the parent does not answer."""
+        """Measures the offset; on any thread but the loop's. Raises PeerFailed where the parent does not answer."""
         self._done.clear()
         self._network.call_soon(self._begin)
         if not wait_for(self._done, deadline_s) or self._failure is not None:
@@ -54,12 +54,12 @@ class Clocks:
     # -- on the event loop -------------------------------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
-        """A rank is gone: nobody waits for it."""
+        """Ends all waits, since a rank is gone."""
         self._failure = why
         self._done.set()
 
     def refresh(self) -> None:
-        """Measure again what was measured a minute ago or more, without waiting for it."""
+        """Measures the offset again, without waiting for it, where that was last done a minute ago or more."""
         is_known = self._round == self._num_asked > 0
         if self._parent is not None and is_known and self._clock() - self._measured_s > _FRESH_S:
             self._measured_s = self._clock()
@@ -99,9 +99,9 @@ class Clocks:
     def _hear(self, header: dict[str, Any]) -> None:
         now_s, number = self._clock(), field(header, "number", int)
         if field(header, "round", int) != self._num_asked:
-            return  # asked by a refresh, before all began to measure again
+            return  # A refresh asked this, before all ranks began to measure again.
         sent_s, theirs_s, offset_s = (field(header, name, float) for name in ("sent_s", "clock_s", "offset_s"))
-        if number:  # the first answer may have been held back
+        if number:  # The first answer may have been held back.
             self._pings.append((now_s - sent_s, theirs_s - (sent_s + now_s) / 2))
             self._note_trip(now_s - sent_s)
         if number < _NUM_PINGS:

@@ -25,6 +25,7 @@ from rrfp_jax.core.group_member import GroupMember
 from rrfp_jax.layout import name_unit
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
+from rrfp_jax.runtime.control_plane import Peers
 from rrfp_jax.runtime.delay_injection import DelayInjection
 from rrfp_jax.runtime.error_text import error_text
 from rrfp_jax.runtime.event_log import EventLog
@@ -32,8 +33,6 @@ from rrfp_jax.runtime.failure_report import Failure, FailureReport
 from rrfp_jax.runtime.log_file import RunLog, take_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.options import check_running
-from rrfp_jax.runtime.outcomes import Summary
-from rrfp_jax.runtime.peers import Peers
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.serial_executor import SerialExecutor
 from rrfp_jax.runtime.stage_threads import (
@@ -46,6 +45,7 @@ from rrfp_jax.runtime.stage_threads import (
 )
 from rrfp_jax.runtime.steps_under_way import StepOutcome, StepsUnderWay
 from rrfp_jax.runtime.transports import Deliver, Failed, Transport, TransportFailed
+from rrfp_jax.runtime.tree_collectives import StepStatistics
 from rrfp_jax.schedules import Absences, lanes_beside
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.waiting import wait_for
@@ -362,9 +362,9 @@ class PipelineRuntime:
         """Notes that another rank has started the task that will send this message to a hosted unit."""
         self._serial.submit(self._actors[unit].announced, step, message)
 
-    def step_ended(self, step: int, summary: Summary) -> None:
+    def step_ended(self, step: int, statistics: StepStatistics) -> None:
         """Notes that all stages, also those elsewhere, have ended a step; on rank 0."""
-        self._steps.ended_everywhere(step, summary)
+        self._steps.ended_everywhere(step, statistics)
 
     def failed(self, news: FailureNews) -> None:
         """Takes the news that another rank gives up."""

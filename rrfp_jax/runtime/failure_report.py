@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from rrfp_jax.layout import Layout, name_unit
-from rrfp_jax.runtime.peers import Peers
+from rrfp_jax.runtime.control_plane import Peers
 from rrfp_jax.runtime.report import (
     FailureNews,
     NoProgress,

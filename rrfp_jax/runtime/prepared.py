@@ -282,7 +282,7 @@ def _stage_maker(
         copies=copies,
         update_rules=model.updates,
         step_rules=step_rules,
-        stop_requests=process.wishes,
+        stop_requests=process.stop_requests,
         in_transit=process.bytes_in_transit,
     )
     remaking = [TaskKind(op.letter) for op in order.graph.ops if op.remakes_stash]

@@ -19,14 +19,13 @@ from rrfp_jax.field_rules import typed
 from rrfp_jax.layout import Layout
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
+from rrfp_jax.runtime.control_plane import Peers, StopRequests, control_neighbours
 from rrfp_jax.runtime.driver import PipelineRuntime, RunSettings
 from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.runtime.peers import Peers, control_neighbours
 from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection, partners
 from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers, why_untried
-from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.schedules import Placement
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.tree import neighbours
@@ -101,7 +100,7 @@ class Process:
         self.units = layout.units_of(self.rank)
         """The units of which this process hosts devices."""
         self.peers = None if cluster is None else Peers(cluster.network, layout)
-        self.wishes = Wishes(None if cluster is None else cluster.network, layout)
+        self.stop_requests = StopRequests(None if cluster is None else cluster.network, layout)
         self._selection, self._patience_s, self._on_failure = transport, patience_s, on_failure
         self._devices: tuple[jax.Device, ...] | None = None
         self._runtime: PipelineRuntime | None = None
@@ -272,7 +271,7 @@ class Process:
         return 0 if self._transport is None else self._transport.held.peak
 
     def gather(self, name: str, data: Any = None, *, to_all: bool = True) -> dict[int, Any]:
-        """Everybody's plain data, by rank, once all have brought theirs; see :class:`Gatherings` for ``to_all``.
+        """Everybody's plain data, by rank, once all have brought theirs; see :class:`TreeAllGather` for ``to_all``.
 
         All processes call this in the same order, from one thread. Waits as long as all of them live. Raises RunFailed
         where one is lost, and StartFailed before anything runs.

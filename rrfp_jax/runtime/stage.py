@@ -27,6 +27,7 @@ from rrfp_jax.programs.chunk import Loss
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.runtime.control_plane import StopRequests
 from rrfp_jax.runtime.mailbox import LeavesAhead, Mailbox, Ship
 from rrfp_jax.runtime.operations.context import OperationContext, operations_of
 from rrfp_jax.runtime.options import UpdateRules
@@ -35,7 +36,6 @@ from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.runtime.transports.edges import is_on_host
 from rrfp_jax.runtime.transports.interface import TransportFailed
-from rrfp_jax.runtime.wishes import Wishes
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
 from rrfp_jax.tree import children, parent
 
@@ -52,7 +52,7 @@ class StageEnvironment:
     """Tells how the numbers of chunks belong to replicas."""
     update_rules: UpdateRules
     step_rules: StepRules
-    stop_requests: Wishes
+    stop_requests: StopRequests
     """Requests of single processes, which the verdict tells to all."""
     in_transit: Callable[[], int] = lambda: 0
     """Returns how many bytes this process holds of messages to and from others."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from rrfp_jax.runtime.outcomes import Summary
-from rrfp_jax.runtime.peers import Peers
+from rrfp_jax.runtime.control_plane import Peers
 from rrfp_jax.runtime.stage_threads import StageOutcome
+from rrfp_jax.runtime.tree_collectives import StepStatistics
 from rrfp_jax.schedules.timeline import StepSums, Timeline
 
 _STEPS_NAMED = 16
@@ -32,7 +32,7 @@ class StepOutcome:
     """When the last stage ended the step (``time.perf_counter``)."""
     looking_ahead: int = 0
     """Stages hosted here whose foresight was at work."""
-    told: Summary | None = None
+    told: StepStatistics | None = None
     """On rank 0 of several, what all ranks together have told."""
 
     @cached_property
@@ -126,7 +126,7 @@ class StepsUnderWay:
         if peers is not None:
             peers.step_ended_here(step, pending.sums, pending.peaks)
 
-    def ended_everywhere(self, step: int, summary: Summary) -> None:
+    def ended_everywhere(self, step: int, summary: StepStatistics) -> None:
         """All stages, also those elsewhere, have ended a step; on rank 0."""
         self.begun_s = time.perf_counter()
         if step in self._pending:
@@ -137,7 +137,7 @@ class StepsUnderWay:
         while self._pending:  # where the loop may begin another meanwhile
             self._pending.popitem()[1].future.set_exception(error)
 
-    def _resolve(self, step: int, told: Summary | None) -> None:
+    def _resolve(self, step: int, told: StepStatistics | None) -> None:
         pending = self._pending.pop(step)
         stages, ahead = dict(sorted(pending.outcomes.items())), pending.looking_ahead
         result, ended_s = next(iter(pending.outcomes.values())).result, time.perf_counter()

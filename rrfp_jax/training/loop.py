@@ -162,7 +162,7 @@ class TrainingLoop:
         self._evaluations, self._on_evaluation = evaluations, on_evaluation
         self._whole: Timeline | None = None
         self._last_end_s = 0.0
-        self._wishes = pipeline.process.wishes
+        self._wishes = pipeline.process.stop_requests
         self._stop = self._asked_to_save = False
         """The requests of the steps recorded so far, to stop and to save; the same in all processes."""
         self.was_stopped = False

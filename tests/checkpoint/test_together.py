@@ -18,8 +18,8 @@ from rrfp_jax.checkpoint import _checkpoints as module
 from rrfp_jax.checkpoint._joint_calls import one_line
 from rrfp_jax.checkpoint._records import is_committed
 from rrfp_jax.layout import Layout
-from rrfp_jax.runtime.gatherings import PeerFailed
-from rrfp_jax.runtime.peers import Peers
+from rrfp_jax.runtime.control_plane import Peers
+from rrfp_jax.runtime.tree_collectives import PeerFailed
 from tests.checkpoint.states import Pieces, bits, pieces_of, trained
 from tests.cluster.mesh import networks
 

@@ -35,7 +35,7 @@ def root_logger() -> Iterator[None]:
 def test_a_line_of_ours_is_its_message(capsys: pytest.CaptureFixture[str]) -> None:
     log_plainly()
     logging.getLogger("rrfp_jax.cluster.peer_network").warning("rank %d lost rank %d", 0, 3)
-    logging.getLogger("rrfp_jax.runtime.gatherings").info("waiting for ranks 2-3")
+    logging.getLogger("rrfp_jax.runtime.tree_collectives").info("waiting for ranks 2-3")
     logging.getLogger("rrfp_jax.anything").debug("for developers")
     shown = capsys.readouterr()
     assert shown.err == "warning: rank 0 lost rank 3\nwaiting for ranks 2-3\n"

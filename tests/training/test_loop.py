@@ -40,7 +40,7 @@ class FakePipeline:
         self.calls.append(f"result {step}")
         if step == self._failing:
             raise RuntimeError("failed")
-        stop, save = self.process.wishes.decide(0, step)
+        stop, save = self.process.stop_requests.decide(0, step)
         timeline = Timeline(1, [Span(step, 0, Task.parse("0F0"), 0.0, 1.0)])
         return StepResult(
             step=step,

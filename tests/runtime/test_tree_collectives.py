@@ -1,19 +1,19 @@
-"""Gatherings of thousands of ranks over a network that only counts."""
+"""TreeAllGather of thousands of ranks over a network that only counts."""
 
 import logging
 import threading
 
 import pytest
 
-from rrfp_jax.runtime import gatherings
-from rrfp_jax.runtime.gatherings import Gatherings
+from rrfp_jax.runtime import tree_collectives
+from rrfp_jax.runtime.tree_collectives import TreeAllGather
 from rrfp_jax.testing.virtual_network import VirtualNetwork
 from rrfp_jax.tree import CONTROL_DEGREE
 
 
 def gather(num_ranks: int, data_of, *, to_all: bool = True):
     network = VirtualNetwork(num_ranks)
-    ranks = [Gatherings(rank) for rank in network.ranks]
+    ranks = [TreeAllGather(rank) for rank in network.ranks]
     under_way = [each.bring("sizes", data_of(each.rank), to_all=to_all) for each in ranks]
     network.run()
     assert all(gathering.complete.is_set() for gathering in under_way)
@@ -44,9 +44,9 @@ def test_what_only_rank_0_needs_makes_no_large_answers(num_ranks: int) -> None:
 def test_rank_0_says_for_whom_it_waits_and_then_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gatherings, "_SPEAK_AFTER_S", 0.05)
+    monkeypatch.setattr(tree_collectives, "_SPEAK_AFTER_S", 0.05)
     network = VirtualNetwork(4)
-    ranks = [Gatherings(rank) for rank in network.ranks]
+    ranks = [TreeAllGather(rank) for rank in network.ranks]
     found: list[dict[int, object]] = []
     waits = threading.Thread(target=lambda: found.append(ranks[0].gather("boundary 3", "a")))
     with caplog.at_level(logging.INFO, "rrfp_jax"):

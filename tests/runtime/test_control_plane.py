@@ -1,4 +1,4 @@
-"""What ranks tell each other beside data: notes, outcomes, failures, gatherings, clocks."""
+"""Control messages between ranks: notes, step statistics, failures, all-gathers, clocks, and requests to stop."""
 
 import signal
 import threading
@@ -12,12 +12,13 @@ import pytest
 
 from rrfp_jax.core import Message, MessageKind, Note, TaskChosen
 from rrfp_jax.layout import Layout
-from rrfp_jax.runtime.outcomes import Summary
-from rrfp_jax.runtime.peers import PeerFailed, Peers
+from rrfp_jax.runtime.control_plane import Peers, StopRequests
 from rrfp_jax.runtime.report import FailureNews
-from rrfp_jax.runtime.wishes import Wishes
+from rrfp_jax.runtime.tree_collectives import PeerFailed, StepStatistics
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import StepSums
+from rrfp_jax.testing.virtual_network import VirtualNetwork
+from rrfp_jax.tree import CONTROL_DEGREE
 from tests.cluster.mesh import PATIENCE_S, eventually, networks
 
 LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)
@@ -35,7 +36,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.notes: list[tuple[int, int, int, Note]] = []
-        self.ended: list[tuple[int, Summary]] = []
+        self.ended: list[tuple[int, StepStatistics]] = []
         self.failures: list[FailureNews] = []
         self.announced: list[tuple[int, int, Message]] = []
 
@@ -45,8 +46,8 @@ class Recorder:
     def task_announced(self, unit: int, step: int, message: Message) -> None:
         self.announced.append((unit, step, message))
 
-    def step_ended(self, step: int, summary: Summary) -> None:
-        self.ended.append((step, summary))
+    def step_ended(self, step: int, statistics: StepStatistics) -> None:
+        self.ended.append((step, statistics))
 
     def failed(self, news: FailureNews) -> None:
         self.failures.append(news)
@@ -90,7 +91,7 @@ def test_notes_reach_the_listener_also_when_it_comes_later(peers: list[Peers]) -
 
 
 def test_a_decision_for_a_step_comes_before_the_notes_by_which_its_tasks_are_chosen(peers: list[Peers]) -> None:
-    leader, follower = (Wishes(each.network, LAYOUT) for each in peers[:2])
+    leader, follower = (StopRequests(each.network, LAYOUT) for each in peers[:2])
     leader.stop = True
     listener = Recorder()
     decided: list[tuple[bool, bool]] = []
@@ -136,7 +137,7 @@ def test_rank_0_is_told_once_all_have_ended_a_step(peers: list[Peers]) -> None:
     for each in reversed(peers):
         assert not listener.ended
         on_loop(
-            each, lambda each=each: each.outcomes.add(7, sums[each.rank], {each.rank: (100 + each.rank, each.rank)})
+            each, lambda each=each: each.statistics.add(7, sums[each.rank], {each.rank: (100 + each.rank, each.rank)})
         )
     assert eventually(lambda: bool(listener.ended))
     (step, summary), *more = listener.ended
@@ -285,3 +286,44 @@ def test_who_lives_and_is_called_lost_says_that_the_network_broke(
         said = f"rank {rank}: rank 0 and rank 2 lost sight of each other: a connection within 127.0.0.1"
         assert eventually(lambda said=said: said in caplog.text)
     assert "which does not exist" in caplog.text
+
+
+def requests_of(layout: Layout) -> tuple[list[StopRequests], VirtualNetwork]:
+    network = VirtualNetwork(layout.num_ranks)
+    return [StopRequests(rank, layout) for rank in network.ranks], network
+
+
+@pytest.mark.parametrize("asking", [0, 7, 199])
+def test_every_process_knows_of_a_request_to_stop_and_nobody_is_told_twice_by_another(asking: int) -> None:
+    ranks, network = requests_of(Layout(num_stages=200, num_ranks=200))
+    ranks[asking].ask_to_stop()
+    ranks[asking].ask_to_stop()
+    network.run()
+    assert all(each.stop for each in ranks)
+    assert max(rank.counts.num_sent for rank in network.ranks) <= CONTROL_DEGREE + 1
+
+
+def test_alone_a_request_is_in_the_next_verdict() -> None:
+    alone = StopRequests(None, Layout(num_stages=2))
+    assert alone.decide(0, 3) == (False, False)
+    alone.ask_to_stop()
+    alone.is_time_to_save = lambda: True
+    assert alone.decide(0, 4) == (True, True)
+    assert alone.decide(0, 5) == (True, False)  # it has been said
+
+
+def test_processes_of_one_stage_find_the_same_whatever_each_knows() -> None:
+    ranks, network = requests_of(Layout(num_stages=1, tensor=3, num_ranks=3))
+    ranks[1].stop = True  # a request on its way to the others
+    ranks[2].is_time_to_save = lambda: True  # one clock decides, and this is another
+    for step in range(3):
+        assert {each.decide(0, step) for each in ranks} == {(False, False)}
+        network.run()
+    ranks[0].stop = True
+    ranks[0].is_time_to_save = lambda: True
+    seen = []
+    for step in range(3, 6):
+        (decision,) = {each.decide(0, step) for each in ranks}
+        seen.append(decision)
+        network.run()
+    assert seen == [(False, False), (True, True), (True, False)]

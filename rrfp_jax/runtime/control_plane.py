@@ -1,0 +1,231 @@
+"""The control plane: small messages of plain data between the processes of a run, over its :class:`PeerNetwork`.
+
+:class:`Peers` carries notes within groups, announcements, step statistics, failures and all-gathers for one driver
+after another. :class:`StopRequests` carries the requests of single processes for the whole run, to stop and to save.
+"""
+
+import logging
+import struct
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+from rrfp_jax.cluster import MalformedMessage, PeerNetwork
+from rrfp_jax.cluster.failure_detector import watched
+from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
+from rrfp_jax.core import Message, Note
+from rrfp_jax.layout import Layout
+from rrfp_jax.records import MalformedRecord, from_plain, to_plain
+from rrfp_jax.runtime.clocks import Clocks
+from rrfp_jax.runtime.report import FailureNews
+from rrfp_jax.runtime.transports.parts import KEY_BYTES, Key, pack_key, unpack_key
+from rrfp_jax.runtime.tree_collectives import Network, StatisticsReduction, StepStatistics, TreeAllGather
+from rrfp_jax.schedules.timeline import StepSums
+from rrfp_jax.tree import neighbours
+
+_LOG = logging.getLogger(__name__)
+_NOTE, _TASK, _FAILURE = "note", b"task", "failure"
+_STOP, _DECISION = "stop", "decision"
+_UNIT = struct.Struct("<I")
+_MAX_NEWS_BYTES = 1 << 26
+
+
+class Listener(Protocol):
+    """A driver that takes messages from other ranks; called on the event loop."""
+
+    def heard(self, unit: int, step: int, member: int, note: Note) -> None:
+        """Takes a note of a member of a unit's group."""
+
+    def task_announced(self, unit: int, step: int, message: Message) -> None:
+        """Notes that the task which will send this message to the unit has started elsewhere."""
+
+    def step_ended(self, step: int, statistics: StepStatistics) -> None:
+        """Takes the statistics of a step that all units of the run have ended; on rank 0 alone."""
+
+    def failed(self, news: FailureNews) -> None:
+        """Takes the news that a rank gives up, from that rank or another."""
+
+
+class Peers:
+    """Talks to the other ranks, for one driver after another."""
+
+    def __init__(self, network: PeerNetwork, layout: Layout, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.network, self.layout, self.rank = network, layout, network.rank
+        self.clocks = Clocks(network, clock)
+        self.statistics = StatisticsReduction(network)
+        self.all_gather = TreeAllGather(network)
+        self.gather = self.all_gather.gather
+        self._listener: Listener | None = None
+        self._led = frozenset(unit for unit in layout.units_of(self.rank) if layout.ranks_of(unit)[0] == self.rank)
+        """Units that this rank hosts as the first or only one."""
+        self._heard: set[str] = set()
+        """Ranks whose stages some news of a failure has described."""
+        network.subscribe(_FAILURE, self._failure)
+
+    # -- on any thread -----------------------------------------------------------------------------------------------
+
+    def tell(self, unit: int, member: int, step: int, note: Note) -> None:
+        """Sends a note to a member of a unit's group, which a task there may wait for."""
+        ranks = self.layout.ranks_of(unit)
+        header = {"unit": unit, "step": step, "member": ranks.index(self.rank), "note": to_plain(note)}
+        # Queued even on the loop: a note from another thread that came before goes first (see StopRequests.decide).
+        self.network.call_soon(partial(self.network.send, ranks[member], _NOTE, header))
+
+    def announce_task(self, unit: int, step: int, message: Message) -> None:
+        """Tells the leader of a unit's group that the task which will send the unit this message has started.
+
+        The announcement travels beside data, for which it never waits: where data queue up, it is dropped.
+        """
+        header = _UNIT.pack(unit) + pack_key(Key(step, message))
+        self.network.send_if_room(self.layout.ranks_of(unit)[0], _TASK, header)
+
+    def step_ended_here(self, step: int, sums: StepSums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
+        """Adds a step that the units of this rank have ended; see :meth:`StatisticsReduction.add`."""
+        self.network.on_loop(self.statistics.add, step, sums, peaks_of_units)
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def attach(self, listener: Listener) -> None:
+        """Hands everything that has come and that will come to a driver."""
+        self._listener = listener
+        self.statistics.begin(listener.step_ended)
+        self.network.subscribe(_NOTE, self._note)
+        self.network.subscribe_packed(_TASK, self._task)
+
+    def detach(self) -> None:
+        """Lets go of the driver, which is closed; later messages are kept for the next."""
+        if self._listener is not None:
+            self._listener = None
+            self.network.unsubscribe(_NOTE)
+            self.network.unsubscribe(_TASK)
+
+    def announce(self, news: FailureNews) -> None:
+        """Tells this rank's neighbours of a failure, after which no all-gather can be completed. Never raises."""
+        self.lose(f"rank {news.origin} gave up: {news.summary}")
+        try:
+            packed = pack_plain(to_plain(news), _MAX_NEWS_BYTES)
+            for rank in control_neighbours(self.rank, self.layout.num_ranks):
+                self.network.send(rank, _FAILURE, {}, [packed])
+        except Exception:  # The run ends all the same; the others notice that this rank is gone.
+            _LOG.exception("rank %d could not tell the others why it gives up", self.rank)
+
+    def lose(self, why: str) -> None:
+        """Ends every all-gather and comparison of clocks that is not complete: a rank is gone for good."""
+        self.all_gather.fail(why)
+        self.clocks.fail(why)
+
+    def _note(self, _: int, header: dict[str, Any], __: list[memoryview]) -> None:
+        unit, step, member = (field(header, name, int) for name in ("unit", "step", "member"))
+        assert self._listener is not None
+        self._listener.heard(unit, step, member, _record(Note, field(header, "note", list)))
+
+    def _task(self, rank: int, header: bytes, _: list[memoryview]) -> None:
+        if len(header) != _UNIT.size + KEY_BYTES:
+            raise MalformedMessage(f"rank {rank} announces a task in {len(header)} bytes")
+        (unit,) = _UNIT.unpack_from(header)
+        step, message = unpack_key(header[_UNIT.size :])[:2]
+        if unit not in self._led:
+            raise MalformedMessage(f"rank {rank} announces a task to unit {unit}, which this rank does not lead")
+        assert self._listener is not None
+        self._listener.task_announced(unit, step, message)
+
+    def _failure(self, rank: int, _: dict[str, Any], frames: list[memoryview]) -> None:
+        if len(frames) != 1:
+            raise MalformedMessage(f"rank {rank} tells of a failure in {len(frames)} frames")
+        plain = unpack_plain(frames[0], _MAX_NEWS_BYTES)
+        # Several neighbours describe the same stages: each is read once.
+        new = [state for state in field(plain, "states", list) if str(state[:1]) not in self._heard]
+        self._heard.update(str(state[:1]) for state in new)
+        news: FailureNews = _record(FailureNews, {**plain, "states": new})
+        if not 0 <= news.origin < self.layout.num_ranks:
+            raise MalformedMessage(f"rank {rank} tells of a failure of rank {news.origin}, which does not exist")
+        self.lose(f"rank {news.origin} gave up: {news.summary}")
+        if self.rank in news.lost:
+            self.network.suspected_by(news.origin, news.lost[self.rank])
+        if self._listener is not None:
+            self._listener.failed(news)
+
+
+def control_neighbours(rank: int, num_ranks: int) -> frozenset[int]:
+    """Returns the ranks with which a rank exchanges control messages: its neighbours in the tree, and those it watches.
+
+    The tree alone falls apart where a rank is lost; along the others the news of that still reaches everybody.
+    """
+    return watched(rank, num_ranks).union(neighbours(rank, num_ranks))
+
+
+def _record(kind: Any, plain: Any) -> Any:
+    try:
+        return from_plain(kind, plain)
+    except MalformedRecord as error:
+        raise MalformedMessage(str(error)) from error
+
+
+class StopRequests:
+    """Requests of single processes for the whole run: to stop within two steps, and to save the state.
+
+    A request to stop is told once along the control tree, so every process soon knows of it. One clock decides when it
+    is time to save by the minute. Nobody acts upon either before the process that computes a step's verdict has put it
+    into the verdict, which all processes read alike, at the same step.
+
+    **If the stage of that process spans several processes**, each of them computes the verdict, and all must find the
+    same. So the first of them decides the requests in the *next* step's verdict, and tells the others. The message has
+    arrived when they need it: it is handed to the event loop before the first process has any part in choosing that
+    step's tasks, as are all notes by which it chooses; the loop sends in that order, and messages to a rank keep their
+    order.
+
+    Args:
+        network: carries messages to the others; None where there are none.
+    """
+
+    def __init__(self, network: Network | None, layout: Layout) -> None:
+        self._network, self._layout = network, layout
+        self._decided: dict[int, tuple[bool, bool]] = {}
+        """Decisions by step, where the deciding stage spans several processes."""
+        self._was_time_to_save = False
+        self.stop = False
+        """Whether any process has asked to stop, as far as is known here."""
+        self.is_time_to_save: Callable[[], bool] = lambda: False
+        """Returns at once whether enough time has passed since the last save; asked once per step."""
+        if network is not None:
+            self._neighbours = neighbours(network.rank, network.num_ranks)
+            network.subscribe(_STOP, lambda *_: self._tell_all())
+            network.subscribe(_DECISION, self._hear_decision)
+
+    def ask_to_stop(self) -> None:
+        """Asks all processes to stop; from any thread or signal handler."""
+        if self._network is None:
+            self.stop = True
+        else:
+            self._network.call_soon(self._tell_all)
+
+    def decide(self, unit: int, step: int) -> tuple[bool, bool]:
+        """Returns whether to stop and whether to save, for the verdict of a step; called once by each process of
+        ``unit``."""
+        leader, *followers = self._layout.ranks_of(unit)
+        if not followers:
+            return self._now()
+        network = self._network
+        assert network is not None
+        if network.rank == leader:
+            self._decided[step + 1] = stop, save = self._now()
+            decision = {"step": step + 1, "stop": stop, "save": save}
+            for rank in followers:
+                network.call_soon(partial(network.send, rank, _DECISION, decision))
+        return self._decided.pop(step, (False, False))
+
+    def _now(self) -> tuple[bool, bool]:
+        is_time, was_time = self.is_time_to_save(), self._was_time_to_save
+        self._was_time_to_save = is_time
+        return self.stop, is_time and not was_time  # Until the state has been saved, it stays time.
+
+    def _tell_all(self) -> None:
+        if not self.stop:
+            self.stop = True
+            assert self._network is not None
+            for rank in self._neighbours:
+                self._network.send(rank, _STOP, {})
+
+    def _hear_decision(self, _: int, header: dict[str, Any], __: list[memoryview]) -> None:
+        self._decided[field(header, "step", int)] = field(header, "stop", bool), field(header, "save", bool)
