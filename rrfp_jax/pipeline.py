@@ -13,7 +13,7 @@
     state, metrics = pipeline.step(state, batch)      # batch leaves: [num_microbatches, ...]
     print(metrics.result().loss)
 
-``prepare``, or the first ``step``, compiles and starts everything once (:mod:`rrfp_jax.runtime.prepared`). After that a
+``prepare``, or the first ``step``, compiles and starts everything once (:mod:`rrfp_jax.runtime.prepare`). After that a
 step only checks its batch, copies it and submits it.
 """
 
@@ -43,12 +43,12 @@ from rrfp_jax.programs.shapes import checked_params, model_params
 from rrfp_jax.programs.state import ChunkState, layer_groups
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics
 from rrfp_jax.runtime.determinism import require_determinism
-from rrfp_jax.runtime.evaluating import EvaluationMetrics, EvaluationShapes
+from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationShapes
 from rrfp_jax.runtime.holding import Hold
-from rrfp_jax.runtime.hosted import HostedModel, HostedState
+from rrfp_jax.runtime.model import HostedModel, HostedState
 from rrfp_jax.runtime.operations.context import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
-from rrfp_jax.runtime.prepared import CompiledOnly, Prepared, compile_only, prepare
+from rrfp_jax.runtime.prepare import CompiledOnly, Prepared, compile_only, prepare
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Edge, Placement
 

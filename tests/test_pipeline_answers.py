@@ -20,7 +20,7 @@ from rrfp_jax.models.loss import ANSWER_TOKENS, ANSWERS, EXACT_ANSWERS, RIGHT_TO
 from rrfp_jax.models.model import decoder_chunk
 from rrfp_jax.models.vision_language import vision_language_model
 from rrfp_jax.programs.chunk import as_evaluated
-from rrfp_jax.runtime.evaluating import EvaluationShapes
+from rrfp_jax.runtime.evaluation import EvaluationShapes
 from rrfp_jax.schedules import Placement, linear
 from rrfp_jax.testing import run_unpipelined
 from tests.drawn_words import as_floats

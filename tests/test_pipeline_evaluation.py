@@ -13,7 +13,7 @@ from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.runtime import TaskFailed
-from rrfp_jax.runtime.evaluating import EvaluationShapes
+from rrfp_jax.runtime.evaluation import EvaluationShapes
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear, looped
 from tests.pipelines import make_pipeline
 

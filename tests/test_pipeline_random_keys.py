@@ -10,7 +10,7 @@ import pytest
 
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk, microbatch_key
-from rrfp_jax.runtime.evaluating import EvaluationShapes
+from rrfp_jax.runtime.evaluation import EvaluationShapes
 from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 

@@ -31,7 +31,7 @@ from rrfp_jax import (
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.state import ChunkState
-from rrfp_jax.runtime.evaluating import EvaluationShapes
+from rrfp_jax.runtime.evaluation import EvaluationShapes
 from rrfp_jax.runtime.operations import recompute
 from rrfp_jax.runtime.process import Process
 from tests.test_pipeline import CHUNKS, layer, loss_chunk, make_batch, make_pipeline

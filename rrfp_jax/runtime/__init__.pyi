@@ -9,8 +9,8 @@ from rrfp_jax.runtime.report import StageState as StageState
 from rrfp_jax.runtime.report import TaskFailed as TaskFailed
 from rrfp_jax.runtime.report import WaitForReport as WaitForReport
 from rrfp_jax.runtime.stage_threads import StageExecutor as StageExecutor
-from rrfp_jax.runtime.step_result import StepMetrics as StepMetrics
-from rrfp_jax.runtime.step_result import StepResult as StepResult
-from rrfp_jax.runtime.steps_under_way import StepOutcome as StepOutcome
+from rrfp_jax.runtime.steps import StepMetrics as StepMetrics
+from rrfp_jax.runtime.steps import StepOutcome as StepOutcome
+from rrfp_jax.runtime.steps import StepResult as StepResult
 from rrfp_jax.runtime.transports import Deliver as Deliver
 from rrfp_jax.runtime.transports import Transport as Transport

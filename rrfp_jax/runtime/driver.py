@@ -43,7 +43,7 @@ from rrfp_jax.runtime.stage_threads import (
     StageOutcome,
     StageThreads,
 )
-from rrfp_jax.runtime.steps_under_way import StepOutcome, StepsUnderWay
+from rrfp_jax.runtime.steps import StepOutcome, StepsUnderWay
 from rrfp_jax.runtime.transports import Deliver, Failed, Transport, TransportFailed
 from rrfp_jax.runtime.tree_collectives import StepStatistics
 from rrfp_jax.schedules import Absences, lanes_beside

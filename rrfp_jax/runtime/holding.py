@@ -1,4 +1,4 @@
-"""Close a running pipeline that nobody has closed, once nobody uses it any more.
+"""A hold closes a running pipeline that nobody has closed, once nobody uses it any more.
 
 The threads of a runtime refer to it, so it is never collected by itself. The pipeline, its states and the results of
 its steps share a :class:`Hold`, to which nothing of the runtime refers: once the last of them is gone, the runtime is
@@ -6,15 +6,19 @@ closed. A runtime that is open when the process ends is closed then, before JAX 
 comes back from a program while the interpreter goes away would abort the process. Closing waits for a limited time, so
 a program that hangs keeps no process alive.
 
-A child made by ``fork`` has all these objects and none of the threads, so it would wait for ever. The child is told so,
-and closes nothing.
+A child made by ``fork`` has all these objects and none of the threads, so it would wait for ever. Such a child gets an
+error, and closes nothing.
 """
 
 import atexit
 import os
 import weakref
+from typing import TYPE_CHECKING
 
-from rrfp_jax.runtime.driver import PipelineRuntime
+import jax  # noqa: F401 - Registers its clean-up at exit, which runs after the one registered below.
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime.driver import PipelineRuntime
 
 _open: "weakref.WeakSet[PipelineRuntime]" = weakref.WeakSet()
 _makers: set[int] = set()
@@ -22,9 +26,9 @@ _makers: set[int] = set()
 
 
 class Hold:
-    """One start of a pipeline, by ``init`` or ``restore``; raises RuntimeError in the child of a process with others.
+    """One start of a pipeline, by ``init`` or ``restore``, whose states it identifies.
 
-    It identifies the states of this start.
+    Raises RuntimeError in the child of a process that has made others.
     """
 
     def __init__(self) -> None:
@@ -36,14 +40,14 @@ class Hold:
                 "child: start it with multiprocessing's spawn method, or make pipelines in the parent alone"
             )
 
-    def keep_open(self, runtime: PipelineRuntime) -> None:
-        """Have the runtime closed when the hold is gone, or when the process ends."""
+    def keep_open(self, runtime: "PipelineRuntime") -> None:
+        """Has the runtime closed when the hold is gone, or when the process ends."""
         _open.add(runtime)
-        # the finalizer's own hook at the exit may come after JAX's clean-up
+        # The finalizer's own hook at the exit may come after JAX's clean-up.
         weakref.finalize(self, _close_unused, runtime).atexit = False
 
     def check_process(self) -> None:
-        """Raise RuntimeError in any process other than the one that made this object."""
+        """Raises RuntimeError in any process other than the one that made this object."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"the pipeline was made in process {self._pid}, and process {os.getpid()} was forked from it, without "
@@ -51,7 +55,7 @@ class Hold:
             )
 
 
-def _close_unused(runtime: PipelineRuntime) -> None:
+def _close_unused(runtime: "PipelineRuntime") -> None:
     if runtime in _open:
         runtime.close_soon()
 
@@ -61,5 +65,5 @@ def _close_all() -> None:
         runtime.close()
 
 
-atexit.register(_close_all)  # after JAX's own, which the driver's import registered: JAX's runs last
+atexit.register(_close_all)
 os.register_at_fork(after_in_child=_open.clear)

@@ -1,4 +1,4 @@
-"""This process's part in a run: which units it hosts, on which devices, and how it reaches the others, if any.
+"""This process's part in a run: the units that it hosts, their devices, and the connections to other processes.
 
 A run of one process needs nothing but devices. In a run of several, :class:`Process` takes the steps that must come in
 this order: connect to the others and watch them, start JAX in all processes together, start pipelines one by one.
@@ -33,14 +33,13 @@ from rrfp_jax.tree import neighbours
 if TYPE_CHECKING:
     from rrfp_jax.runtime.transports.transfer_server import TransferServer
 
-EdgeOf = Callable[[Message, int], Edge | None]
 _LOG = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
 _LATENCIES_FORESEEN = 4.0
-"""How many times as long as an announcement takes, tasks must usually take for foresight."""
+"""Foresight needs tasks that usually take this many times as long as an announcement."""
 _HOP_S = 60e-6
-"""What an event takes into the loop, where all stages are in one process: 35 to 60 us in the median of 500 calls of
-``call_soon_threadsafe``, from calling it to being called, on two busy cores."""
+"""Seconds that an event takes into the loop, where all stages are in one process: 35 to 60 us in the median of 500
+calls of ``call_soon_threadsafe``, from calling it to being called, on two busy cores."""
 _TIMER_S = 1e-3
 """The loop's timers come in whole milliseconds."""
 _CONTROL_ONLY = (MessageKind.REPORT, MessageKind.VERDICT, MessageKind.TAKEN)
@@ -52,12 +51,12 @@ class Process:
     Args:
         layout: the degrees of parallelism and the number of processes.
         cluster: this process's place among several, joined and not yet connected; None: it is the only one.
-        devices: those of the layout, see :meth:`use_devices`.
-        num_devices: how many devices each process takes; None: one for each that the layout asks of it. Where they are
-            fewer, stages share them.
-        transport: how arrays travel between processes: ``auto``, ``sockets`` or ``transfer``.
+        devices: the devices of the layout, see :meth:`use_devices`.
+        num_devices: the number of devices that each process takes; None: one for each that the layout asks of it. Where
+            they are fewer, stages share them.
+        transport: the way of arrays between processes: ``auto``, ``sockets`` or ``transfer``.
         tries_transfer: whether ``auto`` tries transfer servers also where it would not, as on CPU.
-        patience_s: how long this process waits at the start for others, which may never come so far.
+        patience_s: seconds for which this process waits at the start for others, which may never come so far.
         on_failure: called on the event loop, beside the futures that fail, when a run is given up.
 
     Raises ValueError where the cluster is not of the layout's size, and for a transport or number of devices that
@@ -95,7 +94,7 @@ class Process:
         self.is_here = True
         """Whether the devices can run programs, and not only be compiled for."""
         self.num_devices = num_devices or layout.devices_per_rank
-        """How many devices each process takes."""
+        """Number of devices that each process takes."""
         self.rank = 0 if cluster is None else cluster.rank
         self.units = layout.units_of(self.rank)
         """The units of which this process hosts devices."""
@@ -107,7 +106,7 @@ class Process:
         self._tries_transfer = tries_transfer
         self._server: TransferServer | None = None
         self._transport: PipelineTransport | None = None
-        """Of the runtime that was started last."""
+        """Transport of the runtime that was started last."""
         self._num_gatherings = 0
         if devices is not None:
             self.use_devices(devices)
@@ -137,7 +136,7 @@ class Process:
     # -- start -------------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Reach all other processes, and notice from now on when one dies. Raises StartFailed."""
+        """Connects to the other processes, and notices from now on when one dies. Raises StartFailed."""
         if self.cluster is None:
             return
         groups = {rank for unit in self.units for rank in self.layout.ranks_of(unit)}
@@ -147,27 +146,25 @@ class Process:
             self.peers.clocks.synchronise(deadline_s=self._patience_s)
 
     def start_jax(self, platform: str | None, *, pinned: bool = False) -> None:
-        """Start JAX in all processes together. Raises ValueError where devices are missing, and StartFailed."""
-        if self.cluster is not None:
-            self._check_sharing(platform)
-            self.cluster.initialize_jax(platform, self.num_devices, pinned=pinned)
-
-    def _check_sharing(self, platform: str | None) -> None:
-        """GPUs' collectives know no two processes on one device."""
-        assert self.cluster is not None
+        """Starts JAX in all processes together. Raises ValueError where devices are missing, and StartFailed."""
+        if self.cluster is None:
+            return
         spans = any(len(self.layout.ranks_of_stage(stage)) > 1 for stage in range(self.layout.num_stages))
+        # Collectives of GPUs know no two processes on one device.
         if platform != "cpu" and self.cluster.processes_per_device > 1 and spans:
             raise ValueError(
                 f"processes_per_device is {self.cluster.processes_per_device}, but a stage's devices "
                 f"lie in several processes ({self.layout.describe()}), whose collectives need devices of their own: "
                 "start fewer processes, or fewer devices for each stage"
             )
+        self.cluster.initialize_jax(platform, self.num_devices, pinned=pinned)
 
     @typed
     def use_devices(self, devices: Sequence[jax.Device]) -> None:
-        """Say which devices the layout's are: in the order of stages, for each stage those of its replicas, for each
-        replica those of its mesh, the first axis innermost; by default each process's first ones. Raises ValueError on
-        another number.
+        """Sets the devices of the layout; by default they are each process's first ones.
+
+        They come in the order of stages, for each stage in the order of its replicas, for each replica in the order of
+        its mesh, the first axis innermost. Raises ValueError on another number.
         """
         if len(devices) != self.layout.num_devices:
             raise ValueError(
@@ -177,29 +174,29 @@ class Process:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """Every device of the layout, those of other processes included."""
+        """Every device of the layout, also those of other processes."""
         if self._devices is None:
             self._devices = _first_devices(self.layout, self.num_devices)
         return self._devices
 
     def devices_of(self, unit: int) -> list[jax.Device]:
-        """A unit's devices, the first axis of its mesh innermost."""
+        """Returns a unit's devices, the first axis of its mesh innermost."""
         return [self.devices[index] for index in self.layout.devices_of(unit)]
 
     def own_device(self, unit: int) -> jax.Device:
-        """One of a hosted unit's devices that belong to this process."""
+        """Returns one of a hosted unit's devices that belong to this process."""
         return next(device for device in self.devices_of(unit) if device.process_index == jax.process_index())
 
     def members(self) -> dict[int, tuple[int, int]]:
-        """For every hosted unit, which member of how many of its group this process is."""
+        """Returns, for every hosted unit, this process's number in the unit's group, and the size of the group."""
         groups = {unit: self.layout.ranks_of(unit) for unit in self.units}
         return {unit: (ranks.index(self.rank), len(ranks)) for unit, ranks in groups.items()}
 
     def shortest_foreseen_s(self) -> float:
-        """How long a stage's tasks must usually take at least for announcements to be of use here.
+        """Returns the seconds that a stage's tasks must usually take at least for announcements to be of use here.
 
-        An announcement must be heard well before the task that it tells of has ended, and a hold ends by a timer. Every
-        rank decides by what it has measured itself: others do not wait for long for a stage that does not announce.
+        An announcement must be heard well before the task that it announces has ended, and a hold ends by a timer.
+        Every rank decides by its own measurements: others do not wait for long for a stage that does not announce.
         """
         trip_s = None if self.peers is None else self.peers.clocks.round_trip_s
         return max(_LATENCIES_FORESEEN * (_HOP_S if trip_s is None else trip_s / 2), _TIMER_S)
@@ -212,34 +209,41 @@ class Process:
         make_stage: Callable[[int, Ship], StageExecutor],
         settings: RunSettings,
         *,
-        edge: EdgeOf,
+        edge: Callable[[Message, int], Edge | None],
         num_buckets: int = 1,
     ) -> PipelineRuntime:
-        """Start the hosted units' actors, and wait until all processes have started theirs.
+        """Starts the hosted units' actors, and blocks until all processes have started theirs.
 
         Args:
             arbiters: one for each hosted unit.
             make_stage: builds a unit's executor.
-            edge: what a message of a bucket carries and how it lies at both ends; None for plain data.
-            num_buckets: how many shapes microbatches may have.
+            edge: returns the content of a message of a bucket and its shardings at both ends; None for plain data.
+            num_buckets: the number of shapes that microbatches may have.
 
         Raises RunFailed where another process is lost meanwhile.
         """
         if self.cluster is not None and self._transport is not None:
-            self._transport.close()  # one pipeline after another takes what the others send
-
-        messages = _messages(arbiters)
-        by_transfer = self._connect_stages(arbiters[0].placement, messages)
+            self._transport.close()  # One pipeline after another takes the messages of others.
+        placement, messages = arbiters[0].placement, _messages(arbiters)
+        by_transfer = self._connect_stages(placement, messages)
 
         def make_transport(deliver: Deliver, failed: Failed) -> PipelineTransport:
-            placement = arbiters[0].placement
-            self._transport = self._make_transport(
-                placement, edge, deliver, failed, num_buckets=num_buckets, by_transfer=by_transfer
+            self._transport = PipelineTransport(
+                layout=self.layout,
+                placement=placement,
+                rank=self.rank,
+                network=None if self.cluster is None else self.cluster.network,
+                edge=lambda message, bucket: None if message.kind in _CONTROL_ONLY else edge(message, bucket),
+                deliver=deliver,
+                failed=failed,
+                num_buckets=num_buckets,
+                server=self._server,
+                transfer_ranks=by_transfer,
             )
             self._transport.prepare(messages)
             return self._transport
 
-        runtime = PipelineRuntime(
+        self._runtime = runtime = PipelineRuntime(
             arbiters,
             make_stage,
             make_transport,
@@ -249,31 +253,30 @@ class Process:
             peers=self.peers,
             on_failure=self._on_failure,
         )
-        self._runtime = runtime
         if self.cluster is not None:
             self.cluster.watch(self._lost, self._left, self._broken)
             self.gather("start")
         return runtime
 
     def losses_first(self) -> AbstractContextManager[None]:
-        """Around what JAX does with other processes before :meth:`start`: where one of them dies, that is the error."""
+        """Encloses work of JAX with other processes before :meth:`start`: where one of them dies, that is the error."""
         if self.cluster is None or self._runtime is not None:
             return nullcontext()
         return self.cluster.losses_first()
 
     def bytes_in_transit(self) -> int:
-        """What this process holds of messages on their way to or from other processes."""
+        """Returns the bytes that this process holds of messages on their way to or from other processes."""
         return 0 if self._transport is None else self._transport.held.sent + self._transport.held.received
 
     @property
     def peak_transport_bytes(self) -> int:
-        """The most that this process has held of the messages of its latest pipeline on their way between processes."""
+        """Most bytes that this process has held of messages of its latest pipeline on their way between processes."""
         return 0 if self._transport is None else self._transport.held.peak
 
     def gather(self, name: str, data: Any = None, *, to_all: bool = True) -> dict[int, Any]:
-        """Everybody's plain data, by rank, once all have brought theirs; see :class:`TreeAllGather` for ``to_all``.
+        """Brings plain data and returns the data of all ranks, by rank; see :meth:`TreeAllGather.gather`.
 
-        All processes call this in the same order, from one thread. Waits as long as all of them live. Raises RunFailed
+        All processes call this in the same order, from one thread. Blocks as long as all of them live. Raises RunFailed
         where one is lost, and StartFailed before anything runs.
         """
         if self.peers is None:
@@ -284,7 +287,7 @@ class Process:
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
-        """Around what all processes do together: where one is lost, that is the error."""
+        """Encloses work of all processes together: where one is lost, that is the error."""
         try:
             yield
         except ConnectionError as error:
@@ -293,7 +296,7 @@ class Process:
             raise self._runtime.wait_for_failure(str(error)) from error
 
     def whole_timeline(self, own: Timeline) -> Timeline:
-        """The record of all units, on rank 0's clock, made of what each process recorded of its own.
+        """Returns the record of all units, on rank 0's clock, made of the records of all processes.
 
         All processes call this; only rank 0 gets all, the others their own back.
         """
@@ -301,25 +304,26 @@ class Process:
             return own
         with self._meeting():
             self.peers.clocks.synchronise()
-        told = Timeline(own.num_stages)
+        whole = Timeline(own.num_stages)
         for unit in self.units:
             if self.layout.ranks_of(unit)[0] == self.rank:
-                told.extend(own.of_stage(unit))
-        plain = told.as_plain(later_s=self.peers.clocks.offset_s)
+                whole.extend(own.of_stage(unit))
+        plain = whole.as_plain(later_s=self.peers.clocks.offset_s)
         everybody = self.gather("timelines", plain, to_all=False)
         if self.rank:
             return own
         for rank in range(1, self.layout.num_ranks):
-            told.extend(Timeline.from_plain(own.num_stages, everybody[rank]))
-        return told
+            whole.extend(Timeline.from_plain(own.num_stages, everybody[rank]))
+        return whole
 
     def finish(self) -> None:
-        """End in good order: wait until all processes have come so far, and leave. Raises RunFailed as ``gather``."""
+        """Ends in good order: blocks until all processes have come so far, and leaves. Raises RunFailed as
+        ``gather``."""
         self.gather("end")
         self.close()
 
     def close(self) -> None:
-        """Leave the run; others that are not done yet take it for a failure."""
+        """Leaves the run; others that are not done yet take it for a failure."""
         if self.cluster is not None:
             self.cluster.watch(lambda rank, reason: None)
         if self._transport is not None:
@@ -328,7 +332,7 @@ class Process:
             self.cluster.close()
 
     def _connect_stages(self, placement: Placement, messages: Sequence[Message]) -> frozenset[int]:
-        """Reach the ranks with which such messages are exchanged; returns those to which arrays go by transfer.
+        """Connects to the ranks with which such messages are exchanged; returns those to which arrays go by transfer.
 
         Raises StartFailed where transfer is asked for and does not work.
         """
@@ -343,7 +347,7 @@ class Process:
         found = try_transfers(self.gather, self.rank, others, self._transfer_probe())
         refused = {pair: why for pair, why in found.items() if why}
         working = {rank for pair in found.keys() - refused.keys() if self.rank in pair for rank in pair}
-        if not working and self._server is not None:  # it may lock much memory
+        if not working and self._server is not None:  # It may lock much memory.
             self._server.close()
             self._server = None
         if self._selection == "transfer" and refused:
@@ -353,11 +357,17 @@ class Process:
                 "which takes sockets there"
             )
         if not self.rank:
-            _LOG.info("%s%s", described(found), _locked_note() if len(refused) < len(found) else "")
+            locked = ""
+            if len(refused) < len(found):
+                from rrfp_jax.runtime.transports.transfer_server import LOCKED_BYTES  # Not in every JAX.
+
+                memory = format_bytes(LOCKED_BYTES)
+                locked = f"; each process that does so sets aside {memory} of locked host memory"
+            _LOG.info("%s%s", described(found), locked)
         return frozenset(working - {self.rank})
 
     def _transfer_probe(self) -> "Callable[[], Probe] | str":
-        """Starts what tries a transfer; or why nothing is tried."""
+        """Returns a function that starts a trial of transfers; or the reason why none is tried."""
         device = self.own_device(self.units[0])
         assert self.cluster is not None
         if self._selection != "transfer" and not self._tries_transfer:
@@ -367,35 +377,12 @@ class Process:
         interface = host_of(self.cluster.network.address)
 
         def start() -> Probe:
-            from rrfp_jax.runtime.transports.transfer_server import ServerProbe, TransferServer  # not in every JAX
+            from rrfp_jax.runtime.transports.transfer_server import ServerProbe, TransferServer  # Not in every JAX.
 
             self._server = self._server or TransferServer(interface)
             return ServerProbe(self._server, self.rank, device)
 
         return start
-
-    def _make_transport(
-        self,
-        placement: Placement,
-        edge: EdgeOf,
-        deliver: Deliver,
-        failed: Failed,
-        *,
-        num_buckets: int,
-        by_transfer: frozenset[int],
-    ) -> PipelineTransport:
-        return PipelineTransport(
-            layout=self.layout,
-            placement=placement,
-            rank=self.rank,
-            network=None if self.cluster is None else self.cluster.network,
-            edge=lambda message, bucket: None if message.kind in _CONTROL_ONLY else edge(message, bucket),
-            deliver=deliver,
-            failed=failed,
-            num_buckets=num_buckets,
-            server=self._server,
-            transfer_ranks=by_transfer,
-        )
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
@@ -406,14 +393,14 @@ class Process:
             self._runtime.failure.lost(rank, reason)
 
     def _broken(self, text: str) -> None:
-        """Ranks that live no longer hear each other."""
+        """Ends the run, since ranks that live no longer hear each other."""
         assert self.peers is not None
         self.peers.lose(text)
         if self._runtime is not None:
             self._runtime.failure.broken(text)
 
     def _left(self, rank: int) -> None:
-        """A rank has ended in good order; what it said before may still be on the way, so wait for that."""
+        """Notes that a rank has ended in good order; its last messages may still be on the way, so waits for them."""
         assert self.cluster is not None
         self.cluster.loop.loop.call_later(_FAREWELL_S, self._has_left, rank)
 
@@ -425,14 +412,9 @@ class Process:
             self.peers.lose(f"rank {rank} has ended")
 
 
-def _locked_note() -> str:
-    from rrfp_jax.runtime.transports.transfer_server import LOCKED_BYTES  # not in every JAX, but where transfers work
-
-    return f"; each process that does so sets aside {format_bytes(LOCKED_BYTES)} of locked host memory"
-
-
 def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:
-    """What the units exchange between chunks, one for each way, so that all is worked out before the first step."""
+    """Returns one message for each way between chunks of different units, so that all is prepared before the first
+    step."""
     ways: dict[tuple[MessageKind, int, int], Message] = {}
     for arbiter in arbiters:
         for evaluates in (False, True) if arbiter.evaluation_batches else (False,):
@@ -444,7 +426,7 @@ def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:
 
 
 def _first_devices(layout: Layout, num_devices: int) -> tuple[jax.Device, ...]:
-    """The layout's devices, of the first ``num_devices`` of every process."""
+    """Returns the layout's devices, of the first ``num_devices`` of every process."""
     by_rank: dict[int, list[jax.Device]] = {}
     for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
         by_rank.setdefault(device.process_index, []).append(device)

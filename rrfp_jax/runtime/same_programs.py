@@ -27,7 +27,7 @@ from rrfp_jax.programs.reduction import update_function
 from rrfp_jax.programs.shardings import all_passing, spread, unit_shardings
 from rrfp_jax.programs.specs import accumulator_spec, pick, spec_of
 from rrfp_jax.programs.state import layer_groups
-from rrfp_jax.runtime.hosted import HostedModel, HostedPrograms, Plans
+from rrfp_jax.runtime.model import HostedModel, HostedPrograms, Plans
 from rrfp_jax.runtime.process import Process
 
 Work = Mapping[str, Mapping[str, str]]

@@ -22,7 +22,7 @@ import numpy as np
 
 from rrfp_jax.programs.shapes import describe_chunk, holders
 from rrfp_jax.programs.stage_devices import shards_of
-from rrfp_jax.runtime.hosted import HostedModel, HostedState
+from rrfp_jax.runtime.model import HostedModel, HostedState
 from rrfp_jax.runtime.transports.edges import is_on_host
 
 _BLOCK = 1 << 20

@@ -1,4 +1,4 @@
-"""Sleeping until a given time, as exactly as the machine can."""
+"""Sleeps that end at a given time, as exactly as the machine can."""
 
 import ctypes
 import threading
@@ -10,17 +10,16 @@ _MAX_LATENESS_S = 2e-4
 
 
 class Sleeper:
-    """Sleeps on whatever thread asks for it.
+    """Sleeps on the calling thread, and ends on time on average.
 
-    A sleep ends some 0.05 to 0.1 ms late, which no device would. So the usual lateness is taken off the next sleeps:
-    they end when they should on average.
+    A sleep ends some 0.05 to 0.1 ms late, which no device would. So the usual lateness is taken off the next sleeps.
     """
 
     def __init__(self) -> None:
         self._usual_lateness_s = 0.0
 
     def until(self, time_s: float) -> None:
-        """Sleep until then (``time.perf_counter``), on average."""
+        """Sleeps until a time (``time.perf_counter``), on average."""
         remaining_s = time_s - time.perf_counter() - self._usual_lateness_s
         if remaining_s > 0:
             sleep_exactly(remaining_s)
@@ -30,7 +29,7 @@ class Sleeper:
 
 
 def sleep_exactly(seconds: float) -> None:
-    """Sleep at least so long, and not longer than waking up takes."""
+    """Sleeps for at least so many seconds, and longer only by the time that waking up takes."""
     if not hasattr(_thread, "is_exact"):
         _thread.is_exact = reduce_timer_slack()
     time.sleep(seconds)
@@ -40,7 +39,8 @@ _thread = threading.local()
 
 
 def reduce_timer_slack() -> bool:
-    """Let this thread's sleeps end within a microsecond of their time on Linux, instead of 50."""
+    """Has this thread's sleeps end within a microsecond of their time on Linux, instead of 50; returns whether they
+    do."""
     try:
         return ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1) == 0
     except (AttributeError, OSError):

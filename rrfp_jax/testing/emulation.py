@@ -24,7 +24,7 @@ from rrfp_jax.runtime.log_file import write_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage_threads import StageExecutor
-from rrfp_jax.runtime.steps_under_way import StepOutcome
+from rrfp_jax.runtime.steps import StepOutcome
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.schedules import Absences, lanes_beside
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline

@@ -1,6 +1,6 @@
 """Evaluation of a pipeline on named data sets: the same batches every time, through the stages that train.
 
-Several batches go through the pipeline as one step (:mod:`rrfp_jax.runtime.evaluating`), so that it fills and drains
+Several batches go through the pipeline as one step (:mod:`rrfp_jax.runtime.evaluation`), so that it fills and drains
 once for them; the next ones are made meanwhile. Each such step asks whether the run is to stop, so a request
 to stop takes effect within an evaluation.
 """
@@ -16,7 +16,7 @@ from rrfp_jax.data import Batch, Dataset, Reads
 from rrfp_jax.models.loss import ANSWER_TOKENS, ANSWERS, COUNTS, EXACT_ANSWERS, RIGHT_TOKENS
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.batches import Bucket, buckets_of
-from rrfp_jax.runtime.evaluating import EvaluationMetrics, EvaluationResult, EvaluationShapes
+from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes
 from rrfp_jax.training.batches import AgreedBatches
 from rrfp_jax.training.run_config import EvaluationConfig
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.runtime.evaluating import EvaluationShapes
+from rrfp_jax.runtime.evaluation import EvaluationShapes
 from rrfp_jax.training.saving import RunSaver
 from tests.fuzz.building import pipeline_of
 from tests.fuzz.comparing import (

@@ -26,7 +26,7 @@ from rrfp_jax.planner.microbatches import microbatch_specs
 from rrfp_jax.planner.model_layers import model_layers
 from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.model_graph import model_graph
-from rrfp_jax.runtime.hosted import HostedModel
+from rrfp_jax.runtime.model import HostedModel
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage_memory import chunk_bytes

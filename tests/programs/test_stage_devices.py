@@ -20,7 +20,7 @@ from rrfp_jax.programs import stage_devices
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.collectives import Exchange, exchanges
 from rrfp_jax.programs.stage_devices import StageDevices, meeting
-from rrfp_jax.runtime import hosted
+from rrfp_jax.runtime import model as hosted
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import linear
 

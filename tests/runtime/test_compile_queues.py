@@ -14,7 +14,7 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import CompiledChunk
-from rrfp_jax.runtime import hosted
+from rrfp_jax.runtime import model as hosted
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import linear
 

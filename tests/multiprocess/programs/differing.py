@@ -28,7 +28,7 @@ def main() -> None:
     process.connect()
     process.start_jax("cpu")
     if difference == "compiled":  # as if compilers made different programs of equal ones
-        from rrfp_jax.runtime import prepared
+        from rrfp_jax.runtime import prepare as prepared
 
         prepared.check_same_plans = lambda model, planned: None
     _train(process, difference if place.rank else "nothing")

@@ -1,14 +1,13 @@
-"""The part of a model that this process hosts: on which devices, with which programs, from which state.
+"""The part of a model that this process hosts: its devices, its programs and its state.
 
 Chunks go by two numbers. The *base* number is the model's own, from 0 to C-1; programs, shapes and layers know no
 other. In the pipeline of all replicas (:mod:`rrfp_jax.core.replicas`), which arbiters and messages know, chunk
 ``c`` of replica ``r`` is ``r * C + c``.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from jax.stages import Compiled
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.core.replicas import Replication
-from rrfp_jax.programs.batches import Bucket
 from rrfp_jax.programs.buckets import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
 from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
@@ -49,15 +47,15 @@ from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.schedules import PipelineGraph, Placement
 
 Plans = Mapping[int, Sequence[Variant]]
-"""By base number, what is traced of a hosted chunk."""
+"""By base number, the variants of a hosted chunk that were traced."""
 
 
 @dataclass
 class HostedState:
-    """What the hosted chunks carry from step to step."""
+    """The state that the hosted chunks carry from step to step."""
 
     chunks: dict[int, ChunkState]
-    """By number in the pipeline of all replicas."""
+    """States of chunks, by number in the pipeline of all replicas."""
     shared: dict[int, Any]
     """By base number, the optimizer states that the replicas of a stage share; empty unless they do."""
 
@@ -67,21 +65,21 @@ class HostedPrograms:
     """The compiled programs of the hosted chunks."""
 
     shapes: tuple[tuple[ChunkShapes, ...], ...]
-    """Of every bucket and chunk of the model; those of evaluations come last."""
-    chunks: dict[int, CompiledChunk]
-    """By number in the pipeline of all replicas."""
-    replicas: dict[int, StageUpdates]
-    """By base number, what the replicas of a stage do together; empty without data parallelism."""
+    """Shapes of every bucket and chunk of the model; buckets of evaluations come last."""
+    chunks: dict[int, CompiledChunk] = field(default_factory=dict)
+    """Programs of chunks, by number in the pipeline of all replicas."""
+    replicas: dict[int, StageUpdates] = field(default_factory=dict)
+    """By base number, the programs that the replicas of a stage run together; empty without data parallelism."""
     seconds: dict[int, float] = field(default_factory=dict)
-    """How long each program took to compile, by the ``id`` of the compiled program."""
+    """Seconds that each program took to compile, by the ``id`` of the compiled program."""
 
     @property
     def sizes_of_evaluation(self) -> dict[int, ChunkSizes]:
-        """What every hosted chunk needs in evaluations; as in training where it has no part in them."""
+        """Sizes of every hosted chunk in evaluations; as in training where it has no part in them."""
         return {chunk: each.sizes_of_evaluation or each.sizes for chunk, each in self.chunks.items()}
 
     def make_constants(self) -> None:
-        """Make the arrays that the programs take beside their arguments, before the first step."""
+        """Makes the arrays that the programs take beside their arguments, before the first step."""
         for chunk in self.chunks.values():
             for variant in chunk.variants:
                 _ = variant.constants
@@ -115,61 +113,64 @@ class HostedModel:
             )
             for stage, axes in enumerate(layout.axes_of_stage)
         ]
-        """The devices of every stage, those of other processes included."""
+        """The devices of every stage, also those of other processes."""
         self.copies = Replication(num_chunks=len(self.chunks), num_microbatches=1, num_replicas=layout.data)
-        hosted = set(process.units)
-        self.base_chunks = tuple(
-            c for c in range(len(self.chunks)) if hosted & set(layout.units_of_stage(self._stage(c)))
-        )
+        hosted, stage_of = set(process.units), placement.stage_of_chunk
+        self.base_chunks = tuple(c for c in range(len(self.chunks)) if hosted & set(layout.units_of_stage(stage_of[c])))
         """Base numbers of the hosted chunks, ascending."""
 
-    def _stage(self, base: int) -> int:
-        return self.placement.stage_of_chunk[base]
-
     def _grid(self, base: int) -> StageDevices:
-        return self.grids[self._stage(base)]
+        return self.grids[self.placement.stage_of_chunk[base]]
 
     def numbers(self, base: int) -> dict[int, int]:
-        """For every hosted replica of a chunk, its number in the pipeline of all replicas."""
+        """Returns, for every hosted replica of a chunk, its number in the pipeline of all replicas."""
         return {replica: self.copies.chunk(base, replica) for replica in self._grid(base).local_replicas}
 
-    def boundary(self, chunk: int) -> Sharding:
-        """The boundary of the unit of a chunk, by its number among all replicas."""
+    def _boundary(self, chunk: int) -> Sharding:
+        """Returns the boundary of the unit of a chunk, by its number among all replicas."""
         return self._grid(self.copies.base(chunk)).unit_sharding(self.copies.replica(chunk))
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def initial_state(self, key: jax.Array, graph: PipelineGraph) -> HostedState:
-        """The state to start from; ``graph`` is that of one replica."""
+        """Returns the state to start from; ``graph`` is the graph of one replica."""
         require_jit()
-        return self._state(
-            graph,
-            partial(initial_state, key=key, store=self._store),
-            partial(initial_shared_state, store=self._store),
-        )
+        return self._state(graph, key)
 
     def state_specs(self, graph: PipelineGraph) -> HostedState:
-        """What ``initial_state`` returns as specs with shardings; nothing is computed."""
-        return self._state(graph, state_specs, lambda *args: optimizer_specs(*args[:-1]))
+        """Returns the result of ``initial_state`` as specs with shardings; nothing is computed."""
+        return self._state(graph, None)
 
-    def _state(
-        self, graph: PipelineGraph, of_unit: Callable[..., ChunkState], of_stage: Callable[..., Any]
-    ) -> HostedState:
+    def _state(self, graph: PipelineGraph, key: jax.Array | None) -> HostedState:
         state = HostedState({}, {})
         for base in self.base_chunks:
             devices, model = self._grid(base), (self.chunks, base, self.optimizer)
             trains = graph.trains(base)
             is_shared = self.updates.shard_optimizer and trains
             for replica, number in self.numbers(base).items():
-                boundary = devices.unit_sharding(replica)
-                state.chunks[number] = of_unit(*model, sharding=boundary, trains=trains, shard_optimizer=is_shared)
+                sharding = devices.unit_sharding(replica)
+                if key is None:
+                    made = state_specs(*model, sharding=sharding, trains=trains, shard_optimizer=is_shared)
+                else:
+                    made = initial_state(
+                        *model,
+                        sharding=sharding,
+                        trains=trains,
+                        shard_optimizer=is_shared,
+                        key=key,
+                        store=self._store,
+                    )
+                state.chunks[number] = made
             if is_shared and jax.tree.leaves(trained_specs(self.chunks[base])):
-                params = {replica: state.chunks[number].params for replica, number in self.numbers(base).items()}
-                state.shared[base] = of_stage(*model, devices, params)
+                if key is None:
+                    state.shared[base] = optimizer_specs(*model, devices)
+                else:
+                    params = {replica: state.chunks[number].params for replica, number in self.numbers(base).items()}
+                    state.shared[base] = initial_shared_state(*model, devices, params, store=self._store)
         return state
 
     def by_chunk(self, held: HostedState) -> list[tuple[int, ChunkState]]:
-        """Every hosted chunk's base number and state; what replicas share is in the state of each of them."""
+        """Returns every hosted chunk's base number and state; state that replicas share stands in each of theirs."""
         numbered = [(self.copies.base(number), state) for number, state in held.chunks.items()]
         return [
             (base, replace(state, optimizer_state=held.shared.get(base, state.optimizer_state)))
@@ -180,7 +181,7 @@ class HostedModel:
         """Returns the hosted state made of these states alone, in the order of :meth:`by_chunk`.
 
         Optimizer state that is a spec starts anew, from the parameters. All processes call it alike. Raises ValueError
-        for states that are not as ``state_specs`` says.
+        for states that do not fit ``state_specs``.
         """
         specs, state = self.state_specs(graph), HostedState({}, {})
         expected = [(describe_chunk(self.chunks, base), spec) for base, spec in self.by_chunk(specs)]
@@ -189,40 +190,25 @@ class HostedModel:
             is_shared = base in specs.shared
             if is_shared:
                 state.shared.setdefault(base, held.optimizer_state)
-            # an operation may have cut the parameters when the states were asked for
+            # An operation may have cut the parameters when the states were asked for.
             params = jax.tree.map(_lying_as, held.params, specs.chunks[number].params)
             optimizer_state = () if is_shared else held.optimizer_state
             state.chunks[number] = replace(held, params=params, optimizer_state=optimizer_state)
         for base in self.base_chunks:
-            self._fill_in(base, state)
+            devices, model = self._grid(base), (self.chunks, base, self.optimizer)
+            units = {replica: state.chunks[number] for replica, number in self.numbers(base).items()}
+            if _has_specs(state.shared.get(base)):
+                params_of_units = {replica: unit.params for replica, unit in units.items()}
+                fresh = initial_shared_state(*model, devices, params_of_units, store=self._store)
+                state.shared[base] = _filled_in(state.shared[base], fresh)
+            for replica, unit in units.items():
+                if _has_specs(unit.optimizer_state):
+                    sharding = devices.unit_sharding(replica)
+                    fresh = initial_optimizer_state(*model, sharding, unit.params, store=self._store)
+                    unit.optimizer_state = _filled_in(unit.optimizer_state, fresh)
         return state
 
-    def _fill_in(self, base: int, state: HostedState) -> None:
-        """Give what is still a spec in the optimizer state of a chunk the value that it starts from."""
-        devices, model = self._grid(base), (self.chunks, base, self.optimizer)
-        units = {replica: state.chunks[number] for replica, number in self.numbers(base).items()}
-        if _has_specs(state.shared.get(base)):
-            fresh = initial_shared_state(*model, devices, {r: u.params for r, u in units.items()}, store=self._store)
-            state.shared[base] = _filled_in(state.shared[base], fresh)
-        for replica, unit in units.items():
-            if _has_specs(unit.optimizer_state):
-                boundary = devices.unit_sharding(replica)
-                fresh = initial_optimizer_state(*model, boundary, unit.params, store=self._store)
-                unit.optimizer_state = _filled_in(unit.optimizer_state, fresh)
-
     # -- programs ----------------------------------------------------------------------------------------------------
-
-    def connect(self, programs: HostedPrograms) -> None:
-        """Bring up the connections behind the collectives of programs; all processes call it at the same point."""
-        together: dict[Mesh, list[Compiled]] = {}
-        for number, chunk in programs.chunks.items():
-            base = self.copies.base(number)
-            joint = [] if base not in programs.replicas else list(programs.replicas[base].compiled.values())
-            if joint:
-                together.setdefault(self._grid(base).mesh, []).extend(joint)
-            if (mesh := chunk.shardings.mesh) is not None:
-                together.setdefault(mesh, []).extend(each for each in chunk.compiled.values() if each not in joint)
-        connect(self.grids, together)
 
     def compile(
         self,
@@ -234,14 +220,17 @@ class HostedModel:
         evaluation: Buckets | None = None,
         check_plans: Callable[[Plans], None] = lambda planned: None,
     ) -> HostedPrograms:
-        """Compile everything for microbatches of these shapes, once; ``graph`` is that of one replica.
+        """Compiles everything for microbatches of these shapes, once.
 
-        ``evaluation`` are the shapes of those that are run forward alone; they are numbered after the others.
-        ``progress`` is told how many programs are compiled, and of how many; from any thread, one call at a time.
-        ``check_plans`` is given all that is traced before anything is compiled.
+        Args:
+            graph: the graph of one replica.
+            progress: called with the number of programs that are compiled, and of all; from any thread, one call at a
+                time.
+            max_programs: the most different programs that may be compiled; None: any number.
+            evaluation: the shapes of microbatches that are run forward alone; they are numbered after the others.
+            check_plans: called with all that is traced before anything is compiled.
 
-        Raises ValueError where chunks, graph and buckets do not fit, or where that would be more than ``max_programs``
-        different ones.
+        Raises ValueError where chunks, graph and buckets do not fit, or above ``max_programs``.
         """
         key = (graph, buckets.key, evaluation and evaluation.key)
         if key not in self._compiled:
@@ -262,21 +251,31 @@ class HostedModel:
         check_plans: Callable[[Plans], None],
     ) -> HostedPrograms:
         require_jit()
-        _check_buckets([self.chunks[base] for base in self.base_chunks], buckets, max_programs)
+        # Counted before anything is traced, which takes long for many buckets.
+        least = max(_least_programs(self.chunks[base], buckets) for base in self.base_chunks)
+        _check_number(least, max_programs, len(buckets), at_least=True)
         shapes = _shapes(self.chunks, graph, buckets)
         quiet, forward_graph = tuple(map(as_evaluated, self.chunks)), graph.evaluating()
-        of_evaluation = () if evaluation is None else _shapes(quiet, forward_graph, evaluation)
-        programs = HostedPrograms((*shapes, *of_evaluation), {}, {})
+        evaluated = () if evaluation is None else _shapes(quiet, forward_graph, evaluation)
+        programs = HostedPrograms((*shapes, *evaluated))
 
         def plan_one(base: int) -> tuple[list[Variant], list[int | None]]:
             with tracing_for(self._target):
-                variants, of_bucket = self._variants(base, graph, shapes)
-                more, of_more = self._evaluations(base, forward_graph, of_evaluation, len(variants))
-                return [*variants, *more], [*of_bucket, *of_more]
+                variants, of_bucket = self._variants(base, self.chunks, graph, shapes)
+                if not variants:
+                    raise ValueError(
+                        f"{describe_chunk(self.chunks, base)} runs in none of the {len(shapes)} buckets: prepare the "
+                        "pipeline for one whose microbatches have all leaves"
+                    )
+                if graph.trains(base):
+                    check_reached(self.chunks, base, [variant.plan for variant in variants])
+                more, of_more = self._variants(base, quiet, forward_graph, evaluated, evaluates=True)
+                shifted = [None if number is None else len(variants) + number for number in of_more]
+                return [*variants, *more], [*of_bucket, *shifted]
 
         def compile_one(base: int) -> tuple[int, StageUpdates | None, dict[int, CompiledChunk]]:
             with count.counting(), tracing_for(self._target):
-                replicas = self._compile_replicas(base, graph)
+                together = self._compile_updates(base, graph)
                 compiled = {
                     number: CompiledChunk(
                         base,
@@ -286,37 +285,39 @@ class HostedModel:
                         optimizer=self.optimizer,
                         sharding=self._grid(base).unit_sharding(replica),
                         seed=self._seed,
-                        stage=replicas,
+                        stage=together,
                         store=self._store,
                     )
                     for replica, number in self.numbers(base).items()
                 }
-            return base, replicas, compiled
+            return base, together, compiled
 
-        # XLA releases the GIL while it compiles
+        # Threads help, since XLA releases the GIL while it compiles.
         with ThreadPoolExecutor(thread_name_prefix="compile") as executor:
             planned = dict(zip(self.base_chunks, executor.map(plan_one, self.base_chunks), strict=True))
         variants = {base: of_chunk for base, (of_chunk, _) in planned.items()}
-        _check_number(variants.values(), len(programs.shapes), max_programs)
+        different = {variant.plan.kind: variant.plan for of_chunk in variants.values() for variant in of_chunk}
+        number = sum(plan.num_programs for plan in different.values())
+        _check_number(number, max_programs, len(programs.shapes), at_least=False)
         check_plans(variants)
         count = ProgramCount(sum(self._num_programs(*each, graph) for each in variants.items()), progress)
         queues, num_threads = self._compile_queues()
         with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as executor:
             for made in executor.map(lambda queue: [compile_one(base) for base in queue], queues):
-                for base, replicas, compiled in made:
+                for base, together, compiled in made:
                     programs.chunks.update(compiled)
-                    if replicas is not None:
-                        programs.replicas[base] = replicas
+                    if together is not None:
+                        programs.replicas[base] = together
         programs.seconds.update(count.seconds)
         return programs
 
     def _compile_queues(self) -> tuple[list[list[int]], int | None]:
-        """Returns the hosted chunks in lists, each compiled in order by one thread, and for how many threads.
+        """Returns the hosted chunks in lists, each compiled in order by one thread, and the number of threads.
 
         XLA chooses a GPU's kernels by timing them there, which a second compilation for the same GPU would disturb, in
         time and in memory. Where a unit spans several processes they time its kernels together, and wait for each
-        other in every program. They cannot wait in a circle: all of them compile what they share in one order, and
-        every list has a thread of its own.
+        other in every program. They cannot wait in a circle: all of them compile the programs that they share in one
+        order, and every list has a thread of its own.
         """
         if not self.process.is_here or not times_kernels(self.process.own_device(self.process.units[0])):
             return [[base] for base in self.base_chunks], None
@@ -329,9 +330,21 @@ class HostedModel:
         return [sorted(bases) for _, bases in queues], len(queues)
 
     def _variants(
-        self, base: int, graph: PipelineGraph, shapes: Sequence[Sequence[ChunkShapes]]
+        self,
+        base: int,
+        chunks: Sequence[Chunk],
+        graph: PipelineGraph,
+        shapes: Sequence[Sequence[ChunkShapes]],
+        *,
+        evaluates: bool = False,
     ) -> tuple[list[Variant], list[int | None]]:
-        """What differs from bucket to bucket on a chunk, and for each bucket which of these it is."""
+        """Returns the variants of a chunk that differ over the buckets, and for each bucket the number of its variant,
+        None where the chunk is skipped. Evaluations have forwards that keep nothing."""
+        grid = self._grid(base)
+        mesh = mesh_of(grid.unit_sharding(grid.local_replicas[0]))
+        trained: dict[str, Any] = {}
+        if not evaluates:
+            trained = {"remat": self._remat[base], "lean_forward": self._has_lean_forward(base, graph)}
         numbers: dict[Hashable, int] = {}
         variants: list[Variant] = []
         of_bucket: list[int | None] = []
@@ -341,53 +354,13 @@ class HostedModel:
                 continue
             number = numbers.setdefault(each[base].read, len(variants))
             if number == len(variants):
-                plan = plan_chunk(
-                    base,
-                    self.chunks,
-                    graph,
-                    each,
-                    remat=self._remat[base],
-                    lean_forward=self._has_lean_forward(base, graph),
-                    mesh=self._mesh(base),
-                    store=self._store,
-                )
-                variants.append(Variant(each[base], plan))
-            of_bucket.append(number)
-        if not variants:
-            raise ValueError(
-                f"{describe_chunk(self.chunks, base)} runs in none of the {len(shapes)} buckets: prepare the pipeline "
-                "for one whose microbatches have all leaves"
-            )
-        if graph.trains(base):
-            check_reached(self.chunks, base, [variant.plan for variant in variants])
-        return variants, of_bucket
-
-    def _evaluations(
-        self, base: int, graph: PipelineGraph, shapes: Sequence[Sequence[ChunkShapes]], first: int
-    ) -> tuple[list[Variant], list[int | None]]:
-        """The same for evaluations, numbered from ``first`` on: forwards that keep nothing; ``graph`` is theirs."""
-        chunks = tuple(map(as_evaluated, self.chunks))
-        numbers: dict[Hashable, int] = {}
-        variants: list[Variant] = []
-        of_bucket: list[int | None] = []
-        for each in shapes:
-            if not each[base].exists:
-                of_bucket.append(None)
-                continue
-            number = numbers.setdefault(each[base].read, first + len(variants))
-            if number == first + len(variants):
-                plan = plan_chunk(base, chunks, graph, each, mesh=self._mesh(base), store=self._store)
-                variants.append(Variant(each[base], plan, evaluates=True))
+                plan = plan_chunk(base, chunks, graph, each, mesh=mesh, store=self._store, **trained)
+                variants.append(Variant(each[base], plan, evaluates=evaluates))
             of_bucket.append(number)
         return variants, of_bucket
-
-    def _mesh(self, base: int) -> Mesh | None:
-        """Of each unit of a chunk; None for units of one device."""
-        grid = self._grid(base)
-        return mesh_of(grid.unit_sharding(grid.local_replicas[0]))
 
     def _has_lean_forward(self, base: int, graph: PipelineGraph) -> bool:
-        """Whether a chunk gets a forward without stash; in deterministic mode one program alone makes its outputs.
+        """Returns whether a chunk gets a forward without stash; in deterministic mode one program alone makes outputs.
 
         Raises ValueError where operations make the stash of a chunk that keeps no more than its inputs anyway.
         """
@@ -401,6 +374,7 @@ class HostedModel:
         return not self.updates.deterministic
 
     def _num_programs(self, base: int, variants: Sequence[Variant], graph: PipelineGraph) -> int:
+        """Returns the number of programs that are compiled for a chunk, on all hosted replicas."""
         trained, num_units = trained_specs(self.chunks[base]), len(self.numbers(base))
         plans = [variant.plan for variant in variants]
         derives = any(plan.num_derived for plan in plans)
@@ -410,7 +384,8 @@ class HostedModel:
             num_programs += 1 + num_updates * (1 if self.updates.shard_optimizer else num_units)
         return num_programs
 
-    def _compile_replicas(self, base: int, graph: PipelineGraph) -> StageUpdates | None:
+    def _compile_updates(self, base: int, graph: PipelineGraph) -> StageUpdates | None:
+        """Returns R and U of all replicas together; None where there is one replica."""
         if self.process.layout.data == 1:
             return None
         return StageUpdates(
@@ -424,46 +399,57 @@ class HostedModel:
             store=self._store,
         )
 
+    def connect(self, programs: HostedPrograms) -> None:
+        """Brings up the connections behind the collectives of programs; all processes call it at the same point."""
+        together: dict[Mesh, list[Compiled]] = {}
+        for number, chunk in programs.chunks.items():
+            base = self.copies.base(number)
+            joint = [] if base not in programs.replicas else list(programs.replicas[base].compiled.values())
+            if joint:
+                together.setdefault(self._grid(base).mesh, []).extend(joint)
+            if (mesh := chunk.shardings.mesh) is not None:
+                together.setdefault(mesh, []).extend(each for each in chunk.compiled.values() if each not in joint)
+        connect(self.grids, together)
+
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def edge(self, message: Message, bucket: int, shapes: Sequence[Sequence[ChunkShapes]]) -> Edge | None:
-        """What a message between chunks carries for microbatches of a bucket: nothing where these skip one of the two;
-        None for plain data."""
+        """Returns the content of a message between chunks for microbatches of a bucket, and its shardings at both ends.
+
+        The content is None where these microbatches skip one of the chunks; the edge is None for plain data.
+        """
         source, target = message.source, message.target
         bases = self.copies.base(source), self.copies.base(target)
         if message.kind is MessageKind.SHARED:
-            return self._tie(source, target, shapes[0])
-        ends = [shapes[bucket][base] for base in bases]
-        carried = ends[0].outputs
+            # Copies in another replica hear only that gradients are complete: a collective sums them.
+            if self.copies.replica(source) != self.copies.replica(target):
+                return None
+            names = tuple(sorted(self.chunks[bases[0]].tied))
+            # The sender's partition at both ends: its layers need not be all of the receiver's.
+            ends = [
+                pick(unit_shardings(self.chunks, bases[0], self._boundary(end)).params, names)
+                for end in (source, target)
+            ]
+            spec = accumulator_spec(pick(shapes[0][bases[0]].params, names))
+            return Edge(spec=spec, source=ends[0], target=ends[1])
+        at_ends = [shapes[bucket][base] for base in bases]
+        carried = at_ends[0].outputs
         if message.kind is MessageKind.GRADIENT:
-            carried = gradient_spec(ends[1].outputs)
-        if not all(end.exists for end in ends):
+            carried = gradient_spec(at_ends[1].outputs)
+        if not all(end.exists for end in at_ends):
             carried = None
-        at = [all_passing(self.boundary(end), carried) for end in (source, target)]
-        return Edge(spec=carried, source=at[0], target=at[1])
-
-    def _tie(self, source: int, target: int, shapes: Sequence[ChunkShapes]) -> Edge | None:
-        """Copies in another replica are told only that gradients are complete: these are summed by a collective."""
-        if self.copies.replica(source) != self.copies.replica(target):
-            return None
-        base = self.copies.base(source)
-        names = tuple(sorted(self.chunks[base].tied))
-
-        def lie(chunk: int) -> Mapping[str, Any]:
-            # the sender's partition at both ends: its layers need not be all of the receiver's
-            return pick(unit_shardings(self.chunks, base, self.boundary(chunk)).params, names)
-
-        return Edge(spec=accumulator_spec(pick(shapes[base].params, names)), source=lie(source), target=lie(target))
+        lying = [all_passing(self._boundary(end), carried) for end in (source, target)]
+        return Edge(spec=carried, source=lying[0], target=lying[1])
 
 
 def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> tuple[tuple[ChunkShapes, ...], ...]:
-    """Of every bucket and chunk."""
+    """Returns the shapes of every bucket and chunk."""
     absent = (absent_chunks(chunks, graph, bucket) for bucket in buckets.specs)
     return tuple(derive_shapes(chunks, graph, *each) for each in zip(buckets.specs, absent, strict=True))
 
 
 def _lying_as(array: Any, spec: jax.ShapeDtypeStruct) -> Any:
-    """Returns the array, moved to where the spec says."""
+    """Returns the array, moved to the devices that the spec names."""
     if not isinstance(array, jax.Array) or array.sharding.is_equivalent_to(spec.sharding, array.ndim):
         return array
     return jax.device_put(array, spec.sharding)
@@ -477,29 +463,21 @@ def _filled_in(state: Any, fresh: Any) -> Any:
     return jax.tree.map(lambda held, new: new if isinstance(held, jax.ShapeDtypeStruct) else held, state, fresh)
 
 
-def _check_buckets(chunks: Iterable[Chunk], buckets: Buckets, most: int | None) -> None:
-    """The same before anything is traced, which takes long for many buckets: a chunk has a program for all it reads."""
-    number = max(len({_leaves_read(chunk, bucket) for bucket in buckets.specs} - {None}) for chunk in chunks)
-    _refuse_above(most, number, f"at least {number}", len(buckets))
+def _least_programs(chunk: Chunk, buckets: Buckets) -> int:
+    """Returns a lower bound of a chunk's programs: one for all leaves that it reads of some bucket."""
+    needed = {*chunk.leaves} - chunk.optional_leaves
+    return len(
+        {
+            tuple((name, bucket[name].shape, bucket[name].dtype) for name in chunk.leaves if name in bucket)
+            for bucket in buckets.specs
+            if needed <= bucket.keys()
+        }
+    )
 
 
-def _leaves_read(chunk: Chunk, bucket: Bucket) -> Hashable | None:
-    """None where such microbatches skip the chunk, as they lack a leaf."""
-    if not {*chunk.leaves} - chunk.optional_leaves <= bucket.keys():
-        return None
-    return tuple((name, bucket[name].shape, bucket[name].dtype) for name in chunk.leaves if name in bucket)
-
-
-def _check_number(variants: Iterable[Sequence[Variant]], num_buckets: int, most: int | None) -> None:
-    """Raise ValueError where more different programs would be compiled."""
-    plans = {variant.plan.kind: variant.plan for of_chunk in variants for variant in of_chunk}
-    number = sum(plan.num_programs for plan in plans.values())
-    _refuse_above(most, number, str(number), num_buckets)
-
-
-def _refuse_above(most: int | None, number: int, described: str, num_buckets: int) -> None:
+def _check_number(number: int, most: int | None, num_buckets: int, *, at_least: bool) -> None:
     if most is not None and number > most:
         raise ValueError(
-            f"{num_buckets} buckets would compile {described} different programs, more than max_programs {most}: give "
-            "fewer buckets, or raise max_programs"
+            f"{num_buckets} buckets would compile {'at least ' if at_least else ''}{number} different programs, more "
+            f"than max_programs {most}: give fewer buckets, or raise max_programs"
         )

@@ -1,0 +1,128 @@
+"""Steps that evaluate, as a pipeline runs them: their shapes, the places of their microbatches, and their results.
+
+An evaluation step takes a fixed number of microbatches, those of one or several batches, so that the pipeline fills and
+drains once for all of them. Where it is given fewer, the rest are absent. Every replica gets an equal share.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rrfp_jax.core.replicas import Replication, microbatches_per_replica
+from rrfp_jax.field_rules import check_types
+from rrfp_jax.programs.batches import Leaf, StepBatch, num_microbatches
+from rrfp_jax.programs.buckets import Buckets
+from rrfp_jax.runtime.steps import EnqueuedStep
+from rrfp_jax.schedules import Absences
+from rrfp_jax.schedules.timeline import StepSums, Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationShapes:
+    """The shapes of a pipeline's evaluations. Raises ValueError for less than one batch."""
+
+    buckets: Iterable[Mapping[str, Any]]
+    """The shapes that their microbatches may have, each with a spec or array for every leaf; several may be alike."""
+    batches: int = 1
+    """Most batches, of as many microbatches as a training step has, that one step can evaluate. More of them share the
+    time in which the pipeline fills and drains."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.batches < 1:
+            raise ValueError(f"an evaluation step of {self.batches} batches evaluates nothing: give at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedEvaluation:
+    """The evaluation steps that a running pipeline is prepared for."""
+
+    buckets: Buckets
+    first_bucket: int
+    """The number of their first bucket among all of the run."""
+    skipped: tuple[frozenset[int], ...]
+    """By bucket, the chunks of a replica that its microbatches skip."""
+    copies: Replication
+    """Tells how chunks and microbatches of an evaluation step belong to replicas."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Most microbatches of a step, over all replicas."""
+        return self.copies.num_microbatches * self.copies.num_replicas
+
+    def step(self, leaves: Mapping[str, Leaf], trained: int) -> tuple[StepBatch, Absences]:
+        """Returns the batch of a step, and the pairs that it lacks.
+
+        ``trained`` is the number of training steps before it. Raises ValueError for shapes that nothing was compiled
+        for, and for a number of microbatches that does not fit.
+        """
+        given, most = num_microbatches(leaves), self.num_microbatches
+        if given > most:
+            raise ValueError(
+                f"the batch has {given} microbatches, and an evaluation step has room for {most}: evaluate them in "
+                "several calls, or prepare the pipeline for more batches"
+            )
+        numbers = self.buckets.numbers(leaves)
+        # Every replica takes its share at the beginning of its own places; the rest of them are absent.
+        share = microbatches_per_replica(given, self.copies.num_replicas)
+        of_replica = self.copies.num_microbatches
+        places = {(m // share) * of_replica + m % share: m for m in range(given)}
+        arranged = {
+            name: [entries[places[p]] if p in places else None for p in range(most)] for name, entries in leaves.items()
+        }
+        buckets = [self.first_bucket + (numbers[places[p]] if p in places else 0) for p in range(most)]
+        absent = [
+            (chunk, place)
+            for place in range(most)
+            for chunk in (self.skipped[numbers[places[place]]] if place in places else range(self.copies.num_chunks))
+        ]
+        return StepBatch(arranged, buckets, trained), self.copies.pairs(absent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """The result of one evaluation step, the same in all processes but for times."""
+
+    step: int
+    """Number of training steps before it."""
+    loss_sum: float
+    """Sum of the loss over all microbatches, in nats."""
+    weight: float
+    """Total weight, for a language model the number of tokens that were predicted."""
+    means: dict[str, float] = field(default_factory=dict)
+    """Sums of the last chunk beside the loss, by name, over the total weight."""
+    timeline: Timeline = field(repr=False)
+    """Record of the stages that this process hosts."""
+    sums: StepSums = field(repr=False)
+    """Sums over the timelines: in the first process of all stages."""
+    stop: bool = field(repr=False)
+    """Whether a process has asked to end the run; the same in all processes, as is ``save``."""
+    save: bool = field(repr=False)
+    """Whether it is time to save the state; said once, in this step or in one that trains."""
+    ended_s: float = field(repr=False)
+    """Time at which the step had ended on all stages (``time.perf_counter``)."""
+
+    @property
+    def loss(self) -> float:
+        """The mean over the weight; not a number where that is 0."""
+        return self.loss_sum / self.weight if self.weight else float("nan")
+
+
+class EvaluationMetrics(EnqueuedStep):
+    """The future result of an enqueued evaluation; ``result()`` waits for it."""
+
+    def result(self) -> EvaluationResult:
+        """Blocks until the step has ended. Raises RunFailed, with the wait-for report, if the run cannot go on."""
+        outcome = self._outcome()
+        verdict = outcome.result
+        return EvaluationResult(
+            step=self._step,
+            loss_sum=verdict.loss_sum,
+            weight=verdict.weight,
+            means=verdict.means,
+            timeline=outcome.timeline,
+            sums=outcome.sums,
+            stop=verdict.stop,
+            save=verdict.save,
+            ended_s=outcome.ended_s,
+        )

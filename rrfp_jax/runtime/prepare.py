@@ -1,0 +1,380 @@
+"""From a model and a batch's shapes to running stages: one sequence, in which each value is made of those before it.
+
+1. the graph of one replica, with this batch's microbatches;
+2. the state, refused if its copies differ;
+3. the programs of the chunks that this process hosts, refused if processes that share them have traced others;
+4. the sizes of all chunks, which the processes tell each other, and from them the windows;
+5. the order of all replicas, and the memory that it needs, refused if that is too much;
+6. the programs again, refused if the compiler gave processes that share them other collectives, and the connections
+   behind collectives;
+7. the stages, each with its arbiter, running.
+"""
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from zlib import crc32
+
+import jax
+
+from rrfp_jax.core import STRICT, GroupProtocol, Message, MessageKind, Order, Ordering, StepRules, dispatch_of
+from rrfp_jax.core.replicas import Replication, microbatches_per_replica, replication
+from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_stages_fit, window_of_bytes
+from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
+from rrfp_jax.field_rules import with_type
+from rrfp_jax.programs.buckets import Buckets
+from rrfp_jax.programs.compiled import ChunkSizes
+from rrfp_jax.programs.compiling import CompileProgress
+from rrfp_jax.programs.target import memory_bytes_of
+from rrfp_jax.runtime.driver import PipelineRuntime, RunSettings
+from rrfp_jax.runtime.evaluation import EvaluationShapes, PreparedEvaluation
+from rrfp_jax.runtime.mailbox import Ship
+from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState
+from rrfp_jax.runtime.options import RuntimeOptions
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.same_programs import check_same_plans, check_same_programs
+from rrfp_jax.runtime.same_state import check_same_state
+from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
+from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes, device_limits
+from rrfp_jax.runtime.stage_replicas import StageReplicas
+from rrfp_jax.runtime.stage_threads import StageExecutor
+from rrfp_jax.runtime.transports import Edge
+from rrfp_jax.schedules import PipelineGraph, TaskKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A pipeline that runs, for microbatches of some shapes."""
+
+    buckets: Buckets
+    skipped: tuple[frozenset[int], ...]
+    """By bucket, the chunks of a replica that its microbatches skip."""
+    num_microbatches: int
+    """Number of microbatches of a step, over all replicas."""
+    order: Order
+    """The order of all replicas."""
+    copies: Replication
+    """Tells how the chunks and microbatches of ``order`` belong to replicas."""
+    forecast: tuple[StageForecast, ...]
+    """The predicted memory of every unit."""
+    sizes: Mapping[int, ChunkSizes]
+    """Sizes of the chunks that this process hosts, by number among all replicas."""
+    runtime: PipelineRuntime
+    weights: MicrobatchWeights
+    """Weights of microbatches, where their bytes are bounded."""
+    evaluation: PreparedEvaluation | None
+    """The steps that evaluate; None: there are none."""
+
+
+def prepare(
+    model: HostedModel,
+    graph: PipelineGraph,
+    state: HostedState,
+    buckets: Buckets,
+    num_microbatches: int,
+    *,
+    step: int,
+    ordering: Ordering,
+    options: RuntimeOptions,
+    progress: CompileProgress,
+    evaluation: EvaluationShapes | None = None,
+) -> Prepared:
+    """Compiles and starts everything; the stages take ``state`` over.
+
+    Args:
+        graph: the graph of one replica; its number of microbatches counts only if it is a schedule's.
+        buckets: the shapes that microbatches may have.
+        num_microbatches: the number of microbatches of a step, over all replicas.
+        step: the number of steps that the state has been trained.
+        progress: called with the number of programs that are compiled, and of all.
+        evaluation: the shapes of steps that evaluate; None: no step will.
+
+    Raises ValueError if chunks, graph, batch and memory do not fit, before anything runs.
+    """
+    process, num_replicas = model.process, model.process.layout.data
+    graph = _for_batch(graph, num_microbatches, ordering, num_replicas)
+    evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
+    with process.losses_first():
+        check_same_state(model, state, step)  # Before programs are compiled, which may take minutes.
+        programs = model.compile(
+            graph,
+            buckets,
+            progress,
+            max_programs=options.max_programs,
+            evaluation=evaluated,
+            check_plans=partial(check_same_plans, model),
+        )
+        sizes, devices = _gather_sizes(process, programs, buckets, evaluated)
+        order, forecast = _forecast_order(model, graph, sizes, buckets, ordering)
+        limit = options.memory_limit_bytes
+        limits = [devices[unit] if limit is None else limit for unit in range(process.layout.num_units)]
+        check_stages_fit(forecast, limits, is_strict=ordering.consume == STRICT)
+        if evaluation is not None:
+            needed = forecast_evaluation(order.evaluating(evaluation.batches), _evaluation_sizes(process, programs))
+            check_evaluation_fits(needed, limits)
+        check_same_programs(model, programs)
+        programs.make_constants()
+        model.connect(programs)
+    copies = replication(graph, num_replicas)
+    rules = model.updates.step_rules(num_replicas)
+    dispatch = dispatch_of(options.dispatch_ahead, on_host=process.own_device(process.units[0]).platform == "cpu")
+    runtime = process.start(
+        order.arbiters(
+            rules,
+            certain_ahead=dispatch.certain,
+            members=process.members(),
+            protocol=GroupProtocol(options.group_protocol),
+            shortest_s=process.shortest_foreseen_s(),
+            evaluation_batches=0 if evaluation is None else evaluation.batches,
+        ),
+        _stage_maker(model, order, state, programs, copies=copies, step_rules=rules, wrap=options.wrap_stage),
+        RunSettings(
+            progress_deadline_s=options.progress_deadline_s,
+            log_steps=options.log_steps,
+            just_in_time=dispatch.just_in_time,
+        ),
+        edge=_edge_of(model, programs),
+        num_buckets=len(programs.shapes),
+    )
+    skipped = [frozenset(c for c, each in enumerate(of) if not each.exists) for of in programs.shapes]
+    prepared_evaluation = None
+    if evaluation is not None and evaluated is not None:
+        prepared_evaluation = PreparedEvaluation(
+            buckets=evaluated,
+            first_bucket=len(buckets),
+            skipped=tuple(skipped[len(buckets) :]),
+            copies=replication(graph.evaluating(evaluation.batches), num_replicas),
+        )
+    return Prepared(
+        buckets=buckets,
+        skipped=tuple(skipped[: len(buckets)]),
+        num_microbatches=num_microbatches,
+        order=order,
+        copies=copies,
+        forecast=tuple(forecast),
+        sizes={chunk: each.sizes for chunk, each in programs.chunks.items()},
+        runtime=runtime,
+        weights=MicrobatchWeights(order, programs.chunks, process.units),
+        evaluation=prepared_evaluation,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledOnly:
+    """A pipeline whose programs are compiled for devices that are not here."""
+
+    programs: HostedPrograms
+    """The programs of the first replica of every stage; the others are alike."""
+    order: Order
+    """The order of all replicas."""
+    forecast: tuple[StageForecast, ...]
+    """The predicted memory of every unit."""
+    evaluation: tuple[StageForecast, ...]
+    """The same in steps that evaluate; empty where none does."""
+    limit_bytes: int | None
+    """The memory of every unit; None where it is unknown."""
+
+    def check_fits(self, *, is_strict: bool) -> None:
+        """Raises ValueError where a unit is predicted to need more than it has, with the remedies."""
+        check_stages_fit(self.forecast, [self.limit_bytes] * len(self.forecast), is_strict=is_strict)
+        check_evaluation_fits(self.evaluation, [self.limit_bytes] * len(self.evaluation))
+
+
+def compile_only(
+    model: HostedModel,
+    graph: PipelineGraph,
+    buckets: Buckets,
+    num_microbatches: int,
+    *,
+    ordering: Ordering,
+    options: RuntimeOptions,
+    progress: CompileProgress,
+    evaluation: EvaluationShapes | None = None,
+) -> CompiledOnly:
+    """Compiles everything as :func:`prepare` does, and starts nothing; the arguments are the same.
+
+    Raises ValueError if chunks, graph and batch do not fit.
+    """
+    process, num_replicas = model.process, model.process.layout.data
+    graph = _for_batch(graph, num_microbatches, ordering, num_replicas)
+    evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
+    programs = model.compile(graph, buckets, progress, max_programs=options.max_programs, evaluation=evaluated)
+    copies = replication(graph, num_replicas)
+
+    def of_all_replicas(sizes: Mapping[int, ChunkSizes]) -> dict[int, ChunkBytes]:
+        return {
+            copies.chunk(copies.base(number), replica): chunk_bytes(each)
+            for number, each in sizes.items()
+            for replica in range(num_replicas)
+        }
+
+    sizes = of_all_replicas({number: each.sizes for number, each in programs.chunks.items()})
+    order, forecast = _forecast_order(model, graph, sizes, buckets, ordering)
+    of_evaluation: list[StageForecast] = []
+    if evaluation is not None:
+        evaluated_sizes = of_all_replicas(programs.sizes_of_evaluation)
+        of_evaluation = forecast_evaluation(order.evaluating(evaluation.batches), evaluated_sizes)
+    limit = options.memory_limit_bytes
+    return CompiledOnly(
+        programs=programs,
+        order=order,
+        forecast=tuple(forecast),
+        evaluation=tuple(of_evaluation),
+        limit_bytes=memory_bytes_of(process.own_device(process.units[0])) if limit is None else limit,
+    )
+
+
+def _for_batch(graph: PipelineGraph, num_microbatches: int, ordering: Ordering, num_replicas: int) -> PipelineGraph:
+    """Returns the graph with a replica's share of the microbatches."""
+    share, table = microbatches_per_replica(num_microbatches, num_replicas), ordering.schedule
+    if table is not None and table.graph.num_microbatches != share:
+        raise ValueError(
+            f"schedule {table.name!r} is for {table.graph.num_microbatches} microbatches, the batch has {share}"
+            f"{' for each replica' if num_replicas > 1 else ''}: build the schedule for {share}"
+        )
+    return replace(graph, num_microbatches=share)
+
+
+# -- the order and its memory ------------------------------------------------------------------------------------------
+
+
+def _gather_sizes(
+    process: Process, programs: HostedPrograms, buckets: Buckets, evaluated: Buckets | None
+) -> tuple[dict[int, ChunkBytes], dict[int, int | None]]:
+    """Returns the sizes of every chunk of all replicas, and the memory of every unit's device.
+
+    The processes tell each other, so that all of them come to the same windows, and all refuse a model that does not
+    fit. Raises ValueError, in every process, where one was given other buckets, by whose numbers messages go.
+    """
+    limits = device_limits([process.own_device(unit) for unit in process.units])
+    own = [
+        [[chunk, *astuple(chunk_bytes(each.sizes))] for chunk, each in programs.chunks.items()],
+        [*zip(process.units, limits, strict=True)],
+        crc32(repr((buckets.key, evaluated and evaluated.key)).encode()),
+    ]
+    gathered = process.gather("sizes", own)
+    other = next((rank for rank, (*_, numbered) in gathered.items() if numbered != gathered[0][-1]), None)
+    if other is not None:
+        raise ValueError(
+            f"rank {other} was given other buckets than rank 0, or in another order: give all processes the same"
+        )
+    sizes: dict[int, ChunkBytes] = {}
+    devices: dict[int, int | None] = {}
+    for chunks, units, _ in gathered.values():
+        sizes |= {chunk: ChunkBytes.from_tuple(row) for chunk, *row in chunks}
+        devices |= dict(units)
+    return sizes, devices
+
+
+def _evaluation_sizes(process: Process, programs: HostedPrograms) -> dict[int, ChunkBytes]:
+    """Returns the sizes of every chunk of all replicas in evaluations."""
+    own = [[chunk, *astuple(chunk_bytes(sizes))] for chunk, sizes in programs.sizes_of_evaluation.items()]
+    gathered = process.gather("sizes of evaluations", own)
+    return {chunk: ChunkBytes.from_tuple(row) for rows in gathered.values() for chunk, *row in rows}
+
+
+def _forecast_order(
+    model: HostedModel,
+    graph: PipelineGraph,
+    sizes: Mapping[int, ChunkBytes],
+    buckets: Buckets,
+    ordering: Ordering,
+) -> tuple[Order, list[StageForecast]]:
+    """Returns the order of all replicas, and the predicted memory of every unit, from the sizes of all chunks.
+
+    Raises ValueError where the order does not fit the model, or a window in bytes holds too few microbatches.
+    """
+    layout, num_bytes = model.process.layout, ordering.window_bytes
+    # With a footprint or operations that move memory the window bounds activations, each of one chunk.
+    bounds_activations = ordering.has_footprint or (bool(graph.ops) and graph.operations.moves_memory)
+    in_microbatches = ordering
+    if num_bytes is not None:
+        windows = []
+        for stage, chunks in enumerate(model.placement.chunks_of_stage):
+            passed = [sizes[c] for c in chunks]
+            if bounds_activations:
+                passed = [max(passed, key=lambda chunk: chunk.per_microbatch)] * graph.passes_per_microbatch(chunks)
+            windows.append(window_of_bytes(num_bytes, passed, stage, graph.num_microbatches))
+        in_microbatches = replace(ordering, window=tuple(windows))
+        try:
+            in_microbatches.fitted(model.placement, graph)
+        except ValueError as error:
+            held = ",".join(map(str, windows))
+            raise ValueError(f"window {ordering.window} has room for {held} microbatches: {error}") from None
+    order = in_microbatches.resolve(model.placement, graph, num_replicas=layout.data)
+    # Microbatches of several sizes are admitted by the bytes that each of them takes, where nothing fixes their order.
+    if num_bytes is not None and len(buckets) > 1 and ordering.consume != STRICT and not bounds_activations:
+        order = replace(order, capacities=(num_bytes,) * layout.num_units)
+    return order, forecast_memory(order, sizes, graph.num_microbatches)
+
+
+# -- the stages --------------------------------------------------------------------------------------------------------
+
+
+def _edge_of(model: HostedModel, programs: HostedPrograms) -> Callable[[Message, int], Edge | None]:
+    """Returns a function that gives the edge of a message, one and the same for all buckets in which its content has
+    the same shapes."""
+    known: dict[Hashable, Edge] = {}
+
+    def edge(message: Message, bucket: int) -> Edge | None:
+        made = model.edge(message, bucket, programs.shapes)
+        if made is None or message.kind is MessageKind.SHARED:
+            return made
+        return known.setdefault((*message[:3], *jax.tree.leaves(made.spec), jax.tree.structure(made.spec)), made)
+
+    return edge
+
+
+def _stage_maker(
+    model: HostedModel,
+    order: Order,
+    state: HostedState,
+    programs: HostedPrograms,
+    *,
+    copies: Replication,
+    step_rules: StepRules,
+    wrap: Callable[[StageExecutor], StageExecutor] | None,
+) -> Callable[[int, Ship], StageExecutor]:
+    """Returns a function that builds the executor of a hosted unit; the executors take ``state`` over."""
+    process, layout = model.process, model.process.layout
+    environment = StageEnvironment(
+        graph=order.graph,
+        placement=order.placement,
+        copies=copies,
+        update_rules=model.updates,
+        step_rules=step_rules,
+        stop_requests=process.stop_requests,
+        in_transit=process.bytes_in_transit,
+    )
+    remaking = [TaskKind(op.letter) for op in order.graph.ops if op.remakes_stash]
+    # Shared by the hosted units of a stage; without data parallelism there is nothing to share.
+    replicas = {
+        stage: StageReplicas(
+            {chunk: programs.replicas[chunk] for chunk in model.placement.chunks_of_stage[stage]},
+            state.shared,
+            model.grids[stage].local_replicas,
+        )
+        for stage in ({layout.stage_of(unit) for unit in process.units} if programs.replicas else ())
+    }
+
+    def make_stage(unit: int, ship: Ship) -> StageExecutor:
+        own = {chunk: programs.chunks[chunk] for chunk in order.placement.chunks_of_stage[unit]}
+        stage = ProgramStage(
+            environment,
+            unit,
+            own,
+            {chunk: state.chunks[chunk] for chunk in own},
+            replicas=replicas.get(layout.stage_of(unit)),
+            meter=MemoryMeter(own, process.own_device(unit), remaking),
+            ship=ship,
+        )
+        if wrap is None:
+            return stage
+        wrapped = wrap(stage)
+        if not hasattr(wrapped, "launch"):
+            raise ValueError(
+                f"wrap_stage returns {with_type(wrapped)} for stage {unit}: return the executor that runs it"
+            )
+        return wrapped
+
+    return make_stage

@@ -1,0 +1,240 @@
+"""Steps of a running pipeline: those under way, the futures that wait for them, and their results.
+
+Of several processes rank 0 resolves a step when all have ended it, every other one when the stages hosted there have.
+"""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from rrfp_jax.runtime.control_plane import Peers
+from rrfp_jax.runtime.holding import Hold
+from rrfp_jax.runtime.stage_threads import StageOutcome
+from rrfp_jax.runtime.tree_collectives import StepStatistics
+from rrfp_jax.schedules.timeline import StepSums, Timeline
+from rrfp_jax.waiting import result_of
+
+_STEPS_NAMED = 16
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The outcome of a finished step. Fields whose cost grows with the run are computed on the thread that asks, not on
+    the event loop."""
+
+    step: int
+    result: Any
+    """Result of the executors, alike on all stages."""
+    stages: dict[int, StageOutcome]
+    """Outcomes of the stages hosted here, ascending."""
+    timeline: Timeline
+    """Record of the stages hosted here."""
+    ended_s: float
+    """Time at which the last stage ended the step (``time.perf_counter``)."""
+    looking_ahead: int = 0
+    """Number of stages hosted here whose foresight was at work."""
+    statistics: StepStatistics | None = None
+    """Statistics of all ranks together, on rank 0 of several."""
+
+    @cached_property
+    def peak_memory_bytes(self) -> dict[int, int]:
+        """Most bytes that each stage held on its devices: of all stages on rank 0, elsewhere of those hosted here."""
+        if self.statistics is not None:
+            return self.statistics.peak_memory_bytes()
+        return {stage: one.peak_memory_bytes for stage, one in self.stages.items()}
+
+    @cached_property
+    def peak_host_bytes(self) -> dict[int, int]:
+        """Most bytes that operations of each stage held in host memory."""
+        if self.statistics is not None:
+            return self.statistics.peak_host_bytes()
+        return {stage: one.peak_host_bytes for stage, one in self.stages.items()}
+
+    @cached_property
+    def sums(self) -> StepSums:
+        """Sums over the timelines of all stages on rank 0, elsewhere of those hosted here."""
+        if self.statistics is not None:
+            return self.statistics.sums
+        return replace(self.timeline.sums(), looking_ahead=self.looking_ahead)
+
+
+@dataclass
+class _Pending:
+    """A step that has not ended here."""
+
+    future: "Future[StepOutcome]"
+    timeline: Timeline
+    sums: StepSums
+    """Sums of the stages of which this is the first rank."""
+    peaks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Peaks of these stages, on devices and in host memory."""
+    outcomes: dict[int, StageOutcome] = field(default_factory=dict)
+    looking_ahead: int = 0
+
+
+class StepsUnderWay:
+    """The steps of one process that have not ended. They begin on the event loop and end in the serial executor."""
+
+    def __init__(self, num_stages: int, num_hosted: int, peers: Peers | None) -> None:
+        self._num_stages, self._num_hosted, self._peers = num_stages, num_hosted, peers
+        self._pending: dict[int, _Pending] = {}
+        self.begun_s = 0.0
+        """Time at which the first step that is under way was submitted, or a step ended elsewhere."""
+        self._trained: dict[int, int] = {}
+        """For the last steps, the number of the training step that they are, or that an evaluation comes after."""
+        self._evaluations: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def call(self, step: int, trained: int | None, *, evaluates: bool) -> None:
+        """Gives a step its number for people, who count training steps; from any thread."""
+        self._trained[step] = step if trained is None else trained
+        self._trained.pop(step - _STEPS_NAMED, None)
+        self._evaluations.discard(step - _STEPS_NAMED)
+        if evaluates:
+            self._evaluations.add(step)
+
+    def number(self, step: int) -> int:
+        """Returns the number by which people know a step."""
+        return self._trained.get(step, step)
+
+    def name(self, step: int) -> str:
+        """Returns the name of a step for people."""
+        number = self.number(step)
+        return f"evaluation after {number} steps" if step in self._evaluations else f"step {number}"
+
+    def begin(self, step: int, future: "Future[StepOutcome]") -> None:
+        """Adds a step."""
+        if not self._pending:
+            self.begun_s = time.perf_counter()
+        self._pending[step] = _Pending(future, Timeline(self._num_stages), StepSums(num_stages=self._num_stages))
+
+    def stage_ended(
+        self, stage: int, step: int, outcome: StageOutcome, timeline: Timeline, *, looks_ahead: bool
+    ) -> None:
+        """Takes the outcome of a step on a stage hosted here; after the last stage, the step has ended here."""
+        pending, peers = self._pending[step], self._peers
+        pending.outcomes[stage] = outcome
+        pending.timeline.extend(timeline)
+        pending.looking_ahead += looks_ahead
+        if peers is not None and peers.layout.ranks_of(stage)[0] == peers.rank:
+            sums = replace(timeline.sums(), looking_ahead=int(looks_ahead))
+            pending.sums = pending.sums.merged(sums, later_s=peers.clocks.offset_s)
+            pending.peaks[stage] = outcome.peak_memory_bytes, outcome.peak_host_bytes
+        if len(pending.outcomes) < self._num_hosted:
+            return
+        if peers is None or peers.rank:
+            self._resolve(step, None)
+        if peers is not None:
+            peers.step_ended_here(step, pending.sums, pending.peaks)
+
+    def ended_everywhere(self, step: int, statistics: StepStatistics) -> None:
+        """Resolves a step that all stages, also those elsewhere, have ended; on rank 0."""
+        self.begun_s = time.perf_counter()
+        if step in self._pending:
+            self._resolve(step, statistics)
+
+    def fail(self, error: Exception) -> None:
+        """Fails all steps, since none ends any more."""
+        while self._pending:  # The loop may begin another meanwhile.
+            self._pending.popitem()[1].future.set_exception(error)
+
+    def _resolve(self, step: int, statistics: StepStatistics | None) -> None:
+        pending = self._pending.pop(step)
+        pending.future.set_result(
+            StepOutcome(
+                step=step,
+                result=next(iter(pending.outcomes.values())).result,
+                stages=dict(sorted(pending.outcomes.items())),
+                timeline=pending.timeline,
+                ended_s=time.perf_counter(),
+                looking_ahead=pending.looking_ahead,
+                statistics=statistics,
+            )
+        )
+
+
+class EnqueuedStep:
+    """A step that was enqueued."""
+
+    def __init__(self, future: "Future[StepOutcome]", step: int, hold: Hold) -> None:
+        self._future, self._step, self._hold = future, step, hold
+
+    def done(self) -> bool:
+        """Returns whether the step has ended, also by an error."""
+        self._hold.check_process()
+        return self._future.done()
+
+    def _outcome(self) -> StepOutcome:
+        self._hold.check_process()
+        return result_of(self._future)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The result of one training step."""
+
+    step: int
+    loss: float
+    """Summed loss over total weight."""
+    weight: float
+    """Total weight, for a language model the number of tokens."""
+    grad_norm: float | None
+    """Global norm of the gradient of ``loss`` before clipping; None where neither clipping nor skipping asks for it."""
+    skipped: bool
+    """Whether the update was left out; ``fault`` says why."""
+    peak_memory_bytes: tuple[int, ...] = field(repr=False)
+    """Most bytes that each stage held during the step; since the start of the process where the backend counts."""
+    peak_host_bytes: tuple[int, ...] = field(repr=False)
+    """Most bytes that operations of each stage had in host memory during the step."""
+    timeline: Timeline = field(repr=False)
+    """Record of the stages that this process hosts: times of all tasks, and reasons of idleness."""
+    sums: StepSums = field(repr=False)
+    """Sums over the timelines of all stages; in other processes than the first, of the stages hosted there."""
+    stop: bool = field(repr=False)
+    """Whether a process has asked to end the run; the same in all processes, as is ``save``."""
+    save: bool = field(repr=False)
+    """Whether it is time to save the state."""
+    ended_s: float = field(repr=False)
+    """Time at which the step had ended on all stages (``time.perf_counter``)."""
+    fault: str | None = field(default=None, repr=False)
+    """Fault of the step: a loss or gradients that are not finite, no weight at all, or a negative one."""
+    means: dict[str, float] = field(default_factory=dict, repr=False)
+    """Sums of the last chunk beside the loss, by name, over the total weight."""
+    forwards_skipped: int = field(default=0, repr=False)
+    """Number of pairs of a chunk and a microbatch that skipped it, such as encoders and microbatches without images."""
+
+
+class StepMetrics(EnqueuedStep):
+    """The future result of an enqueued step; ``result()`` waits for it."""
+
+    def __init__(
+        self, future: "Future[StepOutcome]", step: int, hold: Hold, *, has_norm: bool, forwards_skipped: int
+    ) -> None:
+        super().__init__(future, step, hold)
+        self._has_norm, self._forwards_skipped = has_norm, forwards_skipped
+
+    def result(self) -> StepResult:
+        """Blocks until the step has ended. Raises RunFailed, with the wait-for report, if the run cannot go on."""
+        outcome = self._outcome()
+        verdict = outcome.result
+        return StepResult(
+            step=self._step,
+            loss=verdict.loss,
+            weight=verdict.weight,
+            grad_norm=verdict.grad_norm if self._has_norm else None,
+            skipped=not verdict.apply,
+            fault=verdict.fault,
+            peak_memory_bytes=tuple(outcome.peak_memory_bytes.values()),
+            peak_host_bytes=tuple(outcome.peak_host_bytes.values()),
+            timeline=outcome.timeline,
+            sums=outcome.sums,
+            stop=verdict.stop,
+            save=verdict.save,
+            means=verdict.means,
+            ended_s=outcome.ended_s,
+            forwards_skipped=self._forwards_skipped,
+        )
