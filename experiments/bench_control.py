@@ -119,11 +119,8 @@ class ControlPlane:
 
     # -- what Peers tells its listener -------------------------------------------------------------------------------
 
-    def heard(self, *_: object) -> None:
-        raise AssertionError("no stage spans processes here")
-
-    def task_announced(self, *_: object) -> None:
-        raise AssertionError("no stage looks ahead here")
+    def observe(self, *_: object) -> None:
+        raise AssertionError("no stage spans processes or looks ahead here")
 
     def step_ended(self, step: int, statistics: StepStatistics) -> None:  # noqa: ARG002
         self.ended.append(statistics)

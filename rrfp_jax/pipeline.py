@@ -181,7 +181,7 @@ class Pipeline:
         """
         self._check_new("start over")
         _check_key(key)
-        self._state = self._model.initial_state(key, self._graph)
+        self._state = self._model.initial_state(self._graph, key)
         return self._started(0)
 
     def params(self, state: PipelineState) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Pipeline:
 
     def state_specs(self) -> list[tuple[int, ChunkState]]:
         """What :meth:`chunk_states` returns, as shapes with shardings; nothing is computed."""
-        return self._model.by_chunk(self._model.state_specs(self._graph))
+        return self._model.by_chunk(self._model.initial_state(self._graph, None))
 
     def restore(self, states: Sequence[ChunkState], step: int) -> PipelineState:
         """Go on after ``step`` steps from these states, one for each entry of :meth:`state_specs`, instead of ``init``.

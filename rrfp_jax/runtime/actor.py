@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.core import (
     Announce,
@@ -17,18 +17,14 @@ from rrfp_jax.core import (
     DecideNow,
     Event,
     FinishStep,
-    GroupHeard,
     InputArrived,
-    InputPromised,
     Instruction,
     Message,
-    Note,
     RunTask,
     Send,
     StageArbiter,
     StepPlan,
     StepStarted,
-    TaskAnnounced,
     TaskFinished,
     WakeAt,
 )
@@ -41,35 +37,12 @@ from rrfp_jax.runtime.stage_threads import (
     HandsAhead,
     LaunchAndWait,
     StageExecutor,
-    StageOutcome,
     StageThreads,
 )
-from rrfp_jax.runtime.transports import Transport
 from rrfp_jax.schedules import PipelineGraph, Task, lanes_beside
-from rrfp_jax.schedules.timeline import Timeline
 
-
-class StageHost(Protocol):
-    """The runtime around a stage's actor, as the actor uses it."""
-
-    @property
-    def transport(self) -> Transport:
-        """Transport on which outputs leave the stage."""
-
-    def announce(self, stage: int, step: int, message: Message) -> None:
-        """Tells a stage that the task which will send it this message has started."""
-
-    def tell(self, stage: int, member: int, step: int, note: Note) -> None:
-        """Sends a note to a member of the stage's group."""
-
-    def wake_later(self, at_s: float, call: Callable[[], None]) -> None:
-        """Makes a call at a time (``time.perf_counter``), in the serial executor."""
-
-    def run_serially(self, call: Callable[[], None]) -> None:
-        """Makes a call in the serial executor, now or after the call that is running."""
-
-    def stage_ended(self, stage: int, step: int, outcome: StageOutcome, timeline: Timeline) -> None:
-        """Takes the outcome of a step on the stage, and the stage's record of it."""
+if TYPE_CHECKING:
+    from rrfp_jax.runtime.driver import PipelineRuntime
 
 
 class StageActor:
@@ -87,7 +60,7 @@ class StageActor:
         arbiter: StageArbiter,
         executor: StageExecutor,
         threads: StageThreads,
-        host: StageHost,
+        runtime: "PipelineRuntime",
         *,
         engines: Mapping[str, ComputeThread] = MappingProxyType({}),
         hands_ahead: Mapping[int, HandsAhead] = MappingProxyType({}),
@@ -97,8 +70,8 @@ class StageActor:
         self.threads: list[StageThreads] = [threads, *engines.values()]
         self.log = EventLog(arbiter, log_steps)
         self.last_event_s = time.perf_counter()
-        self._host, self._threads, self._hands_ahead = host, threads, hands_ahead
-        self._send, self._submit = host.transport.send, threads.submit
+        self._runtime, self._threads, self._hands_ahead = runtime, threads, hands_ahead
+        self._send, self._submit = runtime.transport.send, threads.submit
         self._beside = {kind: (lane, engines[lane].submit) for kind, lane in lanes_beside(arbiter.graph).items()}
         """Lanes beside compute, by the kind of their tasks."""
         self._awaited: dict[Task, AwaitedInputs] = {}
@@ -134,19 +107,11 @@ class StageActor:
         self.executor.accept(step, message, payload)
         self._handle(InputArrived(step, time.perf_counter(), message))
         for task in [task for task in self._awaited if not self.arbiter.awaits_input(task)]:
-            self._awaited.pop(task).came()
+            self._awaited.pop(task).came.set()
 
-    def hear(self, step: int, member: int, note: Note) -> None:
-        """Takes a note of another member of the stage's group."""
-        self._handle(GroupHeard(step, time.perf_counter(), member, note))
-
-    def announced(self, step: int, message: Message) -> None:
-        """Notes that another stage has started the task that will send this message."""
-        self._handle(TaskAnnounced(step, time.perf_counter(), message))
-
-    def promised(self, step: int, message: Message) -> None:
-        """Notes that another stage will launch the task that makes this message, which can be fetched from then on."""
-        self._handle(InputPromised(step, time.perf_counter(), message))
+    def observe(self, event: Callable[..., Event], step: int, *details: Any) -> None:
+        """Handles an event of a step that carries nothing for the executor."""
+        self._handle(event(step, time.perf_counter(), *details))
 
     def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
         """Takes the completion of a task."""
@@ -199,16 +164,16 @@ class StageActor:
             elif isinstance(instruction, FinishStep):
                 ended = True
             else:
-                self._host.tell(self.stage, instruction.member, instruction.step, instruction.note)
+                self._runtime.tell(self.stage, instruction.member, instruction.step, instruction.note)
         # Sent only now: sending takes longer than handing over the next task, which the devices wait for.
         for item in outgoing:
             self._send(*item)
         for step, message, stage in announced:  # No data should wait for an announcement.
-            self._host.announce(stage, step, message)
+            self._runtime.announce(stage, step, message)
         if ended:  # Other stages wait for what was sent, and nobody for the record of the step.
             step = instructions[-1].step
             self._recorder.end(time_s)
-            self._host.stage_ended(self.stage, step, self.executor.finish(step), self._recorder.take())
+            self._runtime.stage_ended(self.stage, step, self.executor.finish(step), self._recorder.take())
 
     def _hand_over(self, instruction: RunTask) -> None:
         """Hands a task to the thread of its lane, perhaps ahead of inputs that other stages here are about to
@@ -236,8 +201,8 @@ class StageActor:
     def _hold(self, instruction: WakeAt) -> None:
         """Has the stage woken at the end of a hold: by its own thread where that is about to wait, else by a timer."""
         self._wake, call = instruction, partial(self._woken, instruction)
-        if not self._threads.wake_later(instruction.time_s, partial(self._host.run_serially, call)):
-            self._host.wake_later(instruction.time_s, call)
+        if not self._threads.wake_later(instruction.time_s, partial(self._runtime.run_serially, call)):
+            self._runtime.wake_later(instruction.time_s, call)
 
     def _woken(self, asked: WakeAt) -> None:
         if asked is self._wake:

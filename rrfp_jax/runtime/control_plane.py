@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rrfp_jax.cluster import MalformedMessage, PeerNetwork
 from rrfp_jax.cluster.failure_detector import watched
 from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
-from rrfp_jax.core import Message, Note
+from rrfp_jax.core import Event, GroupHeard, Message, Note, TaskAnnounced
 from rrfp_jax.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.clocks import Clocks
@@ -34,11 +34,9 @@ _MAX_NEWS_BYTES = 1 << 26
 class Listener(Protocol):
     """A driver that takes messages from other ranks; called on the event loop."""
 
-    def heard(self, unit: int, step: int, member: int, note: Note) -> None:
-        """Takes a note of a member of a unit's group."""
-
-    def task_announced(self, unit: int, step: int, message: Message) -> None:
-        """Notes that the task which will send this message to the unit has started elsewhere."""
+    def observe(self, unit: int, event: Callable[..., Event], step: int, *details: Any) -> None:
+        """Takes an event for a unit: a note of a member of its group, or the start of a task that sends it a
+        message."""
 
     def step_ended(self, step: int, statistics: StepStatistics) -> None:
         """Takes the statistics of a step that all units of the run have ended; on rank 0 alone."""
@@ -118,7 +116,7 @@ class Peers:
     def _note(self, _: int, header: dict[str, Any], __: list[memoryview]) -> None:
         unit, step, member = (field(header, name, int) for name in ("unit", "step", "member"))
         assert self._listener is not None
-        self._listener.heard(unit, step, member, _record(Note, field(header, "note", list)))
+        self._listener.observe(unit, GroupHeard, step, member, _record(Note, field(header, "note", list)))
 
     def _task(self, rank: int, header: bytes, _: list[memoryview]) -> None:
         if len(header) != _UNIT.size + KEY_BYTES:
@@ -128,7 +126,7 @@ class Peers:
         if unit not in self._led:
             raise MalformedMessage(f"rank {rank} announces a task to unit {unit}, which this rank does not lead")
         assert self._listener is not None
-        self._listener.task_announced(unit, step, message)
+        self._listener.observe(unit, TaskAnnounced, step, message)
 
     def _failure(self, rank: int, _: dict[str, Any], frames: list[memoryview]) -> None:
         if len(frames) != 1:

@@ -14,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
 from rrfp_jax.cluster.loop_thread import LoopThread, runs_here
-from rrfp_jax.core import Message, Note, RunTask, StageArbiter, timing_rule
+from rrfp_jax.core import Event, InputPromised, Message, Note, RunTask, StageArbiter, TaskAnnounced, timing_rule
 from rrfp_jax.core.group_member import GroupMember
 from rrfp_jax.layout import name_unit
 from rrfp_jax.programs.batches import StepBatch
@@ -32,7 +32,7 @@ from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
 from rrfp_jax.runtime.log_file import RunLog, take_log
 from rrfp_jax.runtime.mailbox import Ship
-from rrfp_jax.runtime.options import check_running
+from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.serial_executor import SerialExecutor
 from rrfp_jax.runtime.stage_threads import (
@@ -67,23 +67,6 @@ class PipelineClosed(RuntimeError):
         super().__init__("the pipeline was closed: make a new one to go on")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Settings of a running pipeline. Raises ValueError for a deadline or a log length that cannot be meant."""
-
-    progress_deadline_s: float
-    """Seconds for which no task may finish, and no message arrive, while a step is under way."""
-    log_steps: int = 2
-    """Number of steps of each stage's event log that are kept."""
-    just_in_time: bool = False
-    """Whether a stage's next task is chosen when the running one may end within the host's latency."""
-    delay_s: Callable[[Message], float] | None = None
-    """Returns the seconds by which a message is handed over late, to emulate slow links; None: no delays."""
-
-    def __post_init__(self) -> None:
-        check_running(self.progress_deadline_s, self.log_steps)
-
-
 class PipelineRuntime:
     """Runs the stages that this process hosts.
 
@@ -92,6 +75,9 @@ class PipelineRuntime:
         make_stage: builds a stage's executor from its number and the transport's ``ship``.
         make_transport: builds the transport, which is closed with the runtime, from the functions that deliver a
             message to a hosted stage and that end the run for a transport that fails.
+        options: the deadline of progress, and the length of the event logs; the rest of them is not for the driver.
+        just_in_time: choose a stage's next task when the running one may end within the host's latency.
+        delay_s: returns the seconds by which a message is handed over late, to emulate slow links; None: no delays.
         loop: the event loop on which the transport's messages arrive; None: a loop of the runtime's own.
         stages_of_replica: the number of stages of each replica, if there are several replicas; for reports.
         peers: the other processes of the run; rank 0's futures wait for the stages of all of them.
@@ -103,27 +89,32 @@ class PipelineRuntime:
         arbiters: Sequence[StageArbiter],
         make_stage: Callable[[int, Ship], StageExecutor],
         make_transport: Callable[[Deliver, Failed], Transport],
-        settings: RunSettings,
+        options: RuntimeOptions,
         *,
+        just_in_time: bool = False,
+        delay_s: Callable[[Message], float] | None = None,
         loop: LoopThread | None = None,
         stages_of_replica: int | None = None,
         peers: Peers | None = None,
         on_failure: Callable[[RunFailed], None] | None = None,
     ) -> None:
-        self._settings = settings
+        self._options = options
         self._own_loop = LoopThread() if loop is None else None
         self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]
         self._peers, self._on_failure, self._stages_of_replica = peers, on_failure, stages_of_replica
         self.failure = FailureReport(
             self._loop,
             peers,
-            settings.progress_deadline_s,
+            options.progress_deadline_s,
             lambda: self._serial.run_exclusive(self._states),  # A stage's thread may be running a call.
             self._end_with,
         )
-        self._serial = SerialExecutor(self._loop, lambda: self.failure.failing is None, self._scheduler_failed)
+        self._serial = SerialExecutor(
+            self._loop,
+            lambda: self.failure.failing is None,
+            lambda error: self._give_up(TaskFailed, f"the scheduler failed: {error_text(error)}", error),
+        )
         self.run_serially = self._serial.submit
-        delay_s = settings.delay_s
         self._delays = None if delay_s is None else DelayInjection(self._loop, self._deliver, delay_s)
         self.transport = make_transport(self._delays or self._deliver, self._transport_failed)
         self._actors: dict[int, StageActor] = {}
@@ -133,7 +124,7 @@ class PipelineRuntime:
         self._is_closed = False
         self._steps = StepsUnderWay(arbiters[0].placement.num_stages, len(arbiters), peers)
         for arbiter in arbiters:
-            self._add_stage(arbiter, make_stage(arbiter.stage, self.transport.ship))
+            self._add_stage(arbiter, make_stage(arbiter.stage, self.transport.ship), just_in_time)
         self._threads = [thread for actor in self._actors.values() for thread in actor.threads]
         for thread in self._threads:
             thread.start()
@@ -142,15 +133,15 @@ class PipelineRuntime:
         if peers is not None:
             self._loop.call_soon_threadsafe(peers.attach, self)
 
-    def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor) -> None:
-        stage, settings = arbiter.stage, self._settings
-        name, launch = f"rrfp-stage-{stage}", executor.launch
+    def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor, just_in_time: bool) -> None:
+        stage, launch = arbiter.stage, executor.launch
+        name = f"rrfp-stage-{stage}"
         # The tasks of a group send notes, which only the loop can.
         call = self._serial.submit_to_loop if isinstance(arbiter, GroupMember) else self._serial.submit
         done = partial(self._completed, stage, call=call)
         beside = lanes_beside(arbiter.graph)
         threads: StageThreads
-        if settings.just_in_time:
+        if just_in_time:
             # The thread that waits for tasks launched ahead must go on waiting, to see them end: the loop decides.
             threads = LaunchAndWait(
                 name,
@@ -171,7 +162,7 @@ class PipelineRuntime:
             self,
             engines={lane: ComputeThread(f"{name}-{lane}", launch, done) for lane in sorted({*beside.values()})},
             hands_ahead=self._hands_ahead,
-            log_steps=settings.log_steps,
+            log_steps=self._options.log_steps,
         )
 
     # -- called from any thread --------------------------------------------------------------------------------------
@@ -304,12 +295,12 @@ class PipelineRuntime:
         if stage in self._hands_ahead:
             actor = self._actors[stage]
             if actor.arbiter.placement.stage_of_chunk[message.source] in self._hands_ahead:
-                self._serial.submit(actor.promised, step, message)
+                self._serial.submit(actor.observe, InputPromised, step, message)
                 return
         if self._peers is not None and self._peers.layout.ranks_of(stage)[0] != self._peers.rank:
             self._peers.announce_task(stage, step, message)
         else:
-            self._serial.submit(self._actors[stage].announced, step, message)
+            self.observe(stage, TaskAnnounced, step, message)
 
     def tell(self, stage: int, member: int, step: int, note: Note) -> None:
         """Sends a note to a member of a stage's group."""
@@ -354,13 +345,9 @@ class PipelineRuntime:
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._serial.submit(self._actors[stage].receive, step, message, payload)
 
-    def heard(self, unit: int, step: int, member: int, note: Note) -> None:
-        """Takes a note of a member of a hosted unit's group."""
-        self._serial.submit(self._actors[unit].hear, step, member, note)
-
-    def task_announced(self, unit: int, step: int, message: Message) -> None:
-        """Notes that another rank has started the task that will send this message to a hosted unit."""
-        self._serial.submit(self._actors[unit].announced, step, message)
+    def observe(self, unit: int, event: Callable[..., Event], step: int, *details: Any) -> None:
+        """Has a hosted unit handle an event that another stage or rank caused."""
+        self._serial.submit(self._actors[unit].observe, event, step, *details)
 
     def step_ended(self, step: int, statistics: StepStatistics) -> None:
         """Notes that all stages, also those elsewhere, have ended a step; on rank 0."""
@@ -374,7 +361,7 @@ class PipelineRuntime:
         """Ends the run when nothing has happened for the deadline while a step is under way."""
         if self._is_closed:
             return
-        deadline_s = self._settings.progress_deadline_s
+        deadline_s = self._options.progress_deadline_s
         progress_s = max(self._steps.begun_s, *(actor.last_event_s for actor in self._actors.values()))
         stalled_s = time.perf_counter() - progress_s
         if self.is_under_way() and self.failure.failing is None and stalled_s > deadline_s:
@@ -408,21 +395,22 @@ class PipelineRuntime:
             return
         name = f"{instruction.task} on {name_unit(stage, self._stages_of_replica)}"
         summary = f"{self._steps.name(instruction.step)}: {name} failed: {error_text(error)}"
-        self._fail(Failure(TaskFailed, summary, self._states(failed_stage=stage), error))
+        self._give_up(TaskFailed, summary, error, failed_stage=stage)
 
     def _transport_failed(self, error: Exception) -> None:
         """Gives the run up, since messages are missing from now on; on any thread. The failure is this process's,
         unless a rank turns out to be lost."""
         self._serial.submit_always(self._give_up, TaskFailed, f"a transport failed: {error}", error)
 
-    def _scheduler_failed(self, error: Exception) -> None:
-        """Gives the run up after an error of the core or an actor, when no call runs any more."""
-        self._fail(Failure(TaskFailed, f"the scheduler failed: {error_text(error)}", self._states(), error))
-
-    def _give_up(self, kind: type[RunFailed], summary: str, cause: Exception | None = None) -> None:
-        self._fail(Failure(kind, summary, self._states(), cause))
-
-    def _fail(self, failure: Failure) -> None:
+    def _give_up(
+        self,
+        kind: type[RunFailed],
+        summary: str,
+        cause: BaseException | None = None,
+        *,
+        failed_stage: int | None = None,
+    ) -> None:
+        failure = Failure(kind, summary, self._states(failed_stage), cause)
         if runs_here(self._loop):
             self.failure.begin(failure)
         else:

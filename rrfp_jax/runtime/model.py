@@ -8,6 +8,7 @@ other. In the pipeline of all replicas (:mod:`rrfp_jax.core.replicas`), which ar
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -132,41 +133,33 @@ class HostedModel:
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def initial_state(self, key: jax.Array, graph: PipelineGraph) -> HostedState:
-        """Returns the state to start from; ``graph`` is the graph of one replica."""
+    def initial_state(self, graph: PipelineGraph, key: jax.Array | None) -> HostedState:
+        """Returns the state to start from, for the graph of one replica; without a key as specs with shardings, and
+        nothing is computed."""
         require_jit()
-        return self._state(graph, key)
-
-    def state_specs(self, graph: PipelineGraph) -> HostedState:
-        """Returns the result of ``initial_state`` as specs with shardings; nothing is computed."""
-        return self._state(graph, None)
-
-    def _state(self, graph: PipelineGraph, key: jax.Array | None) -> HostedState:
         state = HostedState({}, {})
         for base in self.base_chunks:
-            devices, model = self._grid(base), (self.chunks, base, self.optimizer)
+            devices, model, units = self._grid(base), (self.chunks, base, self.optimizer), self.numbers(base)
             trains = graph.trains(base)
             is_shared = self.updates.shard_optimizer and trains
-            for replica, number in self.numbers(base).items():
-                sharding = devices.unit_sharding(replica)
-                if key is None:
-                    made = state_specs(*model, sharding=sharding, trains=trains, shard_optimizer=is_shared)
-                else:
-                    made = initial_state(
-                        *model,
-                        sharding=sharding,
-                        trains=trains,
-                        shard_optimizer=is_shared,
-                        key=key,
-                        store=self._store,
-                    )
-                state.chunks[number] = made
+            for replica, number in units.items():
+                of_unit: dict[str, Any] = {
+                    "sharding": devices.unit_sharding(replica),
+                    "trains": trains,
+                    "shard_optimizer": is_shared,
+                }
+                state.chunks[number] = (
+                    state_specs(*model, **of_unit)
+                    if key is None
+                    else initial_state(*model, **of_unit, key=key, store=self._store)
+                )
             if is_shared and jax.tree.leaves(trained_specs(self.chunks[base])):
-                if key is None:
-                    state.shared[base] = optimizer_specs(*model, devices)
-                else:
-                    params = {replica: state.chunks[number].params for replica, number in self.numbers(base).items()}
-                    state.shared[base] = initial_shared_state(*model, devices, params, store=self._store)
+                params = {replica: state.chunks[number].params for replica, number in units.items()}
+                state.shared[base] = (
+                    optimizer_specs(*model, devices)
+                    if key is None
+                    else initial_shared_state(*model, devices, params, store=self._store)
+                )
         return state
 
     def by_chunk(self, held: HostedState) -> list[tuple[int, ChunkState]]:
@@ -181,9 +174,9 @@ class HostedModel:
         """Returns the hosted state made of these states alone, in the order of :meth:`by_chunk`.
 
         Optimizer state that is a spec starts anew, from the parameters. All processes call it alike. Raises ValueError
-        for states that do not fit ``state_specs``.
+        for states that do not fit the specs of :meth:`initial_state`.
         """
-        specs, state = self.state_specs(graph), HostedState({}, {})
+        specs, state = self.initial_state(graph, None), HostedState({}, {})
         expected = [(describe_chunk(self.chunks, base), spec) for base, spec in self.by_chunk(specs)]
         for number, held in zip(specs.chunks, fitting_states(expected, states), strict=True):
             base = self.copies.base(number)
@@ -197,15 +190,14 @@ class HostedModel:
         for base in self.base_chunks:
             devices, model = self._grid(base), (self.chunks, base, self.optimizer)
             units = {replica: state.chunks[number] for replica, number in self.numbers(base).items()}
-            if _has_specs(state.shared.get(base)):
+            if base in state.shared:
                 params_of_units = {replica: unit.params for replica, unit in units.items()}
-                fresh = initial_shared_state(*model, devices, params_of_units, store=self._store)
+                fresh = partial(initial_shared_state, *model, devices, params_of_units, store=self._store)
                 state.shared[base] = _filled_in(state.shared[base], fresh)
             for replica, unit in units.items():
-                if _has_specs(unit.optimizer_state):
-                    sharding = devices.unit_sharding(replica)
-                    fresh = initial_optimizer_state(*model, sharding, unit.params, store=self._store)
-                    unit.optimizer_state = _filled_in(unit.optimizer_state, fresh)
+                sharding = devices.unit_sharding(replica)
+                fresh = partial(initial_optimizer_state, *model, sharding, unit.params, store=self._store)
+                unit.optimizer_state = _filled_in(unit.optimizer_state, fresh)
         return state
 
     # -- programs ----------------------------------------------------------------------------------------------------
@@ -455,12 +447,11 @@ def _lying_as(array: Any, spec: jax.ShapeDtypeStruct) -> Any:
     return jax.device_put(array, spec.sharding)
 
 
-def _has_specs(state: Any) -> bool:
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
-
-
-def _filled_in(state: Any, fresh: Any) -> Any:
-    return jax.tree.map(lambda held, new: new if isinstance(held, jax.ShapeDtypeStruct) else held, state, fresh)
+def _filled_in(state: Any, fresh: Callable[[], Any]) -> Any:
+    """Returns the optimizer state with the values of a fresh one for its specs; makes that only where there are any."""
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+        return state
+    return jax.tree.map(lambda held, new: new if isinstance(held, jax.ShapeDtypeStruct) else held, state, fresh())
 
 
 def _least_programs(chunk: Chunk, buckets: Buckets) -> int:

@@ -26,7 +26,7 @@ from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.target import memory_bytes_of
-from rrfp_jax.runtime.driver import PipelineRuntime, RunSettings
+from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.evaluation import EvaluationShapes, PreparedEvaluation
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState
@@ -104,14 +104,13 @@ def prepare(
             evaluation=evaluated,
             check_plans=partial(check_same_plans, model),
         )
-        sizes, devices = _gather_sizes(process, programs, buckets, evaluated)
+        sizes, of_evaluation, devices = _gather_sizes(process, programs, buckets, evaluated)
         order, forecast = _forecast_order(model, graph, sizes, buckets, ordering)
         limit = options.memory_limit_bytes
         limits = [devices[unit] if limit is None else limit for unit in range(process.layout.num_units)]
         check_stages_fit(forecast, limits, is_strict=ordering.consume == STRICT)
         if evaluation is not None:
-            needed = forecast_evaluation(order.evaluating(evaluation.batches), _evaluation_sizes(process, programs))
-            check_evaluation_fits(needed, limits)
+            check_evaluation_fits(forecast_evaluation(order.evaluating(evaluation.batches), of_evaluation), limits)
         check_same_programs(model, programs)
         programs.make_constants()
         model.connect(programs)
@@ -128,13 +127,10 @@ def prepare(
             evaluation_batches=0 if evaluation is None else evaluation.batches,
         ),
         _stage_maker(model, order, state, programs, copies=copies, step_rules=rules, wrap=options.wrap_stage),
-        RunSettings(
-            progress_deadline_s=options.progress_deadline_s,
-            log_steps=options.log_steps,
-            just_in_time=dispatch.just_in_time,
-        ),
+        options,
         edge=_edge_of(model, programs),
         num_buckets=len(programs.shapes),
+        just_in_time=dispatch.just_in_time,
     )
     skipped = [frozenset(c for c, each in enumerate(of) if not each.exists) for of in programs.shapes]
     prepared_evaluation = None
@@ -240,37 +236,30 @@ def _for_batch(graph: PipelineGraph, num_microbatches: int, ordering: Ordering, 
 
 def _gather_sizes(
     process: Process, programs: HostedPrograms, buckets: Buckets, evaluated: Buckets | None
-) -> tuple[dict[int, ChunkBytes], dict[int, int | None]]:
-    """Returns the sizes of every chunk of all replicas, and the memory of every unit's device.
+) -> tuple[dict[int, ChunkBytes], dict[int, ChunkBytes], dict[int, int | None]]:
+    """Returns the sizes of every chunk of all replicas, in training and in evaluations, and the memory of every unit.
 
     The processes tell each other, so that all of them come to the same windows, and all refuse a model that does not
     fit. Raises ValueError, in every process, where one was given other buckets, by whose numbers messages go.
     """
     limits = device_limits([process.own_device(unit) for unit in process.units])
-    own = [
-        [[chunk, *astuple(chunk_bytes(each.sizes))] for chunk, each in programs.chunks.items()],
-        [*zip(process.units, limits, strict=True)],
-        crc32(repr((buckets.key, evaluated and evaluated.key)).encode()),
+    trained = {chunk: each.sizes for chunk, each in programs.chunks.items()}
+    of_chunks = [
+        [[chunk, *astuple(chunk_bytes(sizes))] for chunk, sizes in each.items()]
+        for each in (trained, programs.sizes_of_evaluation if evaluated is not None else {})
     ]
-    gathered = process.gather("sizes", own)
-    other = next((rank for rank, (*_, numbered) in gathered.items() if numbered != gathered[0][-1]), None)
+    numbered = crc32(repr((buckets.key, evaluated and evaluated.key)).encode())
+    gathered = process.gather("sizes", [numbered, *of_chunks, [*zip(process.units, limits, strict=True)]])
+    other = next((rank for rank, (each, *_) in gathered.items() if each != gathered[0][0]), None)
     if other is not None:
         raise ValueError(
             f"rank {other} was given other buckets than rank 0, or in another order: give all processes the same"
         )
-    sizes: dict[int, ChunkBytes] = {}
-    devices: dict[int, int | None] = {}
-    for chunks, units, _ in gathered.values():
-        sizes |= {chunk: ChunkBytes.from_tuple(row) for chunk, *row in chunks}
-        devices |= dict(units)
-    return sizes, devices
-
-
-def _evaluation_sizes(process: Process, programs: HostedPrograms) -> dict[int, ChunkBytes]:
-    """Returns the sizes of every chunk of all replicas in evaluations."""
-    own = [[chunk, *astuple(chunk_bytes(sizes))] for chunk, sizes in programs.sizes_of_evaluation.items()]
-    gathered = process.gather("sizes of evaluations", own)
-    return {chunk: ChunkBytes.from_tuple(row) for rows in gathered.values() for chunk, *row in rows}
+    sizes, of_evaluation = (
+        {chunk: ChunkBytes.from_tuple(row) for columns in gathered.values() for chunk, *row in columns[place]}
+        for place in (1, 2)
+    )
+    return sizes, of_evaluation, dict(unit for *_, units in gathered.values() for unit in units)
 
 
 def _forecast_order(

@@ -20,8 +20,9 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.control_plane import Peers, StopRequests, control_neighbours
-from rrfp_jax.runtime.driver import PipelineRuntime, RunSettings
+from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.mailbox import Ship
+from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection, partners
@@ -207,10 +208,12 @@ class Process:
         self,
         arbiters: Sequence[StageArbiter],
         make_stage: Callable[[int, Ship], StageExecutor],
-        settings: RunSettings,
+        options: RuntimeOptions,
         *,
         edge: Callable[[Message, int], Edge | None],
         num_buckets: int = 1,
+        just_in_time: bool = False,
+        delay_s: Callable[[Message], float] | None = None,
     ) -> PipelineRuntime:
         """Starts the hosted units' actors, and blocks until all processes have started theirs.
 
@@ -219,6 +222,7 @@ class Process:
             make_stage: builds a unit's executor.
             edge: returns the content of a message of a bucket and its shardings at both ends; None for plain data.
             num_buckets: the number of shapes that microbatches may have.
+            just_in_time, delay_s: see :class:`PipelineRuntime`, for which the options are, too.
 
         Raises RunFailed where another process is lost meanwhile.
         """
@@ -247,7 +251,9 @@ class Process:
             arbiters,
             make_stage,
             make_transport,
-            settings,
+            options,
+            just_in_time=just_in_time,
+            delay_s=delay_s,
             loop=None if self.cluster is None else self.cluster.loop,
             stages_of_replica=self.layout.stages_of_replica,
             peers=self.peers,

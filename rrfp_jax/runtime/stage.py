@@ -12,7 +12,7 @@ that one was waited for. A program that returns nothing else returns a scalar fo
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -130,12 +130,6 @@ class ProgramStage:
         self._leaves_ahead = LeavesAhead(stage) if self._posts_at_once else None
         """None where programs take NumPy's arrays as they are."""
         self.ahead, self.fetch = self._mailbox.ahead, self._mailbox.fetch
-        self._take: dict[TaskKind, Callable[[int, int, int], tuple[Any, ...]]] = {
-            TaskKind.F: self._inputs,
-            TaskKind.B: self._output_grads,
-            TaskKind.I: self._output_grads,
-        }
-        """By kind of task, a function that takes the values of other chunks that the task reads."""
         self._enqueue: dict[TaskKind, Callable[..., _Enqueued]] = {
             TaskKind.F: self._forward,
             TaskKind.B: self._backward,
@@ -174,7 +168,11 @@ class ProgramStage:
     def payload(self, step: int, message: Message) -> Any:
         kind = message.kind
         if kind is MessageKind.SHARED:
-            return self._tied_layers(step, message)
+            # Another replica hears only that the accumulators are complete: a collective sums them.
+            if self._copies.replica(message.target) != self._replica:
+                return None
+            layers = self._layers_before_reduction(step, message.source)
+            return self._ship(layers, self._placement.stage_of_chunk[message.target], message, 0, None)
         if kind is MessageKind.REPORT:
             return self._report(step)
         if kind is MessageKind.VERDICT:
@@ -192,14 +190,6 @@ class ProgramStage:
             self._leaves_ahead.forget(step)
         self._mailbox.finish(step)
         return outcome
-
-    def _tied_layers(self, step: int, message: Message) -> Any:
-        """Returns the accumulators of shared layers for a chunk of the same replica. For another replica, None: the
-        message says alone that they are complete, for a collective sums them."""
-        if self._copies.replica(message.target) != self._replica:
-            return None
-        layers = self._layers_before_reduction(step, message.source)
-        return self._ship(layers, self._placement.stage_of_chunk[message.target], message, 0, None)
 
     def _layers_before_reduction(self, step: int, chunk: int) -> Any:
         """Returns shared accumulators of a chunk of this stage; its R may be under way on another thread meanwhile."""
@@ -244,16 +234,14 @@ class ProgramStage:
 
     def launch(self, step: int, task: Task) -> Launched:
         begun_s = time.perf_counter()
-        read: list[tuple[Any, ...]] = []
+        read: tuple[Any, ...] = ()
         try:
-            if task.kind in self._take:
-                read.append(self._take[task.kind](step, task.chunk, task.microbatch))
+            read = self._read(step, task)
             enqueued = self._enqueue[task.kind](step, task.chunk, task.microbatch, *read)
             if self._posts_at_once:
                 begun_s = time.perf_counter()  # Elsewhere the program may run within its launch.
-            for message, value in enqueued.posts:
-                if self._posts_at_once or self._stays(message):
-                    self._post(step, message, value)
+            # Values for chunks of this stage go at once: their task may be launched before this one has ended.
+            self._post(step, [each for each in enqueued.posts if self._posts_at_once or self._stays(each[0])])
             if self._posts_at_once:
                 self._measure(step, task)
         except BaseException as error:
@@ -261,15 +249,31 @@ class ProgramStage:
             raise
         return Launched(begun_s, partial(self._wait, step, task, enqueued, read))
 
+    def _read(self, step: int, task: Task) -> tuple[Any, ...]:
+        """Takes the values of other chunks that a task reads: outputs of all predecessors of F, gradients from all
+        successors of B and I that return one; None from chunks that the microbatch skips."""
+        graph, (kind, chunk, microbatch) = self._steps[step].graph, task
+        if kind is TaskKind.F:
+            message_kind, others = MessageKind.ACTIVATION, graph.predecessors(chunk)
+        elif kind is TaskKind.B or kind is TaskKind.I:
+            message_kind, others = MessageKind.GRADIENT, graph.gradient_successors(chunk)
+        else:
+            return ()
+        take, exists = self._mailbox.take, graph.exists
+        return (
+            tuple(
+                take(step, Message(message_kind, other, chunk, microbatch)) if exists(other, microbatch) else None
+                for other in others
+            ),
+        )
+
     def _wait(self, step: int, task: Task, enqueued: _Enqueued, read: Any) -> None:
         """Waits for a task; on the thread that waits for this stage's tasks, which need not be the compute thread."""
         try:
             # Ready arrays too: an array whose program has failed says that it is ready, and raises here alone.
             jax.block_until_ready(enqueued.awaited)
             if not self._posts_at_once:
-                for message, value in enqueued.posts:
-                    if not self._stays(message):
-                        self._post(step, message, value)
+                self._post(step, [each for each in enqueued.posts if not self._stays(each[0])])
                 self._measure(step, task)
         except BaseException as error:
             self._fail(error, task, read)
@@ -294,11 +298,12 @@ class ProgramStage:
                     ) from cause
 
     def _stays(self, message: Message) -> bool:
-        """Returns whether a message is for this stage, whose next task may be launched before this one has ended."""
+        """Returns whether a message is for a chunk of this stage."""
         return self._placement.stage_of_chunk[message.target] == self._stage
 
-    def _post(self, step: int, message: Message, value: Any) -> None:
-        self._mailbox.post(step, message, value, self._steps[step].batch.buckets[message.microbatch])
+    def _post(self, step: int, posts: Iterable[tuple[Message, Any]]) -> None:
+        for message, value in posts:
+            self._mailbox.post(step, message, value, self._steps[step].batch.buckets[message.microbatch])
 
     def _measure(self, step: int, task: Task) -> None:
         op = self._operations.get(task.kind)
@@ -321,21 +326,11 @@ class ProgramStage:
 
     # -- F, B, I and W -----------------------------------------------------------------------------------------------
 
-    def _inputs(self, step: int, chunk: int, microbatch: int) -> tuple[Any, ...]:
-        """Takes the output of every predecessor, None for predecessors that the microbatch skips."""
-        graph = self._steps[step].graph
-        return tuple(
-            self._mailbox.take(step, Message(MessageKind.ACTIVATION, p, chunk, microbatch))
-            if graph.exists(p, microbatch)
-            else None
-            for p in graph.predecessors(chunk)
-        )
-
     def _forward(self, step: int, chunk: int, microbatch: int, inputs: tuple[Any, ...]) -> _Enqueued:
         state, held = self._steps[step], self.states[chunk]
         graph, programs = state.graph, self._programs_of(step, chunk, microbatch)
         placed = None if self._leaves_ahead is None else self._leaves_ahead.take(chunk, (step, microbatch))
-        leaves = _leaves(programs, state.batch, microbatch) if placed is None else placed
+        leaves = placed or {name: state.batch.leaves[name][microbatch] for name in programs.leaves}
         read = (inputs, leaves, step if state.batch.step is None else state.batch.step, microbatch)
         for op in self._keep_inputs if graph.ops else ():
             if op.exists(chunk, microbatch):
@@ -356,16 +351,6 @@ class ProgramStage:
             if graph.exists(successor, microbatch)
         ]
         return _Enqueued(outputs, posts)
-
-    def _output_grads(self, step: int, chunk: int, microbatch: int) -> tuple[Any, ...]:
-        """Takes the gradient from every successor that returns one, None for successors that the microbatch skips."""
-        graph = self._steps[step].graph
-        return tuple(
-            self._mailbox.take(step, Message(MessageKind.GRADIENT, s, chunk, microbatch))
-            if graph.exists(s, microbatch)
-            else None
-            for s in graph.gradient_successors(chunk)
-        )
 
     def _backward(self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...]) -> _Enqueued:
         state, held, programs = self._steps[step], self.states[chunk], self._programs_of(step, chunk, microbatch)
@@ -464,13 +449,8 @@ class ProgramStage:
         return _Enqueued((held.params, held.derived))
 
 
-def _leaves(programs: MicrobatchPrograms, batch: StepBatch, microbatch: int) -> dict[str, Any]:
-    """Returns the leaves of a microbatch that the chunk reads."""
-    return {name: batch.leaves[name][microbatch] for name in programs.leaves}
-
-
 def _place(programs: MicrobatchPrograms, batch: StepBatch, microbatch: int) -> dict[str, Any]:
-    return programs.place(_leaves(programs, batch, microbatch))
+    return programs.place({name: batch.leaves[name][microbatch] for name in programs.leaves})
 
 
 def _start_copies(tree: Any) -> None:

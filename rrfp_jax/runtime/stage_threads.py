@@ -36,16 +36,12 @@ from rrfp_jax.runtime.sleeping import reduce_timer_slack, sleep_exactly
 from rrfp_jax.schedules import PipelineGraph, Task
 
 
-def _return() -> None:
-    return
-
-
 class Launched(NamedTuple):
     """A task that the stage's devices have been given."""
 
     begun_s: float
     """Time at which the devices can have begun the task, unless they were busy (``time.perf_counter``)."""
-    wait: Callable[[], None] = _return
+    wait: Callable[[], None] = lambda: None
     """Blocks until the task has ended, without holding up other threads, and raises the error that it failed with.
     Called once, in the order of launches."""
 
@@ -123,7 +119,8 @@ class AwaitedInputs:
 
     def __init__(self, fetches: Sequence[Callable[[], bool]]) -> None:
         self._fetches = fetches
-        self._came = threading.Event()
+        self.came = threading.Event()
+        """Set once all inputs have been delivered, so that the device can have begun the task, or the run ends."""
         self._is_given_up = False
 
     def fetch(self) -> None:
@@ -136,18 +133,10 @@ class AwaitedInputs:
                 sleep_exactly(pause_s)
                 pause_s = min(pause_s * self._LONGER, self._LAST_POLL_S)
 
-    def wait(self) -> None:
-        """Blocks until all inputs have been delivered, or the run ends; on the thread that waits for tasks."""
-        self._came.wait()
-
-    def came(self) -> None:
-        """Notes that the last input was delivered, so the device can have begun the task."""
-        self._came.set()
-
     def give_up(self) -> None:
         """Ends all waits, since the run ends."""
         self._is_given_up = True
-        self._came.set()
+        self.came.set()
 
 
 Launch = Callable[[int, Task], Launched]
@@ -280,12 +269,21 @@ class LaunchAndWait(StageThreads):
         self, name: str, launch: Launch, done: Done, *, decide: Decide | None = None, rule: TimingRule | None = None
     ) -> None:
         super().__init__(launch, done, {name: self._launch_all, f"{name}-wait": self._wait_for_all})
-        self._clock = None if decide is None else _DecisionClock(decide, rule or TimingRule())
         # The queue holds orders and, where decisions are asked for, tasks that have started.
         self._launched: SimpleQueue[tuple[RunTask, Launched | BaseException, AwaitedInputs | None] | None]
         self._launched = SimpleQueue()
         self._answered_s: float | None = None
         self.submit = self._submit
+        # All that follows is owned by the thread that launches, except for ``_ended``.
+        self._decide, self._timer = decide, DecisionTimer(rule or TimingRule())
+        self._last: RunTask | None = None
+        """Task launched last: every other task has its successor."""
+        self._due: _Running | None = None
+        """Task whose successor is to be decided, and the time of that."""
+        self._late_s = 0.0
+        """Seconds by which the last decision was asked for too late."""
+        self._ended: deque[tuple[Task, float]] = deque()
+        """Tasks that have ended with their lengths, as the thread that waits has seen them."""
 
     def _submit(self, instruction: RunTask, inputs: AwaitedInputs | None = None) -> None:
         self._queue.put(_Order(instruction, self._answered_s, inputs))
@@ -302,15 +300,16 @@ class LaunchAndWait(StageThreads):
     # -- on the thread that launches ---------------------------------------------------------------------------------
 
     def _launch_all(self) -> None:
-        get = self._queue.get if self._clock is None else self._next_order
+        if self._decide is not None:
+            reduce_timer_slack()
+        get = self._queue.get if self._decide is None else self._next_order
         while (order := get()) is not None:
             self._launch_one(*order)
             del order
         self._launched.put(None)
 
     def _launch_one(self, instruction: RunTask, due_s: float | None, inputs: AwaitedInputs | None) -> None:
-        if self._clock is not None:
-            self._clock.follows(instruction)
+        self._last, self._due = instruction, None
         result: Launched | BaseException
         try:
             if inputs is not None:
@@ -321,22 +320,31 @@ class LaunchAndWait(StageThreads):
             result = caught
         self._launching = None
         self._launched.put((instruction, result, inputs))
-        if self._clock is not None and due_s is not None:
-            self._clock.answered(due_s)
+        if self._decide is not None and due_s is not None:
+            self._timer.latency(time.perf_counter() - due_s + self._late_s)
 
     def _next_order(self) -> _Order | None:
         """Returns the next instruction; asks for decisions meanwhile."""
-        clock = self._clock
-        assert clock is not None
+        assert self._decide is not None
         while True:
+            remaining_s = None if self._due is None else max(0.0, self._due[1] - time.perf_counter())
             try:
-                item = self._queue.get(timeout=clock.remaining_s())
+                item = self._queue.get(timeout=remaining_s)
             except Empty:
-                clock.ask(self._running)
+                assert self._due is not None
+                (instruction, due_s), self._due, running = self._due, None, self._running
+                # A task that has ended meanwhile reports its end, and its successor is chosen then.
+                if running is not None and running[0] is instruction:
+                    self._late_s = max(0.0, time.perf_counter() - due_s)
+                    self._decide(instruction, due_s)
                 continue
             if item is None or isinstance(item, _Order):
                 return item
-            clock.began(*item)
+            instruction, start_s = item
+            while self._ended:
+                self._timer.ended(*self._ended.popleft())
+            if instruction is self._last:
+                self._due = (instruction, start_s + self._timer.delay_s(instruction.task))
 
     # -- on the thread that waits ------------------------------------------------------------------------------------
 
@@ -355,10 +363,10 @@ class LaunchAndWait(StageThreads):
         if isinstance(result, Launched):
             start_s = max(result.begun_s, free_s)
             if inputs is not None:
-                inputs.wait()
+                inputs.came.wait()
                 start_s = max(start_s, time.perf_counter())
             self._running = (instruction, start_s)
-            if self._clock is not None:
+            if self._decide is not None:
                 self._queue.put(self._running)
             try:
                 result.wait()
@@ -368,56 +376,10 @@ class LaunchAndWait(StageThreads):
             error = result
         end_s = time.perf_counter()
         self._running = None
-        if self._clock is not None:
-            self._clock.ended.append((instruction.task, end_s - start_s))
+        if self._decide is not None:
+            self._ended.append((instruction.task, end_s - start_s))
         self._done(instruction, start_s, end_s, error)
         return end_s
-
-
-class _DecisionClock:
-    """Knows when to ask for a decision. Owned by the thread that launches, except for ``ended``."""
-
-    def __init__(self, decide: Decide, rule: TimingRule) -> None:
-        self._decide = decide
-        self._timer = DecisionTimer(rule)
-        self._last: RunTask | None = None
-        """The task launched last: every other task has its successor."""
-        self._due: _Running | None = None
-        """The task whose successor is to be decided, and the time of that."""
-        self._late_s = 0.0
-        """Seconds by which the last decision was asked for too late."""
-        self.ended: deque[tuple[Task, float]] = deque()
-        """Tasks that have ended with their lengths, as the thread that waits has seen them."""
-        self._is_precise = False
-
-    def follows(self, instruction: RunTask) -> None:
-        """Notes that this task is launched next."""
-        self._last, self._due = instruction, None
-
-    def began(self, instruction: RunTask, start_s: float) -> None:
-        """Notes the start of a task."""
-        while self.ended:
-            self._timer.ended(*self.ended.popleft())
-        if instruction is self._last:
-            self._due = (instruction, start_s + self._timer.delay_s(instruction.task))
-
-    def remaining_s(self) -> float | None:
-        """Returns the seconds until a decision is due; None where none will be."""
-        if not self._is_precise:
-            self._is_precise = reduce_timer_slack() or True
-        return None if self._due is None else max(0.0, self._due[1] - time.perf_counter())
-
-    def ask(self, running: _Running | None) -> None:
-        """Asks for the decision that is due, unless the task has ended meanwhile."""
-        assert self._due is not None
-        (instruction, due_s), self._due = self._due, None
-        if running is not None and running[0] is instruction:
-            self._late_s = max(0.0, time.perf_counter() - due_s)
-            self._decide(instruction, due_s)
-
-    def answered(self, due_s: float) -> None:
-        """Notes that the task that was decided on has been launched."""
-        self._timer.latency(time.perf_counter() - due_s + self._late_s)
 
 
 def _named(launch: Launch, until_ended: bool) -> Launch:

@@ -18,10 +18,10 @@ from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
-from rrfp_jax.runtime.driver import RunSettings
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.log_file import write_log
 from rrfp_jax.runtime.mailbox import Ship
+from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.steps import StepOutcome
@@ -138,13 +138,10 @@ def emulate(
     runtime = process.start(
         arbiters,
         make_stage,
-        RunSettings(
-            progress_deadline_s=progress_deadline_s,
-            log_steps=log_steps,
-            just_in_time=just_in_time,
-            delay_s=delay_s if link_delays_ms else None,
-        ),
+        RuntimeOptions(progress_deadline_s=progress_deadline_s, log_steps=log_steps),
         edge=edge,
+        just_in_time=just_in_time,
+        delay_s=delay_s if link_delays_ms else None,
     )
     try:
         emulation = _run(runtime, process, num_steps, absent)

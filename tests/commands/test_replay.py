@@ -18,8 +18,8 @@ from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.core import Agreement, Message, StepRules
 from rrfp_jax.runtime import NoProgress, PipelineRuntime, TaskFailed
-from rrfp_jax.runtime.driver import RunSettings
 from rrfp_jax.runtime.log_file import log_name, take_log, write_log
+from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.schedules import Task
 from rrfp_jax.testing import emulate
@@ -108,7 +108,7 @@ def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The log of a run of which stage 1 is stuck in 1F2 of step 1."""
     stages = [StuckStage(stage, request.param) for stage in range(NUM_STAGES)]
     arbiters = [arbiter_of(stage, num_microbatches=NUM_MICROBATCHES) for stage in range(NUM_STAGES)]
-    runtime = PipelineRuntime(arbiters, lambda stage, _: stages[stage], Direct, RunSettings(progress_deadline_s=0.3))
+    runtime = PipelineRuntime(arbiters, lambda stage, _: stages[stage], Direct, RuntimeOptions(progress_deadline_s=0.3))
     assert runtime.submit(0, {}).result().step == 0
     with pytest.raises((NoProgress, TaskFailed)):
         runtime.submit(1, {}).result()

@@ -17,6 +17,7 @@ from rrfp_jax.core import (
     StageArbiter,
     StageSetup,
     StepRules,
+    TaskAnnounced,
     WakeAt,
     ready,
 )
@@ -109,8 +110,8 @@ def test_data_go_before_announcements_and_a_task_ends_the_hold() -> None:
         journal,
         log_steps=1,
     )
-    actor.announced(0, activation)
-    actor.announced(0, activation)
+    actor.observe(TaskAnnounced, 0, activation)
+    actor.observe(TaskAnnounced, 0, activation)
     journal.timers[0]()
     assert len(arbiter.told) == 2, "only the latest end of a hold counts"
     journal.timers[1]()
@@ -118,7 +119,7 @@ def test_data_go_before_announcements_and_a_task_ends_the_hold() -> None:
     assert arbiter.told[-1].time_s >= 2.0
     journal.timers[1]()
     assert len(arbiter.told) == 3, "it rings once"
-    actor.announced(0, activation)
+    actor.observe(TaskAnnounced, 0, activation)
     journal.timers[2]()
     assert len(arbiter.told) == 4, "the task that started has ended the hold"
     assert journal.taken() == [
@@ -127,7 +128,7 @@ def test_data_go_before_announcements_and_a_task_ends_the_hold() -> None:
         "send 0 to stage 1",
         "announce activation to stage 1",
     ]
-    actor.announced(0, activation)
+    actor.observe(TaskAnnounced, 0, activation)
     assert (journal.taken(), len(journal.timers)) == (["run 0F1"], 3)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.core import Message, MessageKind, Note, TaskChosen
+from rrfp_jax.core import GroupHeard, Message, MessageKind, Note, TaskAnnounced, TaskChosen
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.control_plane import Peers, StopRequests
 from rrfp_jax.runtime.report import FailureNews
@@ -40,11 +40,12 @@ class Recorder:
         self.failures: list[FailureNews] = []
         self.announced: list[tuple[int, int, Message]] = []
 
-    def heard(self, unit: int, step: int, member: int, note: Note) -> None:
-        self.notes.append((unit, step, member, note))
-
-    def task_announced(self, unit: int, step: int, message: Message) -> None:
-        self.announced.append((unit, step, message))
+    def observe(self, unit: int, event: Any, step: int, *details: Any) -> None:
+        if event is GroupHeard:
+            self.notes.append((unit, step, *details))
+        else:
+            assert event is TaskAnnounced
+            self.announced.append((unit, step, *details))
 
     def step_ended(self, step: int, statistics: StepStatistics) -> None:
         self.ended.append((step, statistics))
@@ -95,7 +96,7 @@ def test_a_decision_for_a_step_comes_before_the_notes_by_which_its_tasks_are_cho
     leader.stop = True
     listener = Recorder()
     decided: list[tuple[bool, bool]] = []
-    listener.heard = lambda unit, step, *_: decided.append(follower.decide(unit, step))  # type: ignore[method-assign]
+    listener.observe = lambda unit, _, step, *__: decided.append(follower.decide(unit, step))  # type: ignore[method-assign]
     on_loop(peers[1], lambda: peers[1].attach(listener))
 
     def end_a_step() -> None:

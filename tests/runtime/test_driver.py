@@ -17,7 +17,7 @@ import pytest
 from rrfp_jax.cluster import LoopThread
 from rrfp_jax.core import HINTS, Agreement, Dispatch, Message, StageArbiter, StageSetup, StepRules, ready
 from rrfp_jax.runtime import NoProgress, PipelineClosed, PipelineRuntime, TaskFailed, driver, stage_threads
-from rrfp_jax.runtime.driver import RunSettings
+from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.stage_threads import AwaitedInputs, Launched, RunEnded, StageOutcome
 from rrfp_jax.schedules import Task, absences, chain, linear
 
@@ -94,7 +94,8 @@ def make_runtime(
         arbiters,
         lambda stage, _: stages[stage],
         transport,
-        RunSettings(progress_deadline_s=deadline_s, just_in_time=way.just_in_time),
+        RuntimeOptions(progress_deadline_s=deadline_s),
+        just_in_time=way.just_in_time,
         loop=loop,
         peers=peers,
     )

@@ -173,9 +173,7 @@ def test_no_decision_is_asked_for_when_the_task_has_ended() -> None:
     asked, device = Asked(), Device()
     threads = LaunchAndWait("stage", device.launch, lambda *report: None, decide=asked.decide)
     threads.start()
-    clock = threads._clock
-    assert clock is not None
-    clock._timer.ended(TASKS[0].task, 0.2)
+    threads._timer.ended(TASKS[0].task, 0.2)
     threads.submit(TASKS[0])
     device.ends[TASKS[0].task].set()
     time.sleep(0.3)
