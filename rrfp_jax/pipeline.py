@@ -48,7 +48,7 @@ from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.model import HostedModel, HostedState
 from rrfp_jax.runtime.operations.context import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
-from rrfp_jax.runtime.prepare import CompiledOnly, Prepared, compile_only, prepare
+from rrfp_jax.runtime.prepare import CompiledOnly, Prepared, compile_only, prepare_pipeline
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Edge, Placement
 
@@ -461,7 +461,7 @@ class Pipeline:
             if self._state is None:
                 raise RuntimeError("the pipeline holds no parameters yet: call init first")
             leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=())
-            self._preparation = prepare(
+            self._preparation = prepare_pipeline(
                 self._model,
                 self._graph,
                 self._state,

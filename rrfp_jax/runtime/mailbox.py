@@ -29,7 +29,7 @@ Ship = Callable[[Any, int, Message, int, int | None], Any]
 that can be done at once; see ``Transport.ship``."""
 StepPair = tuple[int, int]
 """A step and a microbatch."""
-Place = Callable[[], dict[str, Any]]
+_Place = Callable[[], dict[str, Any]]
 """Begins to copy the leaves of a microbatch; returns them as they lie on the devices."""
 
 _COUNTED = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
@@ -145,12 +145,12 @@ class LeavesAhead:
     def __init__(self, stage: int) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"rrfp-stage-{stage}-leaves")
         self._lock = threading.Lock()
-        self._coming: dict[int, dict[StepPair, Place]] = defaultdict(dict)
+        self._coming: dict[int, dict[StepPair, _Place]] = defaultdict(dict)
         """By chunk, microbatches whose copies have not begun, in the order in which they usually come."""
         self._begun: dict[int, dict[StepPair, Future[dict[str, Any]]]] = defaultdict(dict)
         """By chunk, microbatches whose copies have begun and that no task has read."""
 
-    def expect(self, chunk: int, coming: Iterable[tuple[StepPair, Place]]) -> None:
+    def expect(self, chunk: int, coming: Iterable[tuple[StepPair, _Place]]) -> None:
         """Enqueues microbatches that the chunk will read, behind all that it was to read before."""
         with self._lock:
             self._coming[chunk].update(coming)

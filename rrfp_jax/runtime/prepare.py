@@ -66,7 +66,7 @@ class Prepared:
     """The steps that evaluate; None: there are none."""
 
 
-def prepare(
+def prepare_pipeline(
     model: HostedModel,
     graph: PipelineGraph,
     state: HostedState,
@@ -187,7 +187,7 @@ def compile_only(
     progress: CompileProgress,
     evaluation: EvaluationShapes | None = None,
 ) -> CompiledOnly:
-    """Compiles everything as :func:`prepare` does, and starts nothing; the arguments are the same.
+    """Compiles everything as :func:`prepare_pipeline` does, and starts nothing; the arguments are the same.
 
     Raises ValueError if chunks, graph and batch do not fit.
     """

@@ -34,14 +34,14 @@ _ONCE_PER_STEP = ("prepare", _PROGRAM_OF_KIND[TaskKind.R], _PROGRAM_OF_KIND[Task
 """First words of the names of programs that run once per step, when no microbatch of their chunk is in flight."""
 
 
-class StageBytes(NamedTuple):
+class _StageBytes(NamedTuple):
     """Bytes on the devices of a stage and in host memory."""
 
     device: int
     host: int
 
 
-def held_by(stash: Any) -> StageBytes:
+def held_by(stash: Any) -> _StageBytes:
     """Returns the bytes of the arrays of a stash; a NumPy array is a view of memory of a device."""
     on_device = on_host = 0
     for leaf in jax.tree.leaves(stash):
@@ -49,7 +49,7 @@ def held_by(stash: Any) -> StageBytes:
             on_host += leaf.nbytes
         else:
             on_device += leaf.nbytes
-    return StageBytes(on_device, on_host)
+    return _StageBytes(on_device, on_host)
 
 
 def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
@@ -173,7 +173,7 @@ class MemoryMeter:
             self._held += self._taken.get(which, 0)
             self._peak = max(self._peak, max(before, self._held) + self._temporaries + inbox_bytes)
 
-    def begins(self, before: StageBytes, after: StageBytes, inbox_bytes: int) -> None:
+    def begins(self, before: _StageBytes, after: _StageBytes, inbox_bytes: int) -> None:
         """Counts an operation that turns bytes of a microbatch into others: both are there until it has ended."""
         with self._lock:
             self._held += max(0, after.device - before.device)
@@ -181,17 +181,17 @@ class MemoryMeter:
             self._peak = max(self._peak, self._held + self._temporaries + inbox_bytes)
             self._host_peak = max(self._host_peak, self._on_host)
 
-    def ended(self, before: StageBytes, after: StageBytes) -> None:
+    def ended(self, before: _StageBytes, after: _StageBytes) -> None:
         """Counts the end of an operation, which frees the bytes that it made superfluous."""
         with self._lock:
             self._held += min(0, after.device - before.device)
             self._on_host += min(0, after.host - before.host)
 
-    def reset(self) -> StageBytes:
+    def reset(self) -> _StageBytes:
         """Returns the peaks since the last call."""
         stats = self._device.memory_stats()
         with self._lock:
             peak, self._peak = self._peak, self._held
             host_peak, self._host_peak = self._host_peak, self._on_host
         is_counted = bool(stats) and "peak_bytes_in_use" in stats
-        return StageBytes(int(stats["peak_bytes_in_use"]) if is_counted else peak, host_peak)
+        return _StageBytes(int(stats["peak_bytes_in_use"]) if is_counted else peak, host_peak)

@@ -8,10 +8,8 @@ that error.
 """
 
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp_jax.programs.agreement import Verdict
@@ -43,44 +41,36 @@ class StageReplicas:
 
         ``optimizer_state`` is the replica's own, if the replicas do not share one.
         """
-        with self._barrier.meet((step, "R", base), replica, (accumulators, shared, optimizer_state)) as meeting:
-            if meeting.is_launching:
-                tied = {r: layers for r, (_, layers, _) in meeting.arrived.items()} if shared else None
-                sums = {r: own for r, (own, _, _) in meeting.arrived.items()}
-                own_states = {r: state for r, (_, _, state) in meeting.arrived.items()}
-                state = self._states[base] if self.shares_optimizer(base) else own_states
-                reduced = self._updates[base].reduce(sums, tied, state)
-                self._gradients[base] = reduced.gradients
-                meeting.results = {r: (each, reduced.squared_norm) for r, each in reduced.accumulators.items()}
-        result: tuple[Any, Any] = meeting.results[replica]
+
+        def launch(arrived: Mapping[int, tuple[Any, Any, Any]]) -> Mapping[int, tuple[Any, Any]]:
+            sums = {r: own for r, (own, _, _) in arrived.items()}
+            tied = {r: layers for r, (_, layers, _) in arrived.items()} if shared else None
+            own_states = {r: state for r, (_, _, state) in arrived.items()}
+            state = self._states[base] if self.shares_optimizer(base) else own_states
+            reduced = self._updates[base].reduce(sums, tied, state)
+            self._gradients[base] = reduced.gradients
+            return {r: (each, reduced.squared_norm) for r, each in reduced.accumulators.items()}
+
+        result: tuple[Any, Any] = self._barrier.meet(
+            (step, "R", base), replica, (accumulators, shared, optimizer_state), launch
+        )
         return result
 
     def update(self, step: int, base: int, replica: int, params: Any, verdict: Verdict) -> Any:
         """Runs U of a chunk with a shared optimizer state; returns the new parameters on this replica."""
-        with self._barrier.meet((step, "U", base), replica, params) as meeting:
-            if meeting.is_launching:
-                gradients, state = self._gradients.pop(base), self._states[base]
-                meeting.results, self._states[base] = self._updates[base].update(
-                    meeting.arrived, gradients, state, verdict.scale, verdict.apply
-                )
-        return meeting.results[replica]
+
+        def launch(arrived: Mapping[int, Any]) -> Mapping[int, Any]:
+            gradients, state = self._gradients.pop(base), self._states[base]
+            updated, self._states[base] = self._updates[base].update(
+                arrived, gradients, state, verdict.scale, verdict.apply
+            )
+            return updated
+
+        return self._barrier.meet((step, "U", base), replica, params, launch)
 
     def abort(self, error: BaseException) -> None:
         """Ends all waits for a replica of which a task has failed, now and later, with the error."""
         self._barrier.abort(error)
-
-
-@dataclass
-class Meeting:
-    """One launch of a barrier."""
-
-    arrived: dict[int, Any] = field(default_factory=dict)
-    """Arguments by replica."""
-    is_launching: bool = False
-    """True in the thread that came last, while it launches."""
-    results: Mapping[int, Any] = field(default_factory=dict)
-    """Results by replica."""
-    done: "Future[None]" = field(default_factory=Future)
 
 
 class LaunchBarrier:
@@ -89,42 +79,40 @@ class LaunchBarrier:
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._lock = threading.Lock()
-        self._open: dict[Hashable, Meeting] = {}
+        self._open: dict[Hashable, tuple[dict[int, Any], Future[Mapping[int, Any]]]] = {}
+        """Arguments by replica, and the results, of launches for which not all have come."""
         self._error: BaseException | None = None
 
-    @contextmanager
-    def meet(self, key: Hashable, replica: int, argument: Any) -> Iterator[Meeting]:
-        """Blocks until all have come; in the last thread the body runs first, with ``is_launching``, for all of them.
+    def meet(
+        self, key: Hashable, replica: int, argument: Any, launch: Callable[[dict[int, Any]], Mapping[int, Any]]
+    ) -> Any:
+        """Blocks until all have come; the last thread launches for all of them. Returns the replica's result.
 
-        An error that the body raises there is raised for everyone, and breaks the barrier; so is the error of
-        :meth:`abort`. No lock is held while the body runs.
+        An error of ``launch`` is raised for everyone, and breaks the barrier; so is the error of :meth:`abort`.
         """
         with self._lock:
             if self._error is not None:
                 raise self._error
-            meeting = self._open.setdefault(key, Meeting())
-            meeting.arrived[replica] = argument
-            is_last = len(meeting.arrived) == self._num_threads
+            arrived, results = self._open.setdefault(key, ({}, Future()))
+            arrived[replica] = argument
+            is_last = len(arrived) == self._num_threads
             if is_last:
                 del self._open[key]
         if not is_last:
-            meeting.done.result()
-            yield meeting
-            return
-        meeting.arrived, meeting.is_launching = dict(sorted(meeting.arrived.items())), True
+            return results.result()[replica]
+        # Without the lock: a launch may take long, and others may meet for another launch meanwhile.
         try:
-            yield meeting
+            results.set_result(launch(dict(sorted(arrived.items()))))
         except BaseException as error:
-            meeting.done.set_exception(error)
+            results.set_exception(error)
             self.abort(error)
             raise
-        meeting.is_launching = False
-        meeting.done.set_result(None)
+        return results.result()[replica]
 
     def abort(self, error: BaseException) -> None:
         """Breaks the barrier: all who wait leave with the error, and nobody waits any more."""
         with self._lock:
             self._error = self._error or error
             broken, self._open = list(self._open.values()), {}
-        for meeting in broken:
-            meeting.done.set_exception(error)
+        for _, results in broken:
+            results.set_exception(error)

@@ -139,11 +139,11 @@ class AwaitedInputs:
         self.came.set()
 
 
-Launch = Callable[[int, Task], Launched]
+_Launch = Callable[[int, Task], Launched]
 """Gives a task of a step to the devices."""
-Done = Callable[[RunTask, float, float, BaseException | None], None]
+_Done = Callable[[RunTask, float, float, BaseException | None], None]
 """Called with an instruction, its start and end (``time.perf_counter``) and its error, if any."""
-Decide = Callable[[RunTask, float], None]
+_Decide = Callable[[RunTask, float], None]
 """Called with a task that is about to end, and the time at which the call was due."""
 _Running = tuple[RunTask, float]
 """An instruction, and the time of its start."""
@@ -162,7 +162,7 @@ class StageThreads:
     _launches_and_waits = True
     """Whether one thread does both."""
 
-    def __init__(self, launch: Launch, done: Done, targets: dict[str, Callable[[], None]]) -> None:
+    def __init__(self, launch: _Launch, done: _Done, targets: dict[str, Callable[[], None]]) -> None:
         self._launch, self._unnamed_launch, self._done = launch, launch, done
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
@@ -206,7 +206,7 @@ class StageThreads:
 class ComputeThread(StageThreads):
     """Runs instructions one after another and reports each completion, all in one thread."""
 
-    def __init__(self, name: str, launch: Launch, done: Done) -> None:
+    def __init__(self, name: str, launch: _Launch, done: _Done) -> None:
         super().__init__(launch, done, {name: self._work})
         self.submit = self._queue.put
         self._alarm: tuple[float, Callable[[], None]] | None = None
@@ -266,7 +266,7 @@ class LaunchAndWait(StageThreads):
     _launches_and_waits = False
 
     def __init__(
-        self, name: str, launch: Launch, done: Done, *, decide: Decide | None = None, rule: TimingRule | None = None
+        self, name: str, launch: _Launch, done: _Done, *, decide: _Decide | None = None, rule: TimingRule | None = None
     ) -> None:
         super().__init__(launch, done, {name: self._launch_all, f"{name}-wait": self._wait_for_all})
         # The queue holds orders and, where decisions are asked for, tasks that have started.
@@ -382,7 +382,7 @@ class LaunchAndWait(StageThreads):
         return end_s
 
 
-def _named(launch: Launch, until_ended: bool) -> Launch:
+def _named(launch: _Launch, until_ended: bool) -> _Launch:
     """Returns a ``launch`` that encloses each task in an annotation with its name, ``2F5``, and its step.
 
     Where one thread launches and waits (``until_ended``) the annotation is as long as the task. Elsewhere it is as long

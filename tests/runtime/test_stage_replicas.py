@@ -47,10 +47,7 @@ class Caught(threading.Thread):
 
 
 def meet(barrier: LaunchBarrier, what: str, who: int, launch: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
-    with barrier.meet(what, who, 10 * who) as meeting:
-        if meeting.is_launching:
-            meeting.results = launch(meeting.arrived)
-    return meeting.results[who]
+    return barrier.meet(what, who, 10 * who, launch)
 
 
 def test_the_last_to_come_launches_once_with_what_all_have_brought() -> None:

@@ -49,7 +49,7 @@ HOST = "pinned_host"
 """JAX's name for host memory that devices copy from and to by themselves."""
 COPY = "copy"
 """The engine that copies in both directions, one activation at a time."""
-OUT, BACK = "O", "L"
+_OUT, _BACK = "O", "L"
 _ROUND_TRIPS = 3
 """Round trips of the copy that must fit into an activation's wait for its backward."""
 
@@ -92,9 +92,9 @@ def offload(
     if not pairs:
         return table
     common: dict[str, Any] = {"ms": one_way, "pairs": pairs}
-    out = Op(OUT, after=(TaskKind.F,), lane=lanes[0], frees=1.0, keeps_on_host=True, run=_StashToHost(), **common)
+    out = Op(_OUT, after=(TaskKind.F,), lane=lanes[0], frees=1.0, keeps_on_host=True, run=_StashToHost(), **common)
     back = Op(
-        BACK, after=(OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=lead, run=_stash_to_device, **common
+        _BACK, after=(_OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=lead, run=_stash_to_device, **common
     )
     waits = _after_copies_out(with_operations(table, (out, back)), consume)
     return with_operations(table, (out, replace(back, waits=waits)))
@@ -179,8 +179,8 @@ def _after_copies_out(table: ScheduleTable, consume: str) -> frozenset[tuple[Tas
 
 def _is_in_phases(row: Sequence[Task]) -> bool:
     """Returns whether all forwards stand before all ways back."""
-    kinds = [task.kind for task in row if task.kind in (TaskKind.F, BACK)]
-    return TaskKind.F not in kinds[kinds.index(TaskKind(BACK)) :] if BACK in kinds else True
+    kinds = [task.kind for task in row if task.kind in (TaskKind.F, _BACK)]
+    return TaskKind.F not in kinds[kinds.index(TaskKind(_BACK)) :] if _BACK in kinds else True
 
 
 def _waits(row: Sequence[Task], other: Sequence[Task]) -> Iterator[tuple[Task, Task]]:
@@ -196,11 +196,11 @@ def _ways_out(row: Iterable[Task]) -> tuple[list[Task], dict[Task, int]]:
     """Returns the ways out of a row, and for each way back how many of them stand before the last forward before it."""
     outs, needed, before_forward = list[Task](), dict[Task, int](), 0
     for task in row:
-        if task.kind == OUT:
+        if task.kind == _OUT:
             outs.append(task)
         elif task.kind is TaskKind.F:
             before_forward = len(outs)
-        elif task.kind == BACK:
+        elif task.kind == _BACK:
             needed[task] = before_forward
     return outs, needed
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rrfp_jax.programs.remat import Remat
     from rrfp_jax.runtime.operations.context import OperationContext
 
-LETTER = "C"
+_LETTER = "C"
 _Pair = tuple[int, int]
 """A chunk and a microbatch."""
 
@@ -51,7 +51,7 @@ def recompute(
         chunks, pairs: the chunks and the (chunk, microbatch) pairs that have it; None: all. They must have a backward.
     """
     return Op(
-        LETTER,
+        _LETTER,
         after=("F",),
         before=("B",),
         holds=part,
@@ -60,7 +60,7 @@ def recompute(
         chunks=None if chunks is None else frozenset(chunks),
         pairs=None if pairs is None else frozenset(pairs),
         remakes_stash=True,
-        run=remake,
+        run=_remake,
     )
 
 
@@ -114,7 +114,7 @@ def part_made(
     return int(100 * min(parts)) / 100
 
 
-def remake(context: "OperationContext") -> Any:
+def _remake(context: "OperationContext") -> Any:
     """Runs the forward once more, and keeps the stash that it makes; returns its output, to wait for."""
     assert context.forward is not None
     output, context.stash = context.forward()
