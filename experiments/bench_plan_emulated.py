@@ -24,7 +24,7 @@ from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.candidates import PlanCandidate, make_candidate
-from rrfp_jax.planner.judging import HELD_OUT, Judge
+from rrfp_jax.planner.judging import Judge
 from rrfp_jax.planner.order_problem import memory_for_activations
 from rrfp_jax.planner.order_search import search_orders
 from rrfp_jax.planner.records import Plan, PlanShape
@@ -141,7 +141,7 @@ def compare(number: int, host_ms: float) -> Compared:
 def emulated_ranking(host_ms: float) -> list[Compared]:
     """The first choices of a plan, the best first, each in the draws that the plan told them by."""
     plan, book = plan_of(host_ms)
-    judge = Judge(book.noise, PLAN_STEPS, plan.seed)
+    judge = Judge(book.noise, PLAN_STEPS, seed=0)
     found = []
     for ranked in plan.ranking:
         choice = ranked.choice
@@ -226,8 +226,8 @@ def _compared(words: str, one: PlanCandidate, judge: Judge) -> Compared:
     from rrfp_jax.testing import emulate
 
     cut, number = one.choice.cut, judge.num_draws
-    forecast_ms = median(judge.draws_ms(one, number, HELD_OUT))
-    steps_ms = judge.steps_ms(cut, number, HELD_OUT)
+    forecast_ms = median(judge.draws_ms(one, number))
+    steps_ms = judge.steps_ms(cut, number)
     counted = steps_ms[1:] if len(steps_ms) > 1 else np.repeat(steps_ms, STEPS, axis=0)
     durations_ms = np.concatenate([np.repeat(steps_ms[:1], WARM_UP, axis=0), counted])
     run = emulate(

@@ -9,9 +9,6 @@ one of a single layer does.
 A chunk that returns no gradient, the first of a model, leaves its whole backward to W. Of it only the sum of I and W
 counts, and of types that stand in no other chunk, such as an embedding, all of it is W.
 
-*Operations and bytes* of layers come from differences between the programs of chunks of one type of layers: those of a
-chunk are the sum of its layers', and some more that are there once.
-
 *Latency and bandwidth* of links come from how long messages of several sizes took.
 
 *Noise* is fitted to repeated runs: the sigma of a log-normal body for each kind, and a common tail. Runs of one task
@@ -23,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import nnls
@@ -125,46 +121,6 @@ def _off(chunks: Sequence[ChunkTimes], types: Mapping[str, Mapping[str, float]],
         if sum(seen):
             off[kind] = sum(abs(a - b) for a, b in zip(seen, fitted, strict=True)) / sum(seen)
     return off
-
-
-_WORK_KINDS = ("F", "I", "W", "B", "U")
-"""Tasks of a microbatch, B being the whole backward; and U, with R, once per step."""
-
-
-class TaskWork(NamedTuple):
-    """Operations and bytes on one device."""
-
-    flops: float = 0.0
-    moved_bytes: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkWork:
-    """Operations and bytes of the tasks of a chunk of layers of one type."""
-
-    layer: str
-    count: int
-    work: Mapping[str, TaskWork] = field(default_factory=dict)
-    """By kind; kinds that run no program are missing."""
-
-
-def fit_work(chunks: Sequence[ChunkWork]) -> dict[str, dict[str, TaskWork]]:
-    """Returns the work of a layer by type and kind; a type with one number of layers gets the work that its chunk has
-    once, too."""
-    by_type: dict[str, list[ChunkWork]] = {}
-    for chunk in chunks:
-        by_type.setdefault(chunk.layer, []).append(chunk)
-    return {name: {kind: _layer(some, kind) for kind in _WORK_KINDS} for name, some in by_type.items()}
-
-
-def _layer(some: Sequence[ChunkWork], kind: str) -> TaskWork:
-    seen = sorted((chunk.count, chunk.work[kind]) for chunk in some if kind in chunk.work)
-    if not seen:
-        return TaskWork()
-    (few, least), (many, most) = seen[0], seen[-1]
-    if few == many:
-        return TaskWork(*(max(values) / few for values in zip(least, most, strict=True)))
-    return TaskWork(*(max(0.0, (b - a) / (many - few)) for a, b in zip(least, most, strict=True)))
 
 
 def fit_links(seen: Iterable[tuple[float, float]], control_ms: float | None = None) -> LinkCosts:

@@ -65,29 +65,6 @@ def analytic_book(
     )
 
 
-def fitted_efficiencies(
-    config: TrainConfig,
-    device: Device,
-    measured: LayerCosts,
-    *,
-    kind: str = "layer",
-    microbatch_size: int,
-    tensor: int = 1,
-    remat: str = "none",
-) -> Efficiencies:
-    """Returns efficiencies with which one layer of a type takes as long as it was measured to take, without
-    launches."""
-    from rrfp_jax.programs.target import Target
-
-    model = model_layers(
-        config, microbatch_size=microbatch_size, tensor=tensor, remat=remat, target=Target.like(device)
-    )
-    if kind not in model.types:
-        raise ValueError(f"the model has no layer of type {kind!r}: give one of {', '.join(model.types)}")
-    foreseen = _costs(model, config, device, Efficiencies())[kind]
-    return Efficiencies().fitted(foreseen.work_ms(split=True), measured.work_ms(split=True))
-
-
 def _roofline(config: TrainConfig, device: Device, efficiencies: Efficiencies, mesh: Mapping[str, int]) -> Roofline:
     return Roofline(
         device=device,

@@ -56,9 +56,10 @@ def make_candidate(
     return PlanCandidate(choice=choice, order=order, memory=tuple(memory))
 
 
-def largest_windows(cut: CutModel, memory_bytes: int | None, at_most: int | None) -> tuple[int, ...] | None:
-    """Returns the most microbatches that memory of each stage holds; None where some stage holds none."""
-    most = min(cut.num_microbatches, at_most or cut.num_microbatches)
+def largest_windows(cut: CutModel, memory_bytes: int | None, most: int | None = None) -> tuple[int, ...] | None:
+    """Returns the most microbatches that memory of each stage holds, all or ``most``; None where some stage holds
+    none."""
+    most = most or cut.num_microbatches
     order = Ordering(hint=plain_hint(cut), window=most).resolve(cut.placement, cut.graph)
     found = forecast_memory(order, dict(enumerate(cut.chunk_bytes)), cut.num_microbatches)
     windows = [most if memory_bytes is None else stage.largest_window(memory_bytes) for stage in found]
@@ -74,7 +75,7 @@ def hints_for(
     point: Point, cut: CutModel, space: SearchSpace, memory_bytes: int | None, *, is_even: bool
 ) -> Iterator[PlanCandidate]:
     """Yields the hints whose backward is as the cut has it, with the largest windows that fit, and with short ones."""
-    windows = largest_windows(cut, memory_bytes, space.window)
+    windows = largest_windows(cut, memory_bytes)
     if windows is None or READY not in space.consumptions:
         return
     most = 2 * point.shape.num_stages
@@ -153,12 +154,8 @@ class TriedTable:
         if number not in self._made:
             self._made[number] = None
             if consume in space.consumptions:
-                try:
-                    ordering = Ordering(schedule=self.table, consume=consume, window=space.window, foresight=foresight)
-                    self._made[number] = make_candidate(
-                        self.point, self.cut, ordering, self.table.name, is_even=self.is_even,
-                        is_searched=self.is_searched,
-                    )  # fmt: skip
-                except ValueError:  # the window admits less than the table holds
-                    pass
+                ordering = Ordering(schedule=self.table, consume=consume, foresight=foresight)
+                self._made[number] = make_candidate(
+                    self.point, self.cut, ordering, self.table.name, is_even=self.is_even, is_searched=self.is_searched
+                )
         return self._made[number]

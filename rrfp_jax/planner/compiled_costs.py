@@ -1,42 +1,43 @@
-"""Costs of a run's model from its compiled programs: the backend's operations and bytes, on a device's roofline.
+"""Costs of a run's model whose bytes are those of compiled programs, and whose times are read off a device's roofline.
 
-Programs of a few layers are compiled, those of :mod:`rrfp_jax.planner.small_cut`; nothing is allocated or
-run, so that a layer of any size will do. The bytes of chunks are exact. Times are as good as the device's record and
-efficiencies; with ``measured``, costs of one way to run the stages, they are fitted to those of one layer, which is the
-only way on a device without a record, such as a CPU.
-
-XLA counts loops and kernels of libraries in part or not at all. Its operations are compared with those of the layers'
-sizes; where they differ by more than a tenth that is told, and the larger number counts.
+Programs of a few layers are compiled, those of :mod:`rrfp_jax.planner.small_cut`; nothing is allocated or run, so that
+a layer of any size will do. The bytes of chunks are exact. Times are those of :mod:`rrfp_jax.planner.analytic_costs`,
+as good as the device's record and efficiencies. With ``measured``, costs of one way to run the stages, they are fitted
+to those of one layer, which is the only way on a device without a record, such as a CPU.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import prod
 
 import jax
 
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.costs import CostBook, CostEntry
+from rrfp_jax.core import FUSED, SPLIT, Ordering
+from rrfp_jax.costs import CostBook, LayerCosts
+from rrfp_jax.costs.byte_fit import ChunkParts, fit_bytes
 from rrfp_jax.costs.devices import Device, Efficiencies, device_like, fitted_device
 from rrfp_jax.costs.layer_costs import StageSetting
-from rrfp_jax.costs.roofline import Roofline
-from rrfp_jax.layout import Layout, describe_axes, other_axes, spans, with_tensor
-from rrfp_jax.planner.analytic_costs import devices_of
-from rrfp_jax.planner.compiled_work import CompiledWay, compiled_way
-from rrfp_jax.planner.small_cut import LAYER, type_of_kind
+from rrfp_jax.layout import Layout, describe_axes, with_tensor
+from rrfp_jax.planner.analytic_costs import analytic_book
+from rrfp_jax.planner.measuring import chunk_parts, plain_sizes
+from rrfp_jax.planner.microbatches import microbatch_specs
+from rrfp_jax.planner.model_layers import model_layers
+from rrfp_jax.planner.small_cut import LAYER, small_cut, type_of_kind
+from rrfp_jax.programs.analysis import memory_of
+from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiling import CompileProgress
+from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.target import devices_for
+from rrfp_jax.runtime.hosted import HostedModel
+from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.schedules import Placement
+from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Machine:
-    """The machine that runs the programs."""
-
-    title: str
-    device: Device
-    efficiencies: Efficiencies
-    num_bytes: int | None
+_log = logging.getLogger(__name__)
+_TEMPORARIES = ("temporaries_bytes", "more_temporaries_bytes", "split_temporaries_bytes")
 
 
 def compiled_book(
@@ -44,7 +45,6 @@ def compiled_book(
     settings: Iterable[StageSetting],
     *,
     device: Device | None = None,
-    efficiencies: Efficiencies | None = None,
     measured: CostBook | None = None,
     num_devices: int | None = None,
     progress: CompileProgress = lambda done, total: None,
@@ -56,7 +56,6 @@ def compiled_book(
 
     Args:
         device: on whose roofline times are read; None: that of the devices here, if there is a record of it.
-        efficiencies: of it; None: the defaults, or fitted to ``measured``.
         measured: costs of one way to run the stages or more, of which the first gives the time of a layer. Its links
             and noise are taken over.
         num_devices: of the run, for the links; None: as many as the configuration has.
@@ -65,7 +64,7 @@ def compiled_book(
     Raises ValueError, with the remedy, where nothing says how quick the devices are, where there are fewer devices than
     share a layer, or where model and data do not fit.
     """
-    settings = list(dict.fromkeys(settings))
+    wanted = list(dict.fromkeys(settings))
     here = jax.local_devices()[0].device_kind
     device = device or device_like(here)
     if device is None and measured is None:
@@ -73,35 +72,112 @@ def compiled_book(
             f"nothing is known of how quick a device {here!r} is: give a device by name, or costs that rrfp profile "
             "has measured on it"
         )
-    first = None if measured is None else _first(measured)
-    every = list(dict.fromkeys([*settings, *([] if first is None else [first])]))
     target = None if device is None or measured is not None else _target(device)
-    ways = {s: compiled_way(config, s, _process(config, s.tensor, target), progress=progress) for s in every}
-    if measured is not None and first is not None:
-        machine = _fitted(config, ways[first], measured, device)
-    else:
-        assert device is not None
-        machine = _Machine(
-            title=device.title,
-            device=device,
-            efficiencies=efficiencies or Efficiencies(),
-            num_bytes=device.num_bytes,
-        )
-    entries = [
-        CostEntry(types=ways[s].costs(_roofline(config, machine.device, machine.efficiencies, s.tensor)), **s._asdict())
-        for s in settings
-    ]
-    model = ways[settings[0]].model
-    book = CostBook(
-        layers=model.layers,
-        ends=model.ends,
-        entries=tuple(entries),
-        tokens_per_sample=model.tokens_per_sample,
-        mesh=other_axes(config.pipeline.mesh),
-        device=machine.title,
-        device_bytes=machine.num_bytes,
+    # Too few devices are refused before anything is worked out or compiled.
+    processes = {tensor: _process(config, tensor, target) for tensor in dict.fromkeys(s.tensor for s in wanted)}
+    efficiencies, is_known = Efficiencies(), device is not None
+    if measured is not None:
+        device, efficiencies = fitted_speed(config, measured, device)
+    assert device is not None
+    book = analytic_book(
+        config, device, efficiencies=efficiencies, num_devices=num_devices,
+        microbatch_sizes=[s.microbatch_size for s in wanted],
+        tensors=[s.tensor for s in wanted],
+        remats=[s.remat for s in wanted],
+    )  # fmt: skip
+    entries = []
+    for setting in wanted:
+        parts = compile_chunks(config, setting, processes[setting.tensor], progress=progress)
+        (entry,) = (each for each in book.entries if each.setting == setting)
+        entries.append(replace(entry, types=_with_bytes(entry.types, parts)))
+    book = replace(book, entries=tuple(entries))
+    if measured is None:
+        return replace(book, source=f"compiled for {target or jax.default_backend()}, {book.source}")
+    if not is_known:  # a fitted device has no memory and no name of its own
+        book = replace(book, device=measured.device, device_bytes=measured.device_bytes)
+    return replace(
+        book,
+        links=measured.links,
+        noise=measured.noise,
+        task_ms=measured.task_ms,
+        device_flops=measured.device_flops,
+        source=f"compiled for {jax.default_backend()}, at the speed of a layer {measured.source}",
     )
-    return _beside(book, config, machine, measured, num_devices, target=target)
+
+
+def fitted_speed(config: TrainConfig, measured: CostBook, device: Device | None = None) -> tuple[Device, Efficiencies]:
+    """Returns a device on which a layer takes as long as it was measured to take, and the parts of its peaks.
+
+    A device with a record gets efficiencies; another one (None) gets the rate at which it computes a layer. Raises
+    ValueError where no layer was measured.
+    """
+    entry = measured.entries[0]
+    if not any(name.partition(" ")[0] == LAYER for name in entry.types):
+        raise ValueError(f"the measured costs have no layer of type {LAYER!r}, to which times are fitted: measure one")
+    layer_ms = entry.types[type_of_kind(LAYER, entry.types)].work_ms(split=True)
+    size, tensor, remat = entry.setting
+    if device is None:
+        types = model_layers(config, microbatch_size=size, tensor=tensor, remat=remat).types
+        layer = types[type_of_kind(LAYER, types)]
+        flops = layer.sizes.tasks(trains=layer.trains, has_backward=layer.has_backward)
+        runs = (True, layer.has_backward, layer.trains)
+        moved = [each * does for each, does in zip(layer.sizes.moved_bytes, runs, strict=True)]
+        tasks = [(each / tensor / layer.sizes.sharing, num) for each, num in zip(flops, moved, strict=True)]
+        whole = Efficiencies(compute=1.0, memory=1.0)
+        return fitted_device(measured.device or "measured", tasks, layer_ms), whole
+    book = analytic_book(config, device, microbatch_sizes=[size], tensors=[tensor], remats=[remat])
+    foreseen = book.entries[0].types
+    foreseen_ms = foreseen[type_of_kind(LAYER, foreseen)].work_ms(split=True)
+    return device, Efficiencies().fitted(foreseen_ms, layer_ms)
+
+
+def compile_chunks(
+    config: TrainConfig, setting: StageSetting, process: Process, *, progress: CompileProgress
+) -> list[ChunkParts]:
+    """Returns the bytes of a few layers in chunks, compiled with split and with whole backwards.
+
+    They are compiled on the devices of the process's first stage. Raises ValueError where model, data and setting do
+    not fit.
+    """
+    cut = small_cut(config, 1)
+    placement = Placement((0,) * len(cut.chunks))
+    model = HostedModel(
+        cut.chunks,
+        placement,
+        process,
+        optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
+        updates=UpdateRules(clip_norm=config.pipeline.clip_norm, skip_nonfinite=config.pipeline.skip_nonfinite),
+        seed=config.run.seed,
+        remat=(setting.remat,) * len(cut.chunks),
+    )
+    buckets = Buckets(cut.chunks, microbatch_specs(config, setting.microbatch_size))
+    found, tells_memory = list[ChunkParts](), True
+    for backward in (SPLIT, FUSED):
+        graph = Ordering(hint="bf", backward=backward).fitted(placement, model_graph(cut.chunks, cut.edges, None))
+        chunks = model.compile(graph, buckets, progress).chunks
+        programs = [program for chunk in chunks.values() for program in chunk.compiled.values()]
+        tells_memory = tells_memory and all(memory_of(program) is not None for program in programs)
+        sizes = {chunk: each.sizes for chunk, each in chunks.items()}
+        if config.pipeline.shard_optimizer:  # replicas share the optimizer's state out
+            share = config.pipeline.data
+            sizes = {c: replace(each, optimizer_bytes=-(-each.optimizer_bytes // share)) for c, each in sizes.items()}
+        found += chunk_parts(cut, {chunk: plain_sizes(each) for chunk, each in sizes.items()})
+    if not tells_memory:
+        _log.warning("the backend does not say what memory programs need: temporaries are estimated from sizes")
+        found = [replace(each, temporaries={}) for each in found]
+    return found
+
+
+def _with_bytes(types: Mapping[str, LayerCosts], parts: list[ChunkParts]) -> dict[str, LayerCosts]:
+    """Returns the costs of each type with the bytes of its compiled chunks; their own where the backend tells none."""
+    found, tells_memory = dict(types), any(each.temporaries for each in parts)
+    for kind, held in fit_bytes(parts).items():
+        name = type_of_kind(kind, types)
+        own = {} if tells_memory else dict.fromkeys(_TEMPORARIES)
+        of_programs = {field: num_bytes for field, num_bytes in held.items() if field not in own}
+        # What a program remakes is part of its compiled stash already.
+        found[name] = replace(types[name], remade_bytes=0, **of_programs)
+    return found
 
 
 def _target(device: Device) -> str | None:
@@ -126,68 +202,3 @@ def _process(config: TrainConfig, tensor: int, target: str | None) -> Process:
     process = Process(Layout(num_stages=1, mesh=mesh), num_devices=number)
     process.use_devices(devices[:number])
     return process
-
-
-def _first(measured: CostBook) -> StageSetting:
-    entry = measured.entries[0]
-    return StageSetting(entry.microbatch_size, entry.tensor, entry.remat)
-
-
-def _fitted(config: TrainConfig, way: CompiledWay, measured: CostBook, device: Device | None) -> _Machine:
-    """Returns a machine on which a layer takes as long as it was measured to take.
-
-    A device with a record gets efficiencies; another one gets the rate at which it computes a layer."""
-    types = measured.entries[0].types
-    if not any(each.partition(" ")[0] == LAYER for each in types):
-        raise ValueError(f"the measured costs have no layer of type {LAYER!r}, to which times are fitted: measure one")
-    layer_ms = types[type_of_kind(LAYER, types)].work_ms(split=True)
-    work, tensor = way.works[LAYER], way.setting.tensor
-    if device is None:
-        tasks = [(work[kind].flops, work[kind].moved_bytes) for kind in "FIW"]
-        device = fitted_device(measured.device or "measured", tasks, layer_ms)
-        whole = Efficiencies(compute=1.0, memory=1.0)
-        return _Machine(title=measured.device, device=device, efficiencies=whole, num_bytes=measured.device_bytes)
-    roofline = _roofline(config, device, Efficiencies(), tensor)
-    foreseen_ms = sum(roofline.task_ms(work[kind].flops * tensor, work[kind].moved_bytes) for kind in "FIW")
-    return _Machine(
-        title=device.title,
-        device=device,
-        efficiencies=Efficiencies().fitted(foreseen_ms, layer_ms),
-        num_bytes=device.num_bytes,
-    )
-
-
-def _roofline(config: TrainConfig, device: Device, efficiencies: Efficiencies, tensor: int) -> Roofline:
-    is_float32 = config.model.compute_dtype == "float32"
-    along = spans(with_tensor(config.pipeline.mesh, tensor))
-    return Roofline(device=device, efficiencies=efficiencies, tensor=tensor, spans=along, is_float32=is_float32)
-
-
-def _beside(
-    book: CostBook,
-    config: TrainConfig,
-    machine: _Machine,
-    measured: CostBook | None,
-    num_devices: int | None,
-    *,
-    target: str | None,
-) -> CostBook:
-    """Returns the book with links, launches, peaks and the source."""
-    if measured is not None:
-        return replace(
-            book,
-            links=measured.links,
-            noise=measured.noise,
-            task_ms=measured.task_ms,
-            device_flops=measured.device_flops,
-            source=f"compiled for {jax.default_backend()}, at the speed of a layer {measured.source}",
-        )
-    layout, device, found = config.pipeline, machine.device, machine.efficiencies
-    return replace(
-        book,
-        links=device.links(num_devices or devices_of(layout), found),
-        task_ms=found.launch_ms,
-        device_flops=_roofline(config, device, found, 1).peak_flops,
-        source=f"compiled for {target or jax.default_backend()}: {found.compute:.0%} of the peak's operations, "
-        f"{found.memory:.0%} of the memory's bandwidth",
-    )

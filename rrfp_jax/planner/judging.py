@@ -1,4 +1,4 @@
-"""Step times of candidates on common draws of the noise: some draws to choose by, others to forecast by.
+"""Step times of candidates on common draws of the noise.
 
 All candidates meet the same draws, so that their differences have a small error. An order that is kept to is walked
 (:mod:`rrfp_jax.planner.step_times`), any other one is simulated step after step, so that foresight has learnt how long
@@ -19,8 +19,6 @@ from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.simulation import simulated_steps_ms
 from rrfp_jax.simulation.costs import Durations
 
-TRAINING, HELD_OUT = 0, 1
-"""Draws to choose by, and draws by which nothing is chosen."""
 ROUNDING = 1e-9
 """Relative difference of the same times added up in two ways."""
 _DRAWS, _LEAST_DRAWS = 64, 16
@@ -44,60 +42,56 @@ class Judge:
         self.evaluations = 0
         """Orders whose step was worked out, each with all its draws."""
         # By the identity of cuts, tables, orders and candidates, which are kept beside so that no identity is reused.
-        self._factors: dict[tuple[int, int, int], Durations] = {}
-        self._luck_ms: dict[tuple[int, int], tuple[CutModel, StepTimes]] = {}
+        self._factors: dict[tuple[int, int], Durations] = {}
+        self._luck_ms: dict[int, tuple[CutModel, StepTimes]] = {}
         self._walks: dict[int, tuple[ScheduleTable, tuple[WalkEntry, ...]]] = {}
-        self._known: dict[tuple[int, int], tuple[PlanCandidate, StepTimes]] = {}
+        self._known: dict[int, tuple[PlanCandidate, StepTimes]] = {}
         self._nominal_ms: dict[int, tuple[PlanCandidate, float]] = {}
-        self._runs: dict[tuple[int, int], Iterator[float]] = {}
+        self._runs: dict[int, Iterator[float]] = {}
         self._arbiters: dict[int, tuple[Order, list[StageArbiter]]] = {}
 
-    def draws_ms(self, one: PlanCandidate, num_draws: int, which: int = TRAINING) -> StepTimes:
+    def draws_ms(self, one: PlanCandidate, num_draws: int) -> StepTimes:
         """Returns the step times of the first draws; without noise that of a step without it."""
         num_draws = min(num_draws, self.num_draws)
-        key = id(one), TRAINING if self.noise.is_none else which
-        known = self._known[key][1] if key in self._known else np.empty(0)
+        known = self._known[id(one)][1] if id(one) in self._known else np.empty(0)
         if len(known) < num_draws:
             self.evaluations += not len(known)
-            known = self._more_draws_ms(one, num_draws, key, known)
-            self._known[key] = one, known
+            known = self._more_draws_ms(one, num_draws, known)
+            self._known[id(one)] = one, known
         return known[:num_draws]
 
     def num_known(self, one: PlanCandidate) -> int:
-        """Returns the number of draws to choose by on which a candidate was judged."""
-        return len(self._known[id(one), TRAINING][1]) if (id(one), TRAINING) in self._known else 0
+        """Returns the number of draws on which a candidate was judged."""
+        return len(self._known[id(one)][1]) if id(one) in self._known else 0
 
-    def value(self, one: PlanCandidate, num_draws: int, which: int = TRAINING) -> float:
+    def value(self, one: PlanCandidate, num_draws: int) -> float:
         """Returns the mean over the first draws, in milliseconds per sample of a step."""
-        return float(self.draws_ms(one, num_draws, which).mean()) / one.choice.shape.batch_size
+        return float(self.draws_ms(one, num_draws).mean()) / one.choice.shape.batch_size
 
     def standing(self, one: PlanCandidate, num_draws: int) -> float:
         """Returns the mean by which candidates are compared: that of the first draws, without the luck of the draw."""
-        return float(self._comparable_ms(one, num_draws, TRAINING).mean())
+        return float(self._comparable_ms(one, num_draws).mean())
 
-    def difference(
-        self, before: PlanCandidate, one: PlanCandidate, num_draws: int, which: int = TRAINING
-    ) -> tuple[float, float]:
+    def difference(self, before: PlanCandidate, one: PlanCandidate, num_draws: int) -> tuple[float, float]:
         """Returns how much longer a sample takes with ``one``, and the standard error of that, at least rounding."""
-        ahead_ms, behind_ms = (self._comparable_ms(each, num_draws, which) for each in (before, one))
+        ahead_ms, behind_ms = (self._comparable_ms(each, num_draws) for each in (before, one))
         number = len(ahead_ms)
         error = float((behind_ms - ahead_ms).std(ddof=1)) / number**0.5 if number > 1 else 0.0
         return float(behind_ms.mean() - ahead_ms.mean()), max(error, float(ahead_ms.mean()) * ROUNDING)
 
-    def _comparable_ms(self, one: PlanCandidate, num_draws: int, which: int) -> StepTimes:
-        draws_ms = self.draws_ms(one, num_draws, which)
+    def _comparable_ms(self, one: PlanCandidate, num_draws: int) -> StepTimes:
+        draws_ms = self.draws_ms(one, num_draws)
         if not self.noise.is_none:
             # Candidates with other numbers of chunks have other draws. The work of an average stage in each draw is a
             # control variate: its mean is known, and it has about the same effect on every order.
-            draws_ms = draws_ms - self._luck_of(one.choice.cut, which)[: len(draws_ms)]
+            draws_ms = draws_ms - self._luck_of(one.choice.cut)[: len(draws_ms)]
         return draws_ms / one.choice.shape.batch_size
 
-    def _luck_of(self, cut: CutModel, which: int) -> StepTimes:
-        key = id(cut), which
-        if key not in self._luck_ms:
-            works_ms = self.steps_ms(cut, self.num_draws, which).sum(axis=(1, 2, 3)) / cut.placement.num_stages
-            self._luck_ms[key] = cut, works_ms[1:] - works_ms[0]
-        return self._luck_ms[key][1]
+    def _luck_of(self, cut: CutModel) -> StepTimes:
+        if id(cut) not in self._luck_ms:
+            works_ms = self.steps_ms(cut, self.num_draws).sum(axis=(1, 2, 3)) / cut.placement.num_stages
+            self._luck_ms[id(cut)] = cut, works_ms[1:] - works_ms[0]
+        return self._luck_ms[id(cut)][1]
 
     def nominal_ms(self, one: PlanCandidate) -> float:
         """Returns the step time without noise."""
@@ -109,15 +103,15 @@ class Judge:
             self._nominal_ms[id(one)] = one, float(step_ms)
         return self._nominal_ms[id(one)][1]
 
-    def steps_ms(self, cut: CutModel, num_draws: int, which: int = TRAINING) -> Durations:
+    def steps_ms(self, cut: CutModel, num_draws: int) -> Durations:
         """Returns a step without noise and ``num_draws`` with it, [1 + draws, chunks, microbatches, 3]; without noise
         that step alone."""
         nominal = cut.durations_ms
         if self.noise.is_none:
             return nominal
-        key = nominal.shape[1], nominal.shape[2], which
+        key = nominal.shape[1], nominal.shape[2]
         if key not in self._factors:
-            rng = np.random.default_rng((self.seed, which))
+            rng = np.random.default_rng((self.seed, 0))
             self._factors[key] = self.noise.draws(np.ones_like(nominal), self.num_draws, rng)
         return np.concatenate([nominal, nominal * self._factors[key][:num_draws]])
 
@@ -126,17 +120,16 @@ class Judge:
         self.evaluations += 1
         return strict_times_ms(cut, self._walk_of(table), _drawn(self.steps_ms(cut, num_draws)))
 
-    def _more_draws_ms(self, one: PlanCandidate, num_draws: int, key: tuple[int, int], known: StepTimes) -> StepTimes:
-        cut, which = one.choice.cut, key[1]
+    def _more_draws_ms(self, one: PlanCandidate, num_draws: int, known: StepTimes) -> StepTimes:
         if one.is_strict:
-            return self._kept_to(one, _drawn(self.steps_ms(cut, num_draws, which)))
-        if key not in self._runs:
-            self._runs[key] = self._begun(one, which)
-        return np.append(known, list(islice(self._runs[key], num_draws - len(known))))
+            return self._kept_to(one, _drawn(self.steps_ms(one.choice.cut, num_draws)))
+        if id(one) not in self._runs:
+            self._runs[id(one)] = self._begun(one)
+        return np.append(known, list(islice(self._runs[id(one)], num_draws - len(known))))
 
-    def _begun(self, one: PlanCandidate, which: int) -> Iterator[float]:
+    def _begun(self, one: PlanCandidate) -> Iterator[float]:
         """Begins a simulation of all draws; one that learns starts with the step without noise, which is kept."""
-        steps_ms = self.steps_ms(one.choice.cut, self.num_draws, which)
+        steps_ms = self.steps_ms(one.choice.cut, self.num_draws)
         if one.order.foresight is None or self.noise.is_none:
             return self._simulated_ms(one, _drawn(steps_ms))
         run = self._simulated_ms(one, steps_ms)

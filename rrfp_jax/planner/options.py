@@ -1,8 +1,7 @@
 """The options of ``rrfp plan``, and the small languages of their values: lists, ranges, and noise."""
 
 import argparse
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Sequence
 
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.training.presets import preset_names
@@ -22,20 +21,6 @@ _MOST = 4096
 _NO_NOISE = "none"
 _LIST = "N,N,...|A..B"
 _FORMS = f"{_NO_NOISE}, lognormal:SIGMA, tail:SHARE,FACTOR"
-_GONE = {
-    "--objective": "this option is gone: a plan makes the mean step small, and tells the 95th percentile beside it",
-    "--draws": "this option is gone: the number of draws follows from the size of the pipeline",
-    "--effort": "this option is gone: name --schedules for a quicker plan, or end the search with Ctrl-C",
-}
-
-
-def _refuse_gone(flag: str) -> Callable[[str], NoReturn]:
-    """Returns a reader of values that refuses an option that there was once, and says what takes its place."""
-
-    def refuse(_: str) -> NoReturn:
-        raise argparse.ArgumentTypeError(_GONE[flag])
-
-    return refuse
 
 
 def plan_parser(doc: str) -> CommandParser:
@@ -57,9 +42,6 @@ def plan_parser(doc: str) -> CommandParser:
     _add_machine(parser.add_argument_group("machine"))
     _add_choices(parser.add_argument_group("choices"))
     _add_output(parser.add_argument_group("output"))
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the noise (default 0)")
-    for flag in _GONE:
-        parser.add_argument(flag, type=_refuse_gone(flag), help=argparse.SUPPRESS)
     return parser
 
 
@@ -143,12 +125,6 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
         "that keeps attention or experts is counted as full",
     )
     offer(remat, REMAT_NAMES)
-    add(
-        "--window",
-        type=int,
-        metavar="N",
-        help="microbatches that a stage may hold at most (default: as many as memory holds)",
-    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
@@ -159,11 +135,6 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         metavar="FILE.yaml",
         help="write the best one as a configuration for rrfp train, and beside it its table where no name stands for "
         "that (default: it is only told)",
-    )
-    add(
-        "--picture",
-        metavar="FILE",
-        help="draw step time against memory, all that was judged (.png, .svg; default: it is not drawn)",
     )
     add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
 

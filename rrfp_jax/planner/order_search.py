@@ -12,7 +12,7 @@ In ``docs/evaluation.md`` a searched order is worth 1.004 times the best named t
 times; a more thorough search (building blocks, perturbed orders, windows for each chunk) was not worth its code."""
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from math import inf
@@ -110,7 +110,6 @@ def search_orders(
     available: Sequence[float] | None,
     *,
     budget: int = BUDGET,
-    should_stop: Callable[[], bool] | None = None,
 ) -> list[FoundOrder]:
     """Returns orders that fit, the quickest first; none where nothing fits.
 
@@ -119,9 +118,8 @@ def search_orders(
         available: bytes of each stage for activations; None: unlimited.
         budget: tasks that may be scheduled on the way, all orders together, beside the named tables. They are counted,
             so that the same costs give the same orders on every machine.
-        should_stop: asked between two orders; the best so far is the result.
     """
-    search = _Search(cut, available, should_stop or (lambda: False))
+    search = _Search(cut, available)
     search.try_named()
     search.try_rules(budget)
     return search.found()
@@ -129,7 +127,7 @@ def search_orders(
 
 def named_orders(cut: CutModel, available: Sequence[float] | None) -> list[FoundOrder]:
     """Returns the orders of named tables that fit, the quickest first."""
-    search = _Search(cut, available, lambda: False)
+    search = _Search(cut, available)
     search.try_named()
     return [order for order in search.found() if order.is_named]
 
@@ -154,8 +152,8 @@ class _Known:
 class _Search:
     """The best orders of a cut that are known to fit."""
 
-    def __init__(self, cut: CutModel, available: Sequence[float] | None, should_stop: Callable[[], bool]) -> None:
-        self.cut, self.problem, self.should_stop = cut, order_problem(cut, available), should_stop
+    def __init__(self, cut: CutModel, available: Sequence[float] | None) -> None:
+        self.cut, self.problem = cut, order_problem(cut, available)
         self.best: list[_Known] = []
         self.evaluations, self.num_tasks = 0, 0
         self._makespans: dict[object, tuple[float, float]] = {}
@@ -245,9 +243,8 @@ class _Search:
         return made.makespan
 
     def _is_settled(self) -> bool:
-        """Returns whether nothing can be quicker than the best, or the caller wants an end."""
-        is_best = bool(self.best) and self.best[0].makespan <= self.problem.bound
-        return is_best or self.should_stop()
+        """Returns whether nothing can be quicker than the best."""
+        return bool(self.best) and self.best[0].makespan <= self.problem.bound
 
     def found(self) -> list[FoundOrder]:
         """Returns all orders that are kept as tables, the quickest first."""

@@ -4,8 +4,8 @@
 
     rrfp plan --config gpu/one_node_8 --device h100 --devices 64 --memory 72GiB
     rrfp plan --config mine.yaml --costs costs.json --jitter lognormal:0.2 \\
-        --write best.yaml --picture frontier.png
-    rrfp plan --costs costs.json --devices 8 --microbatches 8..32 --json
+        --write best.yaml
+    rrfp plan --costs costs.json --devices 8 --microbatches 8,16,32 --json
     rrfp plan --config gpu/llama3_70b_128 --device h100 --as-configured
 
 With ``--json`` the last line on stdout is one JSON object. No device is needed: costs are worked out from a device's
@@ -13,16 +13,12 @@ record (``--device``) or come from a file (``--costs``), and candidates run in v
 also runs on devices. ``rrfp train`` runs the configuration that ``--write`` has written as it is.
 """
 
-import argparse
 import json
 import logging
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -31,10 +27,10 @@ from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.garbage import rare_collections
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.exit_codes import DONE, INTERRUPTED
+from rrfp_jax.exit_codes import DONE
 from rrfp_jax.planner.as_configured import configured_plan, encoder_notes
 from rrfp_jax.planner.options import plan_parser
-from rrfp_jax.planner.plan_request import PlanRequest, read_request
+from rrfp_jax.planner.plan_request import read_request
 from rrfp_jax.planner.records import Plan
 from rrfp_jax.planner.report import milliseconds, plan_as_json, refused_in_words, show_configured, show_plan
 from rrfp_jax.planner.search import SearchProgress, make_plan
@@ -52,13 +48,11 @@ def main(argv: list[str] | None = None) -> int:
         request = read_request(arguments)
         if arguments.as_configured:
             assert request.config is not None
-            plan = configured_plan(request.config, request.book, seed=arguments.seed)
+            plan = configured_plan(request.config, request.book)
         else:
-            plan = _search(request, arguments.seed)
+            with rare_collections(), _bar() as progress:
+                plan = make_plan(request.book, request.space, progress=progress)
             plan = replace(plan, notes=(*plan.notes, *encoder_notes(request.config)))
-    if not plan.ranking and not plan.is_complete:
-        _log.warning("interrupted before anything was judged")
-        return INTERRUPTED
     if not plan.ranking:
         raise BadInput(_nothing_fits(plan, request.space.schedules))
     if arguments.json:
@@ -66,8 +60,13 @@ def main(argv: list[str] | None = None) -> int:
     else:
         show = show_configured if arguments.as_configured else show_plan
         show(make_console(), plan, request.book, top=arguments.top, memory_bytes=request.memory_bytes)
-    _write_files(arguments, request, plan)
-    return DONE if plan.is_complete else INTERRUPTED
+    if arguments.write is not None:
+        assert request.config is not None
+        with checking_input():
+            written = write_choice(request.config, plan.ranking[0], Path(arguments.write))
+        beside = "" if written.table is None else f", with its order in {written.table}"
+        _log.info("the configuration is in %s%s", written.config, beside)
+    return DONE
 
 
 def make_parser() -> CommandParser:
@@ -83,82 +82,19 @@ def _nothing_fits(plan: Plan, schedules: Sequence[str] | None) -> str:
     return f"no order of {', '.join(schedules)} fits these sizes: name more --schedules, or leave them out"
 
 
-def _write_files(arguments: argparse.Namespace, request: PlanRequest, plan: Plan) -> None:
-    if arguments.write is not None:
-        assert request.config is not None
-        with checking_input():
-            written = write_choice(request.config, plan.ranking[0], Path(arguments.write))
-        beside = "" if written.table is None else f", with its order in {written.table}"
-        _log.info("the configuration is in %s%s", written.config, beside)
-    if arguments.picture is not None:
-        from rrfp_jax.planner.picture import draw_frontier  # loads matplotlib
-
-        title = f"Step time against memory: {request.title}"
-        draw_frontier(plan, arguments.picture, memory_bytes=request.memory_bytes, title=title)
-        _log.info("the picture is in %s", arguments.picture)
-
-
-# -- the search on a terminal: a bar, and Ctrl-C ends it with the best so far ------------------------------------------
-
-
-def _search(request: PlanRequest, seed: int) -> Plan:
-    with rare_collections(), _interruptible() as interrupt, _Bar() as bar:
-        return make_plan(request.book, request.space, seed=seed, progress=bar.tell, should_stop=interrupt.is_requested)
-
-
-class _Interrupt:
-    """A request to stop: the first Ctrl-C makes it, the second one ends the process as ever."""
-
-    def __init__(self) -> None:
-        self._is_requested = False
-
-    def is_requested(self) -> bool:
-        return self._is_requested
-
-    def note(self, number: int, _: FrameType | None) -> None:
-        self._is_requested = True
-        signal.signal(number, signal.default_int_handler)
-
-
 @contextmanager
-def _interruptible() -> Iterator[_Interrupt]:
-    interrupt = _Interrupt()
-    before = signal.signal(signal.SIGINT, interrupt.note)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _bar() -> Iterator[SearchProgress]:
+    """Shows a bar on stderr, so that it never mixes with printed results; it is gone once the search has ended."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("searching", total=None, told="")
 
+        def tell(doing: str, done: int, total: int, best_ms: float) -> None:
+            best = "" if best_ms == float("inf") else f", {milliseconds(best_ms)} ms per sample"
+            bar.update(task, description=doing, completed=done, total=total, told=f"{done} of {total}{best}")
 
-class _Bar:
-    """A bar on stderr, so that it never mixes with printed results; it is gone once the search has ended."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[told]}"),
-            TimeElapsedColumn(),
-            TextColumn("Ctrl-C takes the best so far"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("searching", total=None, told="")
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._progress.stop()
-
-    def tell(self, told: SearchProgress) -> None:
-        """Shows how far the search has come."""
-        best = "" if told.best_ms is None else f", {milliseconds(told.best_ms)} ms per sample"
-        words = f"{told.done} of {told.total}{best}"
-        self._progress.update(self._task, description=told.doing, completed=told.done, total=told.total, told=words)
+        yield tell
 
 
 if __name__ == "__main__":

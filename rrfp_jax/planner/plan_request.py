@@ -15,7 +15,6 @@ from rrfp_jax.costs.devices import device_of
 from rrfp_jax.costs.layer_costs import every_setting
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES, REMATS
 from rrfp_jax.layout import TENSOR, describe_axes, other_axes, with_tensor
-from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.planner.as_configured import check_as_configured
 from rrfp_jax.planner.cost_file import read_costs
 from rrfp_jax.planner.options import ORDER_NAMES, parse_counts, parse_noise, parse_words
@@ -34,8 +33,6 @@ class PlanRequest:
     space: SearchSpace
     config: TrainConfig | None
     """The configuration to complete; None: the costs alone tell the model."""
-    title: str
-    """Model and devices, for captions."""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -53,7 +50,10 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     if config is None and (arguments.costs is None or arguments.compile):
         flag = "--device" if arguments.costs is None else "--compile"
         raise ValueError(f"{flag} needs a model: give --config FILE.yaml too")
-    _check_outputs(arguments, config)
+    if arguments.write is not None:
+        if config is None:
+            raise ValueError("--write completes a configuration: give --config FILE.yaml too")
+        check_writable(config, Path(arguments.write))
     num_devices = _num_devices(arguments, config)
     batch_size = arguments.batch_size
     if batch_size is None and config is not None:
@@ -82,13 +82,10 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         chunks=_chunks(arguments, config),
         schedules=parse_words(arguments.schedules, "--schedules", ORDER_NAMES),
         consumptions=parse_words(arguments.consume, "--consume", CONSUMPTIONS) or CONSUMPTIONS,
-        window=arguments.window,
         remats=parse_words(arguments.remat, "--remat", REMAT_NAMES),
         top=arguments.top,
     )
-    devices = f"x {book.device}" if book.device else "devices"
-    title = f"{arguments.config or arguments.costs} on {num_devices} {devices}"
-    return PlanRequest(book=book, space=space, config=config, title=title)
+    return PlanRequest(book=book, space=space, config=config)
 
 
 def _check_encoder_mesh(arguments: argparse.Namespace, config: TrainConfig) -> None:
@@ -99,19 +96,6 @@ def _check_encoder_mesh(arguments: argparse.Namespace, config: TrainConfig) -> N
         raise ValueError(
             f"{flag} knows one mesh for all stages: work costs out alone (--device), or leave encoder_mesh out"
         )
-
-
-def _check_outputs(arguments: argparse.Namespace, config: TrainConfig | None) -> None:
-    if arguments.write is not None:
-        if config is None:
-            raise ValueError("--write completes a configuration: give --config FILE.yaml too")
-        check_writable(config, Path(arguments.write))
-    if arguments.picture is not None:
-        if Path(arguments.picture).suffix.lower() not in (".png", ".svg"):
-            raise ValueError(f"picture {arguments.picture!r}: let the name end in .png or .svg")
-        check_file(Path(arguments.picture), "picture")
-    if arguments.seed < 0:
-        raise ValueError(f"seed is {arguments.seed}: give 0 or more")
 
 
 def _num_devices(arguments: argparse.Namespace, config: TrainConfig | None) -> int:

@@ -77,8 +77,7 @@ class Forecast:
     mfu: float | None = None
     """Operations of the model over those that the devices' peak allows; None: not known."""
     draws_ms: tuple[float, ...] = ()
-    """Step times of each draw. The first two of a ranking have draws by which nothing was chosen, all others those by
-    which they lost."""
+    """Step times of each draw; those that lost early have few."""
 
     @property
     def gap(self) -> float:
@@ -124,14 +123,10 @@ class Plan:
     """The best named order on an even cut, for comparison."""
     named: Ranked | None = None
     """The best named order on its best cut."""
-    judged: tuple[Ranked, ...] = ()
-    """All choices whose step time was forecast, the ranking among them: the marks of a picture of step time against
-    memory. Fewer draws may stand behind those that lost early."""
+    num_judged: int = 1
+    """Number of choices that were compared, the ranking among them."""
     evaluations: int = 0
     """Orders that were timed on the way."""
     num_draws: int = 1
-    seed: int = 0
-    is_complete: bool = True
-    """Whether the search came to its end, and was not interrupted."""
     notes: tuple[str, ...] = ()
     """Sentences that a reader of these figures should know."""

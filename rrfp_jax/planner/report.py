@@ -59,7 +59,7 @@ def _ranking(plan: Plan, shown: Sequence[Ranked], title: str = "") -> Table:
     """Returns a table with a column for each figure that is known of any choice."""
     cells = [_cells(ranked) for ranked in shown]
     headings = [heading for heading in cells[0] if any(each[heading] for each in cells)]
-    title = title or f"the best {len(shown)} of {max(len(plan.judged), len(plan.ranking))}"
+    title = title or f"the best {len(shown)} of {plan.num_judged}"
     table = make_table(title, "", *headings, numeric=True)
     table.columns[1 + headings.index("order")].justify = "left"
     for place, each in enumerate(cells, start=1):
@@ -97,8 +97,6 @@ def _verdict(plan: Plan, shown: Sequence[Ranked]) -> Iterator[str]:
     fewer = [str(place) for place, number in enumerate(draws, start=1) if number < max(draws)]
     if fewer:
         yield f"{', '.join(fewer)}: behind on the first draws of the noise, and not judged on all"
-    if not plan.is_complete:
-        yield "INCOMPLETE: the search was interrupted, and this is the best of what it had judged by then"
     if len(plan.ranking) > 1 and not plan.is_decided:
         first, second = (ranked.forecast for ranked in plan.ranking[:2])
         apart_ms = abs(second.step_ms - first.step_ms)
@@ -116,7 +114,7 @@ def _comparison(plan: Plan) -> Table:
     found_ms = plan.ranking[0].forecast.step_ms
     for words, ranked in rows:
         if ranked is None:
-            table.add_row(words, *["-"] * 4, "none fits" if plan.is_complete else "not judged", "-")
+            table.add_row(words, *["-"] * 4, "none fits", "-")
             continue
         forecast = ranked.forecast
         table.add_row(
@@ -133,13 +131,10 @@ def _comparison(plan: Plan) -> Table:
 
 def _memory(best: Ranked, memory_bytes: int | None) -> Table:
     cut, stages = best.choice.cut, best.forecast.memory
-    has_host = any(stage.host_peak for stage in stages)
     limited = "" if memory_bytes is None else f" of {format_bytes(memory_bytes)}"
     headings = ["stage", "layers", "work ms", "all the time", "in flight", "while it runs", "peak"]
     if memory_bytes is not None:
         headings.append("free")
-    if has_host:
-        headings.append("on host")
     table = make_table(f"memory of each stage{limited}", *headings, numeric=True)
     table.columns[1].justify = "left"
     chunks, rows = cut_in_words(cut).split("|"), []
@@ -154,8 +149,6 @@ def _memory(best: Ranked, memory_bytes: int | None) -> Table:
         ]
         if memory_bytes is not None:
             cells.append(_percent(1 - forecast.peak / memory_bytes))
-        if has_host:
-            cells.append(_bytes_or_dash(forecast.host_peak))
         rows.append(cells)
     for cells_alike, alike in groupby(enumerate(rows), key=itemgetter(1)):  # equal stages share a row
         numbers = [stage for stage, _ in alike]
@@ -165,7 +158,7 @@ def _memory(best: Ranked, memory_bytes: int | None) -> Table:
 
 def _sources(plan: Plan, book: CostBook) -> Iterator[str]:
     draws = f"{plan.num_draws} draws of noise" if plan.num_draws > 1 else "no noise"
-    yield f"{plan.evaluations:,} orders were timed, with {draws}, seed {plan.seed}"
+    yield f"{plan.evaluations:,} orders were timed, with {draws}"
     yield f"costs: {book.source or 'of an unknown source'}{f', on {book.device}' if book.device else ''}"
     if any(ranked.forecast.mfu is not None for ranked in plan.ranking):
         yield "MFU: operations of the model, without what is computed again, over what the devices' peak allows"
@@ -246,13 +239,11 @@ def plan_as_json(plan: Plan, book: CostBook, *, top: int) -> dict[str, Any]:
     return {
         "ranking": [_ranked_as_json(ranked) for ranked in plan.ranking[:top]],
         "is_decided": plan.is_decided,
-        "is_complete": plan.is_complete,
         "even_cut_best_named": None if plan.even is None else _ranked_as_json(plan.even),
         "best_cut_best_named": None if plan.named is None else _ranked_as_json(plan.named),
         "refused": [{**asdict(each.shape), "reason": each.reason, "change": each.change} for each in plan.refused],
         "evaluations": plan.evaluations,
         "num_draws": plan.num_draws,
-        "seed": plan.seed,
         "costs": {"source": book.source, "device": book.device, "letters": letters_of(book.layers)},
         "notes": [*plan.notes],
     }
@@ -297,7 +288,6 @@ def _ranked_as_json(ranked: Ranked) -> dict[str, Any]:
                 "fixed": stage.fixed,
                 "in_flight": stage.peak - stage.fixed - stage.temporaries,
                 "temporaries": stage.temporaries,
-                "host": stage.host_peak,
             }
             for stage in forecast.memory
         ],

@@ -2,23 +2,22 @@
 
 1. Every shape that the search space allows is laid out in every way, cut best and evenly, and named tables are timed on
    it, kept to, as far as lower bounds leave a chance (:mod:`rrfp_jax.planner.sites`).
-2. On the best of these sites a search looks for orders without a name (:mod:`rrfp_jax.planner.order_search`). 3. The
-best tables in every way to consume them, and hints, are compared: all on few draws, fewer and fewer candidates on more
-(:func:`compare`).
-4. The best are forecast, the first two on draws by which nothing was chosen.
+2. On the best of these sites a search looks for orders without a name (:mod:`rrfp_jax.planner.order_search`).
+3. The best tables in every way to consume them, and hints, are compared: all on few draws, fewer and fewer candidates
+   on more (:func:`compare_candidates`).
+4. The best are told with their forecasts, and why each lost to the one before it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from rrfp_jax.costs import CostBook
 from rrfp_jax.planner.candidates import PlanCandidate, TriedTable, hints_for
-from rrfp_jax.planner.judging import HELD_OUT, ROUNDING, TRAINING, Judge, draws_for
-from rrfp_jax.planner.reasons import Reasons
-from rrfp_jax.planner.records import Forecast, Plan, PlanShape, Ranked, Refused
-from rrfp_jax.planner.refusals import Refusals
+from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for
+from rrfp_jax.planner.reasons import Reasons, Refusals
+from rrfp_jax.planner.records import Forecast, Plan, Ranked, Refused
 from rrfp_jax.planner.search_space import STRICT, SearchSpace, points_of, refused_without_points, shapes_of
 from rrfp_jax.planner.sites import Sites, is_large
 from rrfp_jax.planner.step_times import step_bound_ms
@@ -37,19 +36,11 @@ _ROUNDS = ((2, 12), (8, 5), (32, 2))
 """Draws of each round of a comparison, and the simulated candidates that stay in it."""
 _KEPT_TO = 2
 """Candidates that keep to a table and stay to the end."""
-_FEWEST_DRAWS, FEW_DRAWS = 2, 4
-"""The least number of draws of a forecast: of a candidate that lost early, and of one in the ranking."""
-
-
-@dataclass(frozen=True)
-class SearchProgress:
-    """How far a search has come."""
-
-    doing: str
-    done: int
-    total: int
-    best_ms: float | None
-    """Milliseconds per sample of the best so far; None: nothing fits yet."""
+_FEW_DRAWS = 4
+"""The least number of draws of a forecast."""
+SearchProgress = Callable[[str, int, int, float], None]
+"""Hears what a search does, how many steps of it are done, of how many, and the milliseconds per sample of the best so
+far; infinite where nothing fits yet."""
 
 
 def make_plan(
@@ -58,58 +49,43 @@ def make_plan(
     *,
     seed: int = 0,
     draws: int | None = None,
-    progress: Callable[[SearchProgress], None] = lambda _: None,
-    should_stop: Callable[[], bool] = lambda: False,
+    progress: SearchProgress = lambda doing, done, total, best_ms: None,
 ) -> Plan:
     """Returns the best ways to run a model on the devices of a search space, ranked.
 
     The same costs, space and seed give the same plan. ``draws`` is the number of draws of the noise by which the last
-    candidates are judged (None: :func:`~rrfp_jax.planner.judging.draws_for`). ``should_stop`` is asked again and again;
-    once it says yes, the best so far is the result. Raises ValueError where costs and space contradict each other.
+    candidates are judged (None: :func:`~rrfp_jax.planner.judging.draws_for`). Raises ValueError where costs and space
+    contradict each other.
     """
-    return _Search(book, space, seed, draws, progress, should_stop).plan()
+    return _Search(book, space, seed, draws).plan(progress)
 
 
-def compare_candidates(
-    candidates: list[PlanCandidate], judge: Judge, *, should_stop: Callable[[], bool]
-) -> list[PlanCandidate]:
+def compare_candidates(candidates: list[PlanCandidate], judge: Judge) -> list[PlanCandidate]:
     """Returns the candidates, the best first; those that lost early stand behind those that lost late.
 
     All are compared by their means on the same first draws, so that differences have a small error; each round takes
     more draws and keeps fewer candidates. A candidate that keeps to a table takes no simulation, so the best of these
-    are known by all draws and stay to the end. Where there is no time to judge all, those that were not judged are left
-    out, but for the first.
+    are known by all draws and stay to the end.
     """
 
     def placed(some: list[PlanCandidate], num_draws: int) -> list[PlanCandidate]:
-        known: list[tuple[float, int]] = []
-        for place, one in enumerate(some):
-            if place and should_stop():
-                break
-            known.append((judge.standing(one, num_draws), place))
-        return [some[place] for _, place in sorted(known)]
+        return sorted(some, key=lambda one: judge.standing(one, num_draws))
 
     if judge.noise.is_none:
         return placed(candidates, 1)
-    kept_to: list[PlanCandidate] = []
-    if not should_stop():
-        kept_to = placed([one for one in candidates if one.is_strict], judge.num_draws)[:_KEPT_TO]
+    kept_to = placed([one for one in candidates if one.is_strict], judge.num_draws)[:_KEPT_TO]
     left, lost = candidates, list[PlanCandidate]()
     for num_draws, number in _ROUNDS:
         found = placed(left, min(num_draws, judge.num_draws))
         ahead = [one for one in found if one not in kept_to][:number]
         left = [one for one in found if one in ahead or one in kept_to]
         lost = [one for one in found if one not in left] + lost
-        if should_stop():
-            return left + lost
     return placed(left, judge.num_draws) + lost
 
 
-def forecast(
-    one: PlanCandidate, book: CostBook, judge: Judge, num_draws: int | None = None, which: int = HELD_OUT
-) -> Forecast:
+def forecast(one: PlanCandidate, book: CostBook, judge: Judge, num_draws: int | None = None) -> Forecast:
     """Returns the forecast of a candidate by the first draws (None: by all)."""
-    draws_ms = judge.draws_ms(one, num_draws or judge.num_draws, which)
+    draws_ms = judge.draws_ms(one, num_draws or judge.num_draws)
     shape, cut, nominal_ms = one.choice.shape, one.choice.cut, judge.nominal_ms(one)
     step_ms, number = float(draws_ms.mean()), len(draws_ms)
     sd_ms = float(draws_ms.std(ddof=1)) if number > 1 else 0.0
@@ -135,30 +111,16 @@ def forecast(
 
 
 class _Search:
-    def __init__(  # noqa: PLR0917 - the arguments of make_plan
-        self,
-        book: CostBook,
-        space: SearchSpace,
-        seed: int,
-        draws: int | None,
-        progress: Callable[[SearchProgress], None],
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self.book, self.space, self.seed, self.progress = book, space, seed, progress
+    def __init__(self, book: CostBook, space: SearchSpace, seed: int, draws: int | None) -> None:
+        self.book, self.space = book, space
         self.memory_bytes = space.memory_bytes or book.device_bytes
         self.shapes = shapes_of(book, space)
         self.judge = Judge(book.noise, draws or draws_for(self.shapes), seed)
         self.sites = Sites(book, space, self.judge, self.memory_bytes, _FIRST_DRAWS)
         self.refused: list[Refused] = []
         self._hints_tried: list[PlanCandidate] = []
-        self.is_stopped = False
-        self._ask = should_stop
 
-    def should_stop(self) -> bool:
-        self.is_stopped = self.is_stopped or self._ask()
-        return self.is_stopped
-
-    def plan(self) -> Plan:
+    def plan(self, progress: SearchProgress) -> Plan:
         for shape in self.shapes:
             points = list(points_of(shape, self.book, self.space))
             if not points:
@@ -166,16 +128,12 @@ class _Search:
             for point in points:
                 self.sites.add(point)
         total = self.sites.num_waiting
-        for _ in self.sites.look(self.should_stop):
-            self._tell("tables", total - self.sites.num_waiting, total)
+        for _ in self.sites.look():
+            progress("tables", total - self.sites.num_waiting, total, self.sites.best)
         if self.space.schedules is None:
-            for number, _ in enumerate(self.sites.search(_SEARCHED_SITES, self.should_stop)):
-                self._tell("orders", number + 1, _SEARCHED_SITES)
-        return self._ranked(compare_candidates(self._pool(), self.judge, should_stop=self.should_stop))
-
-    def _tell(self, doing: str, done: int, total: int) -> None:
-        best = self.sites.best
-        self.progress(SearchProgress(doing, done, total, None if best == float("inf") else best))
+            for number, _ in enumerate(self.sites.search(_SEARCHED_SITES)):
+                progress("orders", number + 1, _SEARCHED_SITES, self.sites.best)
+        return self._ranked(compare_candidates(self._pool(), self.judge))
 
     # -- candidates ----------------------------------------------------------------------------------------------------
 
@@ -229,53 +187,42 @@ class _Search:
         for one in best:
             choice = one.choice
             distinct.setdefault((choice.shape, choice.cut.placement, choice.cut.counts, choice.order_name), one)
-        every = list(distinct.values())
-        top, close = every[: self.space.top], every[: min(2, self.space.top)]
-        reasons = Reasons(self.book, self.space, self.judge, self.memory_bytes, self.sites.tables, FEW_DRAWS)
-        ranking = [self._told(one, close) for one in top]
+        top = list(distinct.values())[: self.space.top]
+        reasons = Reasons(self.book, self.space, self.judge, self.memory_bytes, self.sites.tables, _FEW_DRAWS)
+        ranking = [self._told(one) for one in top]
         for place in range(1, len(top)):
             ranking[place] = replace(ranking[place], why=reasons.why_lost(top[place - 1], top[place]))
         named = [one for one in best if not one.choice.is_searched]
         even = [one for one in named if one.choice.is_even]
         is_decided = bool(top)
         if len(top) > 1:
-            ahead, error = self.judge.difference(top[0], top[1], self._num_draws, HELD_OUT)
+            ahead, error = self.judge.difference(top[0], top[1], self.judge.num_draws)
             is_decided = ahead > error
         return Plan(
             ranking=tuple(ranking),
             is_decided=is_decided,
             refused=tuple(self._refused()),
-            even=self._told(even[0], close) if even else None,
-            named=self._told(named[0], close) if named else None,
-            judged=(*ranking, *(self._told(one, close, _FEWEST_DRAWS) for one in every[self.space.top :])),
+            even=self._told(even[0]) if even else None,
+            named=self._told(named[0]) if named else None,
+            num_judged=len(distinct),
             evaluations=self.judge.evaluations,
             num_draws=self.judge.num_draws,
-            seed=self.seed,
-            is_complete=not self.is_stopped,
             notes=tuple(self._notes()),
         )
 
-    @property
-    def _num_draws(self) -> int:
-        return FEW_DRAWS if self.should_stop() else self.judge.num_draws
-
-    def _told(self, one: PlanCandidate, close: list[PlanCandidate], least: int = FEW_DRAWS) -> Ranked:
-        if one in close:
-            found = forecast(one, self.book, self.judge, self._num_draws, HELD_OUT)
-        else:
-            # The draws by which it lost say enough, and are known already.
-            number = FEW_DRAWS if self.should_stop() else max(least, self.judge.num_known(one))
-            found = forecast(one, self.book, self.judge, number, TRAINING)
-        return Ranked(choice=one.choice, forecast=found)
+    def _told(self, one: PlanCandidate) -> Ranked:
+        # One that lost early is told by the draws by which it lost: they say enough, and are known already.
+        return Ranked(
+            choice=one.choice,
+            forecast=forecast(one, self.book, self.judge, max(_FEW_DRAWS, self.judge.num_known(one))),
+        )
 
     def _refused(self) -> list[Refused]:
-        """Returns shapes of which nothing fits; where the user wants an end, only if that is all there is to tell."""
+        """Returns shapes of which nothing fits."""
         fitting = {table.point.shape for table in self.sites.tables if table.has_room}
         fitting |= {one.choice.shape for one in self._hints_tried}
         short = [*self.sites.refused, *(table.point.shape for table in self.sites.tables)]
-        lacking: list[PlanShape] = []
-        if not (fitting and self.should_stop()):
-            lacking = [shape for shape in dict.fromkeys(short) if shape not in fitting]
+        lacking = [shape for shape in dict.fromkeys(short) if shape not in fitting]
         refusals = Refusals(self.book, self.space, self.memory_bytes)
         found = self.refused + [refusals.refused(shape) for shape in lacking[:_MOST_REFUSED]]
         distinct = {(each.shape.num_stages, each.shape.data, each.shape.tensor, each.reason): each for each in found}

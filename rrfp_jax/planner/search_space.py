@@ -42,15 +42,13 @@ class SearchSpace:
     schedules: tuple[str, ...] | None = None
     """Names of schedules and hints; None: all, and a search for orders without a name."""
     consumptions: tuple[str, ...] = CONSUMPTIONS
-    window: int | None = None
-    """The most microbatches that a stage may hold; None: as many as memory holds."""
     remats: tuple[str, ...] | None = None
     """Names of rematerialisation; None: all for which there are costs."""
     top: int = 5
     """Length of the ranking at most."""
 
     def __post_init__(self) -> None:
-        check_fields(self, AT_LEAST_1, "devices", "batch_size", "top", "window")
+        check_fields(self, AT_LEAST_1, "devices", "batch_size", "top")
         check_fields(self, NOT_NEGATIVE, "memory_bytes")
         if self.memory_bytes == 0:
             raise ValueError("devices have no memory: give more than 0 bytes, or leave memory out for no limit")

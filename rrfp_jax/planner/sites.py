@@ -7,7 +7,7 @@ fits, no other site can be better.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from rrfp_jax.costs import CostBook, CutModel, ModelCosts
@@ -88,9 +88,9 @@ class Sites:
         self._number += 1
         heapq.heappush(self._waiting, (site.least, self._number, site))
 
-    def look(self, should_stop: Callable[[], bool]) -> Iterator[Site]:
+    def look(self) -> Iterator[Site]:
         """Tries one site after the other, at least one, until none can be better than the best."""
-        while self._waiting and self._waiting[0][0] < self.best and not (self.tables and should_stop()):
+        while self._waiting and self._waiting[0][0] < self.best:
             _, _, site = heapq.heappop(self._waiting)
             shape = site.point.shape
             if not site.cuts:
@@ -111,15 +111,13 @@ class Sites:
             self._try_named(site)
             yield site
 
-    def search(self, number: int, should_stop: Callable[[], bool]) -> Iterator[Site]:
+    def search(self, number: int) -> Iterator[Site]:
         """Looks for orders without a name on the best ``number`` sites, where the bounds say that there may be some."""
         for place, site in enumerate(sorted(self.opened, key=lambda site: site.least)[:number]):
-            if place and is_large(site.point):
-                return
-            if site.least >= self.best * (1 - _WORTH) or should_stop():
+            if (place and is_large(site.point)) or site.least >= self.best * (1 - _WORTH):
                 return
             for cut, is_even in site.cuts[: 1 if self.memory_bytes is None else 2]:
-                found = search_orders(cut, self._available(_as_forecast(cut)), should_stop=should_stop)
+                found = search_orders(cut, self._available(_as_forecast(cut)))
                 searched = [order.table for order in found if not order.is_named]
                 self._try(site, cut, searched[:_SEARCHED_ORDERS], is_even=is_even)
             yield site

@@ -1,6 +1,5 @@
-"""Costs from compiled programs: what they hold is what the runtime forecasts, and what they do is checked."""
+"""Costs from compiled programs: what they hold is what the runtime forecasts."""
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +9,15 @@ from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.core import FUSED, SPLIT, Ordering
 from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
 from rrfp_jax.costs.byte_fit import ChunkParts
-from rrfp_jax.costs.devices import Efficiencies, device_of
-from rrfp_jax.costs.fitting import ChunkWork, TaskWork
+from rrfp_jax.costs.devices import device_of
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.costs.layer_costs import StageSetting
 from rrfp_jax.costs.order_memory import forecast_memory
-from rrfp_jax.costs.roofline import Roofline
 from rrfp_jax.layout import Layout
 from rrfp_jax.models import language_model
-from rrfp_jax.planner import compiled_work
+from rrfp_jax.planner import compiled_costs
 from rrfp_jax.planner.analytic_costs import analytic_book
 from rrfp_jax.planner.compiled_costs import compiled_book
-from rrfp_jax.planner.compiled_work import CompiledChunks, compiled_way
 from rrfp_jax.planner.microbatches import microbatch_specs
 from rrfp_jax.planner.model_layers import model_layers
 from rrfp_jax.programs.buckets import Buckets
@@ -48,55 +44,35 @@ def small(**more: Any) -> TrainConfig:
 # -- without compiling -----------------------------------------------------------------------------------------------
 
 
-def made_up(times: float = 1.0, **more: bool) -> CompiledChunks:
-    """Chunks of one layer that do so many times what the sizes of their layers make."""
-    model = model_layers(small(), microbatch_size=3)
-    parts, work = [], []
-    for name, layer in model.types.items():
-        flops = layer.sizes.tasks()
-        seen = {"F": flops.forward, "I": flops.input_gradient, "W": flops.weight_gradient, "B": sum(flops[1:])}
-        work.append(ChunkWork(layer=name, count=1, work={k: TaskWork(times * f, 1000.0) for k, f in seen.items()}))
-        parts.append(ChunkParts(layer=name, count=1, fixed=9, gradient=8, stash=7, kept_inputs=0, owed=6, outputs=5))
-    return CompiledChunks(parts=tuple(parts), work=tuple(work), **{"tells_work": True, "tells_memory": True, **more})
+def made_up(**temporaries: int) -> list[ChunkParts]:
+    """Chunks of one layer of each type."""
+    return [
+        ChunkParts(
+            layer=name, count=1, fixed=9, gradient=8, stash=7, kept_inputs=0, owed=6, outputs=5, temporaries=temporaries
+        )
+        for name in model_layers(small(), microbatch_size=3).types
+    ]
 
 
-def way_of(chunks: CompiledChunks, monkeypatch: pytest.MonkeyPatch) -> compiled_work.CompiledWay:
-    monkeypatch.setattr(compiled_work, "compile_chunks", lambda *_, **__: chunks)
-    return compiled_way(small(), SETTING, Process(Layout(num_stages=1)), progress=lambda *_: None)
+def book_of(parts: list[ChunkParts], monkeypatch: pytest.MonkeyPatch, **more: Any) -> CostBook:
+    monkeypatch.setattr(compiled_costs, "compile_chunks", lambda *_, **__: parts)
+    return compiled_book(small(), [SETTING], **more)
 
 
-ROOFLINE = Roofline(device=device_of("h100"), efficiencies=Efficiencies(), is_float32=True)
+def test_bytes_are_those_of_programs_and_times_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = device_of("h100")
+    costs = book_of(made_up(forward=4), monkeypatch, device=device).entries[0].types["layer"]
+    assert (costs.fixed_bytes, costs.gradient_bytes, costs.stash_bytes, costs.owed_bytes) == (9, 8, 7, 6)
+    assert (costs.output_bytes, costs.remade_bytes, costs.temporaries_bytes) == (5, 0, 4)
+    own = analytic_book(small(), device, microbatch_sizes=[3]).entries[0].types["layer"]
+    assert costs.task_ms(split=True) == own.task_ms(split=True)
+    assert costs.flops == own.flops
 
 
-@pytest.mark.parametrize(("times", "counted"), [(0.8, 1.0), (1.2, 1.2)])
-def test_operations_that_are_apart_are_told_and_the_larger_number_counts(
-    times: float, counted: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    way = way_of(made_up(times), monkeypatch)
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 4  # forward and backward of layer and head; an embedding computes nothing
-    assert told[0].startswith(
-        "the forward of a layer of type layer (microbatch size 3, tensor 1, remat none): XLA count"
-    )
-    own = model_layers(small(), microbatch_size=3).types["layer"].sizes.tasks()
-    assert way.works["layer"]["F"].flops == pytest.approx(counted * own.forward)
-
-
-def test_what_is_near_is_not_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    costs = way_of(made_up(1.05), monkeypatch).costs(ROOFLINE)["layer"]
-    assert not caplog.records
-    assert (costs.fixed_bytes, costs.stash_bytes, costs.owed_bytes, costs.temporaries_bytes) == (9, 7, 6, 0)
-
-
-def test_a_backend_that_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    way = way_of(made_up(0.0, tells_work=False, tells_memory=False), monkeypatch)
-    told = " ".join(record.getMessage() for record in caplog.records)
-    assert "operations and bytes come from the layers' sizes" in told
-    assert "temporaries are estimated from sizes" in told
-    layer = model_layers(small(), microbatch_size=3).types["layer"]
-    assert way.works["layer"]["F"] == TaskWork(layer.sizes.flops.forward, layer.sizes.moved_bytes[0])
-    costs = way.costs(ROOFLINE)["layer"]
-    assert costs.temporaries_bytes == layer.sizes.temporaries_bytes > 0
+def test_a_backend_that_says_no_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = book_of(made_up(), monkeypatch, device=device_of("h100")).entries[0].types["layer"]
+    own = analytic_book(small(), device_of("h100"), microbatch_sizes=[3]).entries[0].types["layer"]
+    assert costs.temporaries_bytes == own.temporaries_bytes > 0
     assert costs.stash_bytes == 7
 
 
@@ -125,9 +101,8 @@ def measured_book() -> CostBook:
 
 @pytest.mark.parametrize("name", [None, "tpu-v4"])
 def test_times_are_fitted_to_a_measured_layer(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_work, "compile_chunks", lambda *_, **__: made_up())
     device = None if name is None else replace(device_of(name), float32_flops=1e10)
-    book = compiled_book(small(), [SETTING], measured=measured_book(), device=device)
+    book = book_of(made_up(), monkeypatch, measured=measured_book(), device=device)
     assert book.entries[0].types["layer"].work_ms(split=True) == pytest.approx(6.0)
     assert book.entries[0].types["head"].work_ms(split=True) < 6.0
     assert (book.links, book.noise, book.task_ms) == (LinkCosts(latency_ms=0.5), Noise.alike(0.1), 0.25)
@@ -135,10 +110,9 @@ def test_times_are_fitted_to_a_measured_layer(name: str | None, monkeypatch: pyt
 
 
 def test_measured_costs_must_have_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_work, "compile_chunks", lambda *_, **__: made_up())
     other = CostBook(layers=("block",), entries=(CostEntry(types={"block": LayerCosts(**dict.fromkeys(_MS, 1.0))}),))
     with pytest.raises(ValueError, match="the measured costs have no layer of type 'layer'"):
-        compiled_book(small(), [SETTING], measured=other)
+        book_of(made_up(), monkeypatch, measured=other)
 
 
 _MS = ("forward_ms", "input_gradient_ms", "weight_gradient_ms")

@@ -62,16 +62,3 @@ def test_memory_that_holds_nothing_has_no_order() -> None:
     assert search_orders(cut, [PART / 4] * 2) == []
     with pytest.raises(ValueError, match="memory is given for 3 stages of 2"):
         search_orders(cut, [1.0] * 3)
-
-
-def test_a_search_can_be_stopped() -> None:
-    cut = homogeneous(PLACEMENTS["linear"](4), 8, hop_ms=1.0)
-    asked: list[int] = []
-
-    def should_stop() -> bool:
-        asked.append(0)
-        return len(asked) >= 8
-
-    found = search_orders(cut, [3 * PART] * 4, should_stop=should_stop)
-    assert 0 < found[0].evaluations <= 8
-    assert found[0].evaluations < search_orders(cut, [3 * PART] * 4)[0].evaluations

@@ -1,10 +1,9 @@
-"""What is told of a plan: tables, plain data, and the picture of step time against memory."""
+"""What is told of a plan: tables and plain data."""
 
 import io
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,7 +11,6 @@ from rich.console import Console
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CostBook, CostEntry
-from rrfp_jax.planner.picture import draw_frontier, frontier, frontier_figure, mark_of
 from rrfp_jax.planner.records import Plan, Ranked
 from rrfp_jax.planner.report import milliseconds, order_in_words, plan_as_json, show_plan
 from tests.planner.plans import MIB, TYPES, choice_of, made_plan, ranked_of, table_of
@@ -37,7 +35,6 @@ def test_the_report_tells_ranking_cuts_and_why() -> None:
     assert row(text, "1   4 x 1 x 1")[2:4] == ["8 of 1", "searched strict"]
     assert "Et*3|t*3|t*3|tL" in text
     assert "19.5% slower: stage 3 has more work" in text
-    assert "INCOMPLETE" not in text
     assert "not decided" not in text
     assert "2 x 1 x 1, 8 of 1, remat none: stage 0 needs 2 GiB: window 2" in text
     assert "1f1b with foresight" not in shown(made_plan(), top=1).partition("what cut and order give")[0]
@@ -61,10 +58,9 @@ def test_memory_is_told_by_stage_and_part_and_adds_up() -> None:
 
 
 def test_what_is_open_is_said() -> None:
-    plan = made_plan(is_complete=False, is_decided=False, num_draws=64)
+    plan = made_plan(is_decided=False, num_draws=64)
     noisy = replace(plan, ranking=tuple(_noisy(ranked) for ranked in plan.ranking))
     text = shown(noisy)
-    assert "INCOMPLETE: the search was interrupted" in text
     assert "not decided: 1 and 2 are 12.75 ms apart" in text
     assert "201.2 ± 0.3 " in text
     assert "211.3" in text, "p95"
@@ -117,41 +113,3 @@ def test_orders_in_words(ordering: Ordering, words: str) -> None:
 
 def test_milliseconds_keep_four_digits() -> None:
     assert [milliseconds(value) for value in (1229.14, 12.345, 0.5)] == ["1,229.1", "12.35", "0.500"]
-
-
-def test_the_frontier_is_what_nothing_beats() -> None:
-    ordering = Ordering(schedule=table_of("1f1b", 4, 8))
-    quick, small, worse = (
-        ranked_of(choice_of(*counts, ordering=ordering), step_ms)
-        for counts, step_ms in (((4, 3, 3, 2), 200.0), ((3, 3, 3, 3), 220.0), ((4, 3, 3, 2), 210.0))
-    )
-    marks = [mark_of(ranked, quick, "MiB", per_sample=False) for ranked in (quick, small, worse)]
-    assert [mark.ranked for mark in frontier(marks)] == [small, quick]
-
-
-def test_the_picture_compares_on_the_draws_that_both_had() -> None:
-    choice = choice_of(4, 3, 3, 2, ordering=Ordering(schedule=table_of("1f1b", 4, 8)))
-    best = ranked_of(choice, 210.0, draws_ms=(200.0, 200.0, 220.0, 220.0))
-    lost = ranked_of(choice, 205.0, draws_ms=(204.0, 206.0))
-    assert mark_of(lost, best, "MiB", per_sample=False).time_ms == 215.0
-    assert mark_of(best, best, "MiB", per_sample=False).time_ms == 210.0
-
-
-def test_the_picture_shows_all_kinds_and_the_limit(tmp_path: Path) -> None:
-    figure = frontier_figure(made_plan(), memory_bytes=300 * MIB, title="a title")
-    words = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert words == [
-        "searched order, best cut",
-        "named order, best cut",
-        "named order, even cut",
-        "frontier",
-        "memory of a device",
-    ]
-    far = frontier_figure(made_plan(), memory_bytes=72 * 2**30, title="a title")
-    assert far.axes[0].get_xlabel() == "memory of the fullest stage, MiB, of 72 GiB"
-    draw_frontier(made_plan(), tmp_path / "a.svg", memory_bytes=None, title="a title")
-    again = tmp_path / "b.svg"
-    draw_frontier(made_plan(), again, memory_bytes=None, title="a title")
-    assert again.read_bytes() == (tmp_path / "a.svg").read_bytes()
-    with pytest.raises(ValueError, match=r"\.png or \.svg"):
-        draw_frontier(made_plan(), tmp_path / "a.pdf", memory_bytes=None, title="a title")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rrfp_jax.programs.analysis import ProgramCost, ProgramMemory, cost_of, memory_of
+from rrfp_jax.programs.analysis import ProgramMemory, memory_of, optimal_s
 
 
 @pytest.fixture(scope="module")
@@ -17,10 +17,7 @@ def program() -> Any:
 
 def test_the_keys_are_there(program: Any) -> None:
     """JAX may change them; then :mod:`rrfp_jax.programs.analysis` is to follow."""
-    cost, memory = cost_of(program), memory_of(program)
-    assert cost is not None
-    assert cost.flops == pytest.approx(2 * 2 * 32**3, rel=0.05)
-    assert cost.bytes_accessed >= 3 * 32 * 32 * 4
+    memory = memory_of(program)
     assert memory is not None
     assert (memory.arguments, memory.outputs) == (2 * 32 * 32 * 4, 32 * 32 * 4)
     assert memory.temporaries >= 32 * 32 * 4
@@ -38,9 +35,6 @@ class Answers:
     def memory_analysis(self) -> Any:
         return _said(self._memory)
 
-    def as_text(self) -> str:
-        raise NotImplementedError
-
 
 def _said(answer: Any) -> Any:
     if isinstance(answer, Exception):
@@ -55,27 +49,17 @@ class Sizes:
 @pytest.mark.parametrize(
     ("cost", "found"),
     [
-        ([{"flops": 1, "bytes accessed": 2}], ProgramCost(1.0, 2.0)),
-        ({"flops": -1.0, "bytes accessed": 2}, None),
-        ({"bytes accessed": 2}, None),
+        ([{"optimal_seconds": 2.0}], 2.0),
+        ({"optimal_seconds": -1.0}, None),
+        ({}, None),
         ([], None),
         (None, None),
         (NotImplementedError(), None),
         (RuntimeError("unimplemented"), None),
     ],
 )
-def test_costs_may_be_missing_or_a_list(cost: Any, found: ProgramCost | None) -> None:
-    assert cost_of(Answers(cost, None)) == found  # type: ignore[arg-type]
-
-
-def test_the_text_tells_where_the_backend_does_not() -> None:
-    class Text(Answers):
-        def as_text(self) -> str:
-            return (
-                "ENTRY %main (a: f32[8]) -> f32[8] {\n  %a = f32[8]{0} parameter(0)\n  ROOT %b = f32[8]{0} sine(%a)\n}"
-            )
-
-    assert cost_of(Text(None, None)) == ProgramCost(0.0, 64.0)  # type: ignore[arg-type]
+def test_times_may_be_missing_or_in_a_list(cost: Any, found: float | None) -> None:
+    assert optimal_s(Answers(cost, None)) == found  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

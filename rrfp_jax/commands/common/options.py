@@ -20,6 +20,12 @@ from rrfp_jax.bounded_text import sentence
 from rrfp_jax.commands.common.field_words import field_texts, field_words
 
 INSTEAD = {
+    "objective": "rrfp plan makes the mean step small, and tells the 95th percentile beside it",
+    "draws": "rrfp plan takes as many draws of the noise as suffice for the size of the pipeline",
+    "effort": "name --schedules for a quicker plan",
+    "picture": "rrfp plan --json --top N tells step time and memory of as many choices",
+    "seed": "the draws of the noise are the same in every plan, so leave it out",
+    "window": "rrfp plan gives each hint the largest window for which --memory suffices",
     "adaptive": "plan from a finished run's durations, with rrfp profile --timeline RUN and rrfp plan --costs",
 }
 """By the name of an option that does not exist, or of a key of a configuration: what serves its purpose."""
