@@ -22,7 +22,8 @@ project_copyright = author
 root_doc = "README"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 include_patterns = ["README.md", "CHANGELOG.md", "docs/*.md", "docs/site/api/*.md", "tpu_gpu_configs/README.md"]
-exclude_patterns = [".*", "build", "dist", "experiments", "requirements", "rrfp_jax", "runs", "tests", "*.egg-info"]
+include_patterns += ["experiments/paper/README.md"]
+exclude_patterns = [".*", "build", "dist", "requirements", "rrfp_jax", "runs", "tests", "*.egg-info"]
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
@@ -61,7 +62,7 @@ GROUPS = {
         "docs/compiling",
         "tpu_gpu_configs/README",
     ],
-    "Inside": ["docs/architecture", "docs/evaluation", "CHANGELOG"],
+    "Inside": ["docs/architecture", "experiments/paper/README", "CHANGELOG"],
     "Python": [
         f"docs/site/api/{name}" for name in ("pipelines", "models", "data", "operations", "language", "testing")
     ],

@@ -8,7 +8,7 @@
     python -m experiments.paper report                  # tables, pictures and text from the rows
 
 A run that was stopped goes on where it was. The report goes to ``--folder``, by default runs/paper, rows and pictures
-into its folder ``evaluation``; with ``--folder docs`` they are those of the documentation.
+into its folder ``results``; with ``--folder experiments/paper`` they are those that this checkout keeps.
 """
 
 import shlex

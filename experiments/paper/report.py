@@ -7,20 +7,19 @@ from experiments.paper.question import Question, Rows
 from experiments.paper.rows import ORIGIN
 from experiments.paper.run import PARTS, row_file
 
-REPORT = "evaluation.md"
+REPORT = "README.md"
 _HEAD = """# Evaluation
 
-What makes a readiness-first pipeline faster than a fixed order, when, and for how much memory. Each section asks one
-question of the [paper](https://arxiv.org/abs/2605.18750) or one that it leaves open, and says what was measured, what
-was found, and what may be wrong with it. Every figure below is worked out from the rows in [evaluation/](evaluation) by
-`python -m experiments.paper report`; none is written by hand. `make paper` measures them again.
+How much faster is a readiness-first pipeline than a fixed order, when, and for how much memory? Each section asks one
+question of the [paper](https://arxiv.org/abs/2605.18750), or one that the paper leaves open. `make paper` measures
+everything again, quickly; `python -m experiments.paper report` writes this page from the rows in `results/`,
+and no figure is written by hand. Commands with `--folder docs` were run when this page lay there: today the folder is
+`experiments/paper`.
 
-"1.234 ± 0.010 (least 1.198)" is a geometric mean over cells of how many times as fast something is, its 95% interval,
-and the least of them; 1.000 is no difference.
-
+"1.234 ± 0.010 (least 1.198)" is a speed-up: the geometric mean over cells, its 95% interval, and the least of them.
 *Held* counts the activations of whole microbatches on the stage that holds most. Strict 1F1B holds `p - s` on stage
 `s` of `p`; *within its memory* means on every stage. *Foresight* is a table used as a hint, within the table's own
-memory, that waits briefly for what it names next ([schedules.md](schedules.md))."""
+memory, that waits briefly for its next entry ([orders](../../docs/orders.md))."""
 
 
 def write_report(questions: Sequence[Question], folder: Path) -> list[str]:

@@ -19,7 +19,7 @@ _LINE_EVERY_S = 20.0
 """How often a line tells of progress where no bar can be drawn."""
 
 
-PARTS = "evaluation"
+PARTS = "results"
 """The folder of rows and pictures, beside the report."""
 
 

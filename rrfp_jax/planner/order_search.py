@@ -8,8 +8,8 @@ come later by some T, as in the zero-bubble schedules (arXiv 2401.10241); F of d
 follow in groups, as in interleaved 1F1B (arXiv 2104.04473). The search takes the best value of one field after the
 other, from a few rules on.
 
-In ``docs/evaluation.md`` a searched order is worth 1.004 times the best named table, where the cut is worth 1.241
-times; a more thorough search (building blocks, perturbed orders, windows for each chunk) was not worth its code."""
+In ``experiments/paper/README.md`` a searched order is worth 1.004 times the best named table, where the cut is worth
+1.241 times; a more thorough search (building blocks, perturbed orders, windows for each chunk) was not worth its code."""
 
 from bisect import insort
 from collections.abc import Sequence

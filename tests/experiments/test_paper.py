@@ -79,7 +79,7 @@ def test_a_run_goes_on_where_it_was_and_the_report_says_the_same(tmp_path: Path,
 def test_what_a_kill_has_cut_off_is_measured_again(tmp_path: Path, measured: list[Cell], cut: int) -> None:
     """In the middle of a line, or between two rows of a cell."""
     text = run(toy(1, 2), tmp_path)
-    path = tmp_path / "evaluation" / "toy.csv"
+    path = tmp_path / "results" / "toy.csv"
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     measured.clear()
@@ -91,7 +91,7 @@ def test_what_a_kill_has_cut_off_is_measured_again(tmp_path: Path, measured: lis
 def test_rows_of_other_columns_are_refused(tmp_path: Path) -> None:
     run(toy(1), tmp_path)
     with pytest.raises(ValueError, match="move it away"):
-        RowFile(tmp_path / "evaluation" / "toy.csv", ("size", "more"), ("method", "ms"))
+        RowFile(tmp_path / "results" / "toy.csv", ("size", "more"), ("method", "ms"))
 
 
 def test_a_question_without_rows_is_left_out_and_named(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_report_of_small_cells(name: str, tmp_path: Path, monkeypatch: pytest.
     assert question.title in text
     assert "*Threats*" in text
     assert "nan" not in text
-    pictures = list((tmp_path / "evaluation").glob("*.png"))
+    pictures = list((tmp_path / "results").glob("*.png"))
     assert len(pictures) == text.count("![") == (name not in ("real", "breakdown", "correctness"))
 
 
