@@ -30,7 +30,7 @@ from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.target import devices_for
-from rrfp_jax.runtime.hosted import HostedModel
+from rrfp_jax.runtime.model import HostedModel
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Placement

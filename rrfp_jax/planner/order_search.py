@@ -9,7 +9,7 @@ follow in groups, as in interleaved 1F1B (arXiv 2104.04473). The search takes th
 other, from a few rules on.
 
 In ``experiments/paper/README.md`` a searched order is worth 1.004 times the best named table, where the cut is worth
-1.241 times; a more thorough search (building blocks, perturbed orders, windows for each chunk) was not worth its code."""
+1.241 times; a more thorough search (building blocks, perturbed orders) was not worth its code."""
 
 from bisect import insort
 from collections.abc import Sequence
