@@ -46,7 +46,7 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.programs.agreement import StageReport, agree, merged
 from rrfp_jax.runtime.control_plane import Peers, control_neighbours
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
-from rrfp_jax.runtime.report import FailureNews, StageState, TaskFailed
+from rrfp_jax.runtime.report import StageState, TaskFailed
 from rrfp_jax.runtime.transports.parts import Key, pack_key, unpack_key
 from rrfp_jax.runtime.tree_collectives import StepStatistics
 from rrfp_jax.schedules import PipelineGraph, Placement, chain, linear
@@ -100,14 +100,15 @@ class ControlPlane:
         layout = Layout(num_stages=self._num_ranks, num_ranks=self._num_ranks)
         self.arbiter = StageArbiter(StageSetup(graph, placement, self.rank, consumption=ready(HINTS["bf"]), window=1))
         self.peers = Peers(network, layout)  # type: ignore[arg-type]  # all that it needs
-        self.peers.attach(self)
-        self.report = FailureReport(
+        self.failure = FailureReport(
             network,  # type: ignore[arg-type]  # its loop, too
             self.peers,
             10.0,
             lambda: [_state(self.rank)],
             lambda error: None,
         )
+        self.steps = self
+        self.peers.attach(self)  # type: ignore[arg-type]  # all of a driver that it needs
         self._received: dict[Message, Mapping[str, Any]] = {}
         self.ended: list[StepStatistics] = []
         network.subscribe(_CONTROL, self._control)
@@ -122,11 +123,8 @@ class ControlPlane:
     def observe(self, *_: object) -> None:
         raise AssertionError("no stage spans processes or looks ahead here")
 
-    def step_ended(self, step: int, statistics: StepStatistics) -> None:  # noqa: ARG002
+    def ended_everywhere(self, step: int, statistics: StepStatistics) -> None:  # noqa: ARG002
         self.ended.append(statistics)
-
-    def failed(self, news: FailureNews) -> None:
-        self.report.heard(news)
 
     # -- a stage -----------------------------------------------------------------------------------------------------
 
@@ -222,8 +220,8 @@ def control_cost(num_ranks: int) -> ControlCost:
     if num_ranks <= MAX_RANKS_FAILING:
         last = everybody[-1]
         failing = Failure(TaskFailed, "step 7: 1F2 failed: RuntimeError: out of memory", [_state(last.rank)])
-        failure = busiest(lambda: last._network.call_soon(lambda: last.report.begin(failing)))
-        assert all(plane.report.error is not None for plane in everybody)
+        failure = busiest(lambda: last._network.call_soon(lambda: last.failure.begin(failing)))
+        assert all(plane.failure.error is not None for plane in everybody)
     return ControlCost(num_ranks, step, cold_s, gathering, failure, num_connections)
 
 

@@ -34,7 +34,6 @@ from rrfp_jax.runtime.recorder import StageRecorder
 from rrfp_jax.runtime.stage_threads import (
     AwaitedInputs,
     ComputeThread,
-    HandsAhead,
     LaunchAndWait,
     StageExecutor,
     StageThreads,
@@ -63,7 +62,7 @@ class StageActor:
         runtime: "PipelineRuntime",
         *,
         engines: Mapping[str, ComputeThread] = MappingProxyType({}),
-        hands_ahead: Mapping[int, HandsAhead] = MappingProxyType({}),
+        hands_ahead: Mapping[int, StageExecutor] = MappingProxyType({}),
         log_steps: int,
     ) -> None:
         self.arbiter, self.executor, self.stage = arbiter, executor, arbiter.stage
@@ -164,7 +163,8 @@ class StageActor:
             elif isinstance(instruction, FinishStep):
                 ended = True
             else:
-                self._runtime.tell(self.stage, instruction.member, instruction.step, instruction.note)
+                assert self._runtime.peers is not None
+                self._runtime.peers.tell(self.stage, instruction.member, instruction.step, instruction.note)
         # Sent only now: sending takes longer than handing over the next task, which the devices wait for.
         for item in outgoing:
             self._send(*item)
@@ -173,7 +173,8 @@ class StageActor:
         if ended:  # Other stages wait for what was sent, and nobody for the record of the step.
             step = instructions[-1].step
             self._recorder.end(time_s)
-            self._runtime.stage_ended(self.stage, step, self.executor.finish(step), self._recorder.take())
+            outcome, looks_ahead = self.executor.finish(step), self.arbiter.looks_ahead
+            self._runtime.steps.stage_ended(self.stage, step, outcome, self._recorder.take(), looks_ahead=looks_ahead)
 
     def _hand_over(self, instruction: RunTask) -> None:
         """Hands a task to the thread of its lane, perhaps ahead of inputs that other stages here are about to

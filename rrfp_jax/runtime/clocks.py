@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rrfp_jax.cluster import PeerNetwork
 from rrfp_jax.cluster.wire import field, pack_plain
-from rrfp_jax.runtime.tree_collectives import Network, PeerFailed
+from rrfp_jax.runtime.tree_collectives import PeerFailed
 from rrfp_jax.tree import parent
 from rrfp_jax.waiting import wait_for
 
@@ -25,7 +26,7 @@ _FRESH_S = 60.0
 class Clocks:
     """Compares this rank's clock with rank 0's; all ranks call :meth:`synchronise` equally often."""
 
-    def __init__(self, network: Network, clock: Callable[[], float]) -> None:
+    def __init__(self, network: PeerNetwork, clock: Callable[[], float]) -> None:
         self._network, self._clock = network, clock
         self._parent = parent(network.rank)
         self.offset_s = 0.0

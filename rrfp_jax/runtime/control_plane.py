@@ -9,40 +9,29 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.cluster import MalformedMessage, PeerNetwork
 from rrfp_jax.cluster.failure_detector import watched
 from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
-from rrfp_jax.core import Event, GroupHeard, Message, Note, TaskAnnounced
+from rrfp_jax.core import GroupHeard, Message, Note, TaskAnnounced
 from rrfp_jax.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.clocks import Clocks
 from rrfp_jax.runtime.report import FailureNews
 from rrfp_jax.runtime.transports.parts import KEY_BYTES, Key, pack_key, unpack_key
-from rrfp_jax.runtime.tree_collectives import Network, StatisticsReduction, StepStatistics, TreeAllGather
+from rrfp_jax.runtime.tree_collectives import StatisticsReduction, TreeAllGather
 from rrfp_jax.schedules.timeline import StepSums
 from rrfp_jax.tree import neighbours
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime.driver import PipelineRuntime
 
 _LOG = logging.getLogger(__name__)
 _NOTE, _TASK, _FAILURE = "note", b"task", "failure"
 _STOP, _DECISION = "stop", "decision"
 _UNIT = struct.Struct("<I")
 _MAX_NEWS_BYTES = 1 << 26
-
-
-class Listener(Protocol):
-    """A driver that takes messages from other ranks; called on the event loop."""
-
-    def observe(self, unit: int, event: Callable[..., Event], step: int, *details: Any) -> None:
-        """Takes an event for a unit: a note of a member of its group, or the start of a task that sends it a
-        message."""
-
-    def step_ended(self, step: int, statistics: StepStatistics) -> None:
-        """Takes the statistics of a step that all units of the run have ended; on rank 0 alone."""
-
-    def failed(self, news: FailureNews) -> None:
-        """Takes the news that a rank gives up, from that rank or another."""
 
 
 class Peers:
@@ -54,7 +43,7 @@ class Peers:
         self.statistics = StatisticsReduction(network)
         self.all_gather = TreeAllGather(network)
         self.gather = self.all_gather.gather
-        self._listener: Listener | None = None
+        self._driver: PipelineRuntime | None = None
         self._led = frozenset(unit for unit in layout.units_of(self.rank) if layout.ranks_of(unit)[0] == self.rank)
         """Units that this rank hosts as the first or only one."""
         self._heard: set[str] = set()
@@ -84,17 +73,17 @@ class Peers:
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
-    def attach(self, listener: Listener) -> None:
+    def attach(self, driver: "PipelineRuntime") -> None:
         """Hands everything that has come and that will come to a driver."""
-        self._listener = listener
-        self.statistics.begin(listener.step_ended)
+        self._driver = driver
+        self.statistics.begin(driver.steps.ended_everywhere)
         self.network.subscribe(_NOTE, self._note)
         self.network.subscribe_packed(_TASK, self._task)
 
     def detach(self) -> None:
         """Lets go of the driver, which is closed; later messages are kept for the next."""
-        if self._listener is not None:
-            self._listener = None
+        if self._driver is not None:
+            self._driver = None
             self.network.unsubscribe(_NOTE)
             self.network.unsubscribe(_TASK)
 
@@ -115,8 +104,8 @@ class Peers:
 
     def _note(self, _: int, header: dict[str, Any], __: list[memoryview]) -> None:
         unit, step, member = (field(header, name, int) for name in ("unit", "step", "member"))
-        assert self._listener is not None
-        self._listener.observe(unit, GroupHeard, step, member, _record(Note, field(header, "note", list)))
+        assert self._driver is not None
+        self._driver.observe(unit, GroupHeard, step, member, _record(Note, field(header, "note", list)))
 
     def _task(self, rank: int, header: bytes, _: list[memoryview]) -> None:
         if len(header) != _UNIT.size + KEY_BYTES:
@@ -125,8 +114,8 @@ class Peers:
         step, message = unpack_key(header[_UNIT.size :])[:2]
         if unit not in self._led:
             raise MalformedMessage(f"rank {rank} announces a task to unit {unit}, which this rank does not lead")
-        assert self._listener is not None
-        self._listener.observe(unit, TaskAnnounced, step, message)
+        assert self._driver is not None
+        self._driver.observe(unit, TaskAnnounced, step, message)
 
     def _failure(self, rank: int, _: dict[str, Any], frames: list[memoryview]) -> None:
         if len(frames) != 1:
@@ -141,8 +130,8 @@ class Peers:
         self.lose(f"rank {news.origin} gave up: {news.summary}")
         if self.rank in news.lost:
             self.network.suspected_by(news.origin, news.lost[self.rank])
-        if self._listener is not None:
-            self._listener.failed(news)
+        if self._driver is not None:
+            self._driver.failure.heard(news)
 
 
 def control_neighbours(rank: int, num_ranks: int) -> frozenset[int]:
@@ -177,7 +166,7 @@ class StopRequests:
         network: carries messages to the others; None where there are none.
     """
 
-    def __init__(self, network: Network | None, layout: Layout) -> None:
+    def __init__(self, network: PeerNetwork | None, layout: Layout) -> None:
         self._network, self._layout = network, layout
         self._decided: dict[int, tuple[bool, bool]] = {}
         """Decisions by step, where the deciding stage spans several processes."""

@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from rrfp_jax.cluster.loop_thread import LoopThread, runs_here
-from rrfp_jax.core import Event, InputPromised, Message, Note, RunTask, StageArbiter, TaskAnnounced, timing_rule
+from rrfp_jax.core import Event, InputPromised, Message, RunTask, StageArbiter, TaskAnnounced, timing_rule
 from rrfp_jax.core.group_member import GroupMember
 from rrfp_jax.layout import name_unit
 from rrfp_jax.programs.batches import StepBatch
@@ -33,21 +33,17 @@ from rrfp_jax.runtime.failure_report import Failure, FailureReport
 from rrfp_jax.runtime.log_file import RunLog, take_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.runtime.report import FailureNews, NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
+from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.serial_executor import SerialExecutor
 from rrfp_jax.runtime.stage_threads import (
     ComputeThread,
-    HandsAhead,
     LaunchAndWait,
     StageExecutor,
-    StageOutcome,
     StageThreads,
 )
 from rrfp_jax.runtime.steps import StepOutcome, StepsUnderWay
 from rrfp_jax.runtime.transports import Deliver, Failed, Transport, TransportFailed
-from rrfp_jax.runtime.tree_collectives import StepStatistics
 from rrfp_jax.schedules import Absences, lanes_beside
-from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
@@ -101,7 +97,7 @@ class PipelineRuntime:
         self._options = options
         self._own_loop = LoopThread() if loop is None else None
         self._loop: asyncio.AbstractEventLoop = (loop or self._own_loop).loop  # type: ignore[union-attr]
-        self._peers, self._on_failure, self._stages_of_replica = peers, on_failure, stages_of_replica
+        self.peers, self._on_failure, self._stages_of_replica = peers, on_failure, stages_of_replica
         self.failure = FailureReport(
             self._loop,
             peers,
@@ -118,11 +114,11 @@ class PipelineRuntime:
         self._delays = None if delay_s is None else DelayInjection(self._loop, self._deliver, delay_s)
         self.transport = make_transport(self._delays or self._deliver, self._transport_failed)
         self._actors: dict[int, StageActor] = {}
-        self._hands_ahead: dict[int, HandsAhead] = {}
+        self._hands_ahead: dict[int, StageExecutor] = {}
         """Stages that lie wholly in this process and whose outputs can be promised to each other."""
         self._closing = threading.Lock()
         self._is_closed = False
-        self._steps = StepsUnderWay(arbiters[0].placement.num_stages, len(arbiters), peers)
+        self.steps = StepsUnderWay(arbiters[0].placement.num_stages, len(arbiters), peers)
         for arbiter in arbiters:
             self._add_stage(arbiter, make_stage(arbiter.stage, self.transport.ship), just_in_time)
         self._threads = [thread for actor in self._actors.values() for thread in actor.threads]
@@ -150,9 +146,9 @@ class PipelineRuntime:
                 decide=lambda *task: self._serial.submit_to_loop(self._actors[stage].decide, *task),
                 rule=timing_rule(looks_ahead=arbiter.foresight_rules is not None),
             )
-            is_whole = self._peers is None or [*self._peers.layout.ranks_of(stage)] == [self._peers.rank]
-            if self._delays is None and is_whole and getattr(executor, "hands_ahead", False):
-                self._hands_ahead[stage] = cast(HandsAhead, executor)
+            is_whole = self.peers is None or [*self.peers.layout.ranks_of(stage)] == [self.peers.rank]
+            if self._delays is None and is_whole and executor.hands_ahead:
+                self._hands_ahead[stage] = executor
         else:
             threads = ComputeThread(name, launch, done)
         self._actors[stage] = StageActor(
@@ -201,7 +197,7 @@ class PipelineRuntime:
             for actor, plan in zip(actors, plans, strict=True):
                 actor.start_step(step, batch, graph, plan)
 
-        self._steps.call(step, trained, evaluates=evaluates)
+        self.steps.call(step, trained, evaluates=evaluates)
         with self._closing:
             if self._is_closed:
                 raise PipelineClosed() from self.failure.error
@@ -267,8 +263,8 @@ class PipelineRuntime:
             self.logs(),
             {stage: running for stage, running in started.items() if running is not None},
             report=None if self.failure.error is None else self.failure.error.report,
-            rank=0 if self._peers is None else self._peers.rank,
-            clock_offset_s=0.0 if self._peers is None else self._peers.clocks.offset_s,
+            rank=0 if self.peers is None else self.peers.rank,
+            clock_offset_s=0.0 if self.peers is None else self.peers.clocks.offset_s,
         )
 
     # -- for the stages' threads and actors --------------------------------------------------------------------------
@@ -297,15 +293,10 @@ class PipelineRuntime:
             if actor.arbiter.placement.stage_of_chunk[message.source] in self._hands_ahead:
                 self._serial.submit(actor.observe, InputPromised, step, message)
                 return
-        if self._peers is not None and self._peers.layout.ranks_of(stage)[0] != self._peers.rank:
-            self._peers.announce_task(stage, step, message)
+        if self.peers is not None and self.peers.layout.ranks_of(stage)[0] != self.peers.rank:
+            self.peers.announce_task(stage, step, message)
         else:
             self.observe(stage, TaskAnnounced, step, message)
-
-    def tell(self, stage: int, member: int, step: int, note: Note) -> None:
-        """Sends a note to a member of a stage's group."""
-        assert self._peers is not None
-        self._peers.tell(stage, member, step, note)
 
     def wake_later(self, at_s: float, call: Callable[[], None]) -> None:
         """Makes a call at a time, in the serial executor."""
@@ -314,33 +305,28 @@ class PipelineRuntime:
         else:
             self._loop.call_soon_threadsafe(self.wake_later, at_s, call)
 
-    def stage_ended(self, stage: int, step: int, outcome: StageOutcome, timeline: Timeline) -> None:
-        """Takes the outcome of a step on a stage."""
-        looks_ahead = self._actors[stage].arbiter.looks_ahead
-        self._steps.stage_ended(stage, step, outcome, timeline, looks_ahead=looks_ahead)
-
     # -- on the event loop -------------------------------------------------------------------------------------------
 
     def _begin(self, step: int, start: Callable[[], None], future: "Future[StepOutcome]") -> None:
         if self.failure.error is not None:
             future.set_exception(self.failure.error)
             return
-        self._steps.begin(step, future)
+        self.steps.begin(step, future)
         self._serial.submit(start)
 
     def _leave_loop(self, left: threading.Event) -> None:
-        if self._peers is not None:
-            self._peers.detach()
+        if self.peers is not None:
+            self.peers.detach()
         self._serial.stop()
         if self._delays is not None:
             self._delays.stop()
         self._serial.shut_down()
-        self._serial.submit_always(self._steps.fail, PipelineClosed())
+        self._serial.submit_always(self.steps.fail, PipelineClosed())
         self._serial.submit_always(left.set)
 
     def is_under_way(self) -> bool:
         """Returns whether a step that was submitted has not ended everywhere."""
-        return bool(self._steps)
+        return bool(self.steps)
 
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._serial.submit(self._actors[stage].receive, step, message, payload)
@@ -349,33 +335,25 @@ class PipelineRuntime:
         """Has a hosted unit handle an event that another stage or rank caused."""
         self._serial.submit(self._actors[unit].observe, event, step, *details)
 
-    def step_ended(self, step: int, statistics: StepStatistics) -> None:
-        """Notes that all stages, also those elsewhere, have ended a step; on rank 0."""
-        self._steps.ended_everywhere(step, statistics)
-
-    def failed(self, news: FailureNews) -> None:
-        """Takes the news that another rank gives up."""
-        self.failure.heard(news)
-
     def _watch(self) -> None:
         """Ends the run when nothing has happened for the deadline while a step is under way."""
         if self._is_closed:
             return
         deadline_s = self._options.progress_deadline_s
-        progress_s = max(self._steps.begun_s, *(actor.last_event_s for actor in self._actors.values()))
+        progress_s = max(self.steps.begun_s, *(actor.last_event_s for actor in self._actors.values()))
         stalled_s = time.perf_counter() - progress_s
         if self.is_under_way() and self.failure.failing is None and stalled_s > deadline_s:
             summary = f"no task finished for {stalled_s:.1f} s (progress deadline {deadline_s:g} s)"
             self._serial.submit(self._give_up, NoProgress, summary)
-        if self._peers is not None:
-            self._peers.clocks.refresh()
+        if self.peers is not None:
+            self.peers.clocks.refresh()
         self._loop.call_later(deadline_s / _CHECKS_PER_DEADLINE, self._watch)
 
     def _end_with(self, failure: RunFailed) -> None:
         self._serial.shut_down()
         for actor in self._actors.values():
             actor.give_up()  # The close may come long after this.
-        self._serial.submit_always(self._steps.fail, failure)
+        self._serial.submit_always(self.steps.fail, failure)
         if self._on_failure is not None:
             self._on_failure(failure)
 
@@ -394,7 +372,7 @@ class PipelineRuntime:
             self._transport_failed(error)
             return
         name = f"{instruction.task} on {name_unit(stage, self._stages_of_replica)}"
-        summary = f"{self._steps.name(instruction.step)}: {name} failed: {error_text(error)}"
+        summary = f"{self.steps.name(instruction.step)}: {name} failed: {error_text(error)}"
         self._give_up(TaskFailed, summary, error, failed_stage=stage)
 
     def _transport_failed(self, error: Exception) -> None:
@@ -419,7 +397,7 @@ class PipelineRuntime:
     def _states(self, failed_stage: int | None = None) -> list[StageState]:
         """Returns the state of every hosted stage, as far as it can be told."""
         now = time.perf_counter()
-        rank = None if self._peers is None else self._peers.rank
+        rank = None if self.peers is None else self.peers.rank
         states = []
         for stage, actor in self._actors.items():
             started = actor.threads[0].started
@@ -431,7 +409,7 @@ class PipelineRuntime:
                     rank=rank,
                     stages_of_replica=self._stages_of_replica,
                 )
-                states.append(replace(state, step=None if state.step is None else self._steps.number(state.step)))
+                states.append(replace(state, step=None if state.step is None else self.steps.number(state.step)))
             except Exception:  # A fault in the report must not replace the error that ends the run.
                 _LOG.exception("stage %d cannot tell what it waits for", stage)
         return states

@@ -83,16 +83,14 @@ class StageExecutor(Protocol):
     def finish(self, step: int) -> StageOutcome:
         """Frees all that the stage held of a step, which is done, and returns its outcome."""
 
-
-class HandsAhead(Protocol):
-    """Extends a stage executor whose devices wait for inputs by themselves: outputs are handed on from their launch."""
-
-    hands_ahead: bool
-    """Whether the executor hands outputs on ahead."""
+    @property
+    def hands_ahead(self) -> bool:
+        """Whether outputs can be handed on from the launch of their tasks, since devices wait for inputs by themselves.
+        Only then the two methods below are called."""
 
     def ahead(self, step: int, message: Message) -> Any:
-        """Returns the later result of :meth:`StageExecutor.payload` for a stage of this process; None before the launch
-        of its task, and after it was handed out. For any thread."""
+        """Returns the later result of ``payload`` for a stage of this process; None before the launch of its task, and
+        after it was handed out. For any thread."""
 
     def fetch(self, step: int, message: Message, ahead: Callable[[], Any]) -> bool:
         """Takes the content of a message ahead of its delivery, from the stage that makes it; the delivery then counts

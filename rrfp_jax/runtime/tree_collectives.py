@@ -18,9 +18,9 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from rrfp_jax.cluster import MalformedMessage
+from rrfp_jax.cluster import MalformedMessage, PeerNetwork
 from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
 from rrfp_jax.schedules.timeline import IdleReason, StepSums
 from rrfp_jax.tree import children, parent
@@ -46,19 +46,6 @@ class PeerFailed(ConnectionError):
     """An all-gather cannot be completed: a rank is lost or has given up, or the time is over."""
 
 
-class Network(Protocol):
-    """The part of :class:`~rrfp_jax.cluster.PeerNetwork` that the control plane uses."""
-
-    rank: int
-    num_ranks: int
-
-    def subscribe(self, topic: str, handler: Any) -> None: ...
-    def subscribe_packed(self, topic: bytes, handler: Any) -> None: ...
-    def send(self, rank: int, topic: str, header: Any, frames: Any = ()) -> None: ...
-    def send_arrays(self, rank: int, topic: bytes, header: bytes, frames: Any) -> None: ...
-    def call_soon(self, call: Any) -> None: ...
-
-
 class _Gathering:
     """One all-gather under way."""
 
@@ -75,7 +62,7 @@ class _Gathering:
 class TreeAllGather:
     """The all-gathers of one rank, told apart by names that are alike on all ranks and new for every all-gather."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: PeerNetwork) -> None:
         self._network, self.rank = network, network.rank
         self._parent, self._children = parent(self.rank), children(self.rank, network.num_ranks)
         self._known: dict[str, _Gathering] = {}
@@ -205,7 +192,7 @@ class StatisticsReduction:
     Steps of different pipelines, one after another in the same process, are told apart by their epoch.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: PeerNetwork) -> None:
         self._network = network
         self._parent, self._children = parent(network.rank), children(network.rank, network.num_ranks)
         self._epoch = 0

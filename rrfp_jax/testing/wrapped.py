@@ -5,11 +5,11 @@ Delays show that the results of real programs do not depend on timing.
 
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from rrfp_jax.core import Message
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.runtime.stage_threads import HandsAhead, Launched, StageExecutor, StageOutcome
+from rrfp_jax.runtime.stage_threads import Launched, StageExecutor, StageOutcome
 from rrfp_jax.schedules import PipelineGraph, Task
 
 Delay = Callable[[int, Task], float]
@@ -24,13 +24,13 @@ class WrappedStage:
 
     @property
     def hands_ahead(self) -> bool:
-        return getattr(self._inner, "hands_ahead", False)
+        return self._inner.hands_ahead
 
     def ahead(self, step: int, message: Message) -> Any:
-        return cast(HandsAhead, self._inner).ahead(step, message)
+        return self._inner.ahead(step, message)
 
     def fetch(self, step: int, message: Message, ahead: Callable[[], Any]) -> bool:
-        return cast(HandsAhead, self._inner).fetch(step, message, ahead)
+        return self._inner.fetch(step, message, ahead)
 
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         self._inner.begin(step, batch, graph)

@@ -67,6 +67,8 @@ def test_emulated_runs_replay_and_their_timeline_is_that_of_the_run(
 class StuckStage:
     """An executor whose task of one microbatch never returns, or raises."""
 
+    hands_ahead = False
+
     def __init__(self, stage: int, how: str) -> None:
         self.stage, self.how, self.free = stage, how, threading.Event()
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,13 +33,14 @@ def clock(later_s: float) -> Callable[[], float]:
 
 
 class Recorder:
-    """A listener that keeps what it hears."""
+    """A driver that keeps all that it hears."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[int, int, int, Note]] = []
         self.ended: list[tuple[int, StepStatistics]] = []
         self.failures: list[FailureNews] = []
         self.announced: list[tuple[int, int, Message]] = []
+        self.steps, self.failure = self, SimpleNamespace(heard=self.failures.append)
 
     def observe(self, unit: int, event: Any, step: int, *details: Any) -> None:
         if event is GroupHeard:
@@ -47,11 +49,8 @@ class Recorder:
             assert event is TaskAnnounced
             self.announced.append((unit, step, *details))
 
-    def step_ended(self, step: int, statistics: StepStatistics) -> None:
+    def ended_everywhere(self, step: int, statistics: StepStatistics) -> None:
         self.ended.append((step, statistics))
-
-    def failed(self, news: FailureNews) -> None:
-        self.failures.append(news)
 
 
 def news(summary: str) -> FailureNews:

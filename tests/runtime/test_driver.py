@@ -29,6 +29,8 @@ every_way = pytest.mark.parametrize("way", [AT_COMPLETION, Dispatch(certain=True
 class CountingStage:
     """An executor that only counts; told to, it fails in a payload."""
 
+    hands_ahead = False
+
     def __init__(self, *, fails: bool = False) -> None:
         self.ran: list[str] = []
         self.fails = fails
