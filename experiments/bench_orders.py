@@ -48,7 +48,6 @@ class Row:
     best_cut: On | None
     found: On | None
     bound_ms: float
-    evaluations: int
     seconds: float
 
     @property
@@ -63,7 +62,7 @@ def bench_orders(console: Console | None = None, cases: Sequence[Case] = CASES) 
     """Print and return all cases."""
     rows = [measure(case) for case in cases]
     table = Table(title="makespans of a step in ms, 8 stages, 32 microbatches", title_justify="left")
-    for heading in ("case", "memory", "even", "best cut", "found", "gain", "bound", "peak", "orders", "s"):
+    for heading in ("case", "memory", "even", "best cut", "found", "gain", "bound", "peak", "s"):
         table.add_column(heading, justify="left" if heading in {"case", "even", "best cut", "found"} else "right")
     for row in rows:
         table.add_row(*_cells(row))
@@ -75,7 +74,7 @@ def _cells(row: Row) -> list[str]:
     on = ["none fits" if each is None else each.words for each in (row.even, row.best_cut, row.found)]
     peak = "" if row.found is None else f"{max(row.found.order.peak) / row.case.unit:g}"
     gain = "" if row.gain is None else f"{row.gain:+.1%}"
-    last = [gain, f"{row.bound_ms:.1f}", peak, str(row.evaluations), f"{row.seconds:.1f}"]
+    last = [gain, f"{row.bound_ms:.1f}", peak, f"{row.seconds:.1f}"]
     return [row.case.name, f"{row.case.memory:g}", *on, *last]
 
 
@@ -94,21 +93,20 @@ def measure(case: Case) -> Row:
                 cut = _cut(case, name, counts, split)
                 sites.append((_bound_ms(case, cut), name, cut))
     begin = process_time()
-    found, evaluations = _searched(case, sites)
+    found = _searched(case, sites)
     seconds = process_time() - begin
     bound_ms = min(each for each, *_ in sites)
-    return Row(case, _quickest(even), _quickest(best), found, bound_ms, evaluations, seconds)
+    return Row(case, _quickest(even), _quickest(best), found, bound_ms, seconds)
 
 
-def _searched(case: Case, sites: list[tuple[float, str, CutModel]]) -> tuple[On | None, int]:
-    best, evaluations = None, 0
+def _searched(case: Case, sites: list[tuple[float, str, CutModel]]) -> On | None:
+    best = None
     for bound_ms, name, cut in sorted(sites, key=lambda site: site[0]):
         if best is not None and bound_ms >= best.order.makespan_ms:
             break
         found = search_orders(cut, _room(case, cut))
-        evaluations += max((order.evaluations for order in found), default=0)
         best = _quickest([*([] if best is None else [best]), *(On(name, order) for order in found[:1])])
-    return best, evaluations
+    return best
 
 
 def _on_best_cuts(case: Case, name: str, counts: tuple[int, ...], split: bool) -> Iterator[tuple[tuple[int, ...], On]]:

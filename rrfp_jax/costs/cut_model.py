@@ -35,8 +35,6 @@ class CutModel:
     num_microbatches: int
     split: bool = True
     """Whether the backward runs as two tasks."""
-    stage_factors: tuple[float, ...] = ()
-    """How many times as long each stage takes; empty: all alike."""
     replicas: int = 1
     """Replicas of the whole pipeline, whose gradients are summed once per step; microbatches are those of one
     replica."""
@@ -52,14 +50,6 @@ class CutModel:
             passed = [end for end in range(start, stop - 1) if end in self.costs.ends]
             if passed:
                 raise ValueError(f"a chunk of {list(self.counts)} passes the end behind layer {passed[0]}: cut there")
-        if self.stage_factors and len(self.stage_factors) != self.placement.num_stages:
-            raise ValueError(f"{len(self.stage_factors)} stage factors for {self.placement.num_stages} stages")
-        for name, factors in self.costs.factors.items():
-            if len(factors) < self.num_microbatches:
-                raise ValueError(
-                    f"layer type {name!r} has factors for {len(factors)} microbatches of {self.num_microbatches}: "
-                    "give all of them"
-                )
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -80,14 +70,9 @@ class CutModel:
     def durations_ms(self) -> Durations:
         """[1, chunks, microbatches, 3] for F, input gradient and weight gradient."""
         found = np.zeros((1, len(self.counts), self.num_microbatches, 3))
-        for chunk, (start, stop) in enumerate(self.bounds):
-            for layer in range(start, stop):
-                factors = self.costs.factors.get(self.costs.layers[layer])
-                scale = np.ones(self.num_microbatches) if factors is None else np.array(factors)
-                task_ms = np.array(self.costs.of(layer).task_ms(split=self.split))
-                found[0, chunk] += scale[: self.num_microbatches, None] * task_ms
-            if self.stage_factors:
-                found[0, chunk] *= self.stage_factors[self.placement.stage_of_chunk[chunk]]
+        for chunk in range(len(self.counts)):
+            for layer in self.layers_of(chunk):
+                found[0, chunk] += layer.task_ms(split=self.split)
         return found
 
     @cached_property
@@ -98,33 +83,32 @@ class CutModel:
 
     @cached_property
     def chunk_bytes(self) -> tuple[ChunkBytes, ...]:
-        """Bytes of each chunk; microbatches of the largest factor count.
+        """Bytes of each chunk.
 
         The first chunk, which returns no gradient, leaves all of its backward to W, and so keeps its stash until then
         and the gradient that came, whatever its layers would owe elsewhere.
         """
         outputs = [self.costs.of(stop - 1).output_bytes for _, stop in self.bounds]
         found = []
-        for chunk, (start, stop) in enumerate(self.bounds):
-            layers = [(self.costs.of(layer), self._largest_factor(layer)) for layer in range(start, stop)]
+        for chunk in range(len(self.counts)):
+            layers = self.layers_of(chunk)
             is_first, is_last = chunk == 0, chunk == len(self.counts) - 1
-            kept = layers[0][0].kept_bytes * layers[0][1]
+            stash = layers[0].kept_bytes + sum(each.stash_bytes for each in layers)
             if len(layers) > 1:  # the second layer makes its input again
-                kept -= layers[0][0].remade_bytes * layers[0][1]
-            stash = round(kept + sum(each.stash_bytes * factor for each, factor in layers))
-            owed = round(sum(each.owed_bytes * factor for each, factor in layers))
+                stash -= layers[0].remade_bytes
+            owed = sum(each.owed_bytes for each in layers)
             if is_first and not is_last:
                 owed = stash + outputs[chunk]
             found.append(
                 ChunkBytes(
-                    fixed=sum(each.fixed_bytes for each, _ in layers),
+                    fixed=sum(each.fixed_bytes for each in layers),
                     stash=stash,
                     owed=owed if self.split else 0,
                     inputs=0 if is_first else outputs[chunk - 1],
                     output_grads=0 if is_last else outputs[chunk],
                     outputs=max(0 if is_last else outputs[chunk], 0 if is_first else outputs[chunk - 1]),
-                    temporaries=max(each.temporaries_bytes for each, _ in layers)
-                    + sum(each.room_bytes(split=self.split, is_first=is_first) for each, _ in layers),
+                    temporaries=max(each.temporaries_bytes for each in layers)
+                    + sum(each.room_bytes(split=self.split, is_first=is_first) for each in layers),
                 )
             )
         return tuple(found)
@@ -156,9 +140,6 @@ class CutModel:
             reduce_ms=tuple(self.costs.links.sum_ms(num_bytes, self.replicas) for num_bytes in gradients),
             update_ms=tuple(sum(each.update_ms for each in self.layers_of(chunk)) for chunk in chunks),
         )
-
-    def _largest_factor(self, layer: int) -> float:
-        return max(self.costs.factors.get(self.costs.layers[layer], (1.0,))[: self.num_microbatches])
 
 
 _KNOWN = {"embed": "E", "head": "L", "loss": "L", "patch": "P", "project": "p", "encod": "v", "vision": "v"}

@@ -124,8 +124,6 @@ class ModelCosts:
     types: Mapping[str, LayerCosts]
     ends: frozenset[int] = frozenset()
     """Layers behind which a chunk must end, as between an encoder and its decoder."""
-    factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """By type, how many times its costs each microbatch takes, where microbatches differ; other types: 1."""
     task_ms: float = 0.0
     """Milliseconds of every task beside its layers: the part of launching it that nothing hides."""
     links: LinkCosts = field(default_factory=LinkCosts)
@@ -143,9 +141,6 @@ class ModelCosts:
             raise ValueError(
                 f"a chunk cannot end behind layer {wrong[0]} of {len(self.layers)}: use 0 or more, and less"
             )
-        for name, factors in self.factors.items():
-            if name not in self.types or not all(factor >= 0 for factor in factors):
-                raise ValueError(f"the factors of layer type {name!r} fit no type, or some is negative: mend them")
 
     @property
     def num_layers(self) -> int:
@@ -155,15 +150,6 @@ class ModelCosts:
     def of(self, layer: int) -> LayerCosts:
         """The costs of a layer by its number."""
         return self.types[self.layers[layer]]
-
-    def mean_factor(self, layer: int) -> float:
-        """How many times its costs a layer takes on average over the microbatches."""
-        factors = self.factors.get(self.layers[layer], ())
-        return sum(factors) / len(factors) if factors else 1.0
-
-    def work_ms(self, layer: int, *, split: bool) -> float:
-        """All tasks of an average microbatch."""
-        return self.of(layer).work_ms(split=split) * self.mean_factor(layer)
 
 
 NONE = "none"
@@ -233,8 +219,6 @@ class CostBook:
     noise: Noise = field(default_factory=Noise)
     task_ms: float = 0.0
     """Milliseconds of every task beside its layers."""
-    factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """By type, how many times its costs each microbatch takes, where microbatches differ."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Axes of every stage's mesh beside ``tensor``, with their sizes: those that all entries are for."""
     tokens_per_sample: float = 0.0
@@ -259,7 +243,7 @@ class CostBook:
                 raise ValueError(f"two entries are for {entry.words}: leave one out")
             seen.add(entry.words)
             costs = self._model(entry)
-            if not any(costs.work_ms(layer, split=True) for layer in range(costs.num_layers)):
+            if not any(costs.of(layer).work_ms(split=True) for layer in range(costs.num_layers)):
                 raise ValueError(f"no layer takes any time for {entry.words}: give milliseconds above 0 to some")
 
     def unit_devices(self, tensor: int) -> int:
@@ -280,7 +264,6 @@ class CostBook:
             layers=self.layers,
             types=entry.types,
             ends=self.ends,
-            factors=self.factors,
             task_ms=self.task_ms,
             links=self.links,
         )

@@ -41,29 +41,22 @@ def best_cut(
     num_microbatches: int,
     *,
     split: bool = True,
-    stage_factors: tuple[float, ...] = (),
     memory: MemoryBudget | None = None,
     replicas: int = 1,
 ) -> CutModel:
-    """Returns the cut whose fullest stage has the least work for an average microbatch, layers and tasks together.
+    """Returns the cut whose fullest stage has the least work, layers and tasks together.
 
     Args:
         costs: of the layers, in order.
         placement: which stage has which chunk.
         split: whether the backward runs as two tasks.
-        stage_factors: factor by which each stage is slower; empty: all alike.
         memory: memory that every stage has to keep to; None: there is enough.
         replicas: of the whole pipeline; passed on.
 
     Raises ValueError, with the remedy, for more chunks than layers, and where no cut fits.
     """
     problem = LayerCutProblem(
-        costs=costs,
-        placement=placement,
-        num_microbatches=num_microbatches,
-        split=split,
-        stage_factors=stage_factors,
-        memory=memory,
+        costs=costs, placement=placement, num_microbatches=num_microbatches, split=split, memory=memory
     )
     if placement.num_chunks == placement.num_stages:
         bounds = _one_chunk_per_stage(problem)
@@ -81,7 +74,6 @@ def _cut_model(problem: LayerCutProblem, counts: Sequence[int], replicas: int) -
         placement=problem.placement,
         num_microbatches=problem.num_microbatches,
         split=problem.split,
-        stage_factors=problem.stage_factors,
         replicas=replicas,
     )
 
@@ -91,7 +83,7 @@ def _cut_model(problem: LayerCutProblem, counts: Sequence[int], replicas: int) -
 
 def _one_chunk_per_stage(problem: LayerCutProblem) -> Cuts:
     needed = _needed_shares(problem)
-    found = _most_even(np.where(needed <= 1.0, problem.cost_of_chunk_ms, np.inf))
+    found = _most_even(np.where(needed <= 1.0, problem.work_ms + problem.overhead_ms, np.inf))
     if found is not None:
         return found
     # Nothing fits: the cut that needs least beyond its limits tells the user how much is lacking.
@@ -170,7 +162,7 @@ def _looked_up(problem: LayerCutProblem) -> Cuts:
 
 
 def _searched(problem: LayerCutProblem) -> Cuts:
-    start = _most_even(problem.cost_of_chunk_ms)
+    start = _most_even(np.repeat(problem.work_ms[None] + problem.overhead_ms, problem.placement.num_chunks, axis=0))
     assert start is not None  # a problem has some cut
     cut = _improved(problem, start)
     fits, largest_ms = problem.excess(cut)[0] <= 1.0, float(problem.largest_ms(cut)[0])
@@ -239,7 +231,6 @@ def _lower_bound_ms(problem: LayerCutProblem, largest_ms: float) -> float:
     work_ms, placement = problem.layer_work_ms, problem.placement
     chunks = np.array([len(own) for own in placement.chunks_of_stage])
     overhead_ms = chunks * problem.overhead_ms
-    factors = np.array(problem.stage_factors or (1.0,) * placement.num_stages)
     inner = work_ms[1:-1]
     are_alike = bool(inner.size) and float(inner.round(9).min()) == float(inner.round(9).max()) > 0
     ends_ms = np.zeros(placement.num_stages)
@@ -250,7 +241,7 @@ def _lower_bound_ms(problem: LayerCutProblem, largest_ms: float) -> float:
     least_ms = np.maximum(0, chunks) * inner.min(initial=np.inf) if inner.size else np.zeros(placement.num_stages)
 
     def may_suffice(limit_ms: float) -> bool:
-        free_ms = (limit_ms * _SLACK - overhead_ms) / factors - ends_ms
+        free_ms = limit_ms * _SLACK - overhead_ms - ends_ms
         if (free_ms < least_ms / _SAME).any():
             return False
         taken_ms = np.floor(free_ms / inner[0] + 1e-9) * inner[0] if are_alike else free_ms
@@ -283,7 +274,6 @@ def even_cut(
     num_microbatches: int,
     *,
     split: bool = True,
-    stage_factors: tuple[float, ...] = (),
     replicas: int = 1,
 ) -> CutModel:
     """Returns the cut with equally many layers in each chunk; the first ones get one more where they do not divide.
@@ -292,13 +282,7 @@ def even_cut(
     and head, does not count as a layer and goes with its neighbour. It is a chunk of its own where layers are fewer
     than chunks. Parts that share no chunk get chunks by their layers. Raises ValueError for more chunks than layers.
     """
-    problem = LayerCutProblem(
-        costs=costs,
-        placement=placement,
-        num_microbatches=num_microbatches,
-        split=split,
-        stage_factors=stage_factors,
-    )
+    problem = LayerCutProblem(costs=costs, placement=placement, num_microbatches=num_microbatches, split=split)
     parts = _parts(costs)
     bodies, most = [max(1, body) for _, body, _ in parts], [sum(part) for part in parts]
     shares = [1] * len(parts)

@@ -33,7 +33,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rrfp_jax.bounded_text import shown
-from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
+from rrfp_jax.costs import CostBook, CostEntry, LinkCosts, Noise
 from rrfp_jax.field_rules import POSITIVE, check_fields
 from rrfp_jax.record_files import read_bounded
 
@@ -42,15 +42,6 @@ VERSION = 1
 _MOST_BYTES, _MOST_LAYERS = 1 << 24, 1 << 14
 _SHORT_LIST = re.compile(r"\[\n\s+[^\[\]{}\n]+(,\n\s+[^\[\]{}\n]+){0,7}\n\s+\]")
 """A list of at most eight numbers and words, as it stands in indented JSON: a string has no line break."""
-
-
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    types: dict[str, LayerCosts]
-    microbatch_size: int = 1
-    tensor: int = 1
-    remat: str = "none"
 
 
 @dataclass(frozen=True)
@@ -68,13 +59,12 @@ class _File(BaseModel):
 
     version: int
     layers: list[str | tuple[str, int]]
-    entries: list[_Entry]
+    entries: list[CostEntry]
     source: str = ""
     device: _Device = Field(default_factory=_Device)
     tokens_per_sample: float = 0.0
     task_ms: float = 0.0
     ends: list[int] = Field(default_factory=list)
-    factors: dict[str, list[float]] = Field(default_factory=dict)
     links: LinkCosts = Field(default_factory=LinkCosts)
     noise: Noise = Field(default_factory=Noise)
 
@@ -111,15 +101,11 @@ def _book(file: _File) -> CostBook:
         raise ValueError(f"version is {file.version}, and this release reads {VERSION}: write the file anew")
     return CostBook(
         layers=tuple(_each_layer(file.layers)),
-        entries=tuple(
-            CostEntry(types=e.types, microbatch_size=e.microbatch_size, tensor=e.tensor, remat=e.remat)
-            for e in file.entries
-        ),
+        entries=tuple(file.entries),
         ends=frozenset(file.ends),
         links=file.links,
         noise=file.noise,
         task_ms=file.task_ms,
-        factors={name: tuple(numbers) for name, numbers in file.factors.items()},
         tokens_per_sample=file.tokens_per_sample,
         device=file.device.name,
         device_bytes=file.device.bytes,
@@ -147,18 +133,9 @@ def _plain(book: CostBook) -> dict[str, Any]:
         "task_ms": book.task_ms,
         "layers": [name if number == 1 else [name, number] for name, number in runs],
         "ends": sorted(book.ends),
-        "factors": {name: list(numbers) for name, numbers in book.factors.items()},
         "links": asdict(book.links),
         "noise": asdict(book.noise),
-        "entries": [
-            {
-                "microbatch_size": entry.microbatch_size,
-                "tensor": entry.tensor,
-                "remat": entry.remat,
-                "types": {name: asdict(costs) for name, costs in entry.types.items()},
-            }
-            for entry in book.entries
-        ],
+        "entries": [asdict(entry) for entry in book.entries],
     }
 
 

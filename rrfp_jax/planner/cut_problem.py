@@ -114,7 +114,6 @@ class LayerCutProblem:
     placement: Placement
     num_microbatches: int
     split: bool
-    stage_factors: tuple[float, ...] = ()
     memory: MemoryBudget | None = None
 
     def __post_init__(self) -> None:
@@ -127,8 +126,6 @@ class LayerCutProblem:
         parts = len({end for end in self.costs.ends if end < layers - 1}) + 1
         if chunks < parts:
             raise ValueError(f"the model has {parts} parts that share no chunk, and {chunks} chunks: give more chunks")
-        if self.stage_factors and (len(self.stage_factors) != stages or not min(self.stage_factors) > 0):
-            raise ValueError(f"stage factors {self.stage_factors} for {stages} stages: give each a positive number")
         if self.memory is not None:
             self.memory.check(self.placement)
 
@@ -141,18 +138,8 @@ class LayerCutProblem:
 
     @cached_property
     def layer_work_ms(self) -> Floats:
-        """Milliseconds of all tasks of an average microbatch, by layer, on a stage of factor 1."""
-        given = [self.costs.factors.get(name, (1.0,))[: self.num_microbatches] for name in self.costs.layers]
-        mean_factors = np.array([sum(factors) / len(factors) for factors in given])
-        work_ms = [self.costs.of(layer).work_ms(split=self.split) for layer in range(self.costs.num_layers)]
-        average_ms: Floats = np.array(work_ms) * mean_factors
-        return average_ms
-
-    @cached_property
-    def chunk_factors(self) -> Floats:
-        """Factor by which each chunk's stage is slower."""
-        factors = self.stage_factors or (1.0,) * self.placement.num_stages
-        return np.array([factors[stage] for stage in self.placement.stage_of_chunk])
+        """Milliseconds of all tasks of a microbatch, by layer."""
+        return np.array([self.costs.of(layer).work_ms(split=self.split) for layer in range(self.costs.num_layers)])
 
     @property
     def overhead_ms(self) -> float:
@@ -169,15 +156,9 @@ class LayerCutProblem:
             work_ms[(first <= end) & (stop > end + 1)] = np.inf
         return work_ms
 
-    @cached_property
-    def cost_of_chunk_ms(self) -> Floats:
-        """Milliseconds of every possible chunk on its stage [chunks, first, behind last]."""
-        cost_ms: Floats = self.work_ms * self.chunk_factors[:, None, None] + self.overhead_ms
-        return cost_ms
-
     def chunk_ms(self, cuts: Cuts) -> Floats:
-        """Returns the milliseconds of each chunk for an average microbatch [cuts, chunks]."""
-        chunk_ms: Floats = self.work_ms[cuts[:, :-1], cuts[:, 1:]] * self.chunk_factors + self.overhead_ms
+        """Returns the milliseconds of each chunk for a microbatch [cuts, chunks]."""
+        chunk_ms: Floats = self.work_ms[cuts[:, :-1], cuts[:, 1:]] + self.overhead_ms
         return chunk_ms
 
     def stage_ms(self, chunk_ms: Floats) -> Floats:
@@ -206,7 +187,7 @@ class LayerCutProblem:
     @cached_property
     def bytes_of_chunks(self) -> "ChunkArrays":
         """The bytes of every possible chunk."""
-        return _chunk_arrays(self.costs, self.num_microbatches, split=self.split)
+        return _chunk_arrays(self.costs, split=self.split)
 
     def stage_bytes(self, cuts: Cuts) -> Floats:
         """Returns the most bytes that each stage needs [cuts, stages], as the forecast of an order counts them."""
@@ -244,24 +225,20 @@ class ChunkArrays:
     peak: Floats
     """Temporaries, and one output on its way out."""
     per_layer: dict[str, Floats]
-    """Bytes of each layer by field of its costs, times the largest factor of a microbatch where they are per
-    microbatch."""
+    """Bytes of each layer by field of its costs."""
 
 
-_PER_MICROBATCH = ("stash_bytes", "owed_bytes", "kept_bytes")
-_OTHERS = ("fixed_bytes", "temporaries_bytes", "output_bytes")
+_FIELDS = ("stash_bytes", "owed_bytes", "kept_bytes", "fixed_bytes", "temporaries_bytes", "output_bytes")
 
 
-def _chunk_arrays(costs: ModelCosts, num_microbatches: int, *, split: bool) -> ChunkArrays:
-    factors = np.array([max(costs.factors.get(name, (1.0,))[:num_microbatches]) for name in costs.layers])
+def _chunk_arrays(costs: ModelCosts, *, split: bool) -> ChunkArrays:
     layers = [costs.of(layer) for layer in range(costs.num_layers)]
-    of = {name: np.array([float(getattr(each, name)) for each in layers]) for name in (*_PER_MICROBATCH, *_OTHERS)}
-    of |= {name: of[name] * factors for name in _PER_MICROBATCH}
+    of = {name: np.array([float(getattr(each, name)) for each in layers]) for name in _FIELDS}
     for name, is_first in ((ADDED, False), (ADDED_FIRST, True)):
         of[name] = np.array([float(each.room_bytes(split=split, is_first=is_first)) for each in layers])
     behind = np.concatenate([[0.0], of["output_bytes"][:-1], [0.0]])  # nothing crosses the ends of the model
-    stash = np.rint(np.append(of["kept_bytes"], 0.0)[:, None] + _sums(of["stash_bytes"]))
-    owed = np.rint(_sums(of["owed_bytes"]))
+    stash = np.append(of["kept_bytes"], 0.0)[:, None] + _sums(of["stash_bytes"])
+    owed = _sums(of["owed_bytes"])
     # The first chunk of a model leaves its whole backward to W, so that W needs the stash and the output's gradient.
     owed[0, 1:-1] = stash[0, 1:-1] + behind[1:-1]
     in_flight = np.maximum(stash, owed if split else 0.0) + behind[None, :]

@@ -133,7 +133,7 @@ class _Program:
         for chunks in self.problem.placement.chunks_of_stage:
             terms: _Terms = {self.largest: -1.0, _ONE: len(chunks) * overhead}
             for chunk in chunks:
-                _add(terms, self._held(chunk, work), self.problem.chunk_factors[chunk])
+                _add(terms, self._held(chunk, work))
             self._at_most(terms)
 
     def _memory(self, sizes: list[int]) -> None:

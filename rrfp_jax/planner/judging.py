@@ -41,28 +41,27 @@ class Judge:
         self.num_draws = 1 if noise.is_none else num_draws
         self.evaluations = 0
         """Orders whose step was worked out, each with all its draws."""
-        # By the identity of cuts, tables, orders and candidates, which are kept beside so that no identity is reused.
+        # Cuts and tables by their identity: they are kept beside, so that no identity is used again.
         self._factors: dict[tuple[int, int], Durations] = {}
         self._luck_ms: dict[int, tuple[CutModel, StepTimes]] = {}
         self._walks: dict[int, tuple[ScheduleTable, tuple[WalkEntry, ...]]] = {}
-        self._known: dict[int, tuple[PlanCandidate, StepTimes]] = {}
-        self._nominal_ms: dict[int, tuple[PlanCandidate, float]] = {}
-        self._runs: dict[int, Iterator[float]] = {}
+        self._known: dict[PlanCandidate, StepTimes] = {}
+        self._nominal_ms: dict[PlanCandidate, float] = {}
+        self._runs: dict[PlanCandidate, Iterator[float]] = {}
         self._arbiters: dict[int, tuple[Order, list[StageArbiter]]] = {}
 
     def draws_ms(self, one: PlanCandidate, num_draws: int) -> StepTimes:
         """Returns the step times of the first draws; without noise that of a step without it."""
         num_draws = min(num_draws, self.num_draws)
-        known = self._known[id(one)][1] if id(one) in self._known else np.empty(0)
+        known = self._known.get(one, np.empty(0))
         if len(known) < num_draws:
             self.evaluations += not len(known)
-            known = self._more_draws_ms(one, num_draws, known)
-            self._known[id(one)] = one, known
+            known = self._known[one] = self._more_draws_ms(one, num_draws, known)
         return known[:num_draws]
 
     def num_known(self, one: PlanCandidate) -> int:
         """Returns the number of draws on which a candidate was judged."""
-        return len(self._known[id(one)][1]) if id(one) in self._known else 0
+        return len(self._known.get(one, ()))
 
     def value(self, one: PlanCandidate, num_draws: int) -> float:
         """Returns the mean over the first draws, in milliseconds per sample of a step."""
@@ -97,11 +96,11 @@ class Judge:
         """Returns the step time without noise."""
         if self.noise.is_none:
             return float(self.draws_ms(one, 1)[0])
-        if id(one) not in self._nominal_ms:
+        if one not in self._nominal_ms:
             nominal = one.choice.cut.durations_ms
             step_ms = self._kept_to(one, nominal)[0] if one.is_strict else next(self._simulated_ms(one, nominal))
-            self._nominal_ms[id(one)] = one, float(step_ms)
-        return self._nominal_ms[id(one)][1]
+            self._nominal_ms[one] = float(step_ms)
+        return self._nominal_ms[one]
 
     def steps_ms(self, cut: CutModel, num_draws: int) -> Durations:
         """Returns a step without noise and ``num_draws`` with it, [1 + draws, chunks, microbatches, 3]; without noise
@@ -123,9 +122,9 @@ class Judge:
     def _more_draws_ms(self, one: PlanCandidate, num_draws: int, known: StepTimes) -> StepTimes:
         if one.is_strict:
             return self._kept_to(one, _drawn(self.steps_ms(one.choice.cut, num_draws)))
-        if id(one) not in self._runs:
-            self._runs[id(one)] = self._begun(one)
-        return np.append(known, list(islice(self._runs[id(one)], num_draws - len(known))))
+        if one not in self._runs:
+            self._runs[one] = self._begun(one)
+        return np.append(known, list(islice(self._runs[one], num_draws - len(known))))
 
     def _begun(self, one: PlanCandidate) -> Iterator[float]:
         """Begins a simulation of all draws; one that learns starts with the step without noise, which is kept."""
@@ -133,7 +132,7 @@ class Judge:
         if one.order.foresight is None or self.noise.is_none:
             return self._simulated_ms(one, _drawn(steps_ms))
         run = self._simulated_ms(one, steps_ms)
-        self._nominal_ms[id(one)] = one, next(run)
+        self._nominal_ms[one] = next(run)
         return run
 
     def _kept_to(self, one: PlanCandidate, steps_ms: Durations) -> StepTimes:

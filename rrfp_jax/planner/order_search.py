@@ -13,7 +13,8 @@ In ``experiments/paper/README.md`` a searched order is worth 1.004 times the bes
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
 from math import inf
 from typing import Any
@@ -24,7 +25,6 @@ from rrfp_jax.costs import CutModel
 from rrfp_jax.planner.list_scheduler import TaskKeys, run_list_scheduler
 from rrfp_jax.planner.named_tables import named_tables, split_orders
 from rrfp_jax.planner.order_problem import NS_PER_MS, OrderProblem, TaskRows, memory_peaks, order_problem, time_rows
-from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.table import ScheduleTable
 
 SEARCHED = "searched"
@@ -51,13 +51,6 @@ class OrderRule:
     deepen: float = 0.0
     """Part of their head by which F come earlier."""
 
-    @property
-    def words(self) -> str:
-        """The fields in which the rule differs from the plainest one, for people."""
-        plain = OrderRule()
-        differing = [f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)]
-        return " ".join(["rule", *(f"{name}={getattr(self, name)}" for name in differing)])
-
     def keys(self, problem: OrderProblem) -> TaskKeys:
         """Returns the keys of all tasks, in nanoseconds."""
         ways, m = problem.num_ways, problem.num_microbatches
@@ -79,30 +72,37 @@ _STARTS = (OrderRule(), OrderRule(lag=1.0, patience=0.5), OrderRule(lag=inf, pul
 class FoundOrder:
     """An order of a cut's tasks that fits."""
 
-    table: ScheduleTable
+    problem: OrderProblem
+    rows: TaskRows
     name: str
     """The name of the schedule, or ``searched``."""
-    origin: str
-    """The rule or the table that made it, in words."""
-    request: ScheduleRequest | None
-    """The request from which the named table is built; None: it has no name."""
-    makespan_ms: float
-    """From the first start to the last end, every row strictly kept to."""
-    peak: tuple[float, ...]
+    is_named: bool
+    """Whether a schedule of that name has this very order."""
+    makespan: int
+    """Nanoseconds from the first start to the last end, every row strictly kept to."""
+    peak: tuple[int, ...]
     """The most bytes that activations take on each stage."""
-    bound_ms: float
-    """Milliseconds that no order of the cut beats, whatever the memory."""
-    evaluations: int
-    """Orders that the whole search has timed."""
 
     @property
-    def is_named(self) -> bool:
-        return self.request is not None
+    def place(self) -> tuple[int, bool, int]:
+        """Sorts quicker orders first, then named ones, then leaner ones."""
+        return self.makespan, not self.is_named, sum(self.peak)
+
+    @cached_property
+    def table(self) -> ScheduleTable:
+        """The order as a table."""
+        orders = [map(self.problem.tasks.__getitem__, row) for row in self.rows]
+        return ScheduleTable.from_orders(self.name, self.problem.placement, self.problem.graph, orders)
 
     @property
-    def gap(self) -> float:
-        """Distance from the bound, in parts of it."""
-        return self.makespan_ms / self.bound_ms - 1 if self.bound_ms else 0.0
+    def makespan_ms(self) -> float:
+        """The makespan in milliseconds."""
+        return self.makespan / NS_PER_MS
+
+    @property
+    def bound_ms(self) -> float:
+        """Milliseconds that no order of the cut beats, whatever the memory."""
+        return self.problem.bound / NS_PER_MS
 
 
 def search_orders(
@@ -122,31 +122,14 @@ def search_orders(
     search = _Search(cut, available)
     search.try_named()
     search.try_rules(budget)
-    return search.found()
+    return search.best
 
 
 def named_orders(cut: CutModel, available: Sequence[float] | None) -> list[FoundOrder]:
     """Returns the orders of named tables that fit, the quickest first."""
     search = _Search(cut, available)
     search.try_named()
-    return [order for order in search.found() if order.is_named]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Known:
-    """An order in numbers."""
-
-    makespan: int
-    rows: TaskRows
-    peak: tuple[int, ...]
-    origin: str
-    name: str
-    request: ScheduleRequest | None
-
-    @property
-    def place(self) -> tuple[int, bool, int]:
-        """Sorts quicker orders first, then named ones, then leaner ones."""
-        return self.makespan, self.request is None, sum(self.peak)
+    return [order for order in search.best if order.is_named]
 
 
 class _Search:
@@ -154,18 +137,17 @@ class _Search:
 
     def __init__(self, cut: CutModel, available: Sequence[float] | None) -> None:
         self.cut, self.problem = cut, order_problem(cut, available)
-        self.best: list[_Known] = []
-        self.evaluations, self.num_tasks = 0, 0
+        self.best: list[FoundOrder] = []
+        self.num_tasks = 0
         self._makespans: dict[object, tuple[float, float]] = {}
         """Makespan and cutoff of each ranking that was run. Many rules rank all tasks alike."""
 
     def try_named(self) -> None:
         """Times every named table, with its backward split where the cut has that."""
-        for table, request in named_tables(self.cut, self.problem):
-            if bool(table.graph.split) == self.cut.split:
-                self._offer(self.problem.numbered(table.orders), table.name, table.name, request)
-            else:
-                self._offer(self.problem.numbered(split_orders(table.orders)), f"{table.name}, its backward split")
+        for table, _ in named_tables(self.cut, self.problem):
+            is_named = bool(table.graph.split) == self.cut.split
+            orders = table.orders if is_named else split_orders(table.orders)
+            self._offer(self.problem.numbered(orders), table.name if is_named else SEARCHED, is_named=is_named)
             if self._is_settled():
                 return
 
@@ -218,52 +200,29 @@ class _Search:
             self.problem, keys, patience=rule.patience, keeps_reserve=rule.keeps_reserve, cutoff=cutoff
         )
         self.num_tasks += sum(map(len, made.rows))
-        makespan = self._offer(made.rows, rule.words) if made.is_complete else inf
+        makespan = self._offer(made.rows) if made.is_complete else inf
         self._makespans[ranking] = makespan, cutoff
         return makespan
 
-    def _offer(
-        self, rows: TaskRows, origin: str, name: str = SEARCHED, request: ScheduleRequest | None = None
-    ) -> float:
+    def _offer(self, rows: TaskRows, name: str = SEARCHED, *, is_named: bool = False) -> float:
         """Keeps the order if it is among the best; returns its makespan, infinite where it deadlocks or does not
         fit."""
-        self.evaluations += 1
         peak = memory_peaks(self.problem, rows)
         if any(most > limit for most, limit in zip(peak, self.problem.available, strict=True)):
             return inf
         times = time_rows(self.problem, rows)
         if times is None:
             return inf
-        made = _Known(makespan=times.makespan, rows=rows, peak=peak, origin=origin, name=name, request=request)
+        made = FoundOrder(
+            problem=self.problem, rows=rows, name=name, is_named=is_named, makespan=times.makespan, peak=peak
+        )
         if not any(other.place[:2] == made.place[:2] and other.name == name for other in self.best):
             insort(self.best, made, key=lambda each: each.place)
             # Named orders all stay, so that the best of them is always known.
-            for other in [each for each in self.best if each.request is None][_KEPT:]:
+            for other in [each for each in self.best if not each.is_named][_KEPT:]:
                 self.best.remove(other)
         return made.makespan
 
     def _is_settled(self) -> bool:
         """Returns whether nothing can be quicker than the best."""
         return bool(self.best) and self.best[0].makespan <= self.problem.bound
-
-    def found(self) -> list[FoundOrder]:
-        """Returns all orders that are kept as tables, the quickest first."""
-        problem = self.problem
-        return [
-            FoundOrder(
-                table=ScheduleTable.from_orders(
-                    one.name,
-                    problem.placement,
-                    problem.graph,
-                    [map(problem.tasks.__getitem__, row) for row in one.rows],
-                ),
-                name=one.name,
-                origin=one.origin,
-                request=one.request,
-                makespan_ms=one.makespan / NS_PER_MS,
-                peak=tuple(map(float, one.peak)),
-                bound_ms=problem.bound / NS_PER_MS,
-                evaluations=self.evaluations,
-            )
-            for one in self.best
-        ]

@@ -89,7 +89,7 @@ class Reasons:
     tables: Sequence[TriedTable]
     num_draws: int
     """The least number of draws by which choices are compared."""
-    _known: dict[int, dict[str, float]] = field(default_factory=dict)
+    _known: dict[PlanCandidate, dict[str, float]] = field(default_factory=dict)
 
     def why_lost(self, before: PlanCandidate, one: PlanCandidate) -> str:
         """Returns the largest advantage of the candidate before, in words."""
@@ -105,9 +105,9 @@ class Reasons:
         return told + (self._for_lack_of_memory(before, one) if name in ("bubble", "noise") else "")
 
     def _parts_ms(self, one: PlanCandidate) -> dict[str, float]:
-        if id(one) not in self._known:
-            self._known[id(one)] = step_parts_ms(one, self.book, self.judge, self.num_draws)
-        return self._known[id(one)]
+        if one not in self._known:
+            self._known[one] = step_parts_ms(one, self.book, self.judge, self.num_draws)
+        return self._known[one]
 
     def _for_lack_of_memory(self, before: PlanCandidate, one: PlanCandidate) -> str:
         """Returns the quickest table on this cut that would be ahead, if memory sufficed for it."""

@@ -140,14 +140,12 @@ def quick_bound_ms(point: Point, costs: ModelCosts, *, split: bool) -> float:
     """
     shape, m, p = point.shape, point.shape.num_microbatches, point.shape.num_stages
     layers = range(costs.num_layers)
-    works = [costs.work_ms(layer, split=split) for layer in layers]
-    forwards = [costs.of(layer).forward_ms * costs.mean_factor(layer) for layer in layers]
+    works = [costs.of(layer).work_ms(split=split) for layer in layers]
+    forwards = [costs.of(layer).forward_ms for layer in layers]
     once_ms = sum(
         costs.of(layer).update_ms + costs.links.sum_ms(costs.of(layer).gradient_bytes, shape.data) for layer in layers
     )
     even_ms = (m * sum(works) + once_ms) / p
-    if costs.factors:  # the first microbatch may be much shorter than others
-        return even_ms
     if point.chunks > 1:
         return even_ms + (min(forwards) + costs.links.latency_ms) * (p - 1) / 2
     share = min((f / x for f, x in zip(forwards, works, strict=True) if x), default=0.0) if split else 1.0

@@ -62,16 +62,6 @@ def test_a_whole_backward_may_take_less_than_its_halves() -> None:
     assert not cut.graph.split
 
 
-def test_slow_stages_and_uneven_microbatches() -> None:
-    costs = model(factors={"layer": (1.0, 2.0)})
-    cut = CutModel(costs=costs, counts=(3, 4), placement=linear(2), num_microbatches=2, stage_factors=(1.0, 1.5))
-    np.testing.assert_allclose(cut.durations_ms[0, 0, :, 0], [6.0, 12.0])
-    np.testing.assert_allclose(cut.durations_ms[0, 1, :, 0], [22.5, 31.5])
-    assert cut.chunk_bytes[0].stash == 60
-    with pytest.raises(ValueError, match="factors for 2 microbatches of 3"):
-        CutModel(costs=costs, counts=(3, 4), placement=linear(2), num_microbatches=3)
-
-
 def test_links_carry_what_chunks_hand_on() -> None:
     costs = model(links=LinkCosts(latency_ms=0.5, gb_per_s=3e-6))
     cut = CutModel(costs=costs, counts=(2, 2, 2, 1), placement=v_shaped(2), num_microbatches=1)

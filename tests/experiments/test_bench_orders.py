@@ -20,7 +20,6 @@ def test_all_columns_are_filled_and_nothing_found_is_slower_than_a_named_table(m
     assert row.gain >= 0
     assert row.even.order.makespan_ms >= row.best_cut.order.makespan_ms
     assert row.bound_ms <= row.found.order.makespan_ms
-    assert row.evaluations > 10
 
 
 @pytest.mark.slow

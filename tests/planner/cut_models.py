@@ -50,7 +50,6 @@ def models(draw: st.DrawFn, chunks: int) -> ModelCosts:
         types={"a": draw(layers()), "b": draw(layers())},
         ends=frozenset(ends),
         task_ms=draw(st.sampled_from([0.0, 0.3])),
-        factors=draw(st.sampled_from([{}, {"a": (0.5, 1.0, 1.5, 3.0)}])),
     )
 
 
@@ -77,9 +76,7 @@ def _reaches(draw: st.DrawFn, chunks: int) -> tuple[Reach, ...]:
     return tuple(Reach(chunks=(place,), number=draw(numbers)) for place in range(chunks))
 
 
-def every_cut(
-    costs: ModelCosts, placement: Placement, *, split: bool, factors: tuple[float, ...]
-) -> Iterator[CutModel]:
+def every_cut(costs: ModelCosts, placement: Placement, *, split: bool) -> Iterator[CutModel]:
     """All that there are."""
     layers = costs.num_layers
     for inner in combinations(range(1, layers), placement.num_chunks - 1):
@@ -91,7 +88,6 @@ def every_cut(
                 placement=placement,
                 num_microbatches=MICROBATCHES,
                 split=split,
-                stage_factors=factors,
             )
 
 

@@ -45,15 +45,14 @@ def test_equals_looking_at_every_cut_of_many(kind: str, data: st.DataObject) -> 
 def check_against_every_cut(kind: str, data: st.DataObject) -> None:
     placement = data.draw(st.sampled_from(PLACEMENTS[kind]))
     costs, split = data.draw(models(placement.num_chunks)), data.draw(st.booleans())
-    factors = data.draw(st.sampled_from([(), (1.0,) * (placement.num_stages - 1) + (1.5,)]))
     room = data.draw(rooms(placement) | st.none())
-    cuts = every_cut(costs, placement, split=split, factors=factors)
+    cuts = every_cut(costs, placement, split=split)
     fitting_ms = [largest_ms(cut) for cut in cuts if room is None or fits(cut, room)]
     if not fitting_ms:
         with pytest.raises(ValueError, match="was found that fits: at best stage"):
-            best_cut(costs, placement, MICROBATCHES, split=split, stage_factors=factors, memory=room)
+            best_cut(costs, placement, MICROBATCHES, split=split, memory=room)
         return
-    found = best_cut(costs, placement, MICROBATCHES, split=split, stage_factors=factors, memory=room)
+    found = best_cut(costs, placement, MICROBATCHES, split=split, memory=room)
     np.testing.assert_allclose(largest_ms(found), min(fitting_ms), rtol=1e-9)
     assert room is None or fits(found, room)
 
@@ -75,16 +74,14 @@ def test_the_integer_program_equals_looking_at_every_cut_of_many(kind: str, data
 def check_program(kind: str, data: st.DataObject) -> None:
     placement = data.draw(st.sampled_from(PLACEMENTS[kind]))
     costs, room = data.draw(models(placement.num_chunks)), data.draw(rooms(placement) | st.none())
-    factors = data.draw(st.sampled_from([(), (1.5,) + (1.0,) * (placement.num_stages - 1)]))
     problem = LayerCutProblem(
         costs=costs,
         placement=placement,
         num_microbatches=MICROBATCHES,
         split=True,
-        stage_factors=factors,
         memory=room,
     )
-    cuts = list(every_cut(costs, placement, split=True, factors=factors))
+    cuts = list(every_cut(costs, placement, split=True))
     fitting_ms = [largest_ms(cut) for cut in cuts if room is None or fits(cut, room)]
     bounds, is_proven = solve(problem, below_ms=np.inf, at_least_ms=0.0, most_nodes=10_000)
     assert is_proven
@@ -175,5 +172,3 @@ def test_what_cannot_be_is_one_sentence() -> None:
         best_cut(costs, v_shaped(2), 4, memory=MemoryBudget(limits=(10, 10), held=(1.0, 1.0)))
     with pytest.raises(ValueError, match=r"stage \d needs .* KiB of 3.906 KiB: hold fewer activations"):
         best_cut(costs, linear(2), 4, memory=MemoryBudget(limits=(4000, 4000), held=(1.0, 1.0)))
-    with pytest.raises(ValueError, match="give each a positive number"):
-        best_cut(costs, linear(2), 4, stage_factors=(1.0, 0.0))

@@ -24,7 +24,6 @@ BOOK = CostBook(
     links=LinkCosts(latency_ms=0.1, gb_per_s=50.0),
     noise=Noise.alike(0.2),
     task_ms=0.01,
-    factors={"layer": (1.0, 0.5)},
     tokens_per_sample=128.0,
     device="a device",
     device_bytes=10**10,
