@@ -1,7 +1,7 @@
 """Counts of the house: ``python -m tests.house PATH ...`` prints them, and says where prose breaks the rules.
 
-The rules hold for the docstrings of the library and the experiments; ``make lint`` runs this file over the packages
-that keep them already.
+The rules hold for the docstrings of the library and the experiments, and for README, CHANGELOG and the pages of docs/.
+``make lint`` runs this file over the packages that keep them already.
 """
 
 import ast
@@ -15,6 +15,9 @@ FIRST_WORDS = {"what", "who", "whom", "of", "those", "likewise", "where"}
 """Words with which no docstring begins: a reader would have to guess the noun."""
 MOST_WHAT = 1 / 1_000
 FEWEST_WORDS = 3
+MOST_LINES = {"README.md": 120, "CHANGELOG.md": 80}
+MOST_PAGES, MOST_WORDS = 13, 19_000
+"""Bounds on the pages directly in docs/: how many there are, and their words together, code included."""
 
 
 def python_files(paths: list[str]) -> list[Path]:
@@ -60,6 +63,25 @@ def prose_faults(paths: list[str]) -> list[str]:
     return found
 
 
+def page_faults(root: Path) -> list[str]:
+    """Returns one line for each fault of README, CHANGELOG and the pages of docs/: too long, or unclear words."""
+    readme, pages = root / "README.md", sorted((root / "docs").glob("*.md"))
+    found = [
+        f"{name}: more than {most} lines"
+        for name, most in MOST_LINES.items()
+        if len((root / name).read_text(encoding="utf-8").splitlines()) > most
+    ]
+    if len(pages) > MOST_PAGES:
+        found.append(f"docs: {len(pages)} pages, at most {MOST_PAGES}")
+    if (num := sum(len(page.read_text(encoding="utf-8").split()) for page in pages)) > MOST_WORDS:
+        found.append(f"docs: {num} words, at most {MOST_WORDS}")
+    for name, paths in (("README.md", [readme]), ("docs", pages)):
+        words = [word for path in paths for word in words_of(path.read_text(encoding="utf-8"))]
+        if (num_what := words.count("what")) > len(words) * MOST_WHAT:
+            found.append(f"{name}: 'what' stands {num_what} times in {len(words)} words, at most 1 in 1,000")
+    return found
+
+
 def public_names(paths: list[str]) -> dict[str, list[Path]]:
     """Returns the modules that define each public name at their top level."""
     found = defaultdict[str, list[Path]](list)
@@ -100,7 +122,7 @@ def main(paths: list[str]) -> int:
     for name, modules in sorted(public_names(paths).items()):
         if len(modules) > 1:
             print(f"{name} is defined in {', '.join(map(str, modules))}")
-    faults = prose_faults(paths)
+    faults = [*prose_faults(paths), *page_faults(Path(__file__).parents[1])]
     print(*faults, sep="\n")
     starts = Counter(line.split(": ")[1].split(":")[0] for line in faults)
     print(f"{len(faults)} faults of prose", dict(starts.most_common(4)))

@@ -21,8 +21,8 @@ project, author, release = "RRFP for JAX", "The RRFP authors", __version__
 project_copyright = author
 root_doc = "README"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-include_patterns = ["README.md", "CHANGELOG.md", "docs/*.md", "docs/site/api/*.md", "tpu_gpu_configs/README.md"]
-include_patterns += ["experiments/paper/README.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "docs/*.md", "docs/site/api/*.md"]
+include_patterns += ["experiments/paper/*.md", "tpu_gpu_configs/README.md"]
 exclude_patterns = [".*", "build", "dist", "requirements", "rrfp_jax", "runs", "tests", "*.egg-info"]
 
 myst_heading_anchors = 4
@@ -44,25 +44,15 @@ html_theme_options = {"navigation_with_keys": True}
 GROUPS = {
     "Start": [
         "docs/README",
-        "docs/your-text",
+        "docs/start",
+        "docs/models",
         "docs/data",
-        "docs/optimizers",
-        "docs/metrics",
-        "docs/evaluating",
-        "docs/hugging-face",
-        "docs/fine-tune",
-        "docs/sampling",
-        "docs/multimodal",
+        "docs/runs",
+        "docs/trouble",
     ],
-    "Pipelines": ["docs/schedules", "docs/language", "docs/operations", "docs/planning", "docs/backward"],
-    "Machines": [
-        "docs/accelerators",
-        "docs/multi-host",
-        "docs/checkpoints",
-        "docs/compiling",
-        "tpu_gpu_configs/README",
-    ],
-    "Inside": ["docs/architecture", "experiments/paper/README", "CHANGELOG"],
+    "Pipelines": ["docs/orders", "docs/schedules", "docs/planning"],
+    "Machines": ["docs/parallelism", "docs/accelerators", "docs/security", "tpu_gpu_configs/README"],
+    "Inside": ["docs/architecture", "experiments/paper/README", "experiments/paper/schedules", "CHANGELOG"],
     "Python": [
         f"docs/site/api/{name}" for name in ("pipelines", "models", "data", "operations", "language", "testing")
     ],

@@ -12,7 +12,7 @@
    the new family has something that none had.
 5. A family with a vision tower goes to ``_vision_language.py``, its tower to ``_vision_towers.py``.
 6. Add the family to ``TEXT`` in ``tests/hf/hub_models.py``, write its golden model with
-   ``python -m tests.hf.make_golden`` (needs torch and transformers), and name it in ``docs/hugging-face.md``.
+   ``python -m tests.hf.make_golden`` (needs torch and transformers), and name it in ``docs/models.md``.
    The tests then compare logits and gradients with transformers, and the bits of a round trip.
 """
 

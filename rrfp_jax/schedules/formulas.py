@@ -7,7 +7,7 @@ whole stage.
 
 Every formula says for which sizes and lengths it holds. *Published* ones are the papers', as we know them; *ours* are
 read off the ideal tables that this package generates, and tested against them. Where both exist they may disagree: that
-is a finding, see docs/schedules.md.
+is a finding, see experiments/paper/schedules.md.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,12 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "tpu_gpu_configs" / "README.md"]
+FILES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "experiments" / "paper" / "schedules.md",
+    ROOT / "tpu_gpu_configs" / "README.md",
+]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
 

@@ -15,8 +15,8 @@ from tests.documentation.blocks import ROOT, Block, blocks, languages, module_an
 from tests.environment import of_child
 
 NOT_RUN = {
+    "pip install ": "installs",
     "make train": "installs; tests/test_makefile.py has what is special to it, and the command behind it runs below",
-    "make test": "this is it",
     "make train-multimodal": "takes minutes; its commands run below",
     "source .venv/bin/activate": "the tests run in an environment already",
     "python -m experiments.launch --nodes 2": "needs two hosts",
@@ -106,7 +106,8 @@ def parse(command: str) -> None:
     if name == "train" and not arguments.config.startswith("runs/"):  # what a command before it writes
         load_train_config(arguments.config, overrides_of(arguments))
     if name == "launch" and arguments.command:
-        parse(" ".join(["python", "-m", *arguments.command]))
+        is_ours = arguments.command[0] in COMMANDS
+        parse(" ".join([*(["rrfp"] if is_ours else ["python", "-m"]), *arguments.command]))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from rrfp_jax.schedules.registry import KNOWN
 from tests.documentation.blocks import ROOT
 
-PAGE = ROOT / "docs" / "language.md"
+PAGE = ROOT / "docs" / "schedules.md"
 _STEP = re.compile(r"```python\n((?:(?!```).)*)```\n\n```text\n((?:(?!```).)*)```", re.DOTALL)
 STEPS = _STEP.findall(PAGE.read_text(encoding="utf-8"))
 
@@ -28,8 +28,8 @@ def printed(program: str) -> str:
     return output.getvalue()
 
 
-def test_there_are_eight_steps_and_two_examples() -> None:
-    assert len(STEPS) == 8 + 2
+def test_there_are_six_steps() -> None:
+    assert len(STEPS) == 6
 
 
 @pytest.mark.parametrize("number", range(len(STEPS)))

@@ -96,7 +96,7 @@ def is_long(block: Block) -> bool:
 
 def is_tutorial(block: Block) -> bool:
     """``test_language_tutorial.py`` runs these, and compares what they print."""
-    return block.path.name == "language.md" and "print(" in block.text
+    return block.path.name == "schedules.md" and "print(" in block.text
 
 
 def test_everything_that_is_said_of_examples_is_about_one() -> None:

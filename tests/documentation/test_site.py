@@ -31,8 +31,8 @@ def test_the_site_builds_without_a_warning_and_has_all_pages_and_names(tmp_path:
     names = re.findall(r" as (\w+)$", (ROOT / "rrfp_jax" / "__init__.pyi").read_text(), re.MULTILINE)
     api = (tmp_path / "docs" / "site" / "api" / "pipelines.html").read_text()
     assert [name for name in names if f'id="rrfp_jax.{name}"' not in api and name != "__version__"] == []
-    metrics = (tmp_path / "docs" / "metrics.html").read_text()
-    assert 'href="#model-flops-and-mfu"' in metrics
+    runs = (tmp_path / "docs" / "runs.html").read_text()
+    assert 'href="#the-same-bits"' in runs
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, ex
 
 LENGTHS = [EQUAL, BACKWARD_AS_FORWARD, *(SlotLengths(*three) for three in ((1.2, 1.1, 0.7), (1, 1, 0.5), (2, 1, 1)))]
 ESTIMATES = {("v-half", True), ("v-min", True), ("dualpipe-v", True), ("hanayo", True)}
-"""Published bubble formulas that the tables do not match: asymptotic ones, and two that docs/schedules.md discusses."""
+"""Published bubble formulas that the tables do not match: asymptotic ones, and two that
+experiments/paper/schedules.md discusses."""
 
 
 def request(name: str, num_stages: int, num_microbatches: int, loops: int) -> ScheduleRequest:

@@ -1,4 +1,4 @@
-"""A user's own operation that runs in bubbles only, as in docs/operations.md, which is run with the other examples."""
+"""A user's own operation that runs in bubbles only, which docs/schedules.md names as an example."""
 
 from dataclasses import replace
 
