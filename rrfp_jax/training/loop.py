@@ -162,7 +162,7 @@ class TrainingLoop:
         self._evaluations, self._on_evaluation = evaluations, on_evaluation
         self._whole: Timeline | None = None
         self._last_end_s = 0.0
-        self._wishes = pipeline.process.stop_requests
+        self._stop_requests = pipeline.process.stop_requests
         self._stop = self._asked_to_save = False
         """The requests of the steps recorded so far, to stop and to save; the same in all processes."""
         self.was_stopped = False
@@ -177,12 +177,12 @@ class TrainingLoop:
         """The error in the data for which the loop ended before its last step, with the state saved; None: there was
         none."""
         if saver is not None:
-            self._wishes.is_time_to_save = saver.is_time
+            self._stop_requests.is_time_to_save = saver.is_time
 
     def stop(self) -> None:
         """Ends the loop with a save at the next step boundary or the one after it. May be called from any thread or
         signal handler."""
-        self._wishes.ask_to_stop()
+        self._stop_requests.ask_to_stop()
 
     @property
     def has_diverged(self) -> bool:

@@ -94,7 +94,7 @@ def end_stopped(number: int, told: str) -> None:
     os._exit(PREEMPTED)
 
 
-class StopRequests:
+class StopSignals:
     """Receives the requests to stop a training run. Make it on the main thread, once in a process.
 
     A separate thread calls ``action`` with the first signal's number. If ``action`` is None, the request changes
@@ -132,13 +132,13 @@ class StopRequests:
                 signal.signal(number, signal.SIG_DFL)
 
 
-_REQUESTS: list[StopRequests] = []
+_REQUESTS: list[StopSignals] = []
 
 
-def stop_requests() -> StopRequests:
+def stop_requests() -> StopSignals:
     """Returns the requests to stop of this process."""
     if not _REQUESTS:
-        _REQUESTS.append(StopRequests())
+        _REQUESTS.append(StopSignals())
     return _REQUESTS[0]
 
 
