@@ -45,9 +45,9 @@ from rrfp_jax.core import (
 from rrfp_jax.layout import Layout
 from rrfp_jax.programs.agreement import StageReport, agree, merged
 from rrfp_jax.runtime.control_plane import Peers, control_neighbours
+from rrfp_jax.runtime.failure import StageState, TaskFailed
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
-from rrfp_jax.runtime.report import StageState, TaskFailed
-from rrfp_jax.runtime.transports.parts import Key, pack_key, unpack_key
+from rrfp_jax.runtime.transports.messages import MessageKey, pack_key, unpack_key
 from rrfp_jax.runtime.tree_collectives import StepStatistics
 from rrfp_jax.schedules import PipelineGraph, Placement, chain, linear
 from rrfp_jax.schedules.timeline import StepSums
@@ -147,7 +147,9 @@ class ControlPlane:
         else:
             other._network.call_soon(lambda: other._handle(InputArrived(step, 0.0, message)))
             return
-        self._network.send(other.rank, _CONTROL, {"key": pack_key(Key(step, message))}, [pack_plain(payload, 1 << 28)])
+        self._network.send(
+            other.rank, _CONTROL, {"key": pack_key(MessageKey(step, message))}, [pack_plain(payload, 1 << 28)]
+        )
 
     def _control(self, _: int, header: dict[str, Any], frames: list[memoryview]) -> None:
         step, message, _ = unpack_key(header["key"])

@@ -79,7 +79,7 @@ def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None
     network.open_direct_connections([1 - rank])
     server = None
     if selection == "transfer":
-        from rrfp_jax.runtime.transports.transfer_server import TransferServer
+        from rrfp_jax.runtime.transports.transfer import TransferServer
 
         server = TransferServer("127.0.0.1")
         pipe.send(server.address)

@@ -1,4 +1,4 @@
-"""The exit codes of commands, of the processes of a run, and of the launcher that watches them; and their signals.
+"""The ends of processes: the exit codes and signals of commands, of a run's ranks and of the launcher.
 
 ====  =========================================================================================
 code  meaning
@@ -34,6 +34,10 @@ Other commands have nothing to save: a signal ends them as it ends any program.
 """
 
 import signal
+import sys
+from contextlib import suppress
+
+from rrfp_jax.bounded_text import printable
 
 DONE = 0
 INTERNAL_ERROR = 1
@@ -51,3 +55,13 @@ SIGNALLED = 128
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Signals that ask a run to save and end: from terminals that hang up, from schedulers before the time is over (SLURM
 and Kubernetes send TERM, others USR1 or USR2), and from the system when a limit on processor time is reached."""
+
+
+def print_fatal_message(text: str) -> None:
+    """Writes the last message of a process, if any, to stderr, after the rest of stdout. Either may be closed, or read
+    by nobody."""
+    with suppress(OSError, AttributeError):
+        sys.stdout.flush()
+    with suppress(OSError, AttributeError):
+        sys.stderr.write(f"{printable(text)}\n" if text else "")  # in one piece, since other threads may write too
+        sys.stderr.flush()

@@ -42,9 +42,9 @@ from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params
 from rrfp_jax.programs.state import ChunkState, layer_groups
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics
-from rrfp_jax.runtime.determinism import require_determinism
 from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationShapes
 from rrfp_jax.runtime.holding import Hold
+from rrfp_jax.runtime.jax_environment import require_determinism
 from rrfp_jax.runtime.model import HostedModel, HostedState
 from rrfp_jax.runtime.operations.context import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules

@@ -19,7 +19,7 @@ from rrfp_jax.commands.common.console import say
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
-from rrfp_jax.runtime.log_file import PATTERN, RunReplay, StageReplay, happenings, read_log, replay_run, standing
+from rrfp_jax.runtime.event_log import PATTERN, RunReplay, StageReplay, happenings, read_log, replay_run, standing
 from rrfp_jax.schedules import NO_MICROBATCH
 
 DIFFERS = 1

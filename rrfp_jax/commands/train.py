@@ -37,10 +37,9 @@ from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.commands.training.presets import preset_names
 from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.costs.devices import DEVICES, device_of
-from rrfp_jax.exit_codes import DATA_UNREADABLE, DONE, INTERNAL_ERROR, NOT_FINITE, PREEMPTED
+from rrfp_jax.exit_codes import DATA_UNREADABLE, DONE, INTERNAL_ERROR, NOT_FINITE, PREEMPTED, print_fatal_message
 from rrfp_jax.planner.auto_cut import resolve_auto_cut
-from rrfp_jax.runtime.last_words import say_last_words
-from rrfp_jax.runtime.plugins import check_plugin
+from rrfp_jax.runtime.jax_environment import check_plugin
 
 if TYPE_CHECKING:
     from rrfp_jax.commands.training.assembly import Run
@@ -176,14 +175,14 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
     run.console.say(f"the run is in {run.directory.path}: {', '.join(run.directory.written())}")
     if not run.is_saved:
         if run.is_first:
-            say_last_words(
+            print_fatal_message(
                 f"error: the state after step {run.state.step - 1} is not on the disk: {run.describe_saved()}"
             )
         return INTERNAL_ERROR
     if (early := _early_end(run, loop)) is not None:
         code, told = early
         if run.is_first:
-            say_last_words(f"error: {told}")
+            print_fatal_message(f"error: {told}")
         return code
     if loop.was_stopped:
         run.console.say(f"told to stop: saved after step {run.state.step - 1}; the same command goes on from there")

@@ -35,9 +35,9 @@ from rrfp_jax.planner.microbatches import largest_rows, microbatch_specs
 from rrfp_jax.programs.analysis import memory_of, optimal_s
 from rrfp_jax.programs.program_text import ProgramText
 from rrfp_jax.runtime.evaluation import EvaluationShapes
+from rrfp_jax.runtime.jax_environment import use_xla_flags
 from rrfp_jax.runtime.prepare import CompiledOnly
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.xla_flags import use_xla_flags
 from rrfp_jax.training.evaluation import batches_per_step
 
 

@@ -1,8 +1,8 @@
 """Private names of jaxlib, as in 0.10.2 to 0.12; loads no JAX."""
 
-from rrfp_jax.private.naming import Private, naming
+from rrfp_jax.private import Private, naming
 
-NAMES = {
+JAXLIB_NAMES = {
     "get_distributed_runtime_service": Private(
         "a coordination service in a process of its own, since its death aborts all ranks",
         "a name in jax.distributed that starts the service alone",
@@ -21,7 +21,7 @@ NAMES = {
     ),
 }
 
-with naming("jaxlib", NAMES):
+with naming("jaxlib", JAXLIB_NAMES):
     from jaxlib._jax import (
         DeviceAssignment,
         get_distributed_runtime_client,
@@ -30,7 +30,7 @@ with naming("jaxlib", NAMES):
     )
 
 __all__ = [
-    "NAMES",
+    "JAXLIB_NAMES",
     "DeviceAssignment",
     "get_distributed_runtime_client",
     "get_distributed_runtime_service",

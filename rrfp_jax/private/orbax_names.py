@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from rrfp_jax.private.naming import Private, naming
+from rrfp_jax.private import Private, naming
 
-NAMES = {
+ORBAX_NAMES = {
     "build_array_write_spec": Private(
         "where Orbax puts an array inside a checkpoint, for its merging of what several processes wrote",
         "the same in orbax.checkpoint.type_handlers, or a handler there for arrays of some processes only",
@@ -15,9 +15,14 @@ NAMES = {
     ),
 }
 
-with naming("orbax-checkpoint", NAMES):
+with naming("orbax-checkpoint", ORBAX_NAMES):
     from orbax.checkpoint._src.serialization.tensorstore_utils import _DEFAULT_OCDBT_TS_CONTEXT, build_array_write_spec
 
 TENSORSTORE_SETTINGS: dict[str, Any] = _DEFAULT_OCDBT_TS_CONTEXT
 """The settings from which Orbax makes every context that it writes with."""
-__all__ = ["NAMES", "TENSORSTORE_SETTINGS", "build_array_write_spec"]
+
+__all__ = [
+    "ORBAX_NAMES",
+    "TENSORSTORE_SETTINGS",
+    "build_array_write_spec",
+]

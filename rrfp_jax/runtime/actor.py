@@ -29,8 +29,7 @@ from rrfp_jax.core import (
     WakeAt,
 )
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.runtime.recorder import StageRecorder
+from rrfp_jax.runtime.event_log import EventLog, StageRecorder
 from rrfp_jax.runtime.stage_threads import (
     AwaitedInputs,
     ComputeThread,

@@ -1,8 +1,8 @@
-"""A rank's way into its run: come together, connect, watch the others, and only then start JAX.
+"""A rank's way into its run: the rendezvous, connections, the watch over the others, and only then JAX.
 
 The order keeps every failure visible. Before the rendezvous is complete nothing can hang for longer than its deadline;
-from :meth:`Cluster.connect` on, the death of another rank is noticed on a thread of its own, also while this one waits
-inside JAX or compiles.
+from :meth:`Cluster.connect` on, a separate thread notices the death of another rank, also while this one waits inside
+JAX or compiles.
 """
 
 import asyncio
@@ -32,9 +32,8 @@ from rrfp_jax.cluster.config import ClusterConfig, Membership, host_of
 from rrfp_jax.cluster.host import await_name, is_misleading, own_address
 from rrfp_jax.cluster.loop_thread import LoopThread
 from rrfp_jax.cluster.rendezvous import name_hosts
-from rrfp_jax.exit_codes import PEER_LOST
-from rrfp_jax.runtime.last_words import say_last_words
-from rrfp_jax.runtime.xla_flags import flags_agreed, settings_agreed
+from rrfp_jax.exit_codes import PEER_LOST, print_fatal_message
+from rrfp_jax.runtime.jax_environment import flags_agreed, settings_agreed
 
 if TYPE_CHECKING:
     import jax
@@ -44,7 +43,7 @@ _PAUSE_S, _MOMENT_S = 0.1, 0.5
 _MORE_LOSSES_S = 0.2
 _FAREWELL_S = 1.0
 _NOTICED_S = 2.0
-"""Within which a closed connection is noticed."""
+"""Time within which a closed connection is noticed."""
 
 
 class StartFailed(RuntimeError):
@@ -54,7 +53,7 @@ class StartFailed(RuntimeError):
 def join(
     membership: Membership, configuration: Mapping[str, Any], config: ClusterConfig, *, key: RunKey | None = None
 ) -> "Cluster":
-    """Meet all other ranks; returns when all have come with the same configuration.
+    """Meets all other ranks; returns when all have come with the same configuration.
 
     Args:
         configuration: plain data that must be the same on all ranks, beside JAX's version, flags and settings.
@@ -108,8 +107,8 @@ def _boot() -> str:
 
 
 def _about_jax() -> dict[str, Any]:
-    """Returns versions, flags and settings of JAX: ranks with other ones may compile different programs, and then wait
-    for each other, or begin with different parameters."""
+    """Returns versions, flags and settings of JAX."""
+    # ranks with other ones may compile different programs, and then wait for each other, or begin with other parameters
     versions = {"version of jax": version("jax"), SERVICE_SECURITY: service_security()}
     return {**versions, **flags_agreed(os.environ), **settings_agreed(os.environ)}
 
@@ -152,11 +151,11 @@ class Cluster(AbstractContextManager["Cluster"]):
         left: Callable[[int], None] | None = None,
         broken: Callable[[str], None] | None = None,
     ) -> None:
-        """Hand over who is told, on the event loop, of a rank that died, of one that ended in good order, and, in one
-        sentence, of ranks that live but no longer hear each other.
+        """Sets the functions that are called, on the event loop, with a rank that died, with one that ended in good
+        order, and with a sentence about ranks that live but no longer hear each other.
 
-        Until somebody takes over, either ends this process with exit code 5 and one sentence. Who takes over just then
-        is told of what was lost before.
+        Before the first call, each of these events ends this process with exit code 5 and one sentence. Losses that
+        came before a call are passed on to the new functions.
         """
         self._on_lost, self._on_left = lost, left or (lambda rank: None)
         self._on_broken = broken or (lambda text: lost(self.rank, text))
@@ -164,13 +163,13 @@ class Cluster(AbstractContextManager["Cluster"]):
             self.loop.loop.call_soon_threadsafe(self._hand_over)
 
     def connect(self, ranks: Iterable[int] | None = None) -> None:
-        """Start the network on ``loop`` and wait until every connection stands.
+        """Starts the network on ``loop`` and blocks until every connection stands.
 
         Args:
-            ranks: those to exchange messages with, see :meth:`PeerNetwork.start`; more can be added later.
+            ranks: the ranks to exchange messages with, see :meth:`PeerNetwork.start`; more can be added later.
 
         Raises:
-            StartFailed: where another rank cannot be reached, or ends meanwhile.
+            StartFailed: if another rank cannot be reached, or ends meanwhile.
         """
         self.network.start(
             self.loop.loop,
@@ -191,30 +190,30 @@ class Cluster(AbstractContextManager["Cluster"]):
     def initialize_jax(
         self, platform: str | None, num_local_devices: int, *, pinned: bool = False
     ) -> tuple["jax.Device", ...]:
-        """Start JAX in all processes together; after :meth:`connect`, before anything else uses JAX's devices.
+        """Starts JAX in all processes together; after :meth:`connect`, before anything else uses JAX's devices.
 
         Args:
-            platform: ``cpu`` for virtual devices, else as JAX names it; None: what JAX finds.
-            num_local_devices: how many devices this rank, as every other, must have.
+            platform: ``cpu`` for virtual devices, else as JAX names it; None: any that JAX finds.
+            num_local_devices: number of devices that every rank must have.
             pinned: fix the size of XLA's CPU thread pools unless ``NPROC`` does, so that sums do not depend on it.
 
         Returns:
             This rank's first ``num_local_devices`` devices.
 
         Raises:
-            ValueError: where a rank has too few devices, or JAX sees CPU devices only on a host with more.
-            StartFailed: where the coordination service cannot be reached.
+            ValueError: if a rank has too few devices, or JAX sees CPU devices only on a host with more.
+            StartFailed: if the coordination service cannot be reached.
         """
         if not self._is_connected:
             raise RuntimeError("JAX would wait in vain for a rank that dies: call connect first")
-        from rrfp_jax.runtime.start_jax import explaining_plugins, naming_neighbours, start_jax
+        from rrfp_jax.runtime.start_jax import explaining_plugins, naming_neighbours, start_jax_on_rank
 
         warning = service_warning(self.membership.coordinator, self._own_host())
         if warning is not None and self.rank == 0:
             _LOG.warning("%s", warning)
         self._await_coordinator()
         with naming_neighbours(self.rank, self.hosts, platform), explaining_plugins(), self.losses_first():
-            return start_jax(
+            return start_jax_on_rank(
                 self.membership,
                 self.hosts,
                 self._key,
@@ -233,15 +232,15 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     @property
     def processes_per_device(self) -> int:
-        """How many processes of a host share an accelerator."""
+        """The number of processes of a host that share an accelerator."""
         return self._config.processes_per_device
 
     @contextmanager
     def losses_first(self) -> Iterator[None]:
-        """Around what JAX does together with other ranks, until somebody takes over the :meth:`watch`.
+        """Wraps JAX's joint work with other ranks, until the first call of :meth:`watch`.
 
-        Where that fails because one of them has died, JAX's error is but a consequence, and may come first: this
-        process then ends for the loss.
+        If it fails because one of them has died, JAX's error is but a consequence, and may come first: this process
+        then ends for the loss.
         """
         try:
             yield
@@ -251,7 +250,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             raise
 
     def close(self) -> None:
-        """Say farewell to the others and free sockets and threads; JAX's backends stay until the process ends."""
+        """Says farewell to the others and frees sockets and threads; JAX's backends stay until the process ends."""
         with self._closing:
             if self._is_closed:
                 return
@@ -267,7 +266,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         return self.network.address.messages.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
     def _await_coordinator(self) -> None:
-        """JAX would go on trying without a word."""
+        """Blocks until the coordination service answers. JAX by itself would go on trying without a word."""
         host, _, port = self.membership.coordinator.rpartition(":")
         until_s = time.monotonic() + self._config.start_deadline_s
         while True:
@@ -302,8 +301,9 @@ class Cluster(AbstractContextManager["Cluster"]):
             self._end_soon()
 
     def _end_soon(self) -> None:
-        """Others end for the same reason, and may be noticed before the rank that was first."""
-        if self._ending is None and self._is_connected:  # before, connect raises
+        # Other ranks end for the same reason, and may be noticed before the rank that was first, so more losses are
+        # waited for. Before the ranks are connected, connect raises the error.
+        if self._ending is None and self._is_connected:
             self._ending = self.loop.loop.call_later(_MORE_LOSSES_S, self._end)
 
     def _hand_over(self) -> None:
@@ -317,8 +317,8 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def _end(self) -> None:
         losses = ", ".join(f"rank {rank} ({reason})" for rank, reason in self._losses.items())
-        what = f"rank {self.rank} lost {losses}" if self._broken is None else self._broken
-        say_last_words(f"error: {what} before the run had begun")
+        reason = f"rank {self.rank} lost {losses}" if self._broken is None else self._broken
+        print_fatal_message(f"error: {reason} before the run had begun")
         guard = threading.Timer(_FAREWELL_S, os._exit, [PEER_LOST])
         guard.daemon = True
         guard.start()

@@ -1,65 +1,170 @@
-"""Load programs that were compiled before: JAX's persistent compilation cache, for every process of a run.
+"""The cache of compiled programs: JAX's persistent compilation cache, for every process of a run, in our directory.
 
-JAX's own cache writes the entries of process 0 only, because writers could collide on some file systems. Here they
-cannot (:mod:`rrfp_jax.runtime.cache_directory`), so every process writes. Three private functions of JAX are replaced
-for it, since it has no public ones:
+JAX's own cache writes the entries of process 0 only. Here every process writes, by three functions in place of JAX's
+(:func:`rrfp_jax.private.jax_names.replace_compile_cache`).
 
-``compilation_cache.get_file_cache``
-    gives our directory in place of JAX's.
-``compiler._cache_write``
-    leaves out the processes other than 0; ours does not.
-``compilation_cache.get_cache_key``
-    names the entry. JAX's key holds the program, the versions of JAX and XLA, flags, the options of the compiler, and
-    the kind and number of devices. Ours adds what the compiler of TPUs reads (``LIBTPU_INIT_ARGS``) and the host's CPU,
-    since a home directory may serve hosts that do not know each other's instructions, and leaves out *which* of the
-    devices of one kind are meant, since a loaded program is told that anew. So equal programs on other devices, and on
-    other ranks, share an entry.
+JAX's key of an entry holds the program, the versions of JAX and XLA, flags, the options of the compiler, and the kind
+and number of devices. Ours adds the variable that the compiler of TPUs reads (``LIBTPU_INIT_ARGS``) and the host's CPU,
+since a home directory may serve hosts that do not know each other's instructions. It leaves out *which* of the devices
+of one kind are meant, since a loaded program is given its devices anew. So equal programs on other devices, and on
+other ranks, share an entry.
 
-Programs that several processes run together on GPUs are not cached: their processes measure kernels together while they
-compile, and one that had found its program here would leave the others waiting.
+Three kinds of program are not cached:
 
-Programs for devices that are not here are not cached: there is nothing that could load them.
+- Programs that several processes run together on GPUs: their processes measure kernels together while they compile, and
+  one that had found its program here would leave the others waiting.
+- Programs for devices that are not here: there is nothing that could load them.
+- Programs over several CPU devices. XLA keeps the collectives of a program in one order on all devices by a resource
+  that they share, and a program that is loaded has a resource for each of them instead (``CreateResourceFromProto`` in
+  XLA's thunk_proto_serdes.cc). Its devices then begin collectives that do not depend on each other in different orders,
+  and wait for each other for ever; XLA ends the process after 40 s.
 
-Programs over several CPU devices are not cached either. XLA keeps the collectives of a program in one order on all
-devices by a resource that they share, and a program that is loaded has a resource for each of them instead
-(``CreateResourceFromProto`` in XLA's thunk_proto_serdes.cc). Its devices then begin collectives that do not depend on
-each other in different orders, and wait for each other for ever; XLA ends the process after 40 s.
+Any number of processes share the directory, and nobody locks. An entry is written to a file of its own and renamed into
+place, and carries a checksum: a reader finds it as it was written, or not at all. Two writers of one key write the same
+bytes. An entry that another process has just removed is a miss.
+
+This module loads JAX only when it is used, so that ``rrfp doctor`` can check the directory without it.
 """
 
 import copy
 import hashlib
 import os
 import platform
+import secrets
 import threading
+import time
 import warnings
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from rrfp_jax.private.jax_names import CacheInterface, compilation_cache, compiler
-from rrfp_jax.private.jaxlib_names import DeviceAssignment
-from rrfp_jax.runtime.cache_directory import AUTO, VARIABLE, CacheDirectory, cache_path
-from rrfp_jax.runtime.xla_flags import LIBTPU
+from rrfp_jax.runtime.jax_environment import LIBTPU
 
+VARIABLE = "RRFP_COMPILE_CACHE"
+"""Environment variable that overrides the configuration, with the same values."""
+AUTO, NONE = "auto", "none"
 DEFAULT_BYTES = 4 * 2**30
 _NEVER = "not cached"
 _HOST_LINES = ("model name", "flags", "Features", "CPU part")
-_jax_key = compilation_cache.get_cache_key
+_ENTRY, _TEMPORARY = ".program", ".tmp"
+_SUM_BYTES = hashlib.sha256().digest_size
+_ABANDONED_S = 3600.0
+"""Age at which a file that nobody has renamed counts as left by a process that died."""
 
 
-class CompileCache(CacheInterface):
-    """Compiled programs by key, as JAX asks for them; from any thread."""
+class _File(NamedTuple):
+    used_s: float
+    num_bytes: int
+    path: Path
+
+
+class CacheDirectory:
+    """Keeps at most about ``max_bytes`` in ``path``, which is made when first needed, for its owner alone.
+
+    The entries that were used last stay longest. An entry that cannot be read is a miss, and one that cannot be written
+    is not kept: ``problem`` then has the error.
+    """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path = path
+        self.path, self.max_bytes = path, max_bytes
+        self.problem: OSError | None = None
+        """The last error when an entry was written."""
+        self._unseen_bytes = max_bytes
+        """Bytes that this process has written since it last looked at the whole directory."""
+
+    def get(self, key: str) -> bytes | None:
+        """Returns the entry, which counts as used now; None if there is none, or a damaged one."""
+        path = self.path / f"{key}{_ENTRY}"
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        value = data[_SUM_BYTES:]
+        if hashlib.sha256(value).digest() != data[:_SUM_BYTES]:
+            _remove(path)
+            return None
+        with suppress(OSError):  # of somebody else, or just removed
+            os.utime(path)
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keeps an entry, and removes those that were not used for longest if there are too many."""
+        if len(value) > self.max_bytes:
+            return
+        temporary = self.path / f"{secrets.token_hex(8)}{_TEMPORARY}"
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary.write_bytes(hashlib.sha256(value).digest() + value)
+            os.replace(temporary, self.path / f"{key}{_ENTRY}")
+        except OSError as error:
+            self.problem = error
+            _remove(temporary)
+            return
+        self._unseen_bytes += len(value)
+        if self._unseen_bytes > self.max_bytes // 50:  # others write too, so the sum must be looked up now and then
+            self._unseen_bytes = 0
+            self._tidy()
+
+    def _tidy(self) -> None:
+        entries = self._files(_ENTRY)
+        excess = sum(entry.num_bytes for entry in entries) - self.max_bytes
+        if excess > 0:
+            excess += self.max_bytes // 10  # so that it takes a while until it is full again
+        for entry in sorted(entries):
+            if excess <= 0:
+                break
+            _remove(entry.path)
+            excess -= entry.num_bytes
+        for left in self._files(_TEMPORARY):
+            if left.used_s < time.time() - _ABANDONED_S:
+                _remove(left.path)
+
+    def _files(self, suffix: str) -> list[_File]:
+        files = []
+        with suppress(OSError), os.scandir(self.path) as found:
+            for each in found:
+                if each.name.endswith(suffix):
+                    with suppress(OSError):  # another process has removed it
+                        state = each.stat()
+                        files.append(_File(state.st_mtime, state.st_size, Path(each.path)))
+        return files
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def cache_path(where: str, of_jax: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Returns the directory that ``where`` means, given JAX's own setting; None if nothing is kept here."""
+    if where == NONE:
+        return None
+    if where != AUTO:
+        path = Path(where).expanduser()
+        if "://" in where or not path.is_absolute():
+            raise ValueError(f"compile_cache is {where!r}: give auto, none, or the absolute path of a directory")
+        return path
+    if of_jax:
+        return None if "://" in of_jax else Path(of_jax)
+    home = environ.get("XDG_CACHE_HOME") or (environ.get("HOME") and f"{environ['HOME']}/.cache")
+    return Path(home, "rrfp", "programs") if home and Path(home).is_absolute() else None
+
+
+class CompileCache:
+    """Compiled programs by key, as JAX asks for them (its ``CacheInterface``); usable on any thread."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path  # JAX names it in its log
         self._directory = CacheDirectory(path, max_bytes)
         self._lock = threading.Lock()
         self.num_hits = self.num_misses = 0
 
     def get(self, key: str) -> bytes | None:
+        """Returns a program, or None if it is not kept."""
         value = None if key == _NEVER else self._directory.get(key)
         with self._lock:
             self.num_hits += value is not None
@@ -67,49 +172,47 @@ class CompileCache(CacheInterface):
         return value
 
     def put(self, key: str, value: bytes) -> None:
+        """Keeps a program."""
         if key != _NEVER:
             self._directory.put(key, value)
 
     def describe(self) -> str:
-        """What it has done so far in this process, in one line."""
+        """Returns one line about all that it has done so far in this process."""
         total, problem = self.num_hits + self.num_misses, self._directory.problem
         told = f"{total} programs in all: {self.num_hits} loaded from {self._path}, {self.num_misses} compiled"
         return told if problem is None else f"{told}; they cannot be kept: {problem}"
 
 
 def use_compile_cache(where: str = AUTO, max_bytes: int = DEFAULT_BYTES) -> CompileCache | None:
-    """Keep what this process compiles from now on, and load what any process has kept; None where nothing is kept.
+    """Keeps all programs that this process compiles from now on, and loads those that any process has kept.
 
     Args:
         where: ``auto``, ``none``, or a directory; the environment variable ``RRFP_COMPILE_CACHE`` goes before it.
-        max_bytes: about how much the directory may hold; what was not used for longest goes first.
+        max_bytes: approximate size of the directory; programs that were not used for longest go first.
 
     ``auto`` is the directory that JAX has been given (``JAX_COMPILATION_CACHE_DIR``), else ``rrfp/programs`` in the
     user's cache directory. One that JAX has been given beyond this host's file system is left to JAX.
 
-    Raises ValueError for a directory that does not name one.
+    Returns the cache, or None if nothing is kept. Raises ValueError for a directory that does not name one.
     """
-    of_jax = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    path = cache_path(os.environ.get(VARIABLE) or where, of_jax, os.environ)
+    import jax
+
+    from rrfp_jax.private.jax_names import replace_compile_cache
+
+    path = cache_path(os.environ.get(VARIABLE) or where, jax.config.jax_compilation_cache_dir, os.environ)  # type: ignore[attr-defined]
     if path is None:
         return None
     programs = CompileCache(path, max_bytes)
-    ours = {
-        (compilation_cache, "get_file_cache"): lambda _: (programs, str(path)),
-        (compilation_cache, "get_cache_key"): _key,
-        (compiler, "_cache_write"): _write,
-    }
-    for (module, name), function in ours.items():
-        setattr(module, name, function)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # they would grow without bounds
-    compilation_cache.reset_cache()
+    replace_compile_cache(programs, str(path), _key, _write)
     return programs
 
 
 def host_digest() -> str:
-    """What machine code for this host may depend on beyond JAX's key: its CPU, and the threads that it is cut for."""
+    """Returns a digest of the facts that machine code may depend on beyond JAX's key: the host's CPU, and the number of
+    threads that it is cut for."""
     return _host_digest(os.environ.get("NPROC", ""))
 
 
@@ -125,6 +228,11 @@ def _host_digest(num_threads: str) -> str:
 
 
 def _key(module: Any, devices: np.ndarray, options: Any, backend: Any, *rest: Any) -> str:
+    import jax
+
+    from rrfp_jax.private.jax_names import own_cache_key
+    from rrfp_jax.private.jaxlib_names import DeviceAssignment
+
     num_processes = len({device.process_index for device in devices.flat})
     if backend.platform != "cpu" and devices.flat[0] not in jax.devices():
         return _NEVER
@@ -137,11 +245,13 @@ def _key(module: Any, devices: np.ndarray, options: Any, backend: Any, *rest: An
         options.device_assignment = DeviceAssignment.create(anywhere)
     of_tpus = os.environ.get(LIBTPU, "") if backend.platform == "tpu" else ""
     told = f"-{hashlib.sha256(of_tpus.encode()).hexdigest()[:8]}" if of_tpus else ""
-    return f"{_jax_key(module, devices, options, backend, *rest)}-{host_digest()}{told}"
+    return f"{own_cache_key(module, devices, options, backend, *rest)}-{host_digest()}{told}"
 
 
 def _write(key: str, seconds: float, name: str, backend: Any, executable: Any, *host_callbacks: Any) -> None:
-    """As JAX's own, from every process."""
+    """Writes an entry as JAX does, from every process."""
+    from rrfp_jax.private.jax_names import compilation_cache
+
     if any(host_callbacks):  # they are this process's own
         return
     try:

@@ -18,8 +18,8 @@ from rrfp_jax.core import GroupHeard, Message, Note, TaskAnnounced
 from rrfp_jax.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.clocks import Clocks
-from rrfp_jax.runtime.report import FailureNews
-from rrfp_jax.runtime.transports.parts import KEY_BYTES, Key, pack_key, unpack_key
+from rrfp_jax.runtime.failure import FailureNews
+from rrfp_jax.runtime.transports.messages import KEY_BYTES, MessageKey, pack_key, unpack_key
 from rrfp_jax.runtime.tree_collectives import StatisticsReduction, TreeAllGather
 from rrfp_jax.schedules.timeline import StepSums
 from rrfp_jax.tree import neighbours
@@ -64,7 +64,7 @@ class Peers:
 
         The announcement travels beside data, for which it never waits: where data queue up, it is dropped.
         """
-        header = _UNIT.pack(unit) + pack_key(Key(step, message))
+        header = _UNIT.pack(unit) + pack_key(MessageKey(step, message))
         self.network.send_if_room(self.layout.ranks_of(unit)[0], _TASK, header)
 
     def step_ended_here(self, step: int, sums: StepSums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:

@@ -27,13 +27,11 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
 from rrfp_jax.runtime.control_plane import Peers
 from rrfp_jax.runtime.delay_injection import DelayInjection
-from rrfp_jax.runtime.error_text import error_text
-from rrfp_jax.runtime.event_log import EventLog
+from rrfp_jax.runtime.event_log import EventLog, RunLog, take_log
+from rrfp_jax.runtime.failure import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, error_text, stage_state
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
-from rrfp_jax.runtime.log_file import RunLog, take_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, stage_state
 from rrfp_jax.runtime.serial_executor import SerialExecutor
 from rrfp_jax.runtime.stage_threads import (
     ComputeThread,

@@ -1,12 +1,13 @@
-"""How a run ends that cannot go on: what every rank says about it, gathered for a moment, and one report of all.
+"""The end of a run that cannot go on: the ranks exchange the states of their stages for a moment, and make one report.
 
-The first failure that a rank meets or hears of is the one it reports. It tells all that it has a connection to, with
-the state of its own stages, and waits for a moment for theirs. What is new to a rank it tells on, once, so the news
-reaches everybody over any connections that are left, and in a small run every rank ends with the wait-for graph of the
-whole. In a large one only so many stages are told of, so no rank sends or keeps more than a constant.
+The first failure that a rank meets or hears of is the one it reports. It sends the state of its own stages to all ranks
+to which it has a connection, and waits for a moment for theirs. A rank passes on news that is new to it, once, so the
+news reaches every rank over any connections that are left, and in a small run every rank ends with the wait-for graph
+of the whole. In a large run the number of stages is bounded, so no rank sends or keeps more than a constant.
 
-Who is lost every rank hears from its own network, which has asked the accused. What another rank says of losses is only
-quoted, and only while the own network says nothing: where a connection broke, the other may mean ranks that are well.
+Every rank learns of losses from its own network, which has asked the suspected ranks. Claims of another rank about
+losses are only quoted, and only while the own network says nothing: if a connection broke, the other may mean ranks
+that are well.
 """
 
 from asyncio import AbstractEventLoop
@@ -16,7 +17,7 @@ from threading import Event
 
 from rrfp_jax.layout import Layout, name_unit
 from rrfp_jax.runtime.control_plane import Peers
-from rrfp_jax.runtime.report import (
+from rrfp_jax.runtime.failure import (
     FailureNews,
     NoProgress,
     PeerLost,
@@ -24,17 +25,17 @@ from rrfp_jax.runtime.report import (
     StageState,
     TaskFailed,
     WaitForReport,
-    shortened,
+    shorten_for_report,
 )
 from rrfp_jax.runtime.transports.interface import TransportFailed
 from rrfp_jax.waiting import wait_for
 
 GATHERING_S = 1.0
-"""How long other ranks' reports are waited for, or half the silence deadline where that is less."""
+"""Time for the reports of other ranks, unless half the silence deadline is less."""
 _MAX_STATES = 64
-"""Of how many stages a report tells."""
+"""Largest number of other ranks' stages in a report."""
 _COLLECTING_S = 0.01
-"""News that comes within so much time is told on together."""
+"""News that comes within this time is passed on together."""
 
 
 @dataclass
@@ -44,29 +45,30 @@ class Failure:
     kind: type[RunFailed]
     summary: str
     states: list[StageState]
-    """Of this rank's stages."""
+    """The states of this rank's stages."""
     cause: BaseException | None = None
     origin: int | None = None
     """The rank that met it; None: this one."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Ranks that this rank's own network takes for lost, with how that was noticed."""
+    """Ranks that this rank's own network takes for lost, with the way in which that was noticed."""
     heard: dict[int, list[StageState]] = field(default_factory=dict)
-    """What other ranks tell of their stages."""
+    """The states that other ranks report of their stages."""
     claims: dict[int, str] = field(default_factory=dict)
-    """Ranks that the origin takes for lost, where the summary tells of those and nothing else."""
+    """Ranks that the origin takes for lost, if the summary is about them alone."""
 
     def __post_init__(self) -> None:
-        self.summary = shortened(self.summary)
+        self.summary = shorten_for_report(self.summary)
 
     def hear(self, news: FailureNews, rank: int) -> FailureNews | None:
-        """Add what others say; returns what of it was new to this rank, if anything."""
-        room = _MAX_STATES - sum(map(len, self.heard.values()))
-        states = {r: told for r, told in news.states.items() if r not in self.heard and r != rank} if room > 0 else {}
+        """Adds the news of others; returns the part that was new to this rank, if any."""
+        if sum(map(len, self.heard.values())) >= _MAX_STATES:
+            return None
+        states = {r: told for r, told in news.states.items() if r not in self.heard and r != rank}
         self.heard |= states
         return self.news(states, {}, rank) if states else None
 
     def news(self, states: Mapping[int, list[StageState]], lost: Mapping[int, str], rank: int) -> FailureNews:
-        """What this rank tells others: why it ends, and this of ranks and stages."""
+        """Returns the news for other ranks: why this rank ends, with these states and losses."""
         return FailureNews(
             kind=self.kind.__name__,
             origin=rank if self.origin is None else self.origin,
@@ -76,15 +78,14 @@ class Failure:
         )
 
     def is_complete(self, layout: Layout, rank: int) -> bool:
-        """Whether nobody is left to be heard, and this rank's own network has judged what another says of losses.
-
-        A rank that fell silent and was heard all the same is no judgement: the network broke, and soon says where.
-        """
+        """Returns whether every rank has reported or is lost, and this rank's own network has come to a conclusion on
+        claims of losses."""
+        # A rank that fell silent and was heard all the same is no conclusion: the network broke, and soon says where.
         is_judged = not self.claims or bool(self.lost.keys() - self.heard.keys())
         return is_judged and len({rank, *self.heard, *self.lost}) == layout.num_ranks
 
     def answer(self, rank: int) -> None:
-        """This rank lives: if another takes it for lost, what broke is between the two."""
+        """Corrects a claim that this rank is lost: it lives, so the connection between the two has broken."""
         if rank in self.claims and not self.lost.keys() - self.heard.keys():
             assert self.origin is not None
             one, other = sorted((rank, self.origin))
@@ -92,7 +93,7 @@ class Failure:
             self.claims.clear()
 
     def error(self, layout: Layout | None) -> RunFailed:
-        """The error with the whole report."""
+        """Returns the error with the whole report."""
         states = [*self.states, *(state for heard in self.heard.values() for state in heard)]
         died = sorted(self.lost.keys() - self.heard.keys())
         is_elsewhere = self.origin is not None and self.kind is TaskFailed
@@ -116,12 +117,12 @@ class Failure:
 
 
 def lost_rank(layout: Layout, rank: int, reason: str, states: Sequence[StageState]) -> Failure:
-    """The failure of a run of which a rank was lost."""
+    """Returns the failure of a run that has lost a rank."""
     return Failure(PeerLost, lost_summary(layout, rank, reason), list(states), lost={rank: reason})
 
 
 def failure_elsewhere(news: FailureNews, states: Sequence[StageState]) -> Failure:
-    """The failure of a run that another rank gave up, without what that says of ranks and stages."""
+    """Returns the failure of a run that another rank gave up, without the states in that rank's news."""
     kinds = {kind.__name__: kind for kind in (NoProgress, TaskFailed)}
     kind = kinds.get(news.kind, PeerLost)
     claims = dict(news.lost) if kind is PeerLost else {}
@@ -129,18 +130,23 @@ def failure_elsewhere(news: FailureNews, states: Sequence[StageState]) -> Failur
 
 
 def lost_summary(layout: Layout, rank: int, reason: str) -> str:
-    """The sentence on a rank that died or fell silent."""
-    return f"rank {rank} ({_hosted(layout, rank)}) was lost: {reason}"
+    """Returns the sentence on a rank that died or fell silent."""
+    units = layout.units_of(rank)
+    if layout.data > 1 or len(units) == 1:
+        hosted = " and ".join(name_unit(unit, layout.stages_of_replica) for unit in units)
+    else:
+        hosted = f"stages {', '.join(map(str, units))}"
+    return f"rank {rank} ({hosted}) was lost: {reason}"
 
 
 class FailureReport:
     """The end of a run that cannot go on; everything but ``wait`` happens on the event loop.
 
     Args:
-        peers: the other processes; None where there are none.
-        deadline_s: other ranks are waited for no longer than half of it.
-        states: tells of this rank's stages.
-        ended: called once with the error, when nobody is waited for any more.
+        peers: the other processes; None if there are none.
+        deadline_s: the silence deadline; half of it bounds the wait for other ranks.
+        states: returns the states of this rank's stages.
+        ended: called once with the error, when the report is complete.
     """
 
     def __init__(
@@ -156,23 +162,24 @@ class FailureReport:
         self._complete = Event()
         self._untold: FailureNews | None = None
         self.failing: Failure | None = None
-        """Why the run is being given up; None while it goes on."""
+        """The failure for which the run is being given up; None while it goes on."""
         self.error: RunFailed | None = None
-        """What the run ends with, once it is known."""
+        """The error that ends the run, once it is known."""
 
     def begin(self, failure: Failure) -> None:
-        """Tell the others, and end with what they tell; the first failure counts."""
+        """Announces a failure to the other ranks and waits for their reports; only the first failure counts."""
         if self.failing is not None:
             return
         self.failing = failure
         if self._peers is not None:
-            self._loop.call_later(self._wait_s, self._end)  # before all else, so that nothing can keep it from coming
+            # before all else, so that nothing can keep the end from coming
+            self._loop.call_later(self._wait_s, self._end)
             own = {self._peers.rank: failure.states[:_MAX_STATES]}
             self._peers.announce(failure.news(own, failure.claims or failure.lost, self._peers.rank))
         self._end_when_complete()
 
     def heard(self, news: FailureNews) -> None:
-        """Another rank tells of a failure."""
+        """Takes the news of another rank's failure."""
         assert self._peers is not None
         self.begin(failure_elsewhere(news, [] if self.failing else self._states()))
         assert self.failing is not None
@@ -181,7 +188,7 @@ class FailureReport:
         self._end_when_complete()
 
     def lost(self, rank: int, reason: str) -> None:
-        """Another rank died or fell silent; every rank notices by itself."""
+        """Takes note that another rank died or fell silent; every rank notices by itself."""
         assert self._peers is not None
         if self.failing is None:
             self.begin(lost_rank(self._peers.layout, rank, reason, self._states()))
@@ -190,7 +197,7 @@ class FailureReport:
             self._end_when_complete()
 
     def broken(self, text: str) -> None:
-        """The network broke between ranks that live; that counts for more than what others say of losses."""
+        """Takes note that the network broke between ranks that live, which outweighs claims of losses."""
         if self.failing is None:
             self.begin(Failure(PeerLost, text, self._states()))
         elif self.failing.kind is PeerLost or isinstance(self.failing.cause, TransportFailed):
@@ -199,7 +206,7 @@ class FailureReport:
             self._end_when_complete()
 
     def wait(self) -> RunFailed:
-        """The error, once it is known; for other threads, after :meth:`begin` is on its way."""
+        """Blocks until the report is complete and returns the error. For other threads, after :meth:`begin`."""
         wait_for(self._complete)
         assert self.error is not None
         return self.error
@@ -231,10 +238,3 @@ class FailureReport:
             self.error = self.failing.error(None if self._peers is None else self._peers.layout)
             self._complete.set()
             self._ended(self.error)
-
-
-def _hosted(layout: Layout, rank: int) -> str:
-    units = layout.units_of(rank)
-    if layout.data > 1 or len(units) == 1:
-        return " and ".join(name_unit(unit, layout.stages_of_replica) for unit in units)
-    return f"stages {', '.join(map(str, units))}"

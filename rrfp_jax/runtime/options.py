@@ -1,4 +1,4 @@
-"""What a user says about updates and about running: two records, each checked once."""
+"""A user's options about updates and about running: two records, each checked once."""
 
 import math
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from rrfp_jax.runtime.stage_threads import StageExecutor
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRules:
-    """What becomes of a step's gradients. Raises ValueError on values that cannot be meant."""
+    """The treatment of a step's gradients. Raises ValueError on values that cannot be meant."""
 
     clip_norm: float | None = None
-    """Largest global norm of the gradient of the mean loss; None: gradients stay as they are."""
+    """Largest global norm of the gradient of the mean loss; None: gradients are not scaled."""
     skip_nonfinite: bool = True
     """Leave out, on all stages, a step whose loss or gradients are not finite, whose update cannot be finite because of
     the learning rate (:mod:`rrfp_jax.programs.update_faults`), or which has no weight at all, or a negative one."""
     deterministic: bool = False
-    """The same bits whatever the order of tasks, at the price of accumulating in microbatch order. Refused where the
+    """Give the same bits in any order of tasks, at the price of accumulating in microbatch order. Refused if the
     machine's own sums are not reproducible."""
     shard_optimizer: bool = False
-    """Share the optimizer state out to the replicas (ZeRO-1)."""
+    """Divide the optimizer state among the replicas (ZeRO-1)."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -37,32 +37,33 @@ class UpdateRules:
         return self.clip_norm is not None or self.skip_nonfinite
 
     def step_rules(self, num_replicas: int) -> StepRules:
-        """What these rules mean for the order of tasks."""
+        """Returns the consequences of these rules for the order of tasks."""
         agreement = Agreement.ALL if self.needs_norm else Agreement.LOSS
         return StepRules(ordered=self.deterministic, agreement=agreement, lockstep=num_replicas > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeOptions:
-    """How the stages run; none of it changes what is computed. Raises ValueError on values that cannot be meant."""
+    """The way in which the stages run, without effect on the results. Raises ValueError on values that cannot be
+    meant."""
 
     memory_limit: int | str | None = None
-    """Memory that each stage may take, in bytes or as ``16GiB``; None: what its device has, if that is known. A run
-    that is predicted to need more is refused before its first step."""
+    """Memory that each stage may take, in bytes or as ``16GiB``; None: that of its device, if it is known. A run that
+    is predicted to need more is refused before its first step."""
     dispatch_ahead: int | str = AUTO
-    """When a stage is handed its next task. ``certain``: once nothing that may happen changes the choice.
+    """The time at which a stage is handed its next task. ``certain``: once no possible event changes the choice.
     ``just-in-time``: likewise, and any other when the running one may end within the host's latency. ``auto``:
     ``certain`` on CPU devices, elsewhere ``just-in-time``. 0: at the end of the running one."""
     group_protocol: GroupProtocol | str = GroupProtocol.LEADER
-    """How the processes of a stage that spans several agree on the next task: ``leader`` or ``propose``."""
+    """The way in which the processes of one stage choose the next task: ``leader`` or ``propose``."""
     progress_deadline_s: float = 600.0
-    """How long no task may finish before the run is given up with a report; longer than any task."""
+    """Time without a finished task after which the run is given up with a report; longer than any task."""
     log_steps: int = 2
-    """How many steps of each stage's event log are kept."""
+    """Number of steps of each stage's event log that are kept."""
     max_programs: int = 1000
-    """How many different programs this process may compile; a run whose buckets need more is refused at once."""
+    """Number of programs that this process may compile. A run whose buckets need more is refused at once."""
     wrap_stage: Callable[[StageExecutor], StageExecutor] | None = None
-    """Put around every stage's executor, for example :class:`rrfp_jax.testing.DelayedStage`."""
+    """Wrapper around every stage's executor, for example :class:`rrfp_jax.testing.DelayedStage`."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -78,13 +79,13 @@ class RuntimeOptions:
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """The limit as a number."""
+        """The memory limit in bytes."""
         limit = self.memory_limit
         return parse_bytes(limit, "memory_limit") if isinstance(limit, str) else limit
 
 
 def check_running(progress_deadline_s: float, log_steps: int) -> None:
-    """Raise ValueError for a deadline or a log length that cannot be meant."""
+    """Raises ValueError for a deadline or a log length that cannot be meant."""
     if not 0 < progress_deadline_s < math.inf:
         raise ValueError(f"progress_deadline_s is {progress_deadline_s}: give a positive number of seconds")
     if log_steps < 1:

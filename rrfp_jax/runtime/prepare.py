@@ -26,14 +26,13 @@ from rrfp_jax.programs.buckets import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.target import memory_bytes_of
+from rrfp_jax.runtime.consistency import check_same_plans, check_same_programs, check_same_state
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.evaluation import EvaluationShapes, PreparedEvaluation
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.same_programs import check_same_plans, check_same_programs
-from rrfp_jax.runtime.same_state import check_same_state
 from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
 from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes, device_limits
 from rrfp_jax.runtime.stage_replicas import StageReplicas

@@ -21,18 +21,18 @@ from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.control_plane import Peers, StopRequests, control_neighbours
 from rrfp_jax.runtime.driver import PipelineRuntime
+from rrfp_jax.runtime.failure import RunFailed
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection, partners
-from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers, why_untried
+from rrfp_jax.runtime.transports.probing import Probe, describe_transfers, try_transfers, why_untried
 from rrfp_jax.schedules import Placement
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.tree import neighbours
 
 if TYPE_CHECKING:
-    from rrfp_jax.runtime.transports.transfer_server import TransferServer
+    from rrfp_jax.runtime.transports.transfer import TransferServer
 
 _LOG = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
@@ -365,11 +365,11 @@ class Process:
         if not self.rank:
             locked = ""
             if len(refused) < len(found):
-                from rrfp_jax.runtime.transports.transfer_server import LOCKED_BYTES  # Not in every JAX.
+                from rrfp_jax.runtime.transports.transfer import LOCKED_BYTES  # Not in every JAX.
 
                 memory = format_bytes(LOCKED_BYTES)
                 locked = f"; each process that does so sets aside {memory} of locked host memory"
-            _LOG.info("%s%s", described(found), locked)
+            _LOG.info("%s%s", describe_transfers(found), locked)
         return frozenset(working - {self.rank})
 
     def _transfer_probe(self) -> "Callable[[], Probe] | str":
@@ -383,7 +383,7 @@ class Process:
         interface = host_of(self.cluster.network.address)
 
         def start() -> Probe:
-            from rrfp_jax.runtime.transports.transfer_server import ServerProbe, TransferServer  # Not in every JAX.
+            from rrfp_jax.runtime.transports.transfer import ServerProbe, TransferServer  # Not in every JAX.
 
             self._server = self._server or TransferServer(interface)
             return ServerProbe(self._server, self.rank, device)

@@ -1,8 +1,8 @@
-"""Start JAX on the devices of a process that is alone, or as one of several.
+"""The start of JAX on the devices of a process that is alone, or as one of several.
 
 ``jax.distributed.initialize`` always starts the coordination service in process 0, whose death then aborts all others
 within a tenth of a second; it also waits for every process at the end, and takes SIGTERM for itself. No public name
-connects a client only, hence the private ones here.
+connects a client only, so this module uses private ones.
 """
 
 import os
@@ -19,7 +19,7 @@ from rrfp_jax.cluster.config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_TH
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.costs.devices import SHARE_OF_GPU
-from rrfp_jax.exit_codes import START_FAILED
+from rrfp_jax.exit_codes import START_FAILED, print_fatal_message
 from rrfp_jax.hardware import smallest_gpu_bytes
 from rrfp_jax.private.jax_names import (
     backends_are_initialized,
@@ -28,24 +28,23 @@ from rrfp_jax.private.jax_names import (
     register_backend_factory,
 )
 from rrfp_jax.private.jaxlib_names import get_distributed_runtime_client, make_gloo_tcp_collectives
-from rrfp_jax.runtime.last_words import say_last_words
-from rrfp_jax.runtime.plugins import idle_plugin
+from rrfp_jax.runtime.jax_environment import idle_plugin
 
 _CPU, _TPU = "cpu", "tpu"
 _MARGIN_S = 10
-"""Seconds that JAX waits longer than this process before it gives up."""
+"""Seconds by which JAX waits longer than this process before it gives up."""
 _NOT_STARTED = "Unable to initialize backend"
 _REASON = 300
-"""Characters of JAX's reason that are shown."""
+"""Number of characters of JAX's reason in a message."""
 _MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""What tells JAX how much of a GPU's memory to reserve; the second is the former name."""
+"""Environment variables with the share of a GPU's memory that JAX reserves; the second is the former name."""
 _CONTEXT_BYTES = 0.8 * 2**30
 """CUDA's context, the code of programs and the handles of libraries of each process that shares a GPU."""
 _SMALL_GPU_BYTES = 16 * 2**30
-"""Counts where nothing tells how large a shared GPU is."""
+"""Size of a shared GPU if nothing tells it."""
 
 
-def start_jax(
+def start_jax_on_rank(
     membership: Membership,
     hosts: Sequence[str],
     key: RunKey,
@@ -57,7 +56,8 @@ def start_jax(
     pinned: bool,
     per_device: int = 1,
 ) -> tuple[jax.Device, ...]:
-    """See :meth:`rrfp_jax.runtime.cluster.Cluster.initialize_jax`; ``listen_on`` is this host's address."""
+    """Starts JAX as :meth:`rrfp_jax.runtime.cluster.Cluster.initialize_jax` describes; ``listen_on`` is this host's
+    address."""
     rank, num_ranks = membership.rank, membership.num_ranks
     if pinned:
         pin_threads(num_local)
@@ -73,19 +73,19 @@ def start_jax(
     if platform != _CPU:
         with taking_part_of_memory(per_device, os.environ):
             require_accelerator()
-    check_devices(rank, jax.process_index(), [d.process_index for d in jax.devices()], num_ranks, num_local)
+    check_found_devices(rank, jax.process_index(), [d.process_index for d in jax.devices()], num_ranks, num_local)
     return tuple(jax.local_devices()[:num_local])
 
 
 def allow_promotions() -> None:
-    """Let JAX promote dtypes and ranks as it does by itself, which our models rely on; strict settings of the
+    """Lets JAX promote dtypes and ranks as it does by default, since our models rely on it. Strict settings of the
     environment are for a user's own code."""
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     jax.config.update("jax_numpy_rank_promotion", "allow")
 
 
 def require_accelerator() -> None:
-    """Start JAX where that has not been done; raise ValueError where it sees CPU devices only on a host with more."""
+    """Starts JAX if it has not started. Raises ValueError if it sees CPU devices only on a host with others."""
     if jax.default_backend() != _CPU:
         return
     if (problem := idle_plugin(_environment(), None)) is not None:
@@ -94,7 +94,7 @@ def require_accelerator() -> None:
 
 @contextmanager
 def explaining_plugins() -> Iterator[None]:
-    """Around JAX's start: where JAX gives up for a plugin that fails, a ValueError says what to do."""
+    """Wraps JAX's start: if JAX gives up for a plugin that fails, raises ValueError with the remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -105,12 +105,12 @@ def explaining_plugins() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """With the platforms that JAX has been told since it was imported."""
+    """Returns the environment with the platforms that JAX's configuration has now."""
     return os.environ | {"JAX_PLATFORMS": jax.config.jax_platforms or ""}  # type: ignore[attr-defined]
 
 
 def use_virtual_devices(num_devices: int) -> None:
-    """Run on this many virtual CPU devices.
+    """Runs on this many virtual CPU devices.
 
     A program then runs within the thread that launches it: each stage has a compute thread of its own, and the hop to
     another one would only add to every task.
@@ -121,19 +121,19 @@ def use_virtual_devices(num_devices: int) -> None:
 
 
 def pin_threads(num_devices: int) -> None:
-    """Fix the size of XLA's thread pools, unless the environment does so already.
+    """Fixes the size of XLA's thread pools, unless the environment does so already.
 
-    Sums then do not depend on the number of devices. It is read when the first device is made.
+    Sums then do not depend on the number of devices. XLA reads the size when the first device is made.
     """
     os.environ.setdefault("NPROC", str(max(PINNED_THREADS, num_devices)))
 
 
 @contextmanager
 def taking_part_of_memory(per_device: int, environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Around JAX's start: let it take the share of a GPU's memory that plans count, unless the user has said how much.
+    """Wraps JAX's start: it takes the share of a GPU's memory that plans count, unless the user has set a share.
 
     JAX by itself takes 0.75. Each of ``per_device`` processes on one GPU gets an equal part of what their contexts
-    leave. Processes that this one starts do not inherit it. Raises ValueError where contexts leave nothing.
+    leave. Processes that this one starts do not inherit it. Raises ValueError if contexts leave nothing.
     """
     if any(name in environ for name in _MEMORY_FRACTIONS):
         yield
@@ -157,11 +157,11 @@ def taking_part_of_memory(per_device: int, environ: MutableMapping[str, str]) ->
 def visible_devices(
     rank: int, hosts: Sequence[str], num_local: int, environ: Mapping[str, str], *, per_device: int = 1
 ) -> str | None:
-    """The GPUs of a rank as ``0,1``, where several ranks share its host; None where it may see all.
+    """Returns the GPUs of a rank as ``0,1``, if several ranks share its host; None if it may see all.
 
-    The ranks of a host divide its GPUs in order of rank, ``per_device`` consecutive ranks having the same ones. Where
+    The ranks of a host divide its GPUs in order of rank, ``per_device`` consecutive ranks having the same ones. If
     ``CUDA_VISIBLE_DEVICES`` or ``ROCR_VISIBLE_DEVICES`` already names exactly ``num_local`` devices, a scheduler has
-    done that before.
+    divided them before.
     """
     neighbours = _neighbours(rank, hosts)
     if len(neighbours) == 1:
@@ -180,7 +180,7 @@ def _neighbours(rank: int, hosts: Sequence[str]) -> list[int]:
 
 @contextmanager
 def naming_neighbours(rank: int, hosts: Sequence[str], platform: str | None) -> Iterator[None]:
-    """Add to an error at JAX's start the ranks with which this one was taken to share its host's GPUs."""
+    """Adds to an error at JAX's start the ranks with which this one was taken to share its host's GPUs."""
     neighbours = [] if platform in (_CPU, _TPU) else _neighbours(rank, hosts)
     try:
         yield
@@ -197,15 +197,15 @@ def naming_neighbours(rank: int, hosts: Sequence[str], platform: str | None) -> 
         raise ValueError(f"{error}; {told}") from error
 
 
-def check_devices(rank: int, index: int, processes: Iterable[int], num_ranks: int, num_local: int) -> None:
-    """Check what JAX found, the same way on every rank.
+def check_found_devices(rank: int, index: int, processes: Iterable[int], num_ranks: int, num_local: int) -> None:
+    """Checks the devices that JAX found, the same way on every rank.
 
     Args:
-        index: what JAX calls this process.
+        index: the number that JAX gives this process.
         processes: the process of every device of the run.
 
     Raises:
-        ValueError: where a rank has fewer than ``num_local`` devices, or JAX numbers processes differently.
+        ValueError: if a rank has fewer than ``num_local`` devices, or JAX numbers processes differently.
     """
     if index != rank:
         raise ValueError(
@@ -224,14 +224,14 @@ def check_devices(rank: int, index: int, processes: Iterable[int], num_ranks: in
 
 
 def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, timeout_s: float) -> None:
-    """Make this process number ``rank`` of ``num_ranks`` to JAX; returns when all have connected.
+    """Makes this process number ``rank`` of ``num_ranks`` to JAX; returns when all have connected.
 
-    Where JAX can, it proves to the service that it has the run key, and the service to it
+    If JAX can, it proves to the service that it has the run key, and the service to it
     (:mod:`rrfp_jax.cluster.certificates`). A connection that breaks later ends the process at once with SIGABRT, so the
     service must outlive the ranks.
 
     Raises:
-        RuntimeError: where JAX has started its backends, or is connected.
+        RuntimeError: if JAX has started its backends, or is connected.
     """
     if backends_are_initialized():
         raise RuntimeError("JAX has already chosen its devices: connect before anything asks for them")
@@ -254,7 +254,7 @@ def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, 
 
 @contextmanager
 def _without_proxies(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Hide the variables by which gRPC chooses a proxy, which it reads while it connects.
+    """Hides the variables by which gRPC chooses a proxy, which it reads while it connects.
 
     A proxy for the world outside does not lead to the run's own hosts, and gRPC would go on trying without a word. The
     variables come back, since trackers need them.
@@ -268,10 +268,10 @@ def _without_proxies(environ: MutableMapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _ending_in_words(coordinator: str, rank: int, timeout_s: float) -> Iterator[None]:
-    """End the process with a sentence if the block takes too long; JAX would abort it a moment later."""
+    """Ends the process with a sentence if the block takes too long; JAX would abort it a moment later."""
 
     def end() -> None:
-        say_last_words(
+        print_fatal_message(
             f"error: rank {rank} has not come together with the others at JAX's coordination service, {coordinator}, "
             f"within {timeout_s:g} s, although something answers there: see which ranks are missing, and whether a "
             "filter, a proxy or another program stands between"
@@ -288,10 +288,8 @@ def _ending_in_words(coordinator: str, rank: int, timeout_s: float) -> Iterator[
 
 
 def use_gloo(host: str) -> None:
-    """Let CPU devices of several processes compute together, over sockets that listen on the address ``host``.
-
-    JAX by itself would listen on whatever address the host's name has.
-    """
+    """Lets CPU devices of several processes compute together, over sockets that listen on the address ``host``."""
+    # JAX by itself would listen on any address that the host's name has
 
     def make_client() -> Any:
         collectives = make_gloo_tcp_collectives(distributed_client=global_state.client, hostname=host)

@@ -18,8 +18,7 @@ from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
-from rrfp_jax.runtime.event_log import EventLog
-from rrfp_jax.runtime.log_file import write_log
+from rrfp_jax.runtime.event_log import EventLog, write_log
 from rrfp_jax.runtime.mailbox import Ship
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process

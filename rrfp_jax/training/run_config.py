@@ -13,7 +13,7 @@ from rrfp_jax.layout import TENSOR, checked_axes
 from rrfp_jax.models.cuts import AUTO_CONTEXT, CONTEXT_ATTENTIONS
 from rrfp_jax.models.encoder_config import PROJECTOR_PLACES
 from rrfp_jax.observe.trackers.config import check_trackers
-from rrfp_jax.runtime.xla_flags import check_flags
+from rrfp_jax.runtime.jax_environment import check_flags
 from rrfp_jax.training.step_profile import parse_steps
 
 _TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in ("auto", "sockets", "transfer"))

@@ -31,8 +31,8 @@ from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
 from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackedRun, TrackingConfig
 from rrfp_jax.runtime import WaitForReport
-from rrfp_jax.runtime.log_file import PATTERN as LOG_PATTERN
-from rrfp_jax.runtime.log_file import RunLog, log_name, write_log
+from rrfp_jax.runtime.event_log import PATTERN as LOG_PATTERN
+from rrfp_jax.runtime.event_log import RunLog, log_name, write_log
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.training._run_lock import RunLock
 from rrfp_jax.training.step_profile import PROFILE_FOLDER

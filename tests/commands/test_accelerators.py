@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.runtime.plugins import check_plugin, idle_plugin
+from rrfp_jax.runtime.jax_environment import check_plugin, idle_plugin
 from tests.commands.running import ROOT, run_command, sentence
 from tests.environment import of_child
 from tests.fake_hosts import fake_package, fake_plugin, fake_smi

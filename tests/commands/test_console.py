@@ -17,7 +17,7 @@ from rrfp_jax.commands.common.console import log_plainly, make_console, make_tab
 from rrfp_jax.commands.common.errors import BadInput, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.training.training_console import CompileReport, TrainingConsole
-from rrfp_jax.runtime.last_words import say_last_words
+from rrfp_jax.exit_codes import print_fatal_message
 from rrfp_jax.training.loop import StepRow
 
 
@@ -178,7 +178,7 @@ def test_words_of_others_are_not_obeyed_by_the_terminal_wherever_they_are_printe
     console.print(OBEYED, markup=False)
     console.print(table)
     say(OBEYED)
-    say_last_words(OBEYED)
+    print_fatal_message(OBEYED)
 
     def refuse() -> int:
         raise BadInput(f"column {OBEYED}")

@@ -15,7 +15,7 @@ from rrfp_jax.commands.common.errors import BadInput, checking_input, end_with, 
 from rrfp_jax.data import BrokenData
 from rrfp_jax.runtime import NoProgress, RunFailed, TaskFailed, WaitForReport
 from rrfp_jax.runtime.cluster import StartFailed
-from rrfp_jax.runtime.report import PeerLost
+from rrfp_jax.runtime.failure import PeerLost
 from tests.commands.running import ROOT
 
 REPORT = WaitForReport(summary="nothing moves", stages=())

@@ -18,7 +18,7 @@ from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.common.ordering import Ordering
 from rrfp_jax.core import Agreement, Message, StepRules
 from rrfp_jax.runtime import NoProgress, PipelineRuntime, TaskFailed
-from rrfp_jax.runtime.log_file import log_name, take_log, write_log
+from rrfp_jax.runtime.event_log import log_name, take_log, write_log
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.schedules import Task

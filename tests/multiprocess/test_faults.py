@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.runtime.log_file import read_log
+from rrfp_jax.runtime.event_log import read_log
 from tests.multiprocess.launching import PATIENCE_S, Launched, launched
 from tests.multiprocess.reports import assert_report, rank_text, survivors_end
 from tests.multiprocess.runs import QUICK_TO_COMPILE, training_config

@@ -7,7 +7,7 @@ import pytest
 
 from rrfp_jax.commands import replay
 from rrfp_jax.core import Announce, TaskAnnounced, WakeAt
-from rrfp_jax.runtime.log_file import read_log
+from rrfp_jax.runtime.event_log import read_log
 from tests.multiprocess.launching import launched
 from tests.multiprocess.runs import QUICK_TO_COMPILE, outcome_of, training_config
 

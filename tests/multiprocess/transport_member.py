@@ -31,7 +31,7 @@ class Member:
     ) -> None:
         from rrfp_jax.cluster import NetworkSettings, PeerAddress, PeerNetwork, RunKey
         from rrfp_jax.layout import Layout
-        from rrfp_jax.runtime.transports.transfer_server import TransferServer
+        from rrfp_jax.runtime.transports.transfer import TransferServer
 
         self.rank, self.pipe, self.layout = rank, pipe, Layout(**layout, num_ranks=num_ranks)
         self.edges: dict[Any, Any] = {}

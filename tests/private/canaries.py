@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from rrfp_jax.private.naming import Private, missing_name
+from rrfp_jax.private import Private, missing_name
 
 
 def assert_kept(

@@ -9,7 +9,7 @@ import pytest
 
 from rrfp_jax.cluster.certificates import SECURED, service_security
 from rrfp_jax.private import jaxlib_names
-from rrfp_jax.private.jaxlib_names import NAMES
+from rrfp_jax.private.jaxlib_names import JAXLIB_NAMES
 from tests.environment import of_child
 from tests.private.canaries import assert_kept
 
@@ -88,9 +88,9 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", JAXLIB_NAMES)
 def test_it_is_as_we_use_it(name: str):
-    assert_kept("jaxlib", NAMES, CHECKS, name)
+    assert_kept("jaxlib", JAXLIB_NAMES, CHECKS, name)
 
 
 def test_it_loads_no_jax_and_ends_well():

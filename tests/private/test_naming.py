@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.private.naming import Private, naming
+from rrfp_jax.private import Private, naming
 from tests.private.canaries import assert_kept
 
 ROOT = Path(__file__).parents[2]

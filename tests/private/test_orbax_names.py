@@ -7,7 +7,7 @@ import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint import type_handlers
 
-from rrfp_jax.private.orbax_names import NAMES, TENSORSTORE_SETTINGS, build_array_write_spec
+from rrfp_jax.private.orbax_names import ORBAX_NAMES, TENSORSTORE_SETTINGS, build_array_write_spec
 from tests.private.canaries import assert_kept
 
 
@@ -39,6 +39,6 @@ def unlock() -> None:
 CANARIES = {"build_array_write_spec": build, "_DEFAULT_OCDBT_TS_CONTEXT": unlock}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ORBAX_NAMES)
 def test_it_is_as_we_use_it(name: str):
-    assert_kept("orbax-checkpoint", NAMES, CANARIES, name)
+    assert_kept("orbax-checkpoint", ORBAX_NAMES, CANARIES, name)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.runtime.cache_directory import CacheDirectory
+from rrfp_jax.runtime.compile_cache import CacheDirectory
 
 WRITER = """
 import sys
 from pathlib import Path
-from rrfp_jax.runtime.cache_directory import CacheDirectory
+from rrfp_jax.runtime.compile_cache import CacheDirectory
 
 cache, own = CacheDirectory(Path(sys.argv[1]), 20_000), int(sys.argv[2])
 for turn in range(200):

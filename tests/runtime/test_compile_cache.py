@@ -15,8 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.private.jax_names import compilation_cache, compiler
 from rrfp_jax.runtime import compile_cache
-from rrfp_jax.runtime.cache_directory import cache_path
-from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
+from rrfp_jax.runtime.compile_cache import CompileCache, cache_path, use_compile_cache
 from tests.environment import of_child
 
 START = """

@@ -14,7 +14,7 @@ import pytest
 from rrfp_jax.core import GroupHeard, Message, MessageKind, Note, TaskAnnounced, TaskChosen
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.control_plane import Peers, StopRequests
-from rrfp_jax.runtime.report import FailureNews
+from rrfp_jax.runtime.failure import FailureNews
 from rrfp_jax.runtime.tree_collectives import PeerFailed, StepStatistics
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import StepSums

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from rrfp_jax.runtime.determinism import require_determinism
+from rrfp_jax.runtime.jax_environment import require_determinism
 
 
 def test_pinned_thread_pools_are_accepted() -> None:

@@ -9,7 +9,7 @@ from rrfp_jax.commands.common.process import start_alone
 from rrfp_jax.costs.devices import SHARE_OF_GPU
 from rrfp_jax.runtime import start_jax
 from rrfp_jax.runtime.start_jax import (
-    check_devices,
+    check_found_devices,
     naming_neighbours,
     taking_part_of_memory,
     visible_devices,
@@ -85,17 +85,17 @@ def test_a_process_that_is_alone_takes_the_share_that_plans_count(monkeypatch: p
 
 
 def test_missing_devices_are_named_on_every_rank():
-    check_devices(1, 1, [0, 0, 1, 1, 1], 2, 2)
+    check_found_devices(1, 1, [0, 0, 1, 1, 1], 2, 2)
     for rank in range(3):
         with pytest.raises(
             ValueError, match=r"2 devices on each of 3 ranks \(6 in all\), but rank 1 has 1, rank 2 has 0"
         ):
-            check_devices(rank, rank, [0, 0, 1], 3, 2)
+            check_found_devices(rank, rank, [0, 0, 1], 3, 2)
 
 
 def test_other_numbers_than_jaxs_are_refused():
     with pytest.raises(ValueError, match="this is rank 1, but JAX calls it process 0"):
-        check_devices(1, 0, [0, 1], 2, 1)
+        check_found_devices(1, 0, [0, 1], 2, 1)
 
 
 def test_a_failure_says_which_ranks_were_taken_for_neighbours():

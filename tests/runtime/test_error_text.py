@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.runtime import TaskFailed
-from rrfp_jax.runtime.error_text import error_text
+from rrfp_jax.runtime.failure import error_text
 from tests.test_pipeline import Host, make_batch
 
 

@@ -1,7 +1,7 @@
 """The recorder turns a stage's history into spans and waits that tile it."""
 
 from rrfp_jax.core import RunTask
-from rrfp_jax.runtime.recorder import StageRecorder
+from rrfp_jax.runtime.event_log import StageRecorder
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import IdleReason, Span, Wait
 

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.runtime import same_state
-from rrfp_jax.runtime.same_state import sum_on_host, sums_on_device
+from rrfp_jax.runtime import consistency
+from rrfp_jax.runtime.consistency import sum_on_host, sums_on_device
 from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 
@@ -130,5 +130,5 @@ def test_a_sum_sees_every_change(monkeypatch: pytest.MonkeyPatch) -> None:
     flipped[3, 3] = np.nextafter(flipped[3, 3], np.float32(9))
     sums = [sum_on_host(each) for each in (values, swapped, flipped, -values, np.zeros_like(values))]
     assert len(set(sums)) == len(sums)
-    monkeypatch.setattr(same_state, "_BLOCK", 7)
+    monkeypatch.setattr(consistency, "_BLOCK", 7)
     assert sum_on_host(values) == sums[0]

@@ -15,7 +15,7 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.runtime import process
 from rrfp_jax.runtime.cluster import Cluster
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.transports.transfer_server import LOCKED_BYTES, ServerProbe, TransferServer
+from rrfp_jax.runtime.transports.transfer import LOCKED_BYTES, ServerProbe, TransferServer
 from rrfp_jax.schedules import linear
 from tests.cluster.mesh import eventually
 from tests.runtime.transport_pairs import ACTIVATION, introduce

@@ -19,10 +19,9 @@ from rrfp_jax.runtime import TaskFailed
 from rrfp_jax.runtime.mailbox import Mailbox
 from rrfp_jax.runtime.transports import Edge, TransportFailed
 from rrfp_jax.runtime.transports.edges import EdgePlan
-from rrfp_jax.runtime.transports.inbox import Inbox
 from rrfp_jax.runtime.transports.interface import HeldBytes
-from rrfp_jax.runtime.transports.parts import Key
-from rrfp_jax.runtime.transports.transfer_server import TransferServer
+from rrfp_jax.runtime.transports.messages import Inbox, MessageKey
+from rrfp_jax.runtime.transports.transfer import TransferServer
 from tests.cluster.mesh import eventually
 from tests.runtime.test_transports import PAIR, same, sharding_named, single_edge
 from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of
@@ -34,7 +33,7 @@ VALUE = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
 
 @pytest.fixture(autouse=True)
 def own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("edges", "inbox"):
+    for module in ("edges", "messages"):
         monkeypatch.setattr(f"rrfp_jax.runtime.transports.{module}.is_on_host", lambda sharding: False)
 
 
@@ -90,7 +89,7 @@ def test_what_has_come_is_delivered_before_it_is_on_the_device(monkeypatch: pyte
     monkeypatch.setattr(jax, "make_array_from_callback", make)
     plan = row_plan()
     for sender in (1, 0):
-        inbox.part(plan, Key(3, ACTIVATION), sender, [VALUE[4 * sender : 4 * sender + 4]])
+        inbox.add_part(plan, MessageKey(3, ACTIVATION), sender, [VALUE[4 * sender : 4 * sender + 4]])
     ((_, step, _, payload),) = delivered
     assert (step, payload) == (3, made[0])
     assert not made[0].waited_for
@@ -99,12 +98,12 @@ def test_what_has_come_is_delivered_before_it_is_on_the_device(monkeypatch: pyte
 
 def test_pieces_on_devices_are_pasted_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those that several ranks send by transfer."""
-    monkeypatch.setattr("rrfp_jax.runtime.transports.inbox._host_shard", None)
+    monkeypatch.setattr("rrfp_jax.runtime.transports.messages._host_shard", None)
     delivered: list[Any] = []
     inbox = Inbox(lambda *delivery: delivered.append(delivery), AT_ONCE, HeldBytes())
     for sender in (1, 0):
         piece = jax.device_put(VALUE[4 * sender : 4 * sender + 4], jax.devices()[2])
-        inbox.part(plan := row_plan(), Key(3, ACTIVATION), sender, [piece])
+        inbox.add_part(plan := row_plan(), MessageKey(3, ACTIVATION), sender, [piece])
     got = delivered[0][3]
     assert got.sharding == plan.edge.target
     same(got, VALUE)

@@ -11,10 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.transports.edges import Edge, EdgePlan
-from rrfp_jax.runtime.transports.inbox import Inbox
-from rrfp_jax.runtime.transports.interface import HeldBytes
-from rrfp_jax.runtime.transports.parts import Key
-from rrfp_jax.runtime.transports.workers import Workers
+from rrfp_jax.runtime.transports.interface import HeldBytes, Workers
+from rrfp_jax.runtime.transports.messages import Inbox, MessageKey
 
 ARRAY = np.arange(24.0, dtype=np.float32).reshape(4, 6)
 
@@ -48,8 +46,8 @@ def inbox(delivered: list[Any], held: HeldBytes) -> Iterator[Inbox]:
     workers.close(1.0)
 
 
-def key(step: int) -> Key:
-    return Key(step, Message(MessageKind.ACTIVATION, 0, 1, 5))
+def key(step: int) -> MessageKey:
+    return MessageKey(step, Message(MessageKind.ACTIVATION, 0, 1, 5))
 
 
 def rows(sender: int) -> list[np.ndarray]:
@@ -69,7 +67,7 @@ def test_parts_come_in_any_order_and_again(
     order: tuple[int, ...], plan: EdgePlan, inbox: Inbox, delivered: list[Any], held: HeldBytes
 ) -> None:
     for sender in order:
-        inbox.part(plan, key(3), sender, rows(sender))
+        inbox.add_part(plan, key(3), sender, rows(sender))
     ((unit, step, message, got),) = delivered
     assert (unit, step, message) == (1, *key(3)[:2])
     np.testing.assert_array_equal(got, ARRAY)
@@ -78,16 +76,16 @@ def test_parts_come_in_any_order_and_again(
 
 
 def test_half_a_message_waits(plan: EdgePlan, inbox: Inbox, delivered: list[Any], held: HeldBytes) -> None:
-    inbox.part(plan, key(3), 0, rows(0))
-    inbox.part(plan, key(4), 1, rows(1))
+    inbox.add_part(plan, key(3), 0, rows(0))
+    inbox.add_part(plan, key(4), 1, rows(1))
     assert not delivered
     assert held.received == ARRAY.nbytes
-    inbox.part(plan, key(4), 0, rows(0))
+    inbox.add_part(plan, key(4), 0, rows(0))
     assert [delivery[1] for delivery in delivered] == [4]
 
 
 def test_what_is_remembered_of_finished_steps_is_bounded(plan: EdgePlan, inbox: Inbox) -> None:
     for step in range(100):
         for sender in (0, 1):
-            inbox.part(plan, key(step), sender, rows(sender))
+            inbox.add_part(plan, key(step), sender, rows(sender))
     assert len(inbox._complete) < 10

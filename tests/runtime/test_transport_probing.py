@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.runtime.transports.probing import Probe, described, try_transfers, why_untried
+from rrfp_jax.runtime.transports.probing import Probe, describe_transfers, try_transfers, why_untried
 
 Found = dict[tuple[int, int], str]
 NEIGHBOURS = {0: {1}, 1: {0, 2}, 2: {1}}
@@ -75,7 +75,7 @@ def test_what_works_everywhere_is_taken_everywhere() -> None:
     found, names = play({})
     assert found == {(0, 1): "", (1, 2): ""}
     assert names == ["transfer servers", "transfers"]
-    assert described(found) == (
+    assert describe_transfers(found) == (
         "arrays between processes go from device to device (transfer, not encrypted), tried between all neighbours"
     )
 
@@ -84,7 +84,7 @@ def test_where_nobody_tries_one_meeting_is_enough() -> None:
     found, names = play(dict.fromkeys(range(3), "they share memory"))
     assert found == {(0, 1): "they share memory", (1, 2): "they share memory"}
     assert names == ["transfer servers"]
-    assert described(found) == "arrays between processes go through sockets: they share memory"
+    assert describe_transfers(found) == "arrays between processes go through sockets: they share memory"
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_a_failure_at_one_end_counts_for_both_and_for_no_other_edge(
     pair = (min(edge), max(edge))
     other = {(0, 1): (1, 2), (1, 2): (0, 1)}[pair]
     assert found == {pair: f"rank {edge[0]} could not fetch from rank {edge[1]}: {why}", other: ""}
-    assert described(found).startswith(
+    assert describe_transfers(found).startswith(
         "arrays between processes go from device to device (transfer, not encrypted), but through sock"
     )
-    assert f"between ranks {pair[0]}-{pair[1]}: rank {edge[0]} could not" in described(found)
+    assert f"between ranks {pair[0]}-{pair[1]}: rank {edge[0]} could not" in describe_transfers(found)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_server_that_does_not_start_leaves_the_others_theirs(start: Callable[[
 
 def test_ranks_without_arrays_between_them_try_nothing() -> None:
     assert try_transfers(lambda name, data: {0: data}, 0, (), "none") == {}
-    assert described({}) == "no arrays travel between processes"
+    assert describe_transfers({}) == "no arrays travel between processes"
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.runtime.transports.routes import (
+from rrfp_jax.runtime.transports.edges import (
     Box,
     Spread,
     intersection,
-    route,
+    route_array,
     route_message,
     sender_for,
     shape_of,
@@ -39,7 +39,7 @@ def replicated(ranks: list[int], shape: tuple[int, ...] = (8, 12)) -> Spread:
 def senders(source: Spread, target: Spread) -> dict[int, list[int]]:
     """From whom each receiver gets something."""
     found: dict[int, list[int]] = {}
-    for piece in route(source, target):
+    for piece in route_array(source, target):
         found.setdefault(piece.receiver, []).append(piece.sender)
     return found
 
@@ -64,7 +64,7 @@ def test_shard_to_shard() -> None:
 
 def test_devices_of_one_rank_share_what_comes() -> None:
     """Two devices per rank: each of the receiving rank's boxes comes once."""
-    pieces = route(replicated([0, 0]), replicated([1, 1, 2, 2]))
+    pieces = route_array(replicated([0, 0]), replicated([1, 1, 2, 2]))
     assert [(piece.box, piece.sender, piece.receiver) for piece in pieces] == [(WHOLE, 0, 1), (WHOLE, 0, 2)]
 
 
@@ -77,7 +77,7 @@ def test_a_message_without_elements_has_a_part_for_every_receiver() -> None:
 
 def test_scalars_have_one_element() -> None:
     scalar = Spread(boxes=((),), ranks=(0,))
-    (piece,) = route(scalar, Spread(boxes=((), ()), ranks=(1, 1)))
+    (piece,) = route_array(scalar, Spread(boxes=((), ()), ranks=(1, 1)))
     assert (shape_of(piece.box), piece.sender, piece.receiver) == ((), 0, 1)
 
 
@@ -113,7 +113,7 @@ def test_every_rank_can_put_its_shards_together(source: Spread, target: Spread, 
     for box, rank in zip(target.boxes, target.ranks, strict=True):
         made[rank, box] = np.full(shape_of(box), -1)
         times[rank, box] = np.zeros(shape_of(box), int)
-    for piece in route(source, target):
+    for piece in route_array(source, target):
         data = held[piece.sender, piece.source][slices_within(piece.box, piece.source) or ...]
         where = slices_within(piece.box, piece.target) or ...
         made[piece.receiver, piece.target][where] = data
@@ -122,6 +122,6 @@ def test_every_rank_can_put_its_shards_together(source: Spread, target: Spread, 
         np.testing.assert_array_equal(value, cut(box))
         assert (times[rank, box] == 1).all()
         own = [b for b, r in zip(source.boxes, source.ranks, strict=True) if r == rank]
-        for piece in route(source, target):
+        for piece in route_array(source, target):
             if (piece.receiver, piece.target) == (rank, box) and any(intersection(piece.box, b) for b in own):
                 assert piece.sender == rank

@@ -18,8 +18,8 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import Edge
 from rrfp_jax.runtime.transports.edges import EdgePlan
-from rrfp_jax.runtime.transports.parts import Key, pack_key
-from rrfp_jax.runtime.transports.staging import Begin, Staging, directly, faster, through_pinned
+from rrfp_jax.runtime.transports.messages import MessageKey, pack_key
+from rrfp_jax.runtime.transports.sockets import BeginCopy, Staging, directly, faster, through_pinned
 from tests.cluster.mesh import eventually
 from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of, unit_sharding
 
@@ -75,7 +75,7 @@ def test_every_dtype_size_and_container_arrives(selection: str, encrypt_arrays: 
 def test_large_arrays_that_arrive_aligned_are_delivered_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
     value = jax.device_put(jnp.arange(1 << 20, dtype=jnp.float32), jax.devices()[0])
     with connected(PAIR, single_edge(value)) as ranks:
-        monkeypatch.setattr("rrfp_jax.runtime.transports.inbox.Workers.submit", None)
+        monkeypatch.setattr("rrfp_jax.runtime.transports.messages.Workers.submit", None)
         addresses = set()
         for step in range(5):
             ranks.send(0, 1, value, step=step)
@@ -134,13 +134,13 @@ def test_an_array_arrives_in_the_sharding_that_the_receiver_wants(selection: str
 @pytest.mark.parametrize("way", [directly, through_pinned])
 @pytest.mark.parametrize("source", ["replicated", "rows by 2"])
 def test_devices_with_memory_of_their_own_are_copied_from_beside_the_loop(
-    source: str, way: Begin, monkeypatch: pytest.MonkeyPatch
+    source: str, way: BeginCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = jax.devices()
     value = {"large": jnp.arange(1 << 16, dtype=jnp.float32).reshape(64, -1), "small": jnp.arange(8.0).reshape(4, 2)}
     here, there = sharding_named(source, devices[:4]), sharding_named("columns by 2", devices[4:])
     monkeypatch.setattr(EdgePlan, "is_source_on_host", False)
-    monkeypatch.setattr("rrfp_jax.runtime.transports.staging.faster", lambda *_: way)
+    monkeypatch.setattr("rrfp_jax.runtime.transports.sockets.faster", lambda *_: way)
     with connected(WIDE_PAIR, {ACTIVATION[:3]: Edge(spec=spec_of(value), source=here, target=there)}) as ranks:
         ranks.send(0, 1, jax.device_put(value, here))
         same(ranks[1].next()[3], value)
@@ -243,7 +243,7 @@ def test_small_parts_need_no_transfer() -> None:
     edges = single_edge(small) | {back[:3]: single_edge(large)[ACTIVATION[:3]]}
     with connected(PAIR, edges, "transfer", eager_bytes=1000) as ranks:
         shipped = [ranks[0].transport.ship(*each) for each in ((small, 1, ACTIVATION), (large, 1, back))]
-        assert [type(each.parts[0][1]).__name__ for each in shipped] == ["Packed", "Offer"]
+        assert [type(each.parts[0][1]).__name__ for each in shipped] == ["PackedPart", "_Offer"]
         for value, message in ((small, ACTIVATION), (large, back)):
             ranks.send(0, 1, value, message)
             same(ranks[1].next()[3], value)
@@ -313,10 +313,16 @@ def test_garbage_is_dropped(selection: str) -> None:
             ):
                 network.on_loop(network.send, 1, topic, header)
         for message in (ACTIVATION, Message(MessageKind.REPORT, 0, 7), Message(MessageKind.REPORT, 1, 0)):
-            packed = pack_key(Key(0, message))
+            packed = pack_key(MessageKey(0, message))
             network.call_soon(partial(network.send_arrays, 1, b"control", packed, [b"\x01"]))
         network.call_soon(
-            partial(network.send_arrays, 1, b"control", pack_key(Key(0, Message(MessageKind.REPORT, 0, 1))), [b"\xc1"])
+            partial(
+                network.send_arrays,
+                1,
+                b"control",
+                pack_key(MessageKey(0, Message(MessageKind.REPORT, 0, 1))),
+                [b"\xc1"],
+            )
         )
         ranks.send(0, 1, value)
         assert ranks[1].next()[2] == ACTIVATION
@@ -339,7 +345,7 @@ def test_what_cannot_be_assembled_is_a_failure_of_the_transport(monkeypatch: pyt
     here, there = sharding_named("replicated", devices[:4]), sharding_named("columns", devices[4:])
     value = jax.device_put(value, here)
     with connected(WIDE_PAIR, {ACTIVATION[:3]: Edge(spec=spec_of(value), source=here, target=there)}) as ranks:
-        monkeypatch.setattr("rrfp_jax.runtime.transports.inbox.assemble", fail)
+        monkeypatch.setattr("rrfp_jax.runtime.transports.messages.assemble_message", fail)
         ranks.send(0, 1, value)
         failure = ranks[1].failures.get(timeout=10)
         assert "rank 1" in str(failure)
@@ -371,7 +377,7 @@ def test_what_was_worked_out_for_a_pipeline_goes_with_it(selection: str) -> None
         for _ in range(3):
             ranks.send(0, 1, value)
             same(ranks[1].next()[3], value)
-            known += [weakref.ref(rank.transport._ways.of(ACTIVATION).plan) for rank in ranks.ranks]
+            known += [weakref.ref(rank.transport._routes.of(ACTIVATION).plan) for rank in ranks.ranks]
             for rank in ranks.ranks:
                 rank.renew()
         assert eventually(lambda: gc.collect() >= 0 and not any(plan() for plan in known))

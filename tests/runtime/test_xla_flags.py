@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.runtime.xla_flags import LIBTPU, XLA, check_flags, flags_agreed, settings_agreed, use_xla_flags
+from rrfp_jax.runtime.jax_environment import LIBTPU, XLA, check_flags, flags_agreed, settings_agreed, use_xla_flags
 from tests.commands.running import ROOT
 from tests.environment import of_child
 

@@ -15,7 +15,7 @@ from rrfp_jax.cluster import NetworkSettings, PeerNetwork, RunKey
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.transports import Edge, PipelineTransport
-from rrfp_jax.runtime.transports.transfer_server import TransferServer
+from rrfp_jax.runtime.transports.transfer import TransferServer
 from rrfp_jax.schedules import linear
 from tests.cluster.mesh import running_loop
 

@@ -12,8 +12,8 @@ from rrfp_jax import Chunk, Ordering, Pipeline, RuntimeOptions, UpdateRules, lin
 from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.core import InputPromised
 from rrfp_jax.runtime import stage as program_stage
+from rrfp_jax.runtime.failure import RunFailed
 from rrfp_jax.runtime.mailbox import Mailbox
-from rrfp_jax.runtime.report import RunFailed
 from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule
 from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator, emulate
 from rrfp_jax.testing.emulated_stage import EmulatedStage

@@ -25,8 +25,8 @@ from rrfp_jax.exit_codes import (
     SIGNALLED,
     START_FAILED,
     TASK_FAILED,
+    print_fatal_message,
 )
-from rrfp_jax.runtime.last_words import say_last_words
 
 _OF_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR}
 _OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -103,7 +103,7 @@ def _failure(error: Exception) -> tuple[int, str]:
 def _code_of(error: RuntimeError | ValueError) -> int:
     from rrfp_jax.data import BrokenData
     from rrfp_jax.runtime.cluster import StartFailed
-    from rrfp_jax.runtime.report import NoProgress, PeerLost, RunFailed
+    from rrfp_jax.runtime.failure import NoProgress, PeerLost, RunFailed
 
     codes = {StartFailed: START_FAILED, NoProgress: NO_PROGRESS, PeerLost: PEER_LOST, RunFailed: TASK_FAILED}
     codes |= {BrokenData: BAD_INPUT}
@@ -120,5 +120,5 @@ def _notes(error: BaseException) -> list[str]:
 
 def _end(code: int, text: str) -> NoReturn:
     """End at once: a program that hangs cannot be stopped from within, and would keep the interpreter from ending."""
-    say_last_words(text)
+    print_fatal_message(text)
     os._exit(code)

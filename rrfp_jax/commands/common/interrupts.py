@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from rrfp_jax.exit_codes import INTERRUPTED, PREEMPTED, STOP_SIGNALS
-from rrfp_jax.runtime.last_words import say_last_words
+from rrfp_jax.exit_codes import INTERRUPTED, PREEMPTED, STOP_SIGNALS, print_fatal_message
 
 _AGAIN_S = 0.02
 _NOT_BEGUN = "the run had not begun"
@@ -56,7 +55,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def _end(*_: object) -> None:
-    say_last_words("interrupted")
+    print_fatal_message("interrupted")
     os._exit(INTERRUPTED)
 
 
@@ -90,7 +89,7 @@ def end_when_told_to_stop() -> None:
 
 def end_stopped(number: int, told: str) -> None:
     """End the process at once, because it was told to stop before it had anything to save."""
-    say_last_words(f"told to stop ({signal.Signals(number).name}): {told}")
+    print_fatal_message(f"told to stop ({signal.Signals(number).name}): {told}")
     os._exit(PREEMPTED)
 
 

@@ -13,9 +13,8 @@ from rrfp_jax.commands.common.errors import end_with
 from rrfp_jax.commands.common.interrupts import ending_at_once
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.cluster import join
-from rrfp_jax.runtime.detection import membership_from
-from rrfp_jax.runtime.plugins import check_plugin
-from rrfp_jax.runtime.xla_flags import use_xla_flags
+from rrfp_jax.runtime.jax_environment import check_plugin, use_xla_flags
+from rrfp_jax.runtime.membership import membership_from
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime import RunFailed
@@ -50,7 +49,7 @@ def enter(
         devices: how many each process takes; None: one for each that the layout asks of it. Stages share fewer.
         pinned: as for :func:`use_cpu`.
         progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
-        xla_flags: for XLA, where the environment does not say otherwise; see :mod:`rrfp_jax.runtime.xla_flags`.
+        xla_flags: for XLA, where the environment does not say otherwise; see :mod:`rrfp_jax.runtime.jax_environment`.
 
     Raises ValueError where layout, processes and devices do not fit, JAX sees CPU devices only on a host with more, or
     XLA does not know a flag, and StartFailed where the processes do not come together.

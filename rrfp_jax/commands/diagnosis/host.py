@@ -15,7 +15,7 @@ from rrfp_jax.cluster.host import ranks_served
 from rrfp_jax.commands.diagnosis import Finding, ok, problem, warning
 from rrfp_jax.hardware import CPU, find_hardware, too_old
 from rrfp_jax.observe.output_files import check_folder
-from rrfp_jax.runtime.cache_directory import AUTO, VARIABLE, cache_path
+from rrfp_jax.runtime.compile_cache import AUTO, VARIABLE, cache_path
 
 _GIB = 1 << 30
 _LITTLE_MEMORY = 2 * _GIB

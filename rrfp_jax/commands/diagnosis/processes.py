@@ -12,7 +12,7 @@ from rrfp_jax.cluster.as_module import python_module
 from rrfp_jax.cluster.config import ATTEMPT, COORDINATOR, DETECT, NUM_RANKS, RANK, RENDEZVOUS
 from rrfp_jax.commands.diagnosis import Finding, ok, problem, warning
 from rrfp_jax.hardware import CPU, PACKAGES, find_hardware, install_command, installed_accelerators
-from rrfp_jax.runtime.plugins import idle_plugin, two_cudas
+from rrfp_jax.runtime.jax_environment import idle_plugin, two_cudas
 from rrfp_jax.version import __version__
 
 _PROBES = "rrfp_jax.commands.diagnosis.probes"

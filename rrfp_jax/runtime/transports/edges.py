@@ -1,50 +1,146 @@
-"""Edges: what arrays travel between two chunks, how they lie at both ends, and what this rank has to do about it.
+"""Edges: which arrays travel between two chunks, how they lie at both ends, and which slices each rank sends to which.
 
-All is worked out once per edge, before the first message: a message costs a few dictionary look-ups.
+Rules of the routes:
+
+- Every element reaches every rank that needs it exactly once, however many of that rank's devices need it.
+- A rank that holds an element itself takes its own copy, and nothing travels.
+- Otherwise the ranks that hold it share the work: the j-th of n ranks that need it gets it from the holder at
+  ``j * num_holders // n``.
+
+Both sides compute the same routes from the same shardings, so a message need not describe its content. All of this is
+computed once per edge, before the first message: a message costs a few dictionary look-ups.
+
+Routes are made of *boxes*: the index ranges of an array that a device holds, or that a message carries. A box has one
+``(start, stop)`` per dimension; that of a scalar is empty. Boxes of one sharding are equal or disjoint, and together
+they cover the array.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rrfp_jax.layout import Layout
-from rrfp_jax.runtime.transports.routes import (
-    Box,
-    LeafPiece,
-    Spread,
-    box_of,
-    route_message,
-    shape_of,
-    slices_within,
-)
 
 INLINE_BYTES, MAX_INLINE_BYTES = 1 << 10, 1 << 16
-"""How large a piece may be that travels in a message's header, and all of a message's together."""
+"""Largest size of a piece that travels in a message's header, and of all such pieces of a message together."""
+
+Box = tuple[tuple[int, int], ...]
+
+
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """Returns the box of an index as ``jax.sharding.Sharding.devices_indices_map`` gives it."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """Returns the elements that are in both boxes, or None if there are none."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Returns the shape of an array that holds the elements of the box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def slices_within(inner: Box, outer: Box) -> tuple[slice, ...] | None:
+    """Returns the place of ``inner`` in an array that holds ``outer``, or None if it is all of it."""
+    if inner == outer:
+        return None
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(inner, outer, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How an array lies over a unit: the box and the rank of each device, in the unit's order."""
+
+    boxes: tuple[Box, ...]
+    ranks: tuple[int, ...]
+
+    def ranks_by_box(self) -> dict[Box, tuple[int, ...]]:
+        """Returns the ranks that hold each distinct box, each rank once."""
+        holders: dict[Box, dict[int, None]] = {}
+        for box, rank in zip(self.boxes, self.ranks, strict=True):
+            holders.setdefault(box, {})[rank] = None
+        return {box: tuple(ranks) for box, ranks in holders.items()}
+
+
+class Piece(NamedTuple):
+    """A part of one array of a message that one rank hands to another, or to itself."""
+
+    leaf: int
+    """The index of the array in the message."""
+    box: Box
+    source: Box
+    """The box at the sender that it is cut from."""
+    target: Box
+    """The box at the receiver that it becomes a part of."""
+    sender: int
+    receiver: int
+
+
+def route_array(source: Spread, target: Spread, leaf: int = 0) -> list[Piece]:
+    """Returns the pieces of one array, by receiver."""
+    needed = target.ranks_by_box()
+    pieces: list[Piece] = []
+    for tile, holding in source.ranks_by_box().items():
+        common = {box: both for box in needed if (both := intersection(tile, box)) is not None}
+        receivers = tuple(dict.fromkeys(rank for box in common for rank in needed[box]))
+        for box, both in common.items():
+            pieces += [
+                Piece(leaf, both, tile, box, sender_for(holding, receivers, receiver), receiver)
+                for receiver in needed[box]
+            ]
+    return pieces
+
+
+def route_message(
+    leaves: Sequence[tuple[Spread, Spread]], source_ranks: Sequence[int], target_ranks: Sequence[int]
+) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
+    """Returns the pieces of a message of several arrays, by (sender, receiver), in an order that both sides know."""
+    parts: dict[tuple[int, int], list[Piece]] = {}
+    for leaf, spreads in enumerate(leaves):
+        for piece in route_array(*spreads, leaf):
+            parts.setdefault((piece.sender, piece.receiver), []).append(piece)
+    # A receiver to which no element travels, since all arrays are empty, gets an empty part, so every message arrives.
+    reached = {receiver for _, receiver in parts}
+    for receiver in target_ranks:
+        if receiver not in reached:
+            parts[sender_for(source_ranks, target_ranks, receiver), receiver] = []
+    return {pair: tuple(pieces) for pair, pieces in parts.items()}
+
+
+def sender_for(senders: Sequence[int], receivers: Sequence[int], receiver: int) -> int:
+    """Returns the rank that sends to ``receiver`` a value that all senders hold: ``receiver`` itself if it is one of
+    them, else each sender has an even share of the receivers."""
+    if receiver in senders:
+        return receiver
+    return senders[receivers.index(receiver) * len(senders) // len(receivers)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edge:
-    """What travels from one chunk to another.
+    """The arrays that travel from one chunk to another.
 
     Shardings are one for all leaves, or a pytree of the structure of ``spec``. Their devices are those of the unit at
-    that end, in the order of ``Layout.devices_of``. Where the ends are in different processes which are not joined by
+    that end, in the order of ``Layout.devices_of``. If the ends are in different processes which are not joined by
     ``jax.distributed``, give any sharding of the right shape: only its index map is read.
     """
 
     spec: Any
     """A pytree of arrays' shapes and dtypes (``jax.ShapeDtypeStruct``)."""
     source: Any
-    """How the sending program leaves them."""
+    """The shardings in which the sending program leaves the arrays."""
     target: Any
-    """How the receiving program wants them."""
+    """The shardings in which the receiving program takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
+class EdgeLeaf:
     """One array of an edge."""
 
     shape: tuple[int, ...]
@@ -57,6 +153,11 @@ class Leaf:
     """Whether programs at the target take it as one NumPy array: each of their devices shares the host's memory and
     holds all of it."""
 
+    def device(self, index: int, *, is_source: bool) -> jax.Device:
+        """Returns the device at this position among this process's devices of the unit at one end."""
+        sharding = self.source_sharding if is_source else self.target_sharding
+        return list(sharding.addressable_devices_indices_map(self.shape))[index]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
@@ -67,11 +168,11 @@ class Slot:
     dtype: np.dtype
     num_bytes: int
     device: int
-    """Which of this rank's devices of the unit holds it: the position among them."""
+    """The device that holds it: its position among this rank's devices of the unit."""
     within: tuple[slice, ...] | None
-    """Where it lies in the shard of that device; None: it is the whole shard."""
+    """The place in the shard of that device; None: it is the whole shard."""
     in_array: tuple[slice, ...] | None
-    """Where it lies in the whole array; None: it is all of it."""
+    """The place in the whole array; None: it is all of it."""
     shard: Box
     """The box of the shard."""
     is_replicated: bool
@@ -81,9 +182,9 @@ class Slot:
 
 
 class EdgePlan:
-    """What this rank sends and receives over an edge.
+    """All that this rank sends and receives over an edge.
 
-    Raises ValueError where shardings do not fit the spec or the units.
+    Raises ValueError if shardings do not fit the spec or the units.
     """
 
     def __init__(self, edge: Edge, layout: Layout, source_unit: int, target_unit: int, rank: int) -> None:
@@ -94,7 +195,7 @@ class EdgePlan:
         self.source_ranks, self.target_ranks = layout.ranks_of(source_unit), layout.ranks_of(target_unit)
         sources, targets = _per_leaf(edge.source, specs, edge.spec), _per_leaf(edge.target, specs, edge.spec)
         self.leaves = tuple(
-            Leaf(
+            EdgeLeaf(
                 shape=tuple(spec.shape),
                 dtype=np.dtype(spec.dtype),
                 source_sharding=source,
@@ -105,29 +206,54 @@ class EdgePlan:
             )
             for spec, source, target in zip(specs, sources, targets, strict=True)
         )
-        routes = route_message(
-            [(leaf.source, leaf.target) for leaf in self.leaves], self.source_ranks, self.target_ranks
-        )
+        spreads = [(leaf.source, leaf.target) for leaf in self.leaves]
+        routes = route_message(spreads, self.source_ranks, self.target_ranks)
         self.outgoing: Mapping[int, tuple[Slot, ...]] = {
-            receiver: _inlined([self._slot(each, each.piece.source, is_outgoing=True) for each in pieces])
+            receiver: self._slots(pieces, is_source=True)
             for (sender, receiver), pieces in routes.items()
             if sender == rank
         }
-        """By receiving rank, what to cut out of this rank's shards."""
+        """By receiving rank, the pieces to cut out of this rank's shards."""
         self.incoming: Mapping[int, tuple[Slot, ...]] = {
-            sender: _inlined([self._slot(each, each.piece.target, is_outgoing=False) for each in pieces])
+            sender: self._slots(pieces, is_source=False)
             for (sender, receiver), pieces in routes.items()
             if receiver == rank
         }
-        """By sending rank, what to paste into this rank's shards."""
+        """By sending rank, the pieces to paste into this rank's shards."""
+        self.outgoing_bytes = {receiver: num_bytes_of(slots) for receiver, slots in self.outgoing.items()}
+        """The size of this rank's part of a message to each receiving rank."""
+        self.incoming_bytes = sum(map(num_bytes_of, self.incoming.values()))
+        """The size of all parts of a message that come to this rank."""
+        stays = source_unit == target_unit and all(leaf.source == leaf.target for leaf in self.leaves)
+        self.stays = stays
+        """Whether the arrays are already where and how the receiving program wants them."""
+        self.is_in_process = stays or self.source_ranks == self.target_ranks == (rank,)
+        """Whether no array of it leaves this process."""
+        self.is_target_on_host = all(is_on_host(leaf.target_sharding) for leaf in self.leaves)
+        """Whether the devices at the target share the host's memory."""
+        self.is_plain = (
+            all(leaf.is_whole_on_host for leaf in self.leaves)
+            and len(self.incoming) == 1
+            and all([slot.leaf for slot in slots] == [*range(len(self.leaves))] for slots in self.incoming.values())
+            and all(slot.in_array is None for slots in self.incoming.values() for slot in slots)
+        )
+        """Whether one part brings every array as a whole, as programs take it."""
         self._checked: list[Any] = [None] * len(self.leaves)
         """The sharding of each array that was last found to lie as planned."""
 
-    def flatten(self, payload: Any) -> list[Any]:
-        """The arrays of a payload (NumPy's hold all of it). Raises ValueError where they are not what the edge says.
+    @cached_property
+    def is_source_on_host(self) -> bool:
+        """Whether the devices at the source share the host's memory."""
+        return all(is_on_host(leaf.source_sharding) for leaf in self.leaves)
 
-        Shardings are looked at when they change only.
-        """
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether the payload is one array, not a container of some."""
+        return self.treedef == jax.tree.structure(0)
+
+    def flatten(self, payload: Any) -> list[Any]:
+        """Returns the arrays of a payload (an array of NumPy holds all of it). Raises ValueError if they are not those
+        of the edge."""
         if self.is_single and hasattr(payload, "dtype"):
             leaves = [payload]
         else:
@@ -136,6 +262,7 @@ class EdgePlan:
             if structure != self.treedef:
                 raise ValueError(f"a payload has the structure {structure}, its edge {self.treedef}: send what it says")
         for i, leaf in enumerate(leaves):
+            # to compare shardings costs more than all else here, so only one that is new is looked at
             if type(leaf) is np.ndarray or leaf.sharding is not self._checked[i]:
                 self._check(i, leaf)
         return leaves
@@ -160,90 +287,40 @@ class EdgePlan:
             )
         self._checked[index] = array.sharding
 
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether one part brings every array as a whole, as programs take it."""
-        leaves = list(range(len(self.leaves)))
-        return (
-            all(leaf.is_whole_on_host for leaf in self.leaves)
-            and len(self.incoming) == 1
-            and all([slot.leaf for slot in slots] == leaves for slots in self.incoming.values())
-            and all(slot.in_array is None for slots in self.incoming.values() for slot in slots)
-        )
-
-    @cached_property
-    def is_single(self) -> bool:
-        """Whether the payload is one array, not a container of some."""
-        return self.treedef == jax.tree.structure(0)
-
-    @cached_property
-    def is_local(self) -> bool:
-        """Whether both units lie wholly on this rank."""
-        return self.source_ranks == self.target_ranks == (self.rank,)
-
-    @cached_property
-    def stays(self) -> bool:
-        """Whether the arrays are already where and how they are wanted."""
-        return self.source_unit == self.target_unit and all(leaf.source == leaf.target for leaf in self.leaves)
-
-    @cached_property
-    def is_source_on_host(self) -> bool:
-        """Whether the devices at the source share the host's memory."""
-        return all(is_on_host(leaf.source_sharding) for leaf in self.leaves)
-
-    @cached_property
-    def outgoing_bytes(self) -> Mapping[int, int]:
-        """What this rank's part of a message to each receiving rank has."""
-        return {receiver: num_bytes_of(slots) for receiver, slots in self.outgoing.items()}
-
-    @cached_property
-    def incoming_bytes(self) -> int:
-        """What a message brings to this rank."""
-        return sum(num_bytes_of(slots) for slots in self.incoming.values())
-
-    @cached_property
-    def on_host(self) -> bool:
-        """Whether the devices at the target share the host's memory."""
-        return all(is_on_host(leaf.target_sharding) for leaf in self.leaves)
-
-    def _slot(self, piece: LeafPiece, shard: Box, *, is_outgoing: bool) -> Slot:
-        leaf, box = self.leaves[piece.leaf], piece.piece.box
-        spread, shape = leaf.source if is_outgoing else leaf.target, shape_of(box)
-        return Slot(
-            leaf=piece.leaf,
-            shape=shape,
-            dtype=leaf.dtype,
-            num_bytes=int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize,
-            device=spread.index_at(self.rank, shard),
-            within=slices_within(box, shard),
-            in_array=slices_within(box, tuple((0, size) for size in leaf.shape)),
-            shard=shard,
-            is_replicated=leaf.source_sharding.is_fully_replicated,
-        )
+    def _slots(self, pieces: Sequence[Piece], *, is_source: bool) -> tuple[Slot, ...]:
+        """Returns this rank's view of the pieces; small ones go into the header while there is space in it."""
+        slots, left_bytes = [], MAX_INLINE_BYTES
+        for piece in pieces:
+            leaf, shape = self.leaves[piece.leaf], shape_of(piece.box)
+            spread, shard = (leaf.source, piece.source) if is_source else (leaf.target, piece.target)
+            own = [box for box, owner in zip(spread.boxes, spread.ranks, strict=True) if owner == self.rank]
+            slot = Slot(
+                leaf=piece.leaf,
+                shape=shape,
+                dtype=leaf.dtype,
+                num_bytes=int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize,
+                device=own.index(shard),
+                within=slices_within(piece.box, shard),
+                in_array=slices_within(piece.box, tuple((0, size) for size in leaf.shape)),
+                shard=shard,
+                is_replicated=leaf.source_sharding.is_fully_replicated,
+            )
+            # the choice depends on sizes and order alone, so both sides choose alike
+            if slot.num_bytes <= min(INLINE_BYTES, left_bytes):
+                left_bytes -= slot.num_bytes
+                slot = replace(slot, is_inline=True)
+            slots.append(slot)
+        return tuple(slots)
 
 
 def is_on_host(sharding: jax.sharding.Sharding) -> bool:
-    """Whether the devices of a sharding work in the host's own memory."""
+    """Returns whether the devices of a sharding work in the host's own memory."""
     devices: set[Any] = sharding.device_set
     return all(device.platform == "cpu" for device in devices)
 
 
-def local_devices(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> list[jax.Device]:
-    """This process's devices of a sharding, in its order."""
-    return list(sharding.addressable_devices_indices_map(shape))
-
-
-def _inlined(slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Small pieces go into the header while there is room; both sides decide alike."""
-    decided, room_bytes = [], MAX_INLINE_BYTES
-    for slot in slots:
-        is_inline = slot.num_bytes <= min(INLINE_BYTES, room_bytes)
-        room_bytes -= slot.num_bytes if is_inline else 0
-        decided.append(replace(slot, is_inline=is_inline))
-    return tuple(decided)
-
-
 def num_bytes_of(slots: Sequence[Slot]) -> int:
+    """Returns the size of these pieces together."""
     return sum(slot.num_bytes for slot in slots)
 
 

@@ -1,86 +1,105 @@
-"""What the runtime asks of a transport, and what its remote half has to do."""
+"""The interface between the runtime and a transport, and the parts that all ways of transport share."""
 
+import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from asyncio import AbstractEventLoop
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
 
 from rrfp_jax.core import Message
-from rrfp_jax.runtime.transports.edges import EdgePlan
-from rrfp_jax.runtime.transports.parts import Key
 
 Deliver = Callable[[int, int, Message, Any], None]
 """Called with the receiving unit, the step, the message and its payload: on the event loop, or within ``send``."""
 
 Failed = Callable[[Exception], None]
-"""Called on the event loop with what makes the transport useless: the run cannot go on."""
+"""Called on the event loop with an error after which the transport is useless: the run cannot go on."""
 
 
 class TransportFailed(RuntimeError):
-    """Data could not be fetched or put on a device; says which, and from whom."""
+    """Data could not be fetched or put on a device; the text says which, and from whom."""
 
 
 class Transport(Protocol):
     """Carries payloads between units, in any order; each message is known by step and identity."""
 
     def ship(self, payload: Any, stage: int, message: Message, bucket: int = 0, step: int | None = None) -> Any:
-        """Bring a finished task's output into the form in which ``send`` takes it; called on the compute thread.
+        """Begins to send a finished task's output; returns the form in which ``send`` takes it. Called on the compute
+        thread.
 
         ``bucket`` is that of the message's microbatch, which decides on the payload's shapes. For a message that stays
-        in its unit this is the form in which the receiving task takes it. With ``step``, what can leave without waiting
-        for the event loop does; ``send`` is called all the same.
+        in its unit this is the form in which the receiving task takes it. With ``step``, all parts that can leave
+        without waiting for the event loop do; ``send`` is called all the same.
         """
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
-        """Send what ``ship`` returned, or plain data, to unit ``stage``; on any thread, one call at a time; never
-        blocks."""
+        """Sends the result of ``ship``, or plain data, to unit ``stage``. Called on any thread, one call at a time;
+        never blocks."""
 
     def close(self) -> None:
-        """Stop what was started; what comes or goes from now on is lost, or left to who comes next."""
+        """Stops threads and servers. Later messages are dropped, or stay queued for the next transport."""
 
 
 class HeldBytes:
-    """Counts the bytes that a transport holds; on any thread."""
+    """Counts the bytes that a transport holds; usable on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.sent = 0
-        """Sent or offered, and not confirmed by the receiver."""
+        """Bytes sent or offered, and not confirmed by the receiver."""
         self.received = 0
-        """Arrived, and not delivered: not all parts are here, or they are being assembled."""
+        """Bytes arrived, and not delivered: not all parts are here, or they are being assembled."""
         self.peak = 0
-        """The most of both together."""
+        """The largest sum of both."""
 
     def add(self, *, sent: int = 0, received: int = 0) -> None:
+        """Changes both counts by this much."""
         with self._lock:
             self.sent += sent
             self.received += received
             self.peak = max(self.peak, self.sent + self.received)
 
 
-class Remote(Protocol):
-    """Carries the parts of messages to other processes; to be derived from, since not all have to do everything."""
+class _Job(NamedTuple):
+    loop: AbstractEventLoop
+    work: Callable[[], Any]
+    done: Callable[[Any], None]
 
-    def prepare(self, plan: EdgePlan) -> None:  # noqa: ARG002 - there may be nothing to compile
-        """Compile what the parts of this edge need; called before the first of them, on any thread."""
-        return
 
-    def offer(self, plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Any:
-        """Get a part ready to be sent, from the arrays of a payload; called on the compute thread."""
+class Workers:
+    """A few threads for work that would hold up the event loop: large copies, and waiting for devices.
 
-    def send_at_once(self, receiver: int, key: Key, offered: Any) -> Any:  # noqa: ARG002 - not all have such a way
-        """Send what ``offer`` returned, if that can be done now; returns what ``send`` gets in its place, None where
-        nothing is left to do.
+    They start when first needed, take work in the order given, and report back to the event loop. ``failed`` is called
+    there with the error of a piece of work.
+    """
 
-        Called on the compute thread, or on the one that waits for its tasks.
-        """
-        return offered
+    def __init__(self, name: str, num_threads: int, failed: Failed) -> None:
+        self._name, self._num_threads, self._failed = name, num_threads, failed
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
-    def send(self, receiver: int, key: Key, offered: Any) -> None:
-        """Send what ``offer`` returned; called on the event loop."""
+    def submit(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Runs ``work`` on a thread, then ``done`` with its result on the loop. Called on the event loop."""
+        if not self._threads:
+            for i in range(self._num_threads):
+                self._threads.append(threading.Thread(target=self._run, name=f"{self._name}-{i}", daemon=True))
+                self._threads[-1].start()
+        self._queue.put(_Job(asyncio.get_running_loop(), work, done))
 
-    def open(self) -> None:
-        """Take messages from now on, also those that came before."""
+    def close(self, timeout_s: float) -> None:
+        """Ends the threads after all queued work; one that waits for a device that never answers is left behind."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s / len(self._threads))
 
-    def close(self) -> None:
-        """Stop what was started."""
-        return
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                result, report = job.work(), job.done
+            except Exception as error:
+                result, report = error, self._failed
+            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits for it any more
+                job.loop.call_soon_threadsafe(report, result)
+            del job, result  # they hold buffers, and the next job may come late

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.runtime.cluster import join
-from rrfp_jax.runtime.detection import membership_from
+from rrfp_jax.runtime.membership import membership_from
 
 PATIENCE_MS = 60_000
 

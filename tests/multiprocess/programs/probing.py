@@ -27,9 +27,9 @@ class Trying(process.Process):
     def start_jax(self, *arguments: Any, **options: Any) -> None:
         super().start_jax(*arguments, **options)
         if str(self.rank) == os.environ.get("HANGS"):
-            from rrfp_jax.runtime.transports import transfer_server
+            from rrfp_jax.runtime.transports import transfer
 
-            transfer_server.ServerProbe.fetch = lambda *_: time.sleep(600)  # type: ignore[method-assign]
+            transfer.ServerProbe.fetch = lambda *_: time.sleep(600)  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

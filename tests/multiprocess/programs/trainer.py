@@ -16,7 +16,7 @@ from typing import Any
 
 from rrfp_jax.cluster import ClusterConfig, Membership, RendezvousServer, RunKey
 from rrfp_jax.runtime.cluster import Cluster, join
-from rrfp_jax.runtime.detection import membership_from
+from rrfp_jax.runtime.membership import membership_from
 from tests.multiprocess.cases import Case, read_cases, result_file
 
 PATIENCE_S = 120.0

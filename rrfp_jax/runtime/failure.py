@@ -1,18 +1,24 @@
-"""The wait-for report: which task each stage waits for or runs, and since when; and the errors that carry it."""
+"""Errors that end a run, and the wait-for report that they carry: the task that each stage runs or waits for.
 
+An error in a task is shown by :func:`error_text`: its message and the place where it was raised.
+"""
+
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.layout import name_unit
-from rrfp_jax.schedules import Placement
 
 _MAX_TASKS_SHOWN = 3
 _MAX_MESSAGES_SHOWN = 8
 _FRAMES = '\n  File "'
 """Text with which each line of code begins in the text of an error."""
 _MAX_TEXT = 4096
-"""Characters of an error's text that a report keeps; the error itself stays whole where it was raised."""
+"""Characters of an error's text that a report keeps; the error itself stays whole on the rank that raised it."""
+_TRACEBACK = "Traceback (most recent call last):"
+_NUM_FRAMES = 3
+_MAX_LETTERS = 2_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,46 +34,44 @@ class StageState:
     idle_reason: str | None
     held: tuple[int, ...]
     waits: tuple[str, ...]
-    """The tasks that lack nothing but messages, with the stage that owes each, the oldest microbatch first."""
+    """The tasks that lack only messages, with the stage that must send each, the oldest microbatch first."""
     waits_for_stages: tuple[int, ...]
     rank: int | None = None
-    """The process that tells this; None where there is only one."""
+    """The process that reports this; None if there is only one."""
     stages_of_replica: int | None = None
     """Number of stages of each replica, if there are several: ``stage`` then numbers the stages of all of them, replica
     by replica."""
 
     @property
     def name(self) -> str:
-        """The stage in words, with its replica where there are several."""
+        """The name of the stage, with its replica where there are several."""
         return name_unit(self.stage, self.stages_of_replica)
 
     def __str__(self) -> str:
-        text = self._text()
-        return text if self.rank is None else f"rank {self.rank}: {text}"
-
-    def _text(self) -> str:
         if self.failed:
-            return f"{self.name} failed in {self.running}"
-        if self.running:
-            return f"{self.name} has been running {self.running} for {self.since_s:.1f} s"
-        if not self.waits:
-            return f"{self.name} has nothing to do ({self.idle_reason}) for {self.since_s:.1f} s"
-        return f"{self.name} has been idle for {self.since_s:.1f} s ({self.idle_reason}): {'; '.join(self.waits)}"
+            text = f"{self.name} failed in {self.running}"
+        elif self.running:
+            text = f"{self.name} has been running {self.running} for {self.since_s:.1f} s"
+        elif not self.waits:
+            text = f"{self.name} has nothing to do ({self.idle_reason}) for {self.since_s:.1f} s"
+        else:
+            text = f"{self.name} has been idle for {self.since_s:.1f} s ({self.idle_reason}): {'; '.join(self.waits)}"
+        return text if self.rank is None else f"rank {self.rank}: {text}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureNews:
-    """What one rank tells others of a failure: that of its own stages, or what it has heard."""
+    """News of a failure from one rank to others: the state of its own stages, or states that it has received."""
 
     kind: str
-    """The error's type."""
+    """The name of the error's type."""
     origin: int
     """The rank that met it."""
     summary: str
     states: dict[int, list[StageState]]
-    """Of the stages of these ranks."""
+    """The states of the stages of these ranks."""
     lost: dict[int, str]
-    """Ranks that the origin takes for lost, with how that was noticed."""
+    """Ranks that the origin takes for lost, with the way in which that was noticed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ class WaitForReport:
         return "\n".join(lines)
 
     def culprits(self) -> tuple[int, ...]:
-        """The stages for which all waiting ones wait in the end: they run a task or failed in one."""
+        """Returns the stages for which all waiting ones wait in the end: they run a task or failed in one."""
         by_stage = {state.stage: state for state in self.stages}
         reached: set[int] = set()
         frontier = {stage for state in self.stages for stage in state.waits_for_stages}
@@ -108,12 +112,12 @@ class WaitForReport:
         return tuple(sorted(stage for stage in reached if stage not in by_stage or by_stage[stage].running))
 
     def as_dict(self) -> dict[str, object]:
-        """The report as plain data for JSON."""
+        """Returns the report as plain data for JSON."""
         return asdict(self)
 
 
 class RunFailed(RuntimeError):
-    """A run that cannot go on; ``report`` says what every stage was doing."""
+    """A run that cannot go on; ``report`` has the state of every stage."""
 
     def __init__(self, report: WaitForReport) -> None:
         super().__init__(str(report))
@@ -140,7 +144,7 @@ def stage_state(
     rank: int | None = None,
     stages_of_replica: int | None = None,
 ) -> StageState:
-    """Describe one stage from its arbiter; ``since_s`` says how long it has been so."""
+    """Returns the state of one stage from its arbiter; ``since_s`` is the time that it has lasted."""
     placement, reason = arbiter.placement, arbiter.idle_reason()
     running = [task for task in arbiter.running() if failed or not arbiter.awaits_input(task)]
     waiting = sorted(
@@ -148,7 +152,12 @@ def stage_state(
         key=lambda w: (bool(w.missing_local), w.microbatch < 0, w.microbatch),
     )
     shown = [w for w in waiting if not w.missing_local][:_MAX_TASKS_SHOWN] or waiting[:_MAX_TASKS_SHOWN]
-    owing = {message: _sender(message, placement) for w in shown for message in w.missing_messages}
+    between_units = MessageKind.REPORT, MessageKind.VERDICT
+    owing = {
+        message: message.source if message.kind in between_units else placement.stage_of_chunk[message.source]
+        for w in shown
+        for message in w.missing_messages
+    }
     names = {message: name_unit(stage, stages_of_replica) for message, stage in owing.items()}
     return StageState(
         stage=arbiter.stage,
@@ -165,8 +174,8 @@ def stage_state(
     )
 
 
-def shortened(text: str) -> str:
-    """The beginning and the end of a text that is too long for a report."""
+def shorten_for_report(text: str) -> str:
+    """Returns a text, or its beginning and end if it is too long for a report."""
     if len(text) <= _MAX_TEXT:
         return text
     half = _MAX_TEXT // 2
@@ -180,7 +189,30 @@ def _awaited(messages: Sequence[Message], owing: Mapping[Message, str]) -> str:
     return " and ".join(texts)
 
 
-def _sender(message: Message, placement: Placement) -> int:
-    if message.kind in (MessageKind.REPORT, MessageKind.VERDICT):
-        return message.source
-    return placement.stage_of_chunk[message.source]
+def error_text(error: BaseException) -> str:
+    """Returns type and message of the exception and its last frames, one per line.
+
+    JAX wraps the exception of a host function into a message of its own, with the whole traceback as text; the useful
+    part stands at the end of that text, and is returned then.
+    """
+    try:
+        _, wrapped, told = str(error).rpartition(_TRACEBACK)
+    except Exception:  # a user's own exception may fail to make its text; the traceback module says so
+        wrapped = told = ""
+    message, frames = "", list[str]()
+    if wrapped:
+        lines = told.strip("\n").splitlines()
+        for number, line in enumerate(lines):
+            if line.startswith("  File "):
+                frames.append(line)
+            elif line.startswith("    ") and frames:
+                frames[-1] += f"\n{line}"
+            elif line.strip():
+                message = "\n".join(lines[number:]).strip()
+                break
+    else:
+        message = "".join(traceback.format_exception_only(error)).strip()
+        frames = traceback.format_list(traceback.extract_tb(error.__traceback__))
+    if len(message) > _MAX_LETTERS:
+        message = f"{message[:_MAX_LETTERS]} ... ({len(message) - _MAX_LETTERS:,} more letters)"
+    return "\n".join([message, *(line.rstrip() for frame in frames[-_NUM_FRAMES:] for line in frame.splitlines())])

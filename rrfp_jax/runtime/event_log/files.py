@@ -1,4 +1,4 @@
-"""Event logs as files: all that rebuilds a process's arbiters and feeds them again without JAX.
+"""Event logs as files, from which a process's arbiters can be rebuilt and fed again without JAX.
 
 A log is gzipped JSON with a name and a version, so that any program can read it; never a pickle.
 """
@@ -20,8 +20,8 @@ from rrfp_jax.core.saved import SavedArbiter, save_arbiter
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
-from rrfp_jax.runtime.event_log import EventLog, Segment
-from rrfp_jax.runtime.report import WaitForReport
+from rrfp_jax.runtime.event_log.recording import EventLog
+from rrfp_jax.runtime.failure import WaitForReport
 from rrfp_jax.schedules import PipelineGraph, Placement, Task
 
 FORMAT, VERSION = "rrfp-jax event log", 7
@@ -35,12 +35,9 @@ and fifteen seconds."""
 _LAST_S = 1e12
 """Latest time in a log, in seconds: some thousands of years."""
 
-Entry = tuple[Event, tuple[Instruction, ...]]
-"""An event and the instructions that answered it."""
 
-
-class Started(NamedTuple):
-    """The task that a stage's thread was in when the log was taken."""
+class StartedTask(NamedTuple):
+    """The task that a stage's thread was running when the log was taken."""
 
     step: int
     task: Task
@@ -54,10 +51,11 @@ class SegmentLog:
     ended: int | None
     """The step that the stage had ended before; None: it had not begun."""
     early: tuple[Event, ...]
-    """What had come before for later steps, in order."""
+    """Events for later steps that had come before, in order."""
     estimates: Estimates | None
-    """What the stage had learnt for its foresight by then; None where it has none."""
-    entries: tuple[Entry, ...]
+    """The stage's estimates at that time; None if it has no foresight."""
+    entries: tuple[tuple[Event, tuple[Instruction, ...]], ...]
+    """Each event and the instructions that answered it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +64,12 @@ class StageLog:
 
     arbiter: SavedArbiter
     segments: tuple[SegmentLog, ...]
-    started: Started | None
+    started: StartedTask | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """Why a run was given up, as its process's report says."""
+    """The reason why a run was given up, from its process's report."""
 
     summary: str
     failed_stages: tuple[int, ...]
@@ -86,11 +84,11 @@ class RunLog:
 
     rank: int
     clock_offset_s: float
-    """What to add to this process's clock to have rank 0's."""
+    """Seconds to add to this process's clock to have rank 0's."""
     taken_s: float
-    """When the log was taken."""
+    """The time at which the log was taken."""
     ending: Ending | None
-    """None where the run was not given up."""
+    """None if the run was not given up."""
     graph: PipelineGraph
     placement: Placement
     stages: tuple[StageLog, ...]
@@ -109,33 +107,32 @@ def take_log(
     clock_offset_s: float = 0.0,
     taken_s: float | None = None,
 ) -> RunLog:
-    """The logs of a process as records, from any thread; what is logged meanwhile may be missing at the end.
+    """Returns the logs of a process as records, on any thread; events that are logged meanwhile may be missing.
 
     Args:
         logs: one or more event logs, by stage.
         started: the instruction that each busy stage's thread is in, and its start (``time.perf_counter``).
-        report: why the run was given up.
-        rank, clock_offset_s: of this process; see :class:`RunLog`.
-        taken_s: the time of all this, in seconds on the clock of the events; None: now.
+        report: the report of a run that was given up.
+        rank, clock_offset_s: see :class:`RunLog`.
+        taken_s: the time of the call, in seconds on the clock of the events; None: now.
     """
-    first = next(iter(logs.values())).segments[-1].arbiter
+    first, ending = next(iter(logs.values())).segments[-1].arbiter, None
+    if report is not None:
+        failed = (state.stage for state in report.stages if state.failed and state.rank in (None, rank))
+        ending = Ending(
+            summary=report.summary,
+            failed_stages=tuple(failed),
+            lost_ranks=report.lost_ranks,
+            lost_stages=report.lost_stages,
+        )
     return RunLog(
         rank=rank,
         clock_offset_s=clock_offset_s,
         taken_s=time.perf_counter() if taken_s is None else taken_s,
-        ending=None if report is None else _ending(report, rank),
+        ending=ending,
         graph=first.graph,
         placement=first.placement,
         stages=tuple(_stage(log, (started or {}).get(stage)) for stage, log in sorted(logs.items())),
-    )
-
-
-def _ending(report: WaitForReport, rank: int) -> Ending:
-    return Ending(
-        summary=report.summary,
-        failed_stages=tuple(state.stage for state in report.stages if state.failed and state.rank in (None, rank)),
-        lost_ranks=report.lost_ranks,
-        lost_stages=report.lost_stages,
     )
 
 
@@ -143,34 +140,34 @@ def _stage(log: EventLog, started: tuple[RunTask, float] | None) -> StageLog:
     segments = list(log.segments)
     return StageLog(
         arbiter=save_arbiter(segments[0].arbiter),
-        segments=tuple(map(_segment, segments)),
-        started=started and Started(started[0].step, started[0].task, started[1]),
-    )
-
-
-def _segment(segment: Segment) -> SegmentLog:
-    return SegmentLog(
-        ended=segment.ended,
-        early=tuple(segment.early),
-        estimates=segment.estimates,
-        entries=tuple((event, tuple(instructions)) for event, instructions in segment.entries.copy()),
+        segments=tuple(
+            SegmentLog(
+                ended=segment.ended,
+                early=tuple(segment.early),
+                estimates=segment.estimates,
+                # the stage's own thread may append meanwhile
+                entries=tuple((event, tuple(instructions)) for event, instructions in segment.entries.copy()),
+            )
+            for segment in segments
+        ),
+        started=started and StartedTask(started[0].step, started[0].task, started[1]),
     )
 
 
 def log_name(rank: int = 0, num_ranks: int = 1) -> str:
-    """The name of a process's log in the run directory."""
+    """Returns the name of a process's log in the run directory."""
     return "events.json.gz" if num_ranks == 1 else f"events-rank{rank}.json.gz"
 
 
 def write_log(log: RunLog, path: str | os.PathLike[str]) -> None:
-    """Write a log in one piece; raises OSError where that cannot be done, and leaves what stood there before."""
+    """Writes a log in one piece. Raises OSError if that cannot be done, and leaves the former file as it was."""
     text = json.dumps({"format": FORMAT, "version": VERSION, "log": to_plain(log)}, separators=(",", ":"))
     with replacing(path) as temporary:
         temporary.write_bytes(gzip.compress(text.encode(), compresslevel=6, mtime=0))
 
 
 def read_log(path: str | os.PathLike[str]) -> RunLog:
-    """Read a log; raises ValueError, in one sentence, for a file that is missing, damaged or none of ours."""
+    """Reads a log. Raises ValueError, with one sentence, for a file that is missing, damaged or none of ours."""
     try:
         data, _ = read_record(Path(path))
     except OSError as error:
@@ -210,11 +207,11 @@ def _decode(path: str | os.PathLike[str], data: bytes) -> RunLog:
 
 
 class _BeyondBounds(ValueError):
-    """Numbers of a log that no run has."""
+    """The log has numbers that no run has."""
 
 
 def _check_sizes(log: RunLog) -> None:
-    """Raise _BeyondBounds if numbers in the log, and not its events, would make a replay large or long."""
+    """Raises _BeyondBounds if numbers in the log, and not its events, would make a replay large or long."""
     if log.graph.num_chunks != log.placement.num_chunks:
         raise _BeyondBounds(
             f"the graph has {log.graph.num_chunks} chunks and the placement {log.placement.num_chunks} of them"

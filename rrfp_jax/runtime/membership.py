@@ -1,4 +1,4 @@
-"""Which rank this process is, from the environment that its launcher made, or as JAX detects it."""
+"""The rank of this process, from the environment that its launcher made, or as JAX detects it."""
 
 from collections.abc import Mapping
 
@@ -17,16 +17,19 @@ _YES, _NO = ("1", "true", "yes"), ("", "0", "false", "no")
 
 
 def membership_from(environ: Mapping[str, str], *, detect: bool = False) -> Membership | None:
-    """This process's place; None where nothing says that it is one of several.
+    """Returns this process's place, or None if nothing says that it is one of several.
 
     Args:
-        detect: ask JAX for the rank and the number of ranks, where ``RRFP_RANK`` does not tell them. ``RRFP_DETECT=1``
+        detect: ask JAX for the rank and the number of ranks, if ``RRFP_RANK`` does not tell them. ``RRFP_DETECT=1``
             does the same.
 
     Raises:
-        ValueError: where the environment is incomplete or malformed, or JAX detects nothing.
+        ValueError: if the environment is incomplete or malformed, or JAX detects nothing.
     """
-    detect = _flag(environ, DETECT) or detect
+    text = environ.get(DETECT, "").lower()
+    if text not in (*_YES, *_NO):
+        raise ValueError(f"{DETECT} is '{text}': give 1 or 0")
+    detect = detect or text in _YES
     if RANK not in environ and not detect:
         if stray := [name for name in (NUM_RANKS, RENDEZVOUS, COORDINATOR) if name in environ]:
             raise ValueError(f"{' and '.join(stray)} set but not {RANK}: set it too, or {DETECT}=1")
@@ -46,11 +49,9 @@ def membership_from(environ: Mapping[str, str], *, detect: bool = False) -> Memb
 
 
 def _detect() -> tuple[int, int]:
-    """Rank and number of ranks as JAX detects them from SLURM, Kubernetes or Open MPI; raises ValueError.
-
-    What JAX knows about these environments has no public name: its own ``jax.distributed.initialize`` is the only
-    user, which would also start the coordination service in rank 0.
-    """
+    """Returns rank and number of ranks as JAX detects them from SLURM, Kubernetes or Open MPI. Raises ValueError if it
+    detects nothing."""
+    # JAX's own jax.distributed.initialize, the only public user of this, would also start the service in rank 0
     from rrfp_jax.private.jax_names import ClusterEnv
 
     known = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method]
@@ -83,10 +84,3 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"{name} is '{text}': give a number")
     return int(text)
-
-
-def _flag(environ: Mapping[str, str], name: str) -> bool:
-    text = environ.get(name, "").lower()
-    if text not in (*_YES, *_NO):
-        raise ValueError(f"{name} is '{text}': give 1 or 0")
-    return text in _YES
