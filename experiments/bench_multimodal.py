@@ -21,7 +21,7 @@ from experiments.workload_options import DEFAULT_PAIR, on_graph
 from experiments.workloads import WORKLOADS, Drawn, Workload
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.ordering import parse_ordering
-from rrfp_jax.commands.studies.graphs import GraphWishes, ModelGraph
+from rrfp_jax.commands.studies.work import GraphOptions, ModelGraph
 from rrfp_jax.core import Order
 from rrfp_jax.models.flop_sizes import model_pair
 from rrfp_jax.schedules.timeline import Timeline
@@ -84,7 +84,7 @@ def _draw(name: str, is_balanced: bool) -> tuple[Drawn, ModelGraph]:
         is_balanced=is_balanced,
         mean_forward_ms=MEAN_FORWARD_MS,
     )
-    return on_graph(workload, GraphWishes(), num_stages=NUM_STAGES)
+    return on_graph(workload, GraphOptions(), num_stages=NUM_STAGES)
 
 
 def _in_turn(name: str, cases: dict[bool, tuple[Drawn, ModelGraph]]) -> list[Measured]:

@@ -16,8 +16,8 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.common.process import enter
-from rrfp_jax.commands.studies.durations import load_durations
-from rrfp_jax.commands.studies.simulate_options import parse_entries
+from rrfp_jax.commands.simulate import parse_entries
+from rrfp_jax.commands.studies.work import load_durations
 from rrfp_jax.core import Order, dispatch_of
 from rrfp_jax.core.dispatch import AUTO
 from rrfp_jax.simulation import peak_memory

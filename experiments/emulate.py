@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.workload_options import add_workload_arguments, has_graph, plan_workload
 from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.console import make_console, make_table
@@ -31,13 +33,22 @@ from rrfp_jax.commands.common.outputs import add_timeline_argument, check_output
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.main import run
 from rrfp_jax.commands.simulate import GivenWork
-from rrfp_jax.commands.studies.durations import GivenDurations, Profile, load_durations, parse_durations_ms
-from rrfp_jax.commands.studies.graphs import add_graph_arguments, check_fits_graph, parse_graph, requested_graph
 from rrfp_jax.commands.studies.machine import parse_link_delays_ms
-from rrfp_jax.commands.studies.simulate_report import engine_columns, engines_in_words
+from rrfp_jax.commands.studies.reports import engine_columns, engines_in_words
+from rrfp_jax.commands.studies.work import (
+    GivenDurations,
+    Profile,
+    add_graph_arguments,
+    check_fits_graph,
+    load_durations,
+    parse_durations_ms,
+    parse_graph,
+    requested_graph,
+)
 from rrfp_jax.core import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
 from rrfp_jax.core.dispatch import AUTO, parse_dispatch
-from rrfp_jax.core.replicas import microbatches_per_replica
+from rrfp_jax.core.replicas import Replication, microbatches_per_replica
+from rrfp_jax.schedules import bits
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation.costs import constant, for_graph
 from rrfp_jax.simulation.links import Links, both_directions
@@ -283,7 +294,7 @@ def _profile_ms(arguments: argparse.Namespace, workload: GivenWork | None) -> Pr
 
 def _durations(arguments: argparse.Namespace, resolved: Order, workload: GivenWork | None) -> GivenDurations:
     if workload is not None:
-        return workload.durations.on_replicas(arguments.data)
+        return _on_replicas(workload.durations, arguments.data)
     if arguments.durations is None:
         same_ms = constant(parse_durations_ms(arguments.durations_ms or _DURATIONS_MS), resolved.graph)
         return GivenDurations(for_graph(same_ms, resolved.graph))
@@ -293,6 +304,18 @@ def _durations(arguments: argparse.Namespace, resolved: Order, workload: GivenWo
     for pairs in durations.absent:
         resolved.graph.skipping(pairs)
     return GivenDurations(durations.for_graph(resolved.graph), durations.absent)
+
+
+def _on_replicas(durations: GivenDurations, num_replicas: int) -> GivenDurations:
+    """Returns the durations of so many replicas of the pipeline, each of which runs its share of the microbatches."""
+    _, num_chunks, num_microbatches, _ = durations.durations_ms.shape
+    copies = Replication(
+        num_chunks=num_chunks,
+        num_microbatches=microbatches_per_replica(num_microbatches, num_replicas),
+        num_replicas=num_replicas,
+    )
+    absent = [copies.pairs((chunk, m) for chunk, mask in pairs for m in bits(mask)) for pairs in durations.absent]
+    return GivenDurations(np.tile(durations.durations_ms, (1, num_replicas, 1, 1)), absent)
 
 
 def _num_steps(arguments: argparse.Namespace, durations: GivenDurations) -> int:

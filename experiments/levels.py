@@ -29,8 +29,6 @@ from rrfp_jax.commands.common.errors import BadInput, checking_input
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_window
 from rrfp_jax.commands.main import run
-from rrfp_jax.commands.studies.durations import Profile, parse_durations_ms
-from rrfp_jax.commands.studies.graphs import add_graph_arguments, requested_graph
 from rrfp_jax.commands.studies.machine import (
     add_machine_arguments,
     add_noise_arguments,
@@ -39,15 +37,15 @@ from rrfp_jax.commands.studies.machine import (
     chunk_durations,
     make_costs,
     make_machine,
-    peak_of,
 )
-from rrfp_jax.commands.studies.schedule_view import formulas_of
+from rrfp_jax.commands.studies.reports import formulas_of
+from rrfp_jax.commands.studies.work import Profile, add_graph_arguments, parse_durations_ms, requested_graph
 from rrfp_jax.core import READY, STRICT, Ordering, check_windows
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
 from rrfp_jax.schedules.formulas import Levels, compare
 from rrfp_jax.schedules.registry import schedules_of_any_graph
 from rrfp_jax.schedules.slots import SlotLengths
-from rrfp_jax.simulation import Machine, for_steps, run_metrics, simulate
+from rrfp_jax.simulation import Machine, for_steps, peak_memory, run_metrics, simulate
 
 OWN_PEAK = "table"
 """For ``--window``: each stage may hold what the table itself holds there."""
@@ -207,9 +205,11 @@ def _execute(setting: Setting, table: ScheduleTable, parts: tuple[int, ...], ord
     arbiters = arbiters_of(order, setting.arguments)
     simulation = simulate(arbiters, costs, machine=setting.machine, num_steps=num_steps)
     metrics = run_metrics(simulation.timeline, simulation.step_ms)
+    steps = simulation.timeline.by_step()
+    peaks = [peak_memory(step, table.graph, table.placement, chunk_parts=parts) for step in steps]
     return Execution(
         bubble=max(0.0, metrics.bubble_fraction),
-        peak=max(peak_of(table, step, parts) for step in simulation.timeline.by_step()),
+        peak=round(max(max(peak) for peak in peaks), 9),
         makespan_ms_mean=metrics.makespan_ms_mean,
     )
 

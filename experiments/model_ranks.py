@@ -16,7 +16,7 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.common.process import enter
-from rrfp_jax.commands.studies.simulate_options import parse_entries
+from rrfp_jax.commands.simulate import parse_entries
 from rrfp_jax.schedules import linear
 
 if TYPE_CHECKING:

@@ -16,9 +16,10 @@ import numpy as np
 
 from experiments.emulate import EMULATED_STEP
 from experiments.turns import LineProcess, our_ranks, torch_processes
-from rrfp_jax.commands.studies.durations import Durations, Profile
+from rrfp_jax.commands.studies.work import Profile
 from rrfp_jax.core import Order
 from rrfp_jax.simulation import Costs, for_steps, lognormal, simulate
+from rrfp_jax.simulation.costs import Durations
 
 TORCH = "torch 1F1B"
 THEIRS = {"1f1b": TORCH, "interleaved-1f1b": "torch interleaved 1F1B", "zb-v": "torch zero bubble V"}

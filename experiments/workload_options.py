@@ -17,7 +17,7 @@ from experiments.workloads import (
 from rrfp_jax.commands.common.options import offer
 from rrfp_jax.commands.common.ordering import OFF, ON, parse_switch
 from rrfp_jax.commands.simulate import GivenWork, WorkOptions
-from rrfp_jax.commands.studies.graphs import GraphWishes, ModelGraph, make_graph, parse_graph
+from rrfp_jax.commands.studies.work import GraphOptions, ModelGraph, make_graph, parse_graph
 from rrfp_jax.models.flop_sizes import MODEL_PAIRS, model_pair
 
 DEFAULT_PAIR = "qwen3-4b+vit-big"
@@ -63,10 +63,10 @@ def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
 
 def has_graph(arguments: argparse.Namespace) -> bool:
     """Whether flags settle the graph, if only by a workload, so that no schedule makes its own."""
-    return arguments.workload is not None or not parse_graph(arguments).is_empty
+    return arguments.workload is not None or parse_graph(arguments) != GraphOptions()
 
 
-def plan_workload(arguments: argparse.Namespace, wishes: GraphWishes, *, num_steps: int | None) -> GivenWork | None:
+def plan_workload(arguments: argparse.Namespace, wishes: GraphOptions, *, num_steps: int | None) -> GivenWork | None:
     """The workload that was asked for, on the graph asked for; None without one. Raises ValueError with the remedy."""
     if arguments.workload is None:
         said = [f"--{name.replace('_', '-')}" for name in _DETAILS if getattr(arguments, name) is not None]
@@ -98,7 +98,7 @@ WORK_OPTIONS = WorkOptions(add=add_workload_arguments, read=_read)
 """The workloads as options of ``simulate``."""
 
 
-def on_graph(workload: Workload, wishes: GraphWishes, *, num_stages: int) -> tuple[Drawn, ModelGraph]:
+def on_graph(workload: Workload, wishes: GraphOptions, *, num_stages: int) -> tuple[Drawn, ModelGraph]:
     """Draw a workload; without a word the encoder has stages of its own, as many as make the dearest chunk cheapest."""
     workload = replace(workload, encoder_trains=not wishes.frozen_encoder)
     steps = workload.steps()

@@ -22,13 +22,13 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.sample_lengths import Sample, interleaved_samples, sft_samples
-from rrfp_jax.commands.studies.durations import Durations, GivenDurations
-from rrfp_jax.commands.studies.graphs import ModelGraph
+from rrfp_jax.commands.studies.work import GivenDurations, ModelGraph
 from rrfp_jax.costs.flops import Flops, TaskFlops, pairs
 from rrfp_jax.data.balancing import balanced, samples_in_order
 from rrfp_jax.data.row_packing import pack_rows
 from rrfp_jax.models.flop_sizes import ModelPair
 from rrfp_jax.schedules import absences
+from rrfp_jax.simulation.costs import Durations
 
 ROW_TOKENS = 4096
 """Of a row of packed samples."""

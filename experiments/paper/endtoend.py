@@ -23,8 +23,8 @@ from experiments.paper.tables import markdown, settings_of
 from experiments.workload_options import on_graph
 from experiments.workloads import Workload
 from rrfp_jax.commands.common.ordering import Ordering
-from rrfp_jax.commands.studies.graphs import GraphWishes, make_graph
 from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.commands.studies.work import GraphOptions, make_graph
 from rrfp_jax.costs.flops import DecoderSizes
 from rrfp_jax.models.flop_sizes import ModelPair, model_pair
 from rrfp_jax.schedules import Absences, PipelineGraph, Placement
@@ -162,7 +162,7 @@ def draw(cell: Cell) -> Drawn:
     if cell["model"] != GPT3:
         return draw_pair(model_pair(str(cell["model"])), cell)
     p, m = int(cell["stages"]), int(cell["microbatches"])
-    graph, placement, _ = make_graph(GraphWishes(), num_stages=p, num_microbatches=m)
+    graph, placement, _ = make_graph(GraphOptions(), num_stages=p, num_microbatches=m)
     rng = np.random.default_rng(int(cell["seed"]))
     return Drawn(graph, placement, lognormal(_of_language_model(p, m), SIGMA, rng), ())
 
@@ -178,7 +178,7 @@ def draw_pair(pair: ModelPair, cell: Cell) -> Drawn:
         mean_forward_ms=MEAN_FORWARD_MS,
         seed=int(cell["seed"]),
     )
-    drawn, model = on_graph(workload, GraphWishes(), num_stages=int(cell["stages"]))
+    drawn, model = on_graph(workload, GraphOptions(), num_stages=int(cell["stages"]))
     durations_ms = lognormal(drawn.durations.durations_ms, SIGMA, np.random.default_rng(int(cell["seed"])))
     return Drawn(model.graph, model.placement, durations_ms, drawn.durations.absent, model.decoder.start)
 

@@ -12,12 +12,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from experiments.systems.records import Hop
-from rrfp_jax.commands.studies.machine import RULES, chunk_durations, peak_of
+from rrfp_jax.commands.studies.machine import RULES, chunk_durations
 from rrfp_jax.core import DEFAULT_WINDOW, READY, STRICT, Order, Ordering
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry
 from rrfp_jax.schedules.formulas import compare
 from rrfp_jax.schedules.slots import EQUAL, execute, per_stage
-from rrfp_jax.simulation import Communication, Costs, Links, Machine, simulate
+from rrfp_jax.simulation import Communication, Costs, Links, Machine, peak_memory, simulate
 
 FORWARD_MS = 192.0
 """Of a whole stage, in virtual time."""
@@ -160,7 +160,7 @@ def run(case: Case, setting: Setting, *, window: int = DEFAULT_WINDOW) -> Execut
     return Executed(
         step=timeline.makespan_s() * 1e3 / FORWARD_MS,
         bubble=max(0.0, timeline.bubble_fraction()),
-        peak=peak_of(table, timeline, parts),
+        peak=round(max(peak_memory(timeline, table.graph, table.placement, chunk_parts=parts)), 9),
     )
 
 

@@ -26,7 +26,7 @@ from rrfp_jax.hf.model_folder import RUN, ModelFolder, open_model
 
 if TYPE_CHECKING:
     from rrfp_jax.commands.sampling.generating import TokenPrompt
-    from rrfp_jax.commands.sampling.vocabulary import Vocabulary
+    from rrfp_jax.commands.sampling.prompts import Vocabulary
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         _check_images(arguments, folder, run)
         start_alone(None if run is None else run.run.platform)
         from rrfp_jax.commands.sampling.generating import Drawing
-        from rrfp_jax.commands.sampling.vocabulary import check_fits, vocabulary_of
+        from rrfp_jax.commands.sampling.prompts import check_fits, vocabulary_of
 
         drawing = Drawing(
             max_tokens=arguments.max_tokens,
@@ -110,8 +110,7 @@ def _prompt(
     if not images:
         return TokenPrompt(tokens=vocabulary.encode(text))
     if run is None:
-        from rrfp_jax.commands.sampling.hub_prompts import prompt_of_import
-        from rrfp_jax.commands.sampling.vocabulary import Tokenizer
+        from rrfp_jax.commands.sampling.prompts import Tokenizer, prompt_of_import
 
         if not isinstance(vocabulary, Tokenizer):
             raise ValueError("tokens of bytes have none that stands for an image: leave --tokenizer out")

@@ -19,41 +19,54 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
 from rich.console import Console
 
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.garbage import rare_collections
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import Ordering, given_order, parse_ordering
-from rrfp_jax.commands.common.outputs import check_outputs, draw
-from rrfp_jax.commands.studies.durations import (
+from rrfp_jax.commands.common.ordering import Ordering, add_ordering_arguments, given_order, parse_ordering
+from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
+from rrfp_jax.commands.studies.machine import (
+    add_machine_arguments,
+    add_noise_arguments,
+    arbiters_of,
+    check_noise,
+    dispatch,
+    make_costs,
+    make_machine,
+)
+from rrfp_jax.commands.studies.reports import ScheduleView, show_comparison, show_names, show_run, view_schedule
+from rrfp_jax.commands.studies.work import (
     ConstantDurations,
     DurationSource,
     GivenDurations,
+    ModelGraph,
     RecordedDurations,
+    add_graph_arguments,
+    check_fits_graph,
     load_durations,
     load_trace,
     parse_durations_ms,
+    parse_numbers,
+    requested_graph,
 )
-from rrfp_jax.commands.studies.graphs import ModelGraph, check_fits_graph, requested_graph
-from rrfp_jax.commands.studies.machine import arbiters_of, check_noise, dispatch, make_costs, make_machine
-from rrfp_jax.commands.studies.schedule_view import ScheduleView, view_schedule
-from rrfp_jax.commands.studies.simulate_options import (
-    SLOTS,
-    parse_entries,
-    parse_memory_weights,
-    refuse_beside_show,
-    simulate_parser,
+from rrfp_jax.core import READY, SCHEDULE, STRICT, Order, StageArbiter, hint_names
+from rrfp_jax.schedules import (
+    PipelineGraph,
+    ScheduleRequest,
+    chain,
+    lanes_beside,
+    linear,
+    schedule_entry,
+    schedule_names,
+    write_csv,
 )
-from rrfp_jax.commands.studies.simulate_report import show_comparison, show_names, show_run
-from rrfp_jax.core import Order, StageArbiter
-from rrfp_jax.schedules import PipelineGraph, ScheduleRequest, chain, lanes_beside, linear, write_csv
+from rrfp_jax.schedules.registry import is_rule, is_schedule
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (
     Costs,
-    Machine,
+    MemoryWeights,
     Simulation,
     at_least_ms,
     bf_upper_bound_ms,
@@ -65,6 +78,9 @@ from rrfp_jax.simulation import (
 )
 from rrfp_jax.simulation import simulate as run_simulation
 from rrfp_jax.simulation.result import RunMetrics, bottleneck, memory_figures
+
+_ROWS, _SLOTS = "rows", "slots"
+_FOOTPRINT, _FORESIGHT = "footprint", "foresight"
 
 
 class GivenWork(NamedTuple):
@@ -88,22 +104,32 @@ class WorkOptions:
     """Returns the work that the options ask for; None if they ask for none. Raises ValueError with the remedy."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """All that the entries of a comparison share."""
+class _Scenario:
+    """Everything that the orders of one command share. Raises ValueError, with the remedy, for options that do not fit.
 
-    arguments: argparse.Namespace
-    durations: DurationSource
-    machine: Machine
-    model: ModelGraph | None = None
-    """The requested graph; None: each schedule makes its own."""
-    work: GivenWork | None = None
+    Attributes:
+        model: the requested graph; None: each schedule makes its own.
+        num_steps: steps to simulate.
+    """
 
-    @property
-    def num_steps(self) -> int:
-        """Steps to simulate."""
-        asked: int | None = self.arguments.steps
-        return self.durations.num_steps if asked is None else asked
+    def __init__(self, arguments: argparse.Namespace, work: GivenWork | None) -> None:
+        check_noise(arguments)
+        if arguments.optimum is not None and not arguments.optimum > 0:
+            raise ValueError(f"optimum has {arguments.optimum} s: give the solver more than 0")
+        check_outputs(timeline=arguments.timeline, trace=arguments.trace)
+        if arguments.trace and arguments.compare:
+            raise ValueError("a trace holds one run: leave --compare out, or take --timeline for a picture of all")
+        _refuse_beside_show(arguments)
+        self.arguments, self.work = arguments, work
+        self.memory_weights = _memory_weights(arguments.memory_weights)
+        self.durations: DurationSource = work.durations if work else _durations(arguments)
+        self.machine = make_machine(arguments)
+        self.model = work.model if work else requested_graph(arguments, num_microbatches=arguments.num_microbatches)
+        if arguments.timeline_steps is not None and arguments.timeline_steps < 1:
+            raise ValueError(f"timeline-steps is {arguments.timeline_steps}: draw at least 1")
+        self.num_steps: int = self.durations.num_steps if arguments.steps is None else arguments.steps
+        if self.num_steps < 1:
+            raise ValueError(f"steps is {self.num_steps}: simulate at least 1")
 
     def graphs(self, graph: PipelineGraph) -> list[PipelineGraph]:
         """Returns the graph of every step, without the chunk and microbatch pairs that the step lacks."""
@@ -111,23 +137,103 @@ class Scenario:
         return [graph.skipping(absent[step % len(absent)]) for step in range(self.num_steps)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedOrder:
-    """One order that fits the scenario."""
+class _Candidate:
+    """One order in a scenario. Raises ValueError where the order does not fit the scenario."""
 
-    order: Order
-    arbiters: list[StageArbiter]
-    costs: Costs
+    def __init__(self, scenario: _Scenario, ordering: Ordering, label: str | None) -> None:
+        arguments, durations = scenario.arguments, scenario.durations
+        self.scenario = scenario
+        self.order: Order = ordering.resolve(
+            num_stages=arguments.num_stages,
+            num_microbatches=arguments.num_microbatches,
+            chunks_per_stage=arguments.chunks_per_stage,
+            durations_ms=durations.profile_ms(),
+            comm_ms=scenario.machine.links.latency_ms,
+            placement=scenario.model and scenario.model.placement,
+            graph=scenario.model and scenario.model.graph,
+        )
+        self.label = label or self.order.label
+        durations_ms = for_steps(durations.for_graph(self.order.graph), scenario.num_steps)
+        for pairs in durations.absent:
+            self.order.graph.skipping(pairs)  # raises for a pair that this graph cannot lack
+        # Arbiters are made here, before anything runs, so that a bad window is refused before a long simulation.
+        self.arbiters = arbiters_of(self.order, arguments)
+        self.costs: Costs = make_costs(arguments, durations_ms, self.order.placement)
 
+    def simulate(self, costs: Costs, arbiters: list[StageArbiter]) -> Simulation:
+        """Returns a simulation of all steps under these costs."""
+        scenario = self.scenario
+        absent, num_steps = scenario.durations.absent, scenario.num_steps
+        return run_simulation(arbiters, costs, machine=scenario.machine, num_steps=num_steps, absent=absent)
 
-@dataclass(frozen=True, kw_only=True)
-class SimulatedOrder:
-    """One simulated order."""
+    def run(self) -> None:
+        """Simulate the order; sets ``timeline``, and ``result``, the JSON object of this order.
 
-    order: Order
-    timeline: Timeline
-    result: dict[str, Any]
-    """The JSON object of this order."""
+        The result has the figures that an emulated run has too, and those that only a simulation knows.
+        """
+        scenario, costs = self.scenario, self.costs
+        simulation = self.simulate(costs, self.arbiters)
+        timeline, graph, placement = simulation.timeline, self.order.graph, self.order.placement
+        self.timeline: Timeline = timeline
+        metrics = run_metrics(timeline, simulation.step_ms)
+        result = metrics.as_dict()
+        result["peak_memory"] = peak_memory(timeline, graph, placement, scenario.memory_weights)
+        result |= memory_figures(timeline, graph, placement)
+        if any(metrics.engine_busy):
+            result |= self._engine_figures(metrics)
+        result["work_ms"] = round(sum(timeline.work_s()) * 1e3 / scenario.num_steps, 6)
+
+        shortest_ms = at_least_ms(costs.durations_ms, costs.sleeps)
+        links, graphs = scenario.machine.links, scenario.graphs(graph)
+        # Dispatching before a task has ended hides the host's time, so a bound must not count on it.
+        host_ms = 0.0 if dispatch(scenario.arguments).is_early else scenario.machine.host_ms
+        bounds = [
+            lower_bound(of_step, placement, step_ms, links=links, host_ms=host_ms, operations_ms=costs.operations_ms)
+            for of_step, step_ms in zip(graphs, shortest_ms, strict=True)
+        ]
+        result["lower_bound_ms"] = round(fmean(bound.total_ms for bound in bounds), 6)
+        result["upper_bound_ms"] = self._upper_bound_ms()
+        if (limit_s := scenario.arguments.optimum) is not None:
+            try:
+                found = [
+                    find_optimum(of_step, placement, step_ms, links=links, time_limit_s=limit_s)
+                    for of_step, step_ms in zip(graphs, shortest_ms, strict=True)
+                ]
+            except (ImportError, ValueError) as error:  # no solver, or no order found in the time that the user gave
+                raise BadInput(str(error)) from error
+            result["optimum_ms"] = round(fmean(one.makespan_ms for one in found), 6)
+            result["optimum_is_proven"] = all(one.is_proven for one in found)
+        self.result: dict[str, Any] = result
+
+    def _engine_figures(self, metrics: RunMetrics) -> dict[str, Any]:
+        """Simulate the same run with engines that take no time; returns its makespan, and the engine, named in a
+        sentence, that holds the run up (None if no engine does)."""
+        free = dict.fromkeys(lanes_beside(self.order.graph), 0.0)
+        without = replace(self.costs, operations_ms={**self.costs.operations_ms, **free})
+        simulation = self.simulate(without, arbiters_of(self.order, self.scenario.arguments))
+        without_ms = run_metrics(simulation.timeline, simulation.step_ms).makespan_ms_mean
+        gain = 1 - without_ms / metrics.makespan_ms_mean if metrics.makespan_ms_mean else 0.0
+        engine = bottleneck(metrics.engine_busy, metrics.stage_bubbles, metrics.waited_for_engines, gain=gain)
+        return {"makespan_ms_without_engines": without_ms, "bottleneck": engine}
+
+    def _upper_bound_ms(self) -> float | None:
+        """Returns the paper's bound for bf, mean over the steps, or None where its assumptions do not hold."""
+        order, graph, links = self.order, self.order.graph, self.scenario.machine.links
+        num_stages, num_microbatches = order.placement.num_stages, graph.num_microbatches
+        has_costs = links.latency_ms or links.activation_bytes or links.gradient_bytes or any(links.extra_ms.values())
+        applies = (
+            order.is_bf
+            and not has_costs
+            and self.costs.sleeps is None
+            and not self.scenario.machine.host_ms
+            and order.placement == linear(num_stages)
+            and graph == chain(num_stages, num_microbatches)
+            and min(order.windows) >= num_microbatches
+        )
+        if not applies:
+            return None
+        steps = self.costs.durations_ms
+        return round(fmean(bf_upper_bound_ms(step[..., 0], step[..., 1] + step[..., 2]) for step in steps), 6)
 
 
 def main(argv: list[str] | None = None, *, work: WorkOptions | None = None) -> int:
@@ -142,7 +248,7 @@ def main(argv: list[str] | None = None, *, work: WorkOptions | None = None) -> i
         parser.error("give --num-stages and --num-microbatches (or --list for the names of schedules and hints)")
     with rare_collections():
         with checking_input():
-            scenario = make_scenario(arguments, work.read(arguments) if work else None)
+            scenario = _Scenario(arguments, work.read(arguments) if work else None)
             orderings = _orderings(arguments)
             check_fits_graph(
                 [one for _, one in orderings],
@@ -154,43 +260,116 @@ def main(argv: list[str] | None = None, *, work: WorkOptions | None = None) -> i
                 if arguments.csv is not None:
                     write_csv(view.table, arguments.csv)
             else:
-                prepared = [(label, prepare(scenario, ordering)) for label, ordering in orderings]
+                candidates = [_Candidate(scenario, ordering, label) for label, ordering in orderings]
         if arguments.show is not None:
-            _show_view(console, arguments, view)
+            _write_files(arguments, [(f"{view.table.name}, strict", view.strict.timeline)])
+            if arguments.json:
+                view.print_json()
+            else:
+                view.print_text(console, has_slots=arguments.show == _SLOTS)
             return 0
-        outcomes = {label or one.order.label: simulate_order(scenario, one) for label, one in prepared}
-    show(console, scenario, outcomes)
-    _write_files(arguments, [(label, outcome.timeline) for label, outcome in outcomes.items()])
+        for candidate in candidates:
+            candidate.run()
+    _show_results(console, scenario, candidates)
+    _write_files(arguments, [(candidate.label, candidate.timeline) for candidate in candidates])
     return 0
+
+
+def _show_results(console: Console, scenario: _Scenario, candidates: Sequence[_Candidate]) -> None:
+    """Print the results of all orders, as tables or as one JSON object."""
+    arguments, work = scenario.arguments, scenario.work
+    first, results = candidates[0], {one.label: one.result for one in candidates}
+    if arguments.json:
+        printed: dict[str, Any] = {"compare": results} if arguments.compare else first.result
+        if work is not None:
+            printed = printed | {"workload": work.figures}
+        print(json.dumps(printed, allow_nan=False), flush=True)
+        return
+    if arguments.compare:
+        show_comparison(console, results)
+    else:
+        show_run(console, first.label, first.result, first.order.bounds)
+    if work is not None:
+        console.print(work.text, soft_wrap=True)
 
 
 def make_parser(work: WorkOptions | None = None) -> CommandParser:
     """Returns the parser of the command, with the options of a study if there is one."""
-    return simulate_parser(__doc__, add_work=work.add if work else None)
-
-
-def make_scenario(arguments: argparse.Namespace, work: GivenWork | None = None) -> Scenario:
-    """Check and read all options that do not depend on the order. Raises ValueError with the remedy."""
-    check_noise(arguments)
-    if arguments.optimum is not None and not arguments.optimum > 0:
-        raise ValueError(f"optimum has {arguments.optimum} s: give the solver more than 0")
-    check_outputs(timeline=arguments.timeline, trace=arguments.trace)
-    if arguments.trace and arguments.compare:
-        raise ValueError("a trace holds one run: leave --compare out, or take --timeline for a picture of all")
-    refuse_beside_show(arguments)
-    parse_memory_weights(arguments.memory_weights)
-    scenario = Scenario(
-        arguments=arguments,
-        durations=work.durations if work else _durations(arguments),
-        machine=make_machine(arguments),
-        model=work.model if work else requested_graph(arguments, num_microbatches=arguments.num_microbatches),
-        work=work,
+    parser = CommandParser("simulate", __doc__)
+    add = parser.add_argument
+    add("--list", action="store_true", help="name every schedule and hint, and end")
+    add("--num-stages", type=int, metavar="P", help="stages of the pipeline (required, but for --list)")
+    add("--num-microbatches", type=int, metavar="M", help="microbatches of a step (required, but for --list)")
+    add(
+        "--chunks-per-stage",
+        type=int,
+        metavar="V",
+        help="chunks on every stage (default: the schedule's own number, else 1)",
     )
-    if arguments.timeline_steps is not None and arguments.timeline_steps < 1:
-        raise ValueError(f"timeline-steps is {arguments.timeline_steps}: draw at least 1")
-    if scenario.num_steps < 1:
-        raise ValueError(f"steps is {scenario.num_steps}: simulate at least 1")
-    return scenario
+    add_graph_arguments(parser)
+    add_ordering_arguments(parser)
+    add(
+        "--compare",
+        metavar="A,B,...",
+        help="several orders side by side, by the names that --list has: hints, and schedules, alone or with :strict, "
+        ":ready (readiness alone) or :ready+footprint+foresight",
+    )
+    add(
+        "--show",
+        nargs="?",
+        const=_ROWS,
+        choices=(_ROWS, _SLOTS),
+        help=f"show the table of --schedule itself: its rows, what stages hold, its formulas, and one step simulated "
+        f"strictly and with foresight; {_SLOTS}: draw its ideal slots too (optional, {_ROWS} without a word)",
+    )
+    add("--csv", metavar="FILE", help="with --show, write the table, as torch.distributed.pipelining reads it")
+    add("--steps", type=int, metavar="N", help="steps, one after the other (default: as many as the durations have)")
+    group = parser.add_argument_group("costs")
+    add = group.add_argument
+    add(
+        "--durations-ms",
+        metavar="F,I,W",
+        help="milliseconds of a chunk's forward, input gradient and weight gradient; a backward in one takes I + W "
+        "(default 10,10,10)",
+    )
+    add(
+        "--durations",
+        metavar="FILE",
+        help="an .npy file of milliseconds [steps, chunks, microbatches, 3], NaN where a pair of chunk and microbatch "
+        "does not exist, or a run's trace .json",
+    )
+    add(
+        "--recorded",
+        choices=("mean", "tasks"),
+        help="what to take of a trace: means per chunk and kind (default), or every task by itself",
+    )
+    add_noise_arguments(group)
+    add(
+        "--memory-weights",
+        metavar="F,I,W",
+        help="memory that a forward holds, and what an input gradient and a weight gradient free of it (default 1,0,1)",
+    )
+    if work is not None:
+        work.add(parser.add_argument_group("workload"))
+    add_machine_arguments(parser.add_argument_group("machine"))
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
+    add_timeline_argument(group, "simulate")
+    add(
+        "--timeline-steps",
+        type=int,
+        metavar="N",
+        help="how many of the last steps are drawn (default: one as a picture, in a page as many as it can well hold)",
+    )
+    add("--trace", metavar="FILE.json", help="write all steps for ui.perfetto.dev")
+    add(
+        "--optimum",
+        type=float,
+        metavar="SECONDS",
+        help="look so long for the true optimum; for small cases, and with the extra 'optimum' installed",
+    )
+    return parser
 
 
 def _durations(arguments: argparse.Namespace) -> DurationSource:
@@ -220,118 +399,7 @@ def _orderings(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Orde
     return parse_entries(arguments.compare, parse_ordering(**common), group_size=group_size)
 
 
-def prepare(scenario: Scenario, ordering: Ordering) -> PreparedOrder:
-    """Build one order with its costs. Raises ValueError where it does not fit the scenario."""
-    arguments, durations = scenario.arguments, scenario.durations
-    order = ordering.resolve(
-        num_stages=arguments.num_stages,
-        num_microbatches=arguments.num_microbatches,
-        chunks_per_stage=arguments.chunks_per_stage,
-        durations_ms=durations.profile_ms(),
-        comm_ms=scenario.machine.links.latency_ms,
-        placement=scenario.model and scenario.model.placement,
-        graph=scenario.model and scenario.model.graph,
-    )
-    durations_ms = for_steps(durations.for_graph(order.graph), scenario.num_steps)
-    for pairs in durations.absent:
-        order.graph.skipping(pairs)  # raises for a pair that this graph cannot lack
-    return PreparedOrder(
-        order=order,
-        arbiters=arbiters_of(order, arguments),
-        costs=make_costs(arguments, durations_ms, order.placement),
-    )
-
-
-def simulate_order(scenario: Scenario, one: PreparedOrder) -> SimulatedOrder:
-    """Simulate one order."""
-    simulation = _simulate(scenario, one.arbiters, one.costs)
-    result = _result(scenario, one.order, one.costs, simulation)
-    return SimulatedOrder(order=one.order, timeline=simulation.timeline, result=result)
-
-
-def _simulate(scenario: Scenario, arbiters: list[StageArbiter], costs: Costs) -> Simulation:
-    absent, num_steps = scenario.durations.absent, scenario.num_steps
-    return run_simulation(arbiters, costs, machine=scenario.machine, num_steps=num_steps, absent=absent)
-
-
-def _result(scenario: Scenario, order: Order, costs: Costs, simulation: Simulation) -> dict[str, Any]:
-    """Returns the figures that an emulated run has too, and those that only a simulation knows."""
-    timeline, graph, placement = simulation.timeline, order.graph, order.placement
-    arguments, machine = scenario.arguments, scenario.machine
-    metrics = run_metrics(timeline, simulation.step_ms)
-    result = metrics.as_dict()
-    result["peak_memory"] = peak_memory(timeline, graph, placement, parse_memory_weights(arguments.memory_weights))
-    result |= memory_figures(timeline, graph, placement)
-    if any(metrics.engine_busy):
-        result |= _engine_figures(scenario, order, costs, metrics)
-    result["work_ms"] = round(sum(timeline.work_s()) * 1e3 / scenario.num_steps, 6)
-
-    shortest_ms = at_least_ms(costs.durations_ms, costs.sleeps)
-    # Dispatching before a task has ended hides the host's time, so a bound must not count on it.
-    host_ms = 0.0 if dispatch(arguments).is_early else machine.host_ms
-    bounds = [
-        lower_bound(
-            of_step, placement, step_ms, links=machine.links, host_ms=host_ms, operations_ms=costs.operations_ms
-        ).total_ms
-        for of_step, step_ms in zip(scenario.graphs(graph), shortest_ms, strict=True)
-    ]
-    result["lower_bound_ms"] = round(fmean(bounds), 6)
-    result["upper_bound_ms"] = _upper_bound_ms(scenario, order, costs)
-    if arguments.optimum is not None:
-        result |= _optimum(scenario, order, shortest_ms)
-    return result
-
-
-def _engine_figures(scenario: Scenario, order: Order, costs: Costs, metrics: RunMetrics) -> dict[str, Any]:
-    """Simulate the same run with engines that take no time; returns its makespan, and the engine, named in a sentence,
-    that holds the run up (None if no engine does)."""
-    free = dict.fromkeys(lanes_beside(order.graph), 0.0)
-    without = replace(costs, operations_ms={**costs.operations_ms, **free})
-    simulation = _simulate(scenario, arbiters_of(order, scenario.arguments), without)
-    without_ms = run_metrics(simulation.timeline, simulation.step_ms).makespan_ms_mean
-    gain = 1 - without_ms / metrics.makespan_ms_mean if metrics.makespan_ms_mean else 0.0
-    return {
-        "makespan_ms_without_engines": without_ms,
-        "bottleneck": bottleneck(metrics.engine_busy, metrics.stage_bubbles, metrics.waited_for_engines, gain=gain),
-    }
-
-
-def _upper_bound_ms(scenario: Scenario, order: Order, costs: Costs) -> float | None:
-    """Returns the paper's bound for bf, mean over the steps, or None where its assumptions do not hold."""
-    links, graph = scenario.machine.links, order.graph
-    num_stages, num_microbatches = order.placement.num_stages, graph.num_microbatches
-    is_free = not (links.latency_ms or links.activation_bytes or links.gradient_bytes or any(links.extra_ms.values()))
-    applies = (
-        order.is_bf
-        and is_free
-        and costs.sleeps is None
-        and not scenario.machine.host_ms
-        and order.placement == linear(num_stages)
-        and graph == chain(num_stages, num_microbatches)
-        and min(order.windows) >= num_microbatches
-    )
-    if not applies:
-        return None
-    steps = costs.durations_ms
-    return round(fmean(bf_upper_bound_ms(step[..., 0], step[..., 1] + step[..., 2]) for step in steps), 6)
-
-
-def _optimum(scenario: Scenario, order: Order, shortest_ms: np.ndarray) -> dict[str, Any]:
-    links, limit_s = scenario.machine.links, scenario.arguments.optimum
-    try:
-        found = [
-            find_optimum(of_step, order.placement, step_ms, links=links, time_limit_s=limit_s)
-            for of_step, step_ms in zip(scenario.graphs(order.graph), shortest_ms, strict=True)
-        ]
-    except (ImportError, ValueError) as error:  # no solver, or no order found in the time that the user gave
-        raise BadInput(str(error)) from error
-    return {
-        "optimum_ms": round(fmean(one.makespan_ms for one in found), 6),
-        "optimum_is_proven": all(one.is_proven for one in found),
-    }
-
-
-def _view(scenario: Scenario) -> ScheduleView:
+def _view(scenario: _Scenario) -> ScheduleView:
     arguments = scenario.arguments
     ordering = parse_ordering(**given_order(arguments))
     assert ordering.schedule is not None
@@ -351,14 +419,6 @@ def _view(scenario: Scenario) -> ScheduleView:
     return view_schedule(ordering.schedule, request, scenario.machine)
 
 
-def _show_view(console: Console, arguments: argparse.Namespace, view: ScheduleView) -> None:
-    _write_files(arguments, [(f"{view.table.name}, strict", view.strict.timeline)])
-    if arguments.json:
-        view.print_json()
-    else:
-        view.print_text(console, has_slots=arguments.show == SLOTS)
-
-
 def _write_files(arguments: argparse.Namespace, timelines: Sequence[tuple[str, Timeline]]) -> None:
     """Write the requested pictures and traces, and load their libraries only then."""
     if arguments.timeline:
@@ -369,23 +429,85 @@ def _write_files(arguments: argparse.Namespace, timelines: Sequence[tuple[str, T
         write_trace(timelines[0][1], arguments.trace)
 
 
-def show(console: Console, scenario: Scenario, outcomes: dict[str, SimulatedOrder]) -> None:
-    """Print the results of all orders, as tables or as one JSON object."""
-    arguments, work = scenario.arguments, scenario.work
-    if arguments.json:
-        results = {label: outcome.result for label, outcome in outcomes.items()}
-        printed = {"compare": results} if arguments.compare else next(iter(results.values()))
-        if work is not None:
-            printed = printed | {"workload": work.figures}
-        print(json.dumps(printed, allow_nan=False), flush=True)
+def _refuse_beside_show(arguments: argparse.Namespace) -> None:
+    """Raise ValueError, with the remedy, for options that belong to ``--show`` alone or mean nothing beside it."""
+    if arguments.show is None:
+        if arguments.csv is not None:
+            raise ValueError("csv writes the table that --show shows: give --show too")
         return
-    if arguments.compare:
-        show_comparison(console, {label: outcome.result for label, outcome in outcomes.items()})
-    else:
-        outcome = next(iter(outcomes.values()))
-        show_run(console, outcome.order.label, outcome.result, outcome.order.bounds)
-    if work is not None:
-        console.print(work.text, soft_wrap=True)
+    if arguments.schedule is None:
+        raise ValueError("show is about the table of a schedule: give --schedule, for example zb-h1")
+    for_runs = ("compare", "steps", "jitter", "durations", "workload", "optimum")
+    for_orders = ("consume", "hint", "offload", "recompute")
+    said = [f"--{name}" for name in (*for_runs, *for_orders) if getattr(arguments, name, None) is not None]
+    if said:
+        raise ValueError(f"show simulates one step of the schedule as it is: leave {', '.join(said)} out")
+
+
+def _memory_weights(text: str | None) -> MemoryWeights:
+    """Parse ``F,I,W``: the memory that F holds, I frees and W frees."""
+    if text is None:
+        return MemoryWeights()
+    weights = parse_numbers(text, "memory-weights", example="1,0.5,0.5")
+    if len(weights) != 3:
+        raise ValueError(f"memory-weights {text} has {len(weights)} numbers: write those of F, I and W, as 1,0.5,0.5")
+    return MemoryWeights(forward=weights[0], input_gradient=weights[1], weight_gradient=weights[2])
+
+
+def parse_entries(text: str, base: Ordering, *, group_size: int | None = None) -> list[tuple[str, Ordering]]:
+    """``1f1b:strict,zb-h1:ready+footprint+foresight,bf``: hints, and schedules with how they are consumed.
+
+    A schedule without a colon is consumed as ``base`` and the defaults have it. ``base`` gives window and backward to
+    all of them; ``group_size`` goes to the schedules that have groups.
+    """
+    entries = [(entry, _entry(entry, base)) for entry in _distinct(text.split(","))]
+    if group_size is None:
+        return entries
+    if not any(_has_groups(one) for _, one in entries):
+        raise ValueError(
+            f"no entry of compare has groups of {group_size} microbatches: name gis, or leave group-size out"
+        )
+    return [(entry, replace(one, group_size=group_size) if _has_groups(one) else one) for entry, one in entries]
+
+
+def _has_groups(ordering: Ordering) -> bool:
+    name = ordering.schedule
+    return name is not None and is_schedule(name) and schedule_entry(name).has_groups
+
+
+def _distinct(entries: Sequence[str]) -> Sequence[str]:
+    twice = sorted({entry for entry in entries if entries.count(entry) > 1})
+    if twice:
+        raise ValueError(f"compare names {', '.join(map(repr, twice))} twice: name each entry once")
+    return entries
+
+
+def _entry(entry: str, base: Ordering) -> Ordering:
+    path, of_file, rest = entry.partition(".py:")
+    name, colon, words = rest.partition(":") if of_file else entry.partition(":")
+    name = path + of_file + name if of_file else name
+    if is_schedule(name) or name.endswith(".csv"):
+        return replace(base, schedule=name, **(_consumption(entry, name, words) if colon else {}))
+    if name == SCHEDULE or not (name in hint_names() or is_rule(name)):
+        known = ", ".join([*schedule_names(), *(hint for hint in hint_names() if hint != SCHEDULE)])
+        raise ValueError(f"compare entry {entry!r} names no schedule and no hint: choose among {known}")
+    if words not in ("", READY):
+        raise ValueError(f"compare entry {entry!r}: {words} needs a schedule, and {name!r} is a hint")
+    return replace(base, hint=name)
+
+
+def _consumption(entry: str, name: str, words: str) -> dict[str, Any]:
+    """Parse the words behind the colon. They are complete: ``ready`` alone is readiness without footprint and
+    foresight."""
+    consume, *more = words.split("+")
+    known = consume == STRICT and not more
+    if not known and (consume != READY or not set(more) <= {_FOOTPRINT, _FORESIGHT} or len(set(more)) < len(more)):
+        choices = f"{name}:{STRICT}, {name}:{READY} or {name}:{READY}+{_FOOTPRINT}+{_FORESIGHT}"
+        raise ValueError(f"compare entry {entry!r} ends in {words!r}: write {choices}")
+    if consume == STRICT:
+        return {"consume": STRICT, "footprint": None, "foresight": None, "read_ahead": None}
+    said = {name: name in more for name in (_FOOTPRINT, _FORESIGHT)}
+    return {"consume": READY, **said}
 
 
 if __name__ == "__main__":

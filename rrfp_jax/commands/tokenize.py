@@ -14,8 +14,13 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from rrfp_jax.byte_sizes import format_bytes, parse_bytes
 from rrfp_jax.commands.common.console import make_console, say, show_text
@@ -25,7 +30,6 @@ from rrfp_jax.exit_codes import DONE, PEER_LOST
 from rrfp_jax.records import to_plain
 
 if TYPE_CHECKING:
-    from rrfp_jax.commands.common.work_report import WorkReport
     from rrfp_jax.data.tokenizing import TokenizeOptions
 
 
@@ -40,12 +44,11 @@ def main(argv: list[str] | None = None) -> int:
             return _check(arguments.check)
         options = _options(arguments)
 
-    from rrfp_jax.commands.common.work_report import WorkReport
     from rrfp_jax.data.tokenizing import WorkerLost
 
     started_s = time.monotonic()
     try:
-        with WorkReport(make_console(is_quiet=arguments.json), _WORDS) as report, checking_input():
+        with _WorkReport(make_console(is_quiet=arguments.json), _WORDS) as report, checking_input():
             return (_train if arguments.train else _tokenize)(arguments, options, report, started_s)
     except WorkerLost as lost:
         print(f"error: {lost}", file=sys.stderr)
@@ -133,7 +136,59 @@ def _options(arguments: argparse.Namespace) -> "TokenizeOptions":
     )
 
 
-def _tokenize(arguments: argparse.Namespace, options: "TokenizeOptions", report: "WorkReport", started_s: float) -> int:
+_LINE_EVERY_S = 10.0
+"""How often a line tells of progress where no bar can be drawn."""
+
+
+class _WorkReport:
+    """A callback that takes the current part of the work, its finished and its total amount; ``words`` name the
+    parts."""
+
+    def __init__(self, console: Console, words: Mapping[str, str]) -> None:
+        self._console, self._words, self._told_s = console, words, time.monotonic()
+        self._totals: dict[str, int] = {}
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            transient=True,
+            disable=console.quiet or not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", visible=False)
+
+    def __call__(self, part: str, done: int, total: int) -> None:
+        if part not in self._totals:
+            self._totals[part] = total
+            self._bar.reset(self._task, total=total, description=self._words[part], visible=True)
+        self._bar.update(self._task, completed=done)
+        now_s = time.monotonic()
+        if self._bar.disable and total and now_s - self._told_s >= _LINE_EVERY_S:
+            self._told_s = now_s
+            self._console.print(f"{self._words[part]}: {done / total:.0%}")
+
+    def total(self, part: str) -> int:
+        """Returns the total amount of a part."""
+        return self._totals.get(part, 0)
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def _tokenize(arguments: argparse.Namespace, options: "TokenizeOptions", report: _WorkReport, started_s: float) -> int:
     from rrfp_jax.data.tokenizing import tokenize
 
     header = tokenize(arguments.inputs, arguments.out, options, workers=arguments.workers, progress=report)
@@ -150,7 +205,7 @@ def _tokenize(arguments: argparse.Namespace, options: "TokenizeOptions", report:
     return DONE
 
 
-def _train(arguments: argparse.Namespace, options: "TokenizeOptions", report: "WorkReport", _: float) -> int:
+def _train(arguments: argparse.Namespace, options: "TokenizeOptions", report: _WorkReport, _: float) -> int:
     from rrfp_jax.data.tokenizing import train_tokenizer_file
 
     size = train_tokenizer_file(arguments.inputs, arguments.out, options, workers=arguments.workers, progress=report)

@@ -10,20 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.commands.diagnosis import Finding, Status, guarded, ok, processes
-from rrfp_jax.commands.diagnosis.host import (
-    check_compile_cache,
+from rrfp_jax.commands import doctor
+from rrfp_jax.commands.doctor import (
+    Finding,
+    Status,
     check_cores,
     check_hardware,
+    check_jax,
     check_memory,
     check_open_files,
     check_run_directory,
     check_shared_memory,
-    core_quota,
-    memory_limit,
+    check_start,
+    guarded,
+    main,
 )
-from rrfp_jax.commands.diagnosis.processes import check_jax, check_start
-from rrfp_jax.commands.doctor import main
+from rrfp_jax.control_groups import core_quota, memory_limit
 from tests.commands.running import ROOT
 from tests.environment import of_child
 from tests.fake_hosts import fake_package, fake_plugin, fake_smi
@@ -108,7 +110,7 @@ def test_ranks_that_cannot_start_are_told_with_their_own_words() -> None:
 
 
 def test_few_open_files_are_found_without_root() -> None:
-    program = "from rrfp_jax.commands.diagnosis.host import check_open_files; print(check_open_files())"
+    program = "from rrfp_jax.commands.doctor import check_open_files; print(check_open_files())"
     for limit, status in ((64, Status.PROBLEM), (160, Status.WARNING), (1024, Status.OK)):
         told = run(f"ulimit -n {limit}; exec {sys.executable} -c '{program}'").stdout
         assert f"status={status!r}" in told
@@ -168,7 +170,7 @@ def test_both_cuda_plugins_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_nccl_that_hangs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_package(tmp_path, "nvidia-nccl-cu13", "2.30.7")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(processes, "_PROBES", "tests.commands.answering_probe")
+    monkeypatch.setattr(doctor, "_PROBES", "tests.commands.answering_probe")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert_found(check_jax(), Status.PROBLEM, "nvidia-nccl-cu13 2.30.7", "pip install 'nvidia-nccl-cu13>2.30.7'")
 
@@ -194,14 +196,6 @@ def test_a_run_directory_that_cannot_be_written_is_found(tmp_path: Path) -> None
     assert_found(check_run_directory(tmp_path / "file/runs"), Status.PROBLEM, "cannot be made", "--run-dir")
     assert check_run_directory(tmp_path / "deep/runs").status is not Status.PROBLEM
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
-    assert check_compile_cache({"HOME": str(tmp_path)}).figures["path"] == str(tmp_path / ".cache/rrfp/programs")
-    assert check_compile_cache({"RRFP_COMPILE_CACHE": "none"}).status is Status.OK
-    found = check_compile_cache({"RRFP_COMPILE_CACHE": "/proc/x"})
-    assert_found(found, Status.WARNING, "compiled at every start", "RRFP_COMPILE_CACHE=/absolute/path")
-    assert check_compile_cache({"RRFP_COMPILE_CACHE": "relative"}).status is Status.WARNING
 
 
 def make_group(root: Path, lines: str, **files: str) -> Path:
@@ -236,11 +230,11 @@ def test_limits_of_control_groups_are_found(tmp_path: Path) -> None:
 
 
 def test_a_check_neither_raises_nor_hangs() -> None:
+    fine = Finding(status=Status.OK, text="fine")
     assert_found(guarded(lambda: 1 / 0), Status.PROBLEM, "ZeroDivisionError", "report")  # type: ignore[arg-type, return-value]
-    assert_found(
-        guarded(lambda: time.sleep(5) or ok(""), deadline_s=0.05), Status.PROBLEM, "no answer within 0.05 s", "hangs"
-    )
-    assert guarded(lambda: ok("fine"), deadline_s=30).text == "fine"
+    late = guarded(lambda: time.sleep(5) or fine, deadline_s=0.05)
+    assert_found(late, Status.PROBLEM, "no answer within 0.05 s", "hangs")
+    assert guarded(lambda: fine, deadline_s=30).text == "fine"
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 
 from experiments import levels
 from rrfp_jax.commands import simulate
-from rrfp_jax.commands.studies.durations import from_array
-from rrfp_jax.commands.studies.graphs import GraphWishes, add_graph_arguments, make_graph, parse_graph
+from rrfp_jax.commands.studies.work import GraphOptions, add_graph_arguments, from_array, make_graph, parse_graph
 from rrfp_jax.schedules import (
     Edge,
     PipelineGraph,
@@ -55,7 +54,7 @@ def test_encoders_may_be_frozen_and_share_stages():
 def test_without_encoders_a_placement_holds_a_chain():
     model = make_graph(wishes("--stage-of-chunk", "0,1,1,0"), num_stages=2, num_microbatches=8)
     assert (model.graph, model.encoders) == (chain(4, 8), ())
-    assert GraphWishes().is_empty
+    assert wishes() == GraphOptions()
 
 
 @pytest.mark.parametrize(

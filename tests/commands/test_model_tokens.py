@@ -11,7 +11,7 @@ import yaml
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rrfp_jax.commands.sampling.vocabulary import vocabulary_of
+from rrfp_jax.commands.sampling.prompts import vocabulary_of
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.model_tokens import token_notes
 from rrfp_jax.commands.training.planned import plan_run

@@ -19,7 +19,7 @@ from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.commands import sample
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.sampling.generating import Drawing, Generator, TokenPrompt
-from rrfp_jax.commands.sampling.vocabulary import Bytes, Tokenizer, vocabulary_of
+from rrfp_jax.commands.sampling.prompts import Bytes, Tokenizer, vocabulary_of
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.data.tokens import write_token_set
 from rrfp_jax.hf.importing import plan_import, write_import

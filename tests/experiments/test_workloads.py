@@ -17,7 +17,7 @@ from experiments.sample_lengths import (
 from experiments.simulate import main
 from experiments.workload_options import on_graph
 from experiments.workloads import ROW_TOKENS, WORKLOADS, Work, Workload, cut_layers, mean_work
-from rrfp_jax.commands.studies.graphs import GraphWishes
+from rrfp_jax.commands.studies.work import GraphOptions
 from rrfp_jax.models.flop_sizes import MODEL_PAIRS, model_pair
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.schedules import bits
@@ -70,8 +70,8 @@ def test_the_same_seed_draws_the_same_samples_balanced_or_not():
 
 
 def test_balancing_makes_the_dearest_microbatch_cheaper():
-    spread = on_graph(SINGLE, GraphWishes(), num_stages=4)[0].spread
-    plain = on_graph(replace(SINGLE, is_balanced=False), GraphWishes(), num_stages=4)[0].spread
+    spread = on_graph(SINGLE, GraphOptions(), num_stages=4)[0].spread
+    plain = on_graph(replace(SINGLE, is_balanced=False), GraphOptions(), num_stages=4)[0].spread
     assert spread.dearest_over_mean - 1 < (plain.dearest_over_mean - 1) / 2
     assert spread.decoder_cv < plain.decoder_cv / 2
 
@@ -82,13 +82,13 @@ def test_packed_samples_have_room_and_fill_their_rows():
         tokens = [sum(sample.tokens for sample in m) for step in workload.steps() for m in step]
         assert max(tokens) <= ROW_TOKENS
         assert np.mean(tokens) > 0.9 * ROW_TOKENS
-        spread = on_graph(workload, GraphWishes(), num_stages=4)[0].spread
+        spread = on_graph(workload, GraphOptions(), num_stages=4)[0].spread
         assert spread.encoder_cv < 0.15
         assert spread.decoder_cv < 0.15
 
 
 def test_a_task_takes_as_long_as_its_operations():
-    steps, (one, model) = SINGLE.steps(), on_graph(SINGLE, GraphWishes(encoders=(2,)), num_stages=4)
+    steps, (one, model) = SINGLE.steps(), on_graph(SINGLE, GraphOptions(encoders=(2,)), num_stages=4)
     durations_ms, cut = one.durations.durations_ms, one.cut
     assert durations_ms.shape == (4, 4, 8, 3)
     assert durations_ms[:, 2:, :, 0].mean() == pytest.approx(10)
@@ -108,17 +108,17 @@ def test_a_document_is_as_much_work_as_its_images_and_its_text():
 
 
 def test_what_never_changes_takes_no_weight_gradient():
-    frozen = on_graph(SINGLE, GraphWishes(encoders=(1,), frozen_encoder=True), num_stages=4)[0]
+    frozen = on_graph(SINGLE, GraphOptions(encoders=(1,), frozen_encoder=True), num_stages=4)[0]
     assert (frozen.durations.durations_ms[:, 0, :, 1:] == 0).all()
     assert (frozen.durations.durations_ms[:, 0, :, 0] > 0).all()
-    decoder = on_graph(SINGLE, GraphWishes(encoders=(1,), frozen_chunks=(2,)), num_stages=4)[0]
+    decoder = on_graph(SINGLE, GraphOptions(encoders=(1,), frozen_chunks=(2,)), num_stages=4)[0]
     assert (decoder.durations.durations_ms[:, 2, :, 2] == 0).all()
     assert (decoder.durations.durations_ms[:, 2, :, 1] > 0).all()
 
 
 def test_text_has_no_tasks_in_the_encoder():
     workload = Workload(name="interleaved", pair=PAIR, num_steps=8, num_microbatches=16, samples=1)
-    one, model = on_graph(workload, GraphWishes(encoders=(2,)), num_stages=6)
+    one, model = on_graph(workload, GraphOptions(encoders=(2,)), num_stages=6)
     steps = workload.steps()
     for step, pairs in enumerate(one.durations.absent):
         without = [m for m, samples in enumerate(steps[step]) if not samples[0].images]
@@ -132,7 +132,7 @@ def test_text_has_no_tasks_in_the_encoder():
 def test_models_are_cut_so_that_no_chunk_costs_much_more_than_others():
     for pair in map(model_pair, MODEL_PAIRS):
         workload = replace(SINGLE, pair=pair)
-        one, model = on_graph(workload, GraphWishes(), num_stages=8)
+        one, model = on_graph(workload, GraphOptions(), num_stages=8)
         by_chunk = one.durations.durations_ms.sum(axis=-1).mean(axis=(0, 2))
         assert by_chunk.max() < 1.25 * by_chunk.mean()
         assert sum(one.cut.encoder) == pair.encoder.num_layers

@@ -2,7 +2,7 @@
 
 A prompt is read in one pass, which leaves keys and values in a cache; then a loop, compiled as a whole, makes a token
 per turn. Both are compiled once for prompts, and for texts, up to the same power of two: a prompt is padded to it, and
-so many places has the cache.
+the cache has as many places.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,7 +113,7 @@ class Generator:
         return np.asarray(made)[: int(count)]
 
     def _images(self, prompt: TokenPrompt, shape: tuple[int, int]) -> dict[str, NDArray[Any]]:
-        """The leaves of images, ``image_index`` as long as the padded prompt."""
+        """Returns the leaves of images, with ``image_index`` as long as the padded prompt."""
         leaves = dict(prompt.image_leaves)
         if leaves:
             index = np.full(shape, -1, np.int32)
@@ -132,7 +132,7 @@ class Generator:
     def _prefill(
         self, params: Any, tokens: jax.Array, length: jax.Array, leaves: dict[str, jax.Array], *, num_places: int
     ) -> tuple[jax.Array, LayerCaches]:
-        """The logits behind the last token of the prompt, ``[vocab_size]``, and the cache."""
+        """Returns the logits behind the last token of the prompt, ``[vocab_size]``, and the cache."""
         vectors = self._decoder.embed(params, tokens)
         if leaves:
             assert self._encoder is not None
@@ -146,7 +146,7 @@ class Generator:
     def _loop(
         self, params: Any, cache: LayerCaches, logits: jax.Array, length: jax.Array, rules: "_Rules"
     ) -> tuple[jax.Array, jax.Array]:
-        """The tokens, and how many there are."""
+        """Returns the tokens, int32 ``[num_places]``, and how many of them are valid."""
         num_places = cache[0].keys.shape[1]
 
         def chosen(logits: jax.Array, count: jax.Array) -> jax.Array:
@@ -170,5 +170,5 @@ class Generator:
 
 
 def bucket(length: int) -> int:
-    """The power of two up to which texts of this length share their programs."""
+    """Returns the power of two up to which texts of this length share their programs."""
     return max(_SHORTEST, 1 << (length - 1).bit_length())

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rrfp_jax.commands.studies.durations import Durations, Profile, parse_numbers
+from rrfp_jax.commands.studies.work import Profile, parse_numbers
 from rrfp_jax.core import Agreement, DecisionTimer, Dispatch, Order, StageArbiter, StepRules, dispatch_of
 from rrfp_jax.core.dispatch import CERTAIN, JUST_IN_TIME, parse_dispatch
 from rrfp_jax.schedules import Placement, ScheduleTable, Task, TaskKind
 from rrfp_jax.schedules.slots import SlotLengths, per_stage
-from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (
     PAPER_LEVELS,
     Communication,
@@ -24,13 +23,13 @@ from rrfp_jax.simulation import (
     both_directions,
     lognormal,
     paper,
-    peak_memory,
     straggler,
 )
+from rrfp_jax.simulation.costs import Durations
 
 
 def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Links, communication and the host's overheads."""
+    """Add the options for links, communication and the host's overheads."""
     add = group.add_argument
     add(
         "--comm",
@@ -89,7 +88,7 @@ def make_machine(arguments: argparse.Namespace) -> Machine:
         raise ValueError(f"{flag} has no effect with {arguments.comm} communication: leave it out, or take async")
     if (arguments.message_bytes is None) != (arguments.bandwidth_gb_per_s is None):
         raise ValueError("--message-bytes and --bandwidth-gb-per-s belong together: give both or neither")
-    activation_bytes, gradient_bytes = parse_message_bytes(arguments.message_bytes)
+    activation_bytes, gradient_bytes = _message_bytes(arguments.message_bytes)
     links = Links(
         latency_ms=arguments.comm_ms,
         activation_bytes=activation_bytes,
@@ -123,7 +122,7 @@ def arbiters_of(order: Order, arguments: argparse.Namespace) -> list[StageArbite
 
 
 def parse_link_delays_ms(text: str | None) -> dict[tuple[int, int], float]:
-    """``6-7:30`` or ``0-1:5,6-7:30``: extra milliseconds on the link between two stages, both directions."""
+    """Returns the extra milliseconds on links between two stages, both directions, from a text as ``0-1:5,6-7:30``."""
     delays: dict[tuple[int, int], float] = {}
     for part in text.split(",") if text else ():
         stages, _, delay = part.partition(":")
@@ -137,8 +136,8 @@ def parse_link_delays_ms(text: str | None) -> dict[tuple[int, int], float]:
     return delays
 
 
-def parse_message_bytes(text: str | None) -> tuple[float, float]:
-    """``A`` or ``A,G``: the bytes of an activation and of a gradient."""
+def _message_bytes(text: str | None) -> tuple[float, float]:
+    """Returns the bytes of an activation and of a gradient from a text ``A`` or ``A,G``."""
     if text is None:
         return 0.0, 0.0
     sizes = parse_numbers(text, "message-bytes", example="33554432,33554432")
@@ -148,31 +147,25 @@ def parse_message_bytes(text: str | None) -> tuple[float, float]:
 
 
 RULES = StepRules(updates=False, agreement=Agreement.ALL)
-"""As in emulate: a step ends for all stages when all have reported the end of their tasks."""
+"""Rules of a simulated step: it ends for all stages when all have reported the end of their tasks, as in emulate."""
 
 
 def chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: Sequence[float] = ()) -> Durations:
-    """F, I and W of a whole stage cut for its chunks, equally or by their parts; [1, chunks, microbatches, 3]."""
+    """Returns F, I and W of a stage divided among its chunks by ``parts``, [1, chunks, microbatches, 3]."""
     length = per_stage(table, SlotLengths(*durations_ms), parts)
     kinds = (TaskKind.F, TaskKind.I, TaskKind.W)
     by_chunk = [[length(Task(kind, chunk, 0)) for kind in kinds] for chunk in range(table.graph.num_chunks)]
     return np.repeat(np.array([by_chunk], np.float64)[:, :, None], table.graph.num_microbatches, axis=2)
 
 
-def peak_of(table: ScheduleTable, step: Timeline, parts: Sequence[float] = ()) -> float:
-    """Activations of the fullest stage in a step that ran, counted as for a table; where operations move some away,
-    those on the device."""
-    return round(max(peak_memory(step, table.graph, table.placement, chunk_parts=parts)), 9)
-
-
-JITTER_FORMS = "lognormal:SIGMA, bimodal:PROBABILITY,FACTOR, paper:J0|J1|J2|J3, straggler:STAGE,FACTOR"
+_JITTER_FORMS = "lognormal:SIGMA, bimodal:PROBABILITY,FACTOR, paper:J0|J1|J2|J3, straggler:STAGE,FACTOR"
 
 _Factor = Callable[[Durations, Placement, np.random.Generator], Durations]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jitter:
-    """The value of ``--jitter``: factors on the durations, one after the other, and at most one level of sleeps."""
+    """Jitter of a run: factors on the durations, one after the other, and at most one level of sleeps."""
 
     factors: tuple[_Factor, ...] = ()
     level: str | None = None
@@ -180,7 +173,7 @@ class Jitter:
     def apply(
         self, durations_ms: Durations, placement: Placement, rng: np.random.Generator
     ) -> tuple[Durations, InjectedSleeps | None]:
-        """The durations of every step with jitter, and the sleeps that depend on the order, if any."""
+        """Returns the durations of every step with jitter, and the sleeps that depend on the order, if any."""
         for factor in self.factors:
             durations_ms = factor(durations_ms, placement, rng)
         sleeps = paper(PAPER_LEVELS[self.level], durations_ms.shape, rng) if self.level else None
@@ -188,7 +181,7 @@ class Jitter:
 
 
 def parse_jitter(text: str | None) -> Jitter:
-    """One form of :data:`JITTER_FORMS`, or several joined by ``+``."""
+    """Returns the jitter of a text: one form of ``_JITTER_FORMS``, or several joined by ``+``."""
     jitter = Jitter()
     for part in text.split("+") if text else ():
         name, _, argument = part.partition(":")
@@ -204,10 +197,10 @@ def parse_jitter(text: str | None) -> Jitter:
 def _factor(part: str, name: str, argument: str) -> _Factor:
     counts = {"lognormal": 1, "bimodal": 2, "straggler": 2}
     if name not in counts:
-        raise ValueError(f"jitter {part!r} is unknown: write one of {JITTER_FORMS}, or several joined by +")
-    numbers = parse_numbers(argument, f"jitter {name}", example=JITTER_FORMS)
+        raise ValueError(f"jitter {part!r} is unknown: write one of {_JITTER_FORMS}, or several joined by +")
+    numbers = parse_numbers(argument, f"jitter {name}", example=_JITTER_FORMS)
     if len(numbers) != counts[name]:
-        raise ValueError(f"jitter {part!r} has {len(numbers)} numbers instead of {counts[name]}: write {JITTER_FORMS}")
+        raise ValueError(f"jitter {part!r} has {len(numbers)} numbers instead of {counts[name]}: write {_JITTER_FORMS}")
     if name == "lognormal":
         return lambda durations_ms, _, rng: lognormal(durations_ms, numbers[0], rng)
     if name == "bimodal":
@@ -219,12 +212,12 @@ def _factor(part: str, name: str, argument: str) -> _Factor:
 
 
 def add_noise_arguments(group: argparse._ArgumentGroup) -> None:
-    """``--jitter`` and ``--seed``."""
+    """Add the options ``--jitter`` and ``--seed``."""
     add = group.add_argument
     add(
         "--jitter",
         metavar="FORM",
-        help=f"how durations vary: {JITTER_FORMS}; several joined by + (default: not at all)",
+        help=f"how durations vary: {_JITTER_FORMS}; several joined by + (default: not at all)",
     )
     add(
         "--seed",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rrfp_jax.commands.common.ordering import Ordering, parse_ordering
-from rrfp_jax.commands.studies.graphs import check_fits_graph
+from rrfp_jax.commands.studies.work import check_fits_graph
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import RunData, make_data_set, make_evaluation_sets
 from rrfp_jax.commands.training.mesh_checks import check_meshes

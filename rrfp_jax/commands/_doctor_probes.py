@@ -1,6 +1,6 @@
 """The programs that ``rrfp doctor`` starts in processes of their own, since each may fail or hang.
 
-``python -m rrfp_jax.commands.diagnosis.probes`` is one of two ranks: they meet, run two steps of tasks that sleep, and
+``python -m rrfp_jax.commands._doctor_probes`` is one of two ranks: they meet, run two steps of tasks that sleep, and
 end. With the argument ``jax`` it starts JAX instead, and prints the devices as one line of JSON.
 """
 
@@ -10,7 +10,7 @@ import sys
 from rrfp_jax.commands.common.errors import run_command
 
 
-def start_jax() -> int:
+def _start_jax() -> int:
     """Start JAX and print its platform, devices and versions."""
     from importlib.metadata import version
 
@@ -23,7 +23,7 @@ def start_jax() -> int:
     return 0
 
 
-def run_rank() -> int:
+def _run_rank() -> int:
     """Run this rank's stage of a small emulated pipeline."""
     from rrfp_jax.cluster import ClusterConfig
     from rrfp_jax.commands.common.process import enter
@@ -46,5 +46,5 @@ def run_rank() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["jax"]:
-        sys.exit(start_jax())  # unguarded: its errors are read from the last line of its traceback
-    run_command(run_rank)
+        sys.exit(_start_jax())  # unguarded: its errors are read from the last line of its traceback
+    run_command(_run_rank)
