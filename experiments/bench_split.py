@@ -5,7 +5,7 @@
     python -m experiments.bench_split --repeats 30 --only wide
 
 For each chunk the programs run in turn, again and again, so that a disturbance hits all of them; medians are printed.
-B is the fused backward from the same stash, `vjp` the pullback that `jax.vjp` itself returns as a separate program.
+B is the fused backward from the same residuals, `vjp` the pullback that `jax.vjp` itself returns as a separate program.
 """
 
 import statistics
@@ -93,18 +93,18 @@ def programs(
     split: SplitBackward, fn: Callable[[Any, Any], Any], params: Any, inputs: jax.Array
 ) -> dict[str, Callable[[], Any]]:
     """The jitted programs, each bound to its arguments and compiled."""
-    outputs, stash = jax.jit(split.forward)(params, inputs)
+    outputs, residuals = jax.jit(split.forward)(params, inputs)
     gradient = jnp.ones_like(outputs)
     backward, weight_gradient = jax.jit(split.backward), jax.jit(split.weight_gradient)
-    _, owed = backward(params, stash, gradient)
+    _, weight_residuals = backward(params, residuals, gradient)
     _, pullback = jax.jit(lambda p, x: jax.vjp(fn, p, x))(params, inputs)
     fused, pull = jax.jit(split.full_backward), jax.jit(lambda pb, g: pb(g))
     forward = jax.jit(split.forward)
     bound: dict[str, Callable[[], Any]] = {
         "F": lambda: forward(params, inputs),
-        "I": lambda: backward(params, stash, gradient),
-        "W": lambda: weight_gradient(params, owed),
-        "B": lambda: fused(params, stash, gradient),
+        "I": lambda: backward(params, residuals, gradient),
+        "W": lambda: weight_gradient(params, weight_residuals),
+        "B": lambda: fused(params, residuals, gradient),
         "vjp": lambda: pull(pullback, gradient),
     }
     for program in bound.values():
@@ -125,7 +125,7 @@ def medians_ms(bound: dict[str, Callable[[], Any]], repeats: int) -> dict[str, f
 def bench_split(console: Console, *, repeats: int = 30, only: str = "") -> None:
     """Print one line per case whose name contains ``only``, the medians of so many runs."""
     table = Table(title=f"split backward, medians of {repeats} runs", title_justify="left")
-    for heading in ("chunk", *PROGRAMS, "(I+W)/B", "stash MB", "owed MB", "jax.vjp MB"):
+    for heading in ("chunk", *PROGRAMS, "(I+W)/B", "residuals MB", "for W MB", "jax.vjp MB"):
         table.add_column(f"{heading} ms" if heading in PROGRAMS else heading, justify="right", no_wrap=True)
     table.columns[0].justify = "left"
     for name, case in CASES.items():
@@ -139,7 +139,7 @@ def _figures(case: Case, repeats: int) -> list[str]:
     split = split_backward(fn, params, inputs)
     ms = medians_ms(programs(split, fn, params, inputs), repeats)
     report = split.report
-    sizes = (report.stash_bytes, report.owed_bytes, report.residual_bytes)
+    sizes = (report.residual_bytes, report.weight_residual_bytes, report.vjp_bytes)
     ratio = (ms["I"] + ms["W"]) / ms["B"]
     return [*(f"{ms[name]:.2f}" for name in PROGRAMS), f"{ratio:.3f}", *(f"{size / 1e6:.1f}" for size in sizes)]
 

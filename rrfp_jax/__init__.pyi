@@ -6,9 +6,9 @@ from rrfp_jax.pipeline import Pipeline as Pipeline
 from rrfp_jax.pipeline import PipelineState as PipelineState
 from rrfp_jax.programs.chunk import Chunk as Chunk
 from rrfp_jax.programs.chunk import microbatch_key as microbatch_key
-from rrfp_jax.programs.freezing import freeze as freeze
 from rrfp_jax.programs.layers import ApplyLayers as ApplyLayers
 from rrfp_jax.programs.layers import InitLayers as InitLayers
+from rrfp_jax.programs.model_graph import freeze as freeze
 from rrfp_jax.programs.model_graph import mirrored as mirrored
 from rrfp_jax.programs.remat import one_layer as one_layer
 from rrfp_jax.runtime import NoProgress as NoProgress

@@ -31,8 +31,7 @@ from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.field_rules import is_whole, typed, with_type
 from rrfp_jax.private.jax_names import trace_state_clean
-from rrfp_jax.programs.batches import StepBatch, buckets_of, leaves_read, num_microbatches
-from rrfp_jax.programs.buckets import Buckets, leaves_to_lack
+from rrfp_jax.programs.batches import Buckets, StepBatch, buckets_of, leaves_read, leaves_to_lack, num_microbatches
 from rrfp_jax.programs.chunk import Chunk, check_chunks, check_seed, param_specs, trained_specs
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress

@@ -11,7 +11,7 @@ import yaml
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
-from rrfp_jax.programs.handover import OwedBytes
+from rrfp_jax.programs.residuals import WeightResidualBytes
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.schedules import chain
@@ -31,9 +31,9 @@ def plans(remat: str = "none", **model: Any) -> list[ChunkPlan]:
     return [plan_chunk(c, chunks, graph, shapes, remat=remat) for c in range(NUM_CHUNKS)]
 
 
-def stash_and_kept(plan: ChunkPlan) -> tuple[int, int]:
-    specs = plan.stash.specs
-    return num_bytes((specs.donated, specs.saved)), num_bytes(specs.kept)
+def made_and_aliased(plan: ChunkPlan) -> tuple[int, int]:
+    specs = plan.residuals.specs
+    return num_bytes((specs.donated, specs.saved)), num_bytes(specs.aliased)
 
 
 @pytest.mark.one_in(2)
@@ -54,8 +54,8 @@ def stash_and_kept(plan: ChunkPlan) -> tuple[int, int]:
         ("none", "bfloat16", {FIRST: (30_818_304, 0), MIDDLE: (30_015_488, 786_432), LAST: (32_391_168, 819_200)}),
     ],
 )
-def test_stash_of_one_microbatch(remat: str, dtype: str, expected: dict[int, tuple[int, int]]) -> None:
-    """Bytes that only the stash holds, and bytes of inputs that it keeps alive.
+def test_residuals_of_one_microbatch(remat: str, dtype: str, expected: dict[int, tuple[int, int]]) -> None:
+    """Bytes of residuals that the forward makes, and of inputs that they keep alive.
 
     At most what ``jax.vjp`` alone would keep, without every value that parameters alone determine. The numbers depend
     on JAX's own rules of differentiation; a new release may lower them.
@@ -64,17 +64,21 @@ def test_stash_of_one_microbatch(remat: str, dtype: str, expected: dict[int, tup
     for plan in made:
         report = plan.split.report if plan.split else None
         assert report is not None
-        assert sum(stash_and_kept(plan)) == report.stash_bytes
-        assert report.stash_bytes <= report.residual_bytes - report.fixed_residual_bytes
-    assert {chunk: stash_and_kept(made[chunk]) for chunk in expected} == expected
+        assert sum(made_and_aliased(plan)) == report.residual_bytes
+        assert report.residual_bytes <= report.vjp_bytes - report.fixed_vjp_bytes
+    assert {chunk: made_and_aliased(made[chunk]) for chunk in expected} == expected
 
 
-def test_owed_by_one_microbatch() -> None:
-    """One pair of arrays per weight matrix; the first chunk, which has no input gradient, owes all."""
+def test_weight_residuals_of_one_microbatch() -> None:
+    """One pair of arrays per weight matrix; the first chunk, which has no input gradient, keeps all."""
     made = plans()
-    assert made[FIRST].owed.num_bytes == OwedBytes(stash=53_100_544, gradients=1_572_864)
-    assert made[MIDDLE].owed.num_bytes == OwedBytes(stash=8_912_896, gradients=1_572_864, made=13_107_968)
-    assert made[LAST].owed.num_bytes == OwedBytes(stash=10_502_144, kept=16_384, made=14_697_600)
+    assert made[FIRST].weight_residuals.num_bytes == WeightResidualBytes(saved=53_100_544, gradients=1_572_864)
+    assert made[MIDDLE].weight_residuals.num_bytes == WeightResidualBytes(
+        saved=8_912_896, gradients=1_572_864, made=13_107_968
+    )
+    assert made[LAST].weight_residuals.num_bytes == WeightResidualBytes(
+        saved=10_502_144, aliased=16_384, made=14_697_600
+    )
 
 
 def test_weights_in_bfloat16_are_derived_once_per_update() -> None:

@@ -12,7 +12,7 @@ import pytest
 from rrfp_jax.core import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.private.jax_names import compiler
-from rrfp_jax.programs.freezing import freeze
+from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleRequest, ScheduleTable, build_schedule, linear

@@ -15,8 +15,7 @@ import pytest
 from rrfp_jax.core import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk, param_specs
-from rrfp_jax.programs.freezing import freeze
-from rrfp_jax.programs.model_graph import mirrored
+from rrfp_jax.programs.model_graph import freeze, mirrored
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, TaskKind, build_schedule, linear, looped
 from rrfp_jax.training.saving import RunSaver

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from rrfp_jax.programs.chunk import param_specs
-from rrfp_jax.programs.freezing import freeze
+from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.programs.specs import pick
 from rrfp_jax.schedules import Placement, TaskKind
 from tests.pipelines import make_pipeline

@@ -9,7 +9,7 @@ import pytest
 
 from rrfp_jax.models import vision_language_model
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.programs.freezing import freeze
+from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.schedules import Placement, Task, TaskKind
 from tests.models.encoder_reference import AUDIO, PACKED, make_leaves, small_model
 from tests.pipelines import make_pipeline

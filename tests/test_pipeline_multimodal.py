@@ -10,7 +10,7 @@ import pytest
 
 from rrfp_jax.core import Ordering
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.programs.freezing import freeze as frozen
+from rrfp_jax.programs.model_graph import freeze as frozen
 from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleRequest, ScheduleTable, build_schedule, linear
 from tests.drawn_words import NUM_MICROBATCHES, NUM_STEPS, Data, drawn, model, with_sounds
 from tests.models.graph_of_chunks import start

@@ -159,7 +159,7 @@ def _placed(config: TrainConfig, way: StageRun, of_encoder: StageRun) -> list[Pl
 def _is_frozen(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     if not patterns:
         return False
-    from rrfp_jax.programs.freezing import matches
+    from rrfp_jax.programs.model_graph import matches
 
     return all(any(matches(pattern, name) for pattern in patterns) for name in names)
 

@@ -21,7 +21,7 @@ from rrfp_jax.models.cuts import ChunkContents, plan_cut
 from rrfp_jax.models.encoder_config import VisionConfig
 from rrfp_jax.planner.model_layers import ModelLayers
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.freezing import freeze
+from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Edge
 

@@ -1,4 +1,4 @@
-"""What all stages agree on once per step: plain host arithmetic on one small report per stage.
+"""The agreement of all stages on a step: plain host arithmetic on one small report per stage.
 
 The gradients that stages hold at the end of a step are gradients of the *summed* loss. The verdict turns them into
 gradients of the mean loss, clipped by their global norm as ``optax.clip_by_global_norm`` would, or tells everybody to
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 MAX_NAME_BYTES = 40
-"""The longest name of a named sum."""
+"""Bytes of the longest name of a named sum."""
 _NORM, _LOSS, _SUM = Struct("<Id"), Struct("<IIdd"), Struct(f"<II{MAX_NAME_BYTES}sd")
 # a chunk and a microbatch behind it are, read together, the number by which entries are put in order
 _NORMS = np.dtype([("place", "<u4"), ("value", "<f8")])
@@ -26,18 +26,18 @@ _SUMS = np.dtype([("place", "<u8"), ("name", f"S{MAX_NAME_BYTES}"), ("value", "<
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
-    """What one stage contributes to the agreement of a step; no two stages report the same chunk."""
+    """The contribution of one stage to the agreement of a step; no two stages report the same chunk."""
 
     squared_norms: tuple[tuple[int, float], ...] = ()
     """Tuples (chunk, sum of its squared gradients) as ``reduce`` returns the sum: the owner of shared parameters counts
     them. A negative sign, of a zero too, says that the chunk's next update cannot be finite."""
     losses: tuple[tuple[int, int, float, float], ...] = ()
-    """(microbatch, chunk, loss sum, weight) of every loss that was computed here."""
+    """Tuples (microbatch, chunk, loss sum, weight), one for every loss that was computed here."""
     named_sums: tuple[tuple[int, int, str, float], ...] = ()
-    """(microbatch, chunk, name, value) of what was summed beside them."""
+    """Tuples (microbatch, chunk, name, value), one for every named sum beside a loss."""
 
     def as_plain(self) -> dict[str, bytes]:
-        """The report as plain data, for another process: bytes that ranks put together without looking into them."""
+        """Returns the report as plain data, for another process: bytes that ranks join without looking inside."""
         return {
             "squared_norms": b"".join(starmap(_NORM.pack, self.squared_norms)),
             "losses": b"".join(_LOSS.pack(chunk, m, loss, weight) for m, chunk, loss, weight in self.losses),
@@ -46,7 +46,7 @@ class StageReport:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, bytes]) -> "StageReport":
-        """What :meth:`as_plain` or :func:`merged` made."""
+        """Returns the report that :meth:`as_plain` or :func:`merged` made plain."""
         return cls(
             squared_norms=tuple(_NORM.iter_unpack(plain["squared_norms"])),
             losses=tuple((m, chunk, loss, weight) for chunk, m, loss, weight in _LOSS.iter_unpack(plain["losses"])),
@@ -58,22 +58,25 @@ class StageReport:
 
 
 def merged(reports: Iterable[Mapping[str, bytes]]) -> dict[str, bytes]:
-    """Several stages' reports, each as plain data, as one: what each says, and no sum yet, whose bits would depend on
-    who added first. So it grows by one number per chunk: the norm of its gradients."""
+    """Joins several stages' reports, each as plain data, to one.
+
+    Nothing is summed yet, since the bits of a sum would depend on the order in which reports meet. So the report grows
+    by one number per chunk: the norm of its gradients.
+    """
     reports = tuple(reports)
     return {name: b"".join(report[name] for report in reports) for name in ("squared_norms", "losses", "named_sums")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What every stage does with the step."""
+    """The decision of all stages on a step, with its loss and norm."""
 
     weight: float
-    """Total weight, for example the number of tokens of the step."""
+    """The total weight, for example the number of tokens of the step."""
     loss_sum: float
-    """Loss, summed over all microbatches."""
+    """The loss, summed over all microbatches."""
     loss: float
-    """Summed loss over total weight."""
+    """The summed loss over the total weight."""
     grad_norm: float
     """Global norm of the gradient of the mean loss, before clipping; never negative."""
     scale: float
@@ -93,7 +96,7 @@ class Verdict:
     """Every named sum over the total weight, by name."""
 
     def as_plain(self) -> dict[str, Any]:
-        """The verdict as plain data, for another process; ``Verdict(**plain)`` is the way back."""
+        """Returns the verdict as plain data, for another process; ``Verdict(**plain)`` is the way back."""
         return {**vars(self)}
 
 
@@ -105,7 +108,7 @@ def agree(
     stop: bool = False,
     save: bool = False,
 ) -> Verdict:
-    """Combine the reports of all stages, given in any order, some or all of them as plain data.
+    """Combines the reports of all stages, given in any order, some or all of them as plain data.
 
     ``clip_norm`` limits the norm of the mean gradient. With ``skip_nonfinite`` a step whose loss or gradients are not
     finite is left out, and so is one without any weight, or with a microbatch of negative weight; without it the update
@@ -146,7 +149,7 @@ def _fault(weights: np.ndarray, weight: float, loss: float, grad_norm: float) ->
 
 
 def _fault_of_update(norms: np.ndarray) -> str | None:
-    # NaN may have any sign
+    # the sign of a NaN says nothing
     spoilt = norms["place"][np.signbit(norms["value"]) & ~np.isnan(norms["value"])]
     if not spoilt.size:
         return None
@@ -154,13 +157,13 @@ def _fault_of_update(norms: np.ndarray) -> str | None:
 
 
 def check_clip_norm(clip_norm: float | None) -> None:
-    """Raise ValueError unless ``clip_norm`` is None or a positive number."""
+    """Raises ValueError unless ``clip_norm`` is None or a positive number."""
     if clip_norm is not None and not (clip_norm > 0 and math.isfinite(clip_norm)):
         raise ValueError(f"clip_norm is {clip_norm}: give a positive number, or None to leave gradients as they are")
 
 
 def _means(named_sums: bytes, weight: float) -> dict[str, float]:
-    """Every named sum over the weight; like losses they are added up by microbatch, then by chunk."""
+    """Returns every named sum over the weight; like losses they are added up by microbatch, then by chunk."""
     if not named_sums:
         return {}
     sums, order = _in_order(named_sums, _SUMS)
@@ -169,13 +172,13 @@ def _means(named_sums: bytes, weight: float) -> dict[str, float]:
 
 
 def _in_order(packed: bytes, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """The entries as they came, and their order by place."""
+    """Returns the entries as they came, and their order by place."""
     entries = np.frombuffer(packed, dtype)
     return entries, entries["place"].argsort(kind="stable")
 
 
 def _sum(values: np.ndarray, order: np.ndarray | slice = slice(None)) -> float:
-    """Added one after another: ``np.sum`` adds in pairs, and ``sum`` compensates since Python 3.12."""
+    # one after another: ``np.sum`` adds in pairs, and ``sum`` compensates since Python 3.12
     return float(values[order].cumsum()[-1]) if len(values) else 0.0
 
 

@@ -1,7 +1,7 @@
-"""What the backend says of a compiled program: the time that its own model gives it, and the memory that it needs.
+"""The backend's analysis of a compiled program: the time that its own model gives it, and the memory that it needs.
 
 JAX calls neither analysis stable: they may be missing, and their form may change between versions. So this file alone
-reads them; ``tests/programs/test_analysis.py`` pins the keys, and whoever asks must do without where there is nothing.
+reads them; ``tests/programs/test_analysis.py`` pins the keys, and callers must do without where there is nothing.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ TEMPORARIES, ARGUMENTS, OUTPUTS = "temp_size_in_bytes", "argument_size_in_bytes"
 
 
 class ProgramMemory(NamedTuple):
-    """What a program needs on one device."""
+    """The memory that a program needs on one device, in bytes."""
 
     temporaries: int
-    """While it runs, beside arguments and results."""
+    """Bytes while it runs, beside arguments and results."""
     arguments: int
     outputs: int
 
@@ -41,7 +41,7 @@ def _cost_analysis(program: Compiled) -> Mapping[str, Any]:
 
 
 def memory_of(program: Compiled) -> ProgramMemory | None:
-    """None where the backend does not say."""
+    """Returns the memory that a program needs; None where the backend does not say."""
     try:
         analysis = program.memory_analysis()
     except (NotImplementedError, RuntimeError):

@@ -1,11 +1,17 @@
-"""The batch of a step: the leaves that chunks read, microbatch by microbatch.
+"""The batch of a step: the leaves that chunks read, microbatch by microbatch, and the shapes that these may have.
 
 A leaf is an array ``[num_microbatches, ...]`` or, where microbatches differ, a list with an entry for each of them: an
 array, or None where the microbatch lacks the leaf. A ``jax.ShapeDtypeStruct`` may stand for any array that this process
 does not read.
+
+A *bucket* is the shapes of all leaves of a microbatch; programs are compiled for the buckets of a run before the first
+step. The part of it that a chunk reads decides on the programs that it needs, so buckets that differ in images only
+share the programs of all chunks that see none. A microbatch that lacks a leaf skips the chunks that need it, and the
+chunks that only these feed (:func:`absent_chunks`). Buckets follow from the data alone: padding changes how sums are
+rounded, so a bucket must not depend on timing.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +20,16 @@ import numpy as np
 
 from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.chunk import Chunk, LeafOrder
+from rrfp_jax.programs.shapes import describe_chunk
+from rrfp_jax.programs.specs import describe
+from rrfp_jax.schedules import PipelineGraph
 
 Bucket = dict[str, jax.ShapeDtypeStruct]
 """The shapes of one microbatch's leaves by name; what it lacks is missing."""
 Leaf = Any
-"""A leaf of a step: by microbatch number an array, a spec or None."""
+"""A leaf of a step: for each microbatch an array, a spec or None."""
+MAX_BUCKETS = 1 << 16
+"""The number of buckets that fit: a bucket's number travels with every message, in two bytes."""
 
 
 def _natural(length: int) -> np.ndarray:
@@ -26,12 +37,12 @@ def _natural(length: int) -> np.ndarray:
 
 
 class StepBatch(NamedTuple):
-    """What the stages get of a step."""
+    """The batch of a step, as the stages get it."""
 
     leaves: Mapping[str, Leaf] = {}
-    """By name, an array of each microbatch."""
+    """The leaves by name."""
     buckets: Sequence[int] = ()
-    """By microbatch, the number of its bucket."""
+    """For each microbatch the number of its bucket."""
     step: int | None = None
     """The training step on whose number random keys depend; None: the step's own number."""
 
@@ -43,15 +54,15 @@ def leaves_read(
     may_lack: Collection[str] = (),
     copied_for: Collection[int] | None = None,
 ) -> dict[str, Leaf]:
-    """The leaves of ``batch`` that the chunks read, copied into NumPy arrays (specs stay specs).
+    """Returns the leaves of ``batch`` that the chunks read, copied into NumPy arrays (specs stay specs).
 
-    A step reads its batch while the caller may already refill the buffers for the next. Where chunks read positions in
-    another order than they are in the batch, that is done here. Of leaves that none of the
+    They are copied because a step reads its batch while the caller may already refill the buffers for the next. Where
+    chunks read positions in another order than the batch has them, they are reordered here. Of leaves that none of the
     chunks ``copied_for`` (None: all) reads only the shape is kept. ``may_lack`` names the leaves that microbatches may
-    lack (:func:`rrfp_jax.programs.buckets.leaves_to_lack`).
+    lack (:func:`leaves_to_lack`).
 
     Raises ValueError for a missing leaf, one without a microbatch axis or with anything but arrays, for different
-    numbers of microbatches, and for what a chunk ``copied_for`` refuses (``check_leaves``).
+    numbers of microbatches, and for leaves that a chunk ``copied_for`` refuses (``check_leaves``).
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"batch is {with_type(batch)}: give a dictionary from the names of leaves to arrays")
@@ -68,21 +79,15 @@ def leaves_read(
     _check_complete({name: batch[name] for name in present if name not in may_lack})
     if 0 in sizes.values():
         raise ValueError(f"the batch has 0 microbatches: {', '.join(present)} must hold at least 1")
-    own = {
-        name for index, chunk in enumerate(chunks) if copied_for is None or index in copied_for for name in chunk.leaves
-    }
-    orders = _orders(chunks)
-    leaves = {name: _kept(batch[name], orders.get(name), is_copied=name in own) for name in present}
-    _check_values([chunk for index, chunk in enumerate(chunks) if copied_for is None or index in copied_for], leaves)
-    return leaves
-
-
-def _check_values(chunks: Sequence[Chunk], leaves: Mapping[str, Leaf]) -> None:
-    checks = [chunk.check_leaves for chunk in chunks if chunk.check_leaves is not None]
+    own = [chunk for index, chunk in enumerate(chunks) if copied_for is None or index in copied_for]
+    copied, orders = {name for chunk in own for name in chunk.leaves}, _orders(chunks)
+    leaves = {name: _kept(batch[name], orders.get(name), is_copied=name in copied) for name in present}
+    checks = [chunk.check_leaves for chunk in own if chunk.check_leaves is not None]
     for m in range(num_microbatches(leaves) if checks else 0):
-        own = {name: entries[m] for name, entries in leaves.items() if entries[m] is not None}
+        there = {name: entries[m] for name, entries in leaves.items() if entries[m] is not None}
         for check in checks:
-            check(own, f"microbatch {m} of the batch")
+            check(there, f"microbatch {m} of the batch")
+    return leaves
 
 
 def _orders(chunks: Sequence[Chunk]) -> dict[str, LeafOrder]:
@@ -95,7 +100,7 @@ def _orders(chunks: Sequence[Chunk]) -> dict[str, LeafOrder]:
 
 
 def buckets_of(leaves: Mapping[str, Leaf]) -> list[Bucket]:
-    """The bucket of every microbatch, in order."""
+    """Returns the bucket of every microbatch, in order."""
     return [
         {name: _spec(entries[m]) for name, entries in leaves.items() if entries[m] is not None}
         for m in range(num_microbatches(leaves))
@@ -103,12 +108,12 @@ def buckets_of(leaves: Mapping[str, Leaf]) -> list[Bucket]:
 
 
 def num_microbatches(leaves: Mapping[str, Leaf]) -> int:
-    """How many microbatches these leaves have."""
+    """Returns how many microbatches these leaves have."""
     return len(next(iter(leaves.values())))
 
 
 class _Alike(Sequence[jax.ShapeDtypeStruct]):
-    """So many microbatches of one shape, of a leaf that is not here."""
+    """A leaf that is not here: microbatches of one shape."""
 
     def __init__(self, spec: jax.ShapeDtypeStruct, number: int) -> None:
         self._spec, self._number = spec, number
@@ -144,23 +149,23 @@ def _num_entries(name: str, leaf: Any) -> int:
     return int(leaf.shape[0])
 
 
-def _check_array(what: str, leaf: Any) -> None:
-    """Raise ValueError for an array that has no values to copy, or would lose some."""
+def _check_array(name: str, leaf: Any) -> None:
+    """Raises ValueError for an array that has no values to copy, or would lose some."""
     if isinstance(leaf, jax.core.Tracer):
         raise ValueError(
-            f"{what} is a tracer of jit, grad or vmap: a pipeline runs programs of its own, so give it arrays, outside "
+            f"{name} is a tracer of jit, grad or vmap: a pipeline runs programs of its own, so give it arrays, outside "
             "of what JAX traces"
         )
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise ValueError(f"{what} is a deleted array, which a jit has taken over (donate_argnums): give a copy of it")
+        raise ValueError(f"{name} is a deleted array, which a jit has taken over (donate_argnums): give a copy of it")
     if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
         raise ValueError(
-            f"{what} holds typed random keys: give their numbers, jax.random.key_data(keys), or let the chunk read "
+            f"{name} holds typed random keys: give their numbers, jax.random.key_data(keys), or let the chunk read "
             "`key` (uses_key=True)"
         )
     if isinstance(leaf, np.ma.MaskedArray):
         raise ValueError(
-            f"{what} is a masked array, whose mask no chunk would see: fill it, and give the mask as a leaf"
+            f"{name} is a masked array, whose mask no chunk would see: fill it, and give the mask as a leaf"
         )
 
 
@@ -180,3 +185,148 @@ def _copied(entry: Any, order: LeafOrder | None, axis: int = 1) -> Any:
 
 def _spec(entry: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(entry.shape, entry.dtype)
+
+
+# -- buckets -----------------------------------------------------------------------------------------------------------
+
+
+class Buckets:
+    """The buckets of a run, numbered. Raises ValueError for none, or too many.
+
+    Args:
+        chunks: of the model; leaves that none of them reads do not count.
+        buckets: in any order, also several times; the numbers follow their first mention, so every process must give
+            the same.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], buckets: Iterable[Mapping[str, Any]]) -> None:
+        read = {name for chunk in chunks for name in chunk.leaves}
+        self.specs: list[Bucket] = []
+        """The buckets by number."""
+        self._numbers: dict[Any, int] = {}
+        for bucket in buckets:
+            own = {name: _bucket_spec(name, leaf) for name, leaf in bucket.items() if name in read}
+            if self._numbers.setdefault(_key(own), len(self.specs)) == len(self.specs):
+                self.specs.append(own)
+        if not 0 < len(self.specs) <= MAX_BUCKETS:
+            raise ValueError(f"{len(self.specs)} buckets are given: give 1 to {MAX_BUCKETS}")
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """A key that is equal for equal buckets in the same order."""
+        return tuple(self._numbers)
+
+    def numbers(self, leaves: Mapping[str, Leaf]) -> tuple[int, ...]:
+        """Returns the bucket of every microbatch of a batch; raises ValueError, naming a microbatch that has none."""
+        known, names = self._numbers, sorted(leaves)
+        # the microbatches of one array are alike, so one look-up serves all of them
+        if all(isinstance(leaves[name], np.ndarray) for name in names):
+            key = tuple([(name, leaves[name].shape[1:], leaves[name].dtype) for name in names])
+            if key in known:
+                return (known[key],) * len(leaves[names[0]])
+        found = []
+        for microbatch in range(num_microbatches(leaves)):
+            entries = [(name, leaves[name][microbatch]) for name in names]
+            key = tuple([(name, entry.shape, entry.dtype) for name, entry in entries if entry is not None])
+            if key not in known:
+                raise ValueError(self._refusal(microbatch, buckets_of(leaves)[microbatch]))
+            found.append(known[key])
+        return tuple(found)
+
+    def _refusal(self, microbatch: int, bucket: Bucket) -> str:
+        here = f"microbatch {microbatch} of the batch is {_text(bucket)}"
+        if len(self) == 1:
+            return (
+                f"{here}, but the programs were compiled for {_text(self.specs[0])}: pad every batch to one shape, or "
+                "prepare the pipeline for the buckets of the data"
+            )
+        known = "; ".join(_text(spec) for spec in self.specs[:8])
+        return (
+            f"{here}, which is none of the {len(self)} buckets that programs were compiled for ({known}"
+            f"{'; ...' if len(self) > 8 else ''}): pad it to one of them, or prepare the pipeline for it too"
+        )
+
+
+def absent_chunks(chunks: Sequence[Chunk], graph: PipelineGraph, leaves: Collection[str]) -> frozenset[int]:
+    """Returns the chunks that a microbatch with these leaves skips.
+
+    Raises ValueError where another chunk then lacks its input, or has nobody to read its output.
+    """
+    absent = _skipped(chunks, graph, leaves)
+    for index in range(len(chunks)):
+        gone = [p for p in graph.required_predecessors(index) if p in absent]
+        if gone and index not in absent:
+            raise ValueError(
+                f"a microbatch with {_names(leaves)} skips {describe_chunk(chunks, gone[0])}, whose output "
+                f"{describe_chunk(chunks, index)} needs: make that edge optional, or give the microbatch all leaves"
+            )
+    for index in range(len(chunks)):
+        if _is_unread(index, graph, absent) or (index in absent and not graph.successors(index)):
+            raise ValueError(
+                f"a microbatch with {_names(leaves)} has no loss, as nothing follows {describe_chunk(chunks, index)}: "
+                "give it the leaves that the last chunks read"
+            )
+    return frozenset(absent)
+
+
+def _skipped(chunks: Sequence[Chunk], graph: PipelineGraph, leaves: Collection[str]) -> set[int]:
+    """Returns the chunks that lack a leaf, or all inputs that they need."""
+    absent: set[int] = set()
+    for index, chunk in enumerate(chunks):
+        required = graph.required_predecessors(index)
+        if not set(chunk.leaves) <= {*leaves, *chunk.optional_leaves} or (required and absent.issuperset(required)):
+            absent.add(index)
+    return absent
+
+
+def _is_unread(index: int, graph: PipelineGraph, absent: Collection[int]) -> bool:
+    """Whether a chunk runs, and all its successors are skipped."""
+    successors = graph.successors(index)
+    return index not in absent and bool(successors) and set(successors) <= set(absent)
+
+
+def leaves_to_lack(chunks: Sequence[Chunk], graph: PipelineGraph) -> frozenset[str]:
+    """Returns the leaves without which, alone or with others, a microbatch still runs, on the chunks that are left."""
+    every = {name for chunk in chunks for name in chunk.leaves}
+    return frozenset(name for name in every if _runs_without(name, every, chunks, graph))
+
+
+def _runs_without(name: str, every: set[str], chunks: Sequence[Chunk], graph: PipelineGraph) -> bool:
+    """Whether a microbatch runs without the leaf, and without leaves that are read only by chunks then unread."""
+    leaves = every - {name}
+    while True:
+        skipped = _skipped(chunks, graph, leaves)
+        unread = {c for c in range(len(chunks)) if _is_unread(c, graph, skipped)}
+        read = {leaf for c in set(range(len(chunks))) - skipped - unread for leaf in chunks[c].leaves}
+        rest = leaves - {leaf for c in unread for leaf in chunks[c].leaves if leaf not in read}
+        if rest == leaves:
+            break
+        leaves = rest
+    try:
+        absent_chunks(chunks, graph, leaves)
+    except ValueError:
+        return False
+    return True
+
+
+def _bucket_spec(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+        raise ValueError(
+            f"a bucket has {with_type(leaf)} for leaf {name!r}: give an array of one microbatch, or its spec"
+        )
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _key(bucket: Bucket) -> Any:
+    return tuple(sorted([(name, leaf.shape, leaf.dtype) for name, leaf in bucket.items()]))
+
+
+def _text(bucket: Bucket) -> str:
+    return ", ".join(f"{name} {describe(leaf)}" for name, leaf in sorted(bucket.items())) or "nothing"
+
+
+def _names(leaves: Collection[str]) -> str:
+    return f"the leaves {', '.join(sorted(leaves))}" if leaves else "no leaf"

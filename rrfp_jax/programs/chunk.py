@@ -51,7 +51,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rrfp_jax.field_rules import check_types, is_whole, with_type
-from rrfp_jax.programs.layers import InitLayers, KeyedByLayer, OwnApply, OwnInit, specs_of
+from rrfp_jax.programs.layers import InitLayers, KeyedByLayer, OwnFunction, specs_of
 
 Params = dict[str, Any]
 """Parameters of a chunk: layer name -> pytree of arrays."""
@@ -60,15 +60,15 @@ Partition = Callable[[Any, Mapping[str, int]], Any]
 tree with one ``jax.sharding.PartitionSpec`` per parameter. It may name any of the axes at a dimension that they divide;
 what is not named is whole. It changes where parameters lie, never what is computed."""
 LeafCheck = Callable[[Mapping[str, Any], str], None]
-"""``check(leaves, name)``: raises ValueError where the leaves of a microbatch do not fit together. It gets all that the
-microbatch has, NumPy arrays, or ``jax.ShapeDtypeStruct`` of what is not here; ``name`` says which it is."""
+"""``check(leaves, name)``: raises ValueError where the leaves of a microbatch do not fit together. It gets all leaves
+of the microbatch, NumPy arrays, or ``jax.ShapeDtypeStruct`` of what is not here; ``name`` says which it is."""
 LeafOrder = Callable[[int], np.ndarray]
 """From how many positions a leaf ``[rows, positions, ...]`` has, to which of them stands at each place. Compared by
 ``==``."""
 
 
 class Loss(NamedTuple):
-    """What a chunk without successors returns: ``Loss(*outputs)``."""
+    """The outputs of a chunk without successors: ``Loss(*outputs)``."""
 
     loss_sum: Any
     weight: Any
@@ -80,22 +80,22 @@ class Chunk:
     """A consecutive part of a model with its own parameters."""
 
     name: str
-    """For tables and errors, for example ``layers 0-1``."""
+    """The name in tables and errors, for example ``layers 0-1``."""
     init: Callable[[jax.Array], Params]
     """``init(key) -> params``, from a typed key. It is called once for every layer, with a key into which the layer's
     name is folded, and returns that layer; but an :class:`rrfp_jax.programs.layers.InitLayers` gets the key itself."""
     apply: Callable[..., Any]
-    """``apply(params, inputs, leaves, *, key) -> outputs``."""
+    """The forward, ``apply(params, inputs, leaves, *, key) -> outputs``."""
     leaves: tuple[str, ...] = ()
     """Names of the batch leaves that ``apply`` reads."""
     leaf_orders: Mapping[str, LeafOrder] = field(default_factory=dict)
-    """Of ``leaves`` whose positions ``apply`` reads in another order than the batch has them: the pipeline reorders
-    them as it copies the batch."""
+    """The order of positions, for leaves that ``apply`` reads in another order than the batch has them: the pipeline
+    reorders them as it copies the batch."""
     optional_leaves: frozenset[str] = frozenset()
-    """Those of ``leaves`` without which it runs as well."""
+    """The names among ``leaves`` without which it runs as well."""
     check_leaves: LeafCheck | None = None
-    """What is asked of every microbatch before a step begins, where this chunk runs: compiled programs cannot refuse
-    numbers that mean nothing."""
+    """A check of every microbatch before a step begins, where this chunk runs: compiled programs cannot refuse numbers
+    that mean nothing."""
     frozen: frozenset[str] = frozenset()
     """Top-level names of ``params`` that never change: they get no gradient, accumulator or optimizer state."""
     shared: frozenset[str] = frozenset()
@@ -103,13 +103,13 @@ class Chunk:
     uses_key: bool = False
     """Whether ``apply`` reads ``key``; otherwise it gets None, as all do in evaluations, where nothing is random."""
     apply_evaluating: Callable[..., Any] | None = None
-    """What evaluations run in its place, for named sums that training has no use for; None: ``apply``."""
+    """The forward of evaluations, for named sums that training has no use for; None: ``apply``."""
     partition: Partition | None = None
     """How ``params`` are cut over the devices that share a stage; None: every device holds all of them."""
 
     @property
     def tied(self) -> frozenset[str]:
-        """Those of ``shared`` that change: the gradients of their copies are added up."""
+        """The names among ``shared`` that change: the gradients of their copies are added up."""
         return self.shared - self.frozen
 
     def __post_init__(self) -> None:
@@ -128,30 +128,30 @@ class Chunk:
         return specs_of(self.init)
 
     @property
-    def own_init(self) -> OwnInit:
-        """``init``, as programs take it."""
-        return OwnInit(self.init)
+    def own_init(self) -> OwnFunction:
+        """The function ``init``, as programs take it."""
+        return OwnFunction(self.init)
 
     @cached_property
-    def own(self) -> OwnApply:
-        """``apply``, as programs take it."""
-        return OwnApply(self.apply)
+    def own(self) -> OwnFunction:
+        """The function ``apply``, as programs take it."""
+        return OwnFunction(self.apply)
 
     @cached_property
     def known_outputs(self) -> dict[Any, Any]:
-        """For :func:`rrfp_jax.programs.shapes.derive_shapes`: the shapes of outputs by those of what was read."""
+        """The cache of :func:`rrfp_jax.programs.shapes.derive_shapes`: output shapes by the shapes that were read."""
         return {}
 
 
 def as_evaluated(chunk: Chunk) -> Chunk:
-    """The chunk as evaluations run it, where ``key`` is None."""
+    """Returns the chunk as evaluations run it, where ``key`` is None."""
     if not chunk.uses_key and chunk.apply_evaluating is None:
         return chunk
     return replace(chunk, uses_key=False, apply=chunk.apply_evaluating or chunk.apply, apply_evaluating=None)
 
 
 def param_specs(chunk: Chunk) -> dict[str, Any]:
-    """Shapes and dtypes of a chunk's parameters; touches no device, and traces ``init`` once for a kind of chunk."""
+    """Returns shapes and dtypes of a chunk's parameters; touches no device, and traces ``init`` once for a kind."""
     try:
         specs: dict[str, Any] = chunk._param_specs
     except TypeError as error:  # for text, for example; JAX names its place
@@ -162,7 +162,7 @@ def param_specs(chunk: Chunk) -> dict[str, Any]:
 
 
 def trained_specs(chunk: Chunk) -> dict[str, Any]:
-    """The same for the layers that are not frozen."""
+    """Returns shapes and dtypes of the parameters of layers that are not frozen."""
     specs = param_specs(chunk)
     return {name: layer for name, layer in specs.items() if name not in chunk.frozen} if chunk.frozen else specs
 
@@ -198,11 +198,11 @@ def check_chunks(chunks: Any) -> tuple[Chunk, ...]:
 
 
 def check_seed(seed: int) -> None:
-    """Raise ValueError for a seed that does not fit 32 bits."""
+    """Raises ValueError for a seed that does not fit 32 bits."""
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed {seed} does not fit 32 bits: give a number from 0 to {2**32 - 1}")
 
 
 def counters(seed: int, step: int, microbatch: int) -> np.ndarray:
-    """The three numbers behind a key, as the ``uint32[3]`` array that programs take."""
+    """Returns the three numbers behind a key, as the ``uint32[3]`` array that programs take."""
     return np.array((seed, step, microbatch), np.uint32)

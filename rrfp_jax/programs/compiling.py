@@ -1,15 +1,31 @@
-"""Compile a program ahead of time, once; and once for all who need the same.
+"""Compiles a program ahead of time, once, also for several chunks that need the same.
 
 Nothing may be traced or compiled while a step runs: a stage that compiles while its peers wait can hang them all. So
 every program is lowered and compiled for the shapes it will see; a compiled program refuses others and is never traced
 again.
+
+One compilation at a time on each GPU
+-------------------------------------
+XLA chooses kernels by timing them on the GPU. A second compilation on the same GPU would disturb these times and take
+memory for its own trials. Processes may share a GPU, also processes of different runs, so a lock file for each GPU is
+held while XLA compiles. The lock ends with its process.
+
+A program that spans several processes takes no lock: these processes wait for each other while they compile it, and
+would wait in a circle if one of them held the lock of another's GPU.
 """
 
+import contextlib
+import ctypes
+import fcntl
+import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,18 +33,16 @@ import jax.extend.core as jex
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
-from rrfp_jax.programs.kernel_timing import timing_alone
-from rrfp_jax.programs.sameness import program_identity
-from rrfp_jax.programs.store import ProgramStore
+from rrfp_jax.programs.sameness import ProgramStore, program_identity
 
 CompileProgress = Callable[[int, int], None]
-"""Told how many programs are compiled, and of how many."""
+"""``progress(done, total)``: hears how many programs are compiled, and of how many."""
 
 _count: ContextVar["ProgramCount | None"] = ContextVar("count", default=None)
 
 
 class ProgramCount:
-    """Counts compiled programs over several threads, and tells each new number, one call at a time, in order."""
+    """Counts compiled programs over several threads, and reports each new number, one call at a time, in order."""
 
     def __init__(self, total: int, progress: CompileProgress) -> None:
         self.seconds: dict[int, float] = {}
@@ -37,9 +51,9 @@ class ProgramCount:
         self._num_done, self._lock = 0, threading.Lock()
         progress(0, total)
 
-    @contextmanager
+    @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """What this thread compiles within the block counts, and what it finds compiled."""
+        """Counts the programs that this thread compiles within the block, or finds compiled."""
         token = _count.set(self)
         try:
             yield
@@ -47,7 +61,7 @@ class ProgramCount:
             _count.reset(token)
 
     def more(self, number: int) -> None:
-        """So many more programs are there."""
+        """Adds programs to the count."""
         with self._lock:
             for _ in range(number):
                 self._num_done += 1
@@ -55,7 +69,7 @@ class ProgramCount:
 
 
 def require_jit() -> None:
-    """Raise ValueError if JAX is told to compile nothing."""
+    """Raises ValueError if JAX is told to compile nothing."""
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         raise ValueError(
             "jax_disable_jit is on, and a pipeline runs compiled programs: switch it off (unset JAX_DISABLE_JIT, or "
@@ -71,7 +85,7 @@ def compile_program(
     out_shardings: Any,
     donate: tuple[int, ...] = (),
 ) -> Compiled:
-    """Compile ``function`` for arguments of these shapes, placed by ``in_shardings``, and results by ``out_shardings``.
+    """Compiles ``function`` for arguments of these shapes, laid out by ``in_shardings``, results by ``out_shardings``.
 
     Both are a sharding, or a tree of them that is a prefix of the arguments or of the results; None in place of a
     result's lets the compiler choose (see ``Compiled.output_shardings``). ``name`` appears in profiles. ``donate``
@@ -97,7 +111,7 @@ def compile_program(
 
 
 def count_programs(number: int) -> None:
-    """So many more programs are there, whoever compiled them."""
+    """Adds programs to the count of this thread, no matter which thread compiled them."""
     if (count := _count.get()) is not None:
         count.more(number)
 
@@ -110,7 +124,7 @@ class FlatProgram:
         self._arguments, self._results = arguments, results
 
     def __call__(self, *args: Any) -> Any:
-        """With trees as it was traced for; raises TypeError for others."""
+        """Runs the program; raises TypeError for trees of another structure than it was traced for."""
         leaves, structure = jax.tree.flatten(args)
         if structure != self._arguments:
             raise TypeError(f"the program was compiled for arguments {self._arguments}, not {structure}")
@@ -126,7 +140,8 @@ def shared_program(
     out_shardings: Any,
     donate: tuple[int, ...] = (),
 ) -> FlatProgram:
-    """As :func:`compile_program`, for a function that is traced for every caller, and compiled once for equal traces.
+    """Compiles as :func:`compile_program` does; a function is traced for every caller, and compiled once for equal
+    traces.
 
     ``in_shardings`` and ``out_shardings`` are trees of which ``specs`` and the results are no deeper than their leaves.
     """
@@ -140,7 +155,9 @@ def shared_program(
 
     traced = jax.make_jaxpr(flat)(*leaves)
     places_in = tuple(jax.tree.leaves(jax.tree.broadcast(in_shardings, specs)))
-    places_out = tuple(jax.tree.leaves(jax.tree.broadcast(out_shardings, _tree(results[0]))))
+    places_out = tuple(
+        jax.tree.leaves(jax.tree.broadcast(out_shardings, jax.tree.unflatten(results[0], range(results[0].num_leaves))))
+    )
     owners = [position for position, spec in enumerate(specs) for _ in jax.tree.leaves(spec)]
     donated = tuple([leaf for leaf, position in enumerate(owners) if position in donate])
     is_mine = False
@@ -159,5 +176,44 @@ def shared_program(
     return FlatProgram(compiled, structure, results[0])
 
 
-def _tree(structure: Any) -> Any:
-    return jax.tree.unflatten(structure, range(structure.num_leaves))
+# -- timing of kernels -------------------------------------------------------------------------------------------------
+
+
+def times_kernels(device: jax.Device) -> bool:
+    """Whether XLA compiles for a device by trying programs on it; it does not for a GPU that is not here."""
+    return device.platform == "gpu" and device in jax.local_devices()
+
+
+@contextlib.contextmanager
+def timing_alone(devices: Iterable[jax.Device]) -> Iterator[None]:
+    """Blocks until no other process of this user compiles for these devices, and keeps others out within the block."""
+    devices = set(devices)
+    cards = {card_of(device) for device in devices if times_kernels(device)}
+    with contextlib.ExitStack() as held:
+        if len({device.process_index for device in devices}) == 1:
+            for card in sorted(cards - {None}, key=str):  # in one order, so that nobody waits in a circle
+                with contextlib.suppress(OSError):  # without a lock the choice of kernels is only less sure
+                    fcntl.flock(held.enter_context(lock_file(str(card)).open("a")), fcntl.LOCK_EX)
+        yield
+
+
+def lock_file(card: str) -> Path:
+    """Returns the lock of a GPU: a file for each user, since the system's folder keeps users from each other's."""
+    return Path(tempfile.gettempdir(), f"rrfp-{os.getuid()}-{card}.lock")
+
+
+@cache
+def card_of(device: jax.Device) -> str | None:
+    """Returns the UUID of a GPU's card, which every process on the host sees alike; None where CUDA does not tell.
+
+    JAX numbers the GPUs that a process sees, and a scheduler may call each of them number 0.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        ask = cuda.cuDeviceGetUuid_v2
+    except (OSError, AttributeError):
+        return None
+    handle, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    ordinal = device.local_hardware_id
+    is_known = not (cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(handle), ordinal) or ask(found, handle))
+    return str(uuid.UUID(bytes=bytes(found))) if is_known else None

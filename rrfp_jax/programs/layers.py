@@ -1,4 +1,4 @@
-"""A chunk's functions in two parts: what all chunks of a kind compute, and what tells one of them from the others.
+"""A chunk's functions in two parts: one that all chunks of a kind share, and the names and numbers of this chunk.
 
 Functions that know the global names of their layers, ``layers.3`` say, differ from chunk to chunk, though they compute
 the same. So a chunk may give functions that know names of their own, with the layers that they stand for, and with
@@ -32,32 +32,32 @@ class ForLayers:
     names: dict[str, str]
     """The names of layers in the model by those that ``function`` knows."""
     numbers: Any = ()
-    """What else tells this chunk from others of its kind, a pytree of NumPy arrays: for example the numbers of its
-    layers, from which random keys derive. Of the same shapes for all chunks of a kind."""
+    """A pytree of NumPy arrays that tells this chunk from others of its kind: for example the numbers of its layers,
+    from which random keys derive. They have the same shapes for all chunks of a kind."""
 
     def __post_init__(self) -> None:
         check_types(self)
 
     @cached_property
     def kind(self) -> Hashable:
-        """The same for functions that differ in names and in what their numbers are."""
+        """Equal for functions that differ in names and in the values of their numbers alone."""
         numbers = tuple((number.shape, number.dtype) for number in jax.tree.leaves(self.numbers))
         return identity(self.function), tuple(self.names), numbers, jax.tree.structure(self.numbers)
 
     def renamed(self, layers: dict[str, Any]) -> dict[str, Any]:
-        """Layers by own names, by their names in the model."""
+        """Returns layers, given by own names, by their names in the model."""
         return {name: layers[own] for own, name in self.names.items()}
 
 
 class InitLayers(ForLayers):
-    """``init`` of a chunk."""
+    """The ``init`` of a chunk."""
 
     def __call__(self, key: jax.Array) -> dict[str, Any]:
         return self.renamed(self.function(key, numbers=self.numbers))
 
 
 class ApplyLayers(ForLayers):
-    """``apply`` of a chunk."""
+    """The ``apply`` of a chunk."""
 
     def __call__(self, params: dict[str, Any], inputs: Any, leaves: Any, *, key: Any = None) -> Any:
         own = {own: params[name] for own, name in self.names.items()}
@@ -69,7 +69,7 @@ _of_one_layer: ContextVar[bool] = ContextVar("of_one_layer", default=False)
 
 @dataclass(frozen=True)
 class KeyedByLayer:
-    """``init`` of a chunk that knows no numbers, with a random key of its own for every layer.
+    """The ``init`` of a chunk that knows no numbers, with a random key of its own for every layer.
 
     All chunks get one key. So that layers of equal shapes do not start from equal values, ``function`` is called once
     for every layer, with the layer's name folded into the key, and only that layer of its result is taken. It is the
@@ -98,65 +98,45 @@ def name_number(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-class OwnApply:
-    """A chunk's ``apply`` in two parts: the function that all chunks of its kind share, and what is this chunk's."""
+class OwnFunction:
+    """A chunk's ``init`` or ``apply`` as programs take it: parameters go by the function's own names, and the numbers
+    are an argument. For a function that is not written for layers, own names are the model's, and numbers are ``()``.
+    """
 
-    def __init__(self, apply: Callable[..., Any]) -> None:
-        self._layers = apply if isinstance(apply, ApplyLayers) else None
-        self._function = apply if self._layers is None else self._layers.function
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._layers = function if isinstance(function, InitLayers | ApplyLayers) else None
+        self._function = function if self._layers is None else self._layers.function
         self.numbers = () if self._layers is None else self._layers.numbers
-        self.kind: Hashable = identity(apply) if self._layers is None else self._layers.kind
-        """The same for chunks whose functions are the same."""
+        self.kind: Hashable = identity(function) if self._layers is None else self._layers.kind
+        """Equal for chunks whose functions are the same."""
 
-    def __call__(self, params: dict[str, Any], inputs: Any, leaves: Any, *, key: Any, numbers: Any) -> Any:
-        """With parameters by own names."""
+    def __call__(self, *args: Any, numbers: Any, **kwargs: Any) -> Any:
         if self._layers is None:
-            return self._function(params, inputs, leaves, key=key)
-        return self._function(params, inputs, leaves, key=key, numbers=numbers)
+            return self._function(*args, **kwargs)
+        return self._function(*args, **kwargs, numbers=numbers)
 
     def to_own(self, layers: dict[str, Any]) -> dict[str, Any]:
-        """Layers, all or some, by the function's own names."""
+        """Returns layers, all or some, by the function's own names."""
         if self._layers is None:
             return layers
         return {own: layers[name] for own, name in self._layers.names.items() if name in layers}
 
     def to_model(self, layers: dict[str, Any]) -> dict[str, Any]:
-        """Layers, all or some, by their names in the model."""
+        """Returns layers, all or some, by their names in the model."""
         if self._layers is None:
             return layers
         return {name: layers[own] for own, name in self._layers.names.items() if own in layers}
 
 
-class OwnInit:
-    """A chunk's ``init`` in two parts, likewise."""
-
-    def __init__(self, init: Callable[..., Any]) -> None:
-        self._layers = init if isinstance(init, InitLayers) else None
-        self._function = init if self._layers is None else self._layers.function
-        self._names = {} if self._layers is None else {name: own for own, name in self._layers.names.items()}
-        self.numbers = () if self._layers is None else self._layers.numbers
-        self.kind: Hashable = identity(init) if self._layers is None else self._layers.kind
-        """The same for chunks whose functions are the same."""
-
-    def __call__(self, key: jax.Array, numbers: Any) -> dict[str, Any]:
-        """Parameters by own names."""
-        params: dict[str, Any] = self._function(key) if self._layers is None else self._function(key, numbers=numbers)
-        return params
-
-    def own_name(self, name: str) -> str:
-        """The function's name of a layer of the model."""
-        return self._names.get(name, name)
-
-
 def specs_of(init: Callable[[jax.Array], Any]) -> Any:
-    """The shapes of what ``init`` returns, by the model's names; traced once for a kind."""
+    """Returns the shapes of the parameters that ``init`` makes, by the model's names; traced once for a kind."""
     if isinstance(init, InitLayers):
         return init.renamed(_specs_of_kind(init.kind, _Unhashed(init)))
     return _traced(init.function if isinstance(init, KeyedByLayer) else init)
 
 
 class _Unhashed:
-    """An argument that a cache does not look at."""
+    """An argument that a cache ignores: all of them are equal."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

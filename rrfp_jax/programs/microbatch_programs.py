@@ -1,37 +1,127 @@
-"""The calls that run a microbatch of one bucket through a chunk on its unit.
+"""The programs that run microbatches of one bucket through a chunk on its unit: compiled, and called.
 
-Which buffers a call takes over
--------------------------------
-``backward`` consumes its stash and its accumulators, ``input_gradient`` its stash and ``weight_gradient`` its
-accumulators: the caller forgets what it passed and keeps what it got. ``forward`` consumes nothing. What is owed to a
-weight gradient holds some arrays of the stash, and the gradients that came and went, by reference: the rest is freed
-when the caller drops the stash.
+F, B or I and W depend on the shapes that the chunk reads alone. So :func:`compile_for_kind` compiles them once for all
+chunks of a kind, with parameters by the names that the chunks' function knows, and :class:`MicrobatchPrograms` calls
+them with the parameters, numbers and random keys of one chunk.
 
-What accumulates is taken over by the next call that does, and cannot be waited for then. So ``backward`` and
+Buffers that a call takes over
+------------------------------
+``backward`` consumes its residuals and its accumulators, ``input_gradient`` its residuals and ``weight_gradient`` its
+accumulators: the caller forgets the arguments and keeps the results. ``forward`` consumes nothing. The weight-gradient
+residuals hold some of the residuals, and the gradients that came and went, by reference: the rest is freed when the
+caller drops the residuals.
+
+Accumulators are taken over by the next call that adds to them, and cannot be waited for then. So ``backward`` and
 ``weight_gradient`` return a *token* too, a scalar that is complete when they are and that nothing takes over.
 
 All calls return as soon as the work is enqueued. Arrays may be JAX arrays on the chunk's devices or NumPy arrays.
 ``place`` brings batch leaves to the devices ahead of the call that reads them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding
+from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk import Chunk, Params, counters
-from rrfp_jax.programs.gradients import GradientPrograms
-from rrfp_jax.programs.handover import Owed, Stash
+from rrfp_jax.programs.chunk_plan import ChunkPlan
+from rrfp_jax.programs.compiling import compile_program
+from rrfp_jax.programs.residuals import Residuals, WeightResiduals
 from rrfp_jax.programs.shapes import ChunkShapes
-from rrfp_jax.programs.shardings import all_passing, passing
-from rrfp_jax.programs.specs import Specs, num_bytes
+from rrfp_jax.programs.shardings import all_passing, gathered, passing
+from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.state import full, zeros
 from rrfp_jax.schedules import PipelineGraph
 
-Prepare = Callable[[Params], tuple[Any, ...]]
-"""Derives from parameters what costs work; see :class:`rrfp_jax.programs.compiled.CompiledChunk`."""
+LEAN_FORWARD = "forward_lean"
+"""The name of the forward without residuals."""
+
+
+class KindPrograms(NamedTuple):
+    """The programs for one bucket that all chunks of a kind share on a unit."""
+
+    plan: ChunkPlan
+    """The plan, laid out for the arrays that forward and input gradient make where the compiler has put them."""
+    compiled: Mapping[str, Compiled]
+    """By name: ``forward``, ``forward_lean``, ``backward`` or ``input_gradient`` and ``weight_gradient``.
+
+    A program that would compute nothing is left out: the input gradient of a chunk that sends none, the weight gradient
+    of a chunk none of whose parameters train.
+    """
+
+
+def compile_for_kind(
+    plan: ChunkPlan, params: Specs, derived: Specs, boundary: Sharding, chosen: Sharding | None
+) -> KindPrograms:
+    """Compiles the functions of a plan for one unit.
+
+    Args:
+        plan: of the chunks of the kind.
+        params: the shapes of parameters, with their shardings.
+        derived: the shapes of the derived values that the plan takes, with their shardings.
+        boundary: of the unit; see :mod:`rrfp_jax.programs.shardings` for arrays that pass between chunks.
+        chosen: for results that stay inside the chunk; None lets the compiler choose.
+    """
+    compiled: dict[str, Compiled] = {}
+
+    def whole(leaf: Any, spec: Any) -> Any:
+        at = gathered(spec.sharding)
+        return leaf if at is spec.sharding else jax.lax.with_sharding_constraint(leaf, at)
+
+    def compile_one(name: str, function: Any, *specs: Specs, results: Any, donate: tuple[int, ...] = (0,)) -> Any:
+        # arguments lie as their specs say; where they say nothing, as arrays that pass between chunks
+        at = next(place for place, spec in enumerate(specs) if spec is params)
+
+        def program(*arguments: Any) -> Any:
+            # a chunk computes with parameters and derived values that are no more cut over ``fsdp``
+            held = jax.tree.map(whole, arguments[at : at + 2], (params, derived))
+            return function(*arguments[:at], *held, *arguments[at + 2 :])
+
+        inputs = jax.tree.map(lambda s: passing(boundary, s) if s.sharding is None else s.sharding, specs)
+        compiled[name] = compile_program(
+            name, program, *specs, in_shardings=inputs, out_shardings=results, donate=donate
+        )
+        return compiled[name]
+
+    outputs, input_grads = all_passing(boundary, plan.outputs), all_passing(boundary, plan.input_grads)
+    specs: tuple[Specs, ...] = (params, derived, plan.operands)
+    forward = compile_one("forward", plan.forward, *specs, results=(outputs, chosen), donate=())
+    if plan.has_lean_forward:
+        compile_one(LEAN_FORWARD, plan.lean_forward, *specs, results=outputs, donate=())
+    # where a program's results lie decides how the next ones are laid out
+    plan = plan.laid_out(boundary, forward.output_shardings[1])
+    if not plan.has_backward:
+        return KindPrograms(plan, compiled)
+    trained, residuals = pick(params, plan.trained), plan.residuals.specs
+    sums, at_sums = accumulator_spec(trained), jax.tree.map(lambda spec: spec.sharding, trained)
+    rest = (params, derived, (residuals.saved, residuals.aliased), plan.output_grads)
+    if not plan.is_split:
+        specs = ((sums, residuals.donated), *rest)
+        compile_one("backward", _with_token(plan.backward), *specs, results=((at_sums, input_grads), boundary))
+        return KindPrograms(plan, compiled)
+    made: Any = ()
+    if jax.tree.leaves((plan.input_grads, plan.made)):
+        specs = (residuals.donated, *rest)
+        made = compile_one("input_gradient", plan.input_gradient, *specs, results=(chosen, input_grads))
+        made = made.output_shardings[0]
+    plan = plan.with_weight_residuals(boundary, made)
+    if jax.tree.leaves(trained):
+        specs = (sums, params, derived, plan.weight_residuals.specs)
+        compile_one("weight_gradient", _with_token(plan.weight_gradient), *specs, results=(at_sums, boundary))
+    return KindPrograms(plan, compiled)
+
+
+def _with_token(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """Returns the function with a token as a second result: the results of a program are complete together."""
+
+    def program(*arguments: Any) -> tuple[Any, Any]:
+        return function(*arguments), jnp.zeros((), jnp.int32)
+
+    return program
 
 
 class Constants(NamedTuple):
@@ -40,21 +130,21 @@ class Constants(NamedTuple):
     inputs: tuple[Any, ...] | None
     """Zeros in place of the outputs of predecessors that a microbatch skips; None where it can skip none."""
     grads: tuple[Any, ...] | None
-    """Zeros in place of the gradients of successors that it skips, likewise."""
+    """Zeros in place of the gradients of successors that a microbatch skips; None where it can skip none."""
     loss_grads: Any
     """The gradient of the summed loss with respect to itself, for a chunk that computes the loss."""
 
 
 class MicrobatchPrograms:
-    """What runs microbatches of one bucket; made by :class:`rrfp_jax.programs.compiled.CompiledChunk`.
+    """The calls that run microbatches of one bucket; made by :class:`rrfp_jax.programs.compiled.CompiledChunk`.
 
     Args:
         shapes: of the chunk in this bucket.
-        programs: compiled for them, of all chunks of the kind.
+        programs: compiled for these shapes, for all chunks of the kind.
         sharding: the unit's boundary.
         seed: of the run's random keys.
-        prepare: what derives values from parameters, where a call is not given any.
-        derived: which of these values the programs take, in order.
+        prepare: derives values from parameters, where a call is not given any.
+        derived: the positions, among these values, of those that the programs take, in order.
     """
 
     def __init__(
@@ -63,24 +153,25 @@ class MicrobatchPrograms:
         chunk: Chunk,
         graph: PipelineGraph,
         shapes: ChunkShapes,
-        programs: GradientPrograms,
+        programs: KindPrograms,
         *,
         sharding: Sharding,
         seed: int,
-        prepare: Prepare,
+        prepare: Callable[[Params], tuple[Any, ...]],
         derived: Sequence[int],
     ) -> None:
         self.shapes, self.plan = shapes, programs.plan
         self.leaves = tuple(shapes.leaves)
         """The batch leaves that such a microbatch has and the chunk reads."""
         self._index, self._chunk, self._own = index, chunk, chunk.own
-        self._programs, self._seed = programs, seed
+        self._compiled, self._seed = programs.compiled, seed
         self.prepare, self._derived_places = prepare, tuple(derived)
         self._is_in_order = self._derived_places == tuple(range(len(derived)))
         self._passing = {name: passing(sharding, spec) for name, spec in shapes.leaves.items()}
         cut = {name: at for name, at in self._passing.items() if at is not sharding}
         self._at_leaves = {name: at for name, at in cut.items() if not at.is_fully_addressable}
-        """Where leaves are put, each process its parts, that are cut over several processes; programs place others."""
+        """The shardings of leaves that are cut over several processes, each of which puts its parts; programs place
+        the others."""
         self.is_sink = not graph.successors(index)
         """Whether the chunk computes the loss."""
         self._sharding = sharding
@@ -88,10 +179,11 @@ class MicrobatchPrograms:
         """The specs of inputs and of gradients that zeros stand for."""
 
     def _specs_of_absent(self, graph: PipelineGraph) -> tuple[tuple[Specs, ...] | None, tuple[Specs, ...] | None]:
-        """Specs for predecessors and gradient successors that a microbatch may skip; which do, can change every step.
+        """Returns specs for predecessors and gradient successors that a microbatch may skip.
 
-        None where no microbatch can skip any: an only predecessor, or an only successor, runs whatever the chunk runs;
-        and in place of an optional predecessor, of which the chunk expects nothing where it does not run.
+        Which are skipped can change every step. They are None where no microbatch can skip any: an only predecessor, or
+        an only successor, runs whatever the chunk runs; and in place of an optional predecessor, of which the chunk
+        expects nothing where it does not run.
         """
         inputs = grads = None
         required = graph.required_predecessors(self._index)
@@ -108,27 +200,28 @@ class MicrobatchPrograms:
     def constants(self) -> Constants:
         """The arrays that calls pass beside their arguments.
 
-        They are made when they are first read, since a unit that is not here cannot hold arrays. Whoever runs the
-        programs reads them before the first step, so that no step compiles what makes them.
+        They are made when they are first read, since a unit that is not here cannot hold arrays. The runtime reads
+        them before the first step, so that no step compiles the programs that make them.
         """
+
+        def zeros_like(spec: Specs) -> Any:
+            return zeros(spec, all_passing(self._sharding, spec))
+
         inputs, grads = self._of_absent
         return Constants(
-            inputs=None if inputs is None else tuple(None if s is None else self._zeros(s) for s in inputs),
-            grads=None if grads is None else (self._zeros(grads[0]),) * len(grads),
+            inputs=None if inputs is None else tuple(None if s is None else zeros_like(s) for s in inputs),
+            grads=None if grads is None else (zeros_like(grads[0]),) * len(grads),
             loss_grads=full(self.plan.output_grads, self._sharding, 1) if self.is_sink else (),
         )
 
-    def _zeros(self, spec: Specs) -> Any:
-        return zeros(spec, all_passing(self._sharding, spec))
-
     @property
     def zeros_bytes(self) -> int:
-        """Bytes of the zeros that stand for what microbatches skip."""
+        """Bytes of the zeros that stand for skipped inputs and gradients."""
         inputs, grads = self._of_absent
         return num_bytes((inputs, (grads or ())[:1]))
 
     def _derived(self, params: Params, derived: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        """The derived values that these programs take."""
+        """Returns the derived values that these programs take."""
         values = self.prepare(params) if derived is None else derived
         if self._is_in_order and len(values) == len(self._derived_places):
             return values
@@ -143,22 +236,22 @@ class MicrobatchPrograms:
         microbatch: int = 0,
         *,
         derived: tuple[Any, ...] | None = None,
-    ) -> tuple[Any, Stash]:
-        """Run one microbatch forward.
+    ) -> tuple[Any, Residuals]:
+        """Runs one microbatch forward.
 
         ``inputs`` has the output of every predecessor, ascending, and None for one that the microbatch skips;
         ``leaves`` exactly those of ``self.leaves``; ``microbatch`` counts over the whole step. Returns the output and
-        what the backward needs.
+        the residuals.
         """
         operands, own = self._operands(inputs, leaves, step, microbatch), self._own.to_own(params)
-        outputs, made = self._programs.forward(own, self._derived(params, derived), operands)
-        layout = self.plan.stash
+        outputs, made = self._compiled["forward"](own, self._derived(params, derived), operands)
+        layout = self.plan.residuals
         donated = tuple([made[place] for place in layout.donated])
         saved = tuple([made[place] for place in layout.saved])
-        if not layout.kept:
-            return outputs, Stash(donated, saved)
+        if not layout.aliased:
+            return outputs, Residuals(donated, saved)
         at_hand = jax.tree.leaves((operands, outputs))
-        return outputs, Stash(donated, saved, tuple([at_hand[place] for place in layout.kept]))
+        return outputs, Residuals(donated, saved, tuple([at_hand[place] for place in layout.aliased]))
 
     def outputs(
         self,
@@ -170,15 +263,15 @@ class MicrobatchPrograms:
         *,
         derived: tuple[Any, ...] | None = None,
     ) -> Any:
-        """Run one microbatch forward, as ``forward`` does, for the output alone; ``forward`` makes the stash later."""
-        lean = self._programs.lean_forward
+        """Runs one microbatch forward for the output alone; a later ``forward`` makes the residuals."""
+        lean = self._compiled.get(LEAN_FORWARD)
         if lean is None:
             return self.forward(params, inputs, leaves, step, microbatch, derived=derived)[0]
         operands, own = self._operands(inputs, leaves, step, microbatch), self._own.to_own(params)
         return lean(own, self._derived(params, derived), operands)
 
     def place(self, leaves: dict[str, Any]) -> dict[str, jax.Array]:
-        """Begin to copy the leaves of a microbatch to the devices; returns them as ``forward`` takes them too."""
+        """Begins to copy the leaves of a microbatch to the devices; returns them as ``forward`` takes them too."""
         return {
             name: jax.device_put(leaves[name], at) if at.is_fully_addressable else _spread(leaves[name], at)
             for name, at in self._passing.items()
@@ -199,60 +292,68 @@ class MicrobatchPrograms:
     def backward(
         self,
         params: Params,
-        stash: Stash,
+        residuals: Residuals,
         output_grads: tuple[Any, ...],
         accumulators: Any,
         *,
         derived: tuple[Any, ...] | None = None,
     ) -> tuple[tuple[Any, ...], Any, Any]:
-        """Run one microbatch backward, with the parameters that its forward had.
+        """Runs one microbatch backward, with the parameters that its forward had.
 
         ``output_grads`` has one entry per gradient successor, ascending, None for one that the microbatch skips, and is
         empty for a chunk that computes a loss. Returns one gradient per gradient predecessor, ascending, with None in
         place of leaves that have no gradient, the accumulators with this microbatch's gradient of the summed loss, and
         the token. Only for a chunk whose backward is not split.
         """
-        backward, own = self._programs.backward, self._own.to_own
+        backward, own = self._compiled.get("backward"), self._own.to_own
         if backward is None:
             raise self._refusal()
         derived = self._derived(params, derived)
-        owned, rest = (own(accumulators), stash.donated), (stash.saved, stash.kept)
+        owned, rest = (own(accumulators), residuals.donated), (residuals.saved, residuals.aliased)
         (sums, input_grads), token = backward(owned, own(params), derived, rest, self._complete(output_grads))
         return input_grads, self._own.to_model(sums), token
 
     def input_gradient(
         self,
         params: Params,
-        stash: Stash,
+        residuals: Residuals,
         output_grads: tuple[Any, ...],
         *,
         derived: tuple[Any, ...] | None = None,
-    ) -> tuple[tuple[Any, ...], Owed]:
-        """The first half of a split backward: as ``backward``, but returns what it owes instead of accumulating."""
+    ) -> tuple[tuple[Any, ...], WeightResiduals]:
+        """Runs the first half of a split backward: as ``backward``, but returns the weight-gradient residuals instead
+        of accumulating."""
         if not self.plan.is_split:
             raise self._refusal()
         derived = self._derived(params, derived)
-        output_grads, rest = self._complete(output_grads), (stash.saved, stash.kept)
+        output_grads, rest = self._complete(output_grads), (residuals.saved, residuals.aliased)
         input_grads: tuple[Any, ...] = (None,) * len(self.plan.input_grads)
         made: tuple[Any, ...] = ()
-        if self._programs.input_gradient is not None:
-            own = self._own.to_own(params)
-            made, input_grads = self._programs.input_gradient(stash.donated, own, derived, rest, output_grads)
+        if (program := self._compiled.get("input_gradient")) is not None:
+            made, input_grads = program(residuals.donated, self._own.to_own(params), derived, rest, output_grads)
         at_hand = jax.tree.leaves((rest, output_grads, input_grads, made))
-        return input_grads, tuple([at_hand[place] for place in self.plan.owed.leaves])
+        return input_grads, tuple([at_hand[place] for place in self.plan.weight_residuals.leaves])
 
     def weight_gradient(
-        self, params: Params, owed: Owed, accumulators: Any, *, derived: tuple[Any, ...] | None = None
+        self,
+        params: Params,
+        weight_residuals: WeightResiduals,
+        accumulators: Any,
+        *,
+        derived: tuple[Any, ...] | None = None,
     ) -> tuple[Any, Any]:
-        """The second half of a split backward: the accumulators with this microbatch's gradient of the summed loss, and
-        the token, which is empty where there is no program."""
+        """Runs the second half of a split backward.
+
+        Returns the accumulators with this microbatch's gradient of the summed loss, and the token, which is empty where
+        there is no program.
+        """
         if not self.plan.is_split:
             raise self._refusal()
-        weight_gradient, own = self._programs.weight_gradient, self._own.to_own
-        if weight_gradient is None:
+        program, own = self._compiled.get("weight_gradient"), self._own.to_own
+        if program is None:
             return accumulators, ()
         derived = self._derived(params, derived)
-        sums, token = weight_gradient(own(accumulators), own(params), derived, owed)
+        sums, token = program(own(accumulators), own(params), derived, weight_residuals)
         return self._own.to_model(sums), token
 
     def _complete(self, output_grads: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,16 +1,27 @@
-"""How a model's chunks form a pipeline: placement, graph, shared parameters, and copies for two directions."""
+"""How a model's chunks form a pipeline: placement, graph, shared and frozen layers, and copies for two directions.
 
-from collections.abc import Sequence
+A chunk none of whose layers change runs its forward, and a backward only if a chunk before it trains; then that passes
+the gradient through and does nothing else. In a chunk of which some layers change, the work for the gradients of the
+others is left out: operations before the first layer that changes have no backward, unless the chunk sends a gradient
+on. Frozen layers have neither accumulators nor optimizer state.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, cast
 
-from rrfp_jax.programs.chunk import Chunk, check_chunks, param_specs
-from rrfp_jax.programs.freezing import check_some_train, is_frozen
+import jax
+
+from rrfp_jax.field_rules import with_type
+from rrfp_jax.programs.chunk import Chunk, check_chunks, param_specs, trained_specs
 from rrfp_jax.programs.shapes import holders
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement, ScheduleTable
 
 
 def fitted_placement(chunks: Sequence[Chunk], placement: Placement | None, table: ScheduleTable | None) -> Placement:
-    """The placement given, or the table's; raises ValueError where it does not fit the chunks."""
+    """Returns the given placement, or the table's; raises ValueError where it does not fit the chunks."""
     if placement is None:
         if table is None:
             raise ValueError("no placement is given: pass placement=linear(num_stages), looped(...), or a schedule")
@@ -28,7 +39,7 @@ def model_graph(
     edges: Sequence[Edge] | None,
     table: ScheduleTable | None,
 ) -> PipelineGraph:
-    """The table's graph, or the model's own for one microbatch, with the parameters that are shared and frozen.
+    """Returns the table's graph, or the model's own for one microbatch, with the parameters that are shared and frozen.
 
     ``edges`` None means the table's, or a chain. Raises ValueError where table, edges and chunks differ, and where
     layers are frozen and nothing is left to train.
@@ -43,11 +54,15 @@ def model_graph(
 
 
 def _joined(chunks: Sequence[Chunk], edges: Sequence[Edge] | None, table: ScheduleTable | None) -> PipelineGraph:
-    num_chunks, shared, frozen = len(chunks), _shared_groups(chunks), _frozen_chunks(chunks)
+    tied = {name for chunk in chunks for name in chunk.tied}
+    shared = tuple(sorted({tuple(holders(chunks, name)) for name in tied}))
+    if any(chunk.frozen for chunk in chunks):
+        _check_some_train(chunks)
+    frozen = frozenset(index for index, chunk in enumerate(chunks) if _is_frozen(chunk))
     if table is None:
         if edges is None:
-            edges = [Edge(c, c + 1) for c in range(num_chunks - 1)]
-        return PipelineGraph(num_chunks, 1, tuple(edges), shared=shared, frozen=frozen)
+            edges = [Edge(c, c + 1) for c in range(len(chunks) - 1)]
+        return PipelineGraph(len(chunks), 1, tuple(edges), shared=shared, frozen=frozen)
     graph = replace(table.graph, shared=shared, frozen=frozen)
     if edges is not None and {edge[:2] for edge in edges} == {edge[:2] for edge in graph.edges}:
         graph = replace(graph, edges=tuple(edges))
@@ -66,7 +81,7 @@ def _joined(chunks: Sequence[Chunk], edges: Sequence[Edge] | None, table: Schedu
 
 
 def mirrored(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The chunks twice, for bidirectional schedules: the copies share all their layers with the originals."""
+    """Returns the chunks twice, for bidirectional schedules: the copies share all their layers with the originals."""
 
     def tied(chunk: Chunk, suffix: str) -> Chunk:
         return replace(chunk, name=chunk.name + suffix, shared=frozenset(param_specs(chunk)))
@@ -75,17 +90,60 @@ def mirrored(chunks: Sequence[Chunk]) -> list[Chunk]:
     return [*(tied(chunk, "") for chunk in chunks), *(tied(chunk, " (copy)") for chunk in chunks)]
 
 
-def _shared_groups(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], ...]:
-    names = sorted({name for chunk in chunks for name in chunk.tied})
-    return tuple(sorted({tuple(holders(chunks, name)) for name in names}))
-
-
-def _frozen_chunks(chunks: Sequence[Chunk]) -> frozenset[int]:
-    """The chunks none of whose parameters change; raises ValueError where layers are frozen, and nothing trains."""
-    if any(chunk.frozen for chunk in chunks):
-        check_some_train(chunks)
-    return frozenset(index for index, chunk in enumerate(chunks) if is_frozen(chunk))
-
-
 def _edge_text(edges: Sequence[Edge]) -> str:
     return ", ".join(f"{e.source}->{e.target}" for e in sorted(edges))
+
+
+# -- freezing ----------------------------------------------------------------------------------------------------------
+
+
+def freeze(chunks: Sequence[Chunk], patterns: Sequence[str]) -> list[Chunk]:
+    """Returns the chunks with the layers frozen that some pattern names, beside those that are frozen already.
+
+    A pattern is a layer's name (``projector``), the beginning of a name up to a dot (``vision`` for ``vision.patches``
+    and ``vision.layers.3``), or a glob as :mod:`fnmatch` has it (``decoder.layers.[0-7]``, ``*norm``), in which ``*``
+    matches dots too.
+
+    Raises ValueError, in one sentence with the remedy, for a pattern that matches no layer, and where nothing would be
+    left to train.
+    """
+    chunks, named = check_chunks(chunks), cast(Any, patterns)
+    given = list(named) if isinstance(named, Iterable) else [named]
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(f"the layers to freeze are given as {with_type(patterns)}: give a list of patterns")
+    layers = [tuple(param_specs(chunk)) for chunk in chunks]
+    names = list(dict.fromkeys(name for own in layers for name in own))
+    for pattern in given:
+        if not any(matches(pattern, name) for name in names):
+            raise ValueError(f"no layer matches {pattern!r}, which is to be frozen: {_nearest(pattern, names)}")
+    frozen = [
+        replace(chunk, frozen=chunk.frozen.union(name for name in own if any(matches(p, name) for p in given)))
+        for chunk, own in zip(chunks, layers, strict=True)
+    ]
+    if any(chunk.frozen for chunk in frozen):
+        _check_some_train(frozen)
+    return frozen
+
+
+def _check_some_train(chunks: Sequence[Chunk]) -> None:
+    """Raises ValueError for chunks all of whose layers are frozen."""
+    if all(_is_frozen(chunk) for chunk in chunks):
+        raise ValueError("every layer of the model is frozen, and nothing is left to train: freeze fewer layers")
+
+
+def _is_frozen(chunk: Chunk) -> bool:
+    """Whether none of the chunk's parameters change, as in a chunk that has none."""
+    return not jax.tree.leaves(trained_specs(chunk))
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a layer of this name is one that the pattern stands for."""
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    """Returns words on the layer, or the beginning of names, that is most like a pattern."""
+    parts = [name.split(".") for name in names]
+    choices = dict.fromkeys(".".join(part[:end]) for part in parts for end in range(1, len(part) + 1))
+    nearest = difflib.get_close_matches(pattern, choices, n=1, cutoff=0.0)
+    return f"the nearest is {nearest[0]!r}" if nearest else "the model has no layers"

@@ -1,4 +1,4 @@
-"""Refuse optimizers that would train something else chunk by chunk than they train on the model as a whole.
+"""Refuses optimizers that would train a model otherwise chunk by chunk than as a whole.
 
 Every chunk is updated on its own, from its own gradients, and so is every shared layer. That equals one update of the
 whole model only if the optimizer treats every parameter array by itself, as AdamW, Lion or Adafactor do, and treats it
@@ -33,9 +33,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rrfp_jax.programs.jaxprs import called_jaxpr, open_jaxpr, scan_shape
 from rrfp_jax.programs.sameness import Same, identity, parameter_identity
 from rrfp_jax.programs.specs import Specs, describe, pick, spec_of
-from rrfp_jax.programs.splitting.versions import called_jaxpr, open_jaxpr, scan_shape
 
 REMEDY = (
     "each chunk is updated on its own, so an optimizer must treat every array by itself: use clip_norm=... in "
@@ -76,7 +76,7 @@ class _Trace(NamedTuple):
 def check_leafwise(
     optimizer: optax.GradientTransformation, params: Specs, groups: Iterable[Sequence[str]] = ()
 ) -> None:
-    """Raise ValueError if ``optimizer`` couples leaves of ``params``, or updates one otherwise in its group alone.
+    """Raises ValueError if ``optimizer`` couples leaves of ``params``, or updates one otherwise in its group alone.
 
     ``params`` holds the shapes of the whole model, as a dictionary from layer name to parameters: in a part of it a
     coupling can go unseen. ``groups`` name the layers that are updated together.
@@ -140,7 +140,7 @@ def _compared(traces: Sequence[_Trace]) -> list[list[int]]:
     """
     names = traces[0].names
     bits = {name: 1 << index for index, name in enumerate(names)}
-    values = Values(len(names))
+    values = _Values(len(names))
 
     def inputs(role: str, trace: _Trace) -> list[int]:
         return [values.symbol((role, name), bits[name]) for name in trace.names]
@@ -148,7 +148,7 @@ def _compared(traces: Sequence[_Trace]) -> list[list[int]]:
     state = [values.outputs(trace.init, inputs("initial", trace)) for trace in traces]
     classes, labels = _classes(state, [[values.labels[v] for v in own] for own in state])
     while True:
-        values = Values(len(names))
+        values = _Values(len(names))
         updates: list[list[int]] = []
         new_state: list[list[int]] = []
         for trace, own in zip(traces, classes, strict=True):
@@ -193,13 +193,13 @@ def _check_alike(names: Sequence[str], whole: Sequence[int], own_names: Sequence
             )
 
 
-def _refuse_mixture(what: str, labels: int, names: Sequence[str]) -> None:
+def _refuse_mixture(name: str, labels: int, names: Sequence[str]) -> None:
     mixed = [name for index, name in enumerate(names) if labels >> index & 1]
     if len(mixed) > 1:
-        raise ValueError(f"the optimizer couples leaves: {what} depends on {mixed[0]} and {mixed[1]}; {REMEDY}")
+        raise ValueError(f"the optimizer couples leaves: {name} depends on {mixed[0]} and {mixed[1]}; {REMEDY}")
 
 
-class Values:
+class _Values:
     """Values of traced programs, numbered so that equal numbers mean equal values, with their labels."""
 
     def __init__(self, num_labels: int) -> None:
@@ -254,9 +254,9 @@ class Values:
         if called is not None:
             return self.outputs(called, inputs, depth)
         # an operation with an effect is the same as itself alone
-        what = Same(eqn) if eqn.effects else (Same(eqn.primitive), parameter_identity(eqn.params))
+        operation = Same(eqn) if eqn.effects else (Same(eqn.primitive), parameter_identity(eqn.params))
         labels = self._union(inputs)
-        return [self._number((what, tuple(inputs), place), labels) for place in range(len(eqn.outvars))]
+        return [self._number((operation, tuple(inputs), place), labels) for place in range(len(eqn.outvars))]
 
     def _cond(self, params: dict[str, Any], inputs: list[int], depth: int) -> list[int]:
         predicate, operands = inputs[0], inputs[1:]
@@ -287,12 +287,12 @@ class Values:
             outputs = self.outputs(eqn.params["jaxpr"], consts + carry + sliced, depth + 1)
             return outputs[num_carry:] + outputs[:num_carry]
 
-        what = ("scan", eqn.params["length"], eqn.params["reverse"])
-        results = self._loop(what, body, carry, depth)
+        kind = ("scan", eqn.params["length"], eqn.params["reverse"])
+        results = self._loop(kind, body, carry, depth)
         num_stacked = len(results) - num_carry
         return results[num_stacked:] + results[:num_stacked]
 
-    def _loop(self, what: Hashable, body: Any, start: list[int], depth: int, *, decides: bool = False) -> list[int]:
+    def _loop(self, kind: Hashable, body: Any, start: list[int], depth: int, *, decides: bool = False) -> list[int]:
         """Returns the numbers of all results of a loop.
 
         ``body`` gives, for the carry's numbers, those of its further results, and then those of the next carry. If
@@ -320,7 +320,7 @@ class Values:
             rank = places.index(place - num_further) if place >= num_further else ("further", own[place])
             labels = (needed | self._union(start[p] for p in places)) & ~reduce(or_, bits, 0)
             deciding = own[0] if decides else None
-            numbers.append(self._number((what, deciding, key, rank), labels))
+            numbers.append(self._number((kind, deciding, key, rank), labels))
         return numbers
 
     def _numbered(

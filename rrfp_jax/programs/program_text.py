@@ -8,15 +8,22 @@ other one once.
 The bound is a roofline: every kernel takes as long as its products at the device's peak or its bytes at the memory's
 full speed, whichever is longer, and a launch. No program is faster; collectives are left out, since they overlap with
 the rest as the device pleases.
+
+Collectives are read as short texts that two processes can compare, and as groups of devices. The devices of a unit must
+enter the same collectives in the same order, or all of them wait for ever. Every process compiles for itself, so that
+another version, another partition or another model on one of them goes unnoticed until then.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from math import prod
 from typing import NamedTuple
+
+import numpy as np
+from jax.stages import Compiled
 
 _ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+|f8\w+)\[([\d,]*)\]")
 _BITS = {"pred": 8, "bf16": 16}
@@ -55,8 +62,18 @@ class _Instruction(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The opcode, without the ending by which an instruction starts or ends what runs beside others."""
+        """The opcode, without the ending by which an instruction starts or ends work that runs beside others."""
         return self.opcode.removesuffix("-start").removesuffix("-done")
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether devices enter a collective here; at a ``-done`` they have entered it before."""
+        return self.kind in _COLLECTIVES and not self.opcode.endswith("-done")
+
+    @property
+    def result(self) -> str:
+        """The shape that the instruction makes: that of an asynchronous copy names its source as well."""
+        return self.shape.partition(", ")[0] if self.opcode == "copy-start" else self.shape
 
 
 class Moved(NamedTuple):
@@ -77,20 +94,23 @@ class ProgramText:
         self._computations, self._entry = _computations(text)
 
     def each_collective(self) -> Iterator[tuple[str, str, str]]:
-        """Every collective as it stands in the text, in order: its kind, its shape, and what is behind its operands."""
+        """Yields every collective as it stands in the text, in order: its kind, its shape, and the text behind its
+        operands."""
         for instruction in chain.from_iterable(self._computations.values()):
-            if _is_collective(instruction):
+            if instruction.is_collective:
                 yield instruction.kind, instruction.shape, instruction.rest.partition(")")[2]
 
     @cached_property
     def collectives(self) -> dict[str, Moved]:
-        """By kind: the bytes that a device gathers, or sums, in all instructions of the kind."""
+        """For each kind, the bytes that a device gathers, or sums, in all instructions of the kind."""
         found: dict[str, Moved] = {}
         for instruction, turns, _ in self._run():
-            if _is_collective(instruction):
+            if instruction.is_collective:
+                # a start has the shape (arguments, results, ...): the larger is gathered, or summed
                 starts = instruction.opcode.endswith("-start")
-                size = _largest_part(instruction.shape) if starts else num_bytes(instruction.shape)
+                parts = _parts(instruction.shape)[:2] if starts else [instruction.shape]
                 times, known = found.get(instruction.kind, Moved(0, 0))
+                size = max(map(shape_bytes, parts), default=0)
                 found[instruction.kind] = Moved(times + turns, known + turns * size)
         return found
 
@@ -115,9 +135,7 @@ class ProgramText:
     @cached_property
     def copied_bytes(self) -> int:
         """Bytes of results that only are other arrays in another place or order of the device's main memory."""
-        return sum(
-            turns * num_bytes(_result(instruction)) for instruction, turns, _ in self._run() if self._moves(instruction)
-        )
+        return sum(turns * shape_bytes(each.result) for each, turns, _ in self._run() if self._moves(each))
 
     @cached_property
     def touched_bytes(self) -> int:
@@ -130,7 +148,8 @@ class ProgramText:
         return sum(turns * self._flops(each, shapes) for each, turns, shapes in self._kernels())
 
     def arrays_with(self, length: int) -> list[str]:
-        """Arrays outside of kernels with at least two dimensions of this length and a third, as scores of attention."""
+        """Returns arrays outside of kernels with at least two dimensions of this length and a third, as scores of
+        attention."""
         found: dict[str, None] = {}
         for instruction, _, _ in self._run():
             for dtype, dims in _ARRAY.findall(instruction.shape):
@@ -153,7 +172,7 @@ class ProgramText:
                 yield instruction, turns, shapes
 
     def _run(self, name: str | None = None, turns: int = 1) -> Iterator[tuple[_Instruction, int, Mapping[str, str]]]:
-        """Every instruction that runs by itself, how often it does, and the shapes of its computation's names."""
+        """Yields every instruction that runs by itself, how often it runs, and its computation's shapes by name."""
         body = self._computations.get(self._entry if name is None else name, [])
         shapes = {each.name: each.shape for each in body}
         for each in body:
@@ -168,8 +187,8 @@ class ProgramText:
     def _moves(self, instruction: _Instruction) -> bool:
         """Whether a kernel computes nothing: a copy, a transposition, or a fusion of these."""
         if instruction.opcode == "copy-start":
-            # Into a TPU's on-chip memory, S(1), an array is read ahead of the kernel that would read it anyway.
-            return "S(1)}" not in _result(instruction)
+            # into a TPU's on-chip memory, S(1), an array is read ahead of the kernel that would read it anyway
+            return "S(1)}" not in instruction.result
         if instruction.opcode in ("copy", "transpose"):
             return True
         if instruction.opcode != "fusion":
@@ -182,7 +201,7 @@ class ProgramText:
         return [] if found is None else self._computations.get(found[1], [])
 
     def _flops(self, instruction: _Instruction, shapes: Mapping[str, str]) -> float:
-        """Operations of the products in a kernel; nothing else counts."""
+        """Returns the operations of the products in a kernel; nothing else counts."""
         if instruction.opcode == "fusion":
             body = self._called(instruction)
             inner = {each.name: each.shape for each in body}
@@ -202,25 +221,13 @@ class ProgramText:
         return 2.0 * prod(result[0]) * first[0][-1] if "matmul" in name or "gemm" in name else 0.0
 
 
-def _is_collective(instruction: _Instruction) -> bool:
-    """Whether devices enter a collective there; they have entered it before where the opcode says that it is done."""
-    return instruction.kind in _COLLECTIVES and not instruction.opcode.endswith("-done")
-
-
-def _result(instruction: _Instruction) -> str:
-    """Returns the shape that an instruction makes: that of an asynchronous copy names its source as well."""
-    return instruction.shape.partition(", ")[0] if instruction.opcode == "copy-start" else instruction.shape
-
-
-def num_bytes(shape: str) -> int:
+def shape_bytes(shape: str) -> int:
     """Returns the bytes of all arrays in a shape as the compiler prints it."""
-    return sum(
-        prod(map(int, filter(None, dims.split(",")))) * _bits(dtype) // 8 for dtype, dims in _ARRAY.findall(shape)
-    )
-
-
-def _bits(dtype: str) -> int:
-    return _BITS.get(dtype) or (8 if dtype.startswith("f8") else int(dtype[1:]))
+    total = 0
+    for dtype, dims in _ARRAY.findall(shape):
+        bits = _BITS.get(dtype) or (8 if dtype.startswith("f8") else int(dtype[1:]))
+        total += prod(map(int, filter(None, dims.split(",")))) * bits // 8
+    return total
 
 
 def _dims(shape: str) -> list[list[int]]:
@@ -228,16 +235,11 @@ def _dims(shape: str) -> list[list[int]]:
 
 
 def _touched(instruction: _Instruction, shapes: Mapping[str, str]) -> int:
-    return num_bytes(instruction.shape) + sum(num_bytes(shapes.get(name, "")) for name in instruction.operands)
-
-
-def _largest_part(shape: str) -> int:
-    """Of what a collective starts with, (arguments, results, ...), the larger: what is gathered, or what is summed."""
-    return max(map(num_bytes, _parts(shape)[:2]), default=0)
+    return shape_bytes(instruction.shape) + sum(shape_bytes(shapes.get(name, "")) for name in instruction.operands)
 
 
 def _parts(shape: str) -> list[str]:
-    """The parts of a tuple's shape, or the shape alone."""
+    """Returns the parts of a tuple's shape, or the shape alone."""
     if not shape.startswith("("):
         return [shape]
     depth, begin, parts = 0, 1, []
@@ -250,7 +252,7 @@ def _parts(shape: str) -> list[str]:
 
 
 def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """The instructions of every computation by its name, and the name of the entry."""
+    """Returns the instructions of every computation by its name, and the name of the entry."""
     found: dict[str, list[_Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -261,15 +263,11 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
         elif line.startswith("}"):
             current = None
         elif current is not None and (match := _INSTRUCTION.match(line)):
-            current.append(_instruction(match[1], match[2]))
+            shape, rest = _split_shape(match[2])
+            opcode = _OPCODE.match(rest)
+            operands = re.findall(r"%([\w.\-]+)", rest[: rest.find(")") + 1]) if opcode else []
+            current.append(_Instruction(match[1], shape, opcode[1] if opcode else "", rest, tuple(operands)))
     return found, entry
-
-
-def _instruction(name: str, text: str) -> _Instruction:
-    shape, rest = _split_shape(text)
-    opcode = _OPCODE.match(rest)
-    operands = re.findall(r"%([\w.\-]+)", rest[: rest.find(")") + 1]) if opcode else []
-    return _Instruction(name, shape, opcode[1] if opcode else "", rest, tuple(operands))
 
 
 def _split_shape(text: str) -> tuple[str, str]:
@@ -282,3 +280,88 @@ def _split_shape(text: str) -> tuple[str, str]:
         if not depth:
             return text[: place + 1], text[place + 1 :].lstrip()
     return text, ""
+
+
+# -- collectives as texts and as groups of devices ---------------------------------------------------------------------
+
+SUM, ALL_TO_ALL, PERMUTE = "sum", "all-to-all", "permute"
+"""The kinds of connections: gathering and scattering use those of sums."""
+_OF_NO_MATTER = re.compile(
+    r", (?:channel_id=\d+|metadata=\{.*|to_apply=[^\s,]+|backend_config=\{.*|frontend_attributes=\{.*)"
+)
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)=(?:\{(?P<listed>(?:\{[\d,]*\},?)*)\}"
+    r"|\[(?P<shape>[\d,]+)\]<=\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+    r"|mesh\[(?P<mesh>[^\]]+)\] \{(?P<axes>[^}]*)\})"
+)
+_AXIS = re.compile(r"'(?P<name>[^']+)'(?:=(?P<size>\d+)|:\((?P<before>\d+)\)(?P<part>\d+))?")
+
+
+class Exchange(NamedTuple):
+    """Devices that are connected in one way, by their places on the mesh of a program."""
+
+    kind: str
+    """One of :data:`SUM`, :data:`ALL_TO_ALL`, :data:`PERMUTE`."""
+    groups: tuple[tuple[int, ...], ...]
+    """Groups of devices; pairs of sender and receiver for :data:`PERMUTE`."""
+
+
+def collective_lines(compiled: Compiled) -> tuple[str, ...]:
+    """Returns the collectives of a program in the order in which its devices enter them, with shapes and groups."""
+    found = ProgramText(compiled.as_text() or "").each_collective()
+    return tuple(f"{kind} {shape}{_OF_NO_MATTER.sub('', how)}" for kind, shape, how in found)
+
+
+def joint_work(name: str, compiled: Mapping[str, Compiled]) -> dict[str, str]:
+    """Returns the collectives of each program of a chunk of this name, as texts by title."""
+    return {f"{name}, {title}": "; ".join(collective_lines(program)) for title, program in compiled.items()}
+
+
+def exchanges(programs: Iterable[Compiled], num_devices: int) -> list[Exchange]:
+    """Returns the connections that programs on so many devices use, each once, in an order that depends on nothing
+    else."""
+    found = set()
+    for line in {line for program in programs for line in collective_lines(program)}:
+        op, groups = line.partition(" ")[0], _GROUPS.search(line)
+        kind = PERMUTE if op == "collective-permute" else ALL_TO_ALL if op.endswith("all-to-all") else SUM
+        found.add(Exchange(kind, _groups(groups, num_devices) if groups else (tuple(range(num_devices)),)))
+    return sorted(each for each in found if any(len(group) > 1 for group in each.groups))
+
+
+def _groups(found: re.Match[str], num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of devices, in whichever of three forms the compiler has written them.
+
+    ``{{0,1},{2,3}}`` lists them, ``[2,2]<=[2,2]T(1,0)`` are the rows of an array of all numbers, transposed, and
+    ``mesh['x'=2,'y'=2] {'y'}`` the devices that differ along some axes of a mesh, or along a part of one:
+    ``'y':(1)2``.
+    """
+    if found["mesh"] is not None:
+        rows = _along_axes(found["mesh"], found["axes"])
+    elif found["shape"] is not None:
+        dims, order = _numbers(found["dims"]), found["order"]
+        places = np.arange(prod(dims)).reshape(dims).transpose(None if order is None else _numbers(order))
+        rows = places.reshape(_numbers(found["shape"]))
+    else:
+        groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", found["listed"])]
+        return tuple(groups) or (tuple(range(num_devices)),)
+    return tuple(tuple(map(int, row)) for row in rows)
+
+
+def _along_axes(mesh: str, axes: str) -> np.ndarray:
+    wanted = {axis["name"]: axis for axis in _AXIS.finditer(axes)}
+    dims: list[int] = []
+    at: dict[str, int] = {}
+    for axis in _AXIS.finditer(mesh):
+        name, size = axis["name"], int(axis["size"])
+        before, part = 1, size
+        if name in wanted and wanted[name]["part"] is not None:
+            before, part = int(wanted[name]["before"]), int(wanted[name]["part"])
+        at[name] = len(dims) + 1
+        dims += [before, part, size // (before * part)]
+    inner = [at[name] for name in wanted]
+    outer = [dim for dim in range(len(dims)) if dim not in inner]
+    return np.arange(prod(dims)).reshape(dims).transpose(*outer, *inner).reshape(-1, prod(dims[dim] for dim in inner))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))

@@ -1,4 +1,6 @@
-"""What R and U of a chunk compute: the sum of gradients with its norm, and the optimizer's step. Nothing is compiled.
+"""The functions of R and U of a chunk: the sum of gradients with its norm, and the optimizer's step.
+
+Nothing is compiled here.
 
 R adds up the copies of a shared layer over the chunks that hold it, and every gradient over the replicas of the stage
 where there are several. On several devices each looks at its own share, in the manner of ``shard_map``. So the
@@ -31,19 +33,19 @@ from rrfp_jax.programs.shapes import holders
 from rrfp_jax.programs.shardings import DATA, WHOLE, axes_at, axes_of_spec
 
 _SMALL_BYTES = 64 << 10
-"""Up to which one collective that brings more costs less than two."""
+"""Bytes up to which one collective that brings more costs less than two."""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """Which layers a chunk shares with which chunks."""
+    """The layers that a chunk shares, and the chunks with which it shares them."""
 
     names: tuple[str, ...]
-    """Its shared layers that train."""
+    """The shared layers that train."""
     sharing: tuple[int, ...]
     """The chunks that it shares with, ascending and with itself."""
     own_position: int
-    """Where it stands among them."""
+    """The position of the chunk among them."""
     uncounted: frozenset[str]
     """Layers that are counted in their owner's norm."""
 
@@ -53,11 +55,11 @@ class Tie:
         return self.of_others(self.sharing)
 
     def of_others(self, entries: Sequence[Any]) -> tuple[Any, ...]:
-        """What belongs to the other chunks, of one entry per chunk of ``sharing``."""
+        """Returns the entries of the other chunks, given one entry per chunk of ``sharing``."""
         return (*entries[: self.own_position], *entries[self.own_position + 1 :])
 
     def sums(self, accumulators: Any, others: tuple[Any, ...]) -> dict[str, Any]:
-        """The shared layers' gradients, added up.
+        """Returns the shared layers' gradients, added up.
 
         ``others`` has the shared accumulators of the other chunks. Every holder adds up the same copies in the same
         order (ascending chunk), so all get identical bits.
@@ -66,12 +68,12 @@ class Tie:
         return {name: _ordered_sum([copy[name] for copy in copies if name in copy]) for name in self.names}
 
     def counted(self, layers: dict[str, Any]) -> dict[str, Any]:
-        """The layers that this chunk's norm counts."""
+        """Returns the layers that this chunk's norm counts."""
         return {name: layer for name, layer in layers.items() if name not in self.uncounted}
 
 
 def tie_of(chunks: Sequence[Chunk], index: int, sharing: Sequence[int]) -> Tie:
-    """What chunk ``index`` shares; ``sharing`` are the chunks that it shares with, ascending and with itself."""
+    """Returns the tie of chunk ``index``; ``sharing`` are the chunks that it shares with, ascending and with itself."""
     names = tuple(sorted(chunks[index].tied))
     uncounted = frozenset(name for name in names if holders(chunks, name)[0] != index)
     return Tie(names, tuple(sharing), tuple(sharing).index(index), uncounted)
@@ -86,7 +88,7 @@ def reduce_function(
     shares: dict[str, Any] | None = None,
     ordered: bool = False,
 ) -> Callable[[Any, tuple[Any, ...]], tuple[dict[str, Any], jax.Array]]:
-    """``reduce(accumulators, others) -> (reduced, squared_norm)`` for one chunk.
+    """Returns ``reduce(accumulators, others) -> (reduced, squared_norm)`` for one chunk.
 
     Args:
         mesh: of a unit, or of a stage (with the axis ``data`` too), whose replicas are added up;
@@ -115,7 +117,7 @@ def reduce_function(
 
 
 def update_function(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any, Any]]:
-    """``update(params, optimizer_state, accumulators, scale, apply)``, which returns the first three anew.
+    """Returns ``update(params, optimizer_state, accumulators, scale, apply)``, which returns the first three anew.
 
     Gradients are ``accumulators * scale`` in the dtype of the parameters; accumulators come back as zeros. Where
     ``apply`` is False, parameters and state come back bit for bit, whatever the accumulators hold.
@@ -134,7 +136,7 @@ def update_function(optimizer: optax.GradientTransformation) -> Callable[..., tu
 
 
 def _over_replicas(gradient: jax.Array, share: PartitionSpec, *, ordered: bool) -> jax.Array:
-    """The sum over all replicas, or this replica's share of it."""
+    """Returns the sum over all replicas, or this replica's share of it."""
     cut = next((dim for dim in range(len(share)) if DATA in axes_at(share, dim)), None)
     if ordered:
         return _ordered_over_replicas(gradient) if cut is None else _ordered_sum(list(_own_terms(gradient, cut)))
@@ -144,7 +146,10 @@ def _over_replicas(gradient: jax.Array, share: PartitionSpec, *, ordered: bool) 
 
 
 def _ordered_over_replicas(gradient: jax.Array) -> jax.Array:
-    """The sum over all replicas, in order: of small gradients each adds up all terms, of others those of its share."""
+    """Returns the sum over all replicas, in order.
+
+    Each replica adds up all terms of a small gradient, and of a large one the terms of its share.
+    """
     if gradient.nbytes <= _SMALL_BYTES:
         return _ordered_sum(list(jax.lax.all_gather(gradient, DATA)))
     elements = gradient.reshape(-1)
@@ -154,7 +159,7 @@ def _ordered_over_replicas(gradient: jax.Array) -> jax.Array:
 
 
 def _own_terms(gradient: jax.Array, cut: int) -> jax.Array:
-    """``[replicas, ...]``: for every replica the slice of its gradient that makes up this replica's share."""
+    """Returns ``[replicas, ...]``: for every replica the slice of its gradient that is part of this replica's share."""
     num_replicas = jax.lax.axis_size(DATA)
     shape = gradient.shape
     slices = gradient.reshape(*shape[:cut], num_replicas, shape[cut] // num_replicas, *shape[cut + 1 :])
@@ -162,7 +167,8 @@ def _own_terms(gradient: jax.Array, cut: int) -> jax.Array:
 
 
 def _squared_norm(layers: Any, partition: Any) -> jax.Array:
-    """The float32 sum of the squares of all leaves, leaf by leaf, the same on all devices; not finite if any is not."""
+    """Returns the float32 sum of the squares of all leaves, the same on all devices; not finite if any leaf is not."""
+    # leaves that are cut over the same axes are summed first, so that each set of axes needs one collective
     totals: dict[tuple[str, ...], jax.Array] = {}
     for leaf, spec in zip(jax.tree.leaves(layers), jax.tree.leaves(partition), strict=True):
         axes = axes_of_spec(spec)
@@ -181,7 +187,7 @@ def _sum_over(axes: Sequence[str], total: jax.Array) -> jax.Array:
 
 
 def _ordered_sum(trees: Sequence[Any]) -> Any:
-    """The sum of some trees, from the first to the last."""
+    """Returns the sum of some trees, added from the first to the last."""
     total = trees[0]
     for tree in trees[1:]:
         total = jax.tree.map(jnp.add, total, tree)

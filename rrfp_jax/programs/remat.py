@@ -1,11 +1,12 @@
-"""Rematerialisation of a chunk: what its forward keeps for the backward, and what the backward computes again.
+"""Rematerialisation of a chunk: which values its forward keeps for the backward, which the backward computes again.
 
 A chunk that calls its layers through :func:`one_layer` keeps the input of each, and a backward computes one layer again
 at a time: a barrier makes the next one wait for the gradient that it is needed for. Any other chunk is computed again
-as a whole, and its backward needs room for all of it at once.
+as a whole, and its backward needs memory for all of it at once.
 
-With a split backward the input gradient recomputes and the weight gradient reuses what was recomputed. That makes what
-is owed between the two much larger than the stash, so rematerialisation pays most where backwards are not split.
+With a split backward the input gradient recomputes values and the weight gradient reuses them. That makes the
+weight-gradient residuals much larger than the residuals of the forward, so rematerialisation pays most where backwards
+are not split.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,19 +22,18 @@ Policy = Callable[..., Any]
 """A policy of ``jax.checkpoint``, for example one of ``jax.checkpoint_policies``."""
 
 Remat = str | Policy
-"""``none`` keeps what differentiation wants; ``dots`` keeps the results of matrix products and of fused attention, and
-recomputes the rest;
-``full`` keeps the inputs of layers only and recomputes their whole forward; names of
+"""``none`` keeps the residuals of differentiation; ``dots`` keeps the results of matrix products and fused attention,
+and recomputes the rest; ``full`` keeps the inputs of layers only and recomputes their whole forward; names of
 :data:`rrfp_jax.costs.layer_sizes.KEPT`, joined by ``+``, keep these besides, which a layer of one's own names by
 ``jax.ad_checkpoint.checkpoint_name``; a policy decides itself."""
 
 KEPT_BY_DOTS = "fused attention"
-"""The name, for ``jax.ad_checkpoint.checkpoint_name``, of what a fused forward of attention gives to its backward.
+"""The name, for ``jax.ad_checkpoint.checkpoint_name``, of values that a fused forward of attention gives its backward.
 ``dots`` keeps it; otherwise the backward would run that forward again."""
 KEPT_ALWAYS = "kept"
-"""The name (``checkpoint_name``) of what is small and dear to compute again: only a policy of one's own drops it."""
+"""The name (``checkpoint_name``) of small values that cost much to compute again: only a user's policy drops them."""
 _CUDNN_FORWARD = ("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper")
-"""What cuDNN's forward returns has no name in JAX, and its backward needs all of it."""
+"""Primitives of cuDNN's forward: its results have no name in JAX, and its backward needs all of them."""
 _is_of_fused_attention = jax.checkpoint_policies.save_only_these_names(KEPT_BY_DOTS)
 
 
@@ -52,13 +52,13 @@ _NAMED: dict[str, Policy] = {
     "full": _always,
 }
 _OUTPUT = "layer"
-"""The name of what a layer returns. The next one begins with it, so it is kept."""
+"""The name of a layer's outputs. The next layer begins with them, so they are kept."""
 _of_layers: ContextVar[Policy | None] = ContextVar("of_layers", default=None)
 """The policy of the chunk that is being traced; None for one that is not rematerialised."""
 
 
 def check_remat(remat: Remat) -> None:
-    """Raise ValueError for a name that stands for no rematerialisation."""
+    """Raises ValueError for a name that stands for no rematerialisation."""
     if not callable(remat) and not is_known_remat(remat):
         raise ValueError(
             f"remat is {remat!r}: give none, dots, full, or a policy of jax.checkpoint, or what layers are to keep: "
@@ -67,7 +67,8 @@ def check_remat(remat: Remat) -> None:
 
 
 def remat_of_chunks(remat: Remat | Sequence[Remat], num_chunks: int) -> tuple[Remat, ...]:
-    """One for each chunk, from one for all or one for each; raises ValueError for other numbers and unknown names."""
+    """Returns one policy for each chunk, given one for all or one for each; raises ValueError for other numbers and
+    unknown names."""
     policies = (remat,) * num_chunks if isinstance(remat, str) or callable(remat) else tuple(remat)
     if len(policies) != num_chunks:
         raise ValueError(
@@ -82,7 +83,8 @@ def one_layer(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a layer of a chunk, ``fn(*arrays)``, that a backward computes again without any other layer.
 
     Call it where the chunk's ``apply`` calls the layer: ``x = one_layer(layer)(params["layers.3"], x)``. Elsewhere,
-    and for chunks that are not rematerialised, it is ``fn``. What ``fn`` closes over is kept as its arguments are.
+    and for chunks that are not rematerialised, it is ``fn``. Values that ``fn`` closes over are kept like its
+    arguments.
     """
 
     def run(*args: Any) -> Any:
@@ -97,7 +99,7 @@ def one_layer(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rematerialised(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """``fn``, a chunk, under this rematerialisation; raises ValueError for a name that stands for none."""
+    """Returns ``fn``, a chunk, under this rematerialisation; raises ValueError for a name that stands for none."""
     check_remat(remat)
     if remat == "none":
         return fn

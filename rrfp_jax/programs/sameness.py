@@ -1,15 +1,17 @@
-"""When two functions, or two traced programs, are the same, as keys that can be compared.
+"""Tells when two functions, or two traced programs, are the same, so that chunks of one kind share their programs.
 
-What a function computes is decided by its code, the names that its code looks up, and what it closes over. So two
-functions are the same if these are; so are two ``functools.partial`` or two frozen dataclasses of the same parts, and
-two methods of the same object. Anything else is the same as itself alone. No ``__eq__`` of a user's class is asked: a
-wrong one could only be noticed by wrong results.
+The results of a function are decided by its code, the names that its code looks up, and the values that it closes over.
+So two functions are the same if these are; so are two ``functools.partial`` or two frozen dataclasses of the same
+parts, and two methods of the same object. Any other object is the same as itself alone. No ``__eq__`` of a user's class
+is asked: a wrong one could only be noticed by wrong results.
 """
 
 import dataclasses
 import functools
+import threading
 import types
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from rrfp_jax.programs.splitting.versions import effectful, open_jaxpr
+from rrfp_jax.programs.jaxprs import effectful, open_jaxpr
 
 _PLAIN = (type(None), bool, int, str, bytes, complex, types.CodeType, range, np.dtype, jax.ShapeDtypeStruct)
 _JAXPRS = tuple({jex.Jaxpr, getattr(jex, "ClosedJaxpr", jex.Jaxpr)})  # one class since JAX 0.12
@@ -38,12 +40,12 @@ class Same:
 
 
 def identity(value: Any) -> Hashable:
-    """Equal for values of which one can stand for the other in a program that is traced."""
+    """Returns a key that is equal for values of which one can stand for the other in a program that is traced."""
     return _identity(value, ())
 
 
 def _identity(value: Any, within: tuple[int, ...]) -> Hashable:
-    """``within`` are the objects that this one is part of, from outside to inside."""
+    # ``within`` are the objects that this one is part of, from outside to inside: it may contain itself
     if (plain := _plain(value)) is not None:
         return plain
     if id(value) in within:
@@ -57,7 +59,7 @@ def _identity(value: Any, within: tuple[int, ...]) -> Hashable:
 
 
 def _plain(value: Any) -> Hashable | None:
-    """A key for what has no parts."""
+    """Returns a key for a value without parts, None for any other."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, float):
@@ -70,7 +72,7 @@ def _plain(value: Any) -> Hashable | None:
 
 
 def _parts(value: Any) -> Sequence[Any] | None:
-    """What decides what a container, a function or a frozen record is; None where that is not known."""
+    """Returns the values that make up a container, a function or a frozen record; None where they are not known."""
     parts: Sequence[Any] | None = None
     match value:
         case tuple() | list() | frozenset():
@@ -98,13 +100,13 @@ def _parts_of_function(function: types.FunctionType) -> Sequence[Any] | None:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """All attributes, not only those that take part in ``==``."""
+    """Returns all attributes, not only those that take part in ``==``."""
     slots = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return slots | getattr(value, "__dict__", {})
 
 
 def program_identity(jaxpr: Any) -> Hashable:
-    """Equal for traced programs that compute the same, whatever the names in the trees of their arguments."""
+    """Returns a key that is equal for traced programs that compute the same, whatever the names in their arguments."""
     parts = open_jaxpr(jaxpr)
     numbers: dict[Any, int] = {}
 
@@ -119,9 +121,9 @@ def program_identity(jaxpr: Any) -> Hashable:
 
     def equation(eqn: Any) -> Hashable:
         inputs = tuple([used(atom) for atom in eqn.invars])
-        # what has an effect is the same as itself alone
-        what = Same(eqn if effectful(eqn) else eqn.primitive)
-        return what, inputs, parameter_identity(eqn.params), tuple([defined(var) for var in eqn.outvars])
+        # an operation with an effect is the same as itself alone
+        operation = Same(eqn if effectful(eqn) else eqn.primitive)
+        return operation, inputs, parameter_identity(eqn.params), tuple([defined(var) for var in eqn.outvars])
 
     inputs = tuple([defined(var) for var in (*parts.constvars, *parts.invars)])
     equations = tuple([equation(eqn) for eqn in parts.equations])
@@ -136,6 +138,7 @@ def _is_small(const: Any) -> bool:
 
 
 def parameter_identity(value: Any) -> Hashable:
+    """Returns the key of a parameter of an equation, which may hold traced programs."""
     if isinstance(value, _JAXPRS):
         return program_identity(value)
     if isinstance(value, Mapping):
@@ -158,3 +161,26 @@ def _is_compared_by_jax(value: Any) -> bool:
 
 def _aval(aval: Any) -> Hashable:
     return str(aval), bool(getattr(aval, "weak_type", False)), getattr(aval, "sharding", None)
+
+
+class ProgramStore:
+    """Plans and compiled programs by the kind of chunk that they serve; shared by the threads that compile a model."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: dict[Hashable, Future[Any]] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Returns the result of the first ``make`` that was called for this key, or raises its error.
+
+        The first caller makes it while the others wait.
+        """
+        with self._lock:
+            is_first = key not in self._made
+            made = self._made.setdefault(key, Future())
+        if is_first:
+            try:
+                made.set_result(make())
+            except BaseException as error:
+                made.set_exception(error)
+        return made.result()

@@ -1,6 +1,6 @@
-"""Which shapes every chunk reads and returns, derived before anything runs.
+"""The shapes that every chunk reads and returns, derived before anything runs.
 
-Everything that can be wrong with a list of chunks is found here, with the name of the chunk in the message: leaves that
+Every fault of a list of chunks is found here, with the name of the chunk in the message: leaves that
 the batch does not have, chunks that do not fit together, a last chunk that returns no loss, shared parameters that
 differ.
 """
@@ -26,25 +26,25 @@ class ChunkShapes:
     """Shapes and dtypes of one chunk and one microbatch; all are pytrees of ``jax.ShapeDtypeStruct``."""
 
     params: dict[str, Specs]
-    """Layer name -> parameters."""
+    """The parameters by layer name."""
     inputs: tuple[Specs, ...]
     """The output of every predecessor, ascending; None for one that such a microbatch skips."""
     leaves: dict[str, jax.ShapeDtypeStruct]
     """The batch leaves that the chunk reads and the microbatch has."""
     outputs: Specs
-    """What ``apply`` returns; None where such a microbatch skips the chunk."""
+    """The outputs of ``apply``; None where such a microbatch skips the chunk."""
     exists: bool = True
     """Whether such a microbatch runs on the chunk."""
 
     @property
     def read(self) -> Hashable:
-        """Equal for microbatches that need the same programs of the chunk."""
+        """A key that is equal for microbatches that need the same programs of the chunk."""
         read = (self.inputs, self.leaves)
         return (*jax.tree.leaves(read), jax.tree.structure(read))
 
 
 def describe_chunk(chunks: Sequence[Chunk], index: int) -> str:
-    """For messages: ``chunk 3 (layers 6-7)``."""
+    """Returns words for messages: ``chunk 3 (layers 6-7)``."""
     return f"chunk {index} ({chunks[index].name})"
 
 
@@ -54,7 +54,7 @@ def derive_shapes(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     absent: Collection[int] = (),
 ) -> tuple[ChunkShapes, ...]:
-    """Trace one chunk of every kind, once in its life for the same inputs, and return all shapes; nothing is computed.
+    """Traces one chunk of every kind, once in its life for the same inputs, and returns all shapes; computes nothing.
 
     ``batch`` holds the leaves of one microbatch, ``absent`` the chunks that it skips. Raises ValueError, naming the
     chunk, where chunks, graph and batch do not fit together.
@@ -81,19 +81,19 @@ def derive_shapes(
 
 
 def arrange_inputs(inputs: tuple[Any, ...]) -> Any:
-    """The ``inputs`` argument of ``Chunk.apply``: None, the only predecessor's output, or a tuple of all."""
+    """Returns the ``inputs`` of ``Chunk.apply``: None, the only predecessor's output, or a tuple of all."""
     if not inputs:
         return None
     return inputs[0] if len(inputs) == 1 else inputs
 
 
 def holders(chunks: Sequence[Chunk], name: str) -> list[int]:
-    """The chunks that hold a copy of the shared layer ``name``, ascending; the first one owns it."""
+    """Returns the chunks that hold a copy of the shared layer ``name``, ascending; the first one owns it."""
     return [index for index, chunk in enumerate(chunks) if name in chunk.shared]
 
 
 def model_params(params: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole model's parameters, or their shapes, by layer name, from those of every chunk, ascending.
+    """Returns the whole model's parameters, or their shapes, by layer name, given those of every chunk, ascending.
 
     A shared layer is its lowest holder's copy.
     """
@@ -188,7 +188,7 @@ def _outputs(
         return known[read]
     try:
         return known.setdefault(read, spec_of(jax.eval_shape(apply, params, inputs, leaves)))
-    except Exception as error:  # whatever a user's model raises, say where
+    except Exception as error:  # a user's model may raise anything; say where
         named = ", ".join(f"{name} {describe(spec)}" for name, spec in leaves.items())
         remedy = _remedy(chunk, apply, (params, inputs, leaves), error)
         raise ValueError(

@@ -3,21 +3,21 @@
 A unit's devices are a mesh with named axes of the user's choice. Some names have a meaning here:
 
 ``tensor``
-    what the chunk's ``partition`` cuts over it, usually every layer's matrices;
+    the parameters that the chunk's ``partition`` cuts over it, usually every layer's matrices;
 ``fsdp``
     rows of a microbatch are cut over it, and all parameters along their first dimension that is free and divides, with
     their gradients and optimizer state (ZeRO-3, Rajbhandari et al. 2020). Programs gather the parameters that they
     compute with;
 ``expert``
-    rows of a microbatch, and what ``partition`` cuts over it;
+    rows of a microbatch, and the parameters that ``partition`` cuts over it;
 ``context``
-    the second dimension of what passes between chunks: the positions of a sequence.
+    the second dimension of arrays that pass between chunks: the positions of a sequence.
 
-The *boundary* of a unit is the sharding of what is whole on each of its devices: scalars, and what has one dimension.
-What passes between chunks (activations, their gradients, batch leaves) is cut over rows and positions where these
+The *boundary* of a unit is the sharding of arrays that are whole on each of its devices: scalars and vectors. Arrays
+that pass between chunks (activations, their gradients, batch leaves) are cut over rows and positions where these
 divide, and whole where not (:func:`passing`). Parameters, and with them accumulators and optimizer state, are cut as
-the chunk's ``partition`` says. What stays inside a chunk, such as a stash, lies as the compiler of the program that
-makes it decides.
+the chunk's ``partition`` says. Arrays that stay inside a chunk, such as residuals, lie as the compiler of the program
+that makes them decides.
 
 A unit of one device has a ``SingleDeviceSharding`` as its boundary, and nothing is cut.
 """
@@ -40,7 +40,7 @@ DATA = "data"
 WHOLE = PartitionSpec()
 """The partition of an array that every device holds whole."""
 _CUT_BY = ((FSDP, EXPERT), (CONTEXT,))
-"""The axes over which the first dimensions of what passes between chunks are cut."""
+"""The axes over which the first dimensions of arrays that pass between chunks are cut."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class UnitShardings:
     """The shardings of one chunk on its unit; made by :func:`unit_shardings`."""
 
     boundary: Sharding
-    """Of what is whole on every device."""
+    """The sharding of arrays that are whole on every device."""
     partition: Any
     """A ``PartitionSpec`` for every parameter."""
 
     @property
     def mesh(self) -> Mesh | None:
-        """None for a unit of one device."""
+        """The mesh of the unit; None for a unit of one device."""
         return mesh_of(self.boundary)
 
     @property
@@ -64,17 +64,17 @@ class UnitShardings:
 
     @property
     def chosen(self) -> Sharding | None:
-        """For results that stay inside the chunk: None, which lets the compiler choose, where there is a choice."""
+        """The sharding of results that stay inside the chunk: None, the compiler's choice, where there is a choice."""
         return self.boundary if self.mesh is None else None
 
 
 def mesh_of(boundary: Sharding) -> Mesh | None:
-    """The mesh of a unit, or None for a unit of one device."""
+    """Returns the mesh of a unit, or None for a unit of one device."""
     return boundary.mesh if isinstance(boundary, NamedSharding) and isinstance(boundary.mesh, Mesh) else None
 
 
 def place(partition: Any, boundary: Sharding) -> Any:
-    """The shardings that a tree of ``PartitionSpec`` means on the devices of ``boundary``."""
+    """Returns the shardings that a tree of ``PartitionSpec`` means on the devices of ``boundary``."""
     mesh = mesh_of(boundary)
     if mesh is None:
         return jax.tree.map(lambda _: boundary, partition)
@@ -82,7 +82,7 @@ def place(partition: Any, boundary: Sharding) -> Any:
 
 
 def passing(boundary: Sharding, spec: Any) -> Sharding:
-    """The sharding of an array that passes between chunks, or comes from the batch, given its shape."""
+    """Returns the sharding of an array that passes between chunks, or comes from the batch, given its shape."""
     mesh = mesh_of(boundary)
     if mesh is None or len(spec.shape) < 2:
         return boundary
@@ -91,24 +91,24 @@ def passing(boundary: Sharding, spec: Any) -> Sharding:
 
 
 def row_axes(mesh: Mapping[str, int], num_rows: int) -> tuple[str, ...]:
-    """The axes of a unit over which a microbatch of so many rows is cut; none where it is whole on every device."""
+    """Returns the axes of a unit over which a microbatch of so many rows is cut; none where it is whole everywhere."""
     return _dividing(mesh, _CUT_BY[0], num_rows) or ()
 
 
 def _dividing(mesh: Mapping[str, int], axes: Sequence[str], size: int) -> tuple[str, ...] | None:
-    """Those of the axes that the mesh has, if all of them together divide a dimension of this size."""
+    """Returns the axes that the mesh has, if all of them together divide a dimension of this size."""
     there = tuple(axis for axis in axes if mesh.get(axis, 1) > 1)
     return there if there and size and size % prod(mesh[axis] for axis in there) == 0 else None
 
 
 def all_passing(boundary: Sharding, specs: Specs) -> Any:
-    """The shardings of all arrays of a tree that passes between chunks: one for all where none is cut."""
+    """Returns the shardings of all arrays of a tree that passes between chunks: one for all where none is cut."""
     shardings = jax.tree.map(lambda spec: passing(boundary, spec), specs)
     return boundary if all(each is boundary for each in jax.tree.leaves(shardings)) else shardings
 
 
 def unit_shardings(chunks: Sequence[Chunk], index: int, boundary: Sharding) -> UnitShardings:
-    """The shardings of chunk ``index`` on a unit; raises ValueError where they are not possible."""
+    """Returns the shardings of chunk ``index`` on a unit; raises ValueError where they are not possible."""
     mesh = mesh_of(boundary)
     if mesh is not None and boundary != NamedSharding(mesh, WHOLE):
         raise ValueError(
@@ -119,12 +119,12 @@ def unit_shardings(chunks: Sequence[Chunk], index: int, boundary: Sharding) -> U
 
 
 def axes_of(mesh: Mesh | None) -> dict[str, int]:
-    """The axes of a unit, or of a stage without that over its replicas, with their sizes."""
+    """Returns the axes of a unit, or of a stage without that over its replicas, with their sizes."""
     return {} if mesh is None else {axis: size for axis, size in mesh.shape.items() if axis != DATA}
 
 
 def param_partition(chunks: Sequence[Chunk], index: int, axes: Mapping[str, int]) -> Any:
-    """A ``PartitionSpec`` for every parameter of chunk ``index`` on a unit with these axes.
+    """Returns a ``PartitionSpec`` for every parameter of chunk ``index`` on a unit with these axes.
 
     Raises ValueError, naming the chunk, for one that does not fit the parameter, or differs between two copies.
     """
@@ -140,7 +140,7 @@ def param_partition(chunks: Sequence[Chunk], index: int, axes: Mapping[str, int]
 
 
 def _own_partition(chunks: Sequence[Chunk], index: int, axes: Mapping[str, int]) -> Any:
-    """As the chunk says, and what it leaves free cut over ``fsdp``."""
+    """Returns the partition of the chunk itself, with free dimensions cut over ``fsdp``."""
     chunk = chunks[index]
     params = param_specs(chunk)
     if prod(axes.values()) == 1:
@@ -182,18 +182,18 @@ def _fits(spec: Any, leaf: jax.ShapeDtypeStruct, axes: Mapping[str, int]) -> boo
 
 
 def axes_of_spec(spec: PartitionSpec) -> tuple[str, ...]:
-    """All axes over which an array is cut, dimension by dimension."""
+    """Returns all axes over which an array is cut, dimension by dimension."""
     return tuple(axis for dim in range(len(spec)) for axis in axes_at(spec, dim))
 
 
 def axes_at(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
-    """The axes over which a dimension is cut."""
+    """Returns the axes over which a dimension is cut."""
     entry = spec[dim]
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def gathered(sharding: Sharding) -> Sharding:
-    """The sharding of a parameter that is no more cut over ``fsdp``."""
+    """Returns the sharding of a parameter that is no more cut over ``fsdp``."""
     mesh = mesh_of(sharding)
     if mesh is None or mesh.shape.get(FSDP, 1) == 1:
         return sharding
@@ -204,10 +204,10 @@ def gathered(sharding: Sharding) -> Sharding:
 
 
 def state_partition(state: Specs, params: Specs, partition: Any) -> Any:
-    """A ``PartitionSpec`` for every array of an optimizer's state.
+    """Returns a ``PartitionSpec`` for every array of an optimizer's state.
 
-    What has the shape of a parameter and a path that ends in the parameter's, as moments do, is cut like it; anything
-    else is whole.
+    An array that has the shape of a parameter and a path that ends in the parameter's, as moments do, is cut like it;
+    any other is whole.
     """
     known = {
         tuple(path): (leaf.shape, spec)
@@ -245,12 +245,12 @@ def shared_out(partition: Any, specs: Specs, num_parts: int, axis: str = DATA) -
 
 
 def spread(specs: Specs, shardings: Any) -> Specs:
-    """The shapes with their shardings: one or none for all, or a tree of them."""
+    """Returns the shapes with their shardings: one or none for all, or a tree of them."""
     if shardings is None or isinstance(shardings, Sharding):
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=shardings), specs)
     return jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), specs, shardings)
 
 
 def shardings_of(tree: Any) -> Any:
-    """The sharding of every array or spec."""
+    """Returns the sharding of every array or spec."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)

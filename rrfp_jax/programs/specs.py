@@ -35,12 +35,12 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def gradient_spec(tree: Specs) -> Specs:
-    """What the gradient of a pytree looks like: the same tree, with None in place of leaves that have no gradient."""
+    """Returns the shapes of the gradient of a pytree: the same tree, with None for leaves that have no gradient."""
     return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
 
 
 def accumulator_spec(params: Specs) -> Specs:
-    """Gradients are summed in float32, or in float64 where the parameters are; they lie where the parameters lie."""
+    """Returns the shapes of sums of gradients: in float32, or in float64 as the parameters, placed like these."""
 
     def sums(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         dtype = jnp.promote_types(param.dtype, jnp.float32)
@@ -50,21 +50,20 @@ def accumulator_spec(params: Specs) -> Specs:
 
 
 def num_bytes(tree: Any) -> int:
-    """Bytes of all leaves of a pytree of arrays or specs, on one device of those that a leaf is spread over."""
-    return sum(math.prod(_shape_on_device(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _shape_on_device(leaf: Any) -> tuple[int, ...]:
-    sharding = getattr(leaf, "sharding", None)
-    shape: tuple[int, ...] = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return shape
+    """Returns the bytes of all leaves of a pytree of arrays or specs, on one of the devices that hold them."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
 
 
 def pick(layers: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Some layers of a chunk."""
+    """Returns the layers of these names."""
     return {name: layers[name] for name in names}
 
 
 def describe(tree: Any) -> str:
-    """For error messages: ``float32[4,128]``, several leaves joined by commas."""
+    """Returns words for error messages: ``float32[4,128]``, several leaves joined by commas."""
     return ", ".join(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(tree)) or "nothing"

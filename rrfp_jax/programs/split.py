@@ -1,31 +1,33 @@
 """Splits the backward of any JAX function into two programs: input gradient now, weight gradients later.
 
     split = split_backward(fn, params, inputs)
-    outputs, stash = split.forward(params, inputs)
-    input_grad, owed = split.backward(params, stash, output_grad)
-    params_grad = split.weight_gradient(params, owed)
+    outputs, residuals = split.forward(params, inputs)
+    input_grad, weight_residuals = split.backward(params, residuals, output_grad)
+    params_grad = split.weight_gradient(params, weight_residuals)
 
-A pipeline stage's predecessor waits for `input_grad` alone, so weight gradients can fill what would be idle time (Zero
-Bubble Pipeline Parallelism, arXiv 2401.10241). The split is exact: forward, backward and weight gradient together do
-the work of the fused forward and backward, nothing twice, with the same arithmetic. It is made by partition of the
-traced backward (`splitting.partition` has the rules), not by differentiating twice.
+A pipeline stage's predecessor waits for `input_grad` alone, so weight gradients can fill idle time (Zero Bubble
+Pipeline Parallelism, arXiv 2401.10241). The split is exact: forward, backward and weight gradient together do the work
+of the fused forward and backward, nothing twice, with the same arithmetic. It is made by partition of the traced
+backward (`splitting.partition` has the rules), not by differentiating twice.
 
-What is stored
---------------
-`stash` and `owed` are tuples of arrays. Nothing in them is derived from parameters alone: each function takes the live
-parameters, *which must be those of the forward*. An input or output that the backward needs is in the stash as it is,
-and `owed` holds again those arrays of the stash, and of the gradients that come and go, that the weight gradient needs:
-by reference if the functions run as they are. But `jax.jit` copies an array that it returns twice, or that it was given
-and not allowed to donate. So jit the functions that return only what they made, and put the rest together outside:
+The arrays that are stored
+--------------------------
+`residuals` and `weight_residuals` are tuples of arrays. Nothing in them is derived from parameters alone: each function
+takes the live parameters, *which must be those of the forward*. An input or output that the backward needs is among the
+residuals as it is, and `weight_residuals` holds again those residuals, and those of the gradients that come and go,
+that the weight gradient needs: by reference if the functions run as they are. But `jax.jit` copies an array that it
+returns twice, or that it was given and not allowed to donate. So jit the functions that return only the arrays that
+they made, and put the rest together outside:
 
     outputs, made = jax.jit(split.forward_made)(params, inputs)
-    stash = split.stash_of(inputs, outputs, made)              # no copy: do not overwrite or donate these
-    input_grad, made = jax.jit(split.backward_made)(params, stash, output_grad)
-    owed = split.owed_of(stash, output_grad, input_grad, made) # dropping `stash` now frees what is not owed
+    residuals = split.residuals_of(inputs, outputs, made)      # no copy: do not overwrite or donate these
+    input_grad, made = jax.jit(split.backward_made)(params, residuals, output_grad)
+    weight_residuals = split.weight_residuals_of(residuals, output_grad, input_grad, made)
+    del residuals                                              # frees those that the weight gradient does not need
 
-`split.stash_places` and `split.owed_places` say which array comes from where, for those who keep arrays their own way.
-
-`split.full_backward` is the backward in one piece, with the same lean stash. `split.report` counts the bytes.
+`split.residual_sources` and `split.weight_residual_sources` say which array comes from where, for callers that keep
+arrays their own way. `split.full_backward` is the backward in one piece, with the same lean residuals. `split.report`
+counts the bytes.
 
 Once per update
 ---------------
@@ -33,7 +35,7 @@ Some values are derived from parameters alone and cost work, such as weights cas
 them where it needs them, or takes them from `split.prepare(params)`, to be computed once after every update:
 
     derived = split.prepare(params)
-    outputs, stash = split.forward(params, inputs, derived=derived)
+    outputs, residuals = split.forward(params, inputs, derived=derived)
 
 Limits: `cond`, `while` and opaque kernels stay whole in the input gradient where it needs any of their outputs; reverse
 differentiation must be possible; the functions are meant for `jax.jit`, not for being differentiated again; `fn` must
@@ -51,28 +53,26 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from rrfp_jax.programs.sameness import program_identity
-from rrfp_jax.programs.splitting.fixed import hoisted
-from rrfp_jax.programs.splitting.ir import Node, Operand, Value, evaluate, is_fixed, read
+from rrfp_jax.programs.splitting.ir import Barrier, Node, Operand, Var, evaluate, is_fixed, read
+from rrfp_jax.programs.splitting.joined import Joined, join_programs
 from rrfp_jax.programs.splitting.liveness import slice_nodes
-from rrfp_jax.programs.splitting.operations import Barrier
+from rrfp_jax.programs.splitting.lowering import Traced, trace
 from rrfp_jax.programs.splitting.partition import Halves, partition
 from rrfp_jax.programs.splitting.report import SplitReport, make_report
 from rrfp_jax.programs.splitting.rules import light_outputs
-from rrfp_jax.programs.splitting.stash import Joined, join
-from rrfp_jax.programs.splitting.tracing import Traced, trace
 
-__all__ = ["Place", "SplitBackward", "SplitReport", "split_backward"]
+__all__ = ["ArraySource", "SplitBackward", "SplitReport", "split_backward"]
 
-Origin = Literal["input", "output", "stash", "output gradient", "input gradient", "made"]
+Origin = Literal["input", "output", "residual", "output gradient", "input gradient", "made"]
 
 
-class Place(NamedTuple):
-    """Where an array of a stash, or of what is owed, comes from."""
+class ArraySource(NamedTuple):
+    """The place from which an array of the residuals or weight-gradient residuals comes."""
 
     origin: Origin
     position: int
-    """Among the flattened inputs or outputs, the gradients of their differentiable leaves, the stash, or what the
-    program made beside its results."""
+    """The position among the flattened inputs or outputs, the gradients of their differentiable leaves, the residuals,
+    or the arrays that the program made beside its results."""
 
 
 def split_backward(
@@ -90,24 +90,11 @@ def split_backward(
     not inexact (integers, booleans, random keys) have no gradient, nor have those that `param_gradients` and
     `input_gradients` deny: a boolean for all, or a tree of booleans that is a prefix of `params` or `inputs`. If no
     input has a gradient, all work is in the weight gradient; if no parameter has one, none is. With `widens` products
-    that are gradients of parameters, cast to the parameters' dtype, are not rounded before. Raises what tracing `fn`
-    raises.
+    that are gradients of parameters, cast to the parameters' dtype, are not rounded before. Raises the error that
+    tracing `fn` raises.
     """
     traced = trace(fn, params, inputs, param_gradients, input_gradients)
-    joined = join(traced, widens=widens)
-    shared = hoisted(joined.all_nodes, joined.all_outputs, joined.params)
-    return SplitBackward(_traced=traced, _joined=joined, _shared=tuple(shared))
-
-
-def _divide(joined: Joined) -> Halves:
-    prices = {value: value.num_bytes for value in (*joined.stash, *joined.cotangents)}
-    if not joined.inputs_grad:
-        live = slice_nodes(joined.backward, joined.params_grad)
-        crossing = [value for value in prices if value in live.needed]
-        return Halves(first=[], second=live.nodes, crossing=crossing, outputs=joined.params_grad)
-    light = light_outputs(joined.backward, joined.inputs_grad, joined.params_grad)
-    early = [gradient for gradient, is_light in zip(joined.params_grad, light, strict=True) if is_light]
-    return partition(joined.backward, [*joined.inputs_grad, *early], joined.params_grad, prices=prices)
+    return SplitBackward(_traced=traced, _joined=join_programs(traced, widens=widens))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -116,40 +103,48 @@ class SplitBackward:
 
     _traced: Traced = field(repr=False)
     _joined: Joined = field(repr=False)
-    _shared: tuple[Value, ...] = field(repr=False)
 
     @cached_property
     def _halves(self) -> Halves:
-        return _divide(self._joined)
+        # cut when it is first needed: a backward in one piece needs no cut, which takes longest
+        joined = self._joined
+        prices = {value: value.num_bytes for value in (*joined.residuals, *joined.cotangents)}
+        if not joined.inputs_grad:
+            live = slice_nodes(joined.backward, joined.params_grad)
+            crossing = [value for value in prices if value in live.needed]
+            return Halves(first=[], second=live.nodes, crossing=crossing, outputs=joined.params_grad)
+        light = light_outputs(joined.backward, joined.inputs_grad, joined.params_grad)
+        early = [gradient for gradient, is_light in zip(joined.params_grad, light, strict=True) if is_light]
+        return partition(joined.backward, [*joined.inputs_grad, *early], joined.params_grad, prices=prices)
 
     @cached_property
     def report(self) -> SplitReport:
-        """The bytes of all that is handed on."""
-        return make_report(self._joined, self._halves.crossing, self._shared)
+        """The bytes of all arrays that are handed on."""
+        return make_report(self._joined, self._halves.crossing)
 
     @cached_property
-    def stash_places(self) -> tuple[Place, ...]:
-        """Where each array of the stash comes from: input, output or made by the forward."""
-        return _places(self._joined.stash, {"input": self._joined.inputs, "output": self._joined.outputs})
+    def residual_sources(self) -> tuple[ArraySource, ...]:
+        """The source of each residual: input, output or made by the forward."""
+        return _sources(self._joined.residuals, {"input": self._joined.inputs, "output": self._joined.outputs})
 
     @cached_property
-    def owed_places(self) -> tuple[Place, ...]:
-        """Where each array of what is owed comes from: the stash, a gradient, or made by the backward."""
+    def weight_residual_sources(self) -> tuple[ArraySource, ...]:
+        """The source of each weight-gradient residual: residual, gradient or made by the backward."""
         joined = self._joined
         gradients: dict[Origin, Sequence[Operand]] = {
             "output gradient": joined.cotangents,
             "input gradient": joined.inputs_grad,
         }
-        return _places(self._halves.crossing, {"stash": joined.stash, **gradients})
+        return _sources(self._halves.crossing, {"residual": joined.residuals, **gradients})
 
     @cached_property
-    def stash_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of the stash."""
-        return tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._joined.stash)
+    def residual_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the residuals."""
+        return tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._joined.residuals)
 
     @cached_property
-    def owed_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes and dtypes of what is owed."""
+    def weight_residual_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and dtypes of the weight-gradient residuals."""
         return tuple(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in self._halves.crossing)
 
     @property
@@ -165,21 +160,24 @@ class SplitBackward:
         return self._traced.params.unflatten_gradient([not is_fixed(grad) for grad in self._joined.params_grad])
 
     def prepare(self, params: Any) -> tuple[Any, ...]:
-        """What is derived from parameters alone and costs work: valid until the parameters change. May be empty."""
-        fixed = slice_nodes(self._joined.all_nodes, self._shared, keep_effects=False).nodes
-        return tuple(evaluate(fixed, self._bind_params(params), self._shared))
+        """Returns the values that are derived from parameters alone and cost work, maybe none.
+
+        They are valid until the parameters change.
+        """
+        fixed = slice_nodes(self._joined.all_nodes, self._joined.derived, keep_effects=False).nodes
+        return tuple(evaluate(fixed, self._bind_params(params), self._joined.derived))
 
     @property
     def num_derived(self) -> int:
         """How many values :meth:`prepare` returns."""
-        return len(self._shared)
+        return len(self._joined.derived)
 
     @cached_property
     def derivations(self) -> tuple[Hashable, ...]:
         """For each value of :meth:`prepare` how it comes from the parameters; equal for values that are the same."""
-        return tuple(self._derivation(value) for value in self._shared)
+        return tuple(self._derivation(value) for value in self._joined.derived)
 
-    def _derivation(self, value: Value) -> Hashable:
+    def _derivation(self, value: Var) -> Hashable:
         nodes = slice_nodes(self._joined.all_nodes, [value], keep_effects=False).nodes
 
         def derive(*leaves: Any) -> list[Any]:
@@ -189,122 +187,127 @@ class SplitBackward:
         return program_identity(jax.make_jaxpr(derive)(*specs))
 
     def forward(self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None) -> tuple[Any, tuple[Any, ...]]:
-        """(outputs, stash)."""
+        """Returns (outputs, residuals)."""
         outputs, made = self.forward_made(params, inputs, derived=derived)
-        return outputs, self.stash_of(inputs, outputs, made)
+        return outputs, self.residuals_of(inputs, outputs, made)
 
     def forward_made(
         self, params: Any, inputs: Any, *, derived: Sequence[Any] | None = None
     ) -> tuple[Any, tuple[Any, ...]]:
-        """(outputs, made): the stash without the inputs and outputs in it."""
+        """Returns (outputs, made): the residuals without the inputs and outputs among them."""
         joined = self._joined
-        environment = self._bind_params(params) | self._bind_inputs(inputs)
-        made = _made(joined.stash, self.stash_places)
+        environment = self._bind_params(params)
+        environment.update(zip(joined.inputs, self._traced.inputs.flatten(inputs), strict=True))
+        made = _made(joined.residuals, self.residual_sources)
         results = self._run(joined.forward, environment, [*joined.outputs, *made], derived)
         count = len(joined.outputs)
         return self._traced.outputs.treedef.unflatten(results[:count]), tuple(results[count:])
 
-    def stash_of(self, inputs: Any, outputs: Any, made: Sequence[Any]) -> tuple[Any, ...]:
-        """The stash from the inputs and what `forward_made` returned; no array is touched."""
+    def residuals_of(self, inputs: Any, outputs: Any, made: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the residuals, from the inputs and the results of `forward_made`; no array is touched."""
         traced = self._traced
-        sources = {"input": traced.inputs.flatten(inputs), "output": traced.outputs.flatten(outputs), "made": made}
-        return _gather(self.stash_places, sources)
+        arrays = {"input": traced.inputs.flatten(inputs), "output": traced.outputs.flatten(outputs), "made": made}
+        return tuple(arrays[source.origin][source.position] for source in self.residual_sources)
 
     def backward(
-        self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
+        self, params: Any, residuals: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
     ) -> tuple[Any, tuple[Any, ...]]:
-        """(input_grad, owed). `output_grad` is a tree like the outputs; leaves for outputs that are not inexact are
-        ignored and may be None. Leaves of `input_grad` for inputs that are not inexact are None."""
-        input_grad, made = self.backward_made(params, stash, output_grad, derived=derived)
-        return input_grad, self.owed_of(stash, output_grad, input_grad, made)
+        """Returns (input_grad, weight_residuals).
+
+        `output_grad` is a tree like the outputs; leaves for outputs that are not inexact are ignored and may be None.
+        Leaves of `input_grad` for inputs that are not inexact are None.
+        """
+        input_grad, made = self.backward_made(params, residuals, output_grad, derived=derived)
+        return input_grad, self.weight_residuals_of(residuals, output_grad, input_grad, made)
 
     def backward_made(
-        self, params: Any, stash: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
+        self, params: Any, residuals: Sequence[Any], output_grad: Any, *, derived: Sequence[Any] | None = None
     ) -> tuple[Any, tuple[Any, ...]]:
-        """(input_grad, made): what is owed without the arrays of the stash and the gradients in it."""
-        received = self._bind_backward(stash, output_grad)
-        made = _made(self._halves.crossing, self.owed_places)
+        """Returns (input_grad, made): the weight-gradient residuals without residuals and gradients among them."""
+        made = _made(self._halves.crossing, self.weight_residual_sources)
         wanted = [*self._joined.inputs_grad, *made]
-        results = self._run(self._halves.first, self._bind_params(params) | received, wanted, derived)
+        environment = self._bind_backward(params, residuals, output_grad)
+        results = self._run(self._halves.first, environment, wanted, derived)
         count = len(self._joined.inputs_grad)
         return self._traced.inputs.unflatten_gradient(results[:count]), tuple(results[count:])
 
-    def owed_of(self, stash: Sequence[Any], output_grad: Any, input_grad: Any, made: Sequence[Any]) -> tuple[Any, ...]:
-        """What is owed, from the stash, the output gradient and what `backward_made` returned; no array is touched."""
-        traced = self._traced
-        sources = {
-            "stash": stash,
-            "output gradient": traced.outputs.flatten_gradient(output_grad),
-            "input gradient": traced.inputs.flatten_gradient(input_grad),
+    def weight_residuals_of(
+        self, residuals: Sequence[Any], output_grad: Any, input_grad: Any, made: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Returns the weight-gradient residuals, from the arguments and results of `backward_made`; no array is
+        touched."""
+        arrays = {
+            "residual": residuals,
+            "output gradient": self._traced.outputs.flatten_gradient(output_grad),
+            "input gradient": self._traced.inputs.flatten_gradient(input_grad),
             "made": made,
         }
-        return _gather(self.owed_places, sources)
+        return tuple(arrays[source.origin][source.position] for source in self.weight_residual_sources)
 
-    def weight_gradient(self, params: Any, owed: Sequence[Any], *, derived: Sequence[Any] | None = None) -> Any:
-        """The gradient of the parameters, a tree like theirs with None for leaves that have none."""
+    def weight_gradient(
+        self, params: Any, weight_residuals: Sequence[Any], *, derived: Sequence[Any] | None = None
+    ) -> Any:
+        """Returns the gradient of the parameters, a tree like theirs with None for leaves that have none."""
         environment = self._bind_params(params)
-        environment.update(zip(self._halves.crossing, owed, strict=True))
+        environment.update(zip(self._halves.crossing, weight_residuals, strict=True))
         gradients = self._run(self._halves.second, environment, self._halves.outputs, derived)
         return self._traced.params.unflatten_gradient(gradients)
 
     def full_backward(
         self,
         params: Any,
-        stash: Sequence[Any],
+        residuals: Sequence[Any],
         output_grad: Any,
         *,
         derived: Sequence[Any] | None = None,
         sums: Sequence[Any] | None = None,
     ) -> tuple[Any, Any]:
-        """(input_grad, params_grad) in one program, from the same stash.
+        """Returns (input_grad, params_grad) from the same residuals, in one program.
 
         With `sums`, arrays like the gradients of the parameters, each gradient is added to its own, and barriers wait
         for all sums that can be made before them: a compiler that sees enough memory would hold the gradients of all
         layers to the end.
         """
         joined = self._joined
-        environment = self._bind_params(params) | self._bind_backward(stash, output_grad)
-        totals = None if sums is None else Totals(joined.params_grad, sums)
+        environment = self._bind_backward(params, residuals, output_grad)
+        totals = None if sums is None else _Totals(joined.params_grad, sums)
         gradients = self._run(joined.backward, environment, [*joined.params_grad, *joined.inputs_grad], derived, totals)
         count = len(joined.params_grad)
         input_grad = self._traced.inputs.unflatten_gradient(gradients[count:])
         of_params = gradients[:count] if totals is None else totals.finished(environment)
         return input_grad, self._traced.params.unflatten_gradient(of_params)
 
-    def _bind_params(self, params: Any) -> dict[Value, Any]:
+    def _bind_params(self, params: Any) -> dict[Var, Any]:
         return dict(zip(self._joined.params, self._traced.params.flatten(params), strict=True))
 
-    def _bind_inputs(self, inputs: Any) -> dict[Value, Any]:
-        return dict(zip(self._joined.inputs, self._traced.inputs.flatten(inputs), strict=True))
-
-    def _bind_backward(self, stash: Sequence[Any], output_grad: Any) -> dict[Value, Any]:
+    def _bind_backward(self, params: Any, residuals: Sequence[Any], output_grad: Any) -> dict[Var, Any]:
         cotangents = self._traced.outputs.flatten_gradient(output_grad)
-        values = [*self._joined.stash, *self._joined.cotangents]
-        return dict(zip(values, [*stash, *cotangents], strict=True))
+        values = [*self._joined.residuals, *self._joined.cotangents]
+        return self._bind_params(params) | dict(zip(values, [*residuals, *cotangents], strict=True))
 
     def _run(
         self,
         nodes: Sequence[Node],
-        environment: dict[Value, Any],
+        environment: dict[Var, Any],
         wanted: Sequence[Operand],
         derived: Any,
-        totals: Totals | None = None,
+        totals: _Totals | None = None,
     ) -> list[Any]:
         if derived is not None:
-            environment.update(zip(self._shared, derived, strict=True))
+            environment.update(zip(self._joined.derived, derived, strict=True))
         needed = slice_nodes(nodes, wanted, given=set(environment)).nodes
         return evaluate(needed, environment, wanted, None if totals is None else totals.held_back)
 
 
-class Totals:
+class _Totals:
     """Sums to which gradients are added while the nodes run that make them."""
 
     def __init__(self, gradients: Sequence[Operand], sums: Sequence[Any]) -> None:
         self._gradients, self._sums = gradients, list(sums)
         self._is_added = [False] * len(self._sums)
 
-    def held_back(self, node: Node, environment: dict[Value, Any], arrays: Sequence[Any]) -> Sequence[Any] | None:
-        """What a barrier gives, which waits for new sums as well; None for any other node."""
+    def held_back(self, node: Node, environment: dict[Var, Any], arrays: Sequence[Any]) -> Sequence[Any] | None:
+        """Returns the results of a barrier that waits for new sums as well; None for any other node."""
         if not isinstance(node.operation, Barrier):
             return None
         waited = self._add(environment)
@@ -313,15 +316,16 @@ class Totals:
             self._sums[index] = total
         return results[: len(arrays)]
 
-    def finished(self, environment: dict[Value, Any]) -> list[Any]:
-        """All sums, once all nodes have run."""
+    def finished(self, environment: dict[Var, Any]) -> list[Any]:
+        """Returns all sums, once all nodes have run."""
         self._add(environment)
         return self._sums
 
-    def _add(self, environment: dict[Value, Any]) -> list[int]:
+    def _add(self, environment: dict[Var, Any]) -> list[int]:
+        """Adds the gradients that are there and not added yet; returns their positions."""
         added = []
         for index, gradient in enumerate(self._gradients):
-            is_there = not isinstance(gradient, Value) or gradient in environment
+            is_there = not isinstance(gradient, Var) or gradient in environment
             if is_there and not self._is_added[index]:
                 total = self._sums[index]
                 self._sums[index] = total + jax.numpy.asarray(read(environment, gradient)).astype(total.dtype)
@@ -330,18 +334,14 @@ class Totals:
         return added
 
 
-def _places(values: Sequence[Value], sources: Mapping[Origin, Sequence[Operand]]) -> tuple[Place, ...]:
-    known: dict[Operand, Place] = {}
-    for origin, operands in sources.items():
+def _sources(values: Sequence[Var], places: Mapping[Origin, Sequence[Operand]]) -> tuple[ArraySource, ...]:
+    known: dict[Operand, ArraySource] = {}
+    for origin, operands in places.items():
         for index, operand in enumerate(operands):
-            known.setdefault(operand, Place(origin, index))
+            known.setdefault(operand, ArraySource(origin, index))
     rest = itertools.count()
-    return tuple(known[value] if value in known else Place("made", next(rest)) for value in values)
+    return tuple(known[value] if value in known else ArraySource("made", next(rest)) for value in values)
 
 
-def _made(values: Sequence[Value], places: Sequence[Place]) -> list[Value]:
-    return [value for value, place in zip(values, places, strict=True) if place.origin == "made"]
-
-
-def _gather(places: Sequence[Place], sources: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
-    return tuple(sources[place.origin][place.position] for place in places)
+def _made(values: Sequence[Var], sources: Sequence[ArraySource]) -> list[Var]:
+    return [value for value, source in zip(values, sources, strict=True) if source.origin == "made"]

@@ -1,9 +1,9 @@
 """The devices of one stage, and arrays that pass between its units and the stage as a whole.
 
-A stage has ``data`` replicas of equally many devices each, which are a mesh. A unit's programs run on its own devices;
-what all replicas do together (adding up gradients, updating a sharded optimizer state) runs on all of them, as a mesh
-with the axis ``data`` before those of a unit. Joining the units' arrays for that, and taking the result apart, only
-wraps the buffers that are there.
+A stage has ``data`` replicas of equally many devices each, which are a mesh. A unit's programs run on its devices,
+joint programs of all replicas (adding up gradients, updating a sharded optimizer state) on all of them, as a mesh with
+the axis ``data`` before those of a unit. Joining the units' arrays for that, and taking the result apart, only wraps
+the buffers that are there.
 
 The first collective of a set of devices makes its processes meet, which takes long and fails differently from later
 ones. So every set is used once (:func:`connect`), at a time when all processes do nothing else, and by a collective of
@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 from jax.stages import Compiled
 
 from rrfp_jax.layout import TENSOR, Axes, describe_axes
-from rrfp_jax.programs.collectives import ALL_TO_ALL, PERMUTE, Exchange, exchanges
+from rrfp_jax.programs.program_text import ALL_TO_ALL, PERMUTE, Exchange, exchanges
 from rrfp_jax.programs.shardings import DATA, WHOLE
 
 _taking_apart = threading.Lock()
@@ -76,20 +76,20 @@ class StageDevices:
         """The replicas of which this process holds devices, ascending."""
 
     def unit_mesh(self, replica: int) -> Mesh:
-        """The devices of one unit."""
+        """Returns the devices of one unit."""
         return self._unit_meshes[replica]
 
     def unit_sharding(self, replica: int, spec: PartitionSpec = WHOLE) -> Sharding:
-        """The sharding of an array on one unit; without ``spec`` it is whole on every device of the unit."""
+        """Returns the sharding of an array on one unit; without ``spec`` it is whole on every device of the unit."""
         mesh = self._unit_meshes[replica]
         return SingleDeviceSharding(mesh.devices.item(0)) if self.unit_size == 1 else NamedSharding(mesh, spec)
 
     def sharding(self, spec: PartitionSpec = WHOLE) -> NamedSharding:
-        """The sharding of an array on the whole stage."""
+        """Returns the sharding of an array on the whole stage."""
         return NamedSharding(self.mesh, spec)
 
     def join(self, trees: Mapping[int, Any], partition: Any) -> Any:
-        """One tree of arrays on the whole stage from one tree for every local replica.
+        """Returns one tree of arrays on the whole stage from one tree for every local replica.
 
         ``partition`` has a ``PartitionSpec`` over a unit's axes for every leaf. Where the replicas' contents differ,
         the result is "replicated" in name only, and only programs that look at each replica's own may take it.
@@ -98,7 +98,7 @@ class StageDevices:
         return jax.tree.map(lambda leaf, spec, *rest: self._join((leaf, *rest), spec), first, partition, *others)
 
     def per_replica(self, tree: Any) -> dict[int, Any]:
-        """The arrays of every local replica, from arrays on the whole stage that are not cut over ``data``."""
+        """Returns the arrays of every local replica, from arrays on the whole stage that are not cut over ``data``."""
         leaves = [self._per_replica(leaf) for leaf in jax.tree.leaves(tree)]
         structure = jax.tree.structure(tree)
         return {r: jax.tree.unflatten(structure, [arrays[r] for arrays in leaves]) for r in self.local_replicas}
@@ -126,11 +126,11 @@ def _mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
 
 
 def connect(stages: Sequence[StageDevices], programs: Mapping[Mesh, Iterable[Compiled]]) -> None:
-    """Run a tiny collective on every set of devices on which programs have one, and wait for it.
+    """Runs a tiny collective on every set of devices on which programs have one, and waits for it.
 
     All processes call it, with all stages in the same order, and with the programs on every mesh of which they hold
-    devices. The order makes sure that nobody waits in a circle. Returns when this process has met its partners; hangs
-    if one of them does not come.
+    devices. The order makes sure that no processes wait in a circle. Blocks until this process has met its partners,
+    for ever if one of them does not come.
     """
     for devices in stages:
         replicas = devices.local_replicas

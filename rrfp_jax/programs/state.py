@@ -1,7 +1,7 @@
-"""The state that a chunk starts from; needs no batch, so a run can make or restore it before anything is compiled.
+"""The state that a chunk starts from. It needs no batch, so a run can make or restore it before anything is compiled.
 
 Initial values depend on the key alone, not on the devices that share a parameter. Nothing here needs another process:
-what lies on several is made by programs that all of them run, from the same key.
+arrays on several processes are made by programs that all of them run, from the same key.
 
 An optimizer state is a tuple, one entry per *group* of the chunk's layers (:func:`layer_groups`). It lies on the
 chunk's unit, or is cut over all replicas of its stage (ZeRO-1, Rajbhandari et al. 2020).
@@ -21,7 +21,8 @@ from jax.sharding import Sharding
 from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.chunk import Chunk, Params, param_specs, trained_specs
 from rrfp_jax.programs.compiling import shared_program
-from rrfp_jax.programs.layers import OwnInit
+from rrfp_jax.programs.layers import OwnFunction
+from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import holders
 from rrfp_jax.programs.shardings import (
     axes_of,
@@ -35,12 +36,11 @@ from rrfp_jax.programs.shardings import (
 )
 from rrfp_jax.programs.specs import Specs, accumulator_spec, describe, pick, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
-from rrfp_jax.programs.store import ProgramStore
 
 
 @dataclass
 class ChunkState:
-    """What one chunk carries from step to step, on its unit's devices."""
+    """The arrays that one chunk carries from step to step, on its unit's devices."""
 
     params: Params
     optimizer_state: Any
@@ -49,8 +49,8 @@ class ChunkState:
     accumulators: Any
     """Gradients of the summed loss, float32, of the layers that train; zeros between steps."""
     derived: tuple[Any, ...] | None = None
-    """What the compiled programs derive from ``params``; None until they have prepared it. It is not part of a
-    checkpoint, and stale once ``params`` change."""
+    """Values that the compiled programs derive from ``params``; None until they have prepared them. They are not part
+    of a checkpoint, and stale once ``params`` change."""
 
 
 _PARTS = ("params", "optimizer_state", "accumulators")
@@ -108,7 +108,7 @@ def _placed(expected: Specs, given: Any) -> Any:
 
 
 def layer_groups(chunk: Chunk, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Layer names of a chunk, grouped as the entries of its optimizer state are: its own, then each shared one."""
+    """Returns layer names of a chunk, grouped as the entries of its optimizer state: its own, then each shared one."""
     names = tuple(names)
     own = tuple(name for name in names if name not in chunk.shared)
     return tuple(group for group in (own, *((name,) for name in sorted(chunk.shared) if name in names)) if group)
@@ -125,11 +125,11 @@ def initial_state(
     shard_optimizer: bool = False,
     store: ProgramStore | None = None,
 ) -> ChunkState:
-    """The state of chunk ``index`` from a typed key, the same key for all chunks.
+    """Returns the state of chunk ``index`` from a typed key, the same key for all chunks.
 
     ``sharding`` is the boundary of the chunk's unit, see :mod:`rrfp_jax.programs.shardings`. ``trains`` is False for a
     chunk whose parameters do not change. With ``shard_optimizer`` the optimizer state is left out, because the replicas
-    share it: see :func:`initial_shared_state`. ``store`` has what is compiled already for other chunks.
+    share it: see :func:`initial_shared_state`. ``store`` has the programs that are compiled already for other chunks.
     """
     # raw numbers, because a typed key cannot be put onto devices of other processes
     numbers = np.asarray(jax.random.key_data(key))
@@ -153,7 +153,7 @@ def state_specs(
     trains: bool,
     shard_optimizer: bool = False,
 ) -> ChunkState:
-    """What ``initial_state`` returns, as specs with shardings; nothing is computed."""
+    """Returns the state of ``initial_state`` as specs with shardings; nothing is computed."""
     params = spread(spec_of(param_specs(chunks[index])), unit_shardings(chunks, index, sharding).params)
     return ChunkState(
         params=params,
@@ -165,7 +165,7 @@ def state_specs(
 def optimizer_specs(
     chunks: Sequence[Chunk], index: int, optimizer: optax.GradientTransformation, devices: Sharding | StageDevices
 ) -> tuple[Specs, ...]:
-    """The optimizer state of chunk ``index``, one entry per group of layers, as specs with shardings.
+    """Returns the optimizer state of chunk ``index``, one entry per group of layers, as specs with shardings.
 
     ``devices`` is the boundary of a unit, or the stage over whose replicas the state is cut. Only for a chunk that
     trains; nothing is computed.
@@ -195,7 +195,7 @@ def initial_optimizer_state(
     *,
     store: ProgramStore | None = None,
 ) -> tuple[Any, ...]:
-    """The optimizer state of chunk ``index`` for these parameters, on its unit, whose boundary is ``sharding``."""
+    """Returns the optimizer state of chunk ``index`` for these parameters, on its unit with boundary ``sharding``."""
     groups = layer_groups(chunks[index], trained_specs(chunks[index]))
     specs = optimizer_specs(chunks, index, optimizer, sharding)
     return _initial_optimizer_state(optimizer, params, groups, specs, store or ProgramStore())
@@ -210,7 +210,7 @@ def initial_shared_state(
     *,
     store: ProgramStore | None = None,
 ) -> tuple[Any, ...]:
-    """The optimizer state that replicas share, from the parameters of every local replica.
+    """Returns the optimizer state that replicas share, from the parameters of every local replica.
 
     All processes of the stage call it, in the same order for the chunks of a stage.
     """
@@ -229,7 +229,6 @@ def _initial_optimizer_state(
     specs: tuple[Specs, ...],
     store: ProgramStore,
 ) -> tuple[Any, ...]:
-    """As the specs say; none without specs."""
     states = []
     for group, state in zip(groups if specs else (), specs, strict=True):
         own = pick(params, group)
@@ -248,7 +247,7 @@ def _initial_optimizer_state(
 def _initial_params(
     chunks: tuple[Chunk, ...], index: int, sharding: Sharding, *, key: np.ndarray, impl: str, store: ProgramStore
 ) -> Params:
-    """The parameters of a chunk from a key.
+    """Returns the parameters of a chunk from a key.
 
     A shared layer is initialised by its owner's ``init``, in a program that is the same for every holder, so that all
     copies start with equal bits.
@@ -258,29 +257,27 @@ def _initial_params(
     for group in layer_groups(chunk, param_specs(chunk)):
         owner = chunks[holders(chunks, group[0])[0]] if group[0] in chunk.shared else chunk
         own = owner.own_init
-        names = {name: own.own_name(name) for name in group}
-        at = {names[name]: at_params[name] for name in group}
+        at = own.to_own(pick(at_params, group))
         place = (tuple(jax.tree.leaves(at)), jax.tree.structure(at))
 
-        def init(key: jax.Array, numbers: Any, own: OwnInit = own, names: Any = tuple(at)) -> Params:
-            return pick(own(jax.random.wrap_key_data(key, impl=impl), numbers), names)
+        def init(key: jax.Array, numbers: Any, own: OwnFunction = own, names: Any = tuple(at)) -> Params:
+            return pick(own(jax.random.wrap_key_data(key, impl=impl), numbers=numbers), names)
 
         program = store.get(
             ("init", own.kind, impl, sharding, place),
             partial(jax.jit, init, in_shardings=sharding, out_shardings=at),
         )
-        made = program(key, own.numbers)
-        params |= {name: made[names[name]] for name in group}
+        params |= own.to_model(program(key, own.numbers))
     return params
 
 
 def zeros(specs: Any, shardings: Any) -> Any:
-    """Zeros of these shapes and dtypes; ``shardings`` is one for all, or a tree of them."""
+    """Returns zeros of these shapes and dtypes; ``shardings`` is one for all, or a tree of them."""
     return full(specs, shardings, 0)
 
 
 def full(specs: Any, shardings: Any, value: int) -> Any:
-    """Arrays of these shapes and dtypes that hold one number."""
+    """Returns arrays of these shapes and dtypes that hold one number."""
     if isinstance(shardings, Sharding):
         shardings = jax.tree.map(lambda _: shardings, specs)
     return jax.tree.map(lambda s, place: jnp.full(s.shape, value, s.dtype, device=place), specs, shardings)

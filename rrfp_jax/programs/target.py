@@ -2,7 +2,7 @@
 
 Some layers have one implementation for each kind of device (attention, experts), and choose among them while they are
 traced. The running backend cannot tell them for which device: a host without any GPU can compile programs for a GPU.
-So whoever traces or compiles says it, by :func:`tracing_for`, and layers ask :func:`current_target`. Outside of
+So the code that traces or compiles says it, by :func:`tracing_for`, and layers ask :func:`current_target`. Outside of
 ``tracing_for`` the target is the running backend.
 
 A target that is not here is an accelerator by name. JAX has *compile-only* devices for these (:func:`devices_for`):
@@ -80,14 +80,14 @@ _current: ContextVar[Target | None] = ContextVar("target", default=None)
 
 
 def current_target() -> Target:
-    """Returns the target of what is being traced."""
+    """Returns the target of the present trace."""
     target = _current.get()
     return Target.of(get_backend().local_devices()[0]) if target is None else target
 
 
 @contextmanager
 def tracing_for(target: Target) -> Iterator[None]:
-    """Within the block this thread traces programs for a target."""
+    """Makes this thread trace programs for a target within the block."""
     token = _current.set(target)
     try:
         yield

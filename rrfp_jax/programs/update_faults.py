@@ -1,10 +1,10 @@
-"""Find out, before anything is updated, that an optimizer's next update cannot be finite, whatever the gradients are.
+"""Finds out, before anything is updated, that an optimizer's next update cannot be finite, whatever the gradients are.
 
 A learning rate that is not a number, or a schedule that divides by zero at some step, spoils finite gradients. All
 stages have to leave such a step out together, so the fault must be known when they agree on a step, before the clip
-factor is known and without room for a second copy of the parameters. Hence the update is not computed but followed:
-values that come from the scalars of the optimizer's state alone, such as a count and everything that a schedule makes
-of it, are computed, and of every other value it is known at most that none of its elements is finite. Sums and products
+factor is known and without memory for a second copy of the parameters. Hence the update is not computed but followed:
+values that come from the scalars of the optimizer's state alone, such as a count and a schedule's rate at this count,
+are computed, and of every other value it is known at most that none of its elements is finite. Sums and products
 keep that, and a division by zero makes it; operations that are not listed forget it. So no update that may be finite is
 called a fault. An update that overflows because of its gradients is not seen.
 """
@@ -18,9 +18,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 
+from rrfp_jax.programs.jaxprs import called_jaxpr, open_jaxpr
 from rrfp_jax.programs.specs import Specs
-from rrfp_jax.programs.splitting.operations import Apply
-from rrfp_jax.programs.splitting.versions import called_jaxpr, open_jaxpr
+from rrfp_jax.programs.splitting.ir import Apply
 
 _LARGEST = 64
 """Number of elements of the largest array that is computed."""
@@ -30,7 +30,7 @@ _SAME = {"neg", "abs", "sqrt", "copy", "convert_element_type", "broadcast_in_dim
 _SAME |= {"reduce_sum", "expand_dims", "stop_gradient"}
 
 Flag = Any
-"""False, or a traced truth value that says whether surely no element of an array is finite."""
+"""A flag: False, or a traced truth value that says whether surely no element of an array is finite."""
 
 
 class _Unknown:

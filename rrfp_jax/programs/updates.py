@@ -24,11 +24,11 @@ from jax.stages import Compiled
 from rrfp_jax.programs.chunk import Chunk, Params, trained_specs
 from rrfp_jax.programs.compiling import FlatProgram, shared_program
 from rrfp_jax.programs.reduction import reduce_function, tie_of, update_function
+from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shardings import WHOLE, axes_of, mesh_of, param_partition, place, shardings_of, shared_out
 from rrfp_jax.programs.specs import Specs, accumulator_spec, pick, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs
-from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.programs.update_faults import any_flag, scalars_of, update_fault
 from rrfp_jax.schedules import PipelineGraph
 
@@ -38,7 +38,7 @@ def _unchanged(squared_norm: Any, _: Any) -> Any:
 
 
 class _Updates:
-    """What a chunk's R and U know on any devices: of a unit, given by its boundary, or of a stage."""
+    """R and U of a chunk on any devices: those of a unit, given by its boundary, or those of a stage."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class _Updates:
         self._mesh = mesh_of(self._scalar)
         axes = axes_of(self._mesh)
         self._params = spec_of(trained_specs(chunks[index]))
-        """Of the layers that train; R and U know no others."""
+        """The shapes of layers that train; R and U know no others."""
         self._partition = pick(param_partition(chunks, index, axes), self._params)
         self._tie = tie_of(chunks, index, graph.sharing(index))
         others = [(other, tuple(sorted(chunks[other].tied))) for other in self._tie.others]
@@ -81,7 +81,7 @@ class _Updates:
             self._signed, self._scalars = self._fault_of_update()
 
     def _compile(self, name: str, called: str, function: Any, *specs: Any, **options: Any) -> FlatProgram:
-        """Traced for this chunk, since an optimizer may go by names of layers; compiled once for equal traces."""
+        """Traces a function for this chunk, as an optimizer may go by names of layers; compiles equal traces once."""
         program = shared_program(self._store, name, function, *specs, **options)
         self.compiled[called] = program.compiled
         return program
@@ -121,7 +121,7 @@ class _Updates:
         return [scalars_of(state) for state in states]
 
     def _compile_updates(self, shares: Any = None) -> None:
-        """U of every group of layers; ``shares`` say how gradients and state are cut where replicas share them.
+        """Compiles U of every group of layers; ``shares`` say how gradients and state are cut over replicas.
 
         Then accumulators do not pass through: R has cleared them.
         """
@@ -155,8 +155,8 @@ class UnitUpdates(_Updates):
 
     Args:
         sharding: the unit's boundary.
-        stage: what the chunk's replicas do together instead; None: there is only one.
-        store: what is compiled already for other chunks; None: nothing.
+        stage: the updates that the chunk's replicas make together instead; None: there is only one.
+        store: the programs that are compiled already for other chunks; None: none.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class UnitUpdates(_Updates):
         self._compile_updates()
 
     def _compile_reduce(self) -> None:
-        """The sums of shared layers and the norm; the other accumulators do not pass through."""
+        """Compiles the sums of shared layers and the norm; the other accumulators do not pass through."""
         function = reduce_function(self._tie, self._mesh, self._partition, self._partitions_of_others)
         names, at_params = self._tie.names, self._place(self._partition)
 
@@ -198,7 +198,7 @@ class UnitUpdates(_Updates):
     def reduce(
         self, accumulators: Any, shared: tuple[Any, ...] = (), optimizer_state: tuple[Any, ...] | None = None
     ) -> tuple[Any, Any]:
-        """Sum shared gradients; return the accumulators and their squared norm (float32 scalar). Consumes nothing.
+        """Sums shared gradients; returns the accumulators and their squared norm (float32 scalar). Consumes nothing.
 
         The norm has a negative sign if the next update from ``optimizer_state`` cannot be finite
         (:mod:`rrfp_jax.programs.update_faults`).
@@ -218,7 +218,7 @@ class UnitUpdates(_Updates):
     def update(
         self, params: Params, optimizer_state: tuple[Any, ...], accumulators: Any, scale: float, apply: bool
     ) -> tuple[Params, tuple[Any, ...], Any]:
-        """One optimizer step with the gradients ``accumulators * scale``, or none if ``apply`` is False.
+        """Makes one optimizer step with the gradients ``accumulators * scale``, or none if ``apply`` is False.
 
         Returns parameters, optimizer state and zeroed accumulators; consumes all three, but for frozen layers, which
         it hands back as they are.
@@ -242,26 +242,26 @@ class UnitUpdates(_Updates):
 
 
 class Reduced(NamedTuple):
-    """What R leaves on a stage."""
+    """The results of R on a stage."""
 
     accumulators: dict[int, Any]
-    """For every local replica what it holds from now on: the sums, or zeros where the optimizer state is sharded."""
+    """The accumulators of every local replica after R: the sums, or zeros with a sharded optimizer state."""
     gradients: Any
-    """With a sharded optimizer state, the sums on the whole stage, cut like the state, for ``update``; else None."""
+    """The sums on the whole stage, cut like a sharded optimizer state, for ``update``; None without such a state."""
     squared_norm: Any
-    """Squared norm of the sums, with the sign that says whether an update can be finite; a float32 scalar, the same in
-    all processes."""
+    """The squared norm of the sums, with the sign that says whether an update can be finite; a float32 scalar, the
+    same in all processes."""
 
 
 class StageUpdates(_Updates):
-    """What the replicas of a stage do together for one chunk: R, and with a sharded optimizer state U.
+    """The joint updates of a stage's replicas for one chunk: R, and with a sharded optimizer state U.
 
     Args:
         index, chunks, graph: the chunk, in the model's own graph, which knows nothing of replicas.
         devices: of the stage.
         ordered: add up replicas in order, so that bits depend on nothing else; see :mod:`rrfp_jax.programs.reduction`.
         shard_optimizer: cut the optimizer state over the replicas (ZeRO-1) and update the parameters here.
-        store: what is compiled already for other chunks; None: nothing.
+        store: the programs that are compiled already for other chunks; None: none.
     """
 
     def __init__(
@@ -319,7 +319,7 @@ class StageUpdates(_Updates):
         shared: Mapping[int, tuple[Any, ...]] | None = None,
         optimizer_state: Any = None,
     ) -> Reduced:
-        """Sum the gradients of all replicas, and of shared layers over the chunks that hold them.
+        """Sums the gradients of all replicas, and of shared layers over the chunks that hold them.
 
         ``accumulators`` has those of every local replica, on its unit. ``optimizer_state`` is the one that the replicas
         share, or that of every local replica, for the sign of the norm (:meth:`UnitUpdates.reduce`). ``shared`` has,
@@ -344,7 +344,7 @@ class StageUpdates(_Updates):
     def update(
         self, params: Mapping[int, Params], gradients: Any, optimizer_state: tuple[Any, ...], scale: float, apply: bool
     ) -> tuple[dict[int, Params], tuple[Any, ...]]:
-        """One optimizer step with the gradients ``gradients * scale``, or none if ``apply`` is False.
+        """Makes one optimizer step with the gradients ``gradients * scale``, or none if ``apply`` is False.
 
         ``params`` has those of every local replica, on its unit. Each replica updates its share and gets the others'.
         Returns parameters and optimizer state; consumes the parameters that train, gradients and optimizer state.
@@ -363,7 +363,7 @@ class StageUpdates(_Updates):
         return {replica: {**own, **changed_on[replica]} for replica, own in params.items()}, tuple(new_states)
 
     def _join_others(self, shared: Mapping[int, tuple[Any, ...]]) -> tuple[Any, ...]:
-        """The shared accumulators of the other chunks, joined over the local replicas."""
+        """Returns the shared accumulators of the other chunks, joined over the local replicas."""
         joined = []
         for place_of_other, partition in enumerate(self._partitions_of_others):
             layers = {
@@ -374,7 +374,7 @@ class StageUpdates(_Updates):
         return tuple(joined)
 
     def _on_unit(self, replica: int, tree: Any, partition: Any) -> Any:
-        """The same arrays, on the unit's devices where they are NumPy arrays."""
+        """Returns the arrays, NumPy arrays among them put onto the unit's devices."""
 
         def put(leaf: Any, spec: Any) -> jax.Array:
             if isinstance(leaf, jax.Array):

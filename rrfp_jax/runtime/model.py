@@ -18,13 +18,13 @@ from jax.stages import Compiled
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.core.replicas import Replication
-from rrfp_jax.programs.buckets import Buckets, absent_chunks
+from rrfp_jax.programs.batches import Bucket, Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
 from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk, Variant
-from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_jit
-from rrfp_jax.programs.kernel_timing import times_kernels
+from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_jit, times_kernels
 from rrfp_jax.programs.remat import Remat
+from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes, describe_chunk
 from rrfp_jax.programs.shardings import all_passing, mesh_of, unit_shardings
 from rrfp_jax.programs.specs import accumulator_spec, gradient_spec, pick
@@ -39,7 +39,6 @@ from rrfp_jax.programs.state import (
     optimizer_specs,
     state_specs,
 )
-from rrfp_jax.programs.store import ProgramStore
 from rrfp_jax.programs.target import Target, tracing_for
 from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.runtime.options import UpdateRules
@@ -369,7 +368,7 @@ class HostedModel:
         """Returns the number of programs that are compiled for a chunk, on all hosted replicas."""
         trained, num_units = trained_specs(self.chunks[base]), len(self.numbers(base))
         plans = [variant.plan for variant in variants]
-        derives = any(plan.num_derived for plan in plans)
+        derives = any(plan.split.num_derived for plan in plans)
         num_programs = num_units * (sum(plan.num_programs for plan in plans) + derives)
         if graph.trains(base) and jax.tree.leaves(trained):
             num_updates = len(layer_groups(self.chunks[base], trained))

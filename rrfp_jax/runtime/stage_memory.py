@@ -15,7 +15,7 @@ import jax
 from rrfp_jax.core import Order
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
-from rrfp_jax.programs.gradients import LEAN_FORWARD
+from rrfp_jax.programs.microbatch_programs import LEAN_FORWARD
 from rrfp_jax.programs.target import memory_bytes_of
 from rrfp_jax.schedules import Task, TaskKind
 

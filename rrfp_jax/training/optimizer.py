@@ -28,7 +28,7 @@ import jax
 import optax
 from optax import contrib
 
-from rrfp_jax.programs.freezing import matches
+from rrfp_jax.programs.model_graph import matches
 from rrfp_jax.training.optimizer_config import (
     ADAFACTOR,
     ADAMW,

@@ -106,7 +106,7 @@ def test_fused_attention_is_the_formula() -> None:
     graph = model_graph(chunks, None, None)
     shapes = derive_shapes(chunks, graph, leaf)
     plan = plan_chunk(1, chunks, graph, shapes)
-    kept = [spec.shape for spec in jax.tree.leaves(plan.stash.specs)]
+    kept = [spec.shape for spec in jax.tree.leaves(plan.residuals.specs)]
     assert kept
     assert not any(shape[-2:] == (length, length) for shape in kept)
 

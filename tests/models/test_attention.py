@@ -105,9 +105,9 @@ def layer_plan(config: TrainConfig, *, is_split: bool, remat: str = "none") -> C
 
 def lowered(plan: ChunkPlan, params: object, platform: str) -> list[str]:
     """Forward and backward, or input gradient, as they would be compiled for the platform."""
-    derived = jax.eval_shape(plan.prepare, params)
-    stash = plan.stash.specs
-    rest = (stash.saved, stash.kept)
+    derived = jax.eval_shape(plan.split.prepare, params)
+    stash = plan.residuals.specs
+    rest = (stash.saved, stash.aliased)
     forward = jax.jit(plan.forward).trace(params, derived, plan.operands)
     backward = jax.jit(plan.input_gradient).trace(stash.donated, params, derived, rest, plan.output_grads)
     return [program.lower(lowering_platforms=(platform,)).as_text() for program in (forward, backward)]
@@ -115,7 +115,7 @@ def lowered(plan: ChunkPlan, params: object, platform: str) -> list[str]:
 
 def has_scores(plan: ChunkPlan, length: int) -> bool:
     """Whether a forward keeps an array for every head and every pair of tokens."""
-    return any(leaf.ndim > 3 and leaf.shape[-2:] == (length, length) for leaf in jax.tree.leaves(plan.stash.specs))
+    return any(leaf.ndim > 3 and leaf.shape[-2:] == (length, length) for leaf in jax.tree.leaves(plan.residuals.specs))
 
 
 @pytest.mark.parametrize("preset", GPU_PRESETS, ids=lambda preset: preset.stem)
@@ -158,7 +158,7 @@ def test_packed_layers_keep_nothing_for_pairs_of_tokens(is_split: bool):
     graph = replace(model_graph(chunks, None, None), split=frozenset({1} if is_split else ()))
     with cudnn_on_cpu():
         plan = plan_chunk(1, chunks, graph, derive_shapes(chunks, graph, leaves))
-    assert not [leaf.shape for leaf in jax.tree.leaves(plan.stash.specs) if leaf.shape[-2:] == (128, 128)]
+    assert not [leaf.shape for leaf in jax.tree.leaves(plan.residuals.specs) if leaf.shape[-2:] == (128, 128)]
 
 
 def test_remat_dots_keeps_what_fused_attention_gives_its_backward():

@@ -95,11 +95,11 @@ def test_logits_are_handed_to_nobody(monkeypatch: Any, block_bytes: int, remat: 
     """The forward makes the gradient of its input, so that the input gradient has no product."""
     monkeypatch.setattr(module, "HEAD_BLOCK_BYTES", block_bytes)
     programs = split(remat)
-    assert max(spec.size for spec in programs.stash_specs) <= BATCH * LENGTH * HIDDEN
-    assert max(spec.size for spec in programs.owed_specs) <= BATCH * LENGTH * HIDDEN
+    assert max(spec.size for spec in programs.residual_specs) <= BATCH * LENGTH * HIDDEN
+    assert max(spec.size for spec in programs.weight_residual_specs) <= BATCH * LENGTH * HIDDEN
     params, x = {"matrix": arrays()[1], "scale": np.ones(HIDDEN, "bfloat16")}, arrays("bfloat16")[0]
-    outputs, stash = jax.eval_shape(programs.forward, params, x)
-    assert dot_flops(programs.backward, params, stash, outputs) == 0
+    outputs, residuals = jax.eval_shape(programs.forward, params, x)
+    assert dot_flops(programs.backward, params, residuals, outputs) == 0
 
 
 @pytest.mark.one_in(5)

@@ -12,7 +12,7 @@ import optax
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.programs.chunk import Chunk, param_specs
-from rrfp_jax.programs.freezing import freeze
+from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.schedules import Edge
 from tests import long_sums, ragged
 from tests.multiprocess.cases import Case

@@ -62,9 +62,9 @@ def test_bytes_are_those_of_the_programs(remat: str, more: dict[str, Any]) -> No
     layers = list(decoder_layer_sizes(model, way, packed=False))
     for layer, plan in zip(layers, traced(model, remat), strict=True):
         sizes, report = layer.sizes, plan.split.report
-        stash = num_bytes(tuple(plan.stash.specs))
+        stash = num_bytes(tuple(plan.residuals.specs))
         assert sizes.stash_bytes == pytest.approx(stash, rel=1e-3)
-        assert sizes.owed_bytes == pytest.approx(plan.owed.num_bytes.total, rel=5e-3)
+        assert sizes.owed_bytes == pytest.approx(plan.weight_residuals.num_bytes.total, rel=5e-3)
         assert report is not None
         assert sizes.derived_bytes == report.derived_bytes
         assert sizes.num_params * 4 == num_bytes(plan.params)
@@ -77,7 +77,7 @@ def test_bytes_of_layers_whose_attention_is_fused(remat: str) -> None:
     layer = list(decoder_layer_sizes(model, StageRun(rows=ROWS, remat=remat, target=HOPPER), packed=False))[1]
     with cudnn_on_cpu():
         plan = traced(model, remat)[1]
-    assert layer.sizes.stash_bytes == pytest.approx(num_bytes(tuple(plan.stash.specs)), rel=1e-3)
+    assert layer.sizes.stash_bytes == pytest.approx(num_bytes(tuple(plan.residuals.specs)), rel=1e-3)
     assert layer.sizes.recomputed == Flops()
 
 

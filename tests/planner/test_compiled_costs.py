@@ -20,7 +20,7 @@ from rrfp_jax.planner.analytic_costs import analytic_book
 from rrfp_jax.planner.compiled_costs import compiled_book
 from rrfp_jax.planner.microbatches import microbatch_specs
 from rrfp_jax.planner.model_layers import model_layers
-from rrfp_jax.programs.buckets import Buckets
+from rrfp_jax.programs.batches import Buckets
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.runtime.model import HostedModel
 from rrfp_jax.runtime.options import UpdateRules

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.programs.buckets import absent_chunks, leaves_to_lack
+from rrfp_jax.programs.batches import absent_chunks, leaves_to_lack
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.schedules import Edge, PipelineGraph
 

@@ -92,7 +92,7 @@ def test_update_takes_over_parameters_state_and_accumulators(middle: CompiledChu
 def test_the_stash_holds_no_parameter_and_shares_inputs_with_the_caller(middle: CompiledChunk) -> None:
     params = initial([middle]).params
     outputs, stash = middle.of().forward(params, (ONES,), {})
-    assert any(kept is ONES for kept in stash.kept)
+    assert any(kept is ONES for kept in stash.aliased)
     taken = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((params, outputs))}
     assert taken.isdisjoint(leaf.unsafe_buffer_pointer() for leaf in (*stash.donated, *stash.saved))
     sizes = middle.sizes

@@ -13,11 +13,10 @@ import pytest
 from rrfp_jax.models import LanguageModelConfig, language_model
 from rrfp_jax.programs.chunk import Chunk, param_specs, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
-from rrfp_jax.programs.freezing import freeze
-from rrfp_jax.programs.model_graph import model_graph
+from rrfp_jax.programs.jaxprs import called_jaxpr
+from rrfp_jax.programs.model_graph import freeze, model_graph
 from rrfp_jax.programs.shapes import derive_shapes
 from rrfp_jax.programs.specs import num_bytes
-from rrfp_jax.programs.splitting.versions import called_jaxpr
 from rrfp_jax.schedules import Edge, PipelineGraph
 from tests.programs.toys import (
     assert_close,
@@ -150,18 +149,18 @@ def _flops(eqn: Any) -> int:
 
 def backward_flops(plan: ChunkPlan) -> Counter[str]:
     """Of B, or of I and W."""
-    stash = (plan.stash.specs.saved, plan.stash.specs.kept)
-    derived = jax.eval_shape(plan.prepare, plan.params)
+    stash = (plan.residuals.specs.saved, plan.residuals.specs.aliased)
+    derived = jax.eval_shape(plan.split.prepare, plan.params)
     sums = {name: plan.params[name] for name in plan.trained}
     flops: Counter[str] = Counter()
     if not plan.is_split:
-        owned = (sums, plan.stash.specs.donated)
+        owned = (sums, plan.residuals.specs.donated)
         jaxpr = jax.make_jaxpr(plan.backward)(owned, plan.params, derived, stash, plan.output_grads)
         return Counter(B=dot_flops(jaxpr.jaxpr))
     first = jax.make_jaxpr(plan.input_gradient)(
-        plan.stash.specs.donated, plan.params, derived, stash, plan.output_grads
+        plan.residuals.specs.donated, plan.params, derived, stash, plan.output_grads
     )
-    second = jax.make_jaxpr(plan.weight_gradient)(sums, plan.params, derived, plan.owed.specs)
+    second = jax.make_jaxpr(plan.weight_gradient)(sums, plan.params, derived, plan.weight_residuals.specs)
     flops.update(I=dot_flops(first.jaxpr), W=dot_flops(second.jaxpr))
     return flops
 
@@ -177,8 +176,8 @@ def test_a_frozen_decoder_does_about_half_of_the_backward(split: bool) -> None:
     assert frozen["W"] == 0
     assert frozen["I"] == trained["I"]
     assert passing.num_programs == 2  # F, and B or I
-    assert passing.owed.num_bytes.total == 0
-    assert num_bytes(passing.stash.specs) < num_bytes(whole.stash.specs)
+    assert passing.weight_residuals.num_bytes.total == 0
+    assert num_bytes(passing.residuals.specs) < num_bytes(whole.residuals.specs)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
@@ -195,7 +194,7 @@ def test_what_stands_before_the_first_layer_that_trains_has_no_backward() -> Non
     whole, cut = (language_plans(names, split=False)[0] for names in (("layers.1",), ("embedding", "layers.0")))
     last = language_plans(("embedding", "layers.0"), split=True)[0]
     assert backward_flops(cut).total() < 0.55 * backward_flops(language_plans((), split=False)[0]).total()
-    assert num_bytes(cut.stash.specs) < 0.6 * num_bytes(whole.stash.specs)
+    assert num_bytes(cut.residuals.specs) < 0.6 * num_bytes(whole.residuals.specs)
     assert backward_flops(last)["I"] == 0
 
 

@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import CompiledChunk
-from rrfp_jax.programs.handover import Stash
+from rrfp_jax.programs.residuals import Residuals
 from rrfp_jax.programs.state import ChunkState, initial_state
 from rrfp_jax.schedules import Edge, PipelineGraph, absences, chain
 from tests.programs.toys import (
@@ -149,7 +149,7 @@ def test_frozen_encoder_has_no_backward() -> None:
     params, state, accumulators = frozen.updates.update({"kept": 1}, (), {}, 1.0, True)
     assert (params, state, accumulators) == ({"kept": 1}, (), {})
     with pytest.raises(ValueError, match="no gradient reaches chunk 0"):
-        frozen.of().backward({}, Stash(), (), {})
+        frozen.of().backward({}, Residuals(), (), {})
 
 
 def test_chunks_without_parameters_and_integer_inputs() -> None:

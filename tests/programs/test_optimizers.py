@@ -8,7 +8,7 @@ import optax
 import optax.contrib
 import pytest
 
-from rrfp_jax.programs.optimizers import Values, check_leafwise
+from rrfp_jax.programs.optimizers import _Values, check_leafwise
 
 PARAMS = {
     "embedding": {"table": jax.ShapeDtypeStruct((256, 128), jnp.float32)},
@@ -209,13 +209,13 @@ def test_state_must_keep_its_shapes_and_dtypes() -> None:
 
 
 def flow(function: Any, *labels: int) -> list[int]:
-    values = Values(max(map(int.bit_length, labels), default=0))
+    values = _Values(max(map(int.bit_length, labels), default=0))
     inputs = [values.symbol(("input", index), label) for index, label in enumerate(labels)]
     outputs = values.outputs(jax.make_jaxpr(function)(*[jnp.ones(3)] * len(labels)).jaxpr, inputs)
     return [values.labels[output] for output in outputs]
 
 
-VALUES = Values(0)
+VALUES = _Values(0)
 
 
 def number(function: Any, *inputs: str) -> list[int]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rrfp_jax.programs.program_text import Moved, ProgramText, num_bytes
+from rrfp_jax.programs.program_text import Moved, ProgramText, shape_bytes
 
 # As XLA prints a program for a GPU, shortened: a product, attention, copies, an all-gather, a loop of three turns.
 TEXT = """HloModule jit_f
@@ -83,7 +83,7 @@ def test_a_bound_takes_products_or_bytes_whichever_is_longer() -> None:
     [("bf16[2,3]{1,0}", 12), ("(f32[4]{0}, pred[8]{0}, s32[])", 16 + 8 + 4), ("f8e4m3fn[16]{0}", 16), ("token[]", 0)],
 )
 def test_bytes_of_a_shape(shape: str, expected: int) -> None:
-    assert num_bytes(shape) == expected
+    assert shape_bytes(shape) == expected
 
 
 def test_programs_of_this_backend_are_read_too() -> None:

@@ -62,9 +62,9 @@ def plan(remat: Remat, *, split: bool = True) -> ChunkPlan:
 
 
 def test_less_is_kept() -> None:
-    sizes = [num_bytes((s.donated, s.saved)) for s in (plan(r).stash.specs for r in ("none", "dots", "full"))]
+    sizes = [num_bytes((s.donated, s.saved)) for s in (plan(r).residuals.specs for r in ("none", "dots", "full"))]
     assert sizes[0] > sizes[1] > sizes[2] == 0
-    kept = plan("full").stash.specs.kept
+    kept = plan("full").residuals.specs.aliased
     assert sorted(str(spec.dtype) for spec in kept) == ["float32", "uint32"], "its input, and the counters of its key"
 
 
@@ -72,12 +72,12 @@ def test_less_is_kept() -> None:
 def test_the_weight_gradient_reuses_what_the_input_gradient_recomputed(remat: Remat) -> None:
     halves, whole = plan(remat), plan(remat, split=False)
     params = jax.eval_shape(CHUNKS[1].init, jax.random.key(0))
-    stash, sums = halves.stash.specs, accumulator_spec(params)
-    rest = (stash.saved, stash.kept)
+    stash, sums = halves.residuals.specs, accumulator_spec(params)
+    rest = (stash.saved, stash.aliased)
     first = dot_flops(halves.input_gradient, stash.donated, params, (), rest, halves.output_grads)
-    second = dot_flops(halves.weight_gradient, sums, params, (), halves.owed.specs)
-    stash = whole.stash.specs
-    owned, rest = (sums, stash.donated), (stash.saved, stash.kept)
+    second = dot_flops(halves.weight_gradient, sums, params, (), halves.weight_residuals.specs)
+    stash = whole.residuals.specs
+    owned, rest = (sums, stash.donated), (stash.saved, stash.aliased)
     assert first + second == dot_flops(whole.backward, owned, params, (), rest, whole.output_grads)
 
 
@@ -134,8 +134,8 @@ def waits(plan: ChunkPlan, *, of: Any) -> list[bool]:
     ``of`` picks them of the accumulators and the output gradients.
     """
     params = jax.eval_shape(lambda: layered(6)[1].init(jax.random.key(0)))
-    stash, sums = plan.stash.specs, accumulator_spec(params)
-    operands = ((sums, stash.donated), params, (), (stash.saved, stash.kept), plan.output_grads)
+    stash, sums = plan.residuals.specs, accumulator_spec(params)
+    operands = ((sums, stash.donated), params, (), (stash.saved, stash.aliased), plan.output_grads)
     jaxpr = jax.make_jaxpr(plan.backward)(*operands).jaxpr
     names = jax.tree.unflatten(jax.tree.structure(operands), jaxpr.invars)
     late, found = set(jax.tree.leaves(of(names[0][0], names[-1]))), []
@@ -150,11 +150,11 @@ def test_layers_are_computed_again_one_at_a_time() -> None:
     """Each waits for the gradient of the next one, and the stash are their inputs."""
     plan = planned(layered(6), "full")
     assert waits(plan, of=lambda sums, grads: grads) == [True] * 6
-    stash = plan.stash.specs
-    assert num_bytes((stash.donated, stash.saved, stash.kept)) == 6 * ROWS * WIDTH * 4
+    stash = plan.residuals.specs
+    assert num_bytes((stash.donated, stash.saved, stash.aliased)) == 6 * ROWS * WIDTH * 4
     whole = planned(layered(6, by_layer=False), "full")
     assert waits(whole, of=lambda sums, grads: grads) == [False] * 6
-    assert num_bytes((whole.stash.specs.donated, whole.stash.specs.saved)) == 0
+    assert num_bytes((whole.residuals.specs.donated, whole.residuals.specs.saved)) == 0
 
 
 def test_gradients_are_added_up_before_the_next_layer() -> None:
@@ -166,8 +166,8 @@ def test_gradients_are_added_up_before_the_next_layer() -> None:
 def test_layers_keep_what_is_named() -> None:
     sizes = {}
     for remat in ("full", "experts", "attention", "attention+experts", "dots"):
-        stash = planned(layered(2), remat).stash.specs
-        sizes[remat] = num_bytes((stash.donated, stash.saved, stash.kept))
+        stash = planned(layered(2), remat).residuals.specs
+        sizes[remat] = num_bytes((stash.donated, stash.saved, stash.aliased))
     named = 2 * ROWS * INNER * 4
     assert sizes["experts"] == sizes["full"]
     assert sizes["attention"] == sizes["attention+experts"] == sizes["full"] + named

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 from rrfp_jax.programs.compiling import shared_program
-from rrfp_jax.programs.sameness import identity, program_identity
-from rrfp_jax.programs.store import ProgramStore
+from rrfp_jax.programs.sameness import ProgramStore, identity, program_identity
 
 
 def scaled(factor: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import CompiledChunk
-from rrfp_jax.programs.handover import OwedBytes, Stash
+from rrfp_jax.programs.residuals import Residuals, WeightResidualBytes
 from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.schedules import Edge, PipelineGraph, chain
 from tests.programs.toys import (
@@ -54,7 +54,7 @@ def test_the_stash_is_taken_over_and_what_is_owed_is_held_by_reference(
     x, gradient = ones(middle), ones(middle)
     _, stash = middle.of().forward(params[1], (x,), {})
     assert stash.donated
-    assert any(kept is x for kept in stash.kept)
+    assert any(kept is x for kept in stash.aliased)
     _, owed = middle.of().input_gradient(params[1], stash, (gradient,))
     assert all(leaf.is_deleted() for leaf in stash.donated)
     assert any(array is x for array in owed)
@@ -99,29 +99,29 @@ def test_sizes_add_up(model: list[CompiledChunk], params: list[Any]) -> None:
     outputs, stash = middle.of().forward(params[1], (ones(middle),), {})
     held = {id(array): array for array in (*stash.donated, *stash.saved)}
     assert sizes.stash_bytes == num_bytes(list(held.values()))
-    assert sizes.kept_bytes == num_bytes(stash.kept) == sizes.inputs_bytes == sizes.outputs_bytes
+    assert sizes.kept_bytes == num_bytes(stash.aliased) == sizes.inputs_bytes == sizes.outputs_bytes
     grads, owed = middle.of().input_gradient(params[1], stash, (ones(middle),))
     assert sizes.input_grads_bytes == num_bytes(grads) == sizes.output_grads_bytes
     assert sizes.owed.total == num_bytes(owed)
-    assert sizes.owed.stash == num_bytes([array for array in owed if id(array) in held])
-    assert sizes.owed.kept == sizes.kept_bytes
+    assert sizes.owed.saved == num_bytes([array for array in owed if id(array) in held])
+    assert sizes.owed.aliased == sizes.kept_bytes
     assert sizes.owed.gradients == num_bytes(outputs)
     assert sizes.owed.made > 0
     assert sizes.derived_bytes == 0
     assert sizes.temporaries.keys() == middle.compiled.keys()
     assert min(sizes.temporaries.values()) >= 0
-    assert model[3].sizes.owed == OwedBytes()
+    assert model[3].sizes.owed == WeightResidualBytes()
     assert model[3].sizes.output_grads_bytes == 0
 
 
 def test_temporaries_are_zero_where_the_backend_does_not_say() -> None:
-    from rrfp_jax.programs.compiled import temporaries
+    from rrfp_jax.programs.compiled import _temporaries
 
     class Silent:
         def memory_analysis(self) -> None:
             return None
 
-    assert temporaries({"forward": Silent()}) == {"forward": 0}
+    assert _temporaries({"forward": Silent()}) == {"forward": 0}
 
 
 def test_low_precision_weights_are_derived_once_per_update(model: list[CompiledChunk], params: list[Any]) -> None:
@@ -177,9 +177,9 @@ def test_the_gradients_of_several_successors_are_owed_as_their_sum() -> None:
 
 def test_the_wrong_half_is_refused(model: list[CompiledChunk], params: list[Any]) -> None:
     with pytest.raises(ValueError, match="chunk 1 is split: call input_gradient and weight_gradient"):
-        model[1].of().backward(params[1], Stash(), (), model[1].zeros())
+        model[1].of().backward(params[1], Residuals(), (), model[1].zeros())
     with pytest.raises(ValueError, match="chunk 3 is in one piece: call backward"):
-        model[3].of().input_gradient(params[3], Stash(), ())
+        model[3].of().input_gradient(params[3], Residuals(), ())
     with pytest.raises(ValueError, match="chunk 3 is in one piece: call backward"):
         model[3].of().weight_gradient(params[3], (), model[3].zeros())
 
@@ -197,6 +197,6 @@ def test_results_take_over_the_memory_of_what_the_last_layers_kept_first() -> No
 
     deep = Chunk(name="deep", init=init, apply=apply)
     middle = compile_all([embedding(), deep, head()], chain(3, 1, split=True), make_batch(1), updates=False)[1]
-    donated = middle.of().plan.stash.donated
+    donated = middle.of().plan.residuals.donated
     assert len(donated) > 1
     assert list(donated) == sorted(donated, reverse=True)

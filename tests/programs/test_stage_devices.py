@@ -18,7 +18,7 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs import stage_devices
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.collectives import Exchange, exchanges
+from rrfp_jax.programs.program_text import Exchange, exchanges
 from rrfp_jax.programs.stage_devices import StageDevices, meeting
 from rrfp_jax.runtime import model as hosted
 from rrfp_jax.runtime.process import Process

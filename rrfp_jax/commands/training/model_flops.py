@@ -9,7 +9,7 @@ from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, pairs, step_flops
 from rrfp_jax.data.contents import BatchContents
 from rrfp_jax.models.encoder_config import ProjectorConfig
 from rrfp_jax.models.flop_sizes import decoder_sizes, sizes_of
-from rrfp_jax.programs.freezing import matches
+from rrfp_jax.programs.model_graph import matches
 
 
 def model_flops(config: TrainConfig) -> Callable[[BatchContents], float]:

@@ -14,7 +14,7 @@ from rrfp_jax.models.encoder_config import OWN_CHUNK, ProjectorConfig
 from rrfp_jax.models.flop_sizes import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.freezing import freeze
+from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.schedules import Edge, Placement
 from rrfp_jax.training.run_config import PipelineConfig
 

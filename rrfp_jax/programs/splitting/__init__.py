@@ -1,16 +1,12 @@
 """Exact split of a function's backward into input gradient and weight gradients; `rrfp_jax.programs.split` is its face.
 
-The way of a function through this package:
+A function passes through this package in this order:
 
-`tracing`    the function and its pullback become two jaxprs with shared residuals
-`lowering`   both become one list of nodes (`ir`, `operations`), calls inlined; what is fixed is known
-`fixed`      what is derived from parameters is written once, and computed once per update where that pays
-`widening`   gradients of parameters are not rounded before they are added up
-`stash`      which values the forward hands on
-`partition`  the rules: what I needs, what is left for W, inside loops and shard maps too
-`cut`        which values cross from I to W: fewest bytes
-`report`     bytes
+`lowering`   traces the function and its pullback, and turns both jaxprs into lists of nodes (`ir`), calls inlined
+`joined`     joins the two: which values forward and backward share, which of them are stored, which are made of
+             parameters alone and computed once per update
+`widening`   takes the rounding out of weight gradients that are added up in a wider dtype
+`partition`  cuts the backward in two, inside loops and shard maps too, so that the fewest bytes cross
 
-`liveness` drops what nobody reads, `rules` says which operations are free, heavy or light, `versions` keeps what JAX
-does not document.
+`liveness` drops nodes whose outputs nobody reads, and `rules` says which operations are free, heavy or light.
 """

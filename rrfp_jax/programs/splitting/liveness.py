@@ -5,7 +5,7 @@ wants each array's outer and inner side as a pair: `loop_parts` and `sharded_par
 role, and the records that they return put them together again.
 
 `slice_nodes` walks backwards from the wanted values. A loop's carry is needed when its final value is, or when a needed
-output of the body reads what it was before the pass: a least fixed point, reached in at most one round per carry.
+output of the body reads its value before the pass: a least fixed point, reached in at most one round per carry.
 """
 
 from __future__ import annotations
@@ -14,44 +14,43 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rrfp_jax.programs.splitting.ir import Block, Node, Operand, Value, values
-from rrfp_jax.programs.splitting.operations import Barrier, Loop, Port, Sharded
+from rrfp_jax.programs.splitting.ir import Barrier, Block, Loop, Node, Operand, Port, Sharded, Var, variables
 
 
-class Entry(NamedTuple):
+class LoopInput(NamedTuple):
     """An array that goes into a body: a loop's constant or slice."""
 
     outer: Operand
-    inner: Value
+    inner: Var
 
 
 class Carry(NamedTuple):
     """An array that a loop hands from pass to pass."""
 
     start: Operand
-    before: Value
+    before: Var
     after: Operand
-    final: Value
+    final: Var
 
 
 class Stack(NamedTuple):
     """An array of each pass of a loop, and the stack of all of them."""
 
     inner: Operand
-    outer: Value
+    outer: Var
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LoopParts:
-    """All that goes into a loop and comes out of it."""
+    """All arrays that go into a loop and come out of it."""
 
-    constants: Sequence[Entry]
+    constants: Sequence[LoopInput]
     carries: Sequence[Carry]
-    slices: Sequence[Entry]
+    slices: Sequence[LoopInput]
     stacks: Sequence[Stack]
 
     def node(self, template: Loop, nodes: Sequence[Node], *, batched: bool = False) -> Node:
-        """The loop with these parts around the body `nodes`, for the rest as `template`; unread entries are dropped."""
+        """Returns the loop with these parts around the body `nodes`, otherwise as `template`, without unread inputs."""
         carried = [carry.after for carry in self.carries]
         outputs = (*carried, *(stack.inner for stack in self.stacks))
         used = {operand for node in nodes for operand in node.inputs} | set(outputs)
@@ -72,8 +71,9 @@ class LoopParts:
 
 
 def loop_parts(node: Node, loop: Loop) -> LoopParts:
+    """Takes a loop apart; `loop` is the node's operation."""
     body, first, last = loop.body, loop.num_constants, loop.num_constants + loop.num_carries
-    pairs = [Entry(outer, inner) for outer, inner in zip(node.inputs, body.inputs, strict=True)]
+    pairs = [LoopInput(outer, inner) for outer, inner in zip(node.inputs, body.inputs, strict=True)]
     results = list(zip(body.outputs, node.outputs, strict=True))
     carries = [
         Carry(entry.outer, entry.inner, after, final)
@@ -87,7 +87,7 @@ class Inlet(NamedTuple):
     """An array that goes into a shard map."""
 
     outer: Operand
-    inner: Value
+    inner: Var
     port: Port
 
 
@@ -95,19 +95,19 @@ class Outlet(NamedTuple):
     """An array that comes out of a shard map."""
 
     inner: Operand
-    outer: Value
+    outer: Var
     port: Port
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedParts:
-    """All that goes into a shard map and comes out of it."""
+    """All arrays that go into a shard map and come out of it."""
 
     inlets: Sequence[Inlet]
     outlets: Sequence[Outlet]
 
     def node(self, template: Sharded, nodes: Sequence[Node]) -> Node:
-        """The shard map with these parts around the body `nodes`; unread inlets are dropped."""
+        """Returns the shard map with these parts around the body `nodes`, without unread inlets."""
         outputs = tuple(outlet.inner for outlet in self.outlets)
         used = {operand for node in nodes for operand in node.inputs} | set(outputs)
         inlets = [inlet for inlet in self.inlets if inlet.inner in used]
@@ -122,42 +122,43 @@ class ShardedParts:
 
 
 def sharded_parts(node: Node, sharded: Sharded) -> ShardedParts:
+    """Takes a shard map apart; `sharded` is the node's operation."""
     inlets = map(Inlet, node.inputs, sharded.body.inputs, sharded.ports_in)
     outlets = map(Outlet, sharded.body.outputs, node.outputs, sharded.ports_out)
     return ShardedParts(inlets=list(inlets), outlets=list(outlets))
 
 
 class Slice(NamedTuple):
-    """The live nodes in order, and every value that they or the outputs read."""
+    """The live nodes in order, and every variable that they or the outputs read."""
 
     nodes: list[Node]
-    needed: set[Value]
+    needed: set[Var]
 
 
 def slice_nodes(
     nodes: Sequence[Node],
     wanted: Iterable[Operand],
     *,
-    given: Collection[Value] = frozenset(),
+    given: Collection[Var] = frozenset(),
     keep_effects: bool = True,
 ) -> Slice:
-    """The nodes that `wanted` needs when the values `given` are there already.
+    """Returns the nodes that `wanted` needs when the values `given` are there already.
 
     Nodes with effects are kept too, whether or not somebody reads them, if `keep_effects`.
     """
-    needed = set(values(wanted)) - set(given)
+    needed = set(variables(wanted)) - set(given)
     kept = []
     for node in reversed(nodes):
         keep = [output in needed for output in node.outputs]
         if any(keep) or (keep_effects and node.operation.effectful):
             live = restrict(node, keep, keep_effects=keep_effects)
-            needed.update(value for value in values(live.inputs) if value not in given)
+            needed.update(value for value in variables(live.inputs) if value not in given)
             kept.append(live)
     return Slice(kept[::-1], needed)
 
 
 def restrict(node: Node, keep: Sequence[bool], *, keep_effects: bool = True) -> Node:
-    """The node without the outputs that nobody reads, where it can do without."""
+    """Returns the node without the outputs that nobody reads, where it can do without."""
     operation = node.operation
     if all(keep):
         return node
@@ -165,27 +166,23 @@ def restrict(node: Node, keep: Sequence[bool], *, keep_effects: bool = True) -> 
         pairs = [(i, o) for i, o, wanted in zip(node.inputs, node.outputs, keep, strict=True) if wanted]
         return replace(node, inputs=tuple(i for i, _ in pairs), outputs=tuple(o for _, o in pairs))
     if isinstance(operation, Loop):
-        return _restrict_loop(node, operation, keep, keep_effects)
+        parts = loop_parts(node, operation)
+        closed, body = close_over_carries(parts, operation, keep, keep_effects=keep_effects)
+        carries = [carry for carry, wanted in zip(parts.carries, closed, strict=False) if wanted]
+        stacks = [stack for stack, wanted in zip(parts.stacks, keep[len(parts.carries) :], strict=True) if wanted]
+        return replace(parts, carries=carries, stacks=stacks).node(operation, body.nodes, batched=operation.batched)
     if isinstance(operation, Sharded):
-        parts = sharded_parts(node, operation)
-        outlets = [outlet for outlet, wanted in zip(parts.outlets, keep, strict=True) if wanted]
+        shards = sharded_parts(node, operation)
+        outlets = [outlet for outlet, wanted in zip(shards.outlets, keep, strict=True) if wanted]
         body = slice_nodes(operation.body.nodes, [outlet.inner for outlet in outlets], keep_effects=keep_effects)
-        return replace(parts, outlets=outlets).node(operation, body.nodes)
+        return replace(shards, outlets=outlets).node(operation, body.nodes)
     return node
-
-
-def _restrict_loop(node: Node, loop: Loop, keep: Sequence[bool], keep_effects: bool) -> Node:
-    parts = loop_parts(node, loop)
-    closed, body = close_over_carries(parts, loop, keep, keep_effects=keep_effects)
-    carries = [carry for carry, wanted in zip(parts.carries, closed, strict=False) if wanted]
-    stacks = [stack for stack, wanted in zip(parts.stacks, keep[len(parts.carries) :], strict=True) if wanted]
-    return replace(parts, carries=carries, stacks=stacks).node(loop, body.nodes, batched=loop.batched)
 
 
 def close_over_carries(
     parts: LoopParts, loop: Loop, keep: Sequence[bool], *, keep_effects: bool = True
 ) -> tuple[list[bool], Slice]:
-    """Adds to the kept outputs of a loop the carries that they need; also the live part of the body."""
+    """Returns the kept outputs of a loop with the carries that they need, and the live part of the body."""
     closed = list(keep)
     while True:
         wanted = [operand for operand, kept in zip(loop.body.outputs, closed, strict=True) if kept]

@@ -1,4 +1,4 @@
-"""From a jaxpr to nodes: calls are inlined, loops and shard maps become blocks, what is fixed becomes known.
+"""From a function to nodes: it is traced with its pullback, calls are inlined, loops and shard maps become blocks.
 
 Inlining `jit`, `jax.checkpoint` and custom-derivative calls is safe here because derivatives have been taken already
 and a boundary of a call means nothing to the compiler, with two exceptions that are kept as nodes of their own: the
@@ -11,27 +11,174 @@ most a stored copy of something that counts passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
 
-from rrfp_jax.programs.splitting import versions
-from rrfp_jax.programs.splitting.ir import Block, Constant, Node, Operand, Value, is_fixed
-from rrfp_jax.programs.splitting.liveness import LoopParts, ShardedParts, Stack, loop_parts, restrict, sharded_parts
-from rrfp_jax.programs.splitting.operations import Apply, Barrier, Loop, Port, Reshard, Sharded
+from rrfp_jax.programs import jaxprs
+from rrfp_jax.programs.splitting.ir import (
+    Apply,
+    Barrier,
+    Block,
+    Constant,
+    Loop,
+    Node,
+    Operand,
+    Port,
+    Sharded,
+    ShardingConstraint,
+    Var,
+    is_fixed,
+)
+from rrfp_jax.programs.splitting.liveness import Stack, loop_parts, restrict, sharded_parts
 from rrfp_jax.programs.splitting.rules import can_batch
+
+# -- tracing -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """A pytree's structure and leaves: how to flatten a tree like it, and which of its leaves have a gradient."""
+
+    name: str
+    treedef: Any
+    specs: tuple[jax.ShapeDtypeStruct, ...]
+    paths: tuple[str, ...]
+    differentiable: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, name: str, tree: Any, wanted: Any = True) -> Structure:
+        """Returns the structure of `tree`.
+
+        `wanted`, a boolean or a tree of them that is a prefix of `tree`, may deny inexact leaves their gradient.
+        """
+        paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        specs = tuple(_spec(leaf) for _, leaf in paths)
+        choice = jax.tree.leaves(jax.tree.broadcast(wanted, tree))
+        mask = tuple(
+            bool(chosen) and jnp.issubdtype(spec.dtype, jnp.inexact) for chosen, spec in zip(choice, specs, strict=True)
+        )
+        return cls(name, treedef, specs, tuple(jax.tree_util.keystr(path) for path, _ in paths), mask)
+
+    def flatten(self, tree: Any) -> list[Any]:
+        """Returns the leaves of `tree`; raises `ValueError` if it is not like the one that was traced."""
+        leaves, treedef = jax.tree.flatten(tree)
+        if treedef != self.treedef:
+            raise ValueError(
+                f"{self.name} have the structure {treedef}, but the function was split for {self.treedef}: "
+                f"split it again for these {self.name}"
+            )
+        for leaf, spec, path in zip(leaves, self.specs, self.paths, strict=True):
+            _check(f"{self.name}{path}", leaf, spec)
+        return leaves
+
+    def flatten_gradient(self, tree: Any) -> list[Any]:
+        """Returns the leaves of a gradient for the differentiable leaves; the others may be None or anything."""
+        leaves = self.treedef.flatten_up_to(tree)
+        picked = []
+        for leaf, spec, path, wanted in zip(leaves, self.specs, self.paths, self.differentiable, strict=True):
+            if wanted:
+                _check(f"gradient of {self.name}{path}", leaf, spec)
+                picked.append(leaf)
+        return picked
+
+    def unflatten_gradient(self, gradients: Sequence[Any]) -> Any:
+        """Returns the gradient as a tree of this structure, with None in place of leaves that have none."""
+        rest = iter(gradients)
+        return jax.tree.unflatten(self.treedef, [next(rest) if wanted else None for wanted in self.differentiable])
+
+
+def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    aval = jax.typeof(leaf)
+    sharding = getattr(leaf, "sharding", None)
+    placed = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=placed)
+
+
+def _check(name: str, leaf: Any, spec: jax.ShapeDtypeStruct) -> None:
+    if jnp.shape(leaf) != spec.shape or jnp.result_type(leaf) != spec.dtype:
+        raise ValueError(
+            f"{name} is {jnp.result_type(leaf)}{list(jnp.shape(leaf))}, but the function was split for "
+            f"{spec.dtype}{list(spec.shape)}: split it again for these shapes"
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Traced:
+    """Forward: [*params, *inputs] -> [*outputs, *residuals]. Backward: [*residuals, *cotangents] -> gradients of the
+    differentiable leaves, [*params, *inputs]."""
+
+    forward: Any
+    backward: Any
+    params: Structure
+    inputs: Structure
+    outputs: Structure
+
+
+def trace(
+    fn: Callable[[Any, Any], Any], params: Any, inputs: Any, param_gradients: Any = True, input_gradients: Any = True
+) -> Traced:
+    """Traces `fn(params, inputs)` once, together with its pullback."""
+    at_params = Structure.of("params", params, param_gradients)
+    at_inputs = Structure.of("inputs", inputs, input_gradients)
+
+    def run(params_leaves: Sequence[Any], inputs_leaves: Sequence[Any]) -> tuple[Any, Any]:
+        def differentiable(params_picked: Sequence[Any], inputs_picked: Sequence[Any]) -> Any:
+            merged_params = _merge(params_leaves, params_picked, at_params.differentiable)
+            merged_inputs = _merge(inputs_leaves, inputs_picked, at_inputs.differentiable)
+            return fn(at_params.treedef.unflatten(merged_params), at_inputs.treedef.unflatten(merged_inputs))
+
+        return jax.vjp(
+            differentiable,
+            _pick(params_leaves, at_params.differentiable),
+            _pick(inputs_leaves, at_inputs.differentiable),
+        )
+
+    forward, (outputs, pullback) = jax.make_jaxpr(run, return_shape=True)(list(at_params.specs), list(at_inputs.specs))
+    at_outputs = Structure.of("outputs", outputs)
+    # the pullback is a pytree of the residuals, so it can be flattened here and put together in a trace of its own
+    residuals, treedef = jax.tree.flatten(pullback)
+
+    def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        rest = iter(cotangents)
+        leaves = [
+            next(rest) if wanted else np.zeros(spec.shape, jax.dtypes.float0)
+            for spec, wanted in zip(at_outputs.specs, at_outputs.differentiable, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, residuals)(jax.tree.unflatten(at_outputs.treedef, leaves))
+
+    cotangents = _pick(at_outputs.specs, at_outputs.differentiable)
+    backward = jax.make_jaxpr(pull)(residuals, cotangents)
+    return Traced(forward=forward, backward=backward, params=at_params, inputs=at_inputs, outputs=at_outputs)
+
+
+def _pick(leaves: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    return [leaf for leaf, wanted in zip(leaves, mask, strict=True) if wanted]
+
+
+def _merge(leaves: Sequence[Any], picked: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    rest = iter(picked)
+    return [next(rest) if wanted else leaf for leaf, wanted in zip(leaves, mask, strict=True)]
+
+
+# -- lowering ----------------------------------------------------------------------------------------------------------
 
 
 def lower(
     jaxpr: Any, operands: Sequence[Operand], nodes: list[Node], *, unchecked: frozenset[str] = frozenset()
 ) -> list[Operand]:
-    """Appends to `nodes` what `jaxpr` does to `operands` and returns its outputs.
+    """Appends to `nodes` the operations of `jaxpr` on `operands` and returns its outputs.
 
     `unchecked` are the mesh axes of enclosing shard maps without `check_vma`: there any value may vary over them.
     """
-    source = versions.open_jaxpr(jaxpr)
+    source = jaxprs.open_jaxpr(jaxpr)
     environment: dict[Any, Operand] = {}
     environment.update(zip(source.constvars, map(Constant, source.consts), strict=False))
     environment.update(zip(source.invars, operands, strict=True))
@@ -46,88 +193,83 @@ def lower(
     return [look_up(atom) for atom in source.outvars]
 
 
+def new_var(aval: Any, fixed: bool, unchecked: frozenset[str] = frozenset()) -> Var:
+    """Returns a variable for an abstract value or spec."""
+    return Var(aval.shape, aval.dtype, fixed=fixed, varying=jaxprs.varying_axes(aval) | unchecked)
+
+
 def _lower_equation(
     equation: Any, inputs: list[Operand], nodes: list[Node], unchecked: frozenset[str]
 ) -> Sequence[Operand]:
-    called, name = versions.called_jaxpr(equation), equation.primitive.name
+    called, name = jaxprs.called_jaxpr(equation), equation.primitive.name
     if called is not None:
-        return _inline(equation, called, inputs, nodes, unchecked)
+        if jaxprs.is_rematerialised(equation):
+            inputs = _barrier(inputs, nodes)
+        inputs = _constrain(equation.params.get("in_shardings", ()), inputs, nodes)
+        results = lower(called, inputs, nodes, unchecked=unchecked)
+        return _constrain(equation.params.get("out_shardings", ()), results, nodes)
     if name == "name":
         return inputs
     if name == "optimization_barrier":
         return _barrier(inputs, nodes)
-    if name == "scan" and not versions.holds_references(equation):
+    if name == "scan" and not jaxprs.holds_references(equation):
         return _lower_scan(equation, inputs, nodes, unchecked)
-    if name == "shard_map" and not versions.holds_references(equation):
+    if name == "shard_map" and not jaxprs.holds_references(equation):
         return _lower_shard_map(equation, inputs, nodes, unchecked)
-    effectful = versions.effectful(equation)
+    effectful = jaxprs.effectful(equation)
     fixed = all(map(is_fixed, inputs)) and not effectful
     operation = Apply(primitive=equation.primitive, params=equation.params, context=equation.ctx, effectful=effectful)
-    outputs = [new_value(var.aval, fixed, unchecked) for var in equation.outvars]
+    outputs = [new_var(var.aval, fixed, unchecked) for var in equation.outvars]
     nodes.append(Node(operation, tuple(inputs), tuple(outputs)))
     return outputs
 
 
-def new_value(aval: Any, fixed: bool, unchecked: frozenset[str] = frozenset()) -> Value:
-    return Value(aval.shape, aval.dtype, fixed=fixed, varying=versions.varying_axes(aval) | unchecked)
-
-
-def _inline(
-    equation: Any, called: Any, inputs: list[Operand], nodes: list[Node], unchecked: frozenset[str]
-) -> Sequence[Operand]:
-    if versions.is_rematerialised(equation):
-        inputs = _barrier(inputs, nodes)
-    inputs = _reshard(equation.params.get("in_shardings", ()), inputs, nodes)
-    outputs = lower(called, inputs, nodes, unchecked=unchecked)
-    return _reshard(equation.params.get("out_shardings", ()), outputs, nodes)
-
-
-def _reshard(shardings: Sequence[Any], operands: list[Operand], nodes: list[Node]) -> list[Operand]:
+def _constrain(shardings: Sequence[Any], operands: list[Operand], nodes: list[Node]) -> list[Operand]:
     results = list(operands)
     for index, sharding in enumerate(shardings):
         operand = operands[index]
-        if isinstance(sharding, jax.sharding.Sharding) and isinstance(operand, Value):
-            result = Value(operand.shape, operand.dtype, fixed=operand.fixed, varying=operand.varying)
-            nodes.append(Node(Reshard(sharding), (operand,), (result,)))
+        if isinstance(sharding, jax.sharding.Sharding) and isinstance(operand, Var):
+            result = Var(operand.shape, operand.dtype, fixed=operand.fixed, varying=operand.varying)
+            nodes.append(Node(ShardingConstraint(sharding), (operand,), (result,)))
             results[index] = result
     return results
 
 
 def _barrier(operands: list[Operand], nodes: list[Node]) -> list[Operand]:
-    """A barrier over all that is not fixed: a fixed value needs none to wait, since whatever reads it waits anyway."""
-    held = [operand for operand in operands if isinstance(operand, Value) and not operand.fixed]
-    released = {value: Value(value.shape, value.dtype, fixed=False, varying=value.varying) for value in held}
+    # a fixed value needs no barrier: whatever reads it reads another operand too, and waits for that one
+    held = [operand for operand in operands if isinstance(operand, Var) and not operand.fixed]
+    released = {value: Var(value.shape, value.dtype, fixed=False, varying=value.varying) for value in held}
     if released:
         nodes.append(Node(Barrier(), tuple(released), tuple(released.values())))
-    return [released.get(operand, operand) if isinstance(operand, Value) else operand for operand in operands]
+    return [released.get(operand, operand) if isinstance(operand, Var) else operand for operand in operands]
 
 
 def _lower_scan(equation: Any, inputs: list[Operand], nodes: list[Node], unchecked: frozenset[str]) -> list[Operand]:
-    params, shape = equation.params, versions.scan_shape(equation)
-    first, last = shape.num_constants, shape.num_constants + shape.num_carries
+    params, (num_constants, num_carries) = equation.params, jaxprs.scan_shape(equation)
+    carries = range(num_constants, num_constants + num_carries)
     entries = [
-        new_value(var.aval, is_fixed(operand) and not first <= index < last, unchecked)
-        for index, (var, operand) in enumerate(zip(versions.open_jaxpr(params["jaxpr"]).invars, inputs, strict=True))
+        new_var(var.aval, is_fixed(operand) and index not in carries, unchecked)
+        for index, (var, operand) in enumerate(zip(jaxprs.open_jaxpr(params["jaxpr"]).invars, inputs, strict=True))
     ]
     body: list[Node] = []
     results = lower(params["jaxpr"], entries, body, unchecked=unchecked)
     outputs = [
-        new_value(var.aval, index >= shape.num_carries and is_fixed(result), unchecked)
+        new_var(var.aval, index >= num_carries and is_fixed(result), unchecked)
         for index, (var, result) in enumerate(zip(equation.outvars, results, strict=True))
     ]
     loop = Loop(
         body=Block(inputs=tuple(entries), nodes=tuple(body), outputs=tuple(results)),
-        num_constants=shape.num_constants, num_carries=shape.num_carries, length=params["length"],
+        num_constants=num_constants, num_carries=num_carries, length=params["length"],
         reverse=params["reverse"], unroll=params["unroll"], effectful=any(n.operation.effectful for n in body),
     )  # fmt: skip
-    whole = Node(loop, tuple(inputs), tuple(outputs))
-    return _forward_stacks(loop_parts(whole, loop), loop, outputs, nodes)
+    return _emit_loop(Node(loop, tuple(inputs), tuple(outputs)), loop, nodes)
 
 
-def _forward_stacks(parts: LoopParts, loop: Loop, outputs: list[Value], nodes: list[Node]) -> list[Operand]:
-    """Emits a loop without the stacks that are one of its inputs, or a stack twice, and with a loop for fixed ones."""
+def _emit_loop(whole: Node, loop: Loop, nodes: list[Node]) -> list[Operand]:
+    """Appends a loop without the stacks that repeat one of its inputs or another stack, and a loop for fixed ones."""
+    parts = loop_parts(whole, loop)
     known: dict[Operand, Operand] = {entry.inner: entry.outer for entry in parts.slices}
-    forwarded: dict[Value, Operand] = {}
+    forwarded: dict[Var, Operand] = {}
     varied: list[Stack] = []
     fixed: list[Stack] = []
     for stack in parts.stacks:
@@ -136,37 +278,31 @@ def _forward_stacks(parts: LoopParts, loop: Loop, outputs: list[Value], nodes: l
             continue
         known[stack.inner] = stack.outer
         (fixed if stack.outer.fixed else varied).append(stack)
-    keep = [output in {s.outer for s in varied} or output in {c.final for c in parts.carries} for output in outputs]
-    whole = Node(loop, *_sides(parts))
+    kept = {s.outer for s in varied} | {c.final for c in parts.carries}
+    keep = [output in kept for output in whole.outputs]
     if any(keep) or loop.effectful:
         nodes.append(restrict(whole, keep))
     if fixed:
-        lone = restrict(whole, [output in {s.outer for s in fixed} for output in outputs], keep_effects=False)
+        lone = restrict(whole, [output in {s.outer for s in fixed} for output in whole.outputs], keep_effects=False)
         assert isinstance(lone.operation, Loop)
         lone_parts = loop_parts(lone, lone.operation)
         nodes.append(lone_parts.node(lone.operation, lone.operation.body.nodes, batched=can_batch(lone.operation.body)))
-    return [forwarded.get(output, output) for output in outputs]
-
-
-def _sides(parts: LoopParts) -> tuple[tuple[Operand, ...], tuple[Value, ...]]:
-    starts = [carry.start for carry in parts.carries]
-    operands = (*(e.outer for e in parts.constants), *starts, *(e.outer for e in parts.slices))
-    return operands, (*(c.final for c in parts.carries), *(s.outer for s in parts.stacks))
+    return [forwarded.get(output, output) for output in whole.outputs]
 
 
 def _lower_shard_map(
     equation: Any, inputs: list[Operand], nodes: list[Node], unchecked: frozenset[str]
 ) -> list[Operand]:
-    params, axes = equation.params, versions.manual_axes(equation)
+    params, axes = equation.params, jaxprs.manual_axes(equation)
     inner_unchecked = unchecked if params["check_vma"] else unchecked | axes
     entries = [
-        new_value(var.aval, is_fixed(operand), inner_unchecked)
-        for var, operand in zip(versions.open_jaxpr(params["jaxpr"]).invars, inputs, strict=True)
+        new_var(var.aval, is_fixed(operand), inner_unchecked)
+        for var, operand in zip(jaxprs.open_jaxpr(params["jaxpr"]).invars, inputs, strict=True)
     ]
     body: list[Node] = []
     results = lower(params["jaxpr"], entries, body, unchecked=inner_unchecked)
     outputs = [
-        new_value(var.aval, is_fixed(result), unchecked) for var, result in zip(equation.outvars, results, strict=True)
+        new_var(var.aval, is_fixed(result), unchecked) for var, result in zip(equation.outvars, results, strict=True)
     ]
     sharded = Sharded(
         body=Block(inputs=tuple(entries), nodes=tuple(body), outputs=tuple(results)),
@@ -175,12 +311,9 @@ def _lower_shard_map(
         effectful=any(node.operation.effectful for node in body),
     )  # fmt: skip
     whole = Node(sharded, tuple(inputs), tuple(outputs))
-    return _forward_shards(whole, sharded_parts(whole, sharded), nodes)
-
-
-def _forward_shards(whole: Node, parts: ShardedParts, nodes: list[Node]) -> list[Operand]:
+    parts = sharded_parts(whole, sharded)
     known: dict[tuple[Operand, Any], Operand] = {(i.inner, i.port.spec): i.outer for i in parts.inlets}
-    forwarded: dict[Value, Operand] = {}
+    forwarded: dict[Var, Operand] = {}
     for outlet in parts.outlets:
         if (outlet.inner, outlet.port.spec) in known:
             forwarded[outlet.outer] = known[outlet.inner, outlet.port.spec]
@@ -188,6 +321,6 @@ def _forward_shards(whole: Node, parts: ShardedParts, nodes: list[Node]) -> list
             known[outlet.inner, outlet.port.spec] = outlet.outer
     for fixed in (False, True):
         keep = [output.fixed == fixed and output not in forwarded for output in whole.outputs]
-        if any(keep) or (whole.operation.effectful and not fixed):
+        if any(keep) or (sharded.effectful and not fixed):
             nodes.append(restrict(whole, keep, keep_effects=not fixed))
     return [forwarded.get(output, output) for output in whole.outputs]

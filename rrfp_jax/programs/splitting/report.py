@@ -1,24 +1,24 @@
-"""What a split costs in bytes per microbatch, and what each array that crosses is."""
+"""The bytes per microbatch that a split hands on, array by array."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rrfp_jax.programs.splitting.ir import Operand, Value, values
-from rrfp_jax.programs.splitting.stash import Joined
+from rrfp_jax.programs.splitting.ir import Operand, Var, variables
+from rrfp_jax.programs.splitting.joined import Joined
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """One array of the stash or of what is owed."""
+    """One array of the residuals or of the weight-gradient residuals."""
 
     shape: tuple[int, ...]
     dtype: str
     num_bytes: int
     origin: str
-    """`input`, `output`, `output gradient`, `input gradient`, `weight gradient`, `stash`, or the name of the operation
-    that makes it."""
+    """`input`, `output`, `output gradient`, `input gradient`, `weight gradient`, `residual`, or the name of the
+    operation that makes it."""
 
     def __str__(self) -> str:
         return f"{self.num_bytes:>12,} B  {self.dtype}{list(self.shape)}  {self.origin}"
@@ -28,76 +28,81 @@ class Crossing:
 class SplitReport:
     """Bytes are those of global arrays, for one microbatch unless said otherwise."""
 
-    stash: tuple[Crossing, ...]
-    """From forward to backward."""
-    owed: tuple[Crossing, ...]
-    """From the backward to the weight gradient; entries of origin `stash` or `input` are not copies."""
-    residual_bytes: int
-    """What `jax.vjp` would keep, parameters and duplicates included."""
-    fixed_residual_bytes: int
+    residuals: tuple[Crossing, ...]
+    """The arrays from forward to backward."""
+    weight_residuals: tuple[Crossing, ...]
+    """The arrays from the backward to the weight gradient; entries of origin `residual` or `input` are not copies."""
+    vjp_bytes: int
+    """Bytes of the residuals that `jax.vjp` would keep, parameters and duplicates included."""
+    fixed_vjp_bytes: int
     """The part of these that is derived from parameters and constants alone, parameters included."""
     derived_bytes: int
-    """What `prepare` makes: one copy per update, whatever the number of microbatches."""
+    """Bytes that `prepare` makes: one copy per update, whatever the number of microbatches."""
 
     @property
-    def stash_bytes(self) -> int:
-        return sum(crossing.num_bytes for crossing in self.stash)
+    def residual_bytes(self) -> int:
+        """Bytes of the residuals."""
+        return _bytes_from(self.residuals)
 
     @property
     def input_bytes(self) -> int:
-        """The part of `stash_bytes` that is inputs as they came: no memory beyond theirs."""
-        return sum(crossing.num_bytes for crossing in self.stash if crossing.origin == "input")
+        """The part of `residual_bytes` that is inputs as they came: no memory beyond theirs."""
+        return _bytes_from(self.residuals, "input")
 
     @property
     def output_bytes(self) -> int:
-        """The part of `stash_bytes` that is outputs as they go: no memory beyond theirs."""
-        return sum(crossing.num_bytes for crossing in self.stash if crossing.origin == "output")
+        """The part of `residual_bytes` that is outputs as they go: no memory beyond theirs."""
+        return _bytes_from(self.residuals, "output")
 
     @property
-    def owed_bytes(self) -> int:
-        return sum(crossing.num_bytes for crossing in self.owed)
+    def weight_residual_bytes(self) -> int:
+        """Bytes of the weight-gradient residuals."""
+        return _bytes_from(self.weight_residuals)
 
     @property
-    def owed_from_stash_bytes(self) -> int:
-        """The part of `owed_bytes` that was in the stash, so that deferring W keeps it alive but copies nothing."""
-        return sum(crossing.num_bytes for crossing in self.owed if crossing.origin in ("stash", "input"))
+    def aliased_bytes(self) -> int:
+        """The part of `weight_residual_bytes` that was among the residuals: deferring W keeps it alive, uncopied."""
+        return _bytes_from(self.weight_residuals, "residual", "input")
 
     def __str__(self) -> str:
         lines = [
-            f"jax.vjp keeps {self.residual_bytes:,} B, {self.fixed_residual_bytes:,} B of it from parameters alone",
-            f"stash {self.stash_bytes:,} B, as they are: {self.input_bytes:,} B in, {self.output_bytes:,} B out",
-            *map(str, self.stash),
-            f"owed {self.owed_bytes:,} B ({self.owed_from_stash_bytes:,} B kept from the stash)",
-            *map(str, self.owed),
+            f"jax.vjp keeps {self.vjp_bytes:,} B, {self.fixed_vjp_bytes:,} B of it from parameters alone",
+            f"residuals {self.residual_bytes:,} B, as they are: {self.input_bytes:,} B in, {self.output_bytes:,} B out",
+            *map(str, self.residuals),
+            f"for weight gradients {self.weight_residual_bytes:,} B ({self.aliased_bytes:,} B are residuals)",
+            *map(str, self.weight_residuals),
             f"derived from parameters once per update: {self.derived_bytes:,} B",
         ]
         return "\n".join(lines)
 
 
-def make_report(joined: Joined, owed: Sequence[Value], derived: Sequence[Value]) -> SplitReport:
-    gradients = set(joined.params_grad)
+def make_report(joined: Joined, crossing: Sequence[Var]) -> SplitReport:
+    """Returns the report of a split whose values `crossing` go to the weight gradient."""
     makers = {output: node.operation.name for node in joined.forward for output in node.outputs}
-    makers |= dict.fromkeys(values(joined.outputs), "output") | dict.fromkeys(joined.inputs, "input")
-    stash = [_crossing(value, makers[value]) for value in joined.stash]
-
+    makers |= dict.fromkeys(variables(joined.outputs), "output") | dict.fromkeys(joined.inputs, "input")
     later = {output: node.operation.name for node in joined.backward for output in node.outputs}
-    later |= dict.fromkeys(values(joined.inputs_grad), "input gradient")
-    later |= dict.fromkeys(joined.cotangents, "output gradient") | dict.fromkeys(joined.stash, "stash")
+    later |= dict.fromkeys(variables(joined.inputs_grad), "input gradient")
+    later |= dict.fromkeys(joined.cotangents, "output gradient") | dict.fromkeys(joined.residuals, "residual")
     later |= dict.fromkeys(joined.inputs, "input")
-    origins = {value: "weight gradient" if value in gradients else later.get(value, "scan") for value in owed}
-    residuals = list(values(joined.residuals))
+    later |= dict.fromkeys(variables(joined.params_grad), "weight gradient")
+    vjp_residuals = variables(joined.vjp_residuals)
     return SplitReport(
-        stash=tuple(stash),
-        owed=tuple(_crossing(value, origins[value]) for value in owed),
-        residual_bytes=_num_bytes(residuals),
-        fixed_residual_bytes=_num_bytes(value for value in residuals if value.fixed),
-        derived_bytes=_num_bytes(derived),
+        residuals=tuple(_crossing(value, makers[value]) for value in joined.residuals),
+        # a value that no node of the backward makes as it stands is a stack of a loop that was split
+        weight_residuals=tuple(_crossing(value, later.get(value, "scan")) for value in crossing),
+        vjp_bytes=_num_bytes(vjp_residuals),
+        fixed_vjp_bytes=_num_bytes(value for value in vjp_residuals if value.fixed),
+        derived_bytes=_num_bytes(joined.derived),
     )
 
 
-def _crossing(value: Value, origin: str) -> Crossing:
+def _bytes_from(crossings: Iterable[Crossing], *origins: str) -> int:
+    return sum(each.num_bytes for each in crossings if not origins or each.origin in origins)
+
+
+def _crossing(value: Var, origin: str) -> Crossing:
     return Crossing(shape=value.shape, dtype=str(value.dtype), num_bytes=value.num_bytes, origin=origin)
 
 
 def _num_bytes(operands: Iterable[Operand]) -> int:
-    return sum(value.num_bytes for value in values(operands))
+    return sum(value.num_bytes for value in variables(operands))

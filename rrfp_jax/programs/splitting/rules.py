@@ -3,9 +3,9 @@
 Free: moves or widens data and computes nothing. Free operations may be done twice, so a program redoes them where that
 lets it receive a smaller array, or one that is there anyway.
 
-Heavy: matrix products, convolutions, scatter-adds (gradients of embeddings and of expert dispatch), and whatever we
-cannot look into. Deferring a parameter's gradient to W pays only if its own part of the backward, the nodes that the
-input gradient does not need, is heavy. Otherwise (biases, norm scales, sums) W would have to be handed an activation or
+Heavy: matrix products, convolutions, scatter-adds (gradients of embeddings and of expert dispatch), and opaque
+operations. Deferring a parameter's gradient to W pays only if its own part of the backward, the nodes that the input
+gradient does not need, is heavy. Otherwise (biases, norm scales, sums) W would have to be handed an activation or
 cotangent merely to sum it: such gradients are *light*, are made in I and cross as they are. A weight gradient is not
 light downstream of a heavy node that I does not need: a forward walk marks values, through loops to a fixed point of
 their carries.
@@ -15,51 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rrfp_jax.programs.splitting.ir import Block, Node, Operand, Value
+from rrfp_jax.programs.splitting.ir import Apply, Block, Loop, Node, Operand, Sharded, Var
 from rrfp_jax.programs.splitting.liveness import close_over_carries, loop_parts, sharded_parts, slice_nodes
-from rrfp_jax.programs.splitting.operations import Apply, Barrier, Loop, Reshard, Sharded
 
-_FREE = frozenset(
-    {
-        "bitcast_convert_type",
-        "broadcast_in_dim",
-        "copy",
-        "expand_dims",
-        "iota",
-        "pcast",
-        "pvary",
-        "random_unwrap",
-        "random_wrap",
-        "reshape",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
-_HEAVY = frozenset(
-    {
-        "cholesky",
-        "conv_general_dilated",
-        "dot_general",
-        "eigh",
-        "fft",
-        "lu",
-        "qr",
-        "ragged_dot",
-        "ragged_dot_general",
-        "scatter-add",
-        "scatter_add",
-        "select_and_scatter_add",
-        "svd",
-        "triangular_solve",
-    }
-)
+_FREE = frozenset([
+    *("bitcast_convert_type", "broadcast_in_dim", "copy", "expand_dims", "iota", "pcast", "pvary", "random_unwrap"),
+    *("random_wrap", "reshape", "squeeze", "stop_gradient", "transpose"),
+])  # fmt: skip
+_HEAVY = frozenset([
+    *("cholesky", "conv_general_dilated", "dot_general", "eigh", "fft", "lu", "qr", "ragged_dot", "ragged_dot_general"),
+    *("scatter-add", "scatter_add", "select_and_scatter_add", "svd", "triangular_solve"),
+])  # fmt: skip
 _OPAQUE = frozenset({"cond", "custom_call", "ffi_call", "linear_call", "pallas_call", "run_state", "while"})
-_MANTISSA_BITS = {"float64": (11, 52), "float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
-
-
-def is_splittable(node: Node) -> bool:
-    return isinstance(node.operation, Loop | Sharded)
+_FLOAT_BITS = {"float64": (11, 52), "float32": (8, 23), "bfloat16": (8, 7), "float16": (5, 10)}
+"""Bits of exponent and mantissa by dtype."""
 
 
 def is_free(node: Node) -> bool:
@@ -70,21 +39,16 @@ def is_free(node: Node) -> bool:
     if not isinstance(operation, Apply) or operation.effectful:
         return False
     if operation.name == "convert_element_type":
-        return _widens(node)
+        dtype = getattr(node.inputs[0], "dtype", None)
+        return dtype is None or node.outputs[0].dtype.itemsize >= dtype.itemsize
     if operation.name == "reduce_precision":
         params = operation.params
-        return _MANTISSA_BITS.get(str(node.outputs[0].dtype)) == (params["exponent_bits"], params["mantissa_bits"])
+        return _FLOAT_BITS.get(str(node.outputs[0].dtype)) == (params["exponent_bits"], params["mantissa_bits"])
     return operation.name in _FREE
 
 
-def _widens(node: Node) -> bool:
-    (source,) = node.inputs
-    dtype = getattr(source, "dtype", None)
-    return dtype is None or node.outputs[0].dtype.itemsize >= dtype.itemsize
-
-
 def is_heavy(node: Node) -> bool:
-    """Whether the node does work that is worth deferring, or cannot be looked into."""
+    """Whether the node does work that is worth deferring, or is opaque."""
     operation = node.operation
     if isinstance(operation, Loop | Sharded):
         return any(is_heavy(inner) for inner in operation.body.nodes)
@@ -95,7 +59,7 @@ def is_opaque(node: Node) -> bool:
     """Whether the node holds jaxprs or kernels that stay whole."""
     operation = node.operation
     if not isinstance(operation, Apply):
-        return not isinstance(operation, Loop | Sharded | Barrier | Reshard)
+        return False
     return operation.name in _OPAQUE or any(key.endswith("jaxpr") for key in operation.params)
 
 
@@ -111,14 +75,14 @@ def can_batch(body: Block) -> bool:
 
 
 def light_outputs(nodes: Sequence[Node], first: Sequence[Operand], second: Sequence[Operand]) -> list[bool]:
-    """Which of the outputs `second` need no heavy node beyond what the outputs `first` need."""
+    """Says for each output of `second` whether it needs no heavy node beyond those that `first` need."""
     needed = slice_nodes(nodes, first).needed
     marked: set[Operand] = set()
     _mark(nodes, needed, marked)
     return [operand not in marked for operand in second]
 
 
-def _mark(nodes: Sequence[Node], needed: set[Value], marked: set[Operand]) -> None:
+def _mark(nodes: Sequence[Node], needed: set[Var], marked: set[Operand]) -> None:
     """Adds to `marked` the values that have a heavy node outside the slice `needed` above them."""
     for node in nodes:
         keep = [output in needed for output in node.outputs]
@@ -126,29 +90,26 @@ def _mark(nodes: Sequence[Node], needed: set[Value], marked: set[Operand]) -> No
         if isinstance(operation, Loop):
             _mark_loop(node, operation, keep, marked)
         elif isinstance(operation, Sharded):
-            _mark_sharded(node, operation, keep, marked)
+            parts = sharded_parts(node, operation)
+            wanted = [outlet.inner for outlet, kept in zip(parts.outlets, keep, strict=True) if kept]
+            needed_inside = slice_nodes(operation.body.nodes, wanted).needed if wanted else set[Var]()
+            inner: set[Operand] = {inlet.inner for inlet in parts.inlets if inlet.outer in marked}
+            _mark(operation.body.nodes, needed_inside, inner)
+            marked.update(outlet.outer for outlet in parts.outlets if outlet.inner in inner)
         elif not any(keep) and (is_heavy(node) or any(operand in marked for operand in node.inputs)):
             marked.update(node.outputs)
 
 
 def _mark_loop(node: Node, loop: Loop, keep: Sequence[bool], marked: set[Operand]) -> None:
     parts = loop_parts(node, loop)
-    needed = close_over_carries(parts, loop, keep)[1].needed if any(keep) else set[Value]()
+    needed = close_over_carries(parts, loop, keep)[1].needed if any(keep) else set[Var]()
     inner: set[Operand] = {e.inner for e in (*parts.constants, *parts.slices) if e.outer in marked}
     inner |= {carry.before for carry in parts.carries if carry.start in marked}
     while True:
         _mark(loop.body.nodes, needed, inner)
+        # a pass reads the carries that the pass before has made of marked values
         more = {carry.before for carry in parts.carries if carry.after in inner} - inner
         if not more:
             break
         inner |= more
     marked.update(outer for after, outer in zip(loop.body.outputs, node.outputs, strict=True) if after in inner)
-
-
-def _mark_sharded(node: Node, sharded: Sharded, keep: Sequence[bool], marked: set[Operand]) -> None:
-    parts = sharded_parts(node, sharded)
-    wanted = [outlet.inner for outlet, kept in zip(parts.outlets, keep, strict=True) if kept]
-    needed = slice_nodes(sharded.body.nodes, wanted).needed if wanted else set[Value]()
-    inner: set[Operand] = {inlet.inner for inlet in parts.inlets if inlet.outer in marked}
-    _mark(sharded.body.nodes, needed, inner)
-    marked.update(outlet.outer for outlet in parts.outlets if outlet.inner in inner)

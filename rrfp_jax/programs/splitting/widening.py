@@ -1,4 +1,4 @@
-"""Gradients of parameters in the dtype in which they are added up, from the product itself.
+"""Makes gradients of parameters in the dtype in which they are added up, in the product itself.
 
 The gradient of a float32 parameter that is cast to bfloat16 for a product is a product in bfloat16, then a cast back to
 float32. Products add up in float32 anyway. So the rounding in between is left out: the product makes float32, and the
@@ -17,16 +17,15 @@ import numpy as np
 from jax.sharding import get_abstract_mesh
 
 from rrfp_jax.layout import other_axes
-from rrfp_jax.programs.splitting.ir import Node, Operand, Value, values
-from rrfp_jax.programs.splitting.operations import Apply
+from rrfp_jax.programs.splitting.ir import Apply, Node, Operand, Var, variables
 from rrfp_jax.programs.target import current_target
 
 _MOVES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
-"""What may stand between a product and the cast, and does not mind a dtype."""
+"""The operations that may stand between a product and the cast: they move elements, of any dtype."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Alone(Apply):
+class _LoneProduct(Apply):
     """A product that is not joined with others that read the same operand.
 
     XLA joins such products on GPUs (those of queries, keys and values, say), and then adds their parts to the
@@ -47,13 +46,13 @@ def widens() -> bool:
 
 
 def widen_products(nodes: Sequence[Node], gradients: Sequence[Operand]) -> tuple[list[Node], list[Operand]]:
-    """The nodes and ``gradients`` without casts of products to a wider dtype, the products being in that dtype.
+    """Returns nodes and ``gradients`` in which products have the wider dtype to which they would be cast.
 
-    What somebody else reads too stays as it is, and so do the products of a loop's passes.
+    A value that is read elsewhere too stays as it is, and so do the products of a loop's passes.
     """
     makers: dict[Operand, Node] = {output: node for node in nodes for output in node.outputs}
-    readers: Counter[Operand] = Counter(operand for node in nodes for operand in values(node.inputs))
-    readers.update(values(gradients))
+    readers: Counter[Operand] = Counter(operand for node in nodes for operand in variables(node.inputs))
+    readers.update(variables(gradients))
     renewed: dict[Node, Node | None] = {}
     results: list[Operand] = []
     for gradient in gradients:
@@ -61,14 +60,14 @@ def widen_products(nodes: Sequence[Node], gradients: Sequence[Operand]) -> tuple
         for node in _chain(gradient, makers, readers):
             operation, made = node.operation, node.outputs[0]
             assert isinstance(operation, Apply)
-            assert isinstance(gradient, Value)
+            assert isinstance(gradient, Var)
             if operation.name == "convert_element_type":
                 renewed[node] = None
                 continue
-            wide = Value(made.shape, gradient.dtype, fixed=made.fixed, varying=made.varying)
+            wide = Var(made.shape, gradient.dtype, fixed=made.fixed, varying=made.varying)
             if operation.name == "dot_general":
                 params = {**operation.params, "preferred_element_type": np.dtype(gradient.dtype)}
-                product = _Alone(**vars(operation) | {"params": params})
+                product = _LoneProduct(**vars(operation) | {"params": params})
                 renewed[node] = Node(product, node.inputs, (wide,))
             else:
                 renewed[node] = Node(operation, (shown,), (wide,))
@@ -78,23 +77,18 @@ def widen_products(nodes: Sequence[Node], gradients: Sequence[Operand]) -> tuple
 
 
 def _chain(gradient: Operand, makers: Mapping[Operand, Node], readers: Mapping[Operand, int]) -> list[Node]:
-    """From a product to the gradient, with one cast to the gradient's dtype in it; empty if there is no such thing."""
+    """Returns the nodes from a product to the gradient, with one cast to its dtype among them; none without such."""
     chain: list[Node] = []
     shown, casts = gradient, 0
     while (node := makers.get(shown)) is not None and readers[shown] == 1 and isinstance(node.operation, Apply):
         chain.append(node)
         if node.operation.name == "dot_general":
-            dtypes = {operand.dtype for operand in values(node.inputs)}
+            dtypes = {operand.dtype for operand in variables(node.inputs)}
             return chain[::-1] if casts == 1 and dtypes == {node.outputs[0].dtype} else []
         if node.operation.name == "convert_element_type":
-            casts += _is_rounded(node)
+            source = str(getattr(node.inputs[0], "dtype", None))
+            casts += source in ("bfloat16", "float16") and str(node.outputs[0].dtype) == "float32"
         elif node.operation.name not in _MOVES:
             return []
         (shown,) = node.inputs
     return []
-
-
-def _is_rounded(node: Node) -> bool:
-    """Whether a cast widens what was rounded to 16 bits."""
-    source = getattr(node.inputs[0], "dtype", None)
-    return str(source) in ("bfloat16", "float16") and str(node.outputs[0].dtype) == "float32"

@@ -47,9 +47,9 @@ def reference(example: Example, output_grad: Any) -> tuple[Any, Any, Any]:
 
 def run_split(split: SplitBackward, example: Example, output_grad: Any, *, prepared: bool) -> tuple[Any, Any, Any]:
     derived = split.prepare(example.params) if prepared else None
-    outputs, stash = split.forward(example.params, example.inputs, derived=derived)
-    inputs_grad, owed = split.backward(example.params, stash, output_grad, derived=derived)
-    return outputs, inputs_grad, split.weight_gradient(example.params, owed, derived=derived)
+    outputs, residuals = split.forward(example.params, example.inputs, derived=derived)
+    inputs_grad, weight_residuals = split.backward(example.params, residuals, output_grad, derived=derived)
+    return outputs, inputs_grad, split.weight_gradient(example.params, weight_residuals, derived=derived)
 
 
 def _norm(array: Any) -> float:

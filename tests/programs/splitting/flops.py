@@ -55,13 +55,13 @@ class Work(NamedTuple):
 def split_work(count: Callable[..., float], split: SplitBackward, example: Example) -> Work:
     _, params, inputs = example
     derived = jax.eval_shape(split.prepare, params)
-    outputs, stash = jax.eval_shape(partial(split.forward, derived=derived), params, inputs)
-    _, owed = jax.eval_shape(partial(split.backward, derived=derived), params, stash, outputs)
+    outputs, residuals = jax.eval_shape(partial(split.forward, derived=derived), params, inputs)
+    _, weight_residuals = jax.eval_shape(partial(split.backward, derived=derived), params, residuals, outputs)
     return Work(
         count(split.prepare, params),
         count(lambda p, x, d: split.forward(p, x, derived=d), params, inputs, derived),
-        count(lambda p, s, g, d: split.backward(p, s, g, derived=d), params, stash, outputs, derived),
-        count(lambda p, o, d: split.weight_gradient(p, o, derived=d), params, owed, derived),
+        count(lambda p, s, g, d: split.backward(p, s, g, derived=d), params, residuals, outputs, derived),
+        count(lambda p, o, d: split.weight_gradient(p, o, derived=d), params, weight_residuals, derived),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.programs.splitting.cut import FlowGraph
+from rrfp_jax.programs.splitting.partition import FlowGraph
 
 VERTICES = range(5)
 Edge = tuple[int, int, int]

@@ -35,10 +35,10 @@ def test_gradients_of_many_programs(program: Program, seed: int, first_chunk: bo
 @settings(max_examples=15)
 @given(programs(), st.booleans())
 def test_work_and_bytes(program: Program, first_chunk: bool) -> None:
-    """No matrix product twice; a stash of at most what jax.vjp keeps, without what parameters alone determine."""
+    """No matrix product twice; a residuals of at most what jax.vjp keeps, without what parameters alone determine."""
     example = make_example(program, 0, first_chunk=first_chunk)
     split = split_backward(*example)
     report = split.report
-    assert report.stash_bytes <= report.residual_bytes - report.fixed_residual_bytes
+    assert report.residual_bytes <= report.vjp_bytes - report.fixed_vjp_bytes
     if "merged" not in repr(program):
         assert sum(split_work(dot_flops, split, example)) <= fused_work(dot_flops, example)

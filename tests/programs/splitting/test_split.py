@@ -38,13 +38,15 @@ def test_prepared_values_change_nothing(name: str) -> None:
 def test_inputs_can_be_denied_a_gradient() -> None:
     example = ZOO["several_inputs"](KEY)
     split = split_backward(*example, input_gradients=(False, True))
-    outputs, stash = split.forward(example.params, example.inputs)
+    outputs, residuals = split.forward(example.params, example.inputs)
     output_grad = {**jax.tree.map(jnp.ones_like, outputs), "ids": None}
-    inputs_grad, owed = split.backward(example.params, stash, output_grad)
+    inputs_grad, weight_residuals = split.backward(example.params, residuals, output_grad)
     _, expected, params_grad = reference(example, output_grad)
-    assert_close((inputs_grad, split.weight_gradient(example.params, owed)), ((None, expected[1]), params_grad), 1e-6)
+    assert_close(
+        (inputs_grad, split.weight_gradient(example.params, weight_residuals)), ((None, expected[1]), params_grad), 1e-6
+    )
     nothing = split_backward(*example, input_gradients=False)
-    assert jax.tree.leaves(nothing.backward(example.params, stash, output_grad)[0]) == []
+    assert jax.tree.leaves(nothing.backward(example.params, residuals, output_grad)[0]) == []
 
 
 @pytest.mark.parametrize("name", ["mlp", "remat_full_scan", "head", "embedding"])
@@ -54,8 +56,8 @@ def test_fused_backward(name: str) -> None:
     output_grad = output_gradient(jax.eval_shape(example.fn, example.params, example.inputs))
 
     def both(params: Any, inputs: Any) -> Any:
-        outputs, stash = split.forward(params, inputs)
-        return outputs, *split.full_backward(params, stash, output_grad)
+        outputs, residuals = split.forward(params, inputs)
+        return outputs, *split.full_backward(params, residuals, output_grad)
 
     expected = quick_jit(lambda p, x: reference(example._replace(params=p, inputs=x), output_grad))
     actual = quick_jit(both)(example.params, example.inputs)
@@ -65,10 +67,10 @@ def test_fused_backward(name: str) -> None:
 def test_leaves_without_a_gradient_are_none() -> None:
     example = ZOO["several_inputs"](KEY)
     split = split_backward(*example)
-    outputs, stash = split.forward(example.params, example.inputs)
+    outputs, residuals = split.forward(example.params, example.inputs)
     output_grad = {**jax.tree.map(jnp.ones_like, outputs), "ids": None}
-    inputs_grad, owed = split.backward(example.params, stash, output_grad)
-    params_grad = split.weight_gradient(example.params, owed)
+    inputs_grad, weight_residuals = split.backward(example.params, residuals, output_grad)
+    params_grad = split.weight_gradient(example.params, weight_residuals)
     assert [g.shape for g in inputs_grad] == [(2, 3), (2, 4)]
     assert params_grad["swap"] is None
     assert params_grad["count"] is None
@@ -78,22 +80,22 @@ def test_leaves_without_a_gradient_are_none() -> None:
 def test_trivial_sides() -> None:
     no_inputs, no_params = ZOO["no_inputs"](KEY), ZOO["no_params"](KEY)
     split = split_backward(*no_inputs)
-    outputs, stash = split.forward(no_inputs.params, None)
-    assert split.backward(no_inputs.params, stash, outputs)[0] is None
+    outputs, residuals = split.forward(no_inputs.params, None)
+    assert split.backward(no_inputs.params, residuals, outputs)[0] is None
     split = split_backward(*no_params)
-    outputs, stash = split.forward({}, no_params.inputs)
-    _, owed = split.backward({}, stash, outputs)
-    assert owed == ()
-    assert split.weight_gradient({}, owed) == {}
+    outputs, residuals = split.forward({}, no_params.inputs)
+    _, weight_residuals = split.backward({}, residuals, outputs)
+    assert weight_residuals == ()
+    assert split.weight_gradient({}, weight_residuals) == {}
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_functions_can_be_jitted_with_a_donated_stash() -> None:
     example = ZOO["mlp"](KEY)
     split = split_backward(*example)
-    outputs, stash = jax.jit(split.forward)(example.params, example.inputs)
-    gradients = split.backward(example.params, stash, outputs)
-    fresh = [jnp.array(array, copy=True) for array in stash]
+    outputs, residuals = jax.jit(split.forward)(example.params, example.inputs)
+    gradients = split.backward(example.params, residuals, outputs)
+    fresh = [jnp.array(array, copy=True) for array in residuals]
     backward = jax.jit(split.backward, donate_argnums=1)
     assert_close(backward(example.params, fresh, outputs), gradients, 1e-5)
     assert all(array.is_deleted() for array in fresh)
@@ -106,9 +108,9 @@ def test_shapes_other_than_those_split_for_are_refused() -> None:
         split.forward(params, jnp.ones((5, 6)))
     with pytest.raises(ValueError, match="params have the structure"):
         split.forward({}, inputs)
-    outputs, stash = split.forward(params, inputs)
+    outputs, residuals = split.forward(params, inputs)
     with pytest.raises(ValueError, match="gradient of outputs is float32"):
-        split.backward(params, stash, outputs[:1])
+        split.backward(params, residuals, outputs[:1])
 
 
 def test_abstract_and_concrete_arguments_split_alike() -> None:
@@ -134,9 +136,9 @@ def test_prints_of_forward_and_backward_happen_once(capfd: pytest.CaptureFixture
 
     params, inputs = normal(KEY, 3, 3), normal(KEY, 2, 3)
     split = split_backward(fn, params, inputs)
-    outputs, stash = jax.jit(split.forward)(params, inputs)
-    _, owed = jax.jit(split.backward)(params, stash, outputs)
-    jax.block_until_ready(jax.jit(split.weight_gradient)(params, owed))
+    outputs, residuals = jax.jit(split.forward)(params, inputs)
+    _, weight_residuals = jax.jit(split.backward)(params, residuals, outputs)
+    jax.block_until_ready(jax.jit(split.weight_gradient)(params, weight_residuals))
     jax.effects_barrier()
     printed = capfd.readouterr().out.split()
     assert sorted(printed) == ["backward", "forward"]

@@ -32,9 +32,9 @@ def given() -> tuple[Any, jax.Array, jax.Array]:
 def gradients(*, widens: bool) -> tuple[Any, Any]:
     params, x, gradient = given()
     split = split_backward(layers, params, x, widens=widens)
-    _, stash = split.forward(params, x)
-    input_grad, owed = split.backward(params, stash, gradient)
-    return input_grad, split.weight_gradient(params, owed)
+    _, residuals = split.forward(params, x)
+    input_grad, weight_residuals = split.backward(params, residuals, gradient)
+    return input_grad, split.weight_gradient(params, weight_residuals)
 
 
 def test_nothing_is_rounded_in_between() -> None:
@@ -51,9 +51,9 @@ def test_nothing_is_rounded_in_between() -> None:
 def test_no_cast_of_a_matrix_is_left(widens: bool) -> None:
     params, x, gradient = given()
     split = split_backward(layers, params, x, widens=widens)
-    _, stash = jax.eval_shape(split.forward, params, x)
-    _, owed = jax.eval_shape(split.backward, params, stash, gradient)
-    text = str(jax.make_jaxpr(split.weight_gradient)(params, owed))
+    _, residuals = jax.eval_shape(split.forward, params, x)
+    _, weight_residuals = jax.eval_shape(split.backward, params, residuals, gradient)
+    text = str(jax.make_jaxpr(split.weight_gradient)(params, weight_residuals))
     assert text.count("new_dtype=float32") == (1 if widens else 4), "the bias's gradient was made by the input gradient"
     assert text.count("preferred_element_type=float32") == 3 * widens
 

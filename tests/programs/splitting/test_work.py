@@ -59,8 +59,10 @@ def test_weight_gradients_hold_the_matrix_products_and_little_else() -> None:
     """Per block: one product per weight matrix, and nothing that is not needed for one."""
     example = chunk(scan=True)
     split = split_backward(*example)
-    outputs, stash = jax.eval_shape(split.forward, example.params, example.inputs)
-    _, owed = jax.eval_shape(split.backward, example.params, stash, outputs)
-    names = [e.primitive.name for e in jax.make_jaxpr(partial(split.weight_gradient, example.params))(owed).eqns]
+    outputs, residuals = jax.eval_shape(split.forward, example.params, example.inputs)
+    _, weight_residuals = jax.eval_shape(split.backward, example.params, residuals, outputs)
+    names = [
+        e.primitive.name for e in jax.make_jaxpr(partial(split.weight_gradient, example.params))(weight_residuals).eqns
+    ]
     assert names.count("dot_general") == 6
     assert set(names) <= {"dot_general", "transpose", "reshape", "broadcast_in_dim"}, names

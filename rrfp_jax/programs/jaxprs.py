@@ -1,8 +1,8 @@
-"""What is undocumented about jaxprs, or differs between JAX 0.10 and 0.12, in one place.
+"""Reads parts of jaxprs that JAX does not document, or that differ between JAX 0.10 and 0.12.
 
-No private module is imported, but the parameters of the `scan`, `shard_map` and call equations, the context in which
-an equation was traced and the type of a shard's variation are not part of JAX's public contract. Everything that
-relies on them is here, so that a new JAX release is met in one file.
+No private module is imported. But the parameters of the `scan`, `shard_map` and call equations, the context in which an
+equation was traced, and the type that says how a shard varies are not part of JAX's public contract. All code that
+relies on them stands here, so that a new release of JAX is met in one file.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class OpenJaxpr(NamedTuple):
 
 
 def open_jaxpr(jaxpr: Any) -> OpenJaxpr:
+    """Returns the parts of a jaxpr, whether it is open or closed."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     consts = list(getattr(jaxpr, "consts", ()))
     return OpenJaxpr(inner.constvars, consts, inner.invars, inner.eqns, inner.outvars)
 
 
 def called_jaxpr(equation: Any) -> Any | None:
-    """The jaxpr that a call equation runs once and as it stands, None for any other equation."""
+    """Returns the jaxpr that a call equation runs once and as it stands, None for any other equation."""
     name = _CALLS.get(equation.primitive.name)
     return None if name is None else equation.params[name]
 
@@ -53,19 +54,13 @@ def is_rematerialised(equation: Any) -> bool:
     return bool(params.get("differentiated", False)) and params.get("prevent_cse", False) not in (False, ())
 
 
-class ScanShape(NamedTuple):
-    """How a scan equation's operands divide; the rest is sliced."""
-
-    num_constants: int
-    num_carries: int
-
-
-def scan_shape(equation: Any) -> ScanShape:
+def scan_shape(equation: Any) -> tuple[int, int]:
+    """Returns how many operands of a scan are constants and how many are carries; the others are slices."""
     params = equation.params
     if "num_carry" in params:
-        return ScanShape(params["num_consts"], params["num_carry"])
+        return params["num_consts"], params["num_carry"]
     constants, carries, _ = params["ft_in"].unpack()
-    return ScanShape(len(list(constants)), len(list(carries)))
+    return len(list(constants)), len(list(carries))
 
 
 def holds_references(equation: Any) -> bool:
@@ -79,13 +74,13 @@ def effectful(equation: Any) -> bool:
 
 
 def manual_axes(equation: Any) -> frozenset[str]:
-    """The mesh axes over which a shard_map equation maps."""
+    """Returns the mesh axes over which a shard_map equation maps."""
     params = equation.params
     return frozenset(params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"])
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """The mesh axes over which a value inside a checked shard map varies."""
+    """Returns the mesh axes over which a value inside a checked shard map varies."""
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset[str]() if kind is None else frozenset(kind.varying)
 

@@ -33,30 +33,30 @@ def test_bytes_of_a_small_model() -> None:
     report = split_backward(*MLP).report
     hidden, narrow = ROWS * HIDDEN * FLOAT_BYTES, ROWS * WIDTH * FLOAT_BYTES
     weights = 2 * WIDTH * HIDDEN * FLOAT_BYTES
-    assert report.stash_bytes == narrow + 2 * hidden
+    assert report.residual_bytes == narrow + 2 * hidden
     assert report.input_bytes == narrow
-    assert report.owed_bytes == 2 * narrow + 2 * hidden + HIDDEN * FLOAT_BYTES
-    assert report.owed_from_stash_bytes == narrow + hidden
-    assert report.fixed_residual_bytes == weights
-    assert report.residual_bytes == report.stash_bytes + weights
+    assert report.weight_residual_bytes == 2 * narrow + 2 * hidden + HIDDEN * FLOAT_BYTES
+    assert report.aliased_bytes == narrow + hidden
+    assert report.fixed_vjp_bytes == weights
+    assert report.vjp_bytes == report.residual_bytes + weights
     assert report.derived_bytes == 0
-    origins = sorted(crossing.origin for crossing in report.owed)
-    assert origins == ["input", "mul", "output gradient", "stash", "weight gradient"]
-    assert f"stash {report.stash_bytes:,} B" in str(report)
+    origins = sorted(crossing.origin for crossing in report.weight_residuals)
+    assert origins == ["input", "mul", "output gradient", "residual", "weight gradient"]
+    assert f"residuals {report.residual_bytes:,} B" in str(report)
 
 
 def test_bytes_of_a_transformer_block() -> None:
-    """Owed: the operands of six weight gradients and two light gradients. The stash depends on JAX's own rules."""
+    """For W: the operands of six weight gradients and two light gradients. The residuals depend on JAX's own rules."""
     report = split_backward(block, block_params(jax.random.key(0), 8, 16), spec(2, 4, 8)).report
     narrow, hidden, light = 8 * 8 * FLOAT_BYTES, 8 * 16 * FLOAT_BYTES, (8 + 16) * FLOAT_BYTES
-    assert report.owed_bytes == 8 * narrow + 2 * hidden + light
-    assert report.stash_bytes <= 5824
+    assert report.weight_residual_bytes == 8 * narrow + 2 * hidden + light
+    assert report.residual_bytes <= 5824
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_no_more_than_jax_vjp_keeps_without_parameters(name: str) -> None:
     report = split_backward(*ZOO[name](jax.random.key(0))).report
-    assert report.stash_bytes <= report.residual_bytes - report.fixed_residual_bytes
+    assert report.residual_bytes <= report.vjp_bytes - report.fixed_vjp_bytes
 
 
 def test_rematerialisation_shrinks_the_stash_and_not_what_is_owed() -> None:
@@ -64,10 +64,10 @@ def test_rematerialisation_shrinks_the_stash_and_not_what_is_owed() -> None:
         name: split_backward(*ZOO[name](jax.random.key(0))).report
         for name in ("scan_over_layers", "remat_dots_scan", "remat_full_scan")
     }
-    none, dots, full = (report.stash_bytes for report in reports.values())
+    none, dots, full = (report.residual_bytes for report in reports.values())
     assert full < dots < none
     assert full == 3 * 2 * 4 * 8 * FLOAT_BYTES, "the input of each of three layers"
-    assert len({report.owed_bytes for report in reports.values()}) == 1
+    assert len({report.weight_residual_bytes for report in reports.values()}) == 1
 
 
 def test_a_reshaped_transposed_or_widened_residual_is_stored_as_what_it_shows() -> None:
@@ -75,7 +75,7 @@ def test_a_reshaped_transposed_or_widened_residual_is_stored_as_what_it_shows() 
         return jnp.sum(jnp.sin(x.T.reshape(2, -1).astype(jnp.float32) @ w))
 
     report = split_backward(fn, spec(15, 3), spec(6, 5, dtype=jnp.bfloat16)).report
-    assert [str(crossing.dtype) for crossing in report.stash] == ["bfloat16", "float32"]
+    assert [str(crossing.dtype) for crossing in report.residuals] == ["bfloat16", "float32"]
     assert report.input_bytes == 6 * 5 * 2
 
 
@@ -84,13 +84,13 @@ def test_what_is_passed_on_is_the_same_buffer() -> None:
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), MLP.params)
     x, output_grad = jnp.ones((ROWS, WIDTH)), jnp.ones((ROWS, WIDTH))
     outputs, made = jax.jit(split.forward_made)(params, x)
-    stash = split.stash_of(x, outputs, made)
-    assert any(array is x for array in stash)
-    input_grad, made = jax.jit(split.backward_made)(params, stash, output_grad)
-    owed = split.owed_of(stash, output_grad, input_grad, made)
-    assert sum(array is output_grad or any(array is kept for kept in stash) for array in owed) == 3
+    residuals = split.residuals_of(x, outputs, made)
+    assert any(array is x for array in residuals)
+    input_grad, made = jax.jit(split.backward_made)(params, residuals, output_grad)
+    weight_residuals = split.weight_residuals_of(residuals, output_grad, input_grad, made)
+    assert sum(array is output_grad or any(array is kept for kept in residuals) for array in weight_residuals) == 3
     plain = split.backward(params, split.forward(params, x)[1], output_grad)[1]
-    assert_close(owed, plain, 1e-6)
+    assert_close(weight_residuals, plain, 1e-6)
 
 
 def test_what_is_derived_from_parameters_is_made_once_per_update() -> None:
@@ -98,10 +98,10 @@ def test_what_is_derived_from_parameters_is_made_once_per_update() -> None:
     split = split_backward(*example)
     derived = split.prepare(example.params)
     assert sum(array.nbytes for array in derived) == split.report.derived_bytes > 0
-    outputs, stash = jax.eval_shape(split.forward, example.params, example.inputs)
+    outputs, residuals = jax.eval_shape(split.forward, example.params, example.inputs)
     with_derived = jax.make_jaxpr(lambda p, s, g, d: split.backward(p, s, g, derived=d))
-    names = [e.primitive.name for e in with_derived(example.params, stash, outputs, derived).eqns]
-    assert names.count("dot_general") < str(jax.make_jaxpr(split.backward)(example.params, stash, outputs)).count(
+    names = [e.primitive.name for e in with_derived(example.params, residuals, outputs, derived).eqns]
+    assert names.count("dot_general") < str(jax.make_jaxpr(split.backward)(example.params, residuals, outputs)).count(
         "dot_g"
     )
 
@@ -136,20 +136,20 @@ def test_a_callback_on_parameters_runs_once_per_preparation() -> None:
     split = split_backward(lambda p, x: x @ (p["w"] * doubled(p["v"])), params, x)
     derived = jax.block_until_ready(jax.jit(split.prepare)(params))
     before = len(calls)
-    outputs, stash = jax.jit(split.forward)(params, x, derived=derived)
-    _, owed = jax.jit(split.backward)(params, stash, outputs, derived=derived)
-    jax.block_until_ready(jax.jit(split.weight_gradient)(params, owed, derived=derived))
+    outputs, residuals = jax.jit(split.forward)(params, x, derived=derived)
+    _, weight_residuals = jax.jit(split.backward)(params, residuals, outputs, derived=derived)
+    jax.block_until_ready(jax.jit(split.weight_gradient)(params, weight_residuals, derived=derived))
     assert len(calls) == before > 0
 
 
 def test_an_output_that_the_backward_reads_is_not_stored_twice() -> None:
     split = split_backward(lambda w, x: jnp.exp(x @ w), spec(6, 6), spec(4, 6))
-    assert [place.origin for place in split.stash_places] == ["input", "output"]
+    assert [place.origin for place in split.residual_sources] == ["input", "output"]
     assert split.report.output_bytes == 4 * 6 * FLOAT_BYTES
     w, x = jnp.ones((6, 6)), jnp.ones((4, 6))
     outputs, made = jax.jit(split.forward_made)(w, x)
     assert made == ()
-    assert split.stash_of(x, outputs, made)[1] is outputs
+    assert split.residuals_of(x, outputs, made)[1] is outputs
 
 
 def test_an_input_gradient_that_is_owed_is_not_stored_twice() -> None:
@@ -158,43 +158,43 @@ def test_an_input_gradient_that_is_owed_is_not_stored_twice() -> None:
         return jnp.sin(x + table[ids])
 
     split = split_backward(fn, spec(5, 6), (spec(4, 6), spec(4, dtype=jnp.int32)))
-    assert {place.origin for place in split.owed_places} == {"input gradient", "stash"}
+    assert {place.origin for place in split.weight_residual_sources} == {"input gradient", "residual"}
     table, x, ids = jnp.ones((5, 6)), jnp.ones((4, 6)), jnp.arange(4)
-    output, stash = split.forward(table, (x, ids))
-    input_grad, made = jax.jit(split.backward_made)(table, stash, output)
+    output, residuals = split.forward(table, (x, ids))
+    input_grad, made = jax.jit(split.backward_made)(table, residuals, output)
     assert made == ()
-    assert any(array is input_grad[0] for array in split.owed_of(stash, output, input_grad, made))
+    assert any(array is input_grad[0] for array in split.weight_residuals_of(residuals, output, input_grad, made))
 
 
 def test_without_input_gradient_everything_is_deferred() -> None:
     example = ZOO["embedding"](jax.random.key(0))
     split = split_backward(*example)
-    outputs, stash = jax.eval_shape(split.forward, example.params, example.inputs)
-    assert not jax.make_jaxpr(split.backward)(example.params, stash, outputs).eqns
-    assert split.report.owed_bytes == split.report.stash_bytes + outputs.size * outputs.dtype.itemsize
+    outputs, residuals = jax.eval_shape(split.forward, example.params, example.inputs)
+    assert not jax.make_jaxpr(split.backward)(example.params, residuals, outputs).eqns
+    assert split.report.weight_residual_bytes == split.report.residual_bytes + outputs.size * outputs.dtype.itemsize
 
 
 def test_light_gradients_are_made_with_the_input_gradient() -> None:
     split = split_backward(*MLP)
-    _, stash = jax.eval_shape(split.forward, MLP.params, MLP.inputs)
-    _, owed = jax.eval_shape(split.backward, MLP.params, stash, MLP.inputs)
-    assert (HIDDEN,) in {array.shape for array in owed}
+    _, residuals = jax.eval_shape(split.forward, MLP.params, MLP.inputs)
+    _, weight_residuals = jax.eval_shape(split.backward, MLP.params, residuals, MLP.inputs)
+    assert (HIDDEN,) in {array.shape for array in weight_residuals}
 
 
 def test_rematerialised_layers_wait_for_their_cotangents() -> None:
     example = ZOO["remat_full"](jax.random.key(0))
     split = split_backward(*example)
-    outputs, stash = jax.eval_shape(split.forward, example.params, example.inputs)
-    _, owed = jax.eval_shape(split.backward, example.params, stash, outputs)
-    backward = jax.make_jaxpr(split.backward)(example.params, stash, outputs)
+    outputs, residuals = jax.eval_shape(split.forward, example.params, example.inputs)
+    _, weight_residuals = jax.eval_shape(split.backward, example.params, residuals, outputs)
+    backward = jax.make_jaxpr(split.backward)(example.params, residuals, outputs)
     assert [e.primitive.name for e in backward.eqns].count("optimization_barrier") == 2
-    assert "optimization_barrier" not in str(jax.make_jaxpr(split.weight_gradient)(example.params, owed))
+    assert "optimization_barrier" not in str(jax.make_jaxpr(split.weight_gradient)(example.params, weight_residuals))
 
 
 def test_the_backward_in_one_piece_shares_the_stash() -> None:
     example = ZOO["transformer"](jax.random.key(0))
     split = split_backward(*example)
-    _, stash = jax.eval_shape(split.forward, example.params, example.inputs)
-    input_grad, params_grad = jax.eval_shape(split.full_backward, example.params, stash, example.inputs)
+    _, residuals = jax.eval_shape(split.forward, example.params, example.inputs)
+    input_grad, params_grad = jax.eval_shape(split.full_backward, example.params, residuals, example.inputs)
     assert input_grad.shape == example.inputs.shape
     assert jax.tree.structure(params_grad) == jax.tree.structure(example.params)

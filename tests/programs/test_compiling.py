@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import pytest
 
-from rrfp_jax.programs import kernel_timing
-from rrfp_jax.programs.kernel_timing import lock_file, timing_alone
+from rrfp_jax.programs import compiling
+from rrfp_jax.programs.compiling import lock_file, timing_alone
 from tests.environment import of_child
 
 COMPILE = """
@@ -24,11 +24,11 @@ import jax, numpy as np
 from jax.sharding import SingleDeviceSharding
 from jax.stages import Lowered
 
-from rrfp_jax.programs import kernel_timing
+from rrfp_jax.programs import compiling
 from rrfp_jax.programs.compiling import compile_program
 
 card, times, compile_it = sys.argv[1], [], Lowered.compile
-kernel_timing.times_kernels, kernel_timing.card_of = (lambda device: True), (lambda device: card)
+compiling.times_kernels, compiling.card_of = (lambda device: True), (lambda device: card)
 
 
 def watched(lowered):
@@ -53,10 +53,10 @@ HOLD = """
 import sys, time
 import jax
 
-from rrfp_jax.programs import kernel_timing
+from rrfp_jax.programs import compiling
 
-kernel_timing.times_kernels, kernel_timing.card_of = (lambda device: True), (lambda device: sys.argv[1])
-with kernel_timing.timing_alone(jax.devices()[:1]):
+compiling.times_kernels, compiling.card_of = (lambda device: True), (lambda device: sys.argv[1])
+with compiling.timing_alone(jax.devices()[:1]):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -72,8 +72,8 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a card on which this process and those that it starts time kernels."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(kernel_timing, "times_kernels", lambda device: True)
-    monkeypatch.setattr(kernel_timing, "card_of", lambda device: "GPU-1")
+    monkeypatch.setattr(compiling, "times_kernels", lambda device: True)
+    monkeypatch.setattr(compiling, "card_of", lambda device: "GPU-1")
     return "GPU-1"
 
 
@@ -108,7 +108,7 @@ def test_a_process_that_dies_holds_nobody_up(card: str) -> None:
 
 def test_neither_another_card_nor_a_missing_folder_is_waited_for(card: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with timing_alone(jax.devices()[:1]):
-        monkeypatch.setattr(kernel_timing, "card_of", lambda device: "GPU-2")
+        monkeypatch.setattr(compiling, "card_of", lambda device: "GPU-2")
         with timing_alone(jax.devices()[:2]):
             assert lock_file("GPU-2").exists()
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
@@ -134,7 +134,7 @@ def test_a_card_is_known_by_its_uuid_and_by_none_where_there_is_no_driver(monkey
     def no_driver(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
 
-    card_of = kernel_timing.card_of.__wrapped__
+    card_of = compiling.card_of.__wrapped__
     monkeypatch.setattr(ctypes, "CDLL", no_driver)
     assert card_of(SimpleNamespace(local_hardware_id=2)) is None
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
