@@ -57,7 +57,7 @@ from rrfp_jax.control_groups import core_quota, memory_limit
 from rrfp_jax.exit_codes import BAD_INPUT, DONE
 from rrfp_jax.hardware import CPU, PACKAGES, find_hardware, install_command, installed_accelerators, too_old
 from rrfp_jax.observe.output_files import check_folder
-from rrfp_jax.runtime.plugins import idle_plugin, two_cudas
+from rrfp_jax.runtime.jax_environment import idle_plugin, two_cudas
 from rrfp_jax.version import __version__
 
 _GIB = 1 << 30

@@ -31,8 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rrfp_jax.programs.chunk import trained_specs
-from rrfp_jax.programs.collectives import joint_work
 from rrfp_jax.programs.compiled import Variant
+from rrfp_jax.programs.program_text import joint_work
 from rrfp_jax.programs.reduction import update_function
 from rrfp_jax.programs.shapes import describe_chunk, holders
 from rrfp_jax.programs.shardings import all_passing, spread, unit_shardings

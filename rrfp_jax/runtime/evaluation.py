@@ -11,10 +11,8 @@ from typing import Any
 from rrfp_jax.core.replicas import Replication, microbatches_per_replica
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.batches import Buckets, Leaf, StepBatch, num_microbatches
-from rrfp_jax.runtime.holding import Hold
-from rrfp_jax.runtime.steps_under_way import StepOutcome
-from rrfp_jax.schedules import Absences, PipelineGraph
 from rrfp_jax.runtime.steps import EnqueuedStep
+from rrfp_jax.schedules import Absences
 from rrfp_jax.schedules.timeline import StepSums, Timeline
 
 

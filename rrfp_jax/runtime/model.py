@@ -18,7 +18,7 @@ from jax.stages import Compiled
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.core.replicas import Replication
-from rrfp_jax.programs.batches import Bucket, Buckets, absent_chunks
+from rrfp_jax.programs.batches import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
 from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk, Variant

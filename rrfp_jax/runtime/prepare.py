@@ -22,7 +22,7 @@ from rrfp_jax.core.replicas import Replication, microbatches_per_replica, replic
 from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_stages_fit, window_of_bytes
 from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
 from rrfp_jax.field_rules import with_type
-from rrfp_jax.programs.buckets import Buckets
+from rrfp_jax.programs.batches import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.target import memory_bytes_of

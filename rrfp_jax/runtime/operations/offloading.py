@@ -141,20 +141,25 @@ def _moved(context: "OperationContext", *, to_host: bool) -> Any:
     """Replaces the arrays of a stash by copies on the other side; returns the copies."""
     import jax  # Here, since schedules are also simulated without JAX.
 
-    from rrfp_jax.programs.handover import Stash
+    from rrfp_jax.programs.residuals import Residuals
 
     assert context.programs is not None
     plan, stash = context.programs.plan, context.stash
-    arrays, specs = [array for part in stash for array in part], [spec for part in plan.stash.specs for spec in part]
+    arrays, specs = (
+        [array for part in stash for array in part],
+        [spec for part in plan.residuals.specs for spec in part],
+    )
     num_made = len(stash.donated) + len(stash.saved)
-    inputs = plan.kept_inputs if context.owns_inputs else ()
+    inputs = plan.aliased_inputs if context.owns_inputs else ()
     moving = [*range(num_made), *(num_made + place for place, is_input in enumerate(inputs) if is_input)]
     shardings = [_on_host(specs[place].sharding) if to_host else specs[place].sharding for place in moving]
     copies = jax.device_put([arrays[place] for place in moving], shardings)
     for place, copy in zip(moving, copies, strict=True):
         arrays[place] = copy
     num_donated = len(stash.donated)
-    context.stash = Stash(tuple(arrays[:num_donated]), tuple(arrays[num_donated:num_made]), tuple(arrays[num_made:]))
+    context.stash = Residuals(
+        tuple(arrays[:num_donated]), tuple(arrays[num_donated:num_made]), tuple(arrays[num_made:])
+    )
     return copies
 
 

@@ -108,7 +108,7 @@ def part_made(
     parts = []
     for index, policy in enumerate(policies):
         if graph.has_backward(index):
-            stash = plan_chunk(index, own, graph, shapes, remat=policy).stash.specs
+            stash = plan_chunk(index, own, graph, shapes, remat=policy).residuals.specs
             total = num_bytes(jax.tree.leaves(stash))
             parts.append(max(0, total - num_bytes(shapes[index].inputs)) / max(1, total))
     return int(100 * min(parts)) / 100
