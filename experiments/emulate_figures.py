@@ -2,7 +2,8 @@
 
 from statistics import fmean
 
-from rrfp_jax.core import Launch, RunTask, StageArbiter, agreement_overhead, launches
+from experiments.agreement_overhead import Launch, agreement_overhead, launches
+from rrfp_jax.core import RunTask, StageArbiter
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Task
 from rrfp_jax.testing import Emulation

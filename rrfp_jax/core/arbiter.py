@@ -1,12 +1,12 @@
 """The core: one stage's arbiter, a pure state machine with events in and instructions out.
 
-``handle(event)`` is the one way in. The arbiter decides what may run (readiness, window) and what runs next (the hint
-under its consumption); the asyncio runtime, the simulator and the checker all drive this same class. It knows nothing
-of JAX, clocks, threads or sockets, and shares nothing mutable with its driver.
+``handle(event)`` is the one way in. The arbiter decides which tasks may run (readiness, memory) and which runs next
+(the hint under its consumption); the asyncio runtime, the simulator and the checker all drive this same class. It knows
+nothing of JAX, clocks, threads or sockets, and shares nothing mutable with its driver.
 
 States
 ------
-Between steps the arbiter is *idle* and remembers the last step's number and what has come early. :class:`StepStarted`
+Between steps the arbiter is *idle* and remembers the last step's number and the early events. :class:`StepStarted`
 of the following step (of any, at first) makes it *active*: every task and gate of the step's plan then has a number,
 how many inputs it lacks, which counts down to 0 (ready), or says that it runs or has finished. Each task goes from
 ready to running once, by :class:`RunTask`, and to finished once, by :class:`TaskFinished`; a gate finishes by itself as
@@ -22,28 +22,27 @@ there sooner. The end of a task that does not run, and a message that nothing of
 Deciding before the end
 -----------------------
 A driver may say that the last task handed over is about to end (:class:`DecideNow`). That task is *due* from then on,
-until it finishes: one more task may run, and if none is admissible yet, the first one that becomes so. What follows on
-the stage itself counts a due task as finished: its dependents here are counted down, its microbatch's slot of the
-window is free, and the hint sees what it would see after the end. That is right where the device runs its queue in
-order: what is handed over behind a task starts after its end, finds its results, and may reuse the memory that it
-frees. What leaves the stage's queue waits for the real end: gates, messages, the end of the step, and operations on
-engines beside compute, for their memory too; other stages see nothing of it. At most one task is due, so a second
-decision waits for the first one's end; and no task ends before a due one behind which it was handed over. Without these
-events nothing of this exists.
+until it finishes: one more task may run, and if none is admissible yet, the first one that becomes so. Tasks that
+follow on the stage itself count a due task as finished: its dependents here are counted down, its memory is free, and
+the hint sees the state after the end. That is right where the device runs its queue in order: a task that is handed
+over behind another starts after its end, finds its results, and may reuse the memory that it frees. Everything outside
+that queue waits for the real end: gates, messages, the end of the step, and operations on engines beside compute, for
+their memory too; other stages notice nothing. At most one task is due, so a second decision waits for the first one's
+end; and no task ends before a due one behind which it was handed over.
 
-Nothing new can deadlock. A due task waits for nothing and ends. Where nothing runs nothing is due, and what was started
-while a task was due was ready and admissible with that task counted as finished, as it is by then: so the stage has
-come to a state that it could have reached without deciding early, for which :mod:`rrfp_jax.core.window` has the
-argument.
+Nothing new can deadlock. A due task waits for nothing and ends. Where nothing runs nothing is due, and each task that
+was started while another was due was ready and admissible with that task counted as finished, as it is by then: so the
+stage has come to a state that it could have reached without deciding early, for which :mod:`rrfp_jax.core.memory` has
+the argument.
 
-A stage that hands over certain choices early (:mod:`rrfp_jax.core.certainty`) counts each task as due from its
-start, and behind it starts what is certain only, until it is told that the task is about to end: then anything. One
-with engines beside compute waits for the word.
+A stage that hands over certain choices early (:mod:`rrfp_jax.core.dispatch`) counts each task as due from its start,
+and behind it starts certain choices only, until it is told that the task is about to end: then any. A stage with
+engines beside compute waits for that word.
 
 Before the input
 ----------------
 Where devices wait for inputs by themselves, a driver may promise an input whose making has begun; a stage that would
-hold for it hands over the task that it waits for (:mod:`rrfp_jax.core.promises`).
+hold for it hands over the task that waits for it (:mod:`rrfp_jax.core.foresight`).
 
 Beside compute
 --------------
@@ -52,22 +51,24 @@ each of these engines beside those of its compute lane, to which alone the hint,
 
 Steps that evaluate
 -------------------
-A step whose start says so runs by other rules of the same kind: a graph without gradients, its own plan and consumption
-(:mod:`rrfp_jax.core.evaluation`). The arbiter takes them over as the step starts, and those of training again as
-it ends. What it has learnt of times rests meanwhile.
+A step whose start says so runs by another :class:`rrfp_jax.core.stage_setup.StepMode`: a graph without gradients, its
+own plan and consumption. The arbiter changes the mode as the step starts, and changes back as it ends. Foresight, with
+all that it has learnt, rests meanwhile.
 
 Why one event at a time is enough
 ---------------------------------
-``handle`` never calls itself: what an event makes ready is counted down, dispatched and, at the end of the step,
+``handle`` never calls itself: tasks that an event makes ready are counted down, dispatched and, at the end of the step,
 reported within the same call, and nothing begins after :class:`FinishStep`. Counts only fall, so the order in which
 messages arrive never shows in the state, and any driver may deliver them in any order.
 """
 
-from typing import NoReturn
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import NoReturn, Self
 
-from rrfp_jax.core import invariants
-from rrfp_jax.core.choosing import Choosing
+from rrfp_jax.core.dispatch import NOTHING, Certainty, Engines
 from rrfp_jax.core.events import (
+    Announce,
     ClockTick,
     DecideNow,
     Event,
@@ -76,22 +77,286 @@ from rrfp_jax.core.events import (
     InputArrived,
     InputPromised,
     Instruction,
+    Message,
+    MessageKind,
+    RunTask,
+    Send,
     StepStarted,
     TaskAnnounced,
     TaskFinished,
+    WakeAt,
+    record,
 )
-from rrfp_jax.core.foresight import ForesightRules
-from rrfp_jax.core.story import IllegalTransition
-from rrfp_jax.core.window import check_weights
+from rrfp_jax.core.explain import (
+    IllegalTransition,
+    Waiting,
+    check_invariants,
+    illegal_transition,
+    microbatch_story,
+    waiting_tasks,
+    why_idle,
+)
+from rrfp_jax.core.foresight import Estimates, Foresight, ForesightRules, PendingInputs
+from rrfp_jax.core.hints import Choice, Consumption, Heads
+from rrfp_jax.core.memory import AheadBound, Footprint, ReadAhead, Window, check_weights
+from rrfp_jax.core.plan import DUE, FINISHED, RUNNING, StepRules, end_followers, engine_of, queue_followers
+from rrfp_jax.core.ready_set import AHEAD, HELD, ReadySet
+from rrfp_jax.core.stage_setup import StageSetup, StepMode
+from rrfp_jax.core.step_plan import StepPlan
+from rrfp_jax.schedules import Absences, PipelineGraph, Task
+from rrfp_jax.schedules.timeline import IdleReason
+
+_TAKEN = MessageKind.TAKEN
+_Sends = tuple[tuple[Message, int], ...]
 
 
-class StageArbiter(Choosing):
-    """Decides what one stage runs next."""
+class StageArbiter:
+    """Decides which task one stage runs next."""
 
-    __slots__ = ()
+    # Slots, since each event reads many attributes, and more of them than a shared dictionary of keys holds.
+    __slots__ = (
+        "_ahead",
+        "_arrived",
+        "_capacity",
+        "_certainty",
+        "_due",
+        "_early",
+        "_engines",
+        "_evaluation",
+        "_footprint",
+        "_foresight",
+        "_hint_state",
+        "_is_told",
+        "_left",
+        "_mode",
+        "_now_s",
+        "_num_started",
+        "_pending",
+        "_prepared",
+        "_ranked",
+        "_ready",
+        "_resting",
+        "_running",
+        "_tasks_left",
+        "_training",
+        "_waiting",
+        "_weights",
+        "_window",
+        "certain_ahead",
+        "evaluation_batches",
+        "is_active",
+        "placement",
+        "stage",
+        "step",
+    )
+
+    def __init__(self, setup: StageSetup) -> None:
+        self.placement, self.stage = setup.placement, setup.stage
+        self.certain_ahead, self.evaluation_batches = setup.certain_ahead, setup.evaluation_batches
+        self.step: int | None = None
+        """The present step, or the last one; None before the first."""
+        self.is_active = False
+        """Whether the step has started and not ended."""
+        self._now_s = 0.0
+        self._training = StepMode(setup)
+        self._evaluation = StepMode(setup.evaluating(), evaluates=True) if setup.evaluation_batches else None
+        self._mode = self._training
+        """The mode of the present step; between steps that of training."""
+        self._prepared = self._mode.full
+        """The plan that the next step will probably need."""
+        self._foresight = None if setup.foresight is None else setup.foresight.make(self._mode.full.arrival_table)
+        self._resting: Foresight | None = None
+        """The foresight of training, during an evaluation."""
+        self._early: dict[int, tuple[InputArrived, ...]] = {}
+        """Messages of later steps."""
+        self._pending = PendingInputs()
+        self._weights: tuple[int, ...] = ()
+        self._begin(self._mode.full)
+
+    def _begin(self, ranked: StepPlan) -> None:
+        """Set all that belongs to one step."""
+        mode, plan = self._mode, ranked.plan
+        self._ranked = ranked
+        self._waiting = list(plan.needs)
+        """For each node how many prerequisites it lacks, or one of ``RUNNING``, ``DUE`` and ``FINISHED``."""
+        self._arrived: set[int] = set()
+        """The numbers of the messages that are here."""
+        self._pending.begin(self.step, {} if self._foresight is None else plan.arrivals)
+        self._ready = ReadySet(len(mode.read_ahead))
+        self._ahead = ReadAhead(mode.read_ahead, plan, mode.graph) if mode.read_ahead else None
+        self._engines = Engines(len(plan.engines)) if plan.engines else None
+        row = mode.row_memory
+        self._footprint = None if row is None else Footprint(row.ranked(ranked.at), mode.footprint or 0)
+        limit = mode.capacity if self._weights else mode.limit
+        self._window = Window(limit, plan.tasks_per_microbatch, plan.first_microbatch, weights=self._weights)
+        self._running: list[int] = []
+        """The compute lane's tasks that were handed over and have not ended, in order."""
+        self._due: int | None = None
+        """The running task that counts as ended on this stage."""
+        self._is_told = False
+        """Whether the driver has said that the due task is about to end, and nothing waits behind it yet."""
+        self._capacity = 1
+        """How many tasks may run: one, and another one behind a due one."""
+        self._certainty = Certainty(ranked) if self.certain_ahead and not plan.engines else None
+        self._hint_state = mode.consumption.initial
+        self._left = plan.num_nodes - len(plan.absent)
+        """The number of nodes that have not finished."""
+        self._tasks_left = sum(plan.tasks_per_microbatch)
+        self._num_started = 0
+        if self._foresight is not None:
+            self._foresight.begin(-1 if self.step is None else self.step, ranked.arrival_table)
+
+    def copy(self) -> Self:
+        """Returns an independent arbiter in the same state; fixed tables are shared."""
+        # Written out, since the model checker copies an arbiter for each event that it tries.
+        twin = object.__new__(type(self))
+        if hasattr(self, "__dict__"):  # attributes that a subclass adds
+            twin.__dict__.update(self.__dict__)
+        twin.placement, twin.stage = self.placement, self.stage
+        twin.certain_ahead, twin.evaluation_batches = self.certain_ahead, self.evaluation_batches
+        twin.step, twin.is_active, twin._now_s = self.step, self.is_active, self._now_s
+        twin._training, twin._evaluation, twin._mode = self._training, self._evaluation, self._mode
+        twin._prepared, twin._ranked, twin._weights = self._prepared, self._ranked, self._weights
+        twin._due, twin._is_told, twin._capacity = self._due, self._is_told, self._capacity
+        twin._hint_state, twin._left, twin._tasks_left = self._hint_state, self._left, self._tasks_left
+        twin._num_started = self._num_started
+        twin._waiting, twin._arrived, twin._running = self._waiting.copy(), self._arrived.copy(), self._running.copy()
+        twin._early, twin._pending, twin._ready = self._early.copy(), self._pending.copy(), self._ready.copy()
+        twin._window = self._window.copy()
+        twin._certainty = self._certainty and self._certainty.copy()
+        twin._engines = self._engines and self._engines.copy()
+        twin._footprint = self._footprint and self._footprint.copy()
+        twin._ahead = self._ahead and self._ahead.copy()
+        twin._foresight = self._foresight and self._foresight.copy()
+        twin._resting = self._resting and self._resting.copy()
+        return twin
+
+    def fresh(self, after: int | None, estimates: Estimates | None = None) -> Self:
+        """Returns an arbiter made alike that has ended step ``after``, or has not begun, and knows no later steps.
+
+        ``estimates``: the result of :meth:`estimates` when that step had ended.
+        """
+        twin = self.copy()
+        twin.step, twin.is_active = after, False
+        if twin.evaluates:
+            twin._change(evaluates=False)
+        twin._early, twin._prepared, twin._weights = {}, twin._mode.full, ()
+        twin._pending = PendingInputs()
+        twin._foresight = twin._foresight and twin._foresight.fresh(estimates or Estimates())
+        twin._begin(twin._mode.full)
+        return twin
+
+    def key(self) -> Hashable:
+        """Returns the state as a hashable value, without times and orders of arrival: equal keys mean equal futures."""
+        early = frozenset(early._replace(time_s=0.0) for events in self._early.values() for early in events)
+        seen = self._foresight and self._foresight.key(is_active=self.is_active)
+        if not self.is_active:
+            return (self.step, early, seen, self._pending.key())
+        return (
+            self.step,
+            early,
+            self._resting.key(is_active=False) if self._resting else seen,
+            self._ranked.absent,
+            self.evaluates,
+            self._weights,
+            tuple(self._waiting),
+            frozenset(self._arrived),
+            self._hint_state,
+            tuple(self._running),
+            self._is_told,
+            self._pending.key(),
+        )
+
+    # -- the rules of the present step, which are those of training between steps --------------------------------------
+
+    @property
+    def graph(self) -> PipelineGraph:
+        return self._mode.graph
+
+    @property
+    def rules(self) -> StepRules:
+        return self._mode.rules
+
+    @property
+    def consumption(self) -> Consumption:
+        return self._mode.consumption
+
+    @property
+    def limit(self) -> int | None:
+        """How many microbatches the stage may hold; None: as many as come, or as many as the footprint admits."""
+        return self._mode.limit
+
+    @property
+    def capacity(self) -> int | None:
+        """The most that the microbatches held may weigh together, in steps with weights."""
+        return self._mode.capacity
+
+    @property
+    def footprint(self) -> int | None:
+        """How many activations the stage may hold; None: :attr:`limit` counts."""
+        return self._mode.footprint
+
+    @property
+    def read_ahead(self) -> tuple[AheadBound, ...]:
+        """How far chunks that run F only may run ahead."""
+        return self._mode.read_ahead
+
+    @property
+    def evaluates(self) -> bool:
+        return self._mode.evaluates
+
+    @property
+    def foresight_rules(self) -> ForesightRules | None:
+        return None if self._foresight is None else self._foresight.rules
+
+    # -- plans made ahead ----------------------------------------------------------------------------------------------
+
+    def plan_without(self, absent: Absences, weights: tuple[int, ...] = (), *, evaluates: bool = False) -> StepPlan:
+        """Returns the plan of a step without these pairs, beyond those of the graph; from any thread, at any time.
+
+        ``weights``: the weight of each microbatch of the stage, for a stage with a capacity. Raises ValueError for
+        weights that do not fit it, and where the stage was not made for evaluations.
+        """
+        mode = self._mode_of(evaluates)
+        plan = mode.full.without(absent, mode.graph, mode.rules, mode.consumption)
+        if not weights:
+            return plan
+        check_weights(weights, len(plan.plan.tasks_per_microbatch), mode.capacity, self.stage)
+        return plan.weighing(weights)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Take a plan of :meth:`plan_without` for the next step, so that its start has nothing to make.
+
+        It changes no answer: a step that starts with other pairs, or unprepared, has its plan made then.
+        """
+        self._prepared = plan
+
+    def graph_of(self, *, evaluates: bool) -> PipelineGraph:
+        """Returns the graph of steps of one kind; raises ValueError where the stage was not made for evaluations."""
+        return self._mode_of(evaluates).graph
+
+    def _mode_of(self, evaluates: bool) -> StepMode:
+        if not evaluates:
+            return self._training
+        if self._evaluation is None:
+            raise ValueError(f"stage {self.stage} was not made for steps that evaluate: prepare it for them")
+        return self._evaluation
+
+    def _change(self, *, evaluates: bool) -> None:
+        """Go by the mode of the other kind of steps."""
+        self._mode = self._mode_of(evaluates)
+        self._foresight, self._resting = self._resting, self._foresight
+
+    def estimates(self) -> Estimates | None:
+        """Returns the averages that foresight has learnt so far; None without foresight."""
+        foresight = self._foresight or self._resting
+        return None if foresight is None else foresight.estimates()
+
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take one event and return what to do now, in order. Raises IllegalTransition on an impossible event."""
+        """Take one event and return the instructions, in order. Raises IllegalTransition on an impossible event."""
+        # An announcement may carry a time that is still to come, so it moves the clock only where it ends a hold.
         if type(event) is TaskAnnounced and not self._hear_announcement(event):
             return []
         out: list[Instruction] = []
@@ -103,7 +368,7 @@ class StageArbiter(Choosing):
         return out
 
     def _take(self, event: Event, out: list[Instruction]) -> bool:
-        """Take an event in; tells whether the stage may have something to do."""
+        """Take an event in. Returns whether the stage may have something to do."""
         if event.step != self.step or not self.is_active:
             return self._take_other_step(event, out)
         if type(event) is InputArrived:
@@ -125,7 +390,7 @@ class StageArbiter(Choosing):
         return True
 
     def _take_other_step(self, event: Event, out: list[Instruction]) -> bool:
-        """Start the event's step, or keep the event for later; tells whether the stage may have something to do."""
+        """Start the event's step, or keep the event for later. Returns whether the stage may have something to do."""
         if isinstance(event, GroupHeard):
             self._refuse(event)
         is_over = self.step is not None and event.step <= self.step
@@ -145,7 +410,7 @@ class StageArbiter(Choosing):
             return False
         if isinstance(event, InputArrived):
             self._early[event.step] = (*self._early.get(event.step, ()), event)
-            self._promises.arrived_early(event.step, event.message)
+            self._pending.arrived_early(event.step, event.message)
             return False
         if self.is_active or (self.step is not None and event.step != self.step + 1):
             when = "within" if self.is_active else "after"
@@ -165,7 +430,7 @@ class StageArbiter(Choosing):
                 raise IllegalTransition(f"step {event.step} was started to evaluate: {error}") from None
         if event.weights:
             try:
-                num_microbatches = len(self._full.plan.tasks_per_microbatch)
+                num_microbatches = len(self._mode.full.plan.tasks_per_microbatch)
                 check_weights(event.weights, num_microbatches, self.capacity, self.stage)
             except ValueError as error:
                 raise IllegalTransition(f"step {event.step} was started with wrong weights: {error}") from None
@@ -173,9 +438,8 @@ class StageArbiter(Choosing):
         prepared = self._prepared
         is_prepared = prepared.absent == event.absent and prepared.evaluates == event.evaluates
         self._begin(prepared if is_prepared else self.plan_without(event.absent, evaluates=event.evaluates))
-        self._prepared = self._full
-        plan = self._ranked.plan
-        for node, needs in enumerate(plan.needs):
+        self._prepared = self._training.full
+        for node, needs in enumerate(self._ranked.plan.needs):
             if not needs:
                 self._make_ready(node, out)
         for early in self._early.pop(event.step, ()):
@@ -188,9 +452,395 @@ class StageArbiter(Choosing):
             self._change(evaluates=False)
         out.append(FinishStep(self.step))
 
-    @property
-    def foresight_rules(self) -> ForesightRules | None:
-        return None if self._foresight is None else self._foresight.rules
+    # -- arrivals ------------------------------------------------------------------------------------------------------
+
+    def _arrive(self, event: InputArrived, out: list[Instruction]) -> None:
+        message, arrived, plan = event.message, self._arrived, self._ranked.plan
+        number = plan.arrivals.get(message)
+        if number is None:
+            raise illegal_transition(self, f"{message} arrived, and nothing here waits for it", message)
+        if number in arrived:
+            return
+        arrived.add(number)
+        if self._ahead is not None and message.kind is _TAKEN:
+            self._ahead.hear(message)
+        node, waiting, foresight = plan.awaited_by[number], self._waiting, self._foresight
+        if foresight is not None:
+            foresight.arrived(number, event.time_s)
+            self._pending.promised.discard(number)
+            if node in self._pending.awaiting:
+                self._input_came(foresight, node, out)
+                return
+        waiting[node] -= 1
+        if not waiting[node]:
+            self._make_ready(node, out)
+
+    def _input_came(self, foresight: Foresight, node: int, out: list[Instruction]) -> None:
+        """Count an input of a task that was handed over before; with the last one the device begins the task."""
+        awaiting = self._pending.awaiting
+        awaiting[node] -= 1
+        if awaiting[node]:
+            return
+        del awaiting[node]
+        position = self._ranked.position[node]
+        foresight.begun(position, self._now_s)
+        if self._certainty is None or self._running[0] == node:
+            self._announce(foresight.announcements(position), out)
+
+    def _hear_announcement(self, event: TaskAnnounced | InputPromised) -> bool:
+        """Take in an announcement, which only foresight uses. Returns whether it may end a hold."""
+        foresight = self._foresight
+        if foresight is None:
+            return False
+        step, time_s, message = event
+        if step != self.step or not self.is_active:
+            if (self.step is None or step > self.step) and self._lacks_early(step, message):
+                foresight.hear_early(step, message, time_s)
+            return False
+        number = self._ranked.plan.arrivals.get(message)
+        if number is not None and number not in self._arrived:
+            foresight.hear(number, time_s)
+        return foresight.held_since_s is not None
+
+    def _hear_promise(self, event: InputPromised) -> bool:
+        """Take in a promise, which only foresight uses. Returns whether the stage may have something to do."""
+        self._hear_announcement(event)
+        step, _, message = event
+        if step != self.step or not self.is_active:
+            if self._lacks_early(step, message):
+                self._pending.hear_early(step, message)
+            return False
+        number = self._ranked.plan.arrivals.get(message)
+        if self._foresight is None or number is None or number in self._arrived:
+            return False
+        self._pending.promised.add(number)
+        return True
+
+    def _lacks_early(self, step: int, message: Message) -> bool:
+        """Returns whether this message of a step that has not begun is not here yet."""
+        return all(message != early.message for early in self._early.get(step, ()))
+
+    # -- ends of tasks -------------------------------------------------------------------------------------------------
+
+    def _finish_task(self, task: Task, out: list[Instruction]) -> None:
+        plan = self._ranked.plan
+        node = plan.index.get(task)
+        left = FINISHED if node is None else self._waiting[node]
+        if node is None or left >= 0 or left == FINISHED:
+            raise illegal_transition(self, f"{task} finished without having been started", task)
+        foresight = self._foresight
+        if foresight is not None and node in self._pending.awaiting:
+            self._take_as_arrived(foresight, node)
+        if self._engines is not None and plan.lanes[node] < 0:
+            self._engines.running[engine_of(plan.lanes[node])] = NOTHING
+        else:
+            if self._due is not None:
+                self._settle_due(node, task)
+            running = self._running
+            running.remove(node)
+            if foresight is not None:
+                foresight.finish(self._ranked.position[node], self._now_s)
+                # A certain choice that was handed over behind this task begins now, where its inputs are there.
+                if self._certainty is not None and running and running[0] not in self._pending.awaiting:
+                    self._announce(foresight.announcements(self._ranked.position[running[0]]), out)
+        dependents = plan.dependents[node]
+        if task.microbatch >= 0:
+            self._tasks_left -= 1
+            if left == RUNNING:
+                self._free(node, task.microbatch)
+        # The followers in the queue counted a due task as ended already.
+        self._finish_node(node, dependents if left == RUNNING else end_followers(plan, dependents), out)
+
+    def _take_as_arrived(self, foresight: Foresight, node: int) -> None:
+        """Count the inputs of a task that has ended as arrived: their messages are still on their way."""
+        del self._pending.awaiting[node]
+        for number in foresight.table.inputs_of[node]:
+            if number not in self._arrived:
+                self._arrived.add(number)
+                self._pending.promised.discard(number)
+                foresight.arrived(number, self._now_s)
+
+    def _settle_due(self, node: int, task: Task) -> None:
+        """Let a task end while one is due: the due one itself, or one that was handed over before it."""
+        running = self._running
+        assert self._due is not None
+        if node == self._due:
+            self._due, self._is_told = None, False
+            self._capacity -= 1
+        elif running.index(node) > running.index(self._due):
+            due = self._ranked.plan.tasks[self._due]
+            what = f"{task} finished before {due}, behind which it was handed over on a device that keeps to its order"
+            raise illegal_transition(self, what, task)
+
+    def _finish_node(self, node: int, dependents: tuple[int, ...], out: list[Instruction]) -> None:
+        """Finish a task or gate; ``dependents`` have waited for it until now."""
+        self._waiting[node] = FINISHED
+        self._left -= 1
+        for message, stage in self._ranked.plan.sends[node]:
+            out.append(record(Send, (self.step, message, stage)))
+        if dependents:
+            self._count_down(dependents, out)
+
+    def _decide_now(self, task: Task, out: list[Instruction]) -> bool:
+        """Mark the last running task as due. Returns whether that was news."""
+        plan = self._ranked.plan
+        node = plan.index.get(task)
+        if node is None or self._waiting[node] >= 0 or node in plan.absent:
+            raise illegal_transition(self, f"{task} was about to end without having been started", task)
+        if self._is_told or not self._running or self._running[-1] != node or self._due not in (None, node):
+            return False
+        if self._due is None:
+            self._count_as_ended(node, out)
+        self._is_told = True
+        return True
+
+    def _count_as_ended(self, node: int, out: list[Instruction]) -> None:
+        """Let the last running task be due from now on."""
+        plan = self._ranked.plan
+        self._due = node
+        self._capacity += 1
+        self._waiting[node] = DUE
+        if plan.tasks[node].microbatch >= 0:
+            self._free(node, plan.tasks[node].microbatch)
+        self._count_down(queue_followers(plan, plan.dependents[node]), out)
+
+    def _count_down(self, nodes: tuple[int, ...], out: list[Instruction]) -> None:
+        waiting = self._waiting
+        for node in nodes:
+            waiting[node] -= 1
+            if not waiting[node]:
+                self._make_ready(node, out)
+
+    def _make_ready(self, node: int, out: list[Instruction]) -> None:
+        ranked = self._ranked
+        plan = ranked.plan
+        if node >= len(plan.tasks):
+            self._finish_node(node, plan.dependents[node], out)
+            return
+        lane, position = plan.lanes[node], ranked.position[node]
+        if lane <= 0:
+            if lane:
+                self._engines.add(engine_of(lane), position)  # type: ignore[union-attr]
+                return
+            if self._ahead is not None:
+                lane = self._list_of(plan.tasks[node], self._ahead)
+            elif ranked.microbatch_at[position] in self._window.held:
+                lane = HELD
+        self._ready.add(lane, position)
+
+    def _list_of(self, forward: Task, ahead: ReadAhead) -> int:
+        """Returns the list of the ready set in which an F waits, where read-ahead is bounded."""
+        number = ahead.number.get(forward.chunk)
+        if number is not None:
+            return AHEAD + number
+        return HELD if forward.microbatch in self._window.held else 0
+
+    def _free(self, node: int, microbatch: int) -> None:
+        """Free the memory of a task of a microbatch that has ended, or counts as ended."""
+        self._window.finish(microbatch)
+        if self._ahead is not None:
+            self._ahead.finish(node, microbatch)
+        if self._footprint is not None:
+            self._footprint.finish(self._ranked.position[node])
+
+    # -- choices -------------------------------------------------------------------------------------------------------
+
+    def _dispatch(self, out: list[Instruction]) -> None:
+        """Start all that may start now, on the engines beside compute and on the compute lane."""
+        if self._engines is not None:
+            self._dispatch_beside(self._engines, out)
+        certainty, running = self._certainty, self._running
+        if certainty is None and len(running) >= self._capacity:
+            return  # most events come while a task runs
+        choose = self._mode.consumption.choose
+        while len(running) < self._capacity or (certainty is not None and self._counts_on(out)):
+            if not any(self._ready.lanes):
+                promised = self._promised_next() if self._pending.promised else None
+                if promised is None:
+                    return
+                self._start(self._ranked.at[promised], promised, out)
+                continue
+            heads = self._heads()
+            position, state = choose(self._hint_state, heads)
+            # Until the driver says that the due task is about to end, only a certain choice goes behind it.
+            if certainty is not None and self._due is not None and not self._is_told:
+                sure = certainty.choice(choose, self._hint_state, self._waiting)
+                if position is None or position != sure:
+                    return
+            foresight = self._foresight
+            if foresight is not None:
+                if position is None:
+                    foresight.release()
+                elif position != foresight.next:
+                    position = self._look_ahead(foresight, position, heads, out)
+            if position is None:
+                return
+            self._hint_state = state
+            self._start(self._ranked.at[position], position, out)
+
+    def _counts_on(self, out: list[Instruction]) -> bool:
+        """Let the running task be due from its start, if none is. Returns whether a certain choice may go behind it."""
+        if self._certainty is None or self._due is not None:
+            return False
+        self._count_as_ended(self._running[-1], out)
+        return True
+
+    def _dispatch_beside(self, engines: Engines, out: list[Instruction]) -> None:
+        """Hand each free engine the first of its tasks that may start."""
+        footprint, plan = self._footprint, self._ranked.plan
+        for engine, position in engines.startable(self._admits_beside):
+            node = self._ranked.at[position]
+            engines.running[engine] = node
+            self._waiting[node] = RUNNING
+            if footprint is not None:
+                footprint.start(position)
+            out.append(RunTask(self.step, plan.tasks[node]))  # type: ignore[arg-type]
+
+    def _admits_beside(self, position: int) -> bool:
+        """Returns whether an operation on an engine may start, for which a due task still holds its memory."""
+        if self._footprint is None or self._footprint.is_free(position):
+            return True
+        due = None if self._due is None else self._ranked.position[self._due]
+        return self._footprint.admits(position, self._waiting, due)
+
+    def _choose(self) -> Choice:
+        """Returns the choice of the hint alone."""
+        return self.consumption.choose(self._hint_state, self._heads())
+
+    def _heads(self) -> Heads:
+        """Returns the best admissible position of each lane."""
+        ranked, footprint = self._ranked, self._footprint
+        heads = self._ready.heads(self._window, ranked.microbatch_at, ranked.forwards_of)
+        if footprint is not None:
+            mode, lanes, first = self._mode, self._ready.lanes, heads[0]
+            if first is not None and not footprint.admits(first, self._waiting):
+                # In the row's order no other F that takes as much is admitted either, so only costless ones are left.
+                if mode.follows_row and mode.row_memory.is_even:  # type: ignore[union-attr]
+                    find = footprint.first_costless
+                else:
+                    find = partial(footprint.first_admitted, self._waiting)
+                heads = (find(lanes[0], lanes[HELD]), *heads[1:])
+            if mode.has_other_takers:
+                second, third = (footprint.first_admitted(self._waiting, lane) for lane in lanes[1:3])
+                heads = (heads[0], second, third, heads[3])
+        if self._ahead is not None:
+            ahead = self._ready.first_ahead(self._ahead.windows, self._window, ranked.microbatch_at)
+            if ahead is not None and (heads[0] is None or ahead < heads[0]):
+                heads = (ahead, *heads[1:])
+        return heads
+
+    def _admits(self, position: int) -> bool:
+        """Returns whether memory admits the F at this position."""
+        if self._ahead is not None and not self._ahead.admits(self._ranked.task_at[position]):
+            return False
+        if self._footprint is not None:
+            return self._footprint.admits(position, self._waiting)
+        return self._window.admits(self._ranked.microbatch_at[position])
+
+    def _start(self, node: int, position: int, out: list[Instruction]) -> None:
+        """Start a task of the compute lane."""
+        ranked, window = self._ranked, self._window
+        lane, task = ranked.plan.lanes[node], ranked.plan.tasks[node]
+        if self._waiting[node]:  # handed over before its inputs
+            self._pending.awaiting[node] = self._waiting[node]
+            self._make_ready(node, out)
+        if lane:
+            self._ready.remove(lane, position)
+        else:
+            is_held = task.microbatch in window.held
+            if self._ahead is None:
+                self._ready.remove(HELD if is_held else lane, position)
+            else:
+                self._ready.remove(self._list_of(task, self._ahead), position)
+                self._ahead.start(task)
+            if not is_held:
+                window.start_forward(task.microbatch)
+                self._ready.hold(ranked.forwards_of[task.microbatch])
+        if self._footprint is not None:
+            self._footprint.start(position)
+        self._waiting[node] = RUNNING
+        self._running.append(node)
+        self._is_told = False
+        self._num_started += 1
+        out.append(record(RunTask, (self.step, task)))
+        foresight = self._foresight
+        if foresight is not None:
+            sends = foresight.start(position, self._now_s)
+            # An announcement says that the device begins: not while the task waits behind another, or for its inputs.
+            is_first = self._certainty is None or self._due is None
+            if sends and is_first and node not in self._pending.awaiting:
+                self._announce(sends, out)
+
+    def _announce(self, sends: _Sends, out: list[Instruction]) -> None:
+        """Announce the messages of a task that the device begins."""
+        for message, stage in sends:
+            out.append(record(Announce, (self.step, message, stage)))
+
+    # -- foresight -----------------------------------------------------------------------------------------------------
+
+    def _look_ahead(self, foresight: Foresight, best: int, heads: Heads, out: list[Instruction]) -> int | None:
+        """Returns the position to run instead of ``best``, or None to hold.
+
+        It is best itself, another task that ends before the next entry's inputs arrive, or the next entry, where the
+        device waits for its inputs.
+        """
+        ranked, waiting, place = self._ranked, self._waiting, foresight.next
+        at = ranked.at
+        while waiting[at[place]] < 0:
+            place += 1
+        foresight.next = place
+        if self._ahead is not None:
+            place = self._unrestrained(place)
+        if place == best:
+            return best
+        missing = self._missing(place)
+        if not missing:
+            return best
+        due = self._due
+        if len(self._running) > (due is not None):
+            return None  # ahead of a running task only the next entry goes; its end decides on others
+        now_s = self._now_s
+        free_s = now_s if due is None else max(now_s, foresight.expected_end_s(ranked.position[due]))
+        chosen = foresight.choose(best, heads, missing, now_s, free_s)
+        if chosen is None and self._pending.cover(missing) and foresight.awaits(place):
+            return place
+        if chosen is None and (wake_s := foresight.wake_at_s()) is not None:
+            out.append(record(WakeAt, (self.step, wake_s)))
+        return chosen
+
+    def _promised_next(self) -> int | None:
+        """Returns the next entry, where nothing is ready, if it lacks nothing but promised inputs."""
+        foresight, due = self._foresight, self._due
+        is_early = self._certainty is not None and due is not None and not self._is_told
+        if foresight is None or is_early or len(self._running) > (due is not None):
+            return None
+        place = self._unrestrained(foresight.next)
+        missing = self._missing(place) if place < len(self._ranked.at) else ()
+        return place if missing and self._pending.cover(missing) and foresight.awaits(place) else None
+
+    def _unrestrained(self, place: int) -> int:
+        """Returns the first entry from this one on that has not started and that read-ahead does not restrain.
+
+        Behind the last entry where there is none.
+        """
+        at, tasks, waiting, ahead = self._ranked.at, self._ranked.plan.tasks, self._waiting, self._ahead
+        while place < len(at):
+            node = at[place]
+            if waiting[node] >= 0 and (ahead is None or ahead.admits(tasks[node])):
+                break
+            place += 1
+        return place
+
+    def _missing(self, position: int) -> Sequence[int]:
+        """Returns the numbers of the messages that the entry at this position lacks; none if it lacks anything else."""
+        ranked, arrived = self._ranked, self._arrived
+        node = ranked.at[position]
+        missing: Sequence[int] = self._foresight.table.inputs_of[node]  # type: ignore[union-attr]
+        if not arrived.isdisjoint(missing):
+            missing = tuple(number for number in missing if number not in arrived)
+        if len(missing) != self._waiting[node] or (not ranked.plan.lanes[node] and not self._admits(position)):
+            return ()
+        return missing
 
     @property
     def looks_ahead(self) -> bool:
@@ -202,6 +852,43 @@ class StageArbiter(Choosing):
         """Whether tasks are ready and foresight waits for another one."""
         return self._foresight is not None and self._foresight.is_holding
 
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def running(self) -> tuple[Task, ...]:
+        """Returns the tasks that were dispatched and have not finished: compute's in order, then those of engines."""
+        nodes = self._running if self._engines is None else [*self._running, *self._engines.nodes()]
+        return tuple(self._ranked.plan.tasks[node] for node in nodes)
+
+    def awaits_input(self, task: Task) -> bool:
+        """Returns whether a task was handed over before its inputs, and some are still to come."""
+        awaiting = self._pending.awaiting
+        return bool(awaiting) and self._ranked.plan.index[task] in awaiting
+
+    def awaited_inputs(self, task: Task) -> Sequence[Message]:
+        """Returns the inputs of a task that was handed over before they were here, as far as they are still to come."""
+        if not self.awaits_input(task):
+            return ()
+        plan, foresight = self._ranked.plan, self._foresight
+        assert foresight is not None
+        inputs = foresight.table.inputs_of[plan.index[task]]
+        return [plan.messages[number] for number in inputs if number not in self._arrived]
+
+    def held(self) -> frozenset[int]:
+        """Returns the microbatches that the stage holds."""
+        return frozenset(self._window.held)
+
+    def idle_reason(self) -> IdleReason | None:
+        """Returns why the stage runs nothing; None while it runs a task."""
+        return why_idle(self)
+
+    def waiting(self) -> list[Waiting]:
+        """Returns every task and gate of the present step that has not begun, with its missing inputs."""
+        return waiting_tasks(self)
+
+    def tell(self, microbatch: int) -> str:
+        """Returns the story of one microbatch on this stage, one line per task."""
+        return microbatch_story(self, microbatch)
+
     def validate(self) -> None:
         """Check every invariant from first principles; raises AssertionError. For tests: it is slow."""
-        invariants.check(self)
+        check_invariants(self)

@@ -1,16 +1,67 @@
-"""When a stage is handed its next task: the words of users, and their meaning for a stage.
+"""When a stage is handed its next task: at the end of the running one, just in time, or as soon as the choice is
+certain.
 
-Certain choices go early with just-in-time dispatch, too. They equal the choice at the very end, so the order is the
+Certain choices
+---------------
+A stage decides late because a better task may become ready meanwhile. Where nothing that may still happen can change
+the choice, waiting gains nothing. It costs the way of the end from the device to the loop and of the choice back; in a
+group also the leader's note to all others. So a certain choice is handed over while the task before it runs. The
+running task counts as finished then, as it does where a driver has a stage decide early.
+
+A hint chooses one of the lanes' heads, by its state. Give it, in place of the tasks that are ready and admissible, all
+that have not started: if it takes task x even then, it takes x from any of them that x is among. For a hint takes the
+smallest position of some lane, namely the first lane of its state's sequence that has a head; or the smallest position
+of all; or the entry of a strict row. With fewer tasks to choose from, no lane in front of x's has a head more, and none
+in x's lane comes before x. So neither an arrival nor an end changes the choice: x is certain as soon as it is ready and
+admissible with the running task counted as finished.
+
+A driver that says when a task is about to end (:class:`rrfp_jax.core.DecideNow`) has anything chosen then. A
+choice that was certain before is still the same, so the order is that of a stage which chooses everything at that
+moment; only the device has certain tasks sooner.
+
+A stage that hands over certain choices early runs the same tasks in the same order as one that does not: until the
+running task ends, it may start only the task that it would start then whatever happens meanwhile. Nothing new can
+deadlock, as with every early decision. An announcement says that a task has begun on the device, so it waits for the
+end of the task before, also of one that was not certain: the time from there to the message's arrival varies least, and
+foresight relies on it. Foresight, which holds the best-ranked task for the table's next entry, has nothing to hold, for
+a certain choice is that entry.
+
+In a group the leader's choice travels while the task before it runs, and each member takes it up as its own ends.
+
+Certain choices go early with just-in-time dispatch too: they equal the choice at the very end, so the order is the
 same, and the device has them in time however short the task before is.
+
+Just in time
+------------
+A driver that posts :class:`rrfp_jax.core.DecideNow` asks a :class:`DecisionTimer` for the moment. The timer learns two
+things, in seconds of any clock: how long the tasks of each kind and chunk take, and how long the host takes from the
+decision to the launch. The decision is due where the task may end within the host's latency: at a low quantile of the
+recent durations, less a high quantile of the recent latencies. Unknown times count as 0, so the first tasks of a
+kind decide as they start.
+
+Why so early: a decision that comes too late leaves the device idle for the difference, one that comes early only
+ignores tasks that become ready meanwhile. Where an idle second costs c times as much as one by which the decision is
+early, the cheapest moment is the 1 / (1 + c) quantile; measured (:mod:`experiments.bench_dispatch`), c is so large that
+the shortest of the recent tasks is the best guide.
 """
 
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from rrfp_jax.core.hints import Choice, Heads
+from rrfp_jax.core.step_plan import StepPlan
+from rrfp_jax.schedules import Task, TaskKind
 
 AUTO = "auto"
 JUST_IN_TIME = "just-in-time"
 CERTAIN = "certain"
 DISPATCH_WORDS = f"{AUTO}, {JUST_IN_TIME} (in place of a number of tasks), {CERTAIN}, or 0"
-"""Everything that users may give, for messages."""
+"""All values that users may give, for messages."""
+NOTHING = -1
+"""In place of the node that an engine runs."""
 
 
 class Dispatch(NamedTuple):
@@ -21,7 +72,7 @@ class Dispatch(NamedTuple):
 
     certain: bool = False
     """Whether the next one is handed over as soon as nothing that may happen changes the choice
-    (:mod:`rrfp_jax.core.certainty`)."""
+    (:class:`Certainty`)."""
 
     @property
     def is_early(self) -> bool:
@@ -56,3 +107,165 @@ def dispatch_of(value: int | str, *, on_host: bool) -> Dispatch:
 def parse_dispatch(text: str) -> int | str:
     """Returns a value as the command line has it: a number, or the text itself."""
     return int(text) if text.removeprefix("-").isdecimal() else text
+
+
+class Certainty:
+    """The tasks of one step of one stage that have not started, for certain choices."""
+
+    __slots__ = ("_heads", "_ranked")
+
+    def __init__(self, ranked: StepPlan) -> None:
+        self._ranked = ranked
+        self._heads = [positions[0] if positions else None for positions in ranked.in_lanes]
+        """For each lane the first position that had not started at the last look."""
+
+    def copy(self) -> "Certainty":
+        twin = Certainty(self._ranked)
+        twin._heads = self._heads.copy()
+        return twin
+
+    def choice(self, choose: Callable[[int, Heads], Choice], state: int, waiting: Sequence[int]) -> int | None:
+        """Returns the position that the hint takes if every task that has not started were ready and admissible.
+
+        Args:
+            state: the state of the hint.
+            waiting: for each node, as the arbiter has it: below 0 from its start on.
+        """
+        at, heads = self._ranked.at, self._heads
+        for lane, head in enumerate(heads):
+            if head is not None and waiting[at[head]] < 0:
+                heads[lane] = self._first_left(lane, head, waiting)
+        return choose(state, (heads[0], heads[1], heads[2], heads[3]))[0]
+
+    def _first_left(self, lane: int, started: int, waiting: Sequence[int]) -> int | None:
+        """Returns the first task of a lane behind this one that has not started."""
+        at, positions = self._ranked.at, self._ranked.in_lanes[lane]
+        for number in range(bisect_right(positions, started), len(positions)):
+            if waiting[at[positions[number]]] >= 0:
+                return positions[number]
+        return None
+
+
+class Engines:
+    """The engines beside a stage's compute lane: each runs one operation at a time, the first of its order that can
+    run.
+
+    An engine never waits for its next entry, whatever the stage's consumption is, which orders what the stage
+    *computes*. The graph holds the operations and their engines (:mod:`rrfp_jax.schedules.operations`).
+    """
+
+    __slots__ = ("ready", "running")
+
+    def __init__(self, number: int) -> None:
+        self.ready: tuple[list[int], ...] = tuple([] for _ in range(number))
+        """The positions of each engine's ready operations, ascending."""
+        self.running = [NOTHING] * number
+        """The node that each engine runs, or :data:`NOTHING`."""
+
+    def copy(self) -> "Engines":
+        twin = object.__new__(Engines)
+        twin.ready = tuple(positions.copy() for positions in self.ready)
+        twin.running = self.running.copy()
+        return twin
+
+    @property
+    def is_busy(self) -> bool:
+        return any(node != NOTHING for node in self.running)
+
+    def add(self, engine: int, position: int) -> None:
+        insort(self.ready[engine], position)
+
+    def startable(self, admits: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
+        """Yields (engine, position) of operations that can start, one engine after the other, and takes each off its
+        list."""
+        for engine, positions in enumerate(self.ready):
+            if self.running[engine] == NOTHING:
+                position = next((p for p in positions if admits(p)), None)
+                if position is not None:
+                    del positions[bisect_left(positions, position)]
+                    yield engine, position
+
+    def nodes(self) -> list[int]:
+        """Returns the nodes that run."""
+        return [node for node in self.running if node != NOTHING]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingRule:
+    """How much a timer remembers and how careful it is. Raises ValueError on numbers that mean nothing."""
+
+    quantile: float = 0.0
+    """The quantile of the recent durations of a kind and chunk: the share of tasks that may end before their successor
+    is there."""
+    window: int = 64
+    """How many durations of each kind and chunk are recent."""
+    latency_quantile: float = 0.9
+    latency_window: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("quantile", "latency_quantile"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number between 0 and 1")
+        for name in ("window", "latency_window"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: remember at least 1")
+
+
+def timing_rule(*, looks_ahead: bool) -> TimingRule:
+    """Returns the rule for a stage with or without foresight.
+
+    With foresight being late costs less, since a stage that has handed over its next entry hides its launches anyway,
+    and an early choice may fill a wait with a worse task.
+    """
+    return TimingRule(quantile=0.2) if looks_ahead else TimingRule()
+
+
+class DecisionTimer:
+    """Learns how long tasks and the host take; for one stage, on one clock."""
+
+    __slots__ = ("_durations", "_latencies", "rule")
+
+    def __init__(self, rule: TimingRule = TimingRule()) -> None:
+        self.rule = rule
+        self._durations: dict[tuple[TaskKind, int], _Recent] = {}
+        self._latencies = _Recent(rule.latency_window, rule.latency_quantile)
+
+    def ended(self, task: Task, duration_s: float) -> None:
+        """Learn how long a task of this kind and chunk took on the device."""
+        key = task[:2]
+        recent = self._durations.get(key)
+        if recent is None:
+            recent = self._durations[key] = _Recent(self.rule.window, self.rule.quantile)
+        recent.add(duration_s)
+
+    def latency(self, seconds: float) -> None:
+        """Learn how long the host took from a decision to its launch."""
+        self._latencies.add(seconds)
+
+    def delay_s(self, task: Task) -> float:
+        """Returns how long after the task's start to decide on the next one."""
+        recent = self._durations.get(task[:2])
+        return 0.0 if recent is None else max(0.0, recent.quantile() - self._latencies.quantile())
+
+
+class _Recent:
+    """The newest values, sorted, and one quantile of them."""
+
+    __slots__ = ("_newest", "_quantile", "_sorted")
+
+    def __init__(self, size: int, quantile: float) -> None:
+        self._newest: deque[float] = deque(maxlen=size)
+        self._sorted: list[float] = []
+        self._quantile = quantile
+
+    def add(self, value: float) -> None:
+        newest = self._newest
+        if len(newest) == newest.maxlen:
+            del self._sorted[bisect_left(self._sorted, newest[0])]
+        newest.append(value)
+        insort(self._sorted, value)
+
+    def quantile(self) -> float:
+        """Returns the quantile of the newest values; 0 without any."""
+        ordered = self._sorted
+        return ordered[int(self._quantile * (len(ordered) - 1))] if ordered else 0.0

@@ -3,8 +3,13 @@
 A hint is a rule of the schedule language (:mod:`rrfp_jax.schedules.language.rule`) as a running stage asks it:
 
 * ``rank(task)`` orders the tasks within their lane (forwards; B and I; W; R and U), the smallest first;
-* ``choose(state, heads)`` picks one of the lanes' heads, the best admissible task of each lane, and gives the next
+* ``choose(state, heads)`` picks one of the lanes' heads, the best admissible task of each lane, and returns the next
   state. The arbiter keeps that state only if it dispatches the choice.
+
+A stage *consumes* a hint in one of two ways, and both drive the same arbiter. :func:`ready` skips what is absent
+(RRFP). :func:`strict`, the baseline, takes a table's entries one after another and waits for each; R and U follow the
+table, and an operation that runs once per step comes right before the task that waits for it, or last. Strict
+consumption ignores the window: a table has a peak of its own, to be compared with the window before the start.
 
 ``BF`` is the paper's Algorithm 1: rounds in which one B runs if any is ready, then one F if any is ready; among
 forwards the smaller chunk first, among backwards the larger; ties go to the smaller microbatch. With a split backward I
@@ -15,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from rrfp_jax.core.plan import LANE, NUM_LANES
+from rrfp_jax.core.plan import LANE, NUM_LANES, StagePlan
 from rrfp_jax.schedules import Task, TaskKind
 from rrfp_jax.schedules.language import B, F, Rule, W, rule, turns
 from rrfp_jax.schedules.registry import is_in_file, rule_in_file
@@ -38,11 +43,11 @@ class Hint:
     choose: Callable[[int, Heads], Choice]
     initial: int = ROUND_START
     row: tuple[Task, ...] | None = None
-    """The order that it ranks by, where there is one; with the name it tells all of a hint of this module."""
+    """The order that it ranks by, where there is one. Name and row together determine each hint of this module."""
 
     @classmethod
     def of(cls, name: str, ranking: Rule) -> "Hint":
-        """A rule as a hint, whose turn is the state; kinds in no lane come last, R and U behind them.
+        """Returns a rule as a hint, whose turn is the state; kinds in no lane come last, R and U behind them.
 
         Raises ValueError for a rule with a row, which :func:`schedule_hint` ranks by.
         """
@@ -59,7 +64,8 @@ class Hint:
 
 @cache  # so that hints which choose alike do so by one function
 def _in_lanes(by_turn: tuple[tuple[tuple[int, int], ...], ...]) -> Callable[[int, Heads], Choice]:
-    """For each turn, the lanes in which to look for a head, the best first, and whose turn is next."""
+    """Returns the choice by turns: for each turn, the lanes to look at, the best first, each with the turn that
+    follows."""
 
     def choose(state: int, heads: Heads) -> Choice:
         for lane, turn in by_turn[state]:
@@ -72,7 +78,8 @@ def _in_lanes(by_turn: tuple[tuple[tuple[int, int], ...], ...]) -> Callable[[int
 
 
 def _last_rank(task: Task) -> Rank:
-    """Each R from the last chunk to the first, as backwards complete them; then each U from the first to the last."""
+    """Returns the rank of R, from the last chunk to the first as backwards complete them, or of U, from the first to
+    the last."""
     return (2, task.chunk) if task.kind is TaskKind.U else (1, -task.chunk)
 
 
@@ -87,7 +94,7 @@ def _choose_smallest(_: int, heads: Heads) -> Choice:
 _SHALLOW = {"F": ("chunk", "microbatch"), "B": ("-chunk", "microbatch"), "W": ("microbatch", "-chunk")}
 """Forwards: smaller chunk first; backwards: larger chunk first; W: oldest microbatch first."""
 _DEEP = _SHALLOW | {"F": ("-chunk", "microbatch")}
-"""As the above, but forwards also prefer the larger chunk, which finishes what has begun."""
+"""Forwards prefer the larger chunk too, which finishes the microbatches that have begun."""
 
 BF = Hint.of("bf", rule(turns(B, F), W, **_SHALLOW))
 BFW = Hint.of("bfw", rule(turns(B, F), W, **_SHALLOW))
@@ -101,11 +108,11 @@ HINTS = {hint.name: hint for hint in (BF, BFW, BF_DEEP, FB, B_PRIORITY, F_PRIORI
 """The hints that need no table, by name; ``schedule`` is made from a table by :func:`schedule_hint`."""
 SCHEDULE = "schedule"
 SCHEDULE_WEIGHTS_LAST = "schedule, W last"
-"""What :func:`schedule_hint` calls its hints."""
+"""The names of the hints that :func:`schedule_hint` makes."""
 
 
 def schedule_hint(order: Iterable[Task], *, weights_last: bool = False) -> Hint:
-    """Rank by position in ``order``, one stage's row of a table; tasks that it does not hold rank last.
+    """Returns the hint that ranks by position in ``order``, one stage's row of a table; other tasks rank last.
 
     ``weights_last``: each W of the row ranks behind its F and I, for a table that has W where the stage would idle.
     """
@@ -125,7 +132,7 @@ def schedule_hint(order: Iterable[Task], *, weights_last: bool = False) -> Hint:
 
 
 def hint_by_name(name: str) -> Hint:
-    """Look up a hint that needs no table, or a rule as ``FILE.py:NAME``; raises ValueError naming the known ones."""
+    """Returns a hint that needs no table, or a rule as ``FILE.py:NAME``; raises ValueError naming the known ones."""
     if is_in_file(name):
         return Hint.of(name, rule_in_file(name))
     if name not in HINTS:
@@ -133,3 +140,58 @@ def hint_by_name(name: str) -> Hint:
             f"hint {name!r} is unknown: choose one of {', '.join([*HINTS, SCHEDULE])}, or FILE.py:NAME of a rule"
         )
     return HINTS[name]
+
+
+@dataclass(frozen=True, eq=False)
+class Consumption:
+    """A hint and the way to consume it: an order of the plan's tasks, and the choice of the next ready task."""
+
+    rank: Callable[[Task], Rank]
+    choose: Callable[[int, Heads], Choice]
+    initial: int
+    is_strict: bool
+    hint: Hint
+    """The ranking of the tasks; for ``strict`` it holds the table's row."""
+
+    def order(self, plan: StagePlan) -> tuple[int, ...]:
+        """Returns the step's tasks (as node numbers) in hint order: lane after lane for ``ready``, one sequence for
+        ``strict``.
+
+        Positions in this order are what ``choose`` sees. The tasks of engines beside compute, which it never sees, come
+        last.
+        """
+        lanes, rank = plan.lanes, self.rank
+        ranked = {node: (rank(task), 0) for node, task in plan.present()}
+        for node in plan.once:
+            ranked[node] = _ahead_of_followers(node, plan, ranked)
+        return tuple(node for *_, node in sorted((lanes[node] < 0, *key, node) for node, key in ranked.items()))
+
+
+def _ahead_of_followers(node: int, plan: StagePlan, ranked: dict[int, tuple[Rank, int]]) -> tuple[Rank, int]:
+    """Returns the rank of an operation that runs once per step, which no row names: right before the first task that
+    waits for it, or behind all others."""
+    found = [
+        _ahead_of_followers(after, plan, ranked) if after in plan.once else ranked[after]
+        for after in plan.dependents[node]
+        if after in ranked
+    ]
+    if found:
+        first, ahead = min(found)
+        return first, ahead - 1
+    return max(ranked.values())[0], 1
+
+
+def ready(hint: Hint) -> Consumption:
+    """Returns the consumption that runs the best task of those that are ready and admissible."""
+    return Consumption(hint.rank, hint.choose, hint.initial, is_strict=False, hint=hint)
+
+
+def strict(order: tuple[Task, ...]) -> Consumption:
+    """Returns the consumption that runs the entries of ``order`` one after another, waiting for each; then R and U."""
+    hint = schedule_hint(order)
+    return Consumption(hint.rank, _choose_next, 0, is_strict=True, hint=hint)
+
+
+def _choose_next(position: int, heads: Heads) -> Choice:
+    # The hint's state counts the dispatched entries, and so is the position of the next one.
+    return (position, position + 1) if position in heads else (None, position)

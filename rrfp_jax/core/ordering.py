@@ -1,4 +1,4 @@
-"""What a user says about order, in one record.
+"""The order of a pipeline: :class:`Ordering` in the user's words, and :class:`Order`, resolved for one pipeline.
 
 ``schedule`` is a table of tasks; ``consume`` says whether a stage waits for its table's next entry (``strict``) or runs
 the best of what is ready (``ready``); ``hint`` ranks what is ready; ``window`` bounds the microbatches that a stage may
@@ -8,36 +8,219 @@ are on unless they are switched off, which leaves readiness alone, as the RRFP p
 far chunks that run F only, such as frozen encoders, may run ahead of those that read them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 from rrfp_jax.byte_sizes import parse_bytes
-from rrfp_jax.core.consumption import Consumption, ready, strict
-from rrfp_jax.core.footprint import memory_changes, memory_unit
+from rrfp_jax.core.arbiter import StageArbiter
 from rrfp_jax.core.foresight import ForesightRules
-from rrfp_jax.core.hints import BFW, SCHEDULE, hint_by_name, schedule_hint
-from rrfp_jax.core.order import Order, present_rows, read_ahead_of
-from rrfp_jax.core.ordering_words import (
-    DEFAULT_WINDOW,
-    FUSED,
-    READY,
-    SPLIT,
-    STRICT,
-    check_guidance,
-    check_read_ahead,
-    check_words,
-)
+from rrfp_jax.core.groups import GroupProtocol, group_arbiter
+from rrfp_jax.core.hints import BFW, HINTS, SCHEDULE, Consumption, hint_by_name, ready, schedule_hint, strict
+from rrfp_jax.core.memory import AheadBound, check_windows, memory_changes, memory_unit, turns_of_table
+from rrfp_jax.core.plan import StepRules
 from rrfp_jax.core.replicas import replicated_graph, replicated_placement, replicated_table
-from rrfp_jax.core.window import check_windows
+from rrfp_jax.core.stage_setup import EVALUATION, StageSetup, outputs_ahead
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, ScheduleTable, Task
-from rrfp_jax.schedules.validation import check_orders
+from rrfp_jax.schedules.validation import check_orders, execution_order
+
+READY = "ready"
+STRICT = "strict"
+SPLIT = "split"
+FUSED = "fused"
+DEFAULT_WINDOW = 32
+
+
+def hint_names() -> tuple[str, ...]:
+    """Returns the names that ``hint`` accepts."""
+    return (*HINTS, SCHEDULE)
+
+
+def check_read_ahead(read_ahead: int | None, consume: str) -> None:
+    """Raise ValueError for a bound that admits nothing, or where nothing heeds it."""
+    if read_ahead is not None and read_ahead < 1:
+        raise ValueError(f"read_ahead is {read_ahead}: a chunk must be allowed at least 1 microbatch, or it never runs")
+    if read_ahead is not None and consume == STRICT:
+        raise ValueError(
+            "read_ahead has no meaning under strict consumption, which goes as far ahead as its table does"
+        )
+
+
+def check_words(consume: str, hint: str | None, backward: str | None, *, has_schedule: bool) -> None:
+    """Raise ValueError on words that mean nothing or contradict each other."""
+    if consume not in (READY, STRICT):
+        raise ValueError(f"consume {consume!r} is unknown: choose {READY} or {STRICT}")
+    if backward not in (None, SPLIT, FUSED):
+        raise ValueError(f"backward {backward!r} is unknown: choose {SPLIT} or {FUSED}")
+    if hint not in (None, SCHEDULE):
+        hint_by_name(hint)
+    if consume == STRICT and not has_schedule:
+        raise ValueError("consume strict needs a schedule to wait for: give one, for example 1f1b")
+    if hint == SCHEDULE and not has_schedule:
+        raise ValueError("hint schedule needs a schedule to rank by: give one, for example 1f1b")
+    if hint == BFW.name and consume == READY and backward == FUSED:
+        raise ValueError(f"hint {BFW.name} needs a split backward: leave backward out, or take hint bf")
+
+
+def check_guidance(footprint: bool | None, foresight: ForesightRules | bool | None, *, is_guided: bool) -> None:
+    """Raise ValueError where footprint or foresight are asked for and cannot mean anything."""
+    for name, asked in (("footprint", footprint), ("foresight", foresight)):
+        if asked and not is_guided:
+            raise ValueError(
+                f"{name} needs a schedule that ranks what is ready: give one, for example zb-h1, with consume {READY} "
+                f"and no other hint, or leave {name} out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The parts of all stages' arbiters on one pipeline."""
+
+    label: str
+    """For tables and captions, for example ``1f1b strict``."""
+    table: ScheduleTable | None
+    placement: Placement
+    graph: PipelineGraph
+    consumptions: tuple[Consumption, ...]
+    """One per stage."""
+    windows: tuple[int, ...]
+    """One per stage; under ``strict`` without an explicit window the peak of the table, which nothing restrains."""
+    capacities: tuple[int, ...] | None = None
+    """One per stage: the most that the microbatches that it holds may weigh, in steps with weights; None: they are
+    counted in all steps. Not with strict consumption or footprints."""
+    is_bf: bool
+    """Whether the stages follow the paper's Algorithm 1, on whatever backward."""
+    foresight: ForesightRules | None = None
+    footprints: tuple[int, ...] | None = None
+    """One per stage, in activations of one chunk and microbatch (where operations move parts of one, in units:
+    :func:`rrfp_jax.core.memory.memory_unit`); they take the place of the windows."""
+    read_ahead: tuple[tuple[int, int], ...] = ()
+    """(chunk, microbatches) for each chunk that runs F only for others: how many of its outputs may not have been taken
+    by all of them. None under strict consumption."""
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """The number of microbatches that each stage may hold, as text; with a footprint counted by their chunks."""
+        if self.footprints is None:
+            return tuple(map(str, self.windows))
+        chunks_of_stage = self.placement.chunks_of_stage
+        passes = [self.graph.passes_per_microbatch(chunks) for chunks in chunks_of_stage]
+        unit = memory_unit(self.graph)
+        return tuple(f"{limit / unit / each:g}" for limit, each in zip(self.footprints, passes, strict=True))
+
+    def ahead_bounds(self) -> tuple[AheadBound, ...]:
+        """Returns the bounds of read-ahead, with the turns of the rows where these bound memory."""
+        found: dict[int, tuple[int, ...]] = {}
+        if self.read_ahead and self.footprints is not None:
+            rows = [one.hint.row or () for one in self.consumptions]
+            found = turns_of_table(self.graph, execution_order(self.graph, present_rows(rows, self.graph))[0])
+        return tuple(AheadBound(chunk=c, limit=limit, turns=found.get(c, ())) for c, limit in self.read_ahead)
+
+    def arbiters(
+        self,
+        rules: StepRules,
+        *,
+        certain_ahead: bool = False,
+        members: Mapping[int, tuple[int, int]] | None = None,
+        protocol: GroupProtocol = GroupProtocol.LEADER,
+        shortest_s: float = 0.0,
+        evaluation_batches: int = 0,
+    ) -> list[StageArbiter]:
+        """Returns fresh arbiters of some stages, in the order given.
+
+        Args:
+            members: for each wanted stage, which member of how many of its group this arbiter is; None: every stage,
+                by itself.
+            protocol: how the members of a group agree.
+            shortest_s: how long tasks must usually take at least for foresight, where its rules do not ask for more.
+            evaluation_batches: how many batches a step runs that evaluates; 0: no step does.
+
+        Raises ValueError where gradients are added up in order and a table that must be kept to has another one.
+        """
+        if rules.ordered and self.table is not None and (self.footprints or self.consumptions[0].is_strict):
+            self.table.check_accumulation()
+        foresight = self.foresight
+        if foresight is not None:
+            foresight = replace(foresight, shortest_s=max(foresight.shortest_s, shortest_s))
+        wanted = dict.fromkeys(range(self.placement.num_stages), (0, 1)) if members is None else members
+        ahead = self.ahead_bounds()
+        setups = {
+            stage: StageSetup(
+                self.graph,
+                self.placement,
+                stage,
+                consumption=self.consumptions[stage],
+                window=self.windows[stage],
+                capacity=None if self.capacities is None else self.capacities[stage],
+                rules=rules,
+                certain_ahead=certain_ahead,
+                foresight=foresight,
+                footprint=None if self.footprints is None else self.footprints[stage],
+                read_ahead=tuple(b for b in ahead if self.placement.stage_of_chunk[b.chunk] == stage),
+                evaluation_batches=evaluation_batches,
+            )
+            for stage in wanted
+        }
+        return [group_arbiter(protocol, setups[stage], *of_group) for stage, of_group in wanted.items()]
+
+    def evaluating(self, num_batches: int = 1) -> "Order":
+        """Returns the order of steps that evaluate this many batches (:mod:`rrfp_jax.core.stage_setup`), as an order by
+        itself: for simulations and memory forecasts."""
+        graph = self.graph.evaluating(num_batches)
+        return Order(
+            label="evaluation",
+            table=None,
+            placement=self.placement,
+            graph=graph,
+            consumptions=(EVALUATION,) * self.placement.num_stages,
+            windows=(graph.num_microbatches,) * self.placement.num_stages,
+            is_bf=False,
+            read_ahead=tuple((bound.chunk, bound.limit) for bound in outputs_ahead(graph)),
+        )
+
+
+def read_ahead_of(order: Order, asked: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Returns how far each chunk may run ahead that runs F only for others: twice what its readers hold, and never less
+    than its turns need, unless ``asked`` is given.
+
+    Raises ValueError where ``asked`` is less than the turns need.
+    """
+    graph = order.graph
+    if asked is not None:
+        limits = {chunk: asked for chunk in range(graph.num_chunks) if graph.reads_ahead(chunk)}
+    else:
+        held: dict[int, int] = {}
+        for chunk in reversed(range(graph.num_chunks)):
+            readers = graph.successors(chunk) if graph.reads_ahead(chunk) else ()
+            held[chunk] = max((held[s] for s in readers), default=0) or _held_at_most(order, chunk)
+        twice = {chunk: 2 * of_chunk for chunk, of_chunk in held.items() if graph.reads_ahead(chunk)}
+        bounds = replace(order, read_ahead=tuple(twice.items())).ahead_bounds()
+        limits = {bound.chunk: max(bound.limit, bound.needed(graph)) for bound in bounds}
+    found = replace(order, read_ahead=tuple(sorted(limits.items())))
+    for bound in found.ahead_bounds():
+        bound.check(graph)
+    return found.read_ahead
+
+
+def _held_at_most(order: Order, chunk: int) -> int:
+    """Returns how many microbatches the stage of a chunk may hold, at least 1."""
+    stage = order.placement.stage_of_chunk[chunk]
+    if order.footprints is None:
+        return order.windows[stage]
+    passes = memory_unit(order.graph) * order.graph.passes_per_microbatch(order.placement.chunks_of_stage[stage])
+    return max(1, order.footprints[stage] // passes)
+
+
+def present_rows(rows: Iterable[Iterable[Task]], graph: PipelineGraph) -> list[list[Task]]:
+    """Returns the rows of a table without the tasks that this pipeline lacks."""
+    wanted = set(graph.tasks())
+    return [[task for task in row if task in wanted] for row in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ordering:
-    """What the user asked for. Raises ValueError on words that mean nothing or contradict each other."""
+    """The order that a user asks for. Raises ValueError on words that mean nothing or contradict each other."""
 
     schedule: ScheduleTable | None = None
     """A table, for example of :func:`rrfp_jax.schedules.build_schedule`."""
@@ -105,7 +288,7 @@ class Ordering:
             self._table.check_accumulation()
 
     def fitted(self, placement: Placement, graph: PipelineGraph) -> PipelineGraph:
-        """The graph with the chunks whose backward is split, for a pipeline that this ordering fits.
+        """Returns the graph with the chunks whose backward is split, for a pipeline that this ordering fits.
 
         Raises ValueError, in one sentence with the remedy, where schedule, window and pipeline do not fit together.
         """
@@ -126,7 +309,7 @@ class Ordering:
         return graph
 
     def resolve(self, placement: Placement, graph: PipelineGraph, *, num_replicas: int = 1) -> Order:
-        """The order on this pipeline, or on so many replicas of it; the graph's ``split`` is set here.
+        """Returns the order on this pipeline, or on this many replicas of it; the graph's ``split`` is set here.
 
         Raises ValueError as :meth:`fitted`, and for a window in bytes: what those hold, only compiled programs tell.
         """
@@ -148,7 +331,7 @@ class Ordering:
 
     @property
     def _table(self) -> ScheduleTable | None:
-        """The schedule, or what stands for it where it is a hint."""
+        """The schedule, or its hint where it only ranks the ready tasks."""
         if self.schedule is None or not self.is_guided:
             return self.schedule
         return self.schedule.hint or self.schedule
@@ -178,8 +361,10 @@ class Ordering:
         return self.foresight if isinstance(self.foresight, ForesightRules) else ForesightRules()
 
     def _footprints(self, placement: Placement, graph: PipelineGraph, num_replicas: int) -> tuple[int, ...] | None:
-        """Activations of one chunk and microbatch that each stage may hold, in units; raises ValueError below the
-        table's own. Where operations move memory they bound it whatever the stages follow."""
+        """Returns the activations that each stage may hold, in units; raises ValueError below the table's own.
+
+        Where operations move memory, footprints bound it whatever the stages follow.
+        """
         moves_memory = bool(graph.ops) and graph.operations.moves_memory
         if not (self.has_footprint or moves_memory):
             return None
@@ -212,7 +397,7 @@ class Ordering:
         return "bf-deep" if placement.num_chunks > placement.num_stages else "bf"
 
     def _split(self, placement: Placement) -> frozenset[int]:
-        """The chunks whose backward runs as I and W."""
+        """Returns the chunks whose backward runs as I and W."""
         every = frozenset(range(placement.num_chunks))
         by_table = self.schedule.graph.split if self.schedule else frozenset()
         if self.schedule is not None and self.follows_table:
@@ -236,7 +421,9 @@ class Ordering:
         if table is not None and hint == SCHEDULE:
             limits = footprints or (None,) * num_stages
             return tuple(
-                ready(schedule_hint(order, weights_last=table.weights_fill and _has_room(order, table.graph, limit)))
+                ready(
+                    schedule_hint(order, weights_last=table.weights_fill and _may_hold_more(order, table.graph, limit))
+                )
                 for order, limit in zip(table.orders, limits, strict=True)
             )
         return (ready(hint_by_name(hint)),) * num_stages
@@ -254,8 +441,8 @@ class Ordering:
         return check_windows(DEFAULT_WINDOW if self.window is None else self.window, num_stages)
 
 
-def _has_room(row: Iterable[Task], graph: PipelineGraph, limit: int | None) -> bool:
-    """Whether a stage may hold more activations than its row does."""
+def _may_hold_more(row: Iterable[Task], graph: PipelineGraph, limit: int | None) -> bool:
+    """Returns whether a stage may hold more activations than its row does."""
     return limit is None or limit > max(accumulate(memory_changes(row, graph)), default=0)
 
 

@@ -1,16 +1,16 @@
 """One stage's share of a step, compiled into small tables of integers.
 
-A plan numbers the stage's tasks and *gates* and counts, for each, what it waits for. A gate is a condition that fires
-by itself and may send messages; it is never dispatched. The gates of a step are
+A plan numbers the stage's tasks and *gates* and counts, for each, the nodes and messages that it waits for. A gate is a
+condition that fires by itself and may send messages; it is never dispatched. The gates of a step are
 
 * *gradients complete* of a chunk that shares parameters with a chunk of another stage: all its B (or W) are done; sends
   its share of the gradients;
-* *complete here* and *complete in all replicas*, of a chunk with copies in other replicas: they tell each other along a
-  tree of the replicas, up and then down, and R follows;
-* *report*: the stage has done what the step's agreement needs from it, and the reports of the stages below it in the
-  tree of stages (:mod:`rrfp_jax.tree`) are in; sends one report for all of them to the stage above;
-* *taken*, of a chunk that reads ahead (:mod:`rrfp_jax.core.read_ahead`): all its readers on other stages have
-  said that they have taken its outputs; so the chunk's step ends no sooner;
+* *complete here* and *complete in all replicas*, of a chunk with copies in other replicas: they send to each other
+  along a tree of the replicas, up and then down, and R follows;
+* *report*: the stage has done its part of the step's agreement, and the reports of the stages below it in the tree of
+  stages (:mod:`rrfp_jax.tree`) are in; sends one report for all of them to the stage above;
+* *taken*, of a chunk that reads ahead (:mod:`rrfp_jax.core.memory`): all its readers on other stages have sent their
+  receipts, so that the chunk's step ends no sooner;
 * *verdict*: on stage 0, the root, its report is complete; elsewhere, the verdict has arrived from above. Sends it to
   the stages below.
 
@@ -21,23 +21,26 @@ which some pairs are absent is the full one with their tasks taken out (:mod:`rr
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 
-from rrfp_jax.core.events import Message
-from rrfp_jax.schedules import Task, TaskKind
-from rrfp_jax.tree import CONTROL_DEGREE
+from rrfp_jax.core.events import Message, MessageKind
+from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.tree import CONTROL_DEGREE, children, parent
 
 LANE = {TaskKind.F: 0, TaskKind.B: 1, TaskKind.I: 1, TaskKind.W: 2, TaskKind.R: 3, TaskKind.U: 3}
 """Ready tasks queue in four lanes: forwards, input gradients, weight gradients, and the tasks of the step's end."""
 NUM_LANES = 4
-FINISHED = -2
-"""In place of what a node waits for, once it has finished, or where it is absent."""
+
+RUNNING, FINISHED, DUE = -1, -2, -3
+"""Values in place of a node's count of missing prerequisites: a dispatched task; a node that has finished, or that the
+step lacks; a task that is about to end, behind which another one may be dispatched."""
 
 
 class Agreement(StrEnum):
-    """What the stages agree on once per step before any optimizer update."""
+    """The subject on which all stages agree once per step before any optimizer update."""
 
     NONE = "none"
-    """Nothing: a stage ends its step on its own."""
+    """No agreement: a stage ends its step on its own."""
     LOSS = "loss"
     """The total weight of the loss: a stage reports once its losses are computed, without any as the step begins."""
     ALL = "all"
@@ -46,14 +49,14 @@ class Agreement(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules:
-    """What a step consists of beyond the graph's own tasks. Raises ValueError for a tree that cannot be."""
+    """The parts of a step beyond the graph's own tasks. Raises ValueError for a tree that cannot be."""
 
     ordered: bool = False
     """Accumulate each chunk's gradients in microbatch order (deterministic mode)."""
     updates: bool = True
     """End the step with R and U of every chunk that has a backward."""
     agreement: Agreement = Agreement.ALL
-    """What the stages agree on between R and U."""
+    """The subject on which the stages agree between R and U."""
     lockstep: bool = False
     """End the step in one fixed order on each stage, as collectives between replicas of a stage need it: all R from the
     last chunk to the first, as backwards complete them, and then all U from the first to the last."""
@@ -67,7 +70,7 @@ class StepRules:
 
 @dataclass(frozen=True, eq=False)
 class StagePlan:
-    """The tables of one stage; see the module's description. Nodes below ``len(tasks)`` are tasks, the rest gates."""
+    """The tables of one stage. Nodes below ``len(tasks)`` are tasks, the rest gates."""
 
     stage: int
     tasks: tuple[Task, ...]
@@ -77,9 +80,9 @@ class StagePlan:
     dependents: tuple[tuple[int, ...], ...]
     """The nodes of this stage that wait for each node."""
     sends: tuple[tuple[tuple[Message, int], ...], ...]
-    """What each node sends when it finishes, and to which stages."""
+    """The messages that each node sends when it finishes, and the receiving stages."""
     arrivals: dict[Message, int]
-    """The number of each message that comes from elsewhere."""
+    """The number of each message that comes from another stage."""
     messages: tuple[Message, ...]
     """The message of each number, also those that the step lacks."""
     awaited_by: tuple[int, ...]
@@ -91,10 +94,10 @@ class StagePlan:
     tasks_per_microbatch: tuple[int, ...]
     """How many F, B, I and W tasks this stage has for each microbatch, from ``first_microbatch`` on."""
     holds: dict[int, tuple[int, ...]]
-    """For each chunk that reads ahead, and each microbatch of its range, how many ends let go of what it holds: that of
-    its own F, and those of its readers' F; 0 where it is absent."""
+    """For each chunk that reads ahead, and each microbatch of its range, how many ends let go of it: the end of its own
+    F and of each reader's F; 0 where it is absent."""
     lets_go: dict[int, tuple[int, ...]]
-    """The chunks for which a node's end is one of these."""
+    """The chunks of which a node's end lets a microbatch go."""
     engines: tuple[str, ...] = ()
     """The lanes beside compute that this stage's operations keep busy."""
     once: range = range(0)
@@ -107,20 +110,16 @@ class StagePlan:
         return len(self.needs)
 
     def present(self) -> list[tuple[int, Task]]:
-        """The tasks of the step with their nodes."""
+        """Returns the tasks of the step with their nodes."""
         return [(node, task) for node, task in enumerate(self.tasks) if node not in self.absent]
 
     def name(self, node: int) -> str:
-        """A node's name in messages to people."""
+        """Returns a node's name for messages to people."""
         return str(self.tasks[node]) if node < len(self.tasks) else self.gate_names[node - len(self.tasks)]
 
-    def prerequisites(self, node: int) -> tuple[int | Message, ...]:
-        """The nodes and messages that ``node`` waits for."""
-        return self._prerequisites[node]
-
     @cached_property
-    def _prerequisites(self) -> tuple[tuple[int | Message, ...], ...]:
-        """``dependents`` and ``arrivals`` the other way round, for reports to people and to take absent tasks out."""
+    def prerequisites(self) -> tuple[tuple[int | Message, ...], ...]:
+        """The nodes and messages that each node waits for: ``dependents`` and ``arrivals`` the other way round."""
         before: list[list[int | Message]] = [[] for _ in self.needs]
         for other, nodes in enumerate(self.dependents):
             for node in nodes:
@@ -130,18 +129,347 @@ class StagePlan:
         return tuple(map(tuple, before))
 
 
+def engine_of(lane: int) -> int:
+    """Returns the number of the engine beside compute to which a lane below 0 belongs: 0 for -1, 1 for -2, ..."""
+    return -1 - lane
+
+
 def follows_in_queue(plan: StagePlan, node: int) -> bool:
-    """Whether a node is a task of the compute lane, which may be handed over behind one that is about to end."""
+    """Returns whether a node is a task of the compute lane, which may be handed over behind one that is about to
+    end."""
     return node < len(plan.tasks) and plan.lanes[node] >= 0
 
 
-def followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of some nodes that follow in the queue of the compute lane."""
+def queue_followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the nodes among these that may follow in the queue of the compute lane."""
     lanes, num_tasks = plan.lanes, len(plan.tasks)
     return tuple([node for node in nodes if node < num_tasks and lanes[node] >= 0])
 
 
-def others(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Those that wait for real ends: gates, and the tasks of engines beside compute."""
+def end_followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the nodes among these that wait for real ends: gates, and the tasks of engines beside compute."""
     lanes, num_tasks = plan.lanes, len(plan.tasks)
     return tuple([node for node in nodes if node >= num_tasks or lanes[node] < 0])
+
+
+def stage_plan(
+    graph: PipelineGraph, placement: Placement, stage: int, rules: StepRules, *, has_row: bool = True
+) -> StagePlan:
+    """Returns the plan of one stage; raises ValueError where graph and placement do not fit together.
+
+    ``has_row``: whether an order names every task. Without one, an operation that takes memory back for a task is
+    issued once all other inputs of that task are here.
+    """
+    if graph.num_chunks != placement.num_chunks:
+        raise ValueError(
+            f"the graph has {graph.num_chunks} chunks and the placement {placement.num_chunks}: they must agree"
+        )
+    return _PlanBuilder(graph, placement, stage, rules, has_row=has_row).build()
+
+
+class _PlanBuilder:
+    """The tables of a plan while it is made."""
+
+    def __init__(
+        self, graph: PipelineGraph, placement: Placement, stage: int, rules: StepRules, *, has_row: bool
+    ) -> None:
+        self.graph, self.placement, self.stage, self.rules = graph, placement, stage, rules
+        self.has_row = has_row
+        self.chunks = placement.chunks_of_stage[stage]
+        self.tasks = list(graph.tasks(self.chunks))
+        self.num_microbatch_tasks = len(self.tasks)
+        self.trained = [c for c in self.chunks if graph.trains(c)] if rules.updates else []
+        for kind in (TaskKind.R, TaskKind.U):
+            self.tasks += [Task(kind, c) for c in self.trained]
+        self.once = list(graph.operations.once(self.chunks)) if graph.ops else []
+        self.tasks += self.once
+        lanes = {graph.lane(task.kind): None for task in self.tasks} if graph.ops else {}
+        self.engines = tuple(lane for lane in lanes if lane != COMPUTE)
+        self.index = {task: node for node, task in enumerate(self.tasks)}
+        self.gate_names: list[str] = []
+        self.needs = [0] * len(self.tasks)
+        self.dependents: list[list[int]] = [[] for _ in self.tasks]
+        self.sends: list[list[tuple[Message, int]]] = [[] for _ in self.tasks]
+        self.arrivals: dict[Message, int] = {}
+        self.nodes: dict[tuple[TaskKind, int], dict[int, int]] = {}
+        self.input_gates: dict[int, int] = {}
+        self.holds: dict[int, tuple[int, ...]] = {}
+        self.lets_go: dict[int, tuple[int, ...]] = {}
+
+    def build(self) -> StagePlan:
+        for chunk in self.chunks:
+            self._wire_forwards(chunk)
+            if self.graph.has_backward(chunk):
+                self._wire_backwards(chunk)
+            elif self.graph.successors(chunk):
+                self._wire_readers(chunk)
+        if self.rules.ordered:
+            for chunk in filter(self.graph.trains, self.chunks):
+                for earlier, later in pairwise(self._accumulations(chunk)):
+                    self._after(later, earlier)
+        for chunk in self.trained:
+            self._wire_reduction(chunk)
+        if self.rules.lockstep:
+            reductions = [self.index[Task(TaskKind.R, chunk)] for chunk in reversed(self.trained)]
+            for before, after in pairwise(reductions):
+                self._after(after, before)
+        if self.graph.ops:
+            self._wire_operations()
+        self._wire_agreement()
+        first = min(self.graph.range_of(c).start for c in self.chunks)
+        per_microbatch = [0] * (max(self.graph.range_of(c).stop for c in self.chunks) - first)
+        for task in self.tasks[: self.num_microbatch_tasks]:
+            per_microbatch[task.microbatch - first] += 1
+        return StagePlan(
+            stage=self.stage,
+            tasks=tuple(self.tasks),
+            gate_names=tuple(self.gate_names),
+            needs=tuple(self.needs),
+            dependents=tuple(map(tuple, self.dependents)),
+            sends=tuple(map(tuple, self.sends)),
+            arrivals={message: number for number, message in enumerate(self.arrivals)},
+            messages=tuple(self.arrivals),
+            awaited_by=tuple(self.arrivals.values()),
+            index=self.index,
+            lanes=tuple(map(self._lane, self.tasks)),
+            first_microbatch=first,
+            tasks_per_microbatch=tuple(per_microbatch),
+            holds=self.holds,
+            lets_go=self.lets_go,
+            engines=self.engines,
+            once=range(len(self.tasks) - len(self.once), len(self.tasks)),
+        )
+
+    def _wire_forwards(self, chunk: int) -> None:
+        nodes = self._nodes(TaskKind.F, chunk)
+        for p in self.graph.predecessors(chunk):
+            self._receive(nodes, TaskKind.F, p, MessageKind.ACTIVATION, chunk)
+            if self.graph.reads_ahead(p):
+                self._send(nodes, MessageKind.TAKEN, chunk, p)
+        for s in self.graph.successors(chunk):
+            self._send(nodes, MessageKind.ACTIVATION, chunk, s)
+
+    def _wire_readers(self, chunk: int) -> None:
+        """Count the ends that let go of each output of a chunk that reads ahead, and wait for receipts."""
+        forwards = self._nodes(TaskKind.F, chunk)
+        ends = dict.fromkeys(forwards, 1)
+        for node in forwards.values():
+            self._let_go(node, chunk)
+        readers = self.graph.successors(chunk)
+        for s in readers:
+            for m in self.graph.microbatches(s):
+                if m in forwards:
+                    ends[m] += 1
+        elsewhere = [s for s in readers if self.placement.stage_of_chunk[s] != self.stage]
+        for s in set(readers).difference(elsewhere):
+            for m, node in self._nodes(TaskKind.F, s).items():
+                if m in forwards:
+                    self._let_go(node, chunk)
+        if elsewhere:
+            gate = self._gate(f"outputs of chunk {chunk} taken")
+            for s in elsewhere:
+                for m in self.graph.microbatches(s):
+                    if m in forwards:
+                        self._after_message(gate, Message(MessageKind.TAKEN, s, chunk, m))
+        self.holds[chunk] = tuple(ends.get(m, 0) for m in self.graph.range_of(chunk))
+
+    def _let_go(self, node: int, chunk: int) -> None:
+        self.lets_go[node] = (*self.lets_go.get(node, ()), chunk)
+
+    def _wire_backwards(self, chunk: int) -> None:
+        graph = self.graph
+        nodes = self._nodes(graph.input_gradient_kind(chunk), chunk)
+        for m, forward in self._nodes(TaskKind.F, chunk).items():
+            self._after(nodes[m], forward)
+        for s in graph.gradient_successors(chunk):
+            self._receive(nodes, graph.input_gradient_kind(s), s, MessageKind.GRADIENT, chunk)
+        for p in graph.gradient_predecessors(chunk):
+            self._send(nodes, MessageKind.GRADIENT, chunk, p)
+        if graph.accumulating_kind(chunk) is TaskKind.W:
+            for m, weight in self._nodes(TaskKind.W, chunk).items():
+                self._after(weight, nodes[m])
+
+    def _receive(self, nodes: dict[int, int], kind: TaskKind, source: int, carried: MessageKind, chunk: int) -> None:
+        """Let the tasks of ``chunk`` wait for the tasks of this kind of chunk ``source``, directly or by message."""
+        if self.placement.stage_of_chunk[source] == self.stage:
+            for m, node in self._nodes(kind, source).items():
+                if m in nodes:
+                    self._after(nodes[m], node)
+            return
+        for m in self.graph.microbatches(source):
+            if m in nodes:
+                self._after_message(nodes[m], Message(carried, source, chunk, m))
+
+    def _send(self, nodes: dict[int, int], carried: MessageKind, chunk: int, target: int) -> None:
+        stage = self.placement.stage_of_chunk[target]
+        if stage != self.stage:
+            for m in self.graph.microbatches(target):
+                if m in nodes:
+                    self.sends[nodes[m]].append((Message(carried, chunk, target, m), stage))
+
+    def _wire_operations(self) -> None:
+        """Wire operations to their prerequisites and followers, which are all on this stage, as an operation is on a
+        chunk."""
+        operations = self.graph.operations
+        for task, node in self.index.items():
+            own = task.kind in operations.by_letter
+            for needed in operations.dependencies(task) if own else operations.before(task):
+                if needed in self.index:  # a step without updates has no R and U
+                    self._after(node, self.index[needed])
+        if not self.has_row:
+            for op in self.graph.ops:
+                if op.holds and op.before:
+                    self._issue_with_inputs(TaskKind(op.letter))
+
+    def _issue_with_inputs(self, kind: TaskKind) -> None:
+        """Let an operation that takes memory wait for all other inputs of the task that it comes before.
+
+        Issued sooner, it would hold memory that forwards need meanwhile (:mod:`rrfp_jax.core.memory`).
+        """
+        waiting: dict[int, list[Message]] = {}
+        for message, node in self.arrivals.items():
+            waiting.setdefault(node, []).append(message)
+        for task, node in self.index.items():
+            if task.kind is not kind:
+                continue
+            for follower in self.dependents[node]:
+                if follower in waiting:
+                    self._gather(follower, waiting.pop(follower))
+                if follower in self.input_gates:
+                    self._after(node, self.input_gates[follower])
+                needed = self.graph.dependencies(self.tasks[follower])
+                self._after(node, *(self.index[t] for t in needed if t.chunk != task.chunk and t in self.index))
+
+    def _gather(self, node: int, messages: list[Message]) -> None:
+        """Let one gate wait for all messages of a task, for others to wait for it too."""
+        self.input_gates[node] = gate = self._gate(f"inputs of {self.tasks[node]}")
+        for message in messages:
+            self.arrivals[message] = gate
+        self.needs[gate] = len(messages)
+        self.needs[node] -= len(messages)
+        self._after(node, gate)
+
+    def _wire_reduction(self, chunk: int) -> None:
+        """Let R of a chunk wait for the gradients of all chunks that share its parameters."""
+        reduction = self.index[Task(TaskKind.R, chunk)]
+        own, copies = self._sharers(chunk)
+        stage_of = self.placement.stage_of_chunk
+        complete = [node for c in own if stage_of[c] == self.stage for node in self._accumulations(c)]
+        remote = [c for c in own if stage_of[c] != self.stage]
+        if remote:
+            gate = self._gate(f"gradients of chunk {chunk} complete")
+            self._after(gate, *self._accumulations(chunk))
+            for c in remote:
+                self._tell_sharer(gate, chunk, c)
+        waiting = reduction if len(copies) == 1 else self._wire_replicas(chunk, copies, reduction)
+        self._after(waiting, *complete)
+        for c in remote:
+            self._after_message(waiting, Message(MessageKind.SHARED, c, chunk))
+
+    def _wire_replicas(self, chunk: int, copies: list[int], reduction: int) -> int:
+        """Let R of a chunk wait for all replicas, which send to each other along a tree. Returns the gate of this
+        one."""
+        place, degree, shared = copies.index(chunk), self.rules.tree_degree, MessageKind.SHARED
+        above, below = parent(place, degree), children(place, len(copies), degree)
+        here = self._gate(f"chunk {chunk} complete here and in the replicas below")
+        everywhere = self._gate(f"chunk {chunk} complete in all replicas")
+        for child in below:
+            self._after_message(here, Message(shared, copies[child], chunk))
+            self._tell_sharer(everywhere, chunk, copies[child])
+        if above is None:
+            self._after(everywhere, here)
+        else:
+            self._tell_sharer(here, chunk, copies[above])
+            self._after_message(everywhere, Message(shared, copies[above], chunk))
+        self._after(reduction, everywhere)
+        return here
+
+    def _tell_sharer(self, gate: int, chunk: int, other: int) -> None:
+        self.sends[gate].append((Message(MessageKind.SHARED, chunk, other), self.placement.stage_of_chunk[other]))
+
+    def _sharers(self, chunk: int) -> tuple[list[int], list[int]]:
+        """Returns the chunks of the own replica that share this chunk's parameters, and its copies in all replicas."""
+        graph = self.graph
+        trained = [c for c in graph.sharing(chunk) if graph.trains(c)]
+        if not graph.owned:
+            return trained, [chunk]
+        by_replica: dict[tuple[int, int], list[int]] = {}
+        for c in trained:
+            by_replica.setdefault(graph.owned[c], []).append(c)
+        own = by_replica[graph.owned[chunk]]
+        place = own.index(chunk)
+        return own, [others[place] for others in by_replica.values()]
+
+    def _wire_agreement(self) -> None:
+        """Let U wait for R and, where the stages agree on something, for the verdict."""
+        updates = [self.index[Task(TaskKind.U, c)] for c in self.trained]
+        for chunk, update in zip(self.trained, updates, strict=True):
+            self._after(update, self.index[Task(TaskKind.R, self.trained[0] if self.rules.lockstep else chunk)])
+        if self.rules.lockstep:
+            for earlier, later in pairwise(updates):
+                self._after(later, earlier)
+        if self.rules.agreement is not Agreement.NONE:
+            verdict = self._wire_tree()
+            for update in updates:
+                self._after(update, verdict)
+
+    def _wire_tree(self) -> int:
+        """Wire reports up the tree of stages and the verdict down. Returns the gate of the verdict."""
+        stage, degree = self.stage, self.rules.tree_degree
+        above, below = parent(stage, degree), children(stage, self.placement.num_stages, degree)
+        verdict, report = self._gate("verdict"), self._gate("report")
+        self._after(report, *self._reported())
+        for child in below:
+            self._after_message(report, Message(MessageKind.REPORT, child, stage))
+        if above is None:
+            self._after(verdict, report)
+        else:
+            self.sends[report].append((Message(MessageKind.REPORT, stage, above), above))
+            self._after_message(verdict, Message(MessageKind.VERDICT, above, stage))
+        self.sends[verdict] += [(Message(MessageKind.VERDICT, stage, child), child) for child in below]
+        return verdict
+
+    def _reported(self) -> list[int]:
+        """Returns the nodes after which the stage reports."""
+        if self.rules.agreement is Agreement.ALL:
+            return list(range(self.num_microbatch_tasks + len(self.trained)))  # all but U, and what may wait for it
+        sinks = (c for c in self.chunks if not self.graph.successors(c))
+        return [node for chunk in sinks for node in self._nodes(TaskKind.F, chunk).values()]
+
+    # -- tables that grow ----------------------------------------------------------------------------------------------
+
+    def _lane(self, task: Task) -> int:
+        known = LANE.get(task.kind)
+        if known is not None:
+            return known
+        op = self.graph.operations.by_letter[task.kind]
+        if op.is_beside:
+            return -1 - self.engines.index(op.lane)  # below 0, where the lanes of compute are not
+        if task.microbatch < 0:
+            return LANE[TaskKind.R]
+        return LANE[TaskKind.B] if op.before else LANE[TaskKind.W]
+
+    def _gate(self, name: str) -> int:
+        self.gate_names.append(name)
+        self.needs.append(0)
+        self.dependents.append([])
+        self.sends.append([])
+        return len(self.needs) - 1
+
+    def _after(self, node: int, *prerequisites: int) -> None:
+        for prerequisite in prerequisites:
+            self.dependents[prerequisite].append(node)
+        self.needs[node] += len(prerequisites)
+
+    def _after_message(self, node: int, message: Message) -> None:
+        self.arrivals[message] = node
+        self.needs[node] += 1
+
+    def _nodes(self, kind: TaskKind, chunk: int) -> dict[int, int]:
+        """Returns a chunk's nodes of one kind, by microbatch."""
+        if (kind, chunk) not in self.nodes:
+            self.nodes[kind, chunk] = {m: self.index[Task(kind, chunk, m)] for m in self.graph.microbatches(chunk)}
+        return self.nodes[kind, chunk]
+
+    def _accumulations(self, chunk: int) -> list[int]:
+        return list(self._nodes(self.graph.accumulating_kind(chunk), chunk).values())

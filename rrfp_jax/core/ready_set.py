@@ -3,18 +3,16 @@
 The forwards lie in two lists, those of microbatches that the stage holds and those of *fresh* ones, since the window
 restrains only the latter. Either all fresh forwards are admissible, or those of one microbatch, or none; so the first
 admissible one is found without a walk over those that wait behind a full window. The forwards of a chunk whose
-read-ahead is bounded (:mod:`rrfp_jax.core.read_ahead`) have a list of their own, and are walked over only while
-that bound has room. Where microbatches have weights, a light one may fit where a heavy one does not: then all fresh
-ones are walked over, while there is room for the lightest.
-"""
+read-ahead is bounded (:mod:`rrfp_jax.core.memory`) have a list of their own, and are walked over only while that bound
+admits something. Where microbatches have weights, a light one may fit where a heavy one does not: then all fresh ones
+are walked over, while there is room for the lightest."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 
 from rrfp_jax.core.hints import Heads
+from rrfp_jax.core.memory import Window
 from rrfp_jax.core.plan import NUM_LANES
-from rrfp_jax.core.reserve import Reserve
-from rrfp_jax.core.window import Window
 
 HELD = NUM_LANES
 """The number of the list, behind the lanes, with the forwards of held microbatches."""
@@ -42,17 +40,17 @@ class ReadySet:
         return any(self.lanes)
 
     def add(self, lane: int, position: int) -> None:
-        """Forwards of bounded chunks go to their list, others of held microbatches to :data:`HELD`, all else to its
-        lane."""
+        """Add a ready task: forwards of bounded chunks to their list, other forwards of held microbatches to
+        :data:`HELD`, all else to its lane."""
         insort(self.lanes[lane], position)
 
     def remove(self, lane: int, position: int) -> None:
-        """As in :meth:`add`."""
+        """Remove a task from the list to which :meth:`add` added it."""
         entries = self.lanes[lane]
         del entries[bisect_left(entries, position)]
 
     def hold(self, forwards: Iterable[int]) -> None:
-        """The stage holds a microbatch from now on, whose forwards have these positions."""
+        """Move the forwards of a microbatch, at these positions, to :data:`HELD`: the stage holds it from now on."""
         fresh, held = self.lanes[0], self.lanes[HELD]
         if not fresh:
             return
@@ -61,10 +59,8 @@ class ReadySet:
                 del fresh[bisect_left(fresh, position)]
                 insort(held, position)
 
-    def heads(
-        self, window: Window | Reserve, microbatch_at: tuple[int, ...], forwards_of: Mapping[int, Sequence[int]]
-    ) -> Heads:
-        """The first admissible position of each lane, bounded chunks apart; only forwards can be inadmissible.
+    def heads(self, window: Window, microbatch_at: tuple[int, ...], forwards_of: Mapping[int, Sequence[int]]) -> Heads:
+        """Returns the first admissible position of each lane, bounded chunks apart; only forwards can be inadmissible.
 
         Args:
             microbatch_at: the microbatch of the task at each position.
@@ -75,7 +71,7 @@ class ReadySet:
         if fresh and (forward is None or fresh[0] < forward) and not window.is_full:
             if window.admits(microbatch_at[fresh[0]]):
                 forward = fresh[0]
-            elif isinstance(window, Reserve):
+            elif not window.is_even:
                 forward = _first_that_fits(fresh, window, microbatch_at, forward)
             elif window.admits(window.oldest):
                 oldest = [p for p in forwards_of[window.oldest] if _holds(fresh, p)]
@@ -87,35 +83,34 @@ class ReadySet:
             last[0] if last else None,
         )
 
-    def first_ahead(
-        self, reserves: Sequence[Reserve], window: Window | Reserve, microbatch_at: tuple[int, ...]
-    ) -> int | None:
-        """The first admissible forward of the bounded chunks, in the order of their numbers."""
+    def first_ahead(self, windows: Sequence[Window], window: Window, microbatch_at: tuple[int, ...]) -> int | None:
+        """Returns the first forward of the bounded chunks that the chunk's window and the stage's admit."""
         best: int | None = None
-        for waiting, reserve in zip(self.lanes[AHEAD:], reserves, strict=True):
-            if not waiting or reserve.is_full:
+        for waiting, chunk_window in zip(self.lanes[AHEAD:], windows, strict=True):
+            if not waiting or chunk_window.is_full:
                 continue
             for position in waiting:
                 if best is not None and position > best:
                     break
                 m = microbatch_at[position]
-                if reserve.admits(m) and window.admits(m):
+                if chunk_window.admits(m) and window.admits(m):
                     best = position
                     break
         return best
 
 
 def _first_that_fits(
-    fresh: Sequence[int], window: Reserve, microbatch_at: tuple[int, ...], held: int | None
+    fresh: Sequence[int], window: Window, microbatch_at: tuple[int, ...], held: int | None
 ) -> int | None:
-    """The first admissible position of fresh forwards of different weights, or ``held`` if that is before."""
+    """Returns the first admissible position of fresh forwards of different weights, or ``held`` if that is before."""
     refused: dict[int, int] = {}
     for position in fresh:
         if held is not None and position > held:
             break
         m = microbatch_at[position]
         weight = window.weight(m)
-        if m < refused.get(weight, m + 1):  # younger ones of the same weight are refused too
+        # Younger microbatches of the same weight are refused too.
+        if m < refused.get(weight, m + 1):
             if window.admits(m):
                 return position
             refused[weight] = m

@@ -18,50 +18,50 @@ class Replication:
     """How chunks of the larger pipeline relate to those of one replica."""
 
     num_chunks: int
-    """Of one replica."""
+    """The number of chunks of one replica."""
     num_microbatches: int
-    """Of one replica."""
+    """The number of microbatches of one replica."""
     num_replicas: int
 
     def chunk(self, chunk: int, replica: int) -> int:
-        """The number in the larger pipeline of a replica's chunk."""
+        """Returns the number in the larger pipeline of a replica's chunk."""
         return replica * self.num_chunks + chunk
 
     def base(self, chunk: int) -> int:
-        """The number within its replica of a chunk of the larger pipeline."""
+        """Returns the number within its replica of a chunk of the larger pipeline."""
         return chunk % self.num_chunks
 
     def replica(self, chunk: int) -> int:
-        """The replica that a chunk of the larger pipeline belongs to."""
+        """Returns the replica to which a chunk of the larger pipeline belongs."""
         return chunk // self.num_chunks
 
     def of_replica(self, chunks: Iterable[int], replica: int) -> list[int]:
-        """Those of some chunks that belong to a replica."""
+        """Returns the chunks among these that belong to a replica."""
         return [chunk for chunk in chunks if self.replica(chunk) == replica]
 
     def owner(self, microbatch: int) -> int:
-        """The replica that runs a microbatch."""
+        """Returns the replica that runs a microbatch."""
         return microbatch // self.num_microbatches
 
     def pairs(self, pairs: Iterable[tuple[int, int]]) -> Absences:
-        """(chunk of one replica, microbatch of the step) as pairs of the larger pipeline."""
+        """Returns pairs (chunk of one replica, microbatch of the step) as pairs of the larger pipeline."""
         return absences((self.chunk(c, self.owner(m)), m) for c, m in pairs)
 
     def task(self, task: Task, replica: int) -> Task:
-        """A replica's task in the larger pipeline."""
+        """Returns a replica's task in the larger pipeline."""
         kind, chunk, m = task
         return Task(kind, self.chunk(chunk, replica), m if m < 0 else replica * self.num_microbatches + m)
 
 
 def replication(graph: PipelineGraph, num_replicas: int) -> Replication:
-    """The replication of a pipeline with this graph; raises ValueError for less than 1 replica."""
+    """Returns the replication of a pipeline with this graph; raises ValueError for less than 1 replica."""
     if num_replicas < 1:
         raise ValueError(f"the number of replicas is {num_replicas}: give at least 1")
     return Replication(num_chunks=graph.num_chunks, num_microbatches=graph.num_microbatches, num_replicas=num_replicas)
 
 
 def microbatches_per_replica(num_microbatches: int, num_replicas: int) -> int:
-    """Each replica's share of a step's microbatches; raises ValueError where there is no equal one."""
+    """Returns each replica's share of a step's microbatches; raises ValueError where there is no equal one."""
     if num_microbatches % num_replicas:
         raise ValueError(
             f"{num_microbatches} microbatches cannot be dealt out evenly to {num_replicas} data-parallel replicas: "
@@ -71,13 +71,13 @@ def microbatches_per_replica(num_microbatches: int, num_replicas: int) -> int:
 
 
 def replicated_placement(placement: Placement, num_replicas: int) -> Placement:
-    """The placement of all replicas."""
+    """Returns the placement of all replicas."""
     num_stages = placement.num_stages
     return Placement(tuple(r * num_stages + s for r in range(num_replicas) for s in placement.stage_of_chunk))
 
 
 def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
-    """The graph of all replicas; ``graph`` is that of one, with its own share of the microbatches."""
+    """Returns the graph of all replicas; ``graph`` is that of one, with its own share of the microbatches."""
     if num_replicas == 1:
         return graph
     copies, replicas = replication(graph, num_replicas), range(num_replicas)
@@ -102,7 +102,7 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
 
 
 def replicated_op(op: Op, copies: Replication) -> Op:
-    """An operation of one replica on all of them."""
+    """Returns an operation of one replica on all of them."""
     share, replicas = copies.num_microbatches, range(copies.num_replicas)
     chunks = None if op.chunks is None else frozenset(copies.chunk(c, r) for r in replicas for c in op.chunks)
     pairs = op.pairs and frozenset((copies.chunk(c, r), r * share + m) for r in replicas for c, m in op.pairs)
@@ -111,7 +111,7 @@ def replicated_op(op: Op, copies: Replication) -> Op:
 
 
 def replicated_table(table: ScheduleTable, num_replicas: int) -> ScheduleTable:
-    """The table of all replicas: every one follows the same rows with its own microbatches."""
+    """Returns the table of all replicas: every one follows the same rows with its own microbatches."""
     if num_replicas == 1:
         return table
     copies = replication(table.graph, num_replicas)

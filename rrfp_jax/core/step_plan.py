@@ -7,9 +7,9 @@ the step's turn comes. Nodes keep their numbers.
 
 from dataclasses import replace
 
-from rrfp_jax.core.consumption import Consumption
 from rrfp_jax.core.events import Message, MessageKind
-from rrfp_jax.core.outlook import Outlook
+from rrfp_jax.core.foresight import ArrivalTable
+from rrfp_jax.core.hints import Consumption
 from rrfp_jax.core.plan import FINISHED, NUM_LANES, StagePlan, StepRules
 from rrfp_jax.schedules import Absences, PipelineGraph, Task, TaskKind, bits
 
@@ -18,7 +18,7 @@ class StepPlan:
     """A plan with its consumption's order: what is fixed during a step. A position is a task's place in that order."""
 
     __slots__ = (
-        "_outlook",
+        "_arrival_table",
         "absent",
         "at",
         "evaluates",
@@ -35,9 +35,9 @@ class StepPlan:
         self, plan: StagePlan, consumption: Consumption, absent: Absences = (), *, evaluates: bool = False
     ) -> None:
         self.plan, self.absent, self.evaluates = plan, absent, evaluates
-        self._outlook: Outlook | None = None
+        self._arrival_table: ArrivalTable | None = None
         self.weights: tuple[int, ...] = ()
-        """What each microbatch weighs, for the event that starts the step."""
+        """The weight of each microbatch, for the event that starts the step."""
         self.at = consumption.order(plan)
         position = [-1] * len(plan.tasks)
         for place, node in enumerate(self.at):
@@ -56,28 +56,29 @@ class StepPlan:
                 self.forwards_of.setdefault(plan.tasks[node].microbatch, []).append(place)
 
     @property
-    def outlook(self) -> Outlook:
-        """Made when it is first asked for: only foresight does."""
-        if self._outlook is None:
-            self._outlook = Outlook(self.plan, self.task_at)
-        return self._outlook
+    def arrival_table(self) -> ArrivalTable:
+        """The table that foresight reads. Made when it is first asked for, since other orders need none."""
+        if self._arrival_table is None:
+            self._arrival_table = ArrivalTable(self.plan, self.task_at)
+        return self._arrival_table
 
     def without(self, absent: Absences, graph: PipelineGraph, rules: StepRules, consumption: Consumption) -> "StepPlan":
-        """The plan of a step without these pairs of ``graph``, on which this full plan was built."""
+        """Returns the plan of a step without these pairs of ``graph``, on which this full plan was built."""
         if not absent:
             return self
-        plan = _Removal(self.plan, graph, rules).of(dict(absent))
-        if consumption.is_strict:  # which counts positions through its row
+        plan = _Removal(self.plan, graph, rules).plan_without(dict(absent))
+        # Strict consumption counts positions through its row, so it needs them without gaps.
+        if consumption.is_strict:
             return StepPlan(plan, consumption, absent, evaluates=self.evaluates)
         return self._with(plan, absent, ())
 
     def weighing(self, weights: tuple[int, ...]) -> "StepPlan":
-        """The plan of a step in which microbatches weigh so much."""
+        """Returns the plan of a step in which microbatches have these weights."""
         return self._with(self.plan, self.absent, weights)
 
     def _with(self, plan: StagePlan, absent: Absences, weights: tuple[int, ...]) -> "StepPlan":
         twin = object.__new__(StepPlan)
-        twin._outlook = self._outlook if plan is self.plan else None
+        twin._arrival_table = self._arrival_table if plan is self.plan else None
         twin.plan, twin.absent, twin.weights, twin.evaluates = plan, absent, weights, self.evaluates
         twin.at, twin.position, twin.task_at = self.at, self.position, self.task_at
         twin.microbatch_at, twin.forwards_of, twin.in_lanes = self.microbatch_at, self.forwards_of, self.in_lanes
@@ -93,8 +94,8 @@ class _Removal:
         self.arrivals = plan.arrivals.copy()
         self.removed: set[int] = set()
 
-    def of(self, masks: dict[int, int]) -> StagePlan:
-        """The plan without the microbatches in the mask of each chunk."""
+    def plan_without(self, masks: dict[int, int]) -> StagePlan:
+        """Returns the plan without the microbatches in the mask of each chunk."""
         plan, graph = self.plan, self.graph
         own = dict.fromkeys(task.chunk for task in plan.tasks)
         self.removed = {
@@ -132,9 +133,9 @@ class _Removal:
         )
 
     def _pointless_gates(self) -> set[int]:
-        """The gates that stand before removed tasks alone: those of their inputs."""
+        """Returns the gates that stand before removed tasks alone: the gates of their inputs."""
         plan = self.plan
-        before = (gate for node in self.removed for gate in plan.prerequisites(node))
+        before = (gate for node in self.removed for gate in plan.prerequisites[node])
         gates = {gate for gate in before if isinstance(gate, int) and gate >= len(plan.tasks)}
         return {gate for gate in gates if self.removed.issuperset(plan.dependents[gate])}
 
@@ -142,14 +143,14 @@ class _Removal:
         for dependent in self.plan.dependents[node]:
             self.needs[dependent] -= 1
         self.dependents[node] = self.sends[node] = ()
-        for before in self.plan.prerequisites(node):
+        for before in self.plan.prerequisites[node]:
             if isinstance(before, Message):
                 del self.arrivals[before]
             elif before not in self.removed:
                 self.dependents[before] = tuple(d for d in self.dependents[before] if d not in self.removed)
 
     def _forget_messages(self, chunk: int, masks: dict[int, int]) -> None:
-        """Between a chunk's tasks that are left and neighbours elsewhere that the step lacks."""
+        """Take out the messages between a chunk's tasks that are left and neighbours elsewhere that the step lacks."""
         graph, index = self.graph, self.plan.index
         left = graph.present(chunk) & ~masks.get(chunk, 0)
         neighbours = [(MessageKind.ACTIVATION, p, MessageKind.GRADIENT) for p in graph.predecessors(chunk)]
@@ -160,22 +161,22 @@ class _Removal:
                 self._forget(Message(received, other, chunk, m))
                 sender = index.get(Task(kind, chunk, m))
                 if sender is not None:
-                    told = Message(sent, chunk, other, m)
-                    self.sends[sender] = tuple(send for send in self.sends[sender] if send[0] != told)
+                    message = Message(sent, chunk, other, m)
+                    self.sends[sender] = tuple(send for send in self.sends[sender] if send[0] != message)
 
     def _forget_readers(self, chunk: int, masks: dict[int, int]) -> None:
-        """Word of what was taken, where the step lacks the reader or what it would read."""
+        """Take out receipts where the step lacks the reader or the output that it would read."""
         graph, index, absent = self.graph, self.plan.index, masks.get(chunk, 0)
         for s in graph.successors(chunk) if graph.reads_ahead(chunk) else ():
             for m in bits(absent | masks.get(s, 0)):
                 self._forget(Message(MessageKind.TAKEN, s, chunk, m))
         for p in filter(graph.reads_ahead, graph.predecessors(chunk)):
             for m in bits(graph.present(chunk) & ~absent & masks.get(p, 0)):
-                node, told = index[Task(TaskKind.F, chunk, m)], Message(MessageKind.TAKEN, chunk, p, m)
-                self.sends[node] = tuple(send for send in self.sends[node] if send[0] != told)
+                node, receipt = index[Task(TaskKind.F, chunk, m)], Message(MessageKind.TAKEN, chunk, p, m)
+                self.sends[node] = tuple(send for send in self.sends[node] if send[0] != receipt)
 
     def _forget(self, message: Message) -> None:
-        """Nothing waits for this message any more, if anything did."""
+        """Let nothing wait for this message any more, if anything did."""
         number = self.arrivals.pop(message, None)
         if number is not None:
             self.needs[self.plan.awaited_by[number]] -= 1
@@ -185,7 +186,7 @@ class _Removal:
         return tuple(c for c in self.plan.lets_go[node] if not masks.get(c, 0) >> m & 1)
 
     def _holds(self, chunk: int, masks: dict[int, int]) -> tuple[int, ...]:
-        """How many ends let go of each microbatch, without those of absent readers."""
+        """Returns how many ends let go of each microbatch, without the ends of absent readers."""
         graph = self.graph
 
         def runs(c: int, m: int) -> bool:
@@ -195,7 +196,7 @@ class _Removal:
         return tuple(1 + sum(runs(s, m) for s in readers) if runs(chunk, m) else 0 for m in graph.range_of(chunk))
 
     def _close_gaps(self, chunk: int, mask: int) -> None:
-        """Accumulation in microbatch order goes on behind the microbatches that are left out."""
+        """Let accumulation in microbatch order go on behind the microbatches that are left out."""
         graph, index = self.graph, self.plan.index
         kind, earlier, is_gap = graph.accumulating_kind(chunk), None, False
         for m in graph.microbatches(chunk):

@@ -41,7 +41,7 @@ from itertools import accumulate
 
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import Order
-from rrfp_jax.core.footprint import memory_changes, memory_unit
+from rrfp_jax.core.memory import memory_changes, memory_unit
 from rrfp_jax.costs.forecast import ChunkBytes, Reach, StageForecast, forecast_stage, moved_activations
 from rrfp_jax.schedules import PipelineGraph, ScheduleTable, Task, TaskKind
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.core import Order
-from rrfp_jax.core.footprint import memory_unit
+from rrfp_jax.core.memory import memory_unit
 from rrfp_jax.costs import ModelCosts
 from rrfp_jax.costs.forecast import Reach
 from rrfp_jax.costs.order_memory import reaches

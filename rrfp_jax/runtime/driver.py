@@ -21,7 +21,7 @@ from typing import Any
 
 from rrfp_jax.cluster.loop_thread import LoopThread, runs_here
 from rrfp_jax.core import Event, InputPromised, Message, RunTask, StageArbiter, TaskAnnounced, timing_rule
-from rrfp_jax.core.group_member import GroupMember
+from rrfp_jax.core.groups import GroupMember
 from rrfp_jax.layout import name_unit
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
@@ -173,7 +173,7 @@ class PipelineRuntime:
     ) -> "Future[StepOutcome]":
         """Enqueues a step and returns a future that resolves when every awaited stage has ended it.
 
-        Steps count up without gaps, steps that evaluate (:mod:`rrfp_jax.core.evaluation`) like any others. The plans of
+        Steps count up without gaps, steps that evaluate (:mod:`rrfp_jax.core.stage_setup`) like any others. The plans of
         a step that lacks some pairs are made here, on the calling thread.
 
         Args:

@@ -13,7 +13,7 @@ drawn, simulated, ranked, run, and written ``2O5``. Six things define it:
   operation takes later.
 * ``lead``: the place where it is issued. An operation that comes before a task stands this many tasks ahead of it in
   the stage's order; any other stands right behind the last task that it comes after. Memory is reserved in this order
-  (:mod:`rrfp_jax.core.footprint`).
+  (:mod:`rrfp_jax.core.memory`).
 * ``run``: the function that it runs; None for simulation alone. ``ms``: its duration in simulation.
 
 Piper's directives (arXiv 2606.11169) and the actions of ``torch.distributed.pipelining`` name such work without a place

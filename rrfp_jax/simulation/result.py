@@ -7,7 +7,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
-from rrfp_jax.core.footprint import memory_effect, memory_unit
+from rrfp_jax.core.memory import memory_effect, memory_unit
 from rrfp_jax.schedules import PipelineGraph, Placement, TaskKind
 from rrfp_jax.schedules.table import relative_sizes
 from rrfp_jax.schedules.timeline import IdleReason, Timeline

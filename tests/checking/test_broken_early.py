@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from rrfp_jax.core import HINTS, DecideNow, Send, StageArbiter, StepRules
-from rrfp_jax.core.story import RUNNING
+from rrfp_jax.core.explain import RUNNING
 from rrfp_jax.schedules import chain, linear, looped
 from tests.model_checker import CheckError, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 
 from rrfp_jax.core import Announce, ClockTick, StageArbiter, WakeAt
-from rrfp_jax.core.footprint import Footprint
-from rrfp_jax.core.group_leader import FollowingMember, LeadingMember
+from rrfp_jax.core.groups import FollowingMember, LeadingMember
+from rrfp_jax.core.memory import Footprint
 from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule, chain, linear, looped
 from tests.checking.guided import by_table, guided, random_rows
 from tests.model_checker import CheckError, explore, replay
@@ -76,7 +76,7 @@ class HoldsForItself(Broken):
     """Holds for an entry that waits for a task of its own stage."""
 
     def _missing(self, position):
-        numbers = self._ranked.outlook.inputs_of[self._ranked.at[position]]
+        numbers = self._ranked.arrival_table.inputs_of[self._ranked.at[position]]
         return [number for number in numbers if number not in self._arrived]
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from rrfp_jax.core import StageArbiter, StepRules, TaskFinished, stage_plan
-from rrfp_jax.core.engines import NOTHING
-from rrfp_jax.core.footprint import Footprint, RowMemory
-from rrfp_jax.core.plan import others
+from rrfp_jax.core.dispatch import NOTHING
+from rrfp_jax.core.memory import Footprint, RowMemory
+from rrfp_jax.core.plan import end_followers
 from rrfp_jax.core.step_plan import StepPlan
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, chain, linear, looped, with_operations
 from tests.checking.operated import ONE, by_hint, by_row, offload, recompute, strictly, with_ops
@@ -136,7 +136,7 @@ class CopiesWhatIsDue(Broken):
         was_news = super()._decide_now(task, out)
         node = self._ranked.plan.index[task]
         if was_news:
-            self._count_down(others(self._ranked.plan, self._ranked.plan.dependents[node]), out)
+            self._count_down(end_followers(self._ranked.plan, self._ranked.plan.dependents[node]), out)
         return was_news
 
 
@@ -173,9 +173,9 @@ class ReloadsBeforeTheGradient(Broken):
     def __init__(self, setup):
         super().__init__(setup)
         plan = stage_plan(self.graph, self.placement, self.stage, self.rules, has_row=True)
-        self._full = self._prepared = StepPlan(plan, self.consumption)
-        self._row = RowMemory(self._full, self.graph, self._row_tasks)
-        self._begin(self._full)
+        self._mode.full = self._prepared = StepPlan(plan, self.consumption)
+        self._mode.row_memory = RowMemory(self._mode.full, self.graph, self._mode.row_tasks)
+        self._begin(self._mode.full)
 
 
 class RestrainsOffloads(Broken):

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from rrfp_jax.core import Agreement, StepRules
-from rrfp_jax.core.promises import Promises
+from rrfp_jax.core.foresight import PendingInputs
 from rrfp_jax.schedules import absences, chain, linear, looped
 from tests.checking.guided import guided, random_rows
 from tests.checking.test_random_foresight import random_setting
@@ -49,13 +49,13 @@ def test_the_reduction_hides_nothing(words):
 
 
 def test_handing_over_what_nobody_promised_is_found(monkeypatch):
-    monkeypatch.setattr(Promises, "cover", lambda self, missing: True)
+    monkeypatch.setattr(PendingInputs, "cover", lambda self, missing: True)
     with pytest.raises(CheckError, match="before"):
         explore(drawn(chain(2, 2), linear(2)))
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_large_random_pipelines_with_late_and_lost_promises(seed):
+def test_large_random_pipelines_with_late_and_lost_pending(seed):
     random = Random(seed)
     setting = replace(random_setting(random), groups=(), awaits_inputs=True)
     setting = replace(setting, certain_ahead=random.random() < 0.5)

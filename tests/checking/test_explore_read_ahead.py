@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from rrfp_jax.core import HINTS, Agreement, AheadBound, GroupProtocol, StageArbiter, StepRules
-from rrfp_jax.core.read_ahead import ReadAhead, turns_of_table
-from rrfp_jax.core.reserve import Reserve, peak, turns
+from rrfp_jax.core.memory import ReadAhead, Window, holding_turns, peak_of_turns, turns_of_table
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement, Task, TaskKind, linear, looped
 from rrfp_jax.schedules.validation import execution_order
 from tests.checking.guided import guided, random_rows
@@ -108,7 +107,7 @@ def bounds_of(graph, rows, extra=0, *, by_number=False):
     order, _ = execution_order(graph, rows)
     named = {chunk: () if by_number else found for chunk, found in turns_of_table(graph, order).items()}
     return tuple(
-        AheadBound(chunk=chunk, limit=peak(turns(graph.range_of(chunk), found)) + extra, turns=found)
+        AheadBound(chunk=chunk, limit=peak_of_turns(holding_turns(graph.range_of(chunk), found)) + extra, turns=found)
         for chunk, found in named.items()
     )
 
@@ -168,7 +167,7 @@ def test_larger_pipelines_at_random(seed):
 # -- broken arbiters ---------------------------------------------------------------------------------------------------
 
 
-class WithoutReserve(Reserve):
+class WithoutReserve(Window):
     """Admits whatever finds room, whether or not the oldest finds any later."""
 
     __slots__ = ()
@@ -180,7 +179,7 @@ class WithoutReserve(Reserve):
 class Greedy(StageArbiter):
     def _begin(self, ranked):
         super()._begin(ranked)
-        for reserve in self._ahead.reserves if self._ahead else ():
+        for reserve in self._ahead.windows if self._ahead else ():
             reserve.__class__ = WithoutReserve
 
     def validate(self):
@@ -190,7 +189,7 @@ class Greedy(StageArbiter):
 class Unbounded(StageArbiter):
     def _begin(self, ranked):
         super()._begin(ranked)
-        for reserve in self._ahead.reserves if self._ahead else ():
+        for reserve in self._ahead.windows if self._ahead else ():
             reserve.limit += 1
 
     def validate(self):

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from rrfp_jax.core import HINTS, AheadBound, GroupProtocol, StageArbiter, StepRules, schedule_hint
-from rrfp_jax.core.reserve import Reserve
+from rrfp_jax.core.memory import Window
 from rrfp_jax.schedules import Placement, Task, TaskKind, chain, linear, looped, v_shaped
 from tests.model_checker import CheckError, Explorer, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY, optional_graphs, skipped, small_graphs
@@ -99,7 +99,7 @@ def test_larger_pipelines_at_random(seed):
     assert random_walk(made, random.randrange).num_tasks
 
 
-class Careless(Reserve):
+class Careless(Window):
     """Admits what fits, whether or not an older one will."""
 
     __slots__ = ()
@@ -108,7 +108,7 @@ class Careless(Reserve):
         return microbatch in self.held or self.load + self.weight(microbatch) <= self.limit
 
 
-class Blind(Reserve):
+class Blind(Window):
     """Takes every microbatch for a light one."""
 
     __slots__ = ()
@@ -126,11 +126,10 @@ class Blind(Reserve):
 
 def with_window(kind):
     class Broken(StageArbiter):
-        def _new_window(self, plan):
-            window = super()._new_window(plan)
-            if isinstance(window, Reserve):
-                window.__class__ = kind
-            return window
+        def _begin(self, ranked):
+            super()._begin(ranked)
+            if not self._window.is_even:
+                self._window.__class__ = kind
 
         def validate(self):
             """Its invariant is what is left out here."""

@@ -5,9 +5,7 @@ from random import Random
 import pytest
 
 from rrfp_jax.core import HINTS, GroupProtocol, RunTask, StageArbiter, TellGroup, group_arbiter
-from rrfp_jax.core.group_leader import FollowingMember, LeadingMember
-from rrfp_jax.core.group_member import GROUP_DEGREE
-from rrfp_jax.core.group_rounds import ProposingMember
+from rrfp_jax.core.groups import GROUP_DEGREE, FollowingMember, LeadingMember, ProposingMember
 from rrfp_jax.schedules import chain, linear
 from tests.model_checker import CheckError, Setting, explore, replay
 from tests.model_checker.catalogue import PIPELINE_ONLY

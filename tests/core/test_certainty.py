@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.agreement_overhead import agreement_overhead, launches
 from rrfp_jax.core import (
     HINTS,
     Announce,
@@ -24,13 +25,11 @@ from rrfp_jax.core import (
     StepStarted,
     TaskFinished,
     TellGroup,
-    agreement_overhead,
     group_arbiter,
-    launches,
     ready,
     schedule_hint,
 )
-from rrfp_jax.core.certainty import Certainty
+from rrfp_jax.core.dispatch import Certainty
 from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule, chain, linear
 from rrfp_jax.simulation import Costs, Links, Machine, constant, for_steps, lognormal, simulate
 from tests.model_checker.catalogue import PIPELINE_ONLY

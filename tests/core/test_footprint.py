@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp_jax.core import Ordering, StageSetup, ready, schedule_hint, stage_plan, strict
-from rrfp_jax.core.footprint import Footprint, RowMemory
+from rrfp_jax.core.explain import DUE, RUNNING
+from rrfp_jax.core.memory import Footprint, RowMemory
 from rrfp_jax.core.plan import FINISHED
 from rrfp_jax.core.step_plan import StepPlan
-from rrfp_jax.core.story import DUE, RUNNING
 from rrfp_jax.schedules import ScheduleRequest, Task, TaskKind, build_schedule, chain, linear, looped, schedule_names
 from tests.checking.guided import peak, random_rows
 from tests.core.test_arbiter import Stage

@@ -27,7 +27,7 @@ from rrfp_jax.core import (
     schedule_hint,
     strict,
 )
-from rrfp_jax.core.saved import rebuild, save_arbiter
+from rrfp_jax.core.snapshot import rebuild, save_arbiter
 from rrfp_jax.schedules import Task, TaskKind, chain, linear
 from rrfp_jax.schedules.timeline import IdleReason
 from tests.model_checker.catalogue import PIPELINE_ONLY

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rrfp_jax.core import HINTS, hint_by_name, ready, schedule_hint, strict
-from rrfp_jax.core.plan import LANE, StepRules
-from rrfp_jax.core.plan_builder import stage_plan
+from rrfp_jax.core.plan import LANE, StepRules, stage_plan
 from rrfp_jax.schedules import Placement, Task, TaskKind, chain
 from tests.model_checker.catalogue import PIPELINE_ONLY
 

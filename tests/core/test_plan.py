@@ -13,7 +13,7 @@ FORK_JOIN = PipelineGraph(3, 2, (Edge(0, 2), Edge(1, 2)))
 def waits(plan, what):
     """What a task or gate waits for, as text."""
     node = next(n for n in range(plan.num_nodes) if plan.name(n) == what)
-    return sorted(str(p) if isinstance(p, Message) else plan.name(p) for p in plan.prerequisites(node))
+    return sorted(str(p) if isinstance(p, Message) else plan.name(p) for p in plan.prerequisites[node])
 
 
 def sends(plan, what):
@@ -45,7 +45,7 @@ def test_needs_count_what_prerequisites_name():
         graph = PipelineGraph(4, 3, (*FORK_JOIN.edges, Edge(2, 3)), split=frozenset({1}), shared=((0, 3),))
         for stage in range(2):
             plan = stage_plan(graph, looped(2, 2), stage, rules)
-            assert [len(plan.prerequisites(n)) for n in range(plan.num_nodes)] == list(plan.needs)
+            assert [len(plan.prerequisites[n]) for n in range(plan.num_nodes)] == list(plan.needs)
 
 
 def test_split_backward_sends_after_the_input_gradient():

@@ -18,11 +18,9 @@ from rrfp_jax.core import (
     StepRules,
     StepStarted,
     TaskFinished,
-    Window,
     ready,
 )
-from rrfp_jax.core.read_ahead import turns_of_table
-from rrfp_jax.core.reserve import Reserve, peak, turns
+from rrfp_jax.core.memory import Window, holding_turns, peak_of_turns, turns_of_table
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement, ScheduleTable, Task, TaskKind, absences, linear
 from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs
 
@@ -37,31 +35,36 @@ def histories(draw):
     return draw(st.integers(1, NUM_MICROBATCHES)), ends, wishes
 
 
-@given(histories(), st.integers(0, 5))
-def test_equal_weights_by_number_are_the_window(history, first):
+@given(histories(), st.integers(0, 5), st.booleans())
+def test_equal_weights_by_number_keep_a_slot_for_the_oldest(history, first, is_weighed):
     limit, ends, wishes = history
-    window, reserve = Window(limit, tuple(ends), first), Reserve(limit, ends, first)
+    numbers = range(first, first + len(ends))
+    window = Window(limit, ends, first, weights=(1,) * len(ends) if is_weighed else ())
     for starts, place in wishes:
         m = place + first
         unfinished = [p + first for p, left in enumerate(window.left) if left]
-        assert [m for m in unfinished if reserve.admits(m)] == [m for m in unfinished if window.admits(m)]
+        oldest = min(unfinished, default=numbers.stop)
+        free = limit - len(window.held)
+        expected = [
+            m for m in unfinished if m in window.held or free > 1 or (free and (m == oldest or oldest in window.held))
+        ]
+        assert [m for m in unfinished if window.admits(m)] == expected
         if starts and window.left[place] and window.admits(m):
             window.start_forward(m)
-            reserve.start_forward(m)
         elif not starts and m in window.held:
             window.finish(m)
-            reserve.finish(m)
-        assert (reserve.held, reserve.oldest) == (window.held, window.oldest)
-        assert reserve.load == len(window.held)
+        unfinished = [p + first for p, left in enumerate(window.left) if left]
+        assert window.oldest == min(unfinished, default=numbers.stop)
+        assert window.load == len(window.held)
 
 
 @given(histories(), st.randoms(use_true_random=False))
 def test_what_is_left_always_finds_room_in_the_order_and_the_first_is_admitted(history, random):
     _, ends, wishes = history
-    order = sorted([*range(len(ends))] * 2, key=lambda _: random.random())
+    order = tuple(sorted([*range(len(ends))] * 2, key=lambda _: random.random()))
     weights = [random.randint(1, 5) for _ in ends]
-    events = turns(range(len(ends)), order)
-    reserve = Reserve(peak(events, dict(enumerate(weights))) + random.randint(0, 3), ends, 0, order, weights)
+    events = holding_turns(range(len(ends)), order)
+    reserve = Window(peak_of_turns(events, dict(enumerate(weights))) + random.randint(0, 3), ends, 0, order, weights)
     started: set[int] = set()
     for starts, m in wishes:
         if starts and ends[m] and m not in started and reserve.admits(m):
@@ -82,12 +85,12 @@ def test_what_is_left_always_finds_room_in_the_order_and_the_first_is_admitted(h
 
 def test_a_limit_below_the_orders_peak_is_refused():
     with pytest.raises(ValueError, match="a limit of 1 is less than the 2 that its order needs"):
-        Reserve(1, (1, 1), 0, (0, 1, 0, 1))
+        Window(1, (1, 1), 0, (0, 1, 0, 1))
 
 
 def test_an_order_names_each_microbatch_twice():
     with pytest.raises(ValueError, match="name each microbatch twice"):
-        turns(range(2), (0, 0, 1))
+        holding_turns(range(2), (0, 0, 1))
 
 
 # -- turns of tables ---------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class CountingWindow(Window):
 
 def test_forwards_that_wait_behind_a_full_window_cost_nothing(monkeypatch):
     """The rule is asked at most twice per choice, whether 64 or 1,024 microbatches wait."""
-    monkeypatch.setattr("rrfp_jax.core.stage_state.Window", CountingWindow)
+    monkeypatch.setattr("rrfp_jax.core.arbiter.Window", CountingWindow)
     per_task = []
     for num_microbatches in (64, 1024):
         arbiter = StageArbiter(

@@ -35,9 +35,9 @@ def test_a_reduction_waits_for_the_gradients_of_every_replica() -> None:
     graph, placement = replicated_graph(chain(2, 1), 2), replicated_placement(linear(2), 2)
     plan = stage_plan(graph, placement, 1, StepRules(agreement=Agreement.NONE))
     here, everywhere = len(plan.tasks), len(plan.tasks) + 1
-    assert plan.prerequisites(plan.index[Task(TaskKind.R, 1)]) == (everywhere,)
-    assert plan.prerequisites(everywhere) == (here,)
-    assert plan.prerequisites(here) == (plan.index[Task(TaskKind.B, 1, 0)], Message(MessageKind.SHARED, 3, 1))
+    assert plan.prerequisites[plan.index[Task(TaskKind.R, 1)]] == (everywhere,)
+    assert plan.prerequisites[everywhere] == (here,)
+    assert plan.prerequisites[here] == (plan.index[Task(TaskKind.B, 1, 0)], Message(MessageKind.SHARED, 3, 1))
 
 
 def test_replicas_tell_each_other_along_a_tree() -> None:
@@ -55,8 +55,8 @@ def test_replicas_tell_each_other_along_a_tree() -> None:
 def test_in_lockstep_reductions_descend_as_backwards_do_and_updates_follow_ascending() -> None:
     rules = StepRules(agreement=Agreement.LOSS, lockstep=True)
     plan = stage_plan(replicated_graph(chain(4, 1), 2), replicated_placement(looped(2, 2), 2), 2, rules)
-    update = {chunk: set(plan.prerequisites(plan.index[Task(TaskKind.U, chunk)])) for chunk in (4, 6)}
-    assert plan.index[Task(TaskKind.R, 6)] in plan.prerequisites(plan.index[Task(TaskKind.R, 4)])
+    update = {chunk: set(plan.prerequisites[plan.index[Task(TaskKind.U, chunk)]]) for chunk in (4, 6)}
+    assert plan.index[Task(TaskKind.R, 6)] in plan.prerequisites[plan.index[Task(TaskKind.R, 4)]]
     assert plan.index[Task(TaskKind.R, 4)] in update[4] & update[6]
     assert plan.index[Task(TaskKind.U, 4)] in update[6]
 

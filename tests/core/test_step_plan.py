@@ -31,7 +31,7 @@ def described(plan: StagePlan) -> dict[str, tuple[list[str], list[str]]]:
     """What each task and gate waits for, and what it sends, by name."""
     return {
         plan.name(node): (
-            sorted(str(p) if isinstance(p, Message) else plan.name(p) for p in plan.prerequisites(node)),
+            sorted(str(p) if isinstance(p, Message) else plan.name(p) for p in plan.prerequisites[node]),
             [f"{message} at stage {stage}" for message, stage in plan.sends[node]],
         )
         for node in range(plan.num_nodes)

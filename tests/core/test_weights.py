@@ -20,7 +20,7 @@ from rrfp_jax.core import (
     schedule_hint,
     strict,
 )
-from rrfp_jax.core.reserve import Reserve
+from rrfp_jax.core.memory import Window
 from rrfp_jax.schedules import Task, TaskKind, chain, linear
 from tests.model_checker.catalogue import PIPELINE_ONLY
 
@@ -29,7 +29,7 @@ from tests.model_checker.catalogue import PIPELINE_ONLY
 def test_the_rule_by_its_definition(data):
     weights = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=6))
     capacity = max(weights) + data.draw(st.integers(0, 8))
-    reserve = Reserve(capacity, [1] * len(weights), weights=weights)
+    reserve = Window(capacity, [1] * len(weights), weights=weights)
     for _ in range(data.draw(st.integers(0, 12))):
         unfinished = [m for m, left in enumerate(reserve.left) if left]
         for m in unfinished:

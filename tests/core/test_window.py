@@ -62,11 +62,6 @@ def test_microbatches_without_tasks_here_are_nobodys_oldest():
     assert window(1, left=(0, 0)).oldest == 2
 
 
-def test_free_slots():
-    assert window(3, 1).free() == 2
-    assert window(None, 1).free() is None
-
-
 def test_copies_are_independent():
     made = window(2, 1)
     twin = made.copy()

@@ -10,7 +10,7 @@ it. Decisions that come too late or twice are tried in every state and must chan
 woken by the tick that it has asked for, at any moment. The arbiter answers with instructions; what it sends is in
 flight from then on. A global state is thus a state per place: what is in flight follows, as what the places have sent
 and not yet received. Every event makes progress and there are finitely many (of notes too, as
-:mod:`rrfp_jax.core.group_rounds` argues), so all runs end, and a breadth-first search over global states covers
+:mod:`rrfp_jax.core.groups` argues), so all runs end, and a breadth-first search over global states covers
 all runs.
 
 Proved for a setting, if :func:`explore` returns: no run gets stuck before every stage has ended every step; and what

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rrfp_jax.core import Estimates, Foresight, ForesightRules, Message
+from rrfp_jax.core.foresight import ArrivalTable
 from rrfp_jax.core.hints import Heads
-from rrfp_jax.core.outlook import Outlook
 from tests.model_checker.packets import Choice
 
 EVENTS_S, TICK_S = 0.0, 1.0
@@ -62,8 +62,8 @@ class FreeChoice(ForesightRules):
 
     script: Script = field(default_factory=Script, compare=False)
 
-    def make(self, outlook: Outlook, estimates: Estimates | None = None) -> "FreeForesight":
-        return FreeForesight(self, outlook, estimates or Estimates())
+    def make(self, table: ArrivalTable, estimates: Estimates | None = None) -> "FreeForesight":
+        return FreeForesight(self, table, estimates or Estimates())
 
 
 class FreeForesight(Foresight):
@@ -91,7 +91,7 @@ class FreeForesight(Foresight):
         return is_active and (self.is_holding, self._told_wake_s is None)
 
     def awaits(self, position: int) -> bool:
-        return self.rules.script.ask((None, self.outlook.task_at[position])) is not None
+        return self.rules.script.ask((None, self.table.task_at[position])) is not None
 
     def choose(
         self,
@@ -101,7 +101,7 @@ class FreeForesight(Foresight):
         now_s: float,
         free_s: float,
     ) -> int | None:
-        task_at = self.outlook.task_at
+        task_at = self.table.task_at
         tasks = {task_at[position]: position for position in sorted(head for head in heads if head is not None)}
         choice = self.rules.script.ask((*([] if now_s >= TICK_S else [None]), *tasks))
         if choice is not None:

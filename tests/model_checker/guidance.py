@@ -5,7 +5,7 @@ All of it follows from the row and from what has started, finished and arrived; 
 * *Memory*. An activation is held from the start of F to the end of B, or of W where the backward is split; operations
   take and free parts of one. No more is held than the footprint, and what takes memory is admitted if that stays so
   when it starts now and everything before it in the row follows in the row's order
-  (:mod:`rrfp_jax.core.footprint`). For a task of the stage's own lane, one that is about to end has freed its
+  (:mod:`rrfp_jax.core.memory`). For a task of the stage's own lane, one that is about to end has freed its
   memory already, since it starts behind that one; for those of engines it has not.
 * *Announcements*. With a task's start, and only then, each activation and gradient that it will send is announced once,
   to the stage that waits for it. Nothing else ever is.

@@ -2,7 +2,7 @@
 
 Which tasks they are, what waits for what because of them, on which lanes they run, what they do to memory, and the
 order in which memory is reserved where no table gives one. It follows the words of
-:mod:`rrfp_jax.schedules.operations` and of :mod:`rrfp_jax.core.footprint`, and none of their code.
+:mod:`rrfp_jax.schedules.operations` and of :mod:`rrfp_jax.core.memory`, and none of their code.
 """
 
 from collections import defaultdict

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from rrfp_jax.core import IllegalTransition, Instruction, StageArbiter
-from rrfp_jax.core.story import of_event, of_instruction
+from rrfp_jax.core.explain import event_text, instruction_text
 from tests.model_checker.free_choice import FreeChoice
 from tests.model_checker.packets import Stimulus
 from tests.model_checker.setting import Setting
@@ -44,14 +44,14 @@ def tell(setting: Setting, trace: Trace) -> list[str]:
     answers = replay(setting, trace)
     for number, stimulus in enumerate(trace, start=1):
         try:
-            answer = ", ".join(of_instruction(i) for i in next(answers)[1])
+            answer = ", ".join(instruction_text(i) for i in next(answers)[1])
         except (IllegalTransition, AssertionError) as error:
             answer = f"refused: {error}"
         except StopIteration:  # behind a refused one
             break
         name = setting.name(stimulus.place)
         lines.append(
-            f"{number:4}. {name}, step {stimulus.event.step}: {of_event(stimulus.event)}{answer and ': ' + answer}"
+            f"{number:4}. {name}, step {stimulus.event.step}: {event_text(stimulus.event)}{answer and ': ' + answer}"
         )
     return lines
 

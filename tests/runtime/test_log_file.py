@@ -35,7 +35,7 @@ from rrfp_jax.core import (
     strict,
 )
 from rrfp_jax.core import Ordering as OrderRecord
-from rrfp_jax.core.saved import rebuild, save_arbiter
+from rrfp_jax.core.snapshot import rebuild, save_arbiter
 from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.event_log import RunLog, happenings, log_name, read_log, replay_run, take_log, write_log
 from rrfp_jax.runtime.event_log.files import FORMAT, VERSION

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rrfp_jax.core import Agreement, Ordering, StepRules, hint_by_name
-from rrfp_jax.core.saved import rebuild, save_arbiter
+from rrfp_jax.core.snapshot import rebuild, save_arbiter
 from rrfp_jax.schedules import (
     Edge,
     PipelineGraph,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.core import Estimates, Event, Instruction, RunTask
-from rrfp_jax.core.saved import SavedArbiter, save_arbiter
+from rrfp_jax.core.snapshot import SavedArbiter, save_arbiter
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 from rrfp_jax.core import Event, FinishStep, IllegalTransition, Instruction, RunTask, StageArbiter, TaskFinished
-from rrfp_jax.core.saved import rebuild
-from rrfp_jax.core.story import of_event, of_instruction
+from rrfp_jax.core.explain import event_text, instruction_text
+from rrfp_jax.core.snapshot import rebuild
 from rrfp_jax.runtime.event_log.files import RunLog, SegmentLog, StageLog
 from rrfp_jax.runtime.event_log.recording import StageRecorder, open_segment
 from rrfp_jax.runtime.failure import StageState, WaitForReport, stage_state
@@ -39,12 +39,12 @@ class Difference:
         if self.event is None:
             return f"{place}: the stage's next step does not begin in the recorded state"
         replayed = self.replayed if isinstance(self.replayed, str) else _listed(self.replayed)
-        about = f"{place}, step {self.event.step}, {of_event(self.event)}"
+        about = f"{place}, step {self.event.step}, {event_text(self.event)}"
         return f"{about}:\n  recorded: {_listed(self.recorded)}\n  replayed: {replayed}"
 
 
 def _listed(instructions: Sequence[Instruction]) -> str:
-    return ", ".join(map(of_instruction, instructions)) or "nothing"
+    return ", ".join(map(instruction_text, instructions)) or "nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,10 +292,10 @@ def happenings(replay: StageReplay, microbatch: int, step: int) -> Iterator[Happ
     for segment in replay.log.segments:
         for event, instructions in segment.entries:
             if event.step == step and microbatch in _microbatches(event):
-                yield Happening(event.time_s, of_event(event))
+                yield Happening(event.time_s, event_text(event))
             for instruction in instructions:
                 if instruction.step == step and microbatch in _microbatches(instruction):
-                    yield Happening(event.time_s, of_instruction(instruction))
+                    yield Happening(event.time_s, instruction_text(instruction))
 
 
 def standing(replay: StageReplay, microbatch: int, step: int) -> str:

@@ -34,7 +34,7 @@ from functools import lru_cache
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
-from rrfp_jax.core.ordering_words import STRICT
+from rrfp_jax.core.ordering import STRICT
 from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules import Op, PipelineGraph, ScheduleTable, Task, TaskKind, with_operations
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute

@@ -4,7 +4,7 @@ A member could have started a task once the task was ready there (its messages h
 finished or were due) and the member was idle (fewer tasks were dispatched and unfinished than it may have). Both follow
 from the member's log of events and instructions alone. Times of different members must be of one clock.
 
-A certain choice (:mod:`rrfp_jax.core.certainty`) that was handed over while another task ran is launched as that
+A certain choice (:mod:`rrfp_jax.core.dispatch`) that was handed over while another task ran is launched as that
 one ends.
 """
 
@@ -133,7 +133,7 @@ class _Member:
         """When a task or gate had all that it waits for."""
         plan = self.plans[step]
         ready_s = self.begin_s[step]
-        for before in plan.prerequisites(node):
+        for before in plan.prerequisites[node]:
             if isinstance(before, Message):
                 ready_s = max(ready_s, self.arrival_s.get((step, before), -inf))
             elif before < len(plan.tasks):

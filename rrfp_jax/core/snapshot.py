@@ -1,16 +1,22 @@
-"""What an arbiter was made of as a plain record, from which one made alike can be built anywhere."""
+"""A plain record of a stage's arbiter, from which one made alike can be built anywhere: for event logs."""
 
 from dataclasses import dataclass
 
 from rrfp_jax.core.arbiter import StageArbiter
-from rrfp_jax.core.consumption import Consumption, ready, strict
 from rrfp_jax.core.foresight import ForesightRules
-from rrfp_jax.core.group import GroupProtocol, group_arbiter
-from rrfp_jax.core.group_member import LEADER, GroupMember
-from rrfp_jax.core.group_rounds import ProposingMember
-from rrfp_jax.core.hints import HINTS, SCHEDULE, SCHEDULE_WEIGHTS_LAST, Hint, schedule_hint
+from rrfp_jax.core.groups import LEADER, GroupMember, GroupProtocol, ProposingMember, group_arbiter
+from rrfp_jax.core.hints import (
+    HINTS,
+    SCHEDULE,
+    SCHEDULE_WEIGHTS_LAST,
+    Consumption,
+    Hint,
+    ready,
+    schedule_hint,
+    strict,
+)
+from rrfp_jax.core.memory import AheadBound
 from rrfp_jax.core.plan import StepRules
-from rrfp_jax.core.read_ahead import AheadBound
 from rrfp_jax.core.stage_setup import StageSetup
 from rrfp_jax.schedules import PipelineGraph, Placement, Task
 from rrfp_jax.schedules.registry import is_in_file, rule_in_file
@@ -18,7 +24,10 @@ from rrfp_jax.schedules.registry import is_in_file, rule_in_file
 
 @dataclass(frozen=True, kw_only=True)
 class SavedArbiter:
-    """What an arbiter was made of, beside graph and placement; a stage that is one process is a group of one."""
+    """The parts of an arbiter, beside graph and placement; a stage that is one process is a group of one.
+
+    Event logs hold this record, so its fields are part of their format.
+    """
 
     stage: int
     protocol: GroupProtocol
@@ -32,23 +41,23 @@ class SavedArbiter:
     window: int | None
     """Microbatches; None under strict consumption, and where a footprint counts."""
     capacity: int | None
-    """What microbatches held may weigh, where steps say what each weighs."""
+    """The most that the microbatches held may weigh, in steps with weights."""
     rules: StepRules
     dispatch_ahead: int = 0
     """Always 0. The format of event logs has this key."""
     footprint: int | None
-    """Activations."""
+    """The number of activations that the stage may hold, in units."""
     foresight: ForesightRules | None
     read_ahead: tuple[AheadBound, ...]
     """Empty under strict consumption."""
     evaluation_batches: int
-    """How many batches a step runs that evaluates; 0: none does."""
+    """How many batches a step that evaluates runs; 0: none evaluates."""
     certain_ahead: bool
     """Whether certain choices are handed over early."""
 
 
 def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
-    """What ``arbiter`` was made of."""
+    """Returns the parts of ``arbiter``."""
     hint, is_member = arbiter.consumption.hint, isinstance(arbiter, GroupMember)
     protocol = GroupProtocol.PROPOSE if isinstance(arbiter, ProposingMember) else GroupProtocol.LEADER
     return SavedArbiter(
@@ -76,7 +85,7 @@ def rebuild(
     """Returns a fresh arbiter.
 
     ``rules_file`` is the Python file that defines the rule if the hint is a user's own. The record names that file too,
-    but a record may come from anybody, and loading a rule from a file runs that file.
+    but a record may come from anyone, and loading a rule from a file runs that file.
 
     Raises ValueError where the parts do not fit together, or the hint is unknown here.
     """

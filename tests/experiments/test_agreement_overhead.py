@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from experiments.agreement_overhead import agreement_overhead, launches
 from rrfp_jax.core import (
     HINTS,
     DecideNow,
@@ -21,9 +22,7 @@ from rrfp_jax.core import (
     StepStarted,
     TaskFinished,
     TellGroup,
-    agreement_overhead,
     group_arbiter,
-    launches,
     ready,
 )
 from rrfp_jax.schedules import Task, chain, linear
