@@ -150,8 +150,8 @@ class Engines:
     """The engines beside a stage's compute lane: each runs one operation at a time, the first of its order that can
     run.
 
-    An engine never waits for its next entry, whatever the stage's consumption is, which orders what the stage
-    *computes*. The graph holds the operations and their engines (:mod:`rrfp_jax.schedules.operations`).
+    An engine never waits for its next entry, whatever the stage's consumption is, which orders the tasks that the
+    stage *computes*. The graph holds the operations and their engines (:mod:`rrfp_jax.schedules.operations`).
     """
 
     __slots__ = ("ready", "running")

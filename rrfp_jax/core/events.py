@@ -104,7 +104,7 @@ class InputPromised(NamedTuple):
     future: the device waits for it by itself.
 
     The event may belong to a later step, be lost, late or doubled, but must not be false. It counts as an announcement
-    too. :mod:`rrfp_jax.core.foresight` tells what follows from it.
+    too. :mod:`rrfp_jax.core.foresight` describes the consequences.
     """
 
     step: int

@@ -336,7 +336,7 @@ class Foresight:
     def is_holding(self) -> bool:
         return self.held_since_s is not None
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def hear(self, number: int, time_s: float) -> None:
         """Take an announcement of the present step, of an input that is not here yet; it counts from its time on."""
@@ -412,7 +412,7 @@ class Foresight:
         kind, leads_s = self._leads_s.keys[edge][0], self._leads_s.known()
         return min((lead_s for other, lead_s in leads_s.items() if other[0] is kind), default=0.0 if leads_s else None)
 
-    # -- what to do --------------------------------------------------------------------------------------------------
+    # -- choices ----------------------------------------------------------------------------------------------------
 
     def choose(
         self,

@@ -43,8 +43,8 @@ the device's order, in which collectives meet.
 
 And the leader has something to choose while any task is left: once all messages sent have arrived on all members, its
 state is that of a stage that is one process, for which :mod:`rrfp_jax.core.memory` has the argument. A leader that
-looked at itself alone would be safe too, since what is ready on it becomes ready on the others; but then members would
-wait within collectives while they could run something else.
+looked at itself alone would be safe too, since a task that is ready on it becomes ready on the others; but then members
+would wait within collectives while they could run something else.
 
 Propose and retry
 -----------------

@@ -6,7 +6,7 @@ A hint is a rule of the schedule language (:mod:`rrfp_jax.schedules.language.rul
 * ``choose(state, heads)`` picks one of the lanes' heads, the best admissible task of each lane, and returns the next
   state. The arbiter keeps that state only if it dispatches the choice.
 
-A stage *consumes* a hint in one of two ways, and both drive the same arbiter. :func:`ready` skips what is absent
+A stage *consumes* a hint in one of two ways, and both drive the same arbiter. :func:`ready` skips absent tasks
 (RRFP). :func:`strict`, the baseline, takes a table's entries one after another and waits for each; R and U follow the
 table, and an operation that runs once per step comes right before the task that waits for it, or last. Strict
 consumption ignores the window: a table has a peak of its own, to be compared with the window before the start.
@@ -157,7 +157,7 @@ class Consumption:
         """Returns the step's tasks (as node numbers) in hint order: lane after lane for ``ready``, one sequence for
         ``strict``.
 
-        Positions in this order are what ``choose`` sees. The tasks of engines beside compute, which it never sees, come
+        ``choose`` sees positions in this order. The tasks of engines beside compute, which it never sees, come
         last.
         """
         lanes, rank = plan.lanes, self.rank

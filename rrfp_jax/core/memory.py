@@ -16,9 +16,9 @@ forward.
 
 *Invariant*: on each stage the unfinished turns, run in the order from here on, stay within the limit. The invariant
 holds at first, as the limit is not below the order's peak. It holds after something was taken: the turns behind find
-what they would have found, and the rule has counted the turns before. It holds after something was let go, since that
-is sooner than the order has it. The start of anything else changes nothing. The lanes of a stage may leave the order
-and end in any order, since the rule does not ask on which lane a task runs.
+the memory that they would have found, and the rule has counted the turns before. It holds after something was let go,
+since that is sooner than the order has it. The start of anything else changes nothing. The lanes of a stage may leave
+the order and end in any order, since the rule does not ask on which lane a task runs.
 
 *Progress*: let T be the first unfinished task of the total order, and let nothing run and nothing be under way. All
 that T waits for stands before it and has finished, so T is ready; no turn before its own is left on its stage, so by
@@ -26,7 +26,7 @@ the invariant memory suffices. T's lane is free, and runs T or another task: an 
 admissible, the compute lane the best such one under a hint, and T itself under strict consumption, as all entries
 before it have started. Foresight may hold for a finite time. So some task runs in every state with work left, and as
 each runs once, the step ends. Hints only choose among admissible tasks, so no hint can break this. Each lane has to
-skip what cannot run: one that waited for the first task of another order could wait for T itself.
+skip tasks that cannot run: one that waited for the first task of another order could wait for T itself.
 
 The window
 ----------
@@ -55,26 +55,26 @@ every dependency goes forward. Tasks that take nothing are never restrained, suc
 or an offload. Where all F take the same and the hint ranks them in the row's order, one question answers for all: if
 a ready F is not admitted, no other one behind it is. Where some take less, each is asked. A task that is about to end
 (:class:`rrfp_jax.core.events.DecideNow`) has freed its memory for tasks of the compute lane, which start behind it.
-Engines do not wait in that queue: for what they start, its memory is held until the end.
+Engines do not wait in that queue: for their tasks its memory is held until the end.
 
 * *Pairs that a step lacks* take all their tasks out of the row. Together these move nothing, and no beginning of theirs
-  is below nothing, since no operation frees what is not held by then in any order (the graph refuses others); so no
-  beginning of the row holds more without them. Dependencies go out with them, and go forward as before.
+  is below nothing, since no operation frees memory that is not held by then in any order (the graph refuses others); so
+  no beginning of the row holds more without them. Dependencies go out with them, and go forward as before.
 * *Operations without memory* have a place in the total order and none in the sums.
 * *Operations once per chunk or step* move no memory. Either no task of a microbatch waits for them, however indirectly,
   and they stand behind all of these, among R and U, or they wait for none and stand before all; the graph refuses
   others. The verdict on which U waits asks for none of them that comes after U.
 * *Accumulation in microbatch order* makes dependencies, so a table with another order is refused.
-* *Replicas* have rows and memory of their own, and only R and what follows waits across them.
+* *Replicas* have rows and memory of their own, and only R and its followers wait across them.
 
-Where operations move memory and no table ranks what is ready, the row is the window's order (:func:`canonical_row`).
+Where operations move memory and no table ranks the ready tasks, the row is the window's order (:func:`canonical_row`).
 Operations depend on tasks of their own chunk and microbatch, and stand among these. An operation that takes memory back
 for a backward stands right before that backward, and is issued once the backward's other inputs are here: taken back
 as soon as it fits, it would leave no memory for forwards, and the offload would be in vain.
 
-Counting what fits now in place of the rule deadlocks, for engines alone (a reload takes the slot that the next forward
-of its own row needs) and for the compute lane alone (a forward takes the slot of the reload for which the next backward
-waits): ``tests/checking/test_broken_operations.py`` has pipelines that do.
+Counting the free memory alone in place of the rule deadlocks, for engines alone (a reload takes the slot that the next
+forward of its own row needs) and for the compute lane alone (a forward takes the slot of the reload for which the next
+backward waits): ``tests/checking/test_broken_operations.py`` has pipelines that do.
 
 Read-ahead
 ----------
@@ -90,10 +90,9 @@ across steps too. It comes beside the stage's window or footprint, and takes the
   order (:func:`turns_of_table`); where several successors read a chunk, the limit must be at least the peak of the
   turns.
 
-Receipts come later than what they tell of, and nothing waits for them but such chunks and the end of their step; in the
-state that *Progress* considers, all of them have come. Strict consumption has no such bound: its table says how far
-ahead a chunk runs.
-"""
+Receipts come later than the ends that they report, and nothing waits for them but such chunks and the end of their
+step; in the state that *Progress* considers, all of them have come. Strict consumption has no such bound: its table
+says how far ahead a chunk runs."""
 
 from collections.abc import Iterable, Sequence
 from copy import copy
@@ -324,7 +323,8 @@ def memory_unit(graph: PipelineGraph) -> int:
 
 
 def memory_changes(tasks: Iterable[Task], graph: PipelineGraph) -> list[int]:
-    """Returns the changes of memory of tasks one after the other: what each takes, and then what it frees, negated."""
+    """Returns the changes of memory of tasks one after the other: the memory that each takes, and then the memory that
+    it frees, negated."""
     return [change for task in tasks for takes, frees in [memory_effect(task, graph)] for change in (takes, -frees)]
 
 
@@ -433,7 +433,7 @@ class RowMemory:
 class Footprint:
     """One stage's activations during one step.
 
-    The arbiter's own count of what each node waits for, ``waiting``, says which turns are past. Positions are places in
+    The arbiter's own count for each node, ``waiting``, says which turns are past. Positions are places in
     the step's order.
     """
 

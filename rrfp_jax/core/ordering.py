@@ -1,12 +1,11 @@
 """The order of a pipeline: :class:`Ordering` in the user's words, and :class:`Order`, resolved for one pipeline.
 
 ``schedule`` is a table of tasks; ``consume`` says whether a stage waits for its table's next entry (``strict``) or runs
-the best of what is ready (``ready``); ``hint`` ranks what is ready; ``window`` bounds the microbatches that a stage may
-hold; ``backward`` runs as one task (``fused``) or as two (``split``). Where a table ranks what is ready, ``footprint``
-bounds memory by what the table itself holds, and ``foresight`` waits for what it names next once that is in sight; both
-are on unless they are switched off, which leaves readiness alone, as the RRFP paper has it. ``read_ahead`` bounds how
-far chunks that run F only, such as frozen encoders, may run ahead of those that read them.
-"""
+the best ready task (``ready``); ``hint`` ranks the ready tasks; ``window`` bounds the microbatches that a stage may
+hold; ``backward`` runs as one task (``fused``) or as two (``split``). Where a table ranks the ready tasks,
+``footprint`` bounds memory by the table's own peak, and ``foresight`` waits for the table's next entry once that is in
+sight; both are on unless they are switched off, which leaves readiness alone, as the RRFP paper has it. ``read_ahead``
+bounds how far chunks that run F only, such as frozen encoders, may run ahead of those that read them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -181,8 +180,8 @@ class Order:
 
 
 def read_ahead_of(order: Order, asked: int | None = None) -> tuple[tuple[int, int], ...]:
-    """Returns how far each chunk may run ahead that runs F only for others: twice what its readers hold, and never less
-    than its turns need, unless ``asked`` is given.
+    """Returns how far each chunk may run ahead that runs F only for others: twice as many as its readers hold, and
+    never less than its turns need, unless ``asked`` is given.
 
     Raises ValueError where ``asked`` is less than the turns need.
     """
@@ -234,18 +233,18 @@ class Ordering:
     """
     window: int | tuple[int, ...] | str | None = None
     """Microbatches that a stage may hold, one number or one per stage; or, as text, the memory that they may take on
-    every stage, for example ``512MiB``. None: what the schedule itself holds, if it ranks what is ready (footprint);
+    every stage, for example ``512MiB``. None: the schedule's own peak, if it ranks the ready tasks (footprint);
     no limit under strict; else 32."""
     backward: str | None = None
-    """``split`` or ``fused``; None: what the table or hint calls for, otherwise fused."""
+    """``split`` or ``fused``; None: as the table or hint has it, otherwise fused."""
     footprint: bool | None = None
-    """Whether a table that ranks what is ready also bounds the activations held, by its own peak or, where one is
+    """Whether a table that ranks the ready tasks also bounds the activations held, by its own peak or, where one is
     given, by the window; None: yes."""
     foresight: ForesightRules | bool | None = None
-    """Whether, and how far, a stage waits for what such a table names next; None: yes."""
+    """Whether, and how far, a stage waits for the next entry of such a table; None: yes."""
     read_ahead: int | None = None
-    """How many microbatches a chunk that runs F only may have produced that others have not taken yet. None: twice what
-    the stages that read it may hold. Strict consumption goes as far ahead as its table does."""
+    """How many microbatches a chunk that runs F only may have produced that others have not taken yet. None: twice as
+    many as the stages that read it may hold. Strict consumption goes as far ahead as its table does."""
     ops: tuple[Op, ...] = ()
     """Operations of a pipeline that no table orders; a table brings its own
     (:func:`rrfp_jax.schedules.table`)."""
@@ -279,7 +278,7 @@ class Ordering:
 
     @property
     def is_guided(self) -> bool:
-        """Whether a table ranks what is ready, so that footprint and foresight have a meaning."""
+        """Whether a table ranks the ready tasks, so that footprint and foresight have a meaning."""
         return self.follows_table and self.consume == READY
 
     def check_deterministic(self) -> None:
@@ -311,8 +310,8 @@ class Ordering:
     def resolve(self, placement: Placement, graph: PipelineGraph, *, num_replicas: int = 1) -> Order:
         """Returns the order on this pipeline, or on this many replicas of it; the graph's ``split`` is set here.
 
-        Raises ValueError as :meth:`fitted`, and for a window in bytes: what those hold, only compiled programs tell.
-        """
+        Raises ValueError as :meth:`fitted`, and for a window in bytes: its number of microbatches is known to compiled
+        programs only."""
         graph, hint = self.fitted(placement, graph), self._hint(placement)
         table = None if self._table is None else replicated_table(self._table, num_replicas)
         footprints = self._footprints(placement, graph, num_replicas)
@@ -347,12 +346,12 @@ class Ordering:
 
     @property
     def has_footprint(self) -> bool:
-        """Whether the table's own activations bound what a stage holds, in place of the window."""
+        """Whether the table's own activations bound the stage's memory, in place of the window."""
         return self.is_guided and self.footprint is not False
 
     @property
     def _keeps_to_table(self) -> bool:
-        """Whether stages may wait for what the table has first, so that it must be able to run."""
+        """Whether stages may wait for the table's next entry, so that it must be able to run."""
         return self.follows_table and (self.consume == STRICT or self.has_footprint)
 
     def _foresight(self) -> ForesightRules | None:
@@ -457,6 +456,6 @@ def _check_names_all(table: ScheduleTable, graph: PipelineGraph) -> None:
 
 
 def _check_runs(table: ScheduleTable, graph: PipelineGraph) -> None:
-    """Raise ValueError if the table, less what this pipeline lacks, cannot run entry by entry."""
+    """Raise ValueError if the table, without the tasks that this pipeline lacks, cannot run entry by entry."""
     if not (table.was_validated and table.graph == graph):
         check_orders(table.name, table.placement, graph, present_rows(table.orders, graph))

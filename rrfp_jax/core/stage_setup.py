@@ -38,7 +38,7 @@ EVALUATION = ready(BF_DEEP)
 class StageSetup:
     """The parts of a stage's arbiter; the same for all members of a group.
 
-    Raises ValueError for foresight or a footprint without a table's row that ranks what is ready, and for a bound of
+    Raises ValueError for foresight or a footprint without a table's row that ranks the ready tasks, and for a bound of
     read-ahead that is too small or for no chunk of the stage that has one.
     """
 

@@ -15,7 +15,7 @@ from rrfp_jax.schedules import Absences, PipelineGraph, Task, TaskKind, bits
 
 
 class StepPlan:
-    """A plan with its consumption's order: what is fixed during a step. A position is a task's place in that order."""
+    """A plan with its consumption's order, fixed during a step. A position is a task's place in that order."""
 
     __slots__ = (
         "_arrival_table",
