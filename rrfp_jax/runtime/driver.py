@@ -173,8 +173,8 @@ class PipelineRuntime:
     ) -> "Future[StepOutcome]":
         """Enqueues a step and returns a future that resolves when every awaited stage has ended it.
 
-        Steps count up without gaps, steps that evaluate (:mod:`rrfp_jax.core.stage_setup`) like any others. The plans of
-        a step that lacks some pairs are made here, on the calling thread.
+        Steps count up without gaps, steps that evaluate (:mod:`rrfp_jax.core.stage_setup`) like any others. The plans
+        of a step that lacks some pairs are made here, on the calling thread.
 
         Args:
             absent: pairs of chunk and microbatch that the step lacks.
