@@ -27,7 +27,7 @@ from rrfp_jax.checkpoint._arrays import (
     shown_name,
 )
 from rrfp_jax.programs.chunk import Chunk, param_specs, trained_specs
-from rrfp_jax.programs.specs import Specs, describe, pick
+from rrfp_jax.programs.specs import Specs, pick, spec_text
 from rrfp_jax.programs.stage_devices import shards_of
 from rrfp_jax.programs.state import ChunkState, layer_groups
 
@@ -100,8 +100,8 @@ def _plan_part(optimizer: optax.GradientTransformation, params: Mapping[str, Spe
         for layer, alone in own.items():
             if (alone.shape, alone.dtype) != (leaf.shape, leaf.dtype):
                 raise ValueError(
-                    f"the optimizer's state {jax.tree_util.keystr(path)} is {describe(alone)} for {layer} and "
-                    f"{describe(leaf)} for {len(layers)} layers: {_REMEDY}"
+                    f"the optimizer's state {jax.tree_util.keystr(path)} is {spec_text(alone)} for {layer} and "
+                    f"{spec_text(leaf)} for {len(layers)} layers: {_REMEDY}"
                 )
         if not own:
             raise ValueError(

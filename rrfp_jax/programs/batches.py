@@ -21,12 +21,12 @@ import numpy as np
 from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.chunk import Chunk, LeafOrder
 from rrfp_jax.programs.shapes import describe_chunk
-from rrfp_jax.programs.specs import describe
+from rrfp_jax.programs.specs import spec_text
 from rrfp_jax.schedules import PipelineGraph
 
 Bucket = dict[str, jax.ShapeDtypeStruct]
 """The shapes of one microbatch's leaves by name; what it lacks is missing."""
-Leaf = Any
+BatchLeaf = Any
 """A leaf of a step: for each microbatch an array, a spec or None."""
 MAX_BUCKETS = 1 << 16
 """The number of buckets that fit: a bucket's number travels with every message, in two bytes."""
@@ -39,7 +39,7 @@ def _natural(length: int) -> np.ndarray:
 class StepBatch(NamedTuple):
     """The batch of a step, as the stages get it."""
 
-    leaves: Mapping[str, Leaf] = {}
+    leaves: Mapping[str, BatchLeaf] = {}
     """The leaves by name."""
     buckets: Sequence[int] = ()
     """For each microbatch the number of its bucket."""
@@ -53,7 +53,7 @@ def leaves_read(
     *,
     may_lack: Collection[str] = (),
     copied_for: Collection[int] | None = None,
-) -> dict[str, Leaf]:
+) -> dict[str, BatchLeaf]:
     """Returns the leaves of ``batch`` that the chunks read, copied into NumPy arrays (specs stay specs).
 
     They are copied because a step reads its batch while the caller may already refill the buffers for the next. Where
@@ -99,7 +99,7 @@ def _orders(chunks: Sequence[Chunk]) -> dict[str, LeafOrder]:
     return {name: order for name, order in orders.items() if order is not _natural}
 
 
-def buckets_of(leaves: Mapping[str, Leaf]) -> list[Bucket]:
+def buckets_of(leaves: Mapping[str, BatchLeaf]) -> list[Bucket]:
     """Returns the bucket of every microbatch, in order."""
     return [
         {name: _spec(entries[m]) for name, entries in leaves.items() if entries[m] is not None}
@@ -107,7 +107,7 @@ def buckets_of(leaves: Mapping[str, Leaf]) -> list[Bucket]:
     ]
 
 
-def num_microbatches(leaves: Mapping[str, Leaf]) -> int:
+def num_microbatches(leaves: Mapping[str, BatchLeaf]) -> int:
     """Returns how many microbatches these leaves have."""
     return len(next(iter(leaves.values())))
 
@@ -169,7 +169,7 @@ def _check_array(name: str, leaf: Any) -> None:
         )
 
 
-def _kept(leaf: Any, order: LeafOrder | None, *, is_copied: bool) -> Leaf:
+def _kept(leaf: Any, order: LeafOrder | None, *, is_copied: bool) -> BatchLeaf:
     if isinstance(leaf, list | tuple):
         return [None if entry is None else _copied(entry, order) if is_copied else _spec(entry) for entry in leaf]
     if is_copied and not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -219,7 +219,7 @@ class Buckets:
         """A key that is equal for equal buckets in the same order."""
         return tuple(self._numbers)
 
-    def numbers(self, leaves: Mapping[str, Leaf]) -> tuple[int, ...]:
+    def numbers(self, leaves: Mapping[str, BatchLeaf]) -> tuple[int, ...]:
         """Returns the bucket of every microbatch of a batch; raises ValueError, naming a microbatch that has none."""
         known, names = self._numbers, sorted(leaves)
         # the microbatches of one array are alike, so one look-up serves all of them
@@ -325,7 +325,7 @@ def _key(bucket: Bucket) -> Any:
 
 
 def _text(bucket: Bucket) -> str:
-    return ", ".join(f"{name} {describe(leaf)}" for name, leaf in sorted(bucket.items())) or "nothing"
+    return ", ".join(f"{name} {spec_text(leaf)}" for name, leaf in sorted(bucket.items())) or "nothing"
 
 
 def _names(leaves: Collection[str]) -> str:

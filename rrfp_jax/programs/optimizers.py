@@ -35,7 +35,7 @@ import optax
 
 from rrfp_jax.programs.jaxprs import called_jaxpr, open_jaxpr, scan_shape
 from rrfp_jax.programs.sameness import Same, identity, parameter_identity
-from rrfp_jax.programs.specs import Specs, describe, pick, spec_of
+from rrfp_jax.programs.specs import Specs, pick, spec_of, spec_text
 
 REMEDY = (
     "each chunk is updated on its own, so an optimizer must treat every array by itself: use clip_norm=... in "
@@ -127,8 +127,8 @@ def _check_state(trace: _Trace) -> None:
     for (path, old), new in zip(before, after, strict=True):
         if old != new:
             raise ValueError(
-                f"the optimizer turns its state {jax.tree_util.keystr(path)} from {describe(old)} into "
-                f"{describe(new)} in one update: shapes and dtypes must stay the same from step to step"
+                f"the optimizer turns its state {jax.tree_util.keystr(path)} from {spec_text(old)} into "
+                f"{spec_text(new)} in one update: shapes and dtypes must stay the same from step to step"
             )
 
 

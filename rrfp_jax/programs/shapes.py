@@ -17,7 +17,7 @@ import numpy as np
 
 from rrfp_jax.programs.agreement import MAX_NAME_BYTES
 from rrfp_jax.programs.chunk import Chunk, Loss, microbatch_key, param_specs, trained_specs
-from rrfp_jax.programs.specs import Specs, describe, is_inexact, spec_of
+from rrfp_jax.programs.specs import Specs, is_inexact, spec_of, spec_text
 from rrfp_jax.schedules import PipelineGraph
 
 
@@ -189,10 +189,10 @@ def _outputs(
     try:
         return known.setdefault(read, spec_of(jax.eval_shape(apply, params, inputs, leaves)))
     except Exception as error:  # a user's model may raise anything; say where
-        named = ", ".join(f"{name} {describe(spec)}" for name, spec in leaves.items())
+        named = ", ".join(f"{name} {spec_text(spec)}" for name, spec in leaves.items())
         remedy = _remedy(chunk, apply, (params, inputs, leaves), error)
         raise ValueError(
-            f"{describe_chunk(chunks, index)} cannot be applied to inputs {describe(inputs)} and batch leaves "
+            f"{describe_chunk(chunks, index)} cannot be applied to inputs {spec_text(inputs)} and batch leaves "
             f"{named or 'none'}: {error}{remedy and f'; {remedy}'}"
         ) from error
 
@@ -215,7 +215,7 @@ def _check_loss(chunks: Sequence[Chunk], index: int, outputs: Specs) -> None:
     sums: Mapping[Any, Any] | None = Loss(*outputs).named_sums if is_loss else None
     if not isinstance(sums, Mapping) or any(spec != scalar for spec in (*outputs[:2], *sums.values())):
         raise ValueError(
-            f"{who} has no successor and returns {describe(outputs)}: the last chunk must return (loss_sum, weight), "
+            f"{who} has no successor and returns {spec_text(outputs)}: the last chunk must return (loss_sum, weight), "
             "two float32 scalars, and may return a dictionary of named ones as a third entry"
         )
     if long := [name for name in sums if not isinstance(name, str) or len(name.encode()) > MAX_NAME_BYTES]:
@@ -250,7 +250,7 @@ def _check_copies(
     here, there = shapes[owner].params[name], shapes[other].params[name]
     if here != there:
         raise ValueError(
-            f"{who} share {name!r}, but it is {describe(here)} in one and {describe(there)} in the other: "
+            f"{who} share {name!r}, but it is {spec_text(here)} in one and {spec_text(there)} in the other: "
             "initialise both to the same tree, shapes and dtypes"
         )
     _check_frozen_alike(chunks, name, who, pair)
@@ -280,6 +280,6 @@ def _check_gradient_edges(chunks: Sequence[Chunk], graph: PipelineGraph, shapes:
         if has_gradient and not any(is_inexact(leaf) for leaf in jax.tree.leaves(shape.outputs)):
             target = graph.gradient_successors(index)[0]
             raise ValueError(
-                f"{describe_chunk(chunks, index)} sends {describe(shape.outputs)} to chunk {target}, which has no "
+                f"{describe_chunk(chunks, index)} sends {spec_text(shape.outputs)} to chunk {target}, which has no "
                 f"gradient: write Edge({index}, {target}, carries_gradient=False)"
             )

@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
 from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.shapes import describe_chunk, holders
-from rrfp_jax.programs.specs import Specs, describe
+from rrfp_jax.programs.specs import Specs, spec_text
 
 DATA = "data"
 """The mesh axis over the replicas of a stage."""
@@ -155,7 +155,7 @@ def _own_partition(chunks: Sequence[Chunk], index: int, axes: Mapping[str, int])
         if not _fits(spec, leaf, axes):
             raise ValueError(
                 f"{describe_chunk(chunks, index)} cannot cut its parameter {jax.tree_util.keystr(path)}, "
-                f"{describe(leaf)}, as {spec} over {_words(axes)}: name axes of the mesh, each once, at dimensions "
+                f"{spec_text(leaf)}, as {spec} over {_words(axes)}: name axes of the mesh, each once, at dimensions "
                 "that they divide, or leave the parameter whole"
             )
     size = axes.get(FSDP, 1)

@@ -64,6 +64,6 @@ def pick(layers: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: layers[name] for name in names}
 
 
-def describe(tree: Any) -> str:
+def spec_text(tree: Any) -> str:
     """Returns words for error messages: ``float32[4,128]``, several leaves joined by commas."""
     return ", ".join(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(tree)) or "nothing"

@@ -34,7 +34,7 @@ from rrfp_jax.programs.shardings import (
     state_partition,
     unit_shardings,
 )
-from rrfp_jax.programs.specs import Specs, accumulator_spec, describe, pick, spec_of
+from rrfp_jax.programs.specs import Specs, accumulator_spec, pick, spec_of, spec_text
 from rrfp_jax.programs.stage_devices import StageDevices
 
 
@@ -91,7 +91,7 @@ def _check_part(where: str, part: str, expected: Specs, given: Any) -> None:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ValueError(f"{where} has {with_type(leaf)} {here}: give an array")
         if (leaf.shape, leaf.dtype) != (spec.shape, spec.dtype):
-            raise ValueError(f"{where} has {describe(leaf)} {here}, where {describe(spec)} is expected: {remedy}")
+            raise ValueError(f"{where} has {spec_text(leaf)} {here}, where {spec_text(spec)} is expected: {remedy}")
         if isinstance(leaf, jax.ShapeDtypeStruct) and part != "optimizer_state":
             raise ValueError(f"{where} has a shape alone {here}: give an array")
         if isinstance(leaf, jax.Array) and leaf.is_deleted():

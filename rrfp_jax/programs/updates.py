@@ -149,6 +149,22 @@ class _Updates:
             )
             self._updates.append(program)
 
+    def _run_updates(
+        self, params: Params, states: tuple[Any, ...], gradients: Any, scale: float, apply: bool
+    ) -> tuple[Params, tuple[Any, ...], Params]:
+        """Runs U of every group; returns changed layers, optimizer state, and zeroed accumulators if U makes them."""
+        factor, go = np.float32(scale), np.bool_(apply)
+        changed: Params = {}
+        cleared: Params = {}
+        new_states = []
+        for group, update, state in zip(self._groups, self._updates, states, strict=True):
+            some, new_state, *zeros = update(pick(params, group), state, pick(gradients, group), factor, go)
+            changed |= some
+            new_states.append(new_state)
+            for layers in zeros:
+                cleared |= layers
+        return changed, tuple(new_states), cleared
+
 
 class UnitUpdates(_Updates):
     """The sum of shared gradients with the norm, and the optimizer update, of one chunk on its own unit.
@@ -229,16 +245,8 @@ class UnitUpdates(_Updates):
                     f"the replicas of chunk {self.index} share its optimizer state: call StageUpdates.update"
                 )
             return params, optimizer_state, accumulators
-        factor, go = np.float32(scale), np.bool_(apply)
-        new_params: Params = dict(params)
-        new_accumulators: Params = {}
-        new_states = []
-        for group, update, state in zip(self._groups, self._updates, optimizer_state, strict=True):
-            some, new_state, cleared = update(pick(params, group), state, pick(accumulators, group), factor, go)
-            new_params |= some
-            new_accumulators |= cleared
-            new_states.append(new_state)
-        return new_params, tuple(new_states), new_accumulators
+        changed, states, cleared = self._run_updates(params, optimizer_state, accumulators, scale, apply)
+        return {**params, **changed}, states, cleared
 
 
 class Reduced(NamedTuple):
@@ -351,16 +359,10 @@ class StageUpdates(_Updates):
         """
         if not self.shards_optimizer:
             raise ValueError(f"the replicas of chunk {self.index} update each by itself: call UnitUpdates.update")
-        factor, go = np.float32(scale), np.bool_(apply)
         joined = self.devices.join({r: pick(own, self._params) for r, own in params.items()}, self._partition)
-        changed: Params = {}
-        new_states = []
-        for group, update, state in zip(self._groups, self._updates, optimizer_state, strict=True):
-            some, new_state = update(pick(joined, group), state, pick(gradients, group), factor, go)
-            changed |= some
-            new_states.append(new_state)
+        changed, states, _ = self._run_updates(joined, optimizer_state, gradients, scale, apply)
         changed_on = self.devices.per_replica(changed)
-        return {replica: {**own, **changed_on[replica]} for replica, own in params.items()}, tuple(new_states)
+        return {replica: {**own, **changed_on[replica]} for replica, own in params.items()}, states
 
     def _join_others(self, shared: Mapping[int, tuple[Any, ...]]) -> tuple[Any, ...]:
         """Returns the shared accumulators of the other chunks, joined over the local replicas."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from rrfp_jax.core.replicas import Replication, microbatches_per_replica
 from rrfp_jax.field_rules import check_types
-from rrfp_jax.programs.batches import Buckets, Leaf, StepBatch, num_microbatches
+from rrfp_jax.programs.batches import BatchLeaf, Buckets, StepBatch, num_microbatches
 from rrfp_jax.runtime.steps import EnqueuedStep
 from rrfp_jax.schedules import Absences
 from rrfp_jax.schedules.timeline import StepSums, Timeline
@@ -49,7 +49,7 @@ class PreparedEvaluation:
         """Most microbatches of a step, over all replicas."""
         return self.copies.num_microbatches * self.copies.num_replicas
 
-    def step(self, leaves: Mapping[str, Leaf], trained: int) -> tuple[StepBatch, Absences]:
+    def step(self, leaves: Mapping[str, BatchLeaf], trained: int) -> tuple[StepBatch, Absences]:
         """Returns the batch of a step, and the pairs that it lacks.
 
         ``trained`` is the number of training steps before it. Raises ValueError for shapes that nothing was compiled
