@@ -6,4 +6,4 @@ from rrfp_jax.costs.layer_costs import CostEntry as CostEntry
 from rrfp_jax.costs.layer_costs import LayerCosts as LayerCosts
 from rrfp_jax.costs.layer_costs import LinkCosts as LinkCosts
 from rrfp_jax.costs.layer_costs import ModelCosts as ModelCosts
-from rrfp_jax.costs.noise import Noise as Noise
+from rrfp_jax.costs.layer_costs import Noise as Noise

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from rrfp_jax.costs.layer_sizes import REMAT_NAMES, is_known_remat
-from rrfp_jax.costs.noise import Noise
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, check_fields
+import numpy as np
+
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields
+from rrfp_jax.simulation.costs import Durations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,60 @@ class LinkCosts:
         return 2 * (replicas - 1) * self.latency_ms + bytes_ms
 
 
+_SHARE = Rule("a share between 0 and 1", lambda value: 0 <= value <= 1)
+NOISE_KINDS = ("F", "I", "W")
+"""Kinds of task along the last axis of durations."""
+MOST_SIGMA = 5
+"""The largest sigma of a logarithm; with more, one task in a hundred takes longer than all others together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Independent factors of every task, with mean 1 each. Raises ValueError for numbers that no distribution has."""
+
+    sigma: Mapping[str, float] = field(default_factory=dict)
+    """Sigma of the logarithm, by kind F, I and W; a kind that is not named does not vary."""
+    tail: float = 0.0
+    """The share of tasks that take ``tail_factor`` times as long."""
+    tail_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, _SHARE, "tail")
+        check_fields(self, NOT_NEGATIVE, "tail_factor")
+        for kind, sigma in self.sigma.items():
+            if kind not in NOISE_KINDS or not 0 <= sigma <= MOST_SIGMA:
+                raise ValueError(
+                    f"sigma {sigma} of kind {kind!r}: give 0 to {MOST_SIGMA}, for {', '.join(NOISE_KINDS)}"
+                )
+        if not self.tail_mean > 0:
+            raise ValueError(f"tail {self.tail}, {self.tail_factor}: no task takes any time, give a factor above 0")
+
+    @classmethod
+    def alike(cls, sigma: float) -> "Noise":
+        """The same for all kinds, without a tail."""
+        return cls(sigma=dict.fromkeys(NOISE_KINDS, sigma))
+
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing varies."""
+        return not any(self.sigma.values()) and (not self.tail or self.tail_factor == 1)
+
+    @property
+    def tail_mean(self) -> float:
+        """How many times as long tasks take for their tail."""
+        return 1 + self.tail * (self.tail_factor - 1)
+
+    def draws(self, durations_ms: Durations, num_draws: int, rng: np.random.Generator) -> Durations:
+        """Returns ``num_draws`` noisy steps [draws, chunks, microbatches, 3] of the first step of ``durations_ms``."""
+        sigmas = np.array([self.sigma.get(kind, 0.0) for kind in NOISE_KINDS])
+        shape = (num_draws, *durations_ms.shape[1:])
+        factors = np.exp(sigmas * rng.standard_normal(shape) - sigmas**2 / 2)
+        if self.tail:
+            factors *= np.where(rng.random(shape) < self.tail, self.tail_factor, 1.0) / self.tail_mean
+        drawn: Durations = durations_ms[:1] * factors
+        return drawn
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
     """A model as the types of its layers in order, and the costs of each type.
@@ -172,10 +227,7 @@ class StageSetting(NamedTuple):
 
 
 def every_setting(sizes: Sequence[int], tensors: Sequence[int], remats: Sequence[str]) -> list[StageSetting]:
-    """Returns every combination; raises ValueError for an unknown rematerialisation."""
-    unknown = [name for name in remats if not is_known_remat(name)]
-    if unknown:
-        raise ValueError(f"remat is {unknown[0]!r}: give some of {', '.join(REMAT_NAMES)}")
+    """Returns every combination."""
     return [StageSetting(size, tensor, remat) for tensor in tensors for remat in remats for size in sizes]
 
 

@@ -16,8 +16,8 @@ import jax
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.core import FUSED, SPLIT, Ordering
 from rrfp_jax.costs import CostBook, LayerCosts
-from rrfp_jax.costs.byte_fit import ChunkParts, fit_bytes
 from rrfp_jax.costs.devices import Device, Efficiencies, device_like, fitted_device
+from rrfp_jax.costs.fitting import ChunkParts, fit_bytes
 from rrfp_jax.costs.layer_costs import StageSetting
 from rrfp_jax.layout import Layout, describe_axes, with_tensor
 from rrfp_jax.planner.analytic_costs import analytic_book

@@ -63,7 +63,7 @@ class StageRun:
 
     def part(self, size: int) -> int:
         """Returns each device's part of a size: an equal one, or all where it does not divide."""
-        return size if size % self.tensor else size // self.tensor
+        return _part(size, self.tensor)
 
     @cached_property
     def own(self) -> MicrobatchRows:

@@ -24,8 +24,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
 from rrfp_jax.core import FUSED, SPLIT, InputArrived, MessageKind, Ordering
 from rrfp_jax.costs import LinkCosts
-from rrfp_jax.costs.byte_fit import ChunkParts
-from rrfp_jax.costs.fitting import ChunkTimes, fit_links
+from rrfp_jax.costs.fitting import ChunkParts, ChunkTimes, fit_links
 from rrfp_jax.costs.layer_costs import StageSetting
 from rrfp_jax.observe.chrome_trace import read_trace
 from rrfp_jax.pipeline import Pipeline

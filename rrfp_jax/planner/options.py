@@ -151,7 +151,9 @@ def parse_counts(text: str | None, flag: str) -> tuple[int, ...] | None:
     except ValueError:
         ranges = [[]]
     if any(not 1 <= len(ends) <= 2 or ends[0] > ends[-1] or ends[0] < 1 for ends in ranges):
-        raise ValueError(f"{flag} {text!r} is no list of numbers: write 8,16,32, or 8..64 for all between")
+        raise ValueError(
+            f"{flag} {text!r} is no list of numbers of at least 1: write 8,16,32, or 8..64 for all between"
+        )
     if sum(ends[-1] - ends[0] for ends in ranges) >= _MOST:
         raise ValueError(f"{flag} {text} names more than {_MOST:,} numbers: give fewer")
     return tuple(dict.fromkeys(number for ends in ranges for number in range(ends[0], ends[-1] + 1)))

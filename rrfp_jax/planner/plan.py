@@ -32,7 +32,7 @@ from rrfp_jax.planner.as_configured import configured_plan, encoder_notes
 from rrfp_jax.planner.options import plan_parser
 from rrfp_jax.planner.plan_request import read_request
 from rrfp_jax.planner.records import Plan
-from rrfp_jax.planner.report import milliseconds, plan_as_json, refused_in_words, show_configured, show_plan
+from rrfp_jax.planner.report import milliseconds, plan_as_json, refused_in_words, show_plan
 from rrfp_jax.planner.search import SearchProgress, make_plan
 from rrfp_jax.planner.writing import write_choice
 
@@ -58,8 +58,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps(plan_as_json(plan, request.book, top=arguments.top), allow_nan=False), flush=True)
     else:
-        show = show_configured if arguments.as_configured else show_plan
-        show(make_console(), plan, request.book, top=arguments.top, memory_bytes=request.memory_bytes)
+        show_plan(
+            make_console(), plan, request.book, top=arguments.top, memory_bytes=request.memory_bytes,
+            is_configured=arguments.as_configured,
+        )  # fmt: skip
     if arguments.write is not None:
         assert request.config is not None
         with checking_input():

@@ -30,6 +30,7 @@ from rrfp_jax.costs.layer_costs import StageSetting, every_setting
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES
 from rrfp_jax.layout import with_axes_in_order
 from rrfp_jax.observe.output_files import check_file
+from rrfp_jax.planner.options import parse_counts, parse_words
 from rrfp_jax.runtime.membership import membership_from
 
 if TYPE_CHECKING:
@@ -119,22 +120,10 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
 
 
 def _settings(arguments: argparse.Namespace, config: TrainConfig) -> list[StageSetting]:
-    sizes = _numbers(arguments.microbatch_sizes, "microbatch-sizes") or [config.data_set.microbatch_size]
-    tensors = _numbers(arguments.tensor, "tensor") or [config.pipeline.tensor]
-    remats = arguments.remat.split(",") if arguments.remat else [config.pipeline.remat]
+    sizes = parse_counts(arguments.microbatch_sizes, "--microbatch-sizes") or (config.data_set.microbatch_size,)
+    tensors = parse_counts(arguments.tensor, "--tensor") or (config.pipeline.tensor,)
+    remats = parse_words(arguments.remat, "--remat", REMAT_NAMES) or (config.pipeline.remat,)
     return every_setting(sizes, tensors, remats)
-
-
-def _numbers(text: str | None, name: str) -> list[int]:
-    if text is None:
-        return []
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name} {text!r} is no list of numbers: write 1,2,4") from None
-    if min(numbers) < 1:
-        raise ValueError(f"{name} is {text}: give at least 1")
-    return list(dict.fromkeys(numbers))
 
 
 def _enter(config: TrainConfig, settings: list[StageSetting]) -> "Process":

@@ -12,8 +12,7 @@ from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts
-from rrfp_jax.costs.byte_fit import fit_bytes
-from rrfp_jax.costs.fitting import LayerTimes, fit_links, fit_noise, fit_times
+from rrfp_jax.costs.fitting import LayerTimes, fit_bytes, fit_links, fit_noise, fit_times
 from rrfp_jax.costs.layer_costs import StageSetting
 from rrfp_jax.planner.measuring import Measured, layers_here
 from rrfp_jax.planner.model_layers import ModelLayers

@@ -24,35 +24,29 @@ _FEW = 3
 """Number of shapes that do not fit and whose reason is told."""
 
 
-def show_plan(console: Console, plan: Plan, book: CostBook, *, top: int, memory_bytes: int | None) -> None:
-    """Prints the whole report; ``memory_bytes`` is the memory of each device, if that is known."""
+def show_plan(
+    console: Console, plan: Plan, book: CostBook, *, top: int, memory_bytes: int | None, is_configured: bool = False
+) -> None:
+    """Prints the whole report; ``memory_bytes`` is the memory of each device, if that is known.
+
+    Of the one choice of a configuration (``is_configured``) it tells in place of a ranking whether it fits.
+    """
     shown = plan.ranking[:top]
-    best = shown[0]
-    console.print(_ranking(plan, shown), _cuts(shown))
-    console.print(f"cuts: {legend(best.choice.cut)}; a bar ends a chunk", soft_wrap=True, markup=False)
-    for line in _verdict(plan, shown):
-        console.print(line, soft_wrap=True, markup=False)
-    console.print(_comparison(plan))
-    console.print(_memory(best, memory_bytes))
+    cut = shown[0].choice.cut
+    parts: list[Table | str] = [_ranking(plan, shown, "as configured" if is_configured else "")]
+    if is_configured:
+        parts += [f"cut: {cut_in_words(cut)} ({legend(cut)})", _memory(shown[0], memory_bytes)]
+        if memory_bytes is not None and shown[0].forecast.peak_bytes > memory_bytes:
+            over = format_bytes(shown[0].forecast.peak_bytes - memory_bytes)
+            parts.append(f"DOES NOT FIT: the fullest stage needs {over} more than a device has")
+    else:
+        parts += [_cuts(shown), f"cuts: {legend(cut)}; a bar ends a chunk", *_verdict(plan, shown)]
+        parts += [_comparison(plan), _memory(shown[0], memory_bytes)]
     if plan.refused:
-        console.print(f"{len(plan.refused)} layouts do not fit, for example", soft_wrap=True, markup=False)
-        for refused in plan.refused[:_FEW]:
-            console.print(f"  {refused_in_words(refused)}", soft_wrap=True, markup=False)
-    for line in _sources(plan, book):
-        console.print(line, soft_wrap=True, markup=False)
-
-
-def show_configured(console: Console, plan: Plan, book: CostBook, *, top: int, memory_bytes: int | None) -> None:
-    """Prints the one choice of a configuration, and whether it fits."""
-    best = plan.ranking[0]
-    console.print(_ranking(plan, plan.ranking[:top], "as configured"))
-    console.print(f"cut: {cut_in_words(best.choice.cut)} ({legend(best.choice.cut)})", soft_wrap=True, markup=False)
-    console.print(_memory(best, memory_bytes))
-    if memory_bytes is not None and best.forecast.peak_bytes > memory_bytes:
-        over = format_bytes(best.forecast.peak_bytes - memory_bytes)
-        console.print(f"DOES NOT FIT: the fullest stage needs {over} more than a device has", markup=False)
-    for line in _sources(plan, book):
-        console.print(line, soft_wrap=True, markup=False)
+        parts.append(f"{len(plan.refused)} layouts do not fit, for example")
+        parts += [f"  {refused_in_words(refused)}" for refused in plan.refused[:_FEW]]
+    for part in [*parts, *_sources(plan, book)]:
+        console.print(part, soft_wrap=isinstance(part, str), markup=False)
 
 
 def _ranking(plan: Plan, shown: Sequence[Ranked], title: str = "") -> Table:

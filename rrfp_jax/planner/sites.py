@@ -117,7 +117,7 @@ class Sites:
             if (place and is_large(site.point)) or site.least >= self.best * (1 - _WORTH):
                 return
             for cut, is_even in site.cuts[: 1 if self.memory_bytes is None else 2]:
-                found = search_orders(cut, self._available(_as_forecast(cut)))
+                found = search_orders(cut, self._available(cut))
                 searched = [order.table for order in found if not order.is_named]
                 self._try(site, cut, searched[:_SEARCHED_ORDERS], is_even=is_even)
             yield site
@@ -201,14 +201,6 @@ def costs_of(point: Point, book: CostBook) -> ModelCosts:
     """Returns the costs of the layers in the shape of a point."""
     shape = point.shape
     return book.at(microbatch_size=shape.microbatch_size, tensor=shape.tensor, remat=shape.remat)
-
-
-def _as_forecast(cut: CutModel) -> CutModel:
-    """Returns the cut with memory counted as the forecast counts it: residuals of W take as much as the stash did."""
-    types = {
-        name: replace(each, owed_bytes=max(each.owed_bytes, each.stash_bytes)) for name, each in cut.costs.types.items()
-    }
-    return replace(cut, costs=replace(cut.costs, types=types))
 
 
 def _cuts_of(best: CutModel, memory_bytes: int | None) -> list[tuple[CutModel, bool]]:

@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
-from rrfp_jax.costs.byte_fit import ChunkParts, fit_bytes
-from rrfp_jax.costs.fitting import fit_links
+from rrfp_jax.costs.fitting import ChunkParts, fit_bytes, fit_links
 from rrfp_jax.schedules import linear
 
 EMBEDDING = ChunkParts(layer="embedding", count=1, fixed=500, gradient=100, stash=2, kept_inputs=0, owed=12, outputs=10)

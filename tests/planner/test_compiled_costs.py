@@ -8,8 +8,8 @@ import pytest
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.core import FUSED, SPLIT, Ordering
 from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
-from rrfp_jax.costs.byte_fit import ChunkParts
 from rrfp_jax.costs.devices import device_of
+from rrfp_jax.costs.fitting import ChunkParts
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.costs.layer_costs import StageSetting
 from rrfp_jax.costs.order_memory import forecast_memory

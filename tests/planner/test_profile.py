@@ -32,9 +32,12 @@ def tiny(tmp_path: Path) -> Path:
     ("options", "told"),
     [
         ((), "give one of them"),
-        (("--config", "cpu/debug", "--microbatch-sizes", "1,x"), "'1,x' is no list of numbers: write 1,2,4"),
-        (("--config", "cpu/debug", "--tensor", "0"), "tensor is 0: give at least 1"),
-        (("--config", "cpu/debug", "--remat", "none,some"), "remat is 'some': give some of none, dots, full"),
+        (
+            ("--config", "cpu/debug", "--microbatch-sizes", "1,x"),
+            "'1,x' is no list of numbers of at least 1: write",
+        ),
+        (("--config", "cpu/debug", "--tensor", "0"), "'0' is no list of numbers of at least 1: write"),
+        (("--config", "cpu/debug", "--remat", "none,some"), "--remat names 'some': choose among none, dots, full"),
         (("--config", "cpu/debug", "--repeats", "0"), "repeats is 0: measure at least 1 step"),
         (("--timeline", "nowhere"), "nowhere/config.yaml cannot be read"),
     ],
