@@ -6,4 +6,4 @@ loads no JAX.
 
 from rrfp_jax.first_use import load_on_first_use
 
-__getattr__, __all__ = load_on_first_use(__name__, __file__)
+__getattr__, __all__ = load_on_first_use(__name__, __file__, shows_fields=True)

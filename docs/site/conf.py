@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from sphinx.util.nodes import make_refnode  # noqa: E402
 
+from rrfp_jax.first_use import FIELDS  # noqa: E402
 from rrfp_jax.version import __version__  # noqa: E402 - the checkout's own
 
 project, author, release = "RRFP for JAX", "The RRFP authors", __version__
@@ -67,6 +68,7 @@ def setup(app: Any) -> None:
     app.connect("build-finished", begin_at_readme)
     app.connect("missing-reference", by_last_name)
     app.connect("autodoc-process-docstring", as_a_sentence, priority=100)  # before napoleon
+    app.connect("autodoc-process-docstring", without_fields, priority=100)
 
 
 def complete(_: Any, page: str, source: list[str]) -> None:
@@ -124,6 +126,13 @@ def as_a_sentence(_: Any, what: str, *rest: Any) -> None:
     """Napoleon takes what stands before a colon in the first line of a field's docstring for its type."""
     if what in ("attribute", "property"):
         rest[-1].insert(0, "")
+
+
+def without_fields(_: Any, what: str, *rest: Any) -> None:
+    """Leaves the fields out of a record's docstring: the page has each below the record."""
+    lines = rest[-1]
+    if what == "class" and FIELDS in lines:
+        del lines[lines.index(FIELDS) :]
 
 
 def begin_at_readme(app: Any, error: Exception | None) -> None:

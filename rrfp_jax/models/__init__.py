@@ -5,4 +5,4 @@ The model itself loads on first use, so that its configuration can be checked be
 
 from rrfp_jax.first_use import load_on_first_use
 
-__getattr__, __all__ = load_on_first_use(__name__, __file__)
+__getattr__, __all__ = load_on_first_use(__name__, __file__, shows_fields=True)
