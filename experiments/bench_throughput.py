@@ -1,7 +1,7 @@
 """How many bytes a second go from one process of this machine to another, by transport, beside gloo.
 
 *Frames* are bytes from memory to memory, as the network carries them; *arrays* go from a device to a device: an array
-that is ready is shipped, sent, received, put on the device and waited for. ``gloo`` is ``send`` and ``recv`` of
+that is ready is staged, sent, received, put on the device and waited for. ``gloo`` is ``send`` and ``recv`` of
 ``torch.distributed`` between tensors that exist before. *One way* counts one message at a time, half of a round trip;
 *both* is one each way at the same time, per direction. All pairs of processes live through the whole measurement, are
 idle but for one, and take turns; medians are printed.

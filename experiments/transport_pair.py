@@ -134,8 +134,8 @@ class Stage:
     def throw(self, edge: int, step: int) -> None:
         """Send the array of a size to the other stage."""
         transport, message, unit = self.transport, self._messages[edge], 1 - self.rank
-        shipped = transport.ship(self.values[edge], unit, message, step=step)
-        transport.send(unit, step, message, shipped)
+        staged = transport.send_array(self.values[edge], unit, message, step=step)
+        transport.send(unit, step, message, staged)
 
     def catch(self) -> Any:
         """What the other stage has thrown next."""

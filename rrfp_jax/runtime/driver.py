@@ -30,7 +30,7 @@ from rrfp_jax.runtime.delay_injection import DelayInjection
 from rrfp_jax.runtime.event_log import EventLog, RunLog, take_log
 from rrfp_jax.runtime.failure import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, error_text, stage_state
 from rrfp_jax.runtime.failure_report import Failure, FailureReport
-from rrfp_jax.runtime.mailbox import Ship
+from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.serial_executor import SerialExecutor
 from rrfp_jax.runtime.stage_threads import (
@@ -66,7 +66,7 @@ class PipelineRuntime:
 
     Args:
         arbiters: one per hosted stage.
-        make_stage: builds a stage's executor from its number and the transport's ``ship``.
+        make_stage: builds a stage's executor from its number and the transport's ``send_array``.
         make_transport: builds the transport, which is closed with the runtime, from the functions that deliver a
             message to a hosted stage and that end the run for a transport that fails.
         options: the deadline of progress, and the length of the event logs; the rest of them is not for the driver.
@@ -81,7 +81,7 @@ class PipelineRuntime:
     def __init__(
         self,
         arbiters: Sequence[StageArbiter],
-        make_stage: Callable[[int, Ship], StageExecutor],
+        make_stage: Callable[[int, SendArray], StageExecutor],
         make_transport: Callable[[Deliver, Failed], Transport],
         options: RuntimeOptions,
         *,
@@ -118,7 +118,7 @@ class PipelineRuntime:
         self._is_closed = False
         self.steps = StepsUnderWay(arbiters[0].placement.num_stages, len(arbiters), peers)
         for arbiter in arbiters:
-            self._add_stage(arbiter, make_stage(arbiter.stage, self.transport.ship), just_in_time)
+            self._add_stage(arbiter, make_stage(arbiter.stage, self.transport.send_array), just_in_time)
         self._threads = [thread for actor in self._actors.values() for thread in actor.threads]
         for thread in self._threads:
             thread.start()

@@ -24,9 +24,9 @@ from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
 from rrfp_jax.schedules import Placement
 
-Ship = Callable[[Any, int, Message, int, int | None], Any]
+SendArray = Callable[[Any, int, Message, int, int | None], Any]
 """Brings a value, of a message of a bucket, into the form in which it reaches a stage. With a step also sends it, where
-that can be done at once; see ``Transport.ship``."""
+that can be done at once; see ``Transport.send_array``."""
 StepPair = tuple[int, int]
 """A step and a microbatch."""
 _Place = Callable[[], dict[str, Any]]
@@ -38,8 +38,8 @@ _COUNTED = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 class Mailbox:
     """The inbox and outbox of one stage. Dictionary operations are atomic, so any of its threads may use it."""
 
-    def __init__(self, placement: Placement, stage: int, ship: Ship) -> None:
-        self._placement, self._stage, self._ship = placement, stage, ship
+    def __init__(self, placement: Placement, stage: int, send_array: SendArray) -> None:
+        self._placement, self._stage, self._send_array = placement, stage, send_array
         self._inbox: dict[int, dict[Message, tuple[Any, int]]] = {}
         """By step and message, a value and its bytes."""
         self._outbox: dict[tuple[int, Message], Any] = {}
@@ -92,13 +92,13 @@ class Mailbox:
     def post(self, step: int, message: Message, value: Any, bucket: int = 0) -> None:
         """Takes a value that a chunk of this stage has produced for the chunk that ``message`` names."""
         receiver = self._placement.stage_of_chunk[message.target]
-        shipped = self._ship(value, receiver, message, bucket, step)
+        staged = self._send_array(value, receiver, message, bucket, step)
         if receiver == self._stage:
-            num_bytes = _num_bytes(message, shipped)
-            self._inbox[step][message] = (shipped, num_bytes)
+            num_bytes = _num_bytes(message, staged)
+            self._inbox[step][message] = (staged, num_bytes)
             self._posted_bytes += num_bytes
         else:
-            self._outbox[step, message] = shipped
+            self._outbox[step, message] = staged
 
     def read(self, step: int, message: Message) -> Any:
         """Returns a value that has arrived; it stays until the step ends or :meth:`take` removes it."""

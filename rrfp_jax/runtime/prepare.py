@@ -29,7 +29,7 @@ from rrfp_jax.programs.target import memory_bytes_of
 from rrfp_jax.runtime.consistency import check_same_plans, check_same_programs, check_same_state
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.evaluation import EvaluationShapes, PreparedEvaluation
-from rrfp_jax.runtime.mailbox import Ship
+from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
@@ -322,7 +322,7 @@ def _stage_maker(
     copies: Replication,
     step_rules: StepRules,
     wrap: Callable[[StageExecutor], StageExecutor] | None,
-) -> Callable[[int, Ship], StageExecutor]:
+) -> Callable[[int, SendArray], StageExecutor]:
     """Returns a function that builds the executor of a hosted unit; the executors take ``state`` over."""
     process, layout = model.process, model.process.layout
     environment = StageEnvironment(
@@ -345,7 +345,7 @@ def _stage_maker(
         for stage in ({layout.stage_of(unit) for unit in process.units} if programs.replicas else ())
     }
 
-    def make_stage(unit: int, ship: Ship) -> StageExecutor:
+    def make_stage(unit: int, send_array: SendArray) -> StageExecutor:
         own = {chunk: programs.chunks[chunk] for chunk in order.placement.chunks_of_stage[unit]}
         stage = ProgramStage(
             environment,
@@ -354,7 +354,7 @@ def _stage_maker(
             {chunk: state.chunks[chunk] for chunk in own},
             replicas=replicas.get(layout.stage_of(unit)),
             meter=MemoryMeter(own, process.own_device(unit), remaking),
-            ship=ship,
+            send_array=send_array,
         )
         if wrap is None:
             return stage

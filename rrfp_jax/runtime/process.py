@@ -22,7 +22,7 @@ from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.control_plane import Peers, StopRequests, control_neighbours
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.failure import RunFailed
-from rrfp_jax.runtime.mailbox import Ship
+from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection, partners
@@ -207,7 +207,7 @@ class Process:
     def start(
         self,
         arbiters: Sequence[StageArbiter],
-        make_stage: Callable[[int, Ship], StageExecutor],
+        make_stage: Callable[[int, SendArray], StageExecutor],
         options: RuntimeOptions,
         *,
         edge: Callable[[Message, int], Edge | None],

@@ -28,7 +28,7 @@ from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.control_plane import StopRequests
-from rrfp_jax.runtime.mailbox import LeavesAhead, Mailbox, Ship
+from rrfp_jax.runtime.mailbox import LeavesAhead, Mailbox, SendArray
 from rrfp_jax.runtime.operations.context import OperationContext, operations_of
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_memory import MemoryMeter, held_by
@@ -100,7 +100,7 @@ class ProgramStage:
         states: parameters, optimizer state and accumulators of each of them; taken over.
         replicas: runs R and U for all replicas of the stage together; None: there is only one.
         meter: counts the memory that the stage holds.
-        ship: brings an output into the form in which it travels to a stage.
+        send_array: brings an output into the form in which it travels to a stage.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class ProgramStage:
         *,
         replicas: StageReplicas | None,
         meter: MemoryMeter,
-        ship: Ship,
+        send_array: SendArray,
     ) -> None:
         self._environment = environment
         self._graph, self._placement, self._copies = environment.graph, environment.placement, environment.copies
         self._stage, self._programs, self.states = stage, dict(programs), states
-        self._replicas, self._meter, self._ship = replicas, meter, ship
+        self._replicas, self._meter, self._send_array = replicas, meter, send_array
         self._replica = self._copies.replica(next(iter(programs)))
-        self._mailbox = Mailbox(self._placement, stage, ship)
+        self._mailbox = Mailbox(self._placement, stage, send_array)
         self._steps: dict[int, _Step] = {}
         degree = environment.step_rules.tree_degree
         self._above, self._below = parent(stage, degree), children(stage, self._placement.num_stages, degree)
@@ -172,7 +172,7 @@ class ProgramStage:
             if self._copies.replica(message.target) != self._replica:
                 return None
             layers = self._layers_before_reduction(step, message.source)
-            return self._ship(layers, self._placement.stage_of_chunk[message.target], message, 0, None)
+            return self._send_array(layers, self._placement.stage_of_chunk[message.target], message, 0, None)
         if kind is MessageKind.REPORT:
             return self._report(step)
         if kind is MessageKind.VERDICT:

@@ -18,7 +18,7 @@ import numpy as np
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.runtime.mailbox import Mailbox, Ship
+from rrfp_jax.runtime.mailbox import Mailbox, SendArray
 from rrfp_jax.runtime.sleeping import Sleeper
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
@@ -47,7 +47,7 @@ class EmulatedStage:
         *,
         durations_ms: np.ndarray,
         sleeps: InjectedSleeps | None = None,
-        ship: Ship,
+        send_array: SendArray,
         device: jax.Device,
         activation: jax.ShapeDtypeStruct | None = None,
         num_devices: int = 1,
@@ -59,7 +59,7 @@ class EmulatedStage:
         ops = graph.ops if durations_ms.any() else [replace(op, ms=0.0) for op in graph.ops]
         self._duration_ms = duration_of(durations_ms, sleeps, ops)
         self._sleepers = {op.letter: Sleeper() for op in graph.ops}
-        self._mailbox = Mailbox(placement, stage, ship)
+        self._mailbox = Mailbox(placement, stage, send_array)
         self.accept, self.ahead, self.fetch = self._mailbox.accept, self._mailbox.ahead, self._mailbox.fetch
         self.hands_ahead = hands_ahead
         self._is_alone = num_devices == 1

@@ -19,7 +19,7 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
 from rrfp_jax.runtime.event_log import EventLog, write_log
-from rrfp_jax.runtime.mailbox import Ship
+from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage_threads import StageExecutor
@@ -98,14 +98,14 @@ def emulate(
 
     accelerated: list[AcceleratedStage] = []
 
-    def make_stage(stage: int, ship: Ship) -> StageExecutor:
+    def make_stage(stage: int, send_array: SendArray) -> StageExecutor:
         emulated = EmulatedStage(
             graph,
             placement,
             stage,
             durations_ms=durations_ms if launch_ms is None else np.zeros_like(durations_ms),
             sleeps=sleeps if launch_ms is None else None,
-            ship=ship,
+            send_array=send_array,
             device=process.own_device(stage),
             activation=activation,
             num_devices=process.layout.unit_size,

@@ -95,7 +95,7 @@ class Direct:
     def __init__(self, deliver: Any, failed: Any) -> None:
         self._deliver = deliver
 
-    def ship(self, payload: Any, stage: int, message: Message) -> Any:
+    def send_array(self, payload: Any, stage: int, message: Message) -> Any:
         return payload
 
     def close(self) -> None:

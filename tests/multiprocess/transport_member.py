@@ -81,8 +81,8 @@ class Member:
         self.transport.prepare([message])
 
     def send(self, stage: int, payload: Any, message: Any, step: int = 0) -> None:
-        shipped = self.transport.ship(payload, stage, message)
-        self._loop.call_soon_threadsafe(self.transport.send, stage, step, message, shipped)
+        staged = self.transport.send_array(payload, stage, message)
+        self._loop.call_soon_threadsafe(self.transport.send, stage, step, message, staged)
 
     def next(self) -> Any:
         came = self.came.get(timeout=PATIENCE_S)

@@ -57,7 +57,7 @@ class DirectTransport:
     def __init__(self, deliver: Any, failed: Any) -> None:
         self._deliver = deliver
 
-    def ship(self, payload: Any, stage: int, message: Message) -> Any:
+    def send_array(self, payload: Any, stage: int, message: Message) -> Any:
         return payload
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:

@@ -46,7 +46,7 @@ def tied_stage(reduce: Any = None) -> ProgramStage:
         {1: ChunkState({}, (), {"table": np.float32(3)})},
         replicas=None,
         meter=SimpleNamespace(ran=lambda *_, **__: None),  # type: ignore[arg-type]
-        ship=lambda value, receiver, message, bucket, step: value,
+        send_array=lambda value, receiver, message, bucket, step: value,
     )
     stage.begin(0, StepBatch(), graph)
     return stage

@@ -124,7 +124,7 @@ def make_stage(
         {chunk: ChunkState({}, (), {}) for chunk in chunks},
         replicas=replicas,
         meter=SimpleNamespace(ran=lambda *_, **__: None),
-        ship=lambda value, receiver, message, bucket, step: value,
+        send_array=lambda value, receiver, message, bucket, step: value,
     )
     stage.begin(0, StepBatch(buckets=[0] * graph.num_microbatches), graph)
     return stage

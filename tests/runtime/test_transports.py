@@ -193,10 +193,10 @@ def test_within_a_process_arrays_are_handed_over_at_once() -> None:
     value = jax.device_put(jnp.arange(5.0), devices[0])
     with connected(layout, single_edge(value)) as ranks:
         transport = ranks[0].transport
-        shipped = transport.ship(value, 1, ACTIVATION)
-        transport.send(1, 2, ACTIVATION, shipped)
+        staged = transport.send_array(value, 1, ACTIVATION)
+        transport.send(1, 2, ACTIVATION, staged)
         assert ranks[0].next()[:3] == (1, 2, ACTIVATION)
-        assert shipped.__array_interface__["data"] == np.asarray(value).__array_interface__["data"]
+        assert staged.__array_interface__["data"] == np.asarray(value).__array_interface__["data"]
 
 
 def test_within_a_process_shardings_may_differ_too() -> None:
@@ -219,7 +219,7 @@ def test_what_stays_in_a_unit_stays_where_it_is() -> None:
     edge = Edge(spec=spec_of(value), source=rows, target=rows)
     with connected(Layout(num_stages=1, tensor=4), {here[:3]: edge}) as ranks:
         lying = jax.device_put(value, rows)
-        assert ranks[0].transport.ship(lying, 0, here) is lying
+        assert ranks[0].transport.send_array(lying, 0, here) is lying
 
 
 @each_way
@@ -228,8 +228,8 @@ def test_messages_may_come_again_and_in_any_order(selection: str) -> None:
     with connected(PAIR, single_edge(values[0]), selection) as ranks:
         transport = ranks[0].transport
         messages = [ACTIVATION._replace(microbatch=m) for m in (2, 0, 1)]
-        shipped = [transport.ship(value, 1, m) for value, m in zip(values, messages, strict=True)]
-        for step, (message, each) in enumerate(zip(reversed(messages), reversed(shipped), strict=True)):
+        staged = [transport.send_array(value, 1, m) for value, m in zip(values, messages, strict=True)]
+        for step, (message, each) in enumerate(zip(reversed(messages), reversed(staged), strict=True)):
             ranks.on_loop(lambda step=step, message=message, each=each: transport.send(1, step, message, each))
         came = sorted(ranks[1].next()[1:3] for _ in messages)
         assert came == sorted(zip(range(3), reversed(messages), strict=True))
@@ -242,8 +242,8 @@ def test_small_parts_need_no_transfer() -> None:
     back = Message(MessageKind.GRADIENT, 0, 1, 0)
     edges = single_edge(small) | {back[:3]: single_edge(large)[ACTIVATION[:3]]}
     with connected(PAIR, edges, "transfer", eager_bytes=1000) as ranks:
-        shipped = [ranks[0].transport.ship(*each) for each in ((small, 1, ACTIVATION), (large, 1, back))]
-        assert [type(each.parts[0][1]).__name__ for each in shipped] == ["PackedPart", "_Offer"]
+        staged = [ranks[0].transport.send_array(*each) for each in ((small, 1, ACTIVATION), (large, 1, back))]
+        assert [type(each.parts[0][1]).__name__ for each in staged] == ["PackedPart", "_Offer"]
         for value, message in ((small, ACTIVATION), (large, back)):
             ranks.send(0, 1, value, message)
             same(ranks[1].next()[3], value)
@@ -271,19 +271,19 @@ def test_plain_data_goes_to_the_receiving_unit() -> None:
 def test_a_payload_that_is_not_the_edges_is_refused() -> None:
     value = jax.device_put(jnp.ones((4, 6)), jax.devices()[0])
     with connected(PAIR, single_edge(value)) as ranks:
-        ship = ranks[0].transport.ship
+        send_array = ranks[0].transport.send_array
         for bad, words in (
             ({"x": value}, "structure"),
             (value.astype(jnp.bfloat16), "shapes and dtypes"),
             (value[:2], "shapes and dtypes"),
         ):
             with pytest.raises(ValueError, match=words):
-                ship(bad, 1, ACTIVATION)
+                send_array(bad, 1, ACTIVATION)
     rows = sharding_named("rows", jax.devices()[:4])
     wide = jax.device_put(jnp.ones((4, 8)), sharding_named("columns", jax.devices()[:4]))
     edge = Edge(spec=spec_of(wide), source=rows, target=sharding_named("rows", jax.devices()[4:]))
     with connected(WIDE_PAIR, {ACTIVATION[:3]: edge}) as ranks, pytest.raises(ValueError, match="lies as"):
-        ranks[0].transport.ship(wide, 1, ACTIVATION)
+        ranks[0].transport.send_array(wide, 1, ACTIVATION)
 
 
 def test_an_edge_that_does_not_fit_its_units_is_refused() -> None:

@@ -97,10 +97,10 @@ class Ranks:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)
 
     def send(self, rank: int, stage: int, payload: Any, message: Message = ACTIVATION, step: int = 0) -> None:
-        """Ship and send, as the runtime does."""
+        """Stage and send, as the runtime does."""
         transport = self.ranks[rank].transport
-        shipped = transport.ship(payload, stage, message)
-        self.on_loop(lambda: transport.send(stage, step, message, shipped))
+        staged = transport.send_array(payload, stage, message)
+        self.on_loop(lambda: transport.send(stage, step, message, staged))
 
 
 def introduce(servers: Sequence[TransferServer | None]) -> None:

@@ -24,7 +24,7 @@ class TransportFailed(RuntimeError):
 class Transport(Protocol):
     """Carries payloads between units, in any order; each message is known by step and identity."""
 
-    def ship(self, payload: Any, stage: int, message: Message, bucket: int = 0, step: int | None = None) -> Any:
+    def send_array(self, payload: Any, stage: int, message: Message, bucket: int = 0, step: int | None = None) -> Any:
         """Begins to send a finished task's output; returns the form in which ``send`` takes it. Called on the compute
         thread.
 
@@ -34,8 +34,8 @@ class Transport(Protocol):
         """
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
-        """Sends the result of ``ship``, or plain data, to unit ``stage``. Called on any thread, one call at a time;
-        never blocks."""
+        """Sends the result of ``send_array``, or plain data, to unit ``stage``. Called on any thread, one call at a
+        time; never blocks."""
 
     def close(self) -> None:
         """Stops threads and servers. Later messages are dropped, or stay queued for the next transport."""

@@ -5,9 +5,9 @@ from device to device); between processes they go through sockets or JAX's trans
 and verdicts, always goes through sockets, from the rank of the sending unit that
 :func:`~rrfp_jax.runtime.transports.edges.sender_for` names.
 
-An array takes this way: ``ship`` and ``SocketsRemote.stage_for_send`` cut it on the compute thread, ``send_at_once`` or
-the event loop's ``send`` hand the part to the network; at the receiver ``SocketsRemote._receive`` unpacks it, and the
-``Inbox`` assembles and delivers the message.
+An array takes this way: ``send_array`` and ``SocketsRemote.stage_for_send`` cut it on the compute thread,
+``send_at_once`` or the event loop's ``send`` hand the part to the network; at the receiver ``SocketsRemote._receive``
+unpacks it, and the ``Inbox`` assembles and delivers the message.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,7 +47,7 @@ _MAX_CONTROL_BYTES = 1 << 28
 _CLOSE_TIMEOUT_S = 2.0
 
 
-class _Shipment(NamedTuple):
+class _StagedPayload(NamedTuple):
     """A payload on its way: the staged parts that are left to send, by receiver."""
 
     plan: EdgePlan
@@ -152,7 +152,7 @@ class PipelineTransport:
 
     # -- on the compute thread ---------------------------------------------------------------------------------------
 
-    def ship(
+    def send_array(
         self,
         payload: Any,
         stage: int,  # noqa: ARG002 - the message says it too
@@ -160,7 +160,7 @@ class PipelineTransport:
         bucket: int = 0,
         step: int | None = None,
     ) -> Any:
-        """See :meth:`Transport.ship`. Raises ValueError if the arrays are not those of the edge."""
+        """See :meth:`Transport.send_array`. Raises ValueError if the arrays are not those of the edge."""
         plan = self._routes.of(message, bucket).plan
         if plan is None:
             return payload
@@ -182,13 +182,13 @@ class PipelineTransport:
             else:
                 part = [piece_on_host(slot, leaves[slot.leaf]) for slot in slots]
             parts.append((receiver, part))
-        return _Shipment(plan, bucket, parts)
+        return _StagedPayload(plan, bucket, parts)
 
     # -- in turns ----------------------------------------------------------------------------------------------------
 
     def send(self, stage: int, step: int, message: Message, payload: Any) -> None:
         """See :meth:`Transport.send`."""
-        if isinstance(payload, _Shipment):
+        if isinstance(payload, _StagedPayload):
             if payload.parts:
                 assert self._network is not None
                 self._network.on_loop(self._send_parts, step, message, payload)
@@ -211,8 +211,8 @@ class PipelineTransport:
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
-    def _send_parts(self, step: int, message: Message, shipment: _Shipment) -> None:
-        plan, bucket, parts = shipment
+    def _send_parts(self, step: int, message: Message, payload: _StagedPayload) -> None:
+        plan, bucket, parts = payload
         key = MessageKey(step, message, bucket)
         for receiver, staged in parts:
             if receiver == self._rank:

@@ -85,7 +85,7 @@ def make_stages_faulty(fault: Callable[[], None]) -> None:
     start = Process.start
 
     def start_faulty(self: Process, arbiters: Any, make_stage: Any, options: Any, **more: Any) -> Any:
-        return start(self, arbiters, lambda unit, ship: FaultyStage(make_stage(unit, ship), fault), options, **more)
+        return start(self, arbiters, lambda unit, send: FaultyStage(make_stage(unit, send), fault), options, **more)
 
     Process.start = start_faulty  # type: ignore[method-assign]
 
