@@ -142,11 +142,6 @@ class ProgramText:
         """Bytes that kernels read and write, each array once for each kernel."""
         return sum(turns * _touched(instruction, shapes) for instruction, turns, shapes in self._kernels())
 
-    @cached_property
-    def flops(self) -> float:
-        """Operations of all products, a multiply-add counting as two."""
-        return sum(turns * self._flops(each, shapes) for each, turns, shapes in self._kernels())
-
     def arrays_with(self, length: int) -> list[str]:
         """Returns arrays outside of kernels with at least two dimensions of this length and a third, as scores of
         attention."""
@@ -201,7 +196,7 @@ class ProgramText:
         return [] if found is None else self._computations.get(found[1], [])
 
     def _flops(self, instruction: _Instruction, shapes: Mapping[str, str]) -> float:
-        """Returns the operations of the products in a kernel; nothing else counts."""
+        """Returns the operations of the products in a kernel, a multiply-add counting as two; nothing else counts."""
         if instruction.opcode == "fusion":
             body = self._called(instruction)
             inner = {each.name: each.shape for each in body}
