@@ -11,7 +11,7 @@ import pytest
 
 from experiments.reading.draw import TRAIN, draw_data
 from rrfp_jax.data import ImageText, ImageTextConfig, prefetched
-from rrfp_jax.data.cut_sizes import cut_sizes
+from rrfp_jax.data.buckets import cut_sizes
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.cuts import ContextCut
 from rrfp_jax.models.encoder import PixelScale

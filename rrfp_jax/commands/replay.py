@@ -19,10 +19,10 @@ from rrfp_jax.commands.common.console import say
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
-from rrfp_jax.runtime.event_log import PATTERN, RunReplay, StageReplay, happenings, read_log, replay_run, standing
+from rrfp_jax.runtime.event_log import PATTERN, RunReplay, happenings, read_log, replay_run, standing
 from rrfp_jax.schedules import NO_MICROBATCH
 
-DIFFERS = 1
+_DIFFERS = 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
         write_trace(timeline, arguments.trace)
     say(json.dumps(_figures(run, told)) if arguments.json else "\n\n".join(_text(run, told)))
-    return DIFFERS if any(stage.difference for stage in run.stages) else 0
+    return _DIFFERS if any(stage.difference for stage in run.stages) else 0
 
 
 def make_parser() -> CommandParser:
@@ -107,7 +107,7 @@ class _Story:
             raise ValueError(f"step {self.step} is not in these logs: choose {_listed(steps)}")
 
     def parts(self) -> Iterator[dict[str, Any]]:
-        """One part per stage."""
+        """Yields one part of the story per stage."""
         if self.microbatch is None:
             return
         start_s = min(
@@ -133,7 +133,8 @@ def _text(run: RunReplay, told: _Story) -> Iterator[str]:
     yield _verdict(run)
     for part in told.parts():
         subject = "what happens once per step" if told.microbatch == NO_MICROBATCH else f"microbatch {told.microbatch}"
-        lines = [f"{subject} in step {part['step']} on stage {part['stage']}{_of_rank(run, part['rank'])}:"]
+        rank = f" (rank {part['rank']})" if len(run.logs) > 1 else ""
+        lines = [f"{subject} in step {part['step']} on stage {part['stage']}{rank}:"]
         lines += [f"  {event['time_ms']:12.3f} ms  {event['what']}" for event in part["events"]]
         yield "\n".join([*lines, "  at the end:", *(f"    {line}" for line in part["at_the_end"])])
     yield str(run.report())
@@ -142,7 +143,7 @@ def _text(run: RunReplay, told: _Story) -> Iterator[str]:
 def _verdict(run: RunReplay) -> str:
     differences = [stage.difference for stage in run.stages if stage.difference is not None]
     num_stages = len({stage.arbiter.stage for stage in run.stages})
-    numbers = f"{run.num_events} events of {_number(num_stages, 'stage')}"
+    numbers = f"{run.num_events} events of {num_stages} stage{'' if num_stages == 1 else 's'}"
     if len(run.logs) > 1:
         numbers += f" from {len(run.logs)} processes"
     if differences:
@@ -159,31 +160,21 @@ def _figures(run: RunReplay, told: _Story) -> dict[str, Any]:
         "is_same": not any(stage.difference for stage in run.stages),
         "differences": [str(stage.difference) for stage in run.stages if stage.difference],
         "refusals": [stage.refusal for stage in run.stages if stage.refusal],
-        "stages": [_stage(stage) for stage in run.stages],
+        "stages": [
+            {
+                "rank": stage.rank,
+                "stage": stage.log.arbiter.stage,
+                "hint": stage.log.arbiter.hint,
+                "consume": "strict" if stage.log.arbiter.is_strict else "ready",
+                "window": stage.log.arbiter.window,
+                "step": stage.arbiter.step,
+                "num_events": stage.num_events,
+            }
+            for stage in run.stages
+        ],
         "story": list(told.parts()),
         "report": run.report().as_dict(),
     }
-
-
-def _stage(stage: StageReplay) -> dict[str, Any]:
-    made = stage.log.arbiter
-    return {
-        "rank": stage.rank,
-        "stage": made.stage,
-        "hint": made.hint,
-        "consume": "strict" if made.is_strict else "ready",
-        "window": made.window,
-        "step": stage.arbiter.step,
-        "num_events": stage.num_events,
-    }
-
-
-def _of_rank(run: RunReplay, rank: int) -> str:
-    return f" (rank {rank})" if len(run.logs) > 1 else ""
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _listed(numbers: set[int]) -> str:

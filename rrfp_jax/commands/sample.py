@@ -117,7 +117,7 @@ def _prompt(
         return prompt_of_import(text, images, folder, vocabulary)
     from rrfp_jax.commands.sampling.prompts import prompt_with_images
     from rrfp_jax.commands.training.model_parts import vision_language_config
-    from rrfp_jax.data.image_tokens import TextWriter
+    from rrfp_jax.data.images import TextWriter
     from rrfp_jax.hf.image_settings import read_image_tokens
 
     assert run.image_text is not None

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 Groups = list[list[int]]
 """The numbers of each group's members, ascending."""
-Fits = Callable[[Sequence[int]], bool]
+_Fits = Callable[[Sequence[int]], bool]
 """Whether these samples, given by their numbers, have room in one group together."""
 
 _MOST_CHANGES_PER_SAMPLE = 8
@@ -35,7 +35,7 @@ def samples_in_order(num_samples: int, num_groups: int) -> Groups:
     return [list(range(start, stop)) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
-def balanced(costs: Sequence[float], num_groups: int, *, fits: Fits = lambda _: True) -> Groups:
+def balanced(costs: Sequence[float], num_groups: int, *, fits: _Fits = lambda _: True) -> Groups:
     """Put samples of these ``costs`` into ``num_groups`` groups, none of them empty.
 
     Args:
@@ -81,7 +81,7 @@ def _dearest(groups: Groups, costs: NDArray[np.float64]) -> float:
     return max(_total(group, costs) for group in groups)
 
 
-def _longest_first(costs: NDArray[np.float64], num_groups: int, fits: Fits) -> Groups | None:
+def _longest_first(costs: NDArray[np.float64], num_groups: int, fits: _Fits) -> Groups | None:
     groups: Groups = [[] for _ in range(num_groups)]
     totals = [0.0] * num_groups
     for sample in np.argsort(-costs, kind="stable").tolist():
@@ -96,7 +96,7 @@ def _longest_first(costs: NDArray[np.float64], num_groups: int, fits: Fits) -> G
     return groups
 
 
-def _improved(groups: Groups, costs: NDArray[np.float64], fits: Fits) -> Groups:
+def _improved(groups: Groups, costs: NDArray[np.float64], fits: _Fits) -> Groups:
     """Change one pair of groups after the other, as long as the dearest group becomes cheaper."""
     groups = [list(group) for group in groups]
     for _ in range(_MOST_CHANGES_PER_SAMPLE * len(costs)):
@@ -110,7 +110,7 @@ def _improved(groups: Groups, costs: NDArray[np.float64], fits: Fits) -> Groups:
 
 
 def _best_change(
-    groups: Groups, costs: NDArray[np.float64], totals: NDArray[np.float64], dearest: int, fits: Fits
+    groups: Groups, costs: NDArray[np.float64], totals: NDArray[np.float64], dearest: int, fits: _Fits
 ) -> dict[int, list[int]] | None:
     """The move out of the dearest group, or swap, after which the dearer of the two groups costs least.
 

@@ -19,11 +19,21 @@ from numpy.typing import NDArray
 
 from rrfp_jax.data.balancing import Groups, balanced, samples_in_order, spread_by_cost
 from rrfp_jax.data.batching_config import BatchingConfig
-from rrfp_jax.data.cut_sizes import CutSizes, rounded_up
+from rrfp_jax.data.buckets import (
+    CutSizes,
+    Packing,
+    SizePair,
+    best_buckets,
+    most_rows,
+    occurring_pairs,
+    pack_rows,
+    rounded_up,
+    smallest_fitting,
+)
 from rrfp_jax.data.dataset import Batch, Bucket, Reads
-from rrfp_jax.data.length_buckets import SizePair, best_buckets, occurring_pairs, smallest_fitting
 from rrfp_jax.data.packing import (
     PatchFormat,
+    Sample,
     Shape,
     index_leaf,
     leaf_specs,
@@ -31,11 +41,9 @@ from rrfp_jax.data.packing import (
     place_leaves,
     text_leaves,
 )
-from rrfp_jax.data.row_packing import Packing, most_rows, pack_rows
-from rrfp_jax.data.samples import Sample
 
 Cost = Callable[[int, Sequence[int]], float]
-"""(tokens, patches of each image) -> what a sample costs, a positive number."""
+"""(tokens, patches of each image) -> the cost of a sample, a positive number."""
 Patches = Callable[[int, int], NDArray[Any]]
 """(number of the sample in its step, number of the image in it) -> its patches ``[patches, patch_dim]``."""
 _MULTIPLE = 8
@@ -60,13 +68,13 @@ class Limits(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """Which of a step's samples, and where in the rows they lie."""
+    """Some of a step's samples, and their places in the rows."""
 
     members: list[int]
     places: Packing
     image_places: Packing
     size: SizePair
-    """What it needs: rows with ``pack``, else the length of rows; and rows of patches."""
+    """The size that it needs: rows with ``pack``, else the length of rows; and rows of patches."""
 
 
 class Batching:
@@ -74,8 +82,8 @@ class Batching:
 
     Args:
         survey: the samples of the first steps.
-        cost: what a sample costs; None: a token and a patch cost the same.
-        cut: of what the sizes of microbatches are multiples.
+        cost: the cost of a sample; None: a token and a patch cost the same.
+        cut: the numbers of which the sizes of microbatches are multiples.
 
     Attributes: ``shapes``, all that a microbatch can have, ascending; ``length`` of the longest rows, in tokens, and
     ``image_length``, in patches.
@@ -114,7 +122,7 @@ class Batching:
         return [leaf_specs(shape, self._format) for shape in self.shapes]
 
     def _largest_size(self, limits: Limits) -> SizePair:
-        """What holds any microbatch cut in order."""
+        """Returns a size that holds any microbatch cut in order."""
         num, text = self._config.microbatch_size, self.length
         if self._config.pack:
             text = most_rows(num, longest=limits.longest, total=limits.tokens, capacity=self.length)
@@ -142,7 +150,7 @@ class Batching:
         return Shape(rounded_up(self._config.microbatch_size, cut.rows), pair[0], pair[1], image_length)
 
     def divide(self, samples: Sequence[Sample]) -> list[Microbatch]:
-        """The microbatches of a step, in the order in which replicas share them."""
+        """Returns the microbatches of a step, in the order in which replicas share them."""
         num_groups = self._config.num_microbatches
         if not self._config.balance:
             return [self._microbatch(samples, members) for members in samples_in_order(len(samples), num_groups)]
@@ -154,9 +162,9 @@ class Batching:
         return [self._microbatch(samples, groups[group]) for group in order]
 
     def _gathered(self, samples: Sequence[Sample], costs: Sequence[float]) -> Groups | None:
-        """Groups of which some are text only, about as many as text costs; None where that comes to nothing.
+        """Returns groups of which some are text only, about as many as text costs; None where that comes to nothing.
 
-        They take what they have room for; the rest is balanced with the samples that have images.
+        They take as much as fits; the rest is balanced with the samples that have images.
         """
         num_groups = self._config.num_microbatches
         text = [number for number, sample in enumerate(samples) if not sample.images]
@@ -208,7 +216,8 @@ class Batching:
         return Microbatch(list(members), places, image_places, (text, image_places.num_rows))
 
     def leaves(self, samples: Sequence[Sample], patches: Patches, reads: Reads | None) -> Batch:
-        """The batch of these samples; ``patches`` makes those of (number of the sample, number of the image in it).
+        """Returns the batch of these samples; ``patches`` makes those of (number of the sample, number of the image in
+        it).
 
         It is called for what is read only. All other leaves are whole, whatever is read: they are small, and tell what
         the batch holds.
@@ -221,7 +230,7 @@ class Batching:
         return {name: [of_one.get(name) for of_one in leaves] for name in names}
 
     def _leaves(self, samples: Sequence[Sample], microbatch: Microbatch, patches: Patches | None) -> dict[str, Any]:
-        """All leaves of a microbatch; of ``patches`` the shape only, where they are not made."""
+        """Returns all leaves of a microbatch; of ``patches`` the shape only, where they are not made."""
         bucket = self._pairs.index(smallest_fitting(microbatch.size, self._pairs))
         shape, members, merge = self.shapes[bucket], microbatch.members, self._format.merge
         own = [samples[member] for member in members]

@@ -27,19 +27,23 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rrfp_jax.data._files import check_inside
 from rrfp_jax.data.batching import Batching, Cost, Limits
-from rrfp_jax.data.cut_sizes import CutSizes
+from rrfp_jax.data.buckets import CutSizes
 from rrfp_jax.data.dataset import Batch, BrokenData, Bucket, Reads
-from rrfp_jax.data.epochs import comes_again, items_of
-from rrfp_jax.data.held_together import group_keys, most_together
-from rrfp_jax.data.image_files import fitting_grid, read_bytes, size_of_image
+from rrfp_jax.data.held_out import (
+    HELD_OUT,
+    TRAIN,
+    Part,
+    group_keys,
+    is_held_out,
+    most_together,
+    refuse_nothing_held_out,
+)
 from rrfp_jax.data.image_text_config import ImageTextConfig
-from rrfp_jax.data.image_tokens import TextWriter
-from rrfp_jax.data.links import check_inside
-from rrfp_jax.data.packing import PatchFormat
-from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, is_held_out, refuse_nothing_held_out
-from rrfp_jax.data.patches import patches_of
-from rrfp_jax.data.samples import IMAGE_TOKEN, Grid, Sample, Text, make_sample
+from rrfp_jax.data.images import TextWriter, fitting_grid, read_bytes, size_of_image
+from rrfp_jax.data.packing import IMAGE_TOKEN, Grid, PatchFormat, Sample, Text, make_sample, patches_of
+from rrfp_jax.data.sample_order import comes_again, items_of
 from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.record_files import parse_json
 
@@ -116,7 +120,7 @@ class ImageText:
         self.shapes = self._batching.shapes
 
     def _lines_of(self, content: bytes, part: Part) -> list[_Line]:
-        """Those of the part; of others no file is looked at."""
+        """Returns the lines of the part; of others no image file is looked at."""
         fraction = self.config.held_out
         lines = [
             (number, fields)
@@ -313,7 +317,8 @@ class ImageText:
 
 
 def image_grid(config: ImageTextConfig, file: Path) -> Grid:
-    """The patches of an image; raises ValueError, in words that follow the name of the file, where it is none."""
+    """Returns the patches of an image; raises ValueError, in words that follow the name of the file, where it is
+    none."""
     width, height = size_of_image(file, config.max_pixels)
     if config.image_size is not None:
         return Grid(config.image_size // config.patch_size, config.image_size // config.patch_size)
@@ -322,7 +327,8 @@ def image_grid(config: ImageTextConfig, file: Path) -> Grid:
 
 
 def byte_patches(config: ImageTextConfig, file: Path, grid: Grid) -> NDArray[np.uint8]:
-    """``[patches, channels * patch_size**2]``; raises ValueError, likewise, where the image cannot be decoded."""
+    """Returns pixels ``[patches, channels * patch_size**2]``; raises ValueError, in words as above, where the image
+    cannot be decoded."""
     pixels = read_bytes(
         file, grid, patch_size=config.patch_size, channels=config.channels, max_pixels=config.max_pixels
     )

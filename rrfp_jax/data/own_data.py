@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.dataset import Batch, BrokenData, Bucket, Reads
-from rrfp_jax.data.epochs import check_step, items_at
+from rrfp_jax.data.held_out import HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
 from rrfp_jax.data.own_data_config import OwnDataConfig
-from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
+from rrfp_jax.data.sample_order import check_step, items_at
 
 _DTYPES: dict[str, type] = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
 _OF_PACKED: dict[str, type] = {"positions": np.int32, "segments": np.int32}
@@ -27,7 +27,7 @@ _MOST_WEIGHT = float(np.finfo(np.float32).max)
 _MOST_NUMBERS = 2**62
 """A data set that repeats itself for ever may say that it is longer."""
 
-Element = dict[str, NDArray[Any]]
+_Element = dict[str, NDArray[Any]]
 
 
 class OwnData:
@@ -35,7 +35,7 @@ class OwnData:
 
     Args:
         vocab_size: of the model; tokens and targets are less.
-        part: what is trained on, or what is held out.
+        part: the elements that are trained on, or those that are held out.
 
     Attributes: ``config``; ``num_elements`` of the part; ``vocab_size``; ``is_packed``; ``fingerprint``: its own, if it
     has a text of that name, else its length and a digest of the first element.
@@ -66,7 +66,7 @@ class OwnData:
         self.fingerprint = self._own_fingerprint(num_all, first)
         self._blank = {**first, "weights": np.zeros_like(first["weights"])}
 
-    def _own_fingerprint(self, num_all: int, first: Element) -> str:
+    def _own_fingerprint(self, num_all: int, first: _Element) -> str:
         own = getattr(self._elements, "fingerprint", None)
         if isinstance(own, str):
             return own
@@ -108,8 +108,8 @@ class OwnData:
 
     def _microbatch(
         self, numbers: Sequence[int], again: NDArray[np.bool_], first: int, left_out: Container[int]
-    ) -> Element:
-        elements: list[Element] = []
+    ) -> _Element:
+        elements: list[_Element] = []
         for place, number in enumerate(numbers, start=first):
             try:
                 elements.append(self._blank if place in left_out else self._element(number))
@@ -121,8 +121,8 @@ class OwnData:
             leaves["weights"][again] = 0
         return leaves
 
-    def _element(self, number: int) -> Element:
-        """Element ``number`` of the part, checked."""
+    def _element(self, number: int) -> _Element:
+        """Returns element ``number`` of the part, checked."""
         number += self._first
         what = f"element {number} of {self.config.object}"
         try:
@@ -165,7 +165,7 @@ class OwnData:
 
 
 def _found(config: OwnDataConfig) -> Any:
-    """The data set that is meant; raises ValueError where there is none."""
+    """Returns the data set that the configuration names; raises ValueError where there is none."""
     module, _, name = config.object.partition(":")
     _refuse_pythons_own(config.object, module)
     if os.getcwd() not in sys.path:

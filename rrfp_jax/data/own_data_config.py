@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rrfp_jax.data.parts import A_FRACTION
+from rrfp_jax.data.held_out import A_FRACTION
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
 

@@ -1,24 +1,130 @@
-"""The leaves of a microbatch: samples laid into rows of text, their images into rows of patches.
+"""Samples of text and images, laid into the rows of a microbatch.
 
-Samples that share a row are told apart by ``segments`` (from 1; 0 is padding), and ``positions`` start at 0 in each.
-Images that share a row are told apart by ``patch_segments`` in the same way. ``image_index`` says for each position of
-text which image feature stands there, counted over the microbatch's rows of features, or -1.
+**A sample** is a sequence of parts: text, and images at the places where they are seen. An image takes as many
+positions as it has *features*: patches after a merge of ``merge x merge`` of them. A token is a byte or one of a
+tokenizer; at a feature's position stands a token for images, ``IMAGE_TOKEN`` among bytes, which the feature replaces.
+
+**Patches** come in the order in which an encoder with a merge reads them: those of a ``merge x merge`` block are
+consecutive, row by row within the block, and so are the blocks within the image. The values of a patch are in the order
+channel, row, column, as in the kernel of a convolution ``[width, channels, patch, patch]``.
+
+**The leaves.** Samples that share a row are told apart by ``segments`` (from 1; 0 is padding), and ``positions`` start
+at 0 in each. Images that share a row are told apart by ``patch_segments`` in the same way. ``image_index`` says for
+each position of text which image feature stands there, counted over the microbatch's rows of features, or -1.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rrfp_jax.data.buckets import Packing
 from rrfp_jax.data.dataset import Bucket
-from rrfp_jax.data.patches import places_of
-from rrfp_jax.data.row_packing import Packing
-from rrfp_jax.data.samples import Sample
 
-TEXT_LEAVES = ("tokens", "positions", "segments", "targets", "weights")
+IMAGE_TOKEN = 0xFF
+"""The token at the positions of image features; a byte that UTF-8 never has."""
+
+
+class Grid(NamedTuple):
+    """The size of an image in patches."""
+
+    rows: int
+    columns: int
+
+    @property
+    def num_patches(self) -> int:
+        """Rows times columns."""
+        return self.rows * self.columns
+
+
+class Text(NamedTuple):
+    """A part of a sample that is text."""
+
+    content: bytes | NDArray[np.int32]
+    """The bytes of the text, or its tokens ``[length]``."""
+    weight: float
+    """Weight in the loss of predicting each of these tokens: 0 for a prompt."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sequence, ready to be laid into a row."""
+
+    tokens: NDArray[np.int32]
+    """Token numbers, int32 ``[length]``."""
+    targets: NDArray[np.int32]
+    """``[length]``: the token after each."""
+    weights: NDArray[np.float32]
+    """``[length]``: how much each target counts in the loss."""
+    features: NDArray[np.int32]
+    """``[length]``: the number of the feature that stands there, over all images of the sample in order; -1: none."""
+    images: tuple[Grid, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of positions."""
+        return len(self.tokens)
+
+    @property
+    def patches(self) -> tuple[int, ...]:
+        """Patches of each image."""
+        return tuple(grid.num_patches for grid in self.images)
+
+
+def make_sample(parts: Sequence[Text | Grid], merge: int, image_token: int = IMAGE_TOKEN) -> Sample:
+    """Returns the sample of these parts, for prediction of the next token. There must be two tokens or more."""
+    contents: list[NDArray[np.integer]] = []
+    for part in parts:
+        if isinstance(part, Grid):
+            contents.append(np.full(part.num_patches // merge**2, image_token))
+        else:
+            content = part.content
+            contents.append(np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content)
+    lengths = list(map(len, contents))
+    sequence = np.concatenate(contents).astype(np.int32)
+    weights = np.array([part.weight if isinstance(part, Text) else 0 for part in parts], np.float32).repeat(lengths)
+    is_feature = np.array([isinstance(part, Grid) for part in parts]).repeat(lengths)
+    features = np.where(is_feature, is_feature.cumsum(dtype=np.int32) - 1, np.int32(-1))
+    assert len(sequence) > 1, "a sample needs a token and the one to predict after it"
+    if is_feature[-1]:
+        raise ValueError("a sample ends in an image, which nothing is predicted from: put text after it")
+    return Sample(
+        tokens=sequence[:-1],
+        targets=sequence[1:],
+        weights=weights[1:],
+        features=features[:-1],
+        images=tuple(part for part in parts if isinstance(part, Grid)),
+    )
+
+
+def patches_of(pixels: NDArray[Any], patch: int, merge: int) -> NDArray[Any]:
+    """Cut ``pixels`` ``[height, width, channels]`` into ``[patches, channels * patch**2]``.
+
+    Height and width must be multiples of ``patch * merge``.
+    """
+    height, width, channels = pixels.shape
+    blocks = pixels.reshape(
+        height // (patch * merge), merge, patch, width // (patch * merge), merge, patch, channels
+    ).transpose(0, 3, 1, 4, 6, 2, 5)
+    return blocks.reshape(-1, channels * patch**2)
+
+
+@lru_cache(maxsize=4096)
+def places_of(grid: Grid, merge: int) -> NDArray[np.int32]:
+    """Returns the row and column of each patch in its image, ``[2, patches]``, in the order of ``patches_of``."""
+    rows, columns = np.meshgrid(np.arange(grid.rows), np.arange(grid.columns), indexing="ij")
+    pixels = np.stack([rows, columns], axis=-1).astype(np.int32)
+    places = np.ascontiguousarray(patches_of(pixels, 1, merge).T)
+    places.flags.writeable = False
+    return places
+
+
+_TEXT_LEAVES = ("tokens", "positions", "segments", "targets", "weights")
 _PLACES = ("patch_rows", "patch_columns")
-"""Only where images of different sizes share rows."""
+"""Leaves that exist only where images of different sizes share rows."""
 
 
 class Shape(NamedTuple):
@@ -31,7 +137,7 @@ class Shape(NamedTuple):
 
 
 class PatchFormat(NamedTuple):
-    """How images become patches."""
+    """The format in which images become patches."""
 
     patch_dim: int
     """Values per patch."""
@@ -40,15 +146,15 @@ class PatchFormat(NamedTuple):
     is_packed: bool
     """Whether images of different sizes share rows; if not, each fills its row."""
     dtype: Any = np.float32
-    """Of a patch's values: bytes are pixels as a file has them, which the encoder scales."""
+    """Type of a patch's values; bytes are pixels as a file has them, which the encoder scales."""
 
 
 def leaf_specs(shape: Shape, patch_format: PatchFormat) -> Bucket:
-    """The leaves of a microbatch of this shape, as ``jax.ShapeDtypeStruct``."""
+    """Returns the leaves of a microbatch of this shape, as ``jax.ShapeDtypeStruct``."""
     import jax
 
     text, images = (shape.rows, shape.length), (shape.image_rows, shape.image_length)
-    specs = {name: jax.ShapeDtypeStruct(text, np.float32 if name == "weights" else np.int32) for name in TEXT_LEAVES}
+    specs = {name: jax.ShapeDtypeStruct(text, np.float32 if name == "weights" else np.int32) for name in _TEXT_LEAVES}
     if shape.image_rows:
         specs["image_index"] = jax.ShapeDtypeStruct(text, np.int32)
         specs["patches"] = jax.ShapeDtypeStruct((*images, patch_format.patch_dim), patch_format.dtype)
@@ -58,10 +164,11 @@ def leaf_specs(shape: Shape, patch_format: PatchFormat) -> Bucket:
 
 
 def text_leaves(samples: Sequence[Sample], places: Packing, shape: Shape) -> dict[str, NDArray[Any]]:
-    """``TEXT_LEAVES`` of a microbatch, int32 and ``weights`` float32, each ``[rows, length]``; padding is 0."""
+    """Returns the ``_TEXT_LEAVES`` of a microbatch, int32 and ``weights`` float32, each ``[rows, length]``; padding is
+    0."""
     leaves = {
         name: np.zeros((shape.rows, shape.length), np.float32 if name == "weights" else np.int32)
-        for name in TEXT_LEAVES
+        for name in _TEXT_LEAVES
     }
     for segment, number in _segments(places):
         sample, row = samples[number], places.rows[number]
@@ -77,7 +184,7 @@ def text_leaves(samples: Sequence[Sample], places: Packing, shape: Shape) -> dic
 def index_leaf(
     samples: Sequence[Sample], places: Packing, image_places: Packing, shape: Shape, merge: int
 ) -> NDArray[np.int32]:
-    """``image_index`` of a microbatch, int32 ``[rows, length]``; -1 where a token's own embedding stands."""
+    """Returns ``image_index`` of a microbatch, int32 ``[rows, length]``; -1 where a token's own embedding stands."""
     index = np.full((shape.rows, shape.length), -1, np.int32)
     image = 0
     for number, sample in enumerate(samples):
@@ -96,7 +203,7 @@ def index_leaf(
 def place_leaves(
     samples: Sequence[Sample], image_places: Packing, shape: Shape, patch_format: PatchFormat
 ) -> dict[str, NDArray[np.int32]]:
-    """``patch_segments``, and of packed images ``patch_rows`` and ``patch_columns``, int32 ``[image_rows,
+    """Returns ``patch_segments``, and of packed images ``patch_rows`` and ``patch_columns``, int32 ``[image_rows,
     image_length]``; padding is 0."""
     names = ("patch_segments", *_PLACES)
     leaves = {name: np.zeros((shape.image_rows, shape.image_length), np.int32) for name in names}
@@ -112,7 +219,7 @@ def place_leaves(
 def patches_leaf(
     patches: Iterable[NDArray[Any]], image_places: Packing, shape: Shape, patch_format: PatchFormat
 ) -> NDArray[Any]:
-    """``patches`` of a microbatch, ``[image_rows, image_length, patch_dim]``, from those of each image."""
+    """Returns ``patches`` of a microbatch, ``[image_rows, image_length, patch_dim]``, from those of each image."""
     leaf = np.zeros((shape.image_rows, shape.image_length, patch_format.patch_dim), patch_format.dtype)
     for values, row, start in zip(patches, image_places.rows, image_places.offsets, strict=True):
         leaf[row, start : start + len(values)] = values
@@ -120,7 +227,7 @@ def patches_leaf(
 
 
 def _segments(places: Packing) -> Sequence[tuple[int, int]]:
-    """(segment from 1, number) of what was packed, row by row."""
+    """Returns (segment from 1, number) of each packed sequence, row by row."""
     counts = [0] * places.num_rows
     segments = []
     for number in sorted(range(len(places.rows)), key=lambda number: places.offsets[number]):

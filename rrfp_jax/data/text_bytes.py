@@ -1,20 +1,27 @@
 """Bytes of text in fixed windows, shuffled anew every epoch, any step's batch computed from its number.
 
-The text is cut into windows of ``length`` tokens, one after the other; an epoch visits every window once, in an order
-that depends on (seed, epoch) alone (:mod:`rrfp_jax.data.epochs`).
+The text comes from one file, or from the files of a folder in the order of their relative paths, so that the same
+folder gives the same text on every machine; every file is followed by one zero byte, the end of a document. The text is
+cut into windows of ``length`` tokens, one after the other; an epoch visits every window once, in an order that depends
+on (seed, epoch) alone (:mod:`rrfp_jax.data.sample_order`).
 """
 
 import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data.corpus import read_corpus
+from rrfp_jax.data._files import check_inside
 from rrfp_jax.data.dataset import Batch, Reads
-from rrfp_jax.data.epochs import comes_again, items_of
-from rrfp_jax.data.parts import A_FRACTION, HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
+from rrfp_jax.data.held_out import A_FRACTION, HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
+from rrfp_jax.data.sample_order import comes_again, items_of
 from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 
@@ -125,13 +132,13 @@ class TextBytes:
         length, seed = self.config.length, self.config.seed
         items = items_of(step, batch_size=self.config.batch_size, num=self.num_windows, seed=seed)
         starts = self._first + items * length
-        leaves = token_leaves(self._text[starts[:, None] + np.arange(length + 1)], self.config.num_microbatches)
+        leaves = _token_leaves(self._text[starts[:, None] + np.arange(length + 1)], self.config.num_microbatches)
         if self.counts_once:
             leaves["weights"].reshape(len(items), length)[comes_again(step, len(items), self.num_windows)] = 0
         return leaves
 
 
-def token_leaves(windows: NDArray[np.uint8], num_microbatches: int) -> Batch:
+def _token_leaves(windows: NDArray[np.uint8], num_microbatches: int) -> Batch:
     """Next-token prediction on ``windows``, uint8 ``[sequences, length + 1]``.
 
     Returns ``tokens`` and ``targets``, int32, and ``weights``, float32 ones, each ``[num_microbatches, sequences /
@@ -144,3 +151,68 @@ def token_leaves(windows: NDArray[np.uint8], num_microbatches: int) -> Batch:
         "targets": windows[:, 1:].astype(np.int32).reshape(shape),
         "weights": np.ones(shape, np.float32),
     }
+
+
+_NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+"""Folders below the standard library that hold its tests or what was installed beside it."""
+
+
+def read_corpus(path: str | None, *, suffixes: tuple[str, ...], max_bytes: int) -> NDArray[np.uint8]:
+    """Read at most ``max_bytes`` bytes of text, uint8 ``[num_bytes]``; arguments as in ``DataConfig``.
+
+    Raises ValueError, with the remedy, when there is nothing to read or a file cannot be read.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    for file in corpus_files(path, suffixes):
+        part = _read(file, max_bytes - num_bytes) + b"\0"
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes >= max_bytes:
+            break
+    return np.frombuffer(b"".join(parts), dtype=np.uint8)[:max_bytes]
+
+
+def corpus_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
+    """Returns the files that make up a corpus, in order.
+
+    A single file is taken whatever its suffix. Hidden folders are skipped, links to folders are not followed. Raises
+    ValueError, with the remedy, if there is no file, or if one is a link out of the folder.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if path is None else Path(path).expanduser()
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise ValueError(
+            f"data folder {root} does not exist: give an existing file or folder, or none for the standard library"
+        )
+    skipped = _NOT_LIBRARY if path is None else frozenset()
+    files = [file for file in _walk(root, skipped) if file.name.endswith(suffixes) and file.is_file()]
+    for file in files if path is not None else ():
+        if file.is_symlink():
+            check_inside(file, root)
+    if not files:
+        raise ValueError(
+            f"data folder {root} holds no file ending in {', '.join(suffixes)}: give another folder or other suffixes"
+        )
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root, onerror=_refuse):
+        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+        yield from (Path(folder, name) for name in names)
+
+
+def _read(file: Path, max_bytes: int) -> bytes:
+    try:
+        with file.open("rb") as stream:
+            return stream.read(min(max_bytes, os.fstat(stream.fileno()).st_size))
+    except OSError as error:
+        _refuse(error)
+
+
+def _refuse(error: OSError) -> Never:
+    raise ValueError(
+        f"cannot read {error.filename} ({error.strerror}): make it readable, or move it out of the data folder"
+    ) from error

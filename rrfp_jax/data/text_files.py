@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rrfp_jax.data.file_locks import try_lock
-from rrfp_jax.data.links import check_inside
-from rrfp_jax.data.parts import TRAIN, Part
+from rrfp_jax.data._files import check_inside, try_lock
+from rrfp_jax.data.held_out import TRAIN, Part
 from rrfp_jax.data.token_data import Tokens
 from rrfp_jax.data.tokenizer_files import MODEL_FILES, TOKENIZER_CONFIG, tokenizer_file
 from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize

@@ -1,8 +1,8 @@
 """Rows of token sets, shuffled anew every epoch and mixed by weight; any step's batch follows from its number.
 
 Sample ``n`` of the run is of the source that :class:`Mixture` gives it, and there the row that the order of an epoch
-(:mod:`rrfp_jax.data.epochs`) has at its place. A source that is used up begins its next epoch while others are still in
-their first. So there is no state: batch ``n`` is the same in every layout and after every restart.
+(:mod:`rrfp_jax.data.sample_order`) has at its place. A source that is used up begins its next epoch while others are
+still in their first. So there is no state: batch ``n`` is the same in every layout and after every restart.
 """
 
 import hashlib
@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.dataset import Batch, Reads
-from rrfp_jax.data.epochs import check_step, items_at
-from rrfp_jax.data.mixture import Mixture
-from rrfp_jax.data.parts import TRAIN, Part
+from rrfp_jax.data.held_out import TRAIN, Part
+from rrfp_jax.data.sample_order import Mixture, check_step, items_at
 from rrfp_jax.data.token_kind import kind_of_set
 from rrfp_jax.data.token_rows import RowLayouts, token_rows
 from rrfp_jax.data.tokenizer_files import tokenizer_file

@@ -8,12 +8,12 @@ too, and one number says where it begins: the index has that and the first docum
 of tokens, made by one pass over the ends of documents.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data.parts import HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
+from rrfp_jax.data.held_out import HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
 from rrfp_jax.data.tokens import TokenSet
 from rrfp_jax.data.tokens_config import RowsConfig
 
@@ -31,80 +31,45 @@ class RowLayouts(NamedTuple):
     """Weights of targets: 1 if the next token is of the same document, else 0."""
 
 
-class TokenRows(Protocol):
-    """The rows of one part of a token set."""
+class _Windows:
+    """Rows of ``length`` tokens of a part, one after the other; ``num`` of them. The first begins at token
+    ``_first``."""
 
-    @property
-    def num(self) -> int:
-        """The number of rows."""
-        ...
+    def __init__(self, tokens: TokenSet, config: RowsConfig, part: Part) -> None:
+        self._tokens, self._length, self._first = tokens, config.length, 0
+        # The last token of the last window still needs a target.
+        self.num = num_trained(max(0, tokens.num_tokens - 1) // config.length, config.held_out)
+        if part == HELD_OUT:
+            self._first = self.num * config.length + 1  # the token before is the target of the last window trained on
+            self.num = max(0, tokens.num_tokens - self._first - 1) // config.length
 
     def tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
         """Returns the rows of these numbers with the token after each, ``[rows, length + 1]``; padding is 0."""
-        ...
-
-    def layouts(self, numbers: NDArray[np.int64]) -> RowLayouts | None:
-        """Returns the places of documents in the rows of these numbers; None if rows go across documents."""
-        ...
-
-
-def token_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> TokenRows:
-    """Returns the rows of a part; raises ValueError, with the remedy, if there is none, or none to train on is full."""
-    refuse_nothing_held_out(part, config.held_out)
-    of_part = _packed_rows if config.pack else _windows
-    rows = of_part(tokens, config, part)
-    if not rows.num or _is_too_short(tokens, config, part):
-        raise ValueError(_refusal(tokens, config, part))
-    return rows
-
-
-def _is_too_short(tokens: TokenSet, config: RowsConfig, part: Part) -> bool:
-    """Returns whether no row to train on can be full, however text is packed."""
-    return part == TRAIN and tokens.num_tokens < config.length
-
-
-def _refusal(tokens: TokenSet, config: RowsConfig, part: Part) -> str:
-    held = f"token set {tokens.path} has {tokens.num_tokens} tokens in {tokens.num_documents} documents"
-    if not config.held_out or _is_too_short(tokens, config, part):
-        return f"{held}, not enough for a row of {config.length}: give more text, or a smaller length"
-    where = "held out" if part == HELD_OUT else "left to train on"
-    return (
-        f"{held}, and with held_out {config.held_out} not one row of {config.length} is {where}: give more text, "
-        "another held_out, or a smaller length"
-    )
-
-
-class _Windows:
-    """Rows of ``length`` that follow each other from row ``first`` on."""
-
-    def __init__(self, tokens: TokenSet, length: int, first: int, num: int) -> None:
-        self._tokens, self._length, self._first, self.num = tokens, length, first, num
-
-    def tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
         return self._tokens.windows(self._first + numbers * self._length, self._length + 1).astype(np.int32)
 
     def layouts(self, numbers: NDArray[np.int64]) -> RowLayouts | None:  # noqa: ARG002
+        """Returns None, since windows go on across documents."""
         return None
 
 
-def _windows(tokens: TokenSet, config: RowsConfig, part: Part) -> _Windows:
-    length = config.length
-    # The last token of the last window still needs a target.
-    num_train = num_trained(max(0, tokens.num_tokens - 1) // length, config.held_out)
-    if part == TRAIN:
-        return _Windows(tokens, length, 0, num_train)
-    first = num_train * length + 1  # the token before is the target of the last window that is trained on
-    return _Windows(tokens, length, first, max(0, tokens.num_tokens - first - 1) // length)
-
-
 class _PackedRows:
-    """Rows that begin at ``starts`` ``[rows + 1]``, the last of which is the end of the part.
+    """Rows of whole documents of a part, ``num`` of them.
 
-    ``documents`` ``[rows + 1]`` has the first document of each row, and one more than the last document.
+    ``_starts`` ``[rows + 1]`` has the beginning of each row and the end of the part; ``_documents`` ``[rows + 1]`` the
+    first document of each row, and one more than the last document.
     """
 
-    def __init__(self, tokens: TokenSet, length: int, starts: NDArray[np.int64], documents: NDArray[np.int64]) -> None:
-        self._tokens, self._length, self._starts, self._documents = tokens, length, starts, documents
+    def __init__(self, tokens: TokenSet, config: RowsConfig, part: Part) -> None:
+        self._tokens, self._length = tokens, config.length
+        # The first document that begins in the last fraction of the tokens, and all after it, are held out.
+        num_train = num_trained(tokens.num_tokens, config.held_out)
+        first_held_out = tokens.num_documents
+        if num_train < tokens.num_tokens:
+            first_held_out = tokens.document_at(num_train)
+            first_held_out += tokens.document(first_held_out)[0] < num_train
+        first, stop = (0, first_held_out) if part == TRAIN else (first_held_out, tokens.num_documents)
+        starts, documents = row_index(tokens, config.length, first, stop)
+        self._starts, self._documents = starts, documents
         self.num = len(starts) - 1
 
     def tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -121,6 +86,7 @@ class _PackedRows:
         return rows
 
     def layouts(self, numbers: NDArray[np.int64]) -> RowLayouts:
+        """Returns the places of documents in the rows of these numbers."""
         places = np.arange(self._length, dtype=np.int32)
         is_token = places < (self._starts[numbers + 1] - self._starts[numbers])[:, None]
         begins = np.zeros((len(numbers), self._length + 1), bool)
@@ -142,19 +108,6 @@ class _PackedRows:
         ends = self._tokens.document_ends(first, min(following + 1, self._tokens.num_documents))
         ends = ends - self._starts[number]
         return ends[(ends > 0) & (ends <= self._length)]
-
-
-def _packed_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> _PackedRows:
-    """Returns the packed rows of a part."""
-    # The first document that begins in the last fraction of the tokens, and all after it, are held out.
-    num_train = num_trained(tokens.num_tokens, config.held_out)
-    first_held_out = tokens.num_documents
-    if num_train < tokens.num_tokens:
-        first_held_out = tokens.document_at(num_train)
-        first_held_out += tokens.document(first_held_out)[0] < num_train
-    first, stop = (0, first_held_out) if part == TRAIN else (first_held_out, tokens.num_documents)
-    starts, documents = row_index(tokens, config.length, first, stop)
-    return _PackedRows(tokens, config.length, starts, documents)
 
 
 def row_index(tokens: TokenSet, length: int, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -197,3 +150,23 @@ def _chain(following: list[int], *, is_all: bool) -> list[int]:
         leaders.append(further)
     assert is_all or len(leaders) > 1
     return leaders
+
+
+TokenRows = _Windows | _PackedRows
+
+
+def token_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> TokenRows:
+    """Returns the rows of a part; raises ValueError, with the remedy, if there is none, or none to train on is full."""
+    refuse_nothing_held_out(part, config.held_out)
+    rows = (_PackedRows if config.pack else _Windows)(tokens, config, part)
+    is_too_short = part == TRAIN and tokens.num_tokens < config.length  # however the text is packed
+    if rows.num and not is_too_short:
+        return rows
+    held = f"token set {tokens.path} has {tokens.num_tokens} tokens in {tokens.num_documents} documents"
+    if not config.held_out or is_too_short:
+        raise ValueError(f"{held}, not enough for a row of {config.length}: give more text, or a smaller length")
+    where = "held out" if part == HELD_OUT else "left to train on"
+    raise ValueError(
+        f"{held}, and with held_out {config.held_out} not one row of {config.length} is {where}: give more text, "
+        "another held_out, or a smaller length"
+    )

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,6 @@ _INNER = ("", "hugging-face", "tokenizer")  # places of tokenizer.json in a fold
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _MOST_BYTES, _MOST_GROWTH = 1 << 27, 100
 _THREADS = "TOKENIZERS_PARALLELISM"
-
-
-class Encoder(Protocol):
-    """Makes tokens of texts."""
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Returns the tokens of every text, ``[tokens]`` each."""
-        ...
 
 
 class ByteEncoder:
@@ -70,6 +62,9 @@ class FileEncoder:
                     "one with a token for the unknown, or other texts"
                 )
         return [np.array(each.ids, np.uint32) for each in encoded]
+
+
+Encoder = ByteEncoder | FileEncoder
 
 
 def raise_unless_of_library(error: BaseException) -> None:

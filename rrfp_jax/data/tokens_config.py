@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rrfp_jax.data.parts import A_FRACTION
+from rrfp_jax.data.held_out import A_FRACTION
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, check_fields
 
 

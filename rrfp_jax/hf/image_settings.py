@@ -11,7 +11,7 @@ from math import isfinite, isqrt
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.data.image_tokens import ImageTokens
+from rrfp_jax.data.images import ImageTokens
 from rrfp_jax.hf._config_fields import ConfigFields
 from rrfp_jax.hf._vision_language import INTERNVL
 from rrfp_jax.hf.tensor_files import read_json

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rrfp_jax.data.links import check_inside
+from rrfp_jax.data._files import check_inside
 from rrfp_jax.observe.output_files import check_folder
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rrfp_jax.costs.devices import peak_flops
 from rrfp_jax.data import BrokenData
-from rrfp_jax.data.contents import BatchContents, contents_of
+from rrfp_jax.data.dataset import BatchContents, contents_of
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.runtime import StepMetrics

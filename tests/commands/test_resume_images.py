@@ -14,7 +14,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from rrfp_jax.data.epochs import items_of
+from rrfp_jax.data.sample_order import items_of
 from rrfp_jax.exit_codes import DATA_UNREADABLE
 from tests.commands.running import ROOT, run_afresh, run_command, sentence
 from tests.environment import of_child

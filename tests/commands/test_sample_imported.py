@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from rrfp_jax.commands import sample
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.sampling.prompts import Tokenizer, prompt_of_import
-from rrfp_jax.data.patches import patches_of
+from rrfp_jax.data.packing import patches_of
 from rrfp_jax.hf.importing import plan_import, write_import
 from rrfp_jax.hf.model_folder import CARRIED, ModelFolder, open_model
 from tests.hf.ours import Ours

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from rrfp_jax.data.batching import Batching, Limits
 from rrfp_jax.data.batching_config import BatchingConfig
-from rrfp_jax.data.contents import contents_of
-from rrfp_jax.data.cut_sizes import cut_sizes
-from rrfp_jax.data.packing import PatchFormat
-from rrfp_jax.data.samples import Grid, Text, make_sample
+from rrfp_jax.data.buckets import cut_sizes
+from rrfp_jax.data.dataset import contents_of
+from rrfp_jax.data.packing import Grid, PatchFormat, Text, make_sample
 
 LONGEST, LARGEST = 24, 8
 

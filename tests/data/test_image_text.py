@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from rrfp_jax.data import BrokenData, ImageText, ImageTextConfig, contents_of, image_text, prefetched
-from rrfp_jax.data.image_files import fitting_grid, size_of_image
+from rrfp_jax.data.images import fitting_grid, size_of_image
 
 
 def gradient(width, height):

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from rrfp_jax.data import BrokenData, Tokens, TokensConfig
-from rrfp_jax.data.contents import contents_of
+from rrfp_jax.data.dataset import contents_of
 from tests.data.token_sets import VOCAB, sparse_set, token_set
 
 LENGTH = 12

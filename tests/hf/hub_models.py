@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from rrfp_jax.data.patches import patches_of
+from rrfp_jax.data.packing import patches_of
 
 TEXT = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 

@@ -15,7 +15,7 @@ from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.commands.sampling.generating import Drawing, Generator
 from rrfp_jax.commands.sampling.prompts import Tokenizer as OurTokenizer
 from rrfp_jax.commands.sampling.prompts import prompt_of_import
-from rrfp_jax.data.patches import patches_of
+from rrfp_jax.data.packing import patches_of
 from rrfp_jax.hf.importing import plan_import, write_import
 from rrfp_jax.hf.model_folder import CARRIED, open_model
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig

@@ -13,14 +13,22 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from rrfp_jax.commands.sampling.generating import TokenPrompt
-from rrfp_jax.data.image_files import read_colours
+from rrfp_jax.data.buckets import pack_rows
 from rrfp_jax.data.image_text import MARKER, byte_patches, image_grid
 from rrfp_jax.data.image_text_config import ImageTextConfig
-from rrfp_jax.data.image_tokens import TextWriter
-from rrfp_jax.data.packing import PatchFormat, Shape, index_leaf, patches_leaf, place_leaves
-from rrfp_jax.data.patches import patches_of
-from rrfp_jax.data.row_packing import pack_rows
-from rrfp_jax.data.samples import IMAGE_TOKEN, Grid, Text, make_sample
+from rrfp_jax.data.images import TextWriter, read_colours
+from rrfp_jax.data.packing import (
+    IMAGE_TOKEN,
+    Grid,
+    PatchFormat,
+    Shape,
+    Text,
+    index_leaf,
+    make_sample,
+    patches_leaf,
+    patches_of,
+    place_leaves,
+)
 from rrfp_jax.data.tokenizer_files import first_line, load, lost_part, raise_unless_of_library, unknown_of
 from rrfp_jax.hf.image_settings import ImageSettings, read_image_settings, read_image_tokens
 from rrfp_jax.hf.model_folder import CARRIED, ModelFolder
@@ -126,13 +134,13 @@ def vocabulary_of(folder: ModelFolder, given: str | None) -> Vocabulary:
         return Bytes(kind.ends)
     section = None if folder.is_import else next(filter(None, map(folder.config.get, _OF_ROWS)), None)
     if section is None:
-        return Tokenizer(_existing(kind.file), stops=kind.ends, opens=knows_openings(folder))
+        return Tokenizer(_existing(kind.file), stops=kind.ends, opens=_knows_openings(folder))
     # Rows that go on across documents show the beginning of a document after the end of the one before.
     start = None if section.get("pack") else kind.ends[0]
     return Tokenizer(_existing(kind.file), stops=kind.ends, start=start, opens=False)
 
 
-def knows_openings(folder: ModelFolder) -> bool:
+def _knows_openings(folder: ModelFolder) -> bool:
     """Returns whether the model was imported, and so knows the tokens with which its tokenizer opens a text."""
     files = folder.files()
     return files is not None and (files / "config.json").is_file()

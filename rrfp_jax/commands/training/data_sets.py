@@ -22,7 +22,7 @@ from rrfp_jax.data import (
     TextBytes,
     Tokens,
 )
-from rrfp_jax.data.cut_sizes import CutSizes, cut_sizes
+from rrfp_jax.data.buckets import CutSizes, cut_sizes
 from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.data import ImageTextConfig
-from rrfp_jax.data.image_tokens import TextWriter
+from rrfp_jax.data.images import TextWriter
 from rrfp_jax.data.token_kind import TokenKind, kind_of_file
 from rrfp_jax.data.tokenizer_files import read_tokenizer, tokenizer_file
 from rrfp_jax.data.tokens.header import BYTE_TOKENIZER, TOKENIZER

@@ -37,7 +37,7 @@ def unreadable(path: str, error: Exception) -> BrokenData:
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 
-class PlainBytes:
+class _PlainBytes:
     """The bytes of a file."""
 
     def __init__(self, path: str) -> None:
@@ -63,7 +63,7 @@ class PlainBytes:
         return b"".join(blocks)
 
 
-class CompressedBytes:
+class _CompressedBytes:
     """The decompressed bytes of a compressed file."""
 
     def __init__(self, path: str, compression: str) -> None:
@@ -91,9 +91,9 @@ class CompressedBytes:
 
 
 @lru_cache(maxsize=1)
-def bytes_of(path: str, compression: str | None) -> PlainBytes | CompressedBytes:
+def bytes_of(path: str, compression: str | None) -> _PlainBytes | _CompressedBytes:
     """Returns the bytes of a file; the file of the last call stays open."""
-    return PlainBytes(path) if compression is None else CompressedBytes(path, compression)
+    return _PlainBytes(path) if compression is None else _CompressedBytes(path, compression)
 
 
 def decompressed_blocks(path: str, compression: str) -> Iterator[bytes]:
@@ -148,14 +148,14 @@ class _PaddedGzip:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-class RowCounts(NamedTuple):
+class _RowCounts(NamedTuple):
     """The number of rows of a file, and about how many bytes of text they have."""
 
     num_rows: int
     num_bytes: int
 
 
-def count_rows(path: str, column: str) -> RowCounts:
+def count_rows(path: str, column: str) -> _RowCounts:
     """Returns the counts in the foot of a Parquet file; raises ValueError, with the remedy, unless it has such a column
     of text."""
     import pyarrow.types as kinds
@@ -173,7 +173,7 @@ def count_rows(path: str, column: str) -> RowCounts:
         if not (kinds.is_string(value) or kinds.is_large_string(value) or kinds.is_string_view(value)):
             raise ValueError(f"{path} has {kind} in column {column!r} where text is expected: name another --column")
         num_bytes = sum(chunk.total_uncompressed_size for chunk in _column_chunks(metadata, column))
-        return RowCounts(metadata.num_rows, num_bytes)
+        return _RowCounts(metadata.num_rows, num_bytes)
 
 
 def row_texts(path: str, column: str, start: int, stop: int) -> Iterator[tuple[int, str]]:

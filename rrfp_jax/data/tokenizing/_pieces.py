@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data.file_locks import try_lock
+from rrfp_jax.data._files import try_lock
 from rrfp_jax.data.tokenizing._file_readers import count_rows, decompressed_blocks, unreadable
 from rrfp_jax.data.tokenizing._text_parts import SEGMENT_BYTES, TextSpan
 from rrfp_jax.data.tokenizing.inputs import ROWS, Source

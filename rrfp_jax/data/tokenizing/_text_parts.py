@@ -31,7 +31,7 @@ _CHARACTER = re.compile(rb"[^\x80-\xbf]")  # the first byte of a character in UT
 _BYTE_ORDER = "\ufeff"  # some programs put it at the head of a file; it is no text
 _ONE_PER_LINE = "a line holds one object, so write those of a list, or of several lines, on a line each"
 _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-ReadBytes = Callable[[int, int], bytes]
+_ReadBytes = Callable[[int, int], bytes]
 """Returns bytes of a text, given an offset and a number of bytes."""
 
 
@@ -101,7 +101,7 @@ def files_forgotten() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------- cutting
 
 
-def cut_near(read: ReadBytes, position: int, length: int) -> int:
+def cut_near(read: _ReadBytes, position: int, length: int) -> int:
     """Returns the place to cut at or behind ``position`` in a text of ``length`` bytes."""
     if position <= 0 or position >= length:
         return min(max(position, 0), length)
@@ -115,7 +115,7 @@ def cut_near(read: ReadBytes, position: int, length: int) -> int:
     return position - before + character.start() if character else length
 
 
-def segments(read: ReadBytes, start: int, stop: int, length: int) -> Iterator[tuple[int, bytes]]:
+def segments(read: _ReadBytes, start: int, stop: int, length: int) -> Iterator[tuple[int, bytes]]:
     """Yields the parts of a text of ``length`` bytes that belong to ``start`` to ``stop``, each with its beginning.
 
     ``start`` is a multiple of ``SEGMENT_BYTES``; so is ``stop``, or it is ``length``.
@@ -181,7 +181,7 @@ def _line_texts(span: TextSpan, column: str) -> Iterator[tuple[int, str]]:
         begin += len(line) + 1
 
 
-def _rest_of_line(source: Source, read: ReadBytes, position: int, begin: int) -> bytes:
+def _rest_of_line(source: Source, read: _ReadBytes, position: int, begin: int) -> bytes:
     """Returns the bytes from ``position`` to the end of the line, which begins at ``begin``."""
     blocks = []
     while block := read(position, BLOCK_BYTES):

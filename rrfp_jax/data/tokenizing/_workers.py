@@ -128,10 +128,10 @@ class Worker:
     def do(self, piece: TextPiece) -> int:
         """Tokenises a piece into its file; returns the number of its tokens."""
         end_of_document = self._task.tokenizer.end_of_document
-        return self._files.write(piece.key, token_blocks(piece, self._task.column, self._encoder, end_of_document))
+        return self._files.write(piece.key, _token_blocks(piece, self._task.column, self._encoder, end_of_document))
 
 
-def token_blocks(piece: TextPiece, column: str, encoder: Encoder, end_of_document: int) -> Iterator[TokenBlock]:
+def _token_blocks(piece: TextPiece, column: str, encoder: Encoder, end_of_document: int) -> Iterator[TokenBlock]:
     """Yields the tokens of a piece, each document closed, some megabytes at a time.
 
     Raises BrokenData, with file and row, for data that is no text, or no text for this tokenizer.

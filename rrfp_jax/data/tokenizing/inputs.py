@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rrfp_jax.data.links import check_inside
+from rrfp_jax.data._files import check_inside
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 
 TRAIN, PLAIN_BYTES = "train", "bytes"

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.sample_lengths import sft_samples
-from rrfp_jax.data.length_buckets import best_buckets, occurring_pairs, padded, smallest_fitting
+from rrfp_jax.data.buckets import (
+    CutSizes,
+    best_buckets,
+    cut_sizes,
+    most_rows,
+    occurring_pairs,
+    pack_rows,
+    padded,
+    rounded_up,
+    smallest_fitting,
+)
 
 
 def padding_fraction(lengths: Any, buckets: Collection[int]) -> float:
@@ -108,3 +118,58 @@ def test_what_is_too_large_is_refused():
         smallest_fitting((5, 0), [(4, 0)])
     with pytest.raises(ValueError, match=r"a length is 5, above all of the buckets \[4\]"):
         padded([5], [4])
+
+
+def test_without_meshes_every_size_will_do() -> None:
+    assert cut_sizes({}) == cut_sizes({"tensor": 4}) == CutSizes()
+
+
+def test_rows_and_positions_divide_over_their_axes() -> None:
+    """A decoder's positions over twice their axis; what goes from encoder to decoder over the axes of both."""
+    assert cut_sizes({"tensor": 2, "fsdp": 2, "expert": 3, "context": 2}) == CutSizes(
+        rows=6, length=4, image_rows=6, image_length=2
+    )
+    assert cut_sizes({"fsdp": 4}, {"fsdp": 6, "context": 3}) == CutSizes(rows=4, image_rows=12, image_length=3)
+
+
+def test_sizes_are_rounded_up() -> None:
+    assert [rounded_up(size, 4) for size in (0, 1, 4, 5)] == [0, 4, 4, 8]
+
+
+def test_what_is_no_multiple_is_refused() -> None:
+    with pytest.raises(ValueError, match="rows"):
+        CutSizes(rows=0)
+
+
+LENGTHS = st.lists(st.integers(1, 16), max_size=30)
+
+
+@given(LENGTHS, st.integers(16, 40))
+def test_rows_hold_everything_once_without_overlap(lengths, capacity):
+    packing = pack_rows(lengths, capacity)
+    taken = [[False] * capacity for _ in range(packing.num_rows)]
+    for length, row, offset in zip(lengths, packing.rows, packing.offsets, strict=True):
+        places = slice(offset, offset + length)
+        assert len(taken[row][places]) == length
+        assert not any(taken[row][places])
+        taken[row][places] = [True] * length
+    assert all(any(row) for row in taken)
+    assert sum(map(sum, taken)) == sum(lengths)
+
+
+@given(LENGTHS, st.integers(16, 40), st.integers(0, 5), st.integers(0, 20))
+def test_never_more_rows_than_foretold(lengths, capacity, more, larger):
+    most = most_rows(len(lengths) + more, longest=16, total=sum(lengths) + larger, capacity=capacity)
+    assert pack_rows(lengths, capacity).num_rows <= most
+
+
+def test_longest_first_where_least_room_is_left():
+    packing = pack_rows([2, 5, 3, 4], 7)
+    assert packing == (2, (0, 0, 1, 1), (5, 0, 4, 0))
+
+
+def test_what_is_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="a length of 9 does not fit into a row of 8: give longer rows"):
+        pack_rows([1, 9], 8)
+    with pytest.raises(ValueError, match="a length of 9 does not fit"):
+        most_rows(1, longest=9, total=9, capacity=8)

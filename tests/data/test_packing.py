@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from rrfp_jax.data.patches import patches_of, places_of
-from rrfp_jax.data.samples import Grid
+from rrfp_jax.data.packing import Grid, patches_of, places_of
 
 
 def pixels_of(patches, grid, patch, merge):

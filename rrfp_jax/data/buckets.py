@@ -1,4 +1,4 @@
-"""The few sizes for which a run is compiled, so that data of many sizes is padded least.
+"""Rows of one length, and the few sizes for which a run is compiled, so that data of many sizes is padded least.
 
 Every size is a program, so a run has a fixed set of them, its *buckets*, and what is smaller than a bucket is padded up
 to it. The best at most ``k`` out of ``n`` different lengths are found exactly: with the lengths in ascending order,
@@ -7,12 +7,27 @@ with ``b`` buckets is the least over ``i < j`` of covering the first ``i`` with 
 ``j``. That is ``k n**2 / 2`` additions, done ``n`` at a time.
 
 Buckets follow from the data alone, never from timing: padding changes rounding, and all processes must find the same.
+
+Sizes are also rounded up to multiples, so that the devices of a stage's mesh share all of a microbatch. A size that
+does not divide is whole on every device, which then repeats the work of the others.
+
+**Rows** are filled by best fit, longest first: each sequence goes where it leaves the least free. No row is opened
+while another has enough left, so any two rows together hold more than one row's capacity, and every row but the last
+holds ``capacity // longest`` sequences or more. From these two follows the most rows that any data needs
+(``most_rows``), which buckets must be able to hold.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from rrfp_jax.field_rules import AT_LEAST_1, check_fields
+from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
 
 SizePair = tuple[int, int]
 """A size of text and a size of images; 0 where there are no images."""
@@ -106,3 +121,92 @@ def smallest_fitting(size: SizePair, pairs: Sequence[SizePair]) -> SizePair:
             f"text of {text} and images of {image} fit none of the buckets {list(pairs)}: add a larger one"
         )
     return min(fitting)
+
+
+_ROW_AXES = (FSDP, EXPERT)
+"""Mesh axes over which the rows of a microbatch are cut."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutSizes:
+    """The number of which each size of a microbatch is to be a multiple."""
+
+    rows: int = 1
+    length: int = 1
+    """Length of rows, in tokens."""
+    image_rows: int = 1
+    image_length: int = 1
+    """Length of rows of images, in features."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, AT_LEAST_1, "rows", "length", "image_rows", "image_length")
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    """Returns the least multiple that is not below ``size``."""
+    return -(-size // multiple) * multiple
+
+
+def _row_parts(mesh: Mapping[str, int]) -> int:
+    """Returns the number of parts into which the rows of a microbatch are cut on a mesh."""
+    return prod(mesh.get(axis, 1) for axis in _ROW_AXES)
+
+
+def cut_sizes(mesh: Mapping[str, int], encoder_mesh: Mapping[str, int] | None = None) -> CutSizes:
+    """Returns the multiples for a decoder's stages on ``mesh``, and an encoder's on ``encoder_mesh`` (None: the same).
+
+    A decoder deals the positions of a sequence out in twice as many pieces as ``context`` has devices
+    (:mod:`rrfp_jax.models.cuts`). Features of images pass from one mesh to the other, and are cut on both.
+    """
+    meshes = [mesh, mesh if encoder_mesh is None else encoder_mesh]
+    context = mesh.get(CONTEXT, 1)
+    return CutSizes(
+        rows=_row_parts(mesh),
+        length=2 * context if context > 1 else 1,
+        image_rows=lcm(*map(_row_parts, meshes)),
+        image_length=lcm(*(each.get(CONTEXT, 1) for each in meshes)),
+    )
+
+
+class Packing(NamedTuple):
+    """The places of sequences in rows."""
+
+    num_rows: int
+    rows: tuple[int, ...]
+    """The row of each, from 0."""
+    offsets: tuple[int, ...]
+    """The beginning of each in its row."""
+
+
+def pack_rows(lengths: Sequence[int], capacity: int) -> Packing:
+    """Packs sequences of these lengths into as few rows of ``capacity`` as best fit decreasing finds; the same every
+    time.
+
+    Raises ValueError where one is longer than a row.
+    """
+    if lengths and max(lengths) > capacity:
+        raise ValueError(f"a length of {max(lengths)} does not fit into a row of {capacity}: give longer rows")
+    rows, offsets = [0] * len(lengths), [0] * len(lengths)
+    free: list[tuple[int, int]] = []  # (space left, row), ascending
+    num_rows = 0
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        at = bisect_left(free, (lengths[index], -1))
+        if at < len(free):
+            space, row = free.pop(at)
+        else:
+            space, row, num_rows = capacity, num_rows, num_rows + 1
+        rows[index], offsets[index] = row, capacity - space
+        insort(free, (space - lengths[index], row))
+    return Packing(num_rows, tuple(rows), tuple(offsets))
+
+
+def most_rows(num: int, *, longest: int, total: int, capacity: int) -> int:
+    """Returns how many rows :func:`pack_rows` needs at most for up to ``num`` sequences of up to ``longest``, together
+    up to ``total``."""
+    if not num or not total:
+        return 0
+    if longest > capacity:
+        raise ValueError(f"a length of {longest} does not fit into a row of {capacity}: give longer rows")
+    by_number = -(-num // (capacity // longest))
+    by_total = max(1, -(-2 * total // capacity) - 1)  # two rows or more hold over half of what they could
+    return min(by_number, by_total)
