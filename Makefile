@@ -110,7 +110,7 @@ train-multimodal: setup ## train a small model to read words in pictures, beside
 	@$(BIN)/python -m experiments.reading.draw runs/words
 	@$(BIN)/python -m experiments.train --config $(MULTIMODAL) --fresh --run-dir $(READING) $(ARGS)
 	@echo "the same with blank pictures:"
-	@$(BIN)/python -m experiments.train --config $(MULTIMODAL) --fresh --run-dir $(READING)-blind --image-text.path runs/words/blind/train.jsonl $(ARGS)
+	@$(BIN)/python -m experiments.train --config $(MULTIMODAL) --fresh --run-dir $(READING)-blind --data.path runs/words/blind/train.jsonl $(ARGS)
 	@$(BIN)/python -m experiments.reading $(READING) --beside $(READING)-blind --picture $(READING)/words.png
 	@echo "what it reads in some of them: $(READING)/words.png"
 

@@ -104,7 +104,7 @@ def _setting(device: jax.Device) -> tuple[LanguageModelConfig, tuple[int, int, i
     if device.platform != "cpu":
         return _LARGE, (16, 2, 1024)
     debug = load_train_config(str(_DEBUG), {})
-    data = debug.data_set
+    data = debug.data
     return debug.model, (data.num_microbatches, data.microbatch_size, 128)
 
 

@@ -1,7 +1,7 @@
 """What a planned cut gains in the real runtime, beside what was forecast of it.
 
 A language model whose vocabulary weighs as much as several layers. Two stages train in two processes, each on cores of
-its own: the model is profiled in the same way, then the even cut and ``layers_per_chunk: auto`` train in turn. Four and
+its own: the model is profiled in the same way, then the even cut and ``layout: auto`` train in turn. Four and
 eight emulated stages take the durations of both cuts as they are. Medians over all steps but the first ones.
 """
 
@@ -23,7 +23,9 @@ from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.core import Order, Ordering, StepRules
 from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
+from rrfp_jax.models.chunk_layout import ChunkLayout
 from rrfp_jax.planner.best_cut import best_cut, even_cut
+from rrfp_jax.planner.cost_file import read_costs
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear
 from rrfp_jax.simulation import simulate
 from rrfp_jax.testing import emulate
@@ -63,7 +65,7 @@ def auto_cut(console: Console) -> list[Gain]:
     """Print and return what the best cut gains over the even one."""
     use_cpu(max(_EMULATED_STAGES))
     gains = [_trained(), *(_emulated(stages) for stages in _EMULATED_STAGES)]
-    table = make_table("even cut and layers_per_chunk: auto", "stages", "even", "auto")
+    table = make_table("even cut and layout: auto", "stages", "even", "auto")
     for heading in ("even ms", "auto ms", "forecast", "measured", "points apart"):
         table.add_column(heading, justify="right")
     for gain in gains:
@@ -80,22 +82,21 @@ def _trained() -> Gain:
         config, costs = Path(folder, "model.yaml"), Path(folder, "costs.json")
         config.write_text(yaml.safe_dump(_MODEL), encoding="utf-8")
         _launched("profile", "--config", config, "--output", costs)
+        measured = read_costs(costs).at(microbatch_size=_SIZE)
+        layers = _layers(best_cut(measured, linear(_STAGES), _PARTS, split=False))
+        best = ChunkLayout(layers=layers)
         found: dict[str, list[float]] = {"even": [], "auto": []}
         for number in range(_ROUNDS):
             for name in found:
-                words = ("--layers-per-chunk", "auto", "--costs", costs) if name == "auto" else ()
+                words = ("--layout", best) if name == "auto" else ()
                 run = Path(folder, f"{name}-{number}")
                 _launched("train", "--config", config, *words, "--run-dir", run)
                 found[name] += _step_ms(run)[_WARM_UP:]
-        kept = yaml.safe_load(Path(folder, "auto-0", "config.yaml").read_text(encoding="utf-8"))
-        return _gain_of(costs, tuple(kept["pipeline"]["layers_per_chunk"]), found)
+        return _gain_of(measured, layers, found)
 
 
-def _gain_of(costs_file: Path, best: tuple[int, ...], found: dict[str, list[float]]) -> Gain:
-    """With what the costs forecast of both cuts."""
-    from rrfp_jax.planner.cost_file import read_costs
-
-    costs = read_costs(costs_file).at(microbatch_size=_SIZE)
+def _gain_of(costs: ModelCosts, best: tuple[int, ...], found: dict[str, list[float]]) -> Gain:
+    """Returns the gain with the forecasts of both cuts by these costs."""
     even = even_cut(costs, linear(_STAGES), _PARTS, split=False)
     first, last = best
     auto = CutModel(

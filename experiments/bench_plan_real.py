@@ -6,6 +6,7 @@ its memory forecast; then the cut is trained in that order.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.core import Order
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.order_memory import forecast_memory
+from rrfp_jax.models.chunk_layout import ChunkLayout
 from rrfp_jax.planner.cost_file import read_costs
 from rrfp_jax.schedules import looped
 from rrfp_jax.simulation import simulate
@@ -113,7 +115,8 @@ class Bench:
 
     def train(self, case: Case, steps: int, *, remat: str = "none") -> Trained:
         """A run of so many steps that count."""
-        layout = {"num_stages": case.num_stages, "layers_per_chunk": list(case.layers), "remat": remat, **case.order}
+        cut = str(ChunkLayout(layers=case.layers))
+        layout = {"num_stages": case.num_stages, "layout": cut, "remat": remat, **case.order}
         path = self._config("train", layout, num_microbatches=case.num_microbatches, steps=WARM_UP + steps)
         run = self._folder / "run"
         self._launch(case.num_stages, "train", ["--config", str(path), "--run-dir", str(run), "--fresh"])
@@ -133,17 +136,18 @@ class Bench:
                 "num_microbatches": num_microbatches,
                 "max_bytes": 2**20,
             },
-            "pipeline": {"progress_deadline_s": 120, **layout},
+            "pipeline": dict(layout),
+            "cluster": {"progress_deadline_s": 120},
             "optimizer": {"learning_rate": 1e-3},
-            "run": {"steps": steps, "platform": "cpu", "checkpoint_minutes": None}
-            | {"compile_cache": str((self._folder / "programs").absolute())},
+            "run": {"steps": steps, "platform": "cpu", "checkpoint_minutes": None},
         }
         path.write_text(yaml.safe_dump(sections), encoding="utf-8")
         return path
 
     def _launch(self, num_processes: int, command: str, options: Sequence[str]) -> None:
         words = [sys.executable, "-m", "experiments.launch", "--processes", str(num_processes), "--", command, *options]
-        ended = subprocess.run(words, capture_output=True, text=True, check=False)
+        cache = {"RRFP_COMPILE_CACHE": str((self._folder / "programs").absolute())}
+        ended = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | cache)
         if ended.returncode:
             raise RuntimeError(f"{command} ended with {ended.returncode}: {ended.stderr[-2000:]}")
 

@@ -88,11 +88,12 @@ def main(argv: list[str] | None = None) -> int:
             tensor=arguments.tensor,
             configuration={name: value for name, value in vars(arguments).items() if name not in _PRIVATE},
             cluster=ClusterConfig(
-                silence_deadline_s=arguments.silence_deadline_s, encrypt_arrays=arguments.encrypt_arrays == "true"
+                silence_deadline_s=arguments.silence_deadline_s,
+                encrypt_arrays=arguments.encrypt_arrays == "true",
+                transport=arguments.transport,
             ),
             platform="cpu",
             devices=arguments.devices,
-            transport=arguments.transport,
         )
 
     from experiments.emulate_figures import agreement_us_per_task, process_figures

@@ -40,7 +40,7 @@ _STAND_FOR: dict[Any, tuple[Any, ...]] = {tuple: (list, Iterator), frozenset: (l
 
 
 _MOST = {
-    **dict.fromkeys(("num_layers", "num_stages", "chunks_per_stage", "encoder_stages", "data", "tensor"), 1 << 14),
+    **dict.fromkeys(("num_layers", "num_stages", "chunks_per_stage", "replicas", "data", "tensor"), 1 << 14),
     **dict.fromkeys(("num_heads", "num_kv_heads", "num_experts", "experts_per_token"), 1 << 16),
     **dict.fromkeys(("num_microbatches", "group_size", "offload", "recompute"), 1 << 16),
     **dict.fromkeys(

@@ -51,7 +51,7 @@ def config_of(name: str, schedule: str) -> OptimizerConfig:
         schedule=schedule,
         warmup_steps=1,
         groups=GROUPS,
-        **FIELDS.get(name, {}),
+        arguments=FIELDS.get(name, {}),
         **decay,
     )
 
@@ -76,7 +76,7 @@ def check(name: str, schedule: str = "cosine", model: LanguageModelConfig = MODE
 
 
 def test_muon_trains_whole_matrices_where_replicas_share_its_state() -> None:
-    config = OptimizerConfig(name="muon", learning_rate=3e-3, newton_schulz_steps=2, groups=(TOY_GROUP,))
+    config = OptimizerConfig(name="muon", learning_rate=3e-3, arguments={"newton_schulz_steps": 2}, groups=(TOY_GROUP,))
     optimizer = make_optimizer(config, learning_rate_schedule(config, 3))
     chunks, batches = plain_model((1, 1)), make_batches(3)
     params = model_params(chunk.init(jax.random.key(1)) for chunk in chunks)

@@ -146,12 +146,12 @@ def test_every_command_works_from_the_wheel_alone(wheel: Path, tmp_path: Path) -
     assert "F" in rrfp("replay", "log.json.gz", "--microbatch", 1)
     rrfp("convert", "export", "alone", "hub")
     rrfp("convert", "import", "hub", "imported")
-    rrfp("train", "--config", "cpu/multimodal", "--steps", 2, "--image-text.path", preset_data(), "--run-dir", "seeing")
+    rrfp("train", "--config", "cpu/multimodal", "--steps", 2, "--data.path", preset_data(), "--run-dir", "seeing")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("A pipeline of stages.\n" * 2000)
     rrfp("tokenize", tmp_path / "texts", "--out", "tokens")
     of_tokens = {"path": "tokens", "batch-size": 4, "num-microbatches": 2, "pack": "false"}
-    options = [part for name, value in of_tokens.items() for part in (f"--tokens.{name}", value)]
+    options = [part for name, value in of_tokens.items() for part in (f"--data.{name}", value)]
     rrfp("train", "--config", "cpu/text", "--steps", 2, "--vocab-size", 256, *options, "--run-dir", "text")
     assert "perplexity" in rrfp("evaluate", "text", "--batches", 1)
     rrfp("sample", "text", "--prompt", "A pipe", "--max-tokens", 4)
@@ -161,7 +161,7 @@ def test_every_command_works_from_the_wheel_alone(wheel: Path, tmp_path: Path) -
     rrfp("profile", "--config", "text/config.yaml", "--repeats", 2, "--output", "costs.json")
     rrfp("plan", "--costs", "costs.json", "--devices", 2, "--microbatches", 4, "--schedules", "1f1b")
     assert "cpu/debug" in rrfp("config", "--list")
-    assert "Microbatches that a stage may hold" in rrfp("config", "--explain", "pipeline.window")
+    assert "microbatches that a stage may hold" in rrfp("config", "--explain", "pipeline.window")
     assert "complete" in rrfp("config", "--completion", "bash")
     assert __version__ in rrfp("doctor", "--run-dir", "alone")
     assert set(COMMANDS) <= called

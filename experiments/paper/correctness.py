@@ -86,7 +86,7 @@ def _compared(subject: _Subject, steps: int, seed: int) -> Measured:
 def _subject(model: str, seed: int, folder: Path) -> _Subject:
     """Returns a model and its data, whose files are written to ``folder``."""
     from experiments.reading.draw import TRAIN, draw_data
-    from rrfp_jax.data import DataConfig, ImageText, ImageTextConfig, TextBytes
+    from rrfp_jax.data import ImageText, ImageTextConfig, TextBytes, TextConfig
     from rrfp_jax.models import LanguageModelConfig, language_model
     from rrfp_jax.models.encoder import PixelScale
     from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
@@ -95,7 +95,7 @@ def _subject(model: str, seed: int, folder: Path) -> _Subject:
 
     decoder = LanguageModelConfig(vocab_size=256, hidden=32, num_layers=STAGES, num_heads=2, mlp_dim=64)
     if model == LANGUAGE:
-        data = TextBytes(DataConfig(length=32, batch_size=16, num_microbatches=NUM_MICROBATCHES, seed=seed))
+        data = TextBytes(TextConfig(length=32, batch_size=16, num_microbatches=NUM_MICROBATCHES, seed=seed))
         return _Subject(language_model(decoder).split(num_chunks=STAGES), None, data, None)
     vision = VisionConfig(
         hidden=16, num_layers=1, num_heads=2, mlp_dim=32, qkv_bias=False, patch_dim=64, max_rows=2, max_columns=8

@@ -75,7 +75,7 @@ def _config_of(run: Path) -> TrainConfig:
     if not path.is_file():
         raise ValueError(f"{run} is no run directory, it has no {CONFIG}: give one that rrfp train has made")
     config = read_train_config(str(path), {})
-    if config.image_text is None or config.vision is None:
+    if config.images is None or config.vision is None:
         raise ValueError(f"{run} was not trained to read pictures: give a run whose data is image_text")
     return config
 
@@ -89,10 +89,10 @@ def _read(run: Path, config: TrainConfig, num_samples: int) -> "tuple[int, list[
     from rrfp_jax.training.run_directory import RunDirectory
 
     found = newest_step(RunDirectory(run).checkpoints)
-    assert config.image_text is not None
-    held_out = Path(config.image_text.path).with_name(HELD_OUT)
+    assert config.images is not None
+    held_out = Path(config.images.path).with_name(HELD_OUT)
     return found.step, read_words(
-        vision_language_config(config), read_params(found), config.image_text, held_out, num_samples
+        vision_language_config(config), read_params(found), config.images, held_out, num_samples
     )
 
 

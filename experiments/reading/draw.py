@@ -5,7 +5,7 @@
     python -m experiments.reading.draw runs/words
     python -m experiments.train --config tpu_gpu_configs/cpu/multimodal.yaml --run-dir runs/reading
 
-The folder gets two data sets for the section ``image_text`` of a configuration:
+The folder gets two data sets for the section ``data`` of a configuration, kind ``image_text``:
 
 * ``train.jsonl``: each sample shows 1 to 4 pictures of one word each, and each picture is followed by its word. A
   quarter of the samples has no picture but a piece of the text.

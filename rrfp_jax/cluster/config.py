@@ -5,7 +5,7 @@ Reading these loads no ZeroMQ.
 
 from dataclasses import dataclass, replace
 
-from rrfp_jax.field_rules import AT_LEAST_1, SECONDS, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, SECONDS, Rule, check_fields
 
 HEARTBEAT_TIMEOUT_S = 24 * 3600
 """Silence after which JAX's coordination service gives up a rank, and then aborts all others without a report. It is
@@ -20,30 +20,39 @@ PINNED_THREADS = 8
 since XLA cuts long sums by it."""
 
 
+TRANSPORTS = ("auto", "sockets", "transfer")
+_TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in TRANSPORTS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """The processes of a run, where there are several."""
 
     silence_deadline_s: float = 60.0
-    """Within how long another process that is silent counts as lost; a closed connection is noticed at once."""
+    """Seconds of silence after which another process counts as lost; a closed connection is noticed at once."""
     start_deadline_s: float = 300.0
-    """How long all processes may take to come together, and then the slowest of them to compile."""
+    """Seconds that all processes may take to come together, and then the slowest of them to compile."""
     interface: str | None = None
-    """Address or name (``eth0``) of the network interface that the processes listen on; null: what reaches the place
-    where the run meets, which is loopback on one machine."""
+    """Address or name (``eth0``) of the network interface that the processes listen on. None: the one that reaches the
+    place where the run meets, which is loopback on one machine."""
     encrypt_arrays: bool = True
     """Whether large arrays are encrypted; false is faster, for networks that are trusted. They are then authenticated
     by their head only, and accelerators may send theirs by transfer servers."""
     array_connections: int = 2
-    """Over how many connections the arrays between two processes travel. On as many cores they are encrypted, and by as
-    many threads copied from devices, and to them."""
+    """Number of connections over which the arrays between two processes travel. As many cores encrypt them, and as many
+    threads copy them from devices and to devices."""
     processes_per_device: int = 1
-    """Processes of a host that share an accelerator; each takes an equal part of its memory."""
-    detect: bool = False
-    """Ask JAX (SLURM, Kubernetes, Open MPI) for this process's rank and the number of ranks."""
+    """Number of processes of a host that share an accelerator; each takes an equal part of its memory."""
+    transport: str = "auto"
+    """How tensors travel between processes: through host memory (``sockets``), by JAX's transfer server, not encrypted
+    (``transfer``), or by the better of them (``auto``). Auto takes transfer on accelerators, where arrays need not be
+    encrypted, between processes where an exchange at the start shows that it works."""
+    progress_deadline_s: float = 600.0
+    """Seconds in which some task must finish, or the run is given up with a report."""
 
     def __post_init__(self) -> None:
-        check_fields(self, SECONDS, "silence_deadline_s", "start_deadline_s")
+        check_fields(self, SECONDS, "silence_deadline_s", "start_deadline_s", "progress_deadline_s")
+        check_fields(self, _TRANSPORT, "transport")
         check_fields(self, AT_LEAST_1, "processes_per_device")
         if self.silence_deadline_s > (limit := HEARTBEAT_TIMEOUT_S / 24):
             raise ValueError(

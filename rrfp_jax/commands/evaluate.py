@@ -34,19 +34,15 @@ from rrfp_jax.training.run_config import EvaluationConfig
 from rrfp_jax.training.run_directory import CONFIG
 
 _NO_ORDER: dict[str, Any] = {
-    **dict.fromkeys(("schedule", "schedule_hash", "group_size", "hint", "window", "backward")),
-    **dict.fromkeys(("footprint", "foresight", "read_ahead", "offload", "recompute")),
-    "consume": "ready",
-    "shard_optimizer": False,
+    **dict.fromkeys(f"pipeline.{key}" for key in ("schedule", "hint", "window", "backward", "offload", "recompute")),
+    "pipeline.consume": "foresight",
+    "optimizer.shard": False,
 }
 """Settings of a run's order, which mean nothing in an evaluation."""
 _ONE_DEVICE: dict[str, Any] = {
-    **dict.fromkeys(("layers_per_chunk", "chunks_per_stage", "stage_of_chunk", "mesh")),
-    "num_stages": 1,
-    "data": 1,
-    "tensor": 1,
-    "embedding_chunk": 0,
-    "head_chunk": -1,
+    **dict.fromkeys(f"pipeline.{key}" for key in ("layout", "chunks_per_stage", "mesh")),
+    "pipeline.num_stages": 1,
+    "pipeline.replicas": 1,
 }
 
 
@@ -101,10 +97,7 @@ def config_of(
     if not path.is_file():
         raise ValueError(f"{run} is no run directory, it has no {CONFIG}: give one that rrfp train has made")
     config = read_train_config(str(path), {})
-    layout = _NO_ORDER if config.vision is not None else _NO_ORDER | _ONE_DEVICE
-    resets = {f"pipeline.{name}": value for name, value in layout.items()}
-    if not trust:  # compile programs here, instead of loading them from a folder that the run names
-        resets["run.compile_cache"] = "auto"
+    resets = _NO_ORDER if config.vision is not None else _NO_ORDER | _ONE_DEVICE
     config = load_train_config(str(path), {**resets, **overrides}, trust=trust)
     evaluation = config.evaluation or EvaluationConfig()
     if batches is not None:

@@ -98,7 +98,7 @@ def _check_images(arguments: argparse.Namespace, folder: ModelFolder, run: Train
         return
     if folder.sections.vision is None:
         raise ValueError(f"{folder.path} is a model of text, which sees no images: leave --image out")
-    if run is not None and run.image_text is None:
+    if run is not None and run.images is None:
         raise ValueError(f"{folder.path} was trained without images: give a run of image_text")
 
 
@@ -120,11 +120,11 @@ def _prompt(
     from rrfp_jax.data.images import TextWriter
     from rrfp_jax.hf.image_settings import read_image_tokens
 
-    assert run.image_text is not None
+    assert run.images is not None
     writer, files, kind = None, folder.files(), folder.tokens()
     if files is not None and kind is not None and not kind.is_bytes:
         writer = TextWriter(kind, read_image_tokens(files), opens=True)
-    return prompt_with_images(text, images, run.image_text, vision_language_config(run), writer)
+    return prompt_with_images(text, images, run.images, vision_language_config(run), writer)
 
 
 def _made(folder: ModelFolder, prompt: "TokenPrompt", drawing: object, vocabulary: "Vocabulary") -> str:

@@ -134,7 +134,7 @@ def _plan_and_train(config: TrainConfig, name: str, *, fresh: bool, force: bool,
             from rrfp_jax.commands.training.assembly import assemble
         run = assemble(planned)
     note = vocabulary_note(config, planned.dataset)
-    notes = token_notes(config.data_section, planned.dataset, planned.known)
+    notes = token_notes(planned.dataset, planned.known)
     for line in [*to_say, *([] if note is None else [note]), *notes]:
         run.console.say(line)
     try:

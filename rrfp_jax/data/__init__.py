@@ -16,7 +16,7 @@ from rrfp_jax.data.image_text_config import ImageTextConfig as ImageTextConfig
 from rrfp_jax.data.own_data import OwnData as OwnData
 from rrfp_jax.data.own_data_config import OwnDataConfig as OwnDataConfig
 from rrfp_jax.data.text_bytes import VOCAB_SIZE as VOCAB_SIZE
-from rrfp_jax.data.text_bytes import DataConfig as DataConfig
 from rrfp_jax.data.text_bytes import TextBytes as TextBytes
+from rrfp_jax.data.text_bytes import TextConfig as TextConfig
 from rrfp_jax.data.token_data import Tokens as Tokens
 from rrfp_jax.data.tokens_config import TokensConfig as TokensConfig

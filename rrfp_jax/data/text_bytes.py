@@ -30,7 +30,7 @@ VOCAB_SIZE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class TextConfig:
     """A byte-level text data set.
 
     Raises ValueError, with the remedy, for values that do not describe one.
@@ -91,7 +91,7 @@ class TextBytes:
     counts_once = False
     """Whether a window that has come in an earlier place has no weight, as in evaluations."""
 
-    def __init__(self, config: DataConfig, part: Part = TRAIN) -> None:
+    def __init__(self, config: TextConfig, part: Part = TRAIN) -> None:
         refuse_nothing_held_out(part, config.held_out)
         self.config = config
         self._text = read_corpus(config.path, suffixes=config.suffixes, max_bytes=config.max_bytes)

@@ -29,6 +29,8 @@ _VERSION = 1  # part of the digest; to be raised when the same files would give 
 _KINDS = {JsonlConfig: (LINES, "JSON lines (.jsonl)"), ParquetConfig: (ROWS, "Parquet (.parquet)")}
 _LOOK_EVERY_S = 0.2
 _SAY_EVERY_S = 60.0
+_WAIT_MINUTES = 240.0
+"""How long a process waits for another one that tokenises the same files."""
 
 Say = Callable[[str], None]
 """Gets a sentence about work that takes long."""
@@ -47,7 +49,7 @@ def tokens_of_files(config: JsonlConfig | ParquetConfig, part: Part = TRAIN, *, 
     )
     target = cache / _digest_of_all(sources, options, cache)
     if not (target / HEADER).is_file():
-        with _set_locked(target, config.wait_minutes, say):
+        with _set_locked(target, _WAIT_MINUTES, say):
             if not (target / HEADER).is_file():  # another process may have made it meanwhile
                 say(f"tokenising {len(sources)} files into {target}, once for all later starts")
                 tokenize([source.path for source in sources], target, options)
@@ -142,7 +144,7 @@ def _set_locked(target: Path, wait_minutes: float, say: Say) -> Iterator[None]:
             if waited_s > 60 * wait_minutes:
                 raise ValueError(
                     f"another process has been tokenising into {target} for {wait_minutes:g} minutes: look at that "
-                    "one, raise wait_minutes, or tokenize the files with rrfp tokenize before training"
+                    "one, or tokenize the files with rrfp tokenize before training"
                 )
             if said_s is None or waited_s - said_s > _SAY_EVERY_S:
                 said_s = waited_s

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from rrfp_jax.data.held_out import A_FRACTION
+from rrfp_jax.data.parts import A_FRACTION
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, check_fields
 
 
@@ -85,12 +86,9 @@ class TextFilesConfig(RowsConfig):
     one."""
     cache: str | None = None
     """Folder that keeps the tokens for later starts. None: ``rrfp/tokens`` in the user's cache folder."""
-    wait_minutes: float = 240.0
-    """How long a process waits for another one that tokenises the same files."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, POSITIVE, "wait_minutes")
         if not self.path:
             raise ValueError("path is empty: give at least one file, folder or pattern")
         if self.tokenizer == "train":

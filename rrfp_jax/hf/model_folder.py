@@ -46,8 +46,8 @@ _OF_TOKENIZERS = (
 )
 # Files of tokenizers in forms that are not read here.
 _UNREAD = ("*.model", "*.tiktoken", "vocab.json", "merges.txt", "vocab.txt")
-# Sections of data sets whose tokens may be bytes, with the tokens that end their samples then.
-_OF_BYTES: dict[str, tuple[int, ...]] = {"data": (), "image_text": (0,), "jsonl": (0,), "parquet": (0,)}
+# Kinds of data whose tokens may be bytes, with the tokens that end their samples then.
+_OF_BYTES: dict[str, tuple[int, ...]] = {"text": (), "image_text": (0,), "jsonl": (0,), "parquet": (0,)}
 _OF_FILES = ("jsonl", "parquet", "image_text")
 
 
@@ -113,19 +113,18 @@ class ModelFolder:
 
     def _tokens_of_data(self) -> TokenKind | None:
         """Returns the tokens that the run was trained on, by its configuration."""
-        if (section := self.config.get("tokens")) is not None:
+        section = self.config.get("data")
+        if section is None:
+            return None
+        kind = section.get("kind", "text")
+        if kind == "tokens":
             path = section["path"]
             folder = Path(path if isinstance(path, str) else path[0]).expanduser()
             return kind_of_set(folder, read_header(folder)[0])
-        for name in _OF_FILES:
-            section = self.config.get(name)
-            if section is not None and section.get("tokenizer") not in (None, "bytes"):
-                end = read_tokenizer(section["tokenizer"], section.get("end_of_document")).end_of_document
-                return kind_of_file(tokenizer_file(section["tokenizer"]), (end,))
-        for name, ends in _OF_BYTES.items():
-            if self.config.get(name) is not None:
-                return replace(BYTE_TOKENS, ends=ends)
-        return None
+        if kind in _OF_FILES and section.get("tokenizer") not in (None, "bytes"):
+            end = read_tokenizer(section["tokenizer"], section.get("end_of_document")).end_of_document
+            return kind_of_file(tokenizer_file(section["tokenizer"]), (end,))
+        return replace(BYTE_TOKENS, ends=_OF_BYTES[kind]) if kind in _OF_BYTES else None
 
 
 def open_model(path: Path, what: str) -> ModelFolder:

@@ -8,6 +8,7 @@ from rrfp_jax.hf._tensor_names import TensorShape
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.models.vision_section import encoder_section, encoder_values
 
 _RECORDS: dict[str, type] = {"model": LanguageModelConfig, "vision": VisionConfig, "projector": ProjectorConfig}
 # Fields that parameters do not depend on: how a model begins, its dtypes, and the terms that it adds to the loss.
@@ -40,8 +41,11 @@ class ModelSections:
             if config.get(name) is None:
                 continue
             try:
-                records[name] = TypeAdapter(record).validate_python(config[name])
-            except ValidationError as error:
+                values = config[name] if name == "model" else encoder_values(name, config[name])[1]
+                records[name] = TypeAdapter(record).validate_python(values)
+            except (AttributeError, ValueError) as error:
+                if not isinstance(error, ValidationError):
+                    raise ValueError(f"{where}: {name} does not fit ({error}): import or train again") from None
                 first = error.errors()[0]
                 way = ".".join(map(str, (name, *first["loc"])))
                 raise ValueError(f"{where}: {way} does not fit ({first['msg']}): import or train again") from None
@@ -52,7 +56,11 @@ class ModelSections:
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Returns plain data: the fields that differ from the defaults of the records."""
         held = {name: getattr(self, name) for name in _RECORDS}
-        return {name: dict(_changed_fields(record)) for name, record in held.items() if record is not None}
+        return {
+            name: dict(_changed_fields(record)) if name == "model" else encoder_section(name, record)
+            for name, record in held.items()
+            if record is not None
+        }
 
     def shapes(self) -> dict[tuple[str, ...], TensorShape]:
         """Returns the shape of every array of the model, by layer and path in the layer, in the model's order."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from math import prod
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.costs import CostBook, CostEntry, LayerCosts
@@ -12,7 +11,6 @@ from rrfp_jax.layout import TENSOR, other_axes, spans
 from rrfp_jax.planner.layer_kinds import FLOAT_BYTES
 from rrfp_jax.planner.microbatches import MicrobatchRows, rows_of_microbatch
 from rrfp_jax.planner.model_layers import ModelLayers, model_layers
-from rrfp_jax.training.run_config import PipelineConfig
 
 
 def analytic_book(
@@ -54,7 +52,7 @@ def analytic_book(
         layers=models[0].layers,
         entries=tuple(entries),
         ends=models[0].ends,
-        links=device.links(num_devices or devices_of(layout), found),
+        links=device.links(num_devices or layout.num_devices, found),
         mesh=other_axes(layout.mesh),
         task_ms=found.launch_ms,
         tokens_per_sample=models[0].tokens_per_sample,
@@ -73,11 +71,6 @@ def _roofline(config: TrainConfig, device: Device, efficiencies: Efficiencies, m
         spans=spans(mesh),
         is_float32=config.model.compute_dtype == "float32",
     )
-
-
-def devices_of(layout: PipelineConfig) -> int:
-    """Returns the number of devices of all stages and replicas."""
-    return layout.num_stages * layout.data * (layout.tensor if layout.mesh is None else prod(layout.mesh.values()))
 
 
 def _costs(

@@ -1,6 +1,7 @@
 """A run as its configuration lays it out, forecast without its devices: memory of every stage, and the step's time."""
 
 import argparse
+from dataclasses import replace
 
 from rrfp_jax import core
 from rrfp_jax.commands.training.config import TrainConfig
@@ -10,7 +11,7 @@ from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.devices import Device
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.costs.order_memory import forecast_memory
-from rrfp_jax.layout import TENSOR, describe_axes
+from rrfp_jax.layout import describe_axes
 from rrfp_jax.models.cuts import balanced_counts, plan_cut
 from rrfp_jax.models.encoder_config import DECODER, ENCODER, OWN_CHUNK
 from rrfp_jax.planner.analytic_costs import analytic_book
@@ -19,7 +20,6 @@ from rrfp_jax.planner.judging import Judge, draws_for
 from rrfp_jax.planner.microbatches import MicrobatchRows
 from rrfp_jax.planner.records import Plan, PlanChoice, PlanShape, Ranked
 from rrfp_jax.planner.search import forecast
-from rrfp_jax.training.run_config import AUTO_CUT, PipelineConfig
 
 _CHOICES = (
     *("microbatches", "microbatch_size", "stages", "data", "tensor", "chunks_per_stage", "schedules", "consume"),
@@ -41,9 +41,9 @@ def check_as_configured(arguments: argparse.Namespace, config: TrainConfig | Non
     for name in ("offload", "recompute"):
         if getattr(layout, name) is not None:
             raise ValueError(f"--as-configured knows nothing of {name}: leave that out of the configuration")
-    if layout.layers_per_chunk == AUTO_CUT or isinstance(layout.window, str):
+    if layout.is_auto or isinstance(layout.window, str):
         raise ValueError(
-            "--as-configured needs the cut and the window in numbers: give layers_per_chunk and window so, or search"
+            "--as-configured needs the cut, and the window in numbers: give layout and window so, or search"
         )
 
 
@@ -65,31 +65,27 @@ def configured_memory(config: TrainConfig, device: Device, rows: MicrobatchRows)
     book = analytic_book(
         config,
         device,
-        microbatch_sizes=[config.data_set.microbatch_size],
-        tensors=[_tensor(layout)],
+        microbatch_sizes=[config.data.microbatch_size],
+        tensors=[layout.tensor],
         remats=[layout.remat],
         rows=rows,
     )
     return _candidate(config, book).memory
 
 
-def _tensor(layout: PipelineConfig) -> int:
-    return layout.tensor if layout.mesh is None else layout.mesh.get(TENSOR, 1)
-
-
 def _candidate(config: TrainConfig, book: CostBook) -> PlanCandidate:
     layout = config.pipeline
-    share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
+    share = microbatches_per_replica(config.data.num_microbatches, layout.replicas)
     order = _order(config, share)
     if order.graph.shared:
         raise ValueError("--as-configured knows schedules of one direction: take another schedule")
     shape = PlanShape(
         num_stages=layout.num_stages,
         num_microbatches=share,
-        data=layout.data,
-        tensor=_tensor(layout),
+        data=layout.replicas,
+        tensor=layout.tensor,
         mesh=tuple(book.mesh.items()),
-        microbatch_size=config.data_set.microbatch_size,
+        microbatch_size=config.data.microbatch_size,
         remat=layout.remat,
     )
     cut = CutModel(
@@ -98,11 +94,11 @@ def _candidate(config: TrainConfig, book: CostBook) -> PlanCandidate:
         placement=order.placement,
         num_microbatches=share,
         split=bool(order.graph.split),
-        replicas=layout.data,
+        replicas=layout.replicas,
     )
     return PlanCandidate(
         choice=PlanChoice(
-            shape=shape, cut=cut, is_even=layout.layer_counts is None, ordering=_ordering(config, order),
+            shape=shape, cut=cut, is_even=layout.layout is None, ordering=_ordering(config, order),
             order_name=layout.schedule or order.label,
         ),
         order=order,
@@ -140,7 +136,7 @@ def _encoder_counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
     chunk may have the projector instead."""
     assert config.vision is not None
     layout = config.pipeline
-    counts = [*(layout.encoder_layers_per_chunk or balanced_counts(config.vision.num_layers_run, num_chunks))]
+    counts = [*(layout.cut.encoder_layers or balanced_counts(config.vision.num_layers_run, num_chunks))]
     counts[0] += 1
     counts[-1] += layout.projector_in == ENCODER
     return (*counts, *[1] * (layout.projector_in == OWN_CHUNK))
@@ -161,12 +157,12 @@ def _counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
 def _decoder_counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
     from rrfp_jax.planner.small_cut import types_of_plans
 
-    layout = config.pipeline
-    if layout.embedding_chunk != 0 or layout.head_chunk not in (-1, num_chunks - 1):
+    cut = config.pipeline.cut
+    if cut.embedding_chunk != 0 or cut.head_chunk not in (-1, num_chunks - 1):
         raise ValueError(
             "--as-configured knows the embedding in the first chunk and the head in the last: put them there"
         )
-    counts = layout.layer_counts
+    counts = cut.layers
     if config.vision is not None and counts is None:  # a decoder behind an encoder need not be cut evenly
         counts = tuple(balanced_counts(config.model.num_layers, num_chunks))
     plans = plan_cut(config.model.num_layers, num_chunks=None if counts else num_chunks, layers_per_chunk=counts)
@@ -174,12 +170,5 @@ def _decoder_counts(config: TrainConfig, num_chunks: int) -> tuple[int, ...]:
 
 
 def _ordering(config: TrainConfig, order: core.Order) -> core.Ordering:
-    layout = config.pipeline
-    return core.Ordering(
-        schedule=order.table,
-        consume=layout.consume,
-        hint=layout.hint or (None if order.table is not None else "bf"),
-        window=layout.window if not isinstance(layout.window, str) else None,
-        footprint=layout.footprint,
-        foresight=layout.foresight,
-    )
+    ordering = ordering_of(config.pipeline).on(order.table)
+    return ordering if ordering.hint or order.table is not None else replace(ordering, hint="bf")

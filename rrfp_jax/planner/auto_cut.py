@@ -1,7 +1,7 @@
-"""``layers_per_chunk: auto``: the best cut of a run's model, found at its start.
+"""``layout: auto``: the best cut of a run's model, found at its start.
 
-Costs come from a file (``pipeline.costs``), else from the operations and bytes of the layers. All ranks work the cut
-out alike. Where a run goes on it keeps the cut that it has, as its directory tells.
+Costs come from the operations and bytes of the layers. All ranks work the cut out alike. Where a run goes on it keeps
+the cut that it has, as its directory tells.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,12 @@ from rrfp_jax.core import Order, StepRules
 from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.devices import Device, device_of
-from rrfp_jax.models.encoder_config import ENCODER
+from rrfp_jax.models.chunk_layout import ChunkLayout
 from rrfp_jax.planner.analytic_costs import analytic_book
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.cut_problem import MemoryBudget
-from rrfp_jax.planner.plan_request import costs_of_model
 from rrfp_jax.record_files import read_record
 from rrfp_jax.simulation import simulate
-from rrfp_jax.training.run_config import AUTO_CUT
 from rrfp_jax.training.run_directory import CONFIG
 from rrfp_jax.yaml_text import read_yaml
 
@@ -42,18 +40,8 @@ _CPU = Device(
 )
 """One record for all CPUs: only how layers compare with each other decides a cut."""
 _ACCELERATOR = "h100"
-_SAME = (
-    "num_stages",
-    "chunks_per_stage",
-    "stage_of_chunk",
-    "schedule",
-    "embedding_chunk",
-    "head_chunk",
-    "projector_in",
-)
+_SAME = ("num_stages", "chunks_per_stage", "schedule")
 """Fields that must be equal for an earlier cut to be kept."""
-_Counts = dict[str, tuple[int, ...]]
-"""Layers of each chunk by key of the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,97 +57,76 @@ def resolve_auto_cut(config: TrainConfig, *, fresh: bool = False) -> ResolvedCut
 
     ``fresh``: a cut in the run directory does not count. Raises ValueError, with the remedy, where no cut fits.
     """
-    if config.pipeline.layers_per_chunk != AUTO_CUT:
+    if not config.pipeline.is_auto:
         return ResolvedCut(config=config)
-    _refuse_other_ends(config)
+    _check_is_free(config)
     if not fresh and (kept := _kept(config)) is not None:
         return ResolvedCut(
-            config=_with_counts(config, kept),
-            lines=(f"layers_per_chunk auto: {_in_words(kept)}, as this run has it already",),
+            config=_with_layout(config, kept), lines=(f"layout auto: {kept}, as this run has it already",)
         )
-    share = microbatches_per_replica(config.data_set.num_microbatches, config.pipeline.data)
+    share = microbatches_per_replica(config.data.num_microbatches, config.pipeline.replicas)
     order = order_of(config.pipeline, ordering_of(config.pipeline), share)
     if order.graph.shared:
-        raise ValueError(
-            "layers_per_chunk auto is for models that run in one direction: give the numbers, or another schedule"
-        )
+        raise ValueError("layout auto is for models that run in one direction: give the layout, or another schedule")
     book = _book(config)
     even, best = _cuts(config, book, order)
     return ResolvedCut(
-        config=_with_counts(config, _counts(config, best)),
-        lines=choice_in_words(book, order, lambda cut: _in_words(_counts(config, cut)), even, best),
+        config=_with_layout(config, _layout_of(config, best)),
+        lines=choice_in_words(book, order, lambda cut: str(_layout_of(config, cut)), even, best),
     )
 
 
-def _refuse_other_ends(config: TrainConfig) -> None:
+def _check_is_free(config: TrainConfig) -> None:
+    """Raises ValueError where other keys say already which stages the encoder has."""
     layout = config.pipeline
-    if layout.embedding_chunk != 0 or layout.head_chunk != -1:
-        raise ValueError(
-            "layers_per_chunk auto puts the embedding into the first chunk and the head into the last: leave "
-            "embedding_chunk and head_chunk out, or give the numbers"
-        )
     if config.vision is None:
         return
-    given = [
-        name
-        for name in ("encoder_layers_per_chunk", "encoder_stages", "stage_of_chunk", "chunks_per_stage", "schedule")
-        if getattr(layout, name) is not None
-    ]
-    if given or layout.projector_in != ENCODER:
-        name = given[0] if given else "projector_in"
-        raise ValueError(
-            "layers_per_chunk auto finds which stages the encoder has, a chunk on each and the projector on the last: "
-            f"leave {name} out (null), or give the numbers"
-        )
+    for name in ("chunks_per_stage", "schedule"):
+        if getattr(layout, name) is not None:
+            raise ValueError(
+                "layout auto finds which stages the encoder has, a chunk on each and the projector on the last: leave "
+                f"{name} out (null), or give the layout"
+            )
 
 
-def _kept(config: TrainConfig) -> _Counts | None:
+def _kept(config: TrainConfig) -> ChunkLayout | None:
     """Returns the cut of the run in its directory, if that is one for the same chunks of the same model."""
     if config.run.run_dir is None:
         return None
-    wanted = {"layers_per_chunk": config.model.num_layers}
-    if config.vision is not None:
-        wanted["encoder_layers_per_chunk"] = config.vision.num_layers_run
     asked: dict[str, Any] = config.as_dict()["pipeline"]
     try:
         saved = read_yaml(read_record(Path(config.run.run_dir) / CONFIG)[0].decode())["pipeline"]
-        counts = {name: tuple(map(int, saved[name])) for name in wanted}
+        layout = ChunkLayout.parse(saved["layout"])
         is_same = all(saved[name] == asked[name] for name in _SAME)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError):
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, AttributeError, TypeError, ValueError):
         return None
-    return counts if is_same and all(sum(counts[name]) == number for name, number in wanted.items()) else None
+    encoder = None if config.vision is None else config.vision.num_layers_run
+    fits = sum(layout.layers or ()) == config.model.num_layers
+    return layout if is_same and fits and _total(layout.encoder_layers) == encoder else None
+
+
+def _total(counts: tuple[int, ...] | None) -> int | None:
+    return None if counts is None else sum(counts)
 
 
 def _book(config: TrainConfig) -> CostBook:
-    if config.pipeline.costs is None:
-        device = _CPU if config.run.platform == "cpu" else device_of(_ACCELERATOR)
-        return analytic_book(
-            config,
-            device,
-            microbatch_sizes=[config.data_set.microbatch_size],
-            tensors=[_tensor(config)],
-            remats=[config.pipeline.remat],
-        )
-    return costs_of_model(config.pipeline.costs, config)
+    return analytic_book(
+        config,
+        _CPU if config.run.platform == "cpu" else device_of(_ACCELERATOR),
+        microbatch_sizes=[config.data.microbatch_size],
+        tensors=[config.pipeline.tensor],
+        remats=[config.pipeline.remat],
+    )
 
 
 def _cuts(config: TrainConfig, book: CostBook, order: Order) -> tuple[CutModel, CutModel]:
     """Returns the even and the best cut."""
     layout = config.pipeline
-    try:
-        costs = book.at(microbatch_size=config.data_set.microbatch_size, tensor=_tensor(config), remat=layout.remat)
-    except ValueError as error:
-        raise ValueError(f"costs {layout.costs}: {error}") from None
+    costs = book.at(microbatch_size=config.data.microbatch_size, tensor=layout.tensor, remat=layout.remat)
     number, split = order.graph.num_microbatches, bool(order.graph.split)
-    even = even_cut(costs, order.placement, number, split=split, replicas=layout.data)
+    even = even_cut(costs, order.placement, number, split=split, replicas=layout.replicas)
     room = _room(config, order)
-    return even, best_cut(costs, order.placement, number, split=split, memory=room, replicas=layout.data)
-
-
-def _tensor(config: TrainConfig) -> int:
-    """Returns the number of devices that share a layer's matrices."""
-    layout = config.pipeline
-    return layout.tensor if layout.mesh is None else layout.mesh.get("tensor", 1)
+    return even, best_cut(costs, order.placement, number, split=split, memory=room, replicas=layout.replicas)
 
 
 def _room(config: TrainConfig, order: Order) -> MemoryBudget | None:
@@ -171,26 +138,19 @@ def _room(config: TrainConfig, order: Order) -> MemoryBudget | None:
     return MemoryBudget.of_order(order, limits)
 
 
-def _counts(config: TrainConfig, cut: CutModel) -> _Counts:
+def _layout_of(config: TrainConfig, cut: CutModel) -> ChunkLayout:
     """Returns the layers of each chunk, without the ends of encoder and decoder."""
-    start = 0 if config.vision is None else config.vision.num_layers_run + 2
-    found: _Counts = {}
-    for name, first, stop in (("encoder_layers_per_chunk", 0, start), ("layers_per_chunk", start, cut.bounds[-1][1])):
-        chunks = [each for each in cut.bounds if first <= each[0] < stop]
+
+    def counts(first: int, stop: int) -> tuple[int, ...]:
         inner = range(first + 1, stop - 1)
-        if chunks:
-            found[name] = tuple(sum(layer in inner for layer in range(*each)) for each in chunks)
-    return found
+        return tuple(sum(layer in inner for layer in range(*each)) for each in cut.bounds if first <= each[0] < stop)
+
+    start = 0 if config.vision is None else config.vision.num_layers_run + 2
+    return ChunkLayout(layers=counts(start, cut.bounds[-1][1]), encoder_layers=counts(0, start) or None)
 
 
-def _with_counts(config: TrainConfig, counts: _Counts) -> TrainConfig:
-    layout: dict[str, Any] = {**counts, "costs": None}
-    return replace(config, pipeline=replace(config.pipeline, **layout))
-
-
-def _in_words(counts: _Counts) -> str:
-    parts = {"encoder_layers_per_chunk": "encoder ", "layers_per_chunk": "decoder " if len(counts) > 1 else ""}
-    return ", ".join(parts[name] + ",".join(map(str, each)) for name, each in counts.items())
+def _with_layout(config: TrainConfig, layout: ChunkLayout) -> TrainConfig:
+    return replace(config, pipeline=replace(config.pipeline, layout=str(layout)))
 
 
 _STEPS, _MOST_TASKS = 3, 30_000
@@ -201,7 +161,7 @@ def choice_in_words(
 ) -> tuple[str, ...]:
     """Returns two lines: the cut that was chosen, and the reason."""
     source = ", ".join(filter(None, (book.source, f"for {book.device}" if book.device else "")))
-    chosen = f"layers_per_chunk auto: {counts(best)}; costs: {source or 'of a file'}"
+    chosen = f"layout auto: {counts(best)}; costs: {source or 'of a file'}"
     if best.counts == even.counts:
         return (chosen, f"the fullest stage has {_share(best):.1%} of the work: no cut is better than the even one")
     told = (

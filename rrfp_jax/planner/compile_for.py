@@ -106,19 +106,19 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
     _start_without_devices(config)
     layout = config.pipeline
     ordered = order_run(config)
-    grid = Layout(num_stages=layout.num_stages, data=layout.data, mesh=layout.meshes)
+    grid = Layout(num_stages=layout.num_stages, data=layout.replicas, mesh=layout.meshes)
     process = Process.compile_only(grid, device)
     ordered.check_cut(config)
     pipeline = make_pipeline(config, chunks_of(config, ordered), process, ordered)
     buckets, notes = _buckets(config)
-    evaluation, num_microbatches = None, config.data_set.num_microbatches
+    evaluation, num_microbatches = None, config.data.num_microbatches
     if config.evaluation is not None:
         evaluation = EvaluationShapes(
             buckets=[shape for each in evaluation_configs(config).values() for shape in _buckets(*each)[0]],
             batches=batches_per_step(
                 config.evaluation.batches,
                 num_chunks=pipeline.placement.num_chunks,
-                num_microbatches=num_microbatches // layout.data,
+                num_microbatches=num_microbatches // layout.replicas,
             ),
         )
     with console.compiling() as progress:
@@ -170,7 +170,7 @@ def _start_without_devices(config: TrainConfig) -> None:
 
 def _buckets(config: TrainConfig, part: Part = TRAIN) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Returns the shapes of microbatches, and a sentence where these were assumed."""
-    data: Any = config.data_set
+    data: Any = config.data
     if config.row_length is not None or config.vision is None or Path(getattr(data, "path", "")).exists():
         return microbatch_specs(config, data.microbatch_size, part), ()
     rows, length = data.microbatch_size, data.image_length or config.vision.num_patches or data.max_patches

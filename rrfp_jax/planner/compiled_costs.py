@@ -146,7 +146,7 @@ def compile_chunks(
         placement,
         process,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
-        updates=UpdateRules(clip_norm=config.pipeline.clip_norm, skip_nonfinite=config.pipeline.skip_nonfinite),
+        updates=UpdateRules(clip_norm=config.optimizer.clip_norm),
         seed=config.run.seed,
         remat=(setting.remat,) * len(cut.chunks),
     )
@@ -158,8 +158,8 @@ def compile_chunks(
         programs = [program for chunk in chunks.values() for program in chunk.compiled.values()]
         tells_memory = tells_memory and all(memory_of(program) is not None for program in programs)
         sizes = {chunk: each.sizes for chunk, each in chunks.items()}
-        if config.pipeline.shard_optimizer:  # replicas share the optimizer's state out
-            share = config.pipeline.data
+        if config.optimizer.shard:  # replicas share the optimizer's state out
+            share = config.pipeline.replicas
             sizes = {c: replace(each, optimizer_bytes=-(-each.optimizer_bytes // share)) for c, each in sizes.items()}
         found += chunk_parts(cut, {chunk: plain_sizes(each) for chunk, each in sizes.items()})
     if not tells_memory:

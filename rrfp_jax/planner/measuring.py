@@ -105,11 +105,10 @@ def layers_here(config: TrainConfig, setting: StageSetting) -> ModelLayers:
 
 
 def _small_config(config: TrainConfig, setting: StageSetting) -> TrainConfig:
-    section = config.data_section
     data = replace(
-        config.data_set, batch_size=setting.microbatch_size * NUM_MICROBATCHES, num_microbatches=NUM_MICROBATCHES
+        config.data, batch_size=setting.microbatch_size * NUM_MICROBATCHES, num_microbatches=NUM_MICROBATCHES
     )
-    changed: dict[str, Any] = {section: data}
+    changed: dict[str, Any] = {"data": data}
     return replace(config, **changed)
 
 
@@ -124,10 +123,10 @@ def _pipeline(
         process=process,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
         ordering=ordering,
-        updates=UpdateRules(clip_norm=config.pipeline.clip_norm, skip_nonfinite=config.pipeline.skip_nonfinite),
+        updates=UpdateRules(clip_norm=config.optimizer.clip_norm),
         remat=setting.remat,
         seed=config.run.seed,
-        options=RuntimeOptions(log_steps=log_steps, progress_deadline_s=config.pipeline.progress_deadline_s),
+        options=RuntimeOptions(log_steps=log_steps, progress_deadline_s=config.cluster.progress_deadline_s),
     )
 
 
@@ -257,7 +256,7 @@ def with_times_of(run: str, config: TrainConfig, measured: Measured) -> Measured
     path = Path(run) / TRACE
     timeline = read_trace(path)
     chunks = sorted({span.task.chunk for span in timeline.spans})
-    share = config.pipeline.data
+    share = config.pipeline.replicas
     layers = cut_of_run(config, len(chunks) // share)
     if chunks != list(range(len(layers) * share)):
         raise ValueError(f"{path} has tasks of chunks {chunks}, and the run's configuration cuts {len(layers)}")

@@ -67,8 +67,8 @@ def microbatch_specs(config: TrainConfig, microbatch_size: int, part: Part = TRA
         if config.has_segments:
             dtypes |= {"positions": "i4", "segments": "i4"}
         return [{name: np.empty(shape, dtype) for name, dtype in dtypes.items()}]
-    batch_size = microbatch_size * config.data_set.num_microbatches
-    section: Any = {config.data_section: replace(config.data_set, batch_size=batch_size)}
+    batch_size = microbatch_size * config.data.num_microbatches
+    section: Any = {"data": replace(config.data, batch_size=batch_size)}
     return list(make_data_set(replace(config, **section), part, force=True).buckets or [])
 
 

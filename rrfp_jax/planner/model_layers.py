@@ -96,15 +96,15 @@ def model_layers(
         remat=remat_rule(remat),
         target=target or current_target(),
         compute_bytes=FLOAT_BYTES[config.model.compute_dtype],
-        pixel_bytes=FLOAT32 if config.image_text is None else 1,
+        pixel_bytes=FLOAT32 if config.images is None else 1,
     )
     of_encoder = replace(way, tensor=encoder_mesh.get(TENSOR, 1), axes=other_axes(encoder_mesh))
     placed = _placed(config, way, of_encoder)
-    trains = [not _is_frozen(each.names, config.pipeline.freeze) for each in placed]
+    trains = [not _is_frozen(each.names, config.optimizer.freeze) for each in placed]
     if not any(trains):
         raise ValueError("every layer of the model is frozen, and nothing is left to train: freeze fewer layers")
     ahead = 0 if way.target.platform == "cpu" else LEAVES_AHEAD
-    first, replicas = trains.index(True), config.pipeline.data if config.pipeline.shard_optimizer else 1
+    first, replicas = trains.index(True), config.pipeline.replicas if config.optimizer.shard else 1
     names, types = [], {}
     for place, (each, does) in enumerate(zip(placed, trains, strict=True)):
         has_backward = place >= first

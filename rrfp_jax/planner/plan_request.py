@@ -14,7 +14,7 @@ from rrfp_jax.costs import CostBook
 from rrfp_jax.costs.devices import device_of
 from rrfp_jax.costs.layer_costs import every_setting
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES, REMATS
-from rrfp_jax.layout import TENSOR, describe_axes, other_axes, with_tensor
+from rrfp_jax.layout import describe_axes, other_axes, with_tensor
 from rrfp_jax.planner.as_configured import check_as_configured
 from rrfp_jax.planner.cost_file import read_costs
 from rrfp_jax.planner.options import ORDER_NAMES, parse_counts, parse_noise, parse_words
@@ -57,7 +57,7 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     num_devices = _num_devices(arguments, config)
     batch_size = arguments.batch_size
     if batch_size is None and config is not None:
-        batch_size = config.data_set.batch_size
+        batch_size = config.data.batch_size
     if config is not None and config.pipeline.encoder_mesh is not None:
         _check_encoder_mesh(arguments, config)
     book = _costs(arguments, config, num_devices=num_devices, batch_size=batch_size)
@@ -103,8 +103,7 @@ def _num_devices(arguments: argparse.Namespace, config: TrainConfig | None) -> i
         return int(arguments.devices)
     if config is None:
         raise ValueError("the number of devices is not given: give --devices, or --config FILE.yaml, which has one")
-    layout = config.pipeline
-    return layout.num_stages * layout.data * (layout.tensor if layout.mesh is None else prod(layout.mesh.values()))
+    return config.pipeline.num_devices
 
 
 def _chunks(arguments: argparse.Namespace, config: TrainConfig | None) -> tuple[int, ...] | None:
@@ -154,7 +153,7 @@ def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: i
 
     sizes, tensors, remats = _configured(config) if arguments.as_configured else _ways(arguments)
     if sizes is None:
-        every = sorted({config.data_set.microbatch_size, *_USUAL_SIZES})
+        every = sorted({config.data.microbatch_size, *_USUAL_SIZES})
         sizes = tuple(size for size in every if batch_size is None or batch_size % size == 0)
     if tensors is None:
         both = gcd(
@@ -189,13 +188,13 @@ def _compiled(
     device = None if arguments.device is None else device_of(arguments.device)
 
     from rrfp_jax.commands.common.console import make_console
-    from rrfp_jax.commands.training.assembly import compile_cache_of
     from rrfp_jax.commands.training.training_console import CompileReport
     from rrfp_jax.planner.compiled_costs import compiled_book
+    from rrfp_jax.runtime.compile_cache import use_compile_cache
 
     (sizes, tensors, remats), own = _ways(arguments), _configured(config)
     settings = every_setting(sizes or own[0], tensors or own[1], remats or own[2])
-    compile_cache_of(config)
+    use_compile_cache()
     report = CompileReport(make_console(is_quiet=arguments.json))
     try:
         return compiled_book(
@@ -207,8 +206,7 @@ def _compiled(
 
 def _configured(config: TrainConfig) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
     layout = config.pipeline
-    tensor = layout.tensor if layout.mesh is None else layout.mesh.get(TENSOR, 1)
-    return (config.data_set.microbatch_size,), (tensor,), (layout.remat,)
+    return (config.data.microbatch_size,), (layout.tensor,), (layout.remat,)
 
 
 def _ways(

@@ -52,9 +52,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"repeats is {arguments.repeats}: measure at least 1 step")
         process = _enter(config, settings)
 
-    from rrfp_jax.commands.training.assembly import compile_cache_of
+    from rrfp_jax.runtime.compile_cache import use_compile_cache
 
-    compile_cache_of(config)
+    use_compile_cache()
     console = make_console(is_quiet=bool(process.rank))
     with checking_input():
         profiled = _profile(arguments, config, settings, process, console)
@@ -120,7 +120,7 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
 
 
 def _settings(arguments: argparse.Namespace, config: TrainConfig) -> list[StageSetting]:
-    sizes = parse_counts(arguments.microbatch_sizes, "--microbatch-sizes") or (config.data_set.microbatch_size,)
+    sizes = parse_counts(arguments.microbatch_sizes, "--microbatch-sizes") or (config.data.microbatch_size,)
     tensors = parse_counts(arguments.tensor, "--tensor") or (config.pipeline.tensor,)
     remats = parse_words(arguments.remat, "--remat", REMAT_NAMES) or (config.pipeline.remat,)
     return every_setting(sizes, tensors, remats)
@@ -128,7 +128,7 @@ def _settings(arguments: argparse.Namespace, config: TrainConfig) -> list[StageS
 
 def _enter(config: TrainConfig, settings: list[StageSetting]) -> "Process":
     """A stage for each process; alone with the devices of the widest stage."""
-    membership = membership_from(os.environ, detect=config.cluster.detect)
+    membership = membership_from(os.environ)
     num_ranks = 1 if membership is None else membership.num_ranks
     tensors = {setting.tensor for setting in settings}
     if num_ranks > 1 and len(tensors) > 1:
@@ -141,8 +141,6 @@ def _enter(config: TrainConfig, settings: list[StageSetting]) -> "Process":
         configuration={"profile": profiled, "settings": [list(setting) for setting in settings]},
         cluster=config.cluster,
         platform=config.run.platform,
-        transport=config.pipeline.transport,  # type: ignore[arg-type]
-        progress_deadline_s=config.pipeline.progress_deadline_s,
     )
 
 

@@ -103,14 +103,14 @@ def cut_of_run(config: TrainConfig, num_chunks: int) -> tuple[tuple[str, ...], .
     if config.vision is not None:
         raise ValueError("the timeline is of a model with an encoder, whose chunks are no chain: profile its programs")
     _check_alike(config)
-    layout = config.pipeline
+    cut = config.pipeline.cut
     return types_of_plans(
         plan_cut(
             config.model.num_layers,
-            num_chunks=None if layout.layer_counts else num_chunks,
-            layers_per_chunk=layout.layer_counts,
-            embedding_in=layout.embedding_chunk,
-            head_in=layout.head_chunk,
+            num_chunks=None if cut.layers else num_chunks,
+            layers_per_chunk=cut.layers,
+            embedding_in=cut.embedding_chunk,
+            head_in=cut.head_chunk,
         )
     )
 
@@ -123,7 +123,7 @@ def _few_layers(config: TrainConfig) -> VisionConfig:
 
 def _frozen(config: TrainConfig, chunks: Sequence[Chunk]) -> list[Chunk]:
     try:
-        return freeze(chunks, config.pipeline.freeze)
+        return freeze(chunks, config.optimizer.freeze)
     except ValueError as error:
         raise ValueError(
             f"freeze names single layers, and a profile runs a few layers in place of all: freeze whole parts, or none "
@@ -147,8 +147,8 @@ def larger_chunk(config: TrainConfig, layers: ModelLayers, process: Process, *, 
 def _layers_of_a_chunk(config: TrainConfig) -> int:
     """Returns the layers of a chunk as the configuration cuts the model, or evenly where that is still to be found."""
     layout, number = config.pipeline, config.model.num_layers
-    if isinstance(layout.layers_per_chunk, tuple):
-        return max(layout.layers_per_chunk)
+    if layout.layout is not None and not layout.is_auto:
+        return max(layout.cut.layers or ())
     return -(-number // (layout.num_stages * (layout.chunks_per_stage or 1)))
 
 

@@ -12,14 +12,15 @@ from typing import Any
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
-from rrfp_jax.core import Order
+from rrfp_jax.core import STRICT, Order
 from rrfp_jax.costs.cut_model import cut_in_words, letters_of
 from rrfp_jax.layout import with_tensor
+from rrfp_jax.models.chunk_layout import ChunkLayout
 from rrfp_jax.observe.output_files import check_file, replacing
 from rrfp_jax.planner.records import PlanChoice, Ranked
 from rrfp_jax.planner.report import milliseconds, order_in_words
 from rrfp_jax.schedules import ScheduleTable, looped, schedule_names, write_csv
-from rrfp_jax.training.run_config import PipelineConfig
+from rrfp_jax.training.run_config import FORESIGHT_ORDER, PipelineConfig
 
 _ENDS, _OF_ENCODERS = "EL", "Pvp"
 
@@ -42,11 +43,12 @@ def check_writable(config: TrainConfig, path: Path) -> None:
     if config.vision is not None:
         raise ValueError(
             "a plan of a model with an encoder cannot be written as a configuration: leave --write out, and give "
-            "encoder_layers_per_chunk, layers_per_chunk and stage_of_chunk what the report says"
+            "layout the cut that the report prints"
         )
     if config.row_length is None:
         raise ValueError(
-            f"a plan is written for fixed microbatches, and {config.data_section} makes its own: leave --write out"
+            f"a plan is written for fixed microbatches, and data of kind {config.data_kind} makes its own: leave "
+            "--write out"
         )
 
 
@@ -59,7 +61,7 @@ def write_choice(config: TrainConfig, ranked: Ranked, path: Path) -> Written:
     """Writes a choice for the model, data and optimizer of ``config``; raises ValueError where its layers are
     others."""
     choice = ranked.choice
-    layout = replace(config.pipeline, **_cut(config, choice), **_placement(config, choice), **_order(choice))
+    layout = replace(config.pipeline, **_sizes(config, choice), **_order(choice), layout=_layout(config, choice))
     table = None if choice.offload is not None or not choice.ordering.follows_table else _table(choice)
     has_name = choice.order_name in schedule_names() and not choice.is_searched
     named = replace(layout, schedule=choice.order_name if has_name else None)
@@ -67,16 +69,15 @@ def write_choice(config: TrainConfig, ranked: Ranked, path: Path) -> Written:
     if table is not None and not (has_name and _is_same(named, choice)):
         written = Written(path, table_path(path))
         with replacing(table_path(path)) as temporary:
-            write_csv(table, temporary)
-        named = replace(
-            layout, schedule=os.fspath(table_path(path)), schedule_hash=table.fingerprint, chunks_per_stage=None
-        )
+            write_csv(table, temporary, signed=True)
+        named = replace(layout, schedule=os.fspath(table_path(path)), chunks_per_stage=None)
     if not _is_same(named, choice):
         raise RuntimeError(f"{order_in_words(choice)} would be read from {path} as another order than was planned")
     shape = choice.shape
     num_microbatches = shape.num_microbatches * shape.data
-    data: Any = replace(config.data_set, batch_size=shape.batch_size, num_microbatches=num_microbatches)
-    changed: dict[str, Any] = {"pipeline": named, config.data_section: data}
+    data: Any = replace(config.data, batch_size=shape.batch_size, num_microbatches=num_microbatches)
+    optimizer = replace(config.optimizer, shard=config.optimizer.shard and shape.data > 1)
+    changed: dict[str, Any] = {"pipeline": named, "optimizer": optimizer, "data": data}
     text = replace(config, **changed).as_yaml()
     with replacing(path) as temporary:
         temporary.write_text(f"{_head(ranked)}{text}", encoding="utf-8")
@@ -94,8 +95,8 @@ def _head(ranked: Ranked) -> str:
     )
 
 
-def _cut(config: TrainConfig, choice: PlanChoice) -> dict[str, Any]:
-    """Returns the fields that say which layers each chunk has."""
+def _layout(config: TrainConfig, choice: PlanChoice) -> str | None:
+    """Returns the cut, and the stages of its chunks unless a table or the usual turns say them; None: an even cut."""
     cut, letters = choice.cut, letters_of(choice.cut.costs.layers)
     chunks = [[letters[name] for name in cut.costs.layers[start:stop]] for start, stop in cut.bounds]
     counts = tuple(sum(letter not in _ENDS for letter in chunk) for chunk in chunks)
@@ -106,30 +107,37 @@ def _cut(config: TrainConfig, choice: PlanChoice) -> dict[str, Any]:
         )
     embeds = [number for number, chunk in enumerate(chunks) if "E" in chunk]
     heads = [number for number, chunk in enumerate(chunks) if "L" in chunk]
-    is_even = len(set(counts)) == 1
-    return {
-        "layers_per_chunk": None if is_even else counts,
-        "costs": None,
-        "embedding_chunk": embeds[0] if embeds else 0,
-        "head_chunk": -1 if not heads or heads[0] == len(chunks) - 1 else heads[0],
-        "remat": choice.shape.remat,
-    }
+    layout = ChunkLayout(
+        layers=counts,
+        embedding_chunk=embeds[0] if embeds else 0,
+        head_chunk=-1 if not heads or heads[0] == len(chunks) - 1 else heads[0],
+        stages=None if _says_stages(choice) else cut.placement.stage_of_chunk,
+    )
+    is_even = layout == ChunkLayout(layers=(counts[0],) * len(counts))
+    return None if is_even else str(layout)
 
 
-def _placement(config: TrainConfig, choice: PlanChoice) -> dict[str, Any]:
-    """Returns the fields that say where the chunks lie, unless a table says it."""
-    placement, shape = choice.cut.placement, choice.shape
-    each = placement.num_chunks // shape.num_stages
-    is_looped = placement == looped(shape.num_stages, each)
-    says_it = choice.ordering.schedule is not None
+def _is_looped(choice: PlanChoice) -> bool:
+    placement = choice.cut.placement
+    return placement == looped(placement.num_stages, placement.num_chunks // placement.num_stages)
+
+
+def _says_stages(choice: PlanChoice) -> bool:
+    """Returns whether the stages of the chunks need not be written."""
+    return _is_looped(choice) or choice.ordering.schedule is not None
+
+
+def _sizes(config: TrainConfig, choice: PlanChoice) -> dict[str, Any]:
+    """Returns the numbers of stages, replicas, devices and chunks."""
+    shape = choice.shape
+    each = choice.cut.placement.num_chunks // shape.num_stages
+    has_mesh = shape.mesh or shape.tensor > 1
     return {
         "num_stages": shape.num_stages,
-        "data": shape.data,
-        "tensor": 1 if shape.mesh else shape.tensor,
-        "mesh": with_tensor(config.pipeline.mesh, shape.tensor) if shape.mesh else None,
-        "shard_optimizer": config.pipeline.shard_optimizer and shape.data > 1,
-        "chunks_per_stage": each if each > 1 and (is_looped or says_it) else None,
-        "stage_of_chunk": None if is_looped or says_it else placement.stage_of_chunk,
+        "replicas": shape.data,
+        "mesh": with_tensor(config.pipeline.mesh, shape.tensor) if has_mesh else None,
+        "chunks_per_stage": each if each > 1 and _says_stages(choice) else None,
+        "remat": choice.shape.remat,
     }
 
 
@@ -138,16 +146,12 @@ def _order(choice: PlanChoice) -> dict[str, Any]:
     windows = ordering.window
     if isinstance(windows, tuple) and len(list(groupby(windows))) == 1:
         windows = windows[0]
+    has_foresight = ordering.consume != STRICT and not (ordering.is_guided and ordering.foresight is False)
     return {
         "schedule": None,
-        "schedule_hash": None,
-        "group_size": None,
-        "consume": ordering.consume,
+        "consume": FORESIGHT_ORDER if has_foresight else ordering.consume,
         "hint": ordering.hint,
         "window": None if choice.offload is not None else windows,
-        "footprint": ordering.footprint,
-        "foresight": None if ordering.foresight is None else bool(ordering.foresight),
-        "read_ahead": ordering.read_ahead,
         "offload": choice.offload,
         "recompute": None,
         "backward": ordering.backward,

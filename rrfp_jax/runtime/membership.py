@@ -16,20 +16,16 @@ from rrfp_jax.cluster.config import (
 _YES, _NO = ("1", "true", "yes"), ("", "0", "false", "no")
 
 
-def membership_from(environ: Mapping[str, str], *, detect: bool = False) -> Membership | None:
+def membership_from(environ: Mapping[str, str]) -> Membership | None:
     """Returns this process's place, or None if nothing says that it is one of several.
 
-    Args:
-        detect: ask JAX for the rank and the number of ranks, if ``RRFP_RANK`` does not tell them. ``RRFP_DETECT=1``
-            does the same.
-
-    Raises:
-        ValueError: if the environment is incomplete or malformed, or JAX detects nothing.
+    With ``RRFP_DETECT=1`` JAX tells the rank and the number of ranks, if ``RRFP_RANK`` does not. Raises ValueError if
+    the environment is incomplete or malformed, or JAX detects nothing.
     """
     text = environ.get(DETECT, "").lower()
     if text not in (*_YES, *_NO):
         raise ValueError(f"{DETECT} is '{text}': give 1 or 0")
-    detect = detect or text in _YES
+    detect = text in _YES
     if RANK not in environ and not detect:
         if stray := [name for name in (NUM_RANKS, RENDEZVOUS, COORDINATOR) if name in environ]:
             raise ValueError(f"{' and '.join(stray)} set but not {RANK}: set it too, or {DETECT}=1")

@@ -26,6 +26,7 @@ from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.schedules.tasks import BUILT_IN, Placement, Task, TaskKind
 
 _log = logging.getLogger(__name__)
+_SIGNATURE = "# hash of the rows: "
 _MOST_BYTES, _MOST_ROWS, _LONGEST_CELL = 1 << 24, 1 << 14, 200
 _OVERLAPPED = re.compile(r"\((.+)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
@@ -38,9 +39,14 @@ def to_csv(table: ScheduleTable) -> str:
     return text.getvalue()
 
 
-def write_csv(table: ScheduleTable, path: str | Path) -> None:
-    """Writes the table to a file that torch.distributed.pipelining can load."""
-    Path(path).write_text(to_csv(table), encoding="utf-8")
+def write_csv(table: ScheduleTable, path: str | Path, *, signed: bool = False) -> None:
+    """Writes the table to a file that torch.distributed.pipelining can load.
+
+    ``signed``: a first line tells the hash of the rows, by which :func:`read_csv` notices changes; torch cannot read
+    that line.
+    """
+    head = f"{_SIGNATURE}{table.fingerprint}\n" if signed else ""
+    Path(path).write_text(head + to_csv(table), encoding="utf-8")
 
 
 def read_csv(
@@ -56,7 +62,14 @@ def read_csv(
         raise ValueError(f"cannot read schedule {path}: it is not UTF-8 text") from error
     if text.count("\n") > _MOST_ROWS:
         raise ValueError(f"schedule {path} has more than {_MOST_ROWS} lines: give one line per stage")
-    return from_csv(text, name=path.stem, placement=placement, graph=graph)
+    signature, _, rows = text.partition("\n") if text.startswith(_SIGNATURE) else ("", "", text)
+    table = from_csv(rows, name=path.stem, placement=placement, graph=graph)
+    if signature and signature.strip() != f"{_SIGNATURE}{table.fingerprint}":
+        raise ValueError(
+            f"schedule {path} has rows with the hash {table.fingerprint}, and its first line tells another: bring back "
+            "the table that was planned, or remove that line to take this one"
+        )
+    return table
 
 
 def from_csv(

@@ -143,7 +143,7 @@ class TrainingLoop:
         learning_rate: Callable[[int], Any],
         metrics: TakesRows | None,
         on_step: Callable[[StepRow], None],
-        timeline_steps: int,
+        timeline_steps: int = 1,
         saver: RunSaver | None = None,
         host_data: Mapping[str, Any] | None = None,
         speed: ModelSpeed | None = None,

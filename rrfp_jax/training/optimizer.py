@@ -55,7 +55,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
     def decayed(path: tuple[Any, ...], update: jax.Array, param: jax.Array) -> jax.Array:
         group = _group_of(config, path_of(path))
         own = None if group is None else group.weight_decay
-        decay = config.weight_decay if own is None else own
+        decay = config.arguments["weight_decay"] if own is None else own
         # matrices and stacks of them; norm scales and biases are not decayed
         return update + decay * param if decay and param.ndim > 1 else update
 
@@ -65,7 +65,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
 
     # decay behind the direction is decoupled from its moments, and before the rate it is scaled by it
     return optax.chain(
-        _DIRECTIONS[config.name](config.settings),
+        _DIRECTIONS[config.name](config.arguments),
         optax.stateless(lambda updates, params: jax.tree.map_with_path(decayed, updates, params)),
         optax.scale_by_learning_rate(schedule),
         optax.stateless(lambda updates, params: jax.tree.map_with_path(scaled, updates)),
@@ -92,8 +92,8 @@ def check_groups(config: OptimizerConfig, params: Any) -> None:
         raise ValueError(f"{name} matches no parameter that is trained: paths are such as {example}")
     patterns = [(f"groups[{number}].match", p) for number, group in enumerate(config.groups) for p in group.match]
     # the default patterns are for all models, so they need not match
-    own = set(config.adam_parameters or ()) - set(OPTIMIZERS[MUON]["adam_parameters"])
-    for field, pattern in [*patterns, *(("adam_parameters", p) for p in sorted(own))]:
+    own = set(config.arguments.get("adam_parameters", ())) - set(OPTIMIZERS[MUON]["adam_parameters"])
+    for field, pattern in [*patterns, *(("arguments.adam_parameters", p) for p in sorted(own))]:
         if not any(matches(pattern, path) for path in paths):
             raise ValueError(
                 f"optimizer.{field} has {pattern!r}, which matches no parameter that is trained: paths are such as "

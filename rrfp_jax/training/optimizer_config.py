@@ -1,14 +1,15 @@
 """The optimizer of a run, its schedule of learning rates, and groups of parameters with other settings: pure data.
 
-Each name takes some of the fields; a field of another optimizer is refused, and a field that is not given gets the
-name's own default. A resolved configuration therefore has every number that counts, and None for all others.
+Each optimizer takes some arguments; one of another optimizer is refused, and one that is not given gets its default. A
+resolved configuration therefore has every number that counts.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields, fill_fields
 
 ADAMW, LION, SGD, MUON, ADAFACTOR = "adamw", "lion", "sgd", "muon", "adafactor"
@@ -38,7 +39,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
         "weight_decay": 0.0,
     },
 }
-"""The fields that each optimizer takes, with their defaults."""
+"""Arguments that each optimizer takes, with their defaults."""
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     CONSTANT: {},
@@ -46,10 +47,24 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     LINEAR: {"final_learning_rate": 0.0, "decay_steps": None},
     STABLE: {"final_learning_rate": 0.0, "decay_steps": None},
 }
-"""The fields that each schedule takes, with their defaults."""
+"""Fields that each schedule takes, with their defaults."""
 
+_NORM = Rule("a positive number, or null for no clipping", POSITIVE.holds)
 _DECAY = Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)
 _THRESHOLD = Rule("at least 1, or 0 for no clipping", lambda value: value == 0 or 1 <= value < math.inf)
+_RULES = {
+    **dict.fromkeys(("eps", "decay_rate"), POSITIVE),
+    **dict.fromkeys(("weight_decay", "consistent_rms"), NOT_NEGATIVE),
+    **dict.fromkeys(("b1", "b2", "momentum"), _DECAY),
+    **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor"), AT_LEAST_1),
+    "clipping_threshold": _THRESHOLD,
+}
+_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("nesterov", "multiply_by_parameter_scale"), bool),
+    **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor"), int),
+    "adam_parameters": tuple,
+}
+"""Types of the arguments that are no real numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,78 +93,85 @@ class ParameterGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, and how its learning rate goes up and down.
+    """The optimizer, its learning rates, and the parameters that it changes.
 
-    Raises ValueError, with the remedy, for a field that the optimizer or the schedule does not have.
+    Raises ValueError, with the remedy, for an argument that the optimizer does not take.
     """
 
     learning_rate: float
-    """Peak learning rate."""
+    """The peak learning rate."""
     name: str = ADAMW
-    """``adamw``, ``lion``, ``sgd``, ``adafactor``, or ``muon``, which is for matrices and has Adam for the rest."""
+    """The optimizer: ``adamw``, ``lion``, ``sgd``, ``adafactor``, or ``muon``, which is for matrices and has Adam for
+    the rest."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """The coefficients of the optimizer by name, such as ``{b2: 0.99, weight_decay: 0.01}``; the others keep its
+    defaults. ``rrfp train --print-config`` prints all of them. ``weight_decay`` is decoupled, times the learning rate,
+    and spares vectors (norm scales). ``consistent_rms`` of Muon is the root mean square of the entries of an update, 0
+    for the spectral norm ``sqrt(max(1, columns / rows))``; its ``adam_parameters`` are paths or globs of the matrices
+    that it leaves to Adam."""
     schedule: str = COSINE
     """How the rate goes on after the warm-up: ``constant``, down by a ``cosine`` or ``linear``, or
     ``warmup-stable-decay``, at its peak until it goes down to the end."""
-    final_learning_rate: float | None = None
-    """Learning rate at the end of the decay, which is the last step unless ``decay_steps`` says otherwise, and from
-    there on; None: 0."""
     warmup_steps: int = 0
-    """Steps before the one with the peak; the rate rises evenly, from ``learning_rate / (warmup_steps + 1)`` on."""
+    """The number of steps before the one with the peak; the rate rises evenly, from ``learning_rate / (warmup_steps +
+    1)`` on."""
     decay_steps: int | None = None
-    """Steps that the decay takes: the first ones after the warm-up, with ``warmup-stable-decay`` the last ones of the
-    run; None: all after the warm-up, with ``warmup-stable-decay`` a tenth of the run."""
-    b1: float | None = None
-    """Decay of the first moment; None: 0.9."""
-    b2: float | None = None
-    """Decay of the second moment, of Lion's momentum; None: 0.95, of Lion 0.99."""
-    eps: float | None = None
-    """Added to the root of the second moment, by Adafactor to squared gradients; None: 1e-8, of Adafactor 1e-30."""
-    weight_decay: float | None = None
-    """Decoupled weight decay of matrices, times the learning rate; vectors (norm scales) are not decayed; None: 0.1, of
-    SGD and Adafactor 0."""
-    momentum: float | None = None
-    """Decay of the sum of gradients (SGD), or of their mean (Muon); None: 0.95 of Muon, 0 of SGD."""
-    nesterov: bool | None = None
-    """Whether momentum looks ahead (Nesterov); None: true of Muon, false of SGD."""
-    newton_schulz_steps: int | None = None
-    """Steps in which Muon makes a matrix nearly orthogonal; None: 5."""
-    consistent_rms: float | None = None
-    """Root mean square of the entries of Muon's updates, before the learning rate; 0: updates have the spectral norm
-    ``sqrt(max(1, columns / rows))``; None: 0.2, about Adam's."""
-    adam_parameters: tuple[str, ...] | None = None
-    """Paths or globs of matrices that Muon leaves to Adam, as it does vectors; None: those of embedding, head and
-    positions."""
-    decay_rate: float | None = None
-    """Exponent by which Adafactor's second moment forgets; None: 0.8."""
-    clipping_threshold: float | None = None
-    """Root mean square beyond which Adafactor clips the update of a parameter, 0 for no clipping; None: 1."""
-    multiply_by_parameter_scale: bool | None = None
-    """Whether Adafactor's updates are multiplied by the root mean square of the parameter; None: true."""
-    min_dim_size_to_factor: int | None = None
-    """Rows and columns from which on Adafactor keeps their means in place of a second moment; None: 128."""
+    """The number of steps that the decay takes: the first ones after the warm-up, with ``warmup-stable-decay`` the last
+    ones of the run. None: all after the warm-up, with ``warmup-stable-decay`` a tenth of the run."""
+    final_learning_rate: float | None = None
+    """The learning rate at the end of the decay, which is the last step unless ``decay_steps`` says otherwise, and from
+    there on. None: 0."""
+    clip_norm: float | None = 1.0
+    """The largest global norm of the gradient. None: no clipping."""
+    freeze: tuple[str, ...] = ()
+    """The layers that never change: names, the part of names before a dot (``vision``), or globs."""
+    shard: bool = False
+    """Whether the replicas share the optimizer state (ZeRO-1); needs ``pipeline.replicas`` of at least 2."""
     groups: tuple[ParameterGroup, ...] = ()
-    """Parameters with another learning rate or weight decay; of several groups that match, the first one counts."""
+    """The parameters with another learning rate or weight decay; of several groups that match, the first one counts."""
 
     def __post_init__(self) -> None:
-        fill_fields(self, "name", "name", OPTIMIZERS)
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"name is {self.name!r}: give one of {', '.join(OPTIMIZERS)}")
+        known = OPTIMIZERS[self.name]
+        if (odd := next((key for key in self.arguments if key not in known), None)) is not None:
+            raise ValueError(f"arguments has {odd!r}, which {self.name} does not take: it takes {', '.join(known)}")
+        given = {key: value for key, value in self.arguments.items() if value is not None}
+        object.__setattr__(self, "arguments", {key: _checked(key, value) for key, value in {**known, **given}.items()})
         fill_fields(self, "schedule", "schedule", SCHEDULES)
-        check_fields(self, POSITIVE, "learning_rate", "eps")
-        check_fields(self, NOT_NEGATIVE, "final_learning_rate", "warmup_steps", "weight_decay", "consistent_rms")
-        check_fields(self, _DECAY, "b1", "b2", "momentum")
-        check_fields(self, POSITIVE, "decay_rate")
-        check_fields(self, _THRESHOLD, "clipping_threshold")
-        check_fields(self, AT_LEAST_1, "decay_steps", "newton_schulz_steps", "min_dim_size_to_factor")
-        if self.nesterov and not self.momentum:
+        check_fields(self, POSITIVE, "learning_rate")
+        check_fields(self, _NORM, "clip_norm")
+        check_fields(self, NOT_NEGATIVE, "final_learning_rate", "warmup_steps")
+        check_fields(self, AT_LEAST_1, "decay_steps")
+        if self.arguments.get("nesterov") and not self.arguments["momentum"]:
             raise ValueError("nesterov looks ahead along the momentum, which is 0: give momentum, or nesterov false")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The fields that the optimizer has, by name."""
-        return {field: getattr(self, field) for field in OPTIMIZERS[self.name]}
 
     def num_moments(self, *, is_matrix: bool = True) -> int:
         """Returns how many numbers the state has for every parameter of a matrix or another array; few more are
         neglected."""
         if self.name == MUON:
             return 1 if is_matrix else 2
-        return {ADAMW: 2, LION: 1, SGD: int(bool(self.momentum)), ADAFACTOR: 0 if is_matrix else 1}[self.name]
+        is_kept = bool(self.arguments.get("momentum"))
+        return {ADAMW: 2, LION: 1, SGD: int(is_kept), ADAFACTOR: 0 if is_matrix else 1}[self.name]
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Returns an argument of an optimizer as its type has it; raises ValueError, with the remedy, if it cannot be."""
+    kind = _KINDS.get(name, float)
+    if kind is tuple:
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
+            raise ValueError(f"{name} is {shown(value)}: give a list of texts")
+        return tuple(listed)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is bool:
+        is_fit, words = isinstance(value, bool), "true or false"
+    elif kind is int:
+        is_fit, words = is_number and value == int(value), "a whole number"
+    else:
+        is_fit, words = is_number, "a number"
+    if not is_fit:
+        raise ValueError(f"{name} is {shown(value)}: give {words}")
+    if (rule := _RULES.get(name)) is not None and not rule.holds(value):
+        raise ValueError(f"{name} is {shown(value)}: give {rule.words}")
+    return kind(value)

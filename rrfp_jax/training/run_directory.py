@@ -29,7 +29,7 @@ from rrfp_jax.hf.model_folder import KEPT, files_are_kept
 from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
-from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackedRun, TrackingConfig
+from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackedRun, TrackerConfig
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.runtime.event_log import PATTERN as LOG_PATTERN
 from rrfp_jax.runtime.event_log import RunLog, log_name, write_log
@@ -123,11 +123,12 @@ class RunDirectory:
         return MetricsFile(self.path / METRICS)
 
     def tracked_metrics(
-        self, config: Mapping[str, Any], names: Sequence[str], settings: TrackingConfig, *, first_step: int
+        self, config: Mapping[str, Any], trackers: Sequence[TrackerConfig], *, first_step: int
     ) -> TrackedMetrics:
         """Returns the metrics file with the trackers that get its rows; ``first_step`` is the next to be trained."""
-        run = TrackedRun(path=self.path, config=config, first_step=_first_row(first_step), settings=settings)
-        return TrackedMetrics(self.metrics(), run, names)
+        first = _first_row(first_step)
+        runs = [TrackedRun(path=self.path, config=config, first_step=first, settings=each) for each in trackers]
+        return TrackedMetrics(self.metrics(), runs)
 
     def write_timeline(self, timeline: Timeline, caption: str) -> None:
         """Writes the picture and the trace; one that cannot be made is named in a warning: it is not worth a run."""

@@ -6,7 +6,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -52,12 +52,14 @@ def _run_forked(
         return subprocess.CompletedProcess(command, process.exitcode, *(stream.read_text() for stream in streams))
 
 
-def run_afresh(module: str, *arguments: object, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+def run_afresh(
+    module: str, *arguments: object, timeout_s: float = 240, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """The same in a process that imports for itself."""
     return subprocess.run(
         [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)],
         cwd=ROOT,
-        env=of_child(),
+        env=of_child() | dict(environment or {}),
         capture_output=True,
         text=True,
         timeout=timeout_s,

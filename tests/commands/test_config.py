@@ -25,8 +25,10 @@ def flat(text: str) -> str:
 
 def test_a_key_is_explained_with_its_options_and_the_values_of_presets(capsys: Captured) -> None:
     text = flat(told(capsys, "--explain", "pipeline.window"))
-    assert text.startswith("pipeline.window Microbatches that a stage may hold, one number or one per stage, or their")
-    assert "null: what a schedule that ranks what is ready holds itself, else 32." in text
+    assert text.startswith(
+        "pipeline.window The microbatches that a stage may hold, one number or one per stage, or their"
+    )
+    assert "null: as many as the schedule holds under foresight or strict, else 32." in text
     assert "type a whole number or a list of whole numbers or text default null" in text
     assert "option --window, --pipeline.window section pipeline: The cut of the model" in text
     assert "8 in cpu/debug, " in text
@@ -34,7 +36,7 @@ def test_a_key_is_explained_with_its_options_and_the_values_of_presets(capsys: C
 
 
 def test_choices_and_keys_that_a_file_must_give(capsys: Captured) -> None:
-    assert "choices ready, strict option --consume" in flat(told(capsys, "--explain", "consume"))
+    assert "choices strict, foresight, ready option --consume" in flat(told(capsys, "--explain", "consume"))
     assert "default none: a file must give it" in flat(told(capsys, "--explain", "run.steps"))
     assert "option --vision.hidden section" in flat(told(capsys, "--explain", "vision.hidden"))
 
@@ -57,7 +59,9 @@ def test_the_value_of_a_configuration_is_told(tmp_path: Path, capsys: Captured) 
     assert "value {factor: 8.0, kind: llama3, low_freq_factor: 1.0," in flat(
         told(capsys, "--explain", "rope_scaling", "--config", str(path))
     )
-    assert "value 0.95 in cpu/debug" in flat(told(capsys, "--explain", "b2", "--config", "cpu/debug"))
+    assert "value {b1: 0.9, b2: 0.95, eps: 1.0e-08, weight_decay: 0.1} in cpu/debug" in flat(
+        told(capsys, "--explain", "optimizer.arguments", "--config", "cpu/debug")
+    )
     assert "value no section vision in cpu/debug" in flat(
         told(capsys, "--explain", "vision.hidden", "--config", "cpu/debug")
     )
@@ -84,7 +88,7 @@ def test_a_key_may_be_written_as_its_option_and_alone_where_it_is_the_only_one(
         (["--explain", "windwo"], "'windwo' is no key and no section: did you mean window"),
         (["--explain", "zzzzzz"], "'zzzzzz' is no key and no section: the sections are model, "),
         (["--show", "cpu/debgu"], "'cpu/debgu' is no preset: did you mean cpu/debug"),
-        (["--explain", "b2", "--config", "cpu/debgu"], "configuration cpu/debgu is neither a file nor a preset: did"),
+        (["--explain", "hint", "--config", "cpu/debgu"], "configuration cpu/debgu is neither a file nor a preset: did"),
         (["--list", "--config", "cpu/debug"], "--config says what a file gives a key: give --explain KEY too"),
     ],
 )
@@ -92,10 +96,6 @@ def test_a_name_that_is_none_is_answered_with_the_nearest(arguments: list[str], 
     with pytest.raises(BadInput) as refused:
         config.main(arguments)
     assert str(refused.value).startswith(answer)
-
-
-def test_a_section_that_is_also_a_key_says_so(capsys: Captured) -> None:
-    assert "pipeline.data is a key of the same name." in told(capsys, "--explain", "data")
 
 
 def test_presets_are_listed_with_what_they_are(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

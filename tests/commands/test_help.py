@@ -182,17 +182,20 @@ def test_every_field_of_every_record_is_an_option_with_its_docstring(section: st
 
 def test_what_null_means_is_the_default_and_choices_are_listed() -> None:
     words = field_words(PipelineConfig, "hint", ("bf", "fb"))
-    assert words.short == "Ranks the ready tasks"
-    assert words.left_out == "default: the schedule where there is one, else bf (bf-deep with several chunks)"
+    assert words.short == "The rule that ranks the ready tasks"
+    assert words.left_out == "default: the schedule where there is one, else bf (bf-deep with several chunks per stage)"
     assert words.default == "null"
     flat = " ".join(parser_of(module_of("train")).format_help().split())
-    assert "--consume ready|strict ready runs the best of the ready tasks" in flat
+    assert (
+        "--consume strict|foresight|ready How stages follow the schedule: strict keeps to its rows; ready runs the best"
+        in flat
+    )
     assert (
         "(one of bf, bfw, bf-deep, fb, b-priority, f-priority, schedule, FILE.py:NAME; default: the schedule where"
         in flat
     )
     assert "--tie-embeddings true|false" in flat
-    assert "--run-dir PATH Directory that the run writes to (default: a new folder under runs/, named by" in flat
+    assert "--run-dir PATH The directory that the run writes to (default: a new folder under runs/, named by" in flat
     assert "--num-layers N Number of decoder layers, embedding and head not counted (required in the file)" in flat
 
 

@@ -58,7 +58,7 @@ def counted_by_xla(config: TrainConfig, leaves: dict[str, Any]) -> float:
         {},
         {"model.num_heads": 8, "model.head_dim": 48, "model.tie_embeddings": True},
         {"model.sliding_window": 128, "model.qk_norm": True, "model.num_layers": 2},
-        {"pipeline.freeze": ["embedding", "layers.0", "layers.1"]},
+        {"optimizer.freeze": ["embedding", "layers.0", "layers.1"]},
     ],
     ids=["debug", "tied, wide heads", "qwen3-like", "partly frozen"],
 )
@@ -107,7 +107,7 @@ def test_an_encoder_counts_for_the_patches_that_there_are_and_frozen_it_has_no_b
     text_only = contents_of({"segments": segments})
     seen = replace(text_only, patches=12, patch_lengths=np.array([12]))
     trained, blind = model_flops(config)(seen), model_flops(config)(text_only)
-    frozen = replace(config, pipeline=replace(config.pipeline, freeze=("vision",)))
+    frozen = replace(config, optimizer=replace(config.optimizer, freeze=("vision",)))
     encoder_and_projector, without_backward = (
         trained - blind,
         model_flops(frozen)(seen) - model_flops(frozen)(text_only),

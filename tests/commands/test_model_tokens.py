@@ -82,13 +82,13 @@ def test_tokens_of_another_tokenizer_are_refused(work: Path) -> None:
     section = {"path": "set_other", **ROWS}
     with pytest.raises(
         ValueError,
-        match=r"tokens are those of the tokenizer set_other/tokenizer\.json, and the model in "
+        match=r"the tokens of the data are those of the tokenizer set_other/tokenizer\.json, and the model in "
         r"imp knows those of the tokenizer imp/hugging-face/tokenizer\.json: tokenize the text with ",
     ):
-        planned(tokens=section)
-    forced(tokens=section)
-    run = planned(tokens={"path": "set_theirs", **ROWS})
-    assert token_notes("tokens", run.dataset, run.known) == []
+        planned(data={"kind": "tokens", **section})
+    forced(data={"kind": "tokens", **section})
+    run = planned(data={"kind": "tokens", "path": "set_theirs", **ROWS})
+    assert token_notes(run.dataset, run.known) == []
 
 
 def test_a_tokenizer_that_was_only_written_anew_is_the_same(work: Path) -> None:
@@ -97,20 +97,26 @@ def test_a_tokenizer_that_was_only_written_anew_is_the_same(work: Path) -> None:
     tokenizer.enable_truncation(4)
     tokenizer.save("again/tokenizer.json", pretty=False)
     tokenize(["text.txt"], "set_again", TokenizeOptions(tokenizer="again"), workers=1)
-    planned(tokens={"path": "set_again", **ROWS})
+    planned(data={"kind": "tokens", "path": "set_again", **ROWS})
 
 
 def test_bytes_are_refused_for_a_model_with_a_tokenizer(work: Path) -> None:
     tokenize(["text.txt"], "set_bytes", TokenizeOptions(), workers=1)
     for section in (
         {"data": {"path": "text.txt", **ROWS}},
-        {"jsonl": {"path": "lines.jsonl", "tokenizer": "bytes", **ROWS}},
-        {"tokens": {"path": "set_bytes", **ROWS}},
-        {"image_text": {"path": "lines.jsonl", "tokenizer": "bytes", "batch_size": 4, "num_microbatches": 2}},
+        {"data": {"kind": "jsonl", "path": "lines.jsonl", "tokenizer": "bytes", **ROWS}},
+        {"data": {"kind": "tokens", "path": "set_bytes", **ROWS}},
+        {
+            "data": {
+                "kind": "image_text",
+                "path": "lines.jsonl",
+                "tokenizer": "bytes",
+                "batch_size": 4,
+                "num_microbatches": 2,
+            }
+        },
     ):
-        with pytest.raises(
-            ValueError, match=f"the tokens of {next(iter(section))} are bytes, and the model in imp knows"
-        ):
+        with pytest.raises(ValueError, match="the tokens of the data are bytes, and the model in imp knows"):
             planned(**section)
         forced(**section)
     shutil.copytree("theirs", "old")
@@ -121,15 +127,15 @@ def test_bytes_are_refused_for_a_model_with_a_tokenizer(work: Path) -> None:
 
 
 def test_files_without_a_tokenizer_take_that_of_the_model(work: Path) -> None:
-    run = planned(jsonl={"path": "lines.jsonl", **ROWS})
-    own = planned(tokens={"path": "set_theirs", **ROWS}).dataset
+    run = planned(data={"kind": "jsonl", "path": "lines.jsonl", **ROWS})
+    own = planned(data={"kind": "tokens", "path": "set_theirs", **ROWS}).dataset
     assert run.dataset.token_kind.is_same(own.token_kind)
     assert run.dataset.vocab_size == own.vocab_size
-    lines = planned(image_text={"path": "lines.jsonl", "batch_size": 4, "num_microbatches": 2}).dataset
+    lines = planned(data={"kind": "image_text", "path": "lines.jsonl", "batch_size": 4, "num_microbatches": 2}).dataset
     tokenizer = Tokenizer.from_file("theirs/tokenizer.json")
     assert lines.samples(0)[0].tokens.tolist() == tokenizer.encode(TEXT).ids
     assert lines.samples(0)[0].targets[-1] == tokenizer.token_to_id(END)
-    begins_here = planned(None, jsonl={"path": "lines.jsonl", **ROWS})
+    begins_here = planned(None, data={"kind": "jsonl", "path": "lines.jsonl", **ROWS})
     assert begins_here.dataset.token_kind.is_bytes
 
 
@@ -137,27 +143,29 @@ def test_what_nobody_can_compare_is_told(work: Path) -> None:
     (work / "mine.py").write_text(
         "import numpy as np\nrow = np.ones(8, int)\nrows = [dict(tokens=row, targets=row, weights=row)] * 8\n"
     )
-    run = planned(own_data={"object": "mine:rows", "batch_size": 2, "num_microbatches": 2})
-    (note,) = token_notes("own_data", run.dataset, run.known)
-    assert "own_data does not say which tokens it has: they must be those of the tokenizer imp" in note
+    run = planned(data={"kind": "own", "object": "mine:rows", "batch_size": 2, "num_microbatches": 2})
+    (note,) = token_notes(run.dataset, run.known)
+    assert "the data does not say which tokens it has: they must be those of the tokenizer imp" in note
     Path("theirs/tokenizer.json").unlink()
     write_import(plan_import(Path("theirs")), Path("bare"))
     run = planned("bare", data={"path": "text.txt", **ROWS})
-    (note,) = token_notes("data", run.dataset, run.known)
+    (note,) = token_notes(run.dataset, run.known)
     assert "nothing in bare says which tokens its model knows" in note
     tokenize(["text.txt"], "ends", TokenizeOptions(tokenizer="imp/hugging-face", end_of_document="the"), workers=1)
-    assert planned(tokens={"path": "ends", "tokenizer": "imp", **ROWS}).dataset.vocab_size == 270  # an import's folder
-    run = planned(tokens={"path": "ends", **ROWS})
-    (note,) = token_notes("tokens", run.dataset, run.known)
+    assert (
+        planned(data={"kind": "tokens", "path": "ends", "tokenizer": "imp", **ROWS}).dataset.vocab_size == 270
+    )  # an import's folder
+    run = planned(data={"kind": "tokens", "path": "ends", **ROWS})
+    (note,) = token_notes(run.dataset, run.known)
     assert "and the model in imp ends one with 0: end_of_document names another" in note
 
 
 def test_evaluation_sets_are_compared_too(work: Path) -> None:
     sets = {"sets": {"theirs": {"path": "set_other"}}}
     with pytest.raises(
-        ValueError, match=r"evaluation\.sets\.theirs: the tokens of tokens are those of the tokenizer set_o"
+        ValueError, match=r"evaluation\.sets\.theirs: the tokens of the data are those of the tokenizer set_o"
     ):
-        planned(tokens={"path": "set_theirs", **ROWS}, evaluation=sets)
+        planned(data={"kind": "tokens", "path": "set_theirs", **ROWS}, evaluation=sets)
 
 
 def exported(run: str, folder: str) -> dict[str, Any]:
@@ -193,7 +201,7 @@ def test_a_run_needs_its_import_no_longer_once_it_has_begun(work: Path) -> None:
 
 @pytest.mark.slow
 def test_forced_tokens_go_into_the_run_and_the_export_in_place_of_the_import_s(work: Path) -> None:
-    written(str(work / "imp"), tokens={"path": str(work / "set_other"), **ROWS})
+    written(str(work / "imp"), data={"kind": "tokens", "path": str(work / "set_other"), **ROWS})
     assert "or give --force where it is to learn them" in sentence(trained())
     done = trained("--force")
     assert done.returncode == 0, done.stderr
@@ -205,7 +213,7 @@ def test_forced_tokens_go_into_the_run_and_the_export_in_place_of_the_import_s(w
 
 @pytest.mark.slow
 def test_a_model_that_began_here_is_exported_with_its_tokenizer(work: Path) -> None:
-    written(None, jsonl={"path": str(work / "lines.jsonl"), "tokenizer": str(work / "other"), **ROWS})
+    written(None, data={"kind": "jsonl", "path": str(work / "lines.jsonl"), "tokenizer": str(work / "other"), **ROWS})
     done = trained()
     assert done.returncode == 0, done.stderr
     shutil.rmtree("other")
@@ -217,8 +225,11 @@ def test_a_model_that_began_here_is_exported_with_its_tokenizer(work: Path) -> N
     assert vocabulary.encode("the fox").tolist() == Tokenizer.from_file("exp/tokenizer.json").encode("the fox").ids
     # another run that starts from this one has its tokens
     with pytest.raises(ValueError, match="the model in run knows those of the tokenizer run/tokenizer/tok"):
-        planned("run", run="next", tokens={"path": "set_theirs", **ROWS})
-    assert planned("run", run="next", jsonl={"path": "lines.jsonl", **ROWS}).dataset.token_kind.ends == vocabulary.stops
+        planned("run", run="next", data={"kind": "tokens", "path": "set_theirs", **ROWS})
+    assert (
+        planned("run", run="next", data={"kind": "jsonl", "path": "lines.jsonl", **ROWS}).dataset.token_kind.ends
+        == vocabulary.stops
+    )
 
 
 def test_what_a_run_keeps_is_what_it_was_trained_with(work: Path) -> None:
@@ -227,7 +238,10 @@ def test_what_a_run_keeps_is_what_it_was_trained_with(work: Path) -> None:
     run = Path("run")
     run.mkdir()
     shutil.copyfile("imp/model.yaml", run / "config.yaml")
-    data, own = (planned(tokens={"path": f"set_{name}", **ROWS}, force=True).dataset for name in ("other", "theirs"))
+    data, own = (
+        planned(data={"kind": "tokens", "path": f"set_{name}", **ROWS}, force=True).dataset
+        for name in ("other", "theirs")
+    )
     for kind, name, ends in ((own.token_kind, "theirs", (0,)), (data.token_kind, "other", (0,))):
         keep_files(run, Path("imp/hugging-face"), kind)
         found = open_model(run, "the run").tokens()
@@ -269,7 +283,8 @@ def seeing(folder: Path, kind: str = "llava_siglip", names: Any = None) -> Path:
     return folder
 
 
-IMAGES = {"patch_size": 2, "merge": 1, "image_size": 4, "channels": 1, "batch_size": 2, "num_microbatches": 1}
+PATCHES = {"patch_size": 2, "merge": 1, "image_size": 4, "channels": 1}
+IMAGES = {"batch_size": 2, "num_microbatches": 1, "images": PATCHES}
 
 
 def test_text_with_images_is_written_as_the_model_s_family_writes_it(work: Path) -> None:
@@ -285,7 +300,10 @@ def test_text_with_images_is_written_as_the_model_s_family_writes_it(work: Path)
     # a patch that is a feature has no order: either word is right
     for row_order in (False, True):
         data = planned(
-            "seen", run="seeing", image_text={"path": "seen.jsonl", **IMAGES, "row_order": row_order}, **model
+            "seen",
+            run="seeing",
+            data={"kind": "image_text", "path": "seen.jsonl", **IMAGES, "images": PATCHES | {"row_order": row_order}},
+            **model,
         ).dataset
         seen = sorted(
             (sample.tokens.tolist(), sample.targets.tolist(), sample.weights.tolist(), len(sample.images))
@@ -306,7 +324,7 @@ def test_text_with_images_is_written_as_the_model_s_family_writes_it(work: Path)
     }.items():
         Path("seen.jsonl").write_text(line + "\n")
         with pytest.raises(ValueError, match=words):
-            planned("seen", run="seeing", image_text={"path": "seen.jsonl", **IMAGES}, **model)
+            planned("seen", run="seeing", data={"kind": "image_text", "path": "seen.jsonl", **IMAGES}, **model)
 
 
 def test_internvl_has_its_marks_around_an_image(work: Path) -> None:
@@ -315,13 +333,14 @@ def test_internvl_has_its_marks_around_an_image(work: Path) -> None:
     Image.fromarray(np.zeros((9, 9), np.uint8)).save(work / "a.png")
     (work / "seen.jsonl").write_text(json.dumps({"text": "w7 <image> w8", "images": ["a.png"]}) + "\n")
     model = yaml.safe_load(Path("seen/model.yaml").read_text())
-    section = {"path": "seen.jsonl", **IMAGES, "batch_size": 1, "merge": 2, "row_order": True}
-    (sample,) = planned("seen", run="seeing", image_text=section, **model).dataset.samples(0)
+    images = PATCHES | {"merge": 2, "row_order": True}
+    section = {"kind": "image_text", "path": "seen.jsonl", "batch_size": 1, "num_microbatches": 1, "images": images}
+    (sample,) = planned("seen", run="seeing", data=section, **model).dataset.samples(0)
     assert sample.tokens.tolist() == [2, 7, 5, 1, 6, 8]
     assert sample.features.tolist() == [-1, -1, -1, 0, -1, -1]
     assert sample.weights.tolist() == [1, 0, 0, 0, 1, 1]
-    with pytest.raises(ValueError, match=r"row_order is True, and the data has False: give image_text row_order true"):
-        planned("seen", run="seeing", image_text={**section, "row_order": False}, **model)
+    with pytest.raises(ValueError, match=r"row_order is True, and the data has False: give data.images row_order true"):
+        planned("seen", run="seeing", data=section | {"images": images | {"row_order": False}}, **model)
 
 
 @pytest.mark.slow
@@ -333,8 +352,8 @@ def test_an_imported_llava_is_trained_sampled_and_exported_with_its_own_tokens(w
     model = yaml.safe_load(Path("seen/model.yaml").read_text())
     written(
         str(work / "seen"),
-        image_text={"path": str(work / "seen.jsonl"), **IMAGES},
-        **model | {"optimizer": {"learning_rate": 0.05}, "pipeline": {"num_stages": 2, "clip_norm": 1.0}},
+        data={"kind": "image_text", "path": str(work / "seen.jsonl"), **IMAGES},
+        **model | {"optimizer": {"learning_rate": 0.05}, "pipeline": {"num_stages": 2}},
     )
     done = trained("--steps", 40)
     assert done.returncode == 0, done.stderr

@@ -30,16 +30,19 @@ def loaded(overrides: dict[str, Any] | None = None, **sections: Any) -> Any:
 
 
 def test_a_tilde_is_home_in_every_field_that_is_a_path(home: Path) -> None:
-    given = {"init_from": "~/imp", "run_dir": "~/run", "compile_cache": "~/cache"}
+    given = {"init_from": "~/imp", "run_dir": "~/run"}
     found = loaded({"data.path": "~/text.txt"}, data=ROWS, run=given)
     assert (found.run.init_from, found.run.run_dir) == (str(home / "imp"), str(home / "run"))
-    assert (found.run.compile_cache, found.data.path) == (str(home / "cache"), str(home / "text.txt"))
-    files = loaded(jsonl={"path": ["~/a/*.jsonl", "b"], "tokenizer": "~/t", "cache": "~/c", **ROWS}).jsonl
+    assert found.data.path == str(home / "text.txt")
+    files = loaded(
+        data={"kind": "jsonl", "path": ["~/a/*.jsonl", "b"], "tokenizer": "~/t", "cache": "~/c", **ROWS}
+    ).data
     assert (files.path, files.tokenizer, files.cache) == ((f"{home}/a/*.jsonl", "b"), f"{home}/t", f"{home}/c")
-    sets = loaded(tokens={"path": "~/set", "tokenizer": "bytes", **ROWS}).tokens
+    sets = loaded(data={"kind": "tokens", "path": "~/set", "tokenizer": "bytes", **ROWS}).data
     assert (sets.path, sets.tokenizer) == ((f"{home}/set",), "bytes")
-    images = {"path": "~/a.jsonl", "image_folder": "~/i", "tokenizer": "~/t", "batch_size": 2, "num_microbatches": 1}
-    seen = loaded(image_text=images).image_text
+    images = {"path": "~/a.jsonl", "tokenizer": "~/t", "batch_size": 2, "num_microbatches": 1}
+    images |= {"kind": "image_text", "images": {"image_folder": "~/i"}}
+    seen = loaded(data=images).data
     assert (seen.path, seen.image_folder, seen.tokenizer) == (f"{home}/a.jsonl", f"{home}/i", f"{home}/t")
     assert loaded(data=ROWS, pipeline={"num_stages": 2, "schedule": "~/mine.py:mine"}).pipeline.schedule == (
         f"{home}/mine.py:mine"
@@ -60,9 +63,12 @@ def test_what_a_run_saves_has_whole_paths(home: Path) -> None:
         "own": {"path": str(home / "text.txt")}, "home": {"path": str(home / "text.txt")}, "rest": {"batch_size": 2},
     }  # fmt: skip
     assert found.as_dict()["data"]["path"] == "home/text.txt"  # as it was given, for people to read
-    files = loaded(jsonl={"path": ["a/*.jsonl", "/b"], **ROWS}).as_saved()["jsonl"]
+    files = loaded(data={"kind": "jsonl", "path": ["a/*.jsonl", "/b"], **ROWS}).as_saved()["data"]
     assert (files["path"], files["tokenizer"]) == ([str(home.parent / "a/*.jsonl"), "/b"], None)
-    assert loaded(jsonl={"path": "a", "tokenizer": "bytes", **ROWS}).as_saved()["jsonl"]["tokenizer"] == "bytes"
+    assert (
+        loaded(data={"kind": "jsonl", "path": "a", "tokenizer": "bytes", **ROWS}).as_saved()["data"]["tokenizer"]
+        == "bytes"
+    )
 
 
 def test_nodes_that_have_the_data_at_other_places_agree(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,10 @@ from rrfp_jax.cluster import RunKey
 from rrfp_jax.cluster.launch_settings import LaunchSettings
 from rrfp_jax.cluster.output import Output
 from rrfp_jax.commands import launch
-from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
+from rrfp_jax.commands.training.planned import ordering_of
 from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs.devices import device_of
 from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED
@@ -58,7 +58,7 @@ def machine_of(path: Path) -> tuple[int, int, int]:
 
 def layout_of(config: TrainConfig, num_ranks: int) -> Layout:
     pipeline = config.pipeline
-    return Layout(num_stages=pipeline.num_stages, data=pipeline.data, mesh=pipeline.meshes, num_ranks=num_ranks)
+    return Layout(num_stages=pipeline.num_stages, data=pipeline.replicas, mesh=pipeline.meshes, num_ranks=num_ranks)
 
 
 def check_launch(words: list[str], environ: dict[str, str]) -> tuple[LaunchSettings, TrainConfig]:
@@ -98,16 +98,8 @@ def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
     config = load(CONFIGS / preset)
     pipeline = config.pipeline
     model = None if config.vision is None else cut_vision_language_model(config)
-    share = microbatches_per_replica(config.data_set.num_microbatches, pipeline.data)
-    order = parse_ordering(
-        schedule=pipeline.schedule,
-        consume=pipeline.consume,
-        hint=pipeline.hint,
-        window=None if isinstance(pipeline.window, str) else pipeline.window,
-        backward=pipeline.backward,
-        footprint=pipeline.footprint,
-        foresight=pipeline.foresight,
-    ).resolve(
+    share = microbatches_per_replica(config.data_set.num_microbatches, pipeline.replicas)
+    order = ordering_of(pipeline).resolve(
         num_stages=pipeline.num_stages,
         num_microbatches=share,
         chunks_per_stage=pipeline.chunks_per_stage,

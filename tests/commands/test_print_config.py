@@ -13,9 +13,18 @@ from rrfp_jax.commands.training.presets import preset_names
 from tests.commands.running import ROOT
 
 OPTIONS = {
-    "cpu/debug": ["--window", "8,6,4,2", "--run.seed", "7", "--freeze", "embedding,layer_0", "--num-kv-heads", "null"],
+    "cpu/debug": [
+        "--window",
+        "8,6,4,2",
+        "--run.seed",
+        "7",
+        "--optimizer.freeze",
+        "embedding,layer_0",
+        "--num-kv-heads",
+        "null",
+    ],
     "gpu/one_node_8": ["--rope-scaling", "{factor: 8, original_max_positions: 4096}", "--memory-limit", "16GiB"],
-    "cpu/multimodal": ["--vision.norm-eps", "1e-7", "--image-text.mean", "0.4"],
+    "cpu/multimodal": ["--vision.overrides", "{norm_eps: 1.0e-7}", "--data.images", "{mean: 0.4}"],
 }
 
 LIGHT = (
@@ -67,22 +76,24 @@ def test_a_name_that_yaml_takes_for_something_else_is_to_be_quoted_in_a_file(tmp
 @pytest.mark.parametrize(
     ("option", "text", "value"),
     [
-        ("tracking.name", "2026-11-26", "2026-11-26"),
-        ("tracking.name", "null", None),
+        ("cluster.interface", "2026-11-26", "2026-11-26"),
+        ("cluster.interface", "null", None),
+        ("run.trackers", "wandb,mlflow", ["wandb", "mlflow"]),
+        ("run.trackers", "[{wandb: {mode: offline}}]", [{"wandb": {"mode": "offline"}}]),
+        ("pipeline.layout", "Et*2|(t*3|)*4t*2L", "Et*2|(t*3|)*4t*2L"),
+        ("optimizer.arguments", "{b2: 0.9}", {"b2": 0.9}),
         ("run.init_from", "null", None),
         ("run.init_from", "", None),
-        ("jsonl.column", "null", "null"),
-        ("jsonl.path", "try #2", ["try #2"]),
-        ("jsonl.path", "a b, no,2026-11-26", ["a b", "no", "2026-11-26"]),
-        ("jsonl.path", "[x, 'a, b', \"1\"]", ["x", "a, b", "1"]),
-        ("pipeline.freeze", "[]", []),
-        ("optimizer.adam_parameters", "null", None),
+        ("data.column", "null", None),
+        ("data.path", "a b, no", "a b, no"),
+        ("data.kind", "jsonl", "jsonl"),
+        ("optimizer.freeze", "[]", []),
         ("pipeline.window", "4,4,3,3", [4, 4, 3, 3]),
         ("pipeline.window", "null", None),
         ("pipeline.memory_limit", "16GiB", "16GiB"),
         ("pipeline.mesh", "{tensor: 2}", {"tensor": 2}),
         ("optimizer.learning_rate", "1e-3", 1e-3),
-        ("pipeline.skip_nonfinite", "no", False),
+        ("run.deterministic", "no", False),
         ("model.hidden", "1_000", 1000),
     ],
 )
@@ -90,6 +101,20 @@ def test_what_options_mean(option: str, text: str, value: object) -> None:
     flag = f"--{option.replace('_', '-')}"
     given = train.overrides_of(train.make_parser().parse_args(["--config", "cpu/debug", flag, text]))[option]
     assert (float(given) if isinstance(value, float) else given) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("try #2", ("try #2",)),
+        ("a b, no,2026-11-26", ("a b", "no", "2026-11-26")),
+        ("[x, 'a, b', \"1\"]", ("x", "a, b", "1")),
+    ],
+)
+def test_several_paths_where_the_kind_of_data_takes_them(text: str, paths: tuple[str, ...]) -> None:
+    options = ["--config", "cpu/debug", "--data.kind", "jsonl", "--path", text]
+    given = train.overrides_of(train.make_parser().parse_args(options))
+    assert load_train_config("cpu/debug", given).as_dict()["data"]["path"] == [*paths]
 
 
 def test_bad_values_are_refused_and_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,9 +23,9 @@ NUM_LINES, BATCH_SIZE, NUM_MORE = 11, 4, 5
 """An epoch ends within a step, and no number of steps below 11 is a whole number of epochs."""
 SIZES = {"a.png": (16, 16), "b.png": (32, 16), "c.png": (16, 32), "d.jpg": (48, 16)}
 OTHER_LAYOUT = (
-    *("--num-stages", 3, "--projector-in", "own", "--stage-of-chunk", "0,1,2,1", "--layers-per-chunk", "1,1"),
-    *("--image-text.num-microbatches", 4, "--image-text.pack", "false"),
-    *("--image-text.balance", "false", "--image-text.gather-text", "false"),
+    *("--num-stages", 3, "--layout", "Pv@0|p@1|Et@2|tL@1"),
+    *("--data.num-microbatches", 4, "--data.pack", "false"),
+    *("--data.images", "{balance: false, gather_text: false}"),
 )
 
 
@@ -43,10 +43,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sections: dict[str, Any] = yaml.safe_load((ROOT / "tpu_gpu_configs/cpu/multimodal.yaml").read_text())
     small = {"hidden": 16, "num_heads": 2, "mlp_dim": 16}
     sections["model"] |= small | {"init_std": 0.2}
-    sections["vision"] |= small | {"patch_dim": 192, "max_rows": 4, "max_columns": 6, "qkv_bias": False}
-    sections["image_text"] = {
-        "path": str(folder / "data.jsonl"), "patch_size": 8, "batch_size": BATCH_SIZE, "num_microbatches": 2,
-        "text_buckets": 1, "image_buckets": 1, "gather_text": True,
+    sections["vision"] |= small | {"patch_dim": 192, "grid": [4, 6], "overrides": {"qkv_bias": False}}
+    sections["data"] = {
+        "kind": "image_text", "path": str(folder / "data.jsonl"), "batch_size": BATCH_SIZE, "num_microbatches": 2,
+        "images": {"patch_size": 8, "text_buckets": 1, "image_buckets": 1, "gather_text": True},
     }  # fmt: skip
     sections["pipeline"] |= {"num_stages": 2}
     sections["optimizer"] = {"learning_rate": 1e-3, "final_learning_rate": 1e-3}
@@ -106,7 +106,7 @@ def test_an_image_that_cannot_be_used_is_refused(config: Path, tmp_path: Path, d
     file.unlink()
     if damage != "missing":
         file.write_bytes(b"no image" if damage == "no image" else whole[: len(whole) // 2])
-    path = ("--image-text.path", tmp_path / "data" / "data.jsonl")
+    path = ("--data.path", tmp_path / "data" / "data.jsonl")
     result = run_command("train", "--config", config, *path, "--run-dir", tmp_path / "run", "--steps", 3)
     answer = sentence(result)
     assert f"image {file}, of line {line} of {path[1]}, cannot be" in answer
@@ -123,7 +123,7 @@ def test_an_image_that_turns_out_broken_ends_the_run_with_a_sentence(config: Pat
     lines[last] = {"text": "<image>late", "images": [file.name]}
     path.write_text("\n".join(map(json.dumps, lines)))
     file.write_bytes((tmp_path / "data" / "a.png").read_bytes()[:300])
-    result = run_afresh("train", "--config", config, "--image-text.path", path, "--run-dir", tmp_path / "run")
+    result = run_afresh("train", "--config", config, "--data.path", path, "--run-dir", tmp_path / "run")
     assert result.returncode == DATA_UNREADABLE, result.stderr
     told, *notes = result.stderr.splitlines()
     assert told.startswith(f"error: image {file}, of line {last + 1} of {path}, cannot be decoded")

@@ -1,28 +1,37 @@
-"""A checkpoint of an earlier version tells less, and is gone on from all the same."""
+"""A run goes on where what decides the result is the same, however it is cut and batched."""
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
+from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.resuming import check_same_training
-from rrfp_jax.models import ProjectorConfig, RopeScaling
-
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
-EARLIER = {"model": {"rope_scaling": LLAMA3}, "projector": {"activation": "gelu"}}
 
 
-def now(scaling: RopeScaling, **projector: Any) -> dict[str, Any]:
-    given = asdict(ProjectorConfig(**projector))
-    return {"model": {"rope_scaling": asdict(scaling)}, "projector": {n: given[n] for n in ("activation", "bias")}}
+def saved(**overrides: Any) -> dict[str, Any]:
+    given = {name.replace("__", "."): value for name, value in overrides.items()}
+    return load_train_config("cpu/multimodal", given).as_dict()
 
 
-def test_what_there_was_no_choice_about_is_the_same() -> None:
-    assert check_same_training(EARLIER, now(RopeScaling(factor=8)), force=False) == []
+def test_another_layout_is_the_same_training() -> None:
+    other = saved(
+        data__num_microbatches=8, data__images={"text_buckets": 1, "balance": True}, optimizer__shard=False,
+        pipeline__num_stages=2,
+    )  # fmt: skip
+    assert check_same_training(saved(), other, force=False) == []
 
 
-def test_what_is_chosen_otherwise_now_is_another_training() -> None:
-    with pytest.raises(ValueError, match=r"projector.bias was True and is False"):
-        check_same_training(EARLIER, now(RopeScaling(factor=8), bias=False), force=False)
-    with pytest.raises(ValueError, match=r"model.rope_scaling was .*llama3.* and is .*'linear'"):
-        check_same_training(EARLIER, now(RopeScaling(kind="linear", factor=8)), force=False)
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ({"data__images": {"mean": 0.1}}, "data.mean"),
+        ({"vision__overrides": {"norm_eps": 1e-7}}, "vision.norm_eps"),
+        ({"projector__overrides": {"bias": False}}, "projector.bias"),
+        ({"optimizer__clip_norm": 2.0}, "optimizer.clip_norm"),
+        ({"run__seed": 3}, "run.seed"),
+    ],
+)
+def test_another_training_is_refused_unless_it_is_meant(overrides: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"saved by another training: {name} was "):
+        check_same_training(saved(), saved(**overrides), force=False)
+    assert len(check_same_training(saved(), saved(**overrides), force=True)) == 1

@@ -125,22 +125,29 @@ def test_a_vocabulary_is_that_of_the_run_s_data(tmp_path: Path) -> None:
         return vocabulary_of(ModelFolder(path=tmp_path, sections=model, config=config), given)
 
     for config in (
-        {"tokens": {"path": [str(tmp_path / "set")]}},
-        {"jsonl": {"tokenizer": str(tmp_path / "words.json"), "end_of_document": "<eos>"}},
+        {"data": {"kind": "tokens", "path": [str(tmp_path / "set")]}},
+        {"data": {"kind": "jsonl", "tokenizer": str(tmp_path / "words.json"), "end_of_document": "<eos>"}},
     ):
         vocabulary = found(config)
         assert (vocabulary.encode("b a").tolist(), vocabulary.stops) == ([2, 1], (0,))
         assert vocabulary.encode("").tolist() == [0]  # rows go on across documents
         assert vocabulary.decode([1, 2]) == "a b"
     with pytest.raises(ValueError, match="has no start token"):
-        found({"jsonl": {"tokenizer": str(tmp_path / "words.json"), "end_of_document": "<eos>", "pack": True}}).encode(
-            ""
-        )
-    assert found({"parquet": {}}).stops == (0,)
-    assert found({"image_text": {}}).stops == (0,)
-    assert found({"own_data": {}}, "bytes").encode("a").tolist() == [97]
+        found(
+            {
+                "data": {
+                    "kind": "jsonl",
+                    "tokenizer": str(tmp_path / "words.json"),
+                    "end_of_document": "<eos>",
+                    "pack": True,
+                }
+            }
+        ).encode("")
+    assert found({"data": {"kind": "parquet"}}).stops == (0,)
+    assert found({"data": {"kind": "image_text"}}).stops == (0,)
+    assert found({"data": {"kind": "own"}}, "bytes").encode("a").tolist() == [97]
     with pytest.raises(ValueError, match=r"does not say what its tokens are: give the tokenizer\.json"):
-        found({"own_data": {}})
+        found({"data": {"kind": "own"}})
 
 
 def refused(*arguments: object) -> str:
@@ -207,14 +214,15 @@ def test_runs_that_see_are_shown_images(tmp_path: Path) -> None:
     lines = [{"prompt": "<image>colour: ", "target": "red", "images": ["red.png"]}] * 16
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     sections = yaml.safe_load(Path(MULTIMODAL).read_text())
-    sections["image_text"] = {
+    sections["data"] = {
+        "kind": "image_text",
         "path": str(tmp_path / "texts.jsonl"),
-        "patch_size": 8,
+        "images": {"patch_size": 8},
         "batch_size": 8,
         "num_microbatches": 4,
     }
     sections["vision"]["patch_dim"] = 3 * 64
-    sections["vision"] |= {"max_rows": 8, "max_columns": 8}
+    sections["vision"]["grid"] = [8, 8]
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(sections))
     run = tmp_path / "colours"
     done = run_command("train", "--config", tmp_path / "run.yaml", "--steps", 40, "--run-dir", run)

@@ -92,15 +92,21 @@ def test_a_run_writes_its_directory_and_the_same_command_goes_on(tmp_path: Path)
 @pytest.mark.slow
 def test_the_first_example_learns_to_spell_and_its_second_start_compiles_nothing(tmp_path: Path) -> None:
     """What ``make train`` runs."""
-    options = ("--config", DEBUG, "--run-dir", tmp_path / "run", "--compile-cache", tmp_path / "programs")
-    first = run_afresh("train", *options, timeout_s=900)
+    options = (
+        "--config",
+        DEBUG,
+        "--run-dir",
+        tmp_path / "run",
+    )
+    cache = {"RRFP_COMPILE_CACHE": str(tmp_path / "programs")}
+    first = run_afresh("train", *options, timeout_s=900, environment=cache)
     assert first.returncode == 0, first.stderr
     losses = [row["loss"] for row in rows_of(tmp_path / "run")]
     assert losses[0] > 5.4, "all bytes are as likely"
     assert sum(losses[-10:]) / 10 < 2.2
     (compiled,) = re.findall(r"programs in all: .*, (\d+) compiled", first.stdout)
     assert int(compiled) > 16
-    second = run_afresh("train", *options, timeout_s=300)
+    second = run_afresh("train", *options, timeout_s=300, environment=cache)
     assert second.returncode == 0, second.stderr
     assert re.search(r"programs in all: (\d+) loaded from .*, 0 compiled", second.stdout)
 
@@ -157,21 +163,21 @@ def test_a_schedule_as_hint_trains_within_its_footprint_and_tells_where_it_looks
     ("options", "message"),
     [
         (("--window", 0), "window"),
-        (("--layers-per-chunk", "1,1,1,2"), "4"),
-        (("--num-stages", 3), "layers_per_chunk"),
+        (("--layout", "Et|t|t|t*2L"), "layout [1, 1, 1, 2] sums to 5 but the model has 4 layers"),
+        (("--layout", "Et|t|t"), "has 0 times L, the head: give it one"),
+        (("--num-stages", 3), "give layout, for example 'Et*2|t|tL', or auto"),
         (("--batch-size", 30), "num_microbatches"),
         (("--path", "no/such/folder"), "no/such/folder"),
         (("--hint", "fastest"), "choose one of"),
         (("--consume", "strict"), "needs a schedule"),
         (("--consume", "strict", "--schedule", "gpipe", "--window", 4), "window"),
-        (("--foresight", "true"), "foresight needs a schedule that ranks what is ready"),
-        (("--footprint", "on", "--hint", "null"), "footprint needs a schedule that ranks what is ready"),
-        (("--footprint", "some"), "pipeline.footprint is 'some': give true or false"),
+        (("--consume", "some"), "consume is some: give strict, foresight or ready"),
+        (("--footprint", "on"), "'--footprint' is no option: give consume foresight or ready"),
         (("--schedule", "1f1b", "--hint", "schedule", "--window", 3), "give at least 4, leave window out"),
         (("--learning-rate", "fast"), "optimizer.learning_rate is 'fast'"),
         (("--steps", 0), "steps is 0"),
         (("--num-heads", 5), "head"),
-        (("--layers-per-chunk", 4), "1 numbers for 4 chunks"),
+        (("--layout", "Et*4L"), "layout has 1 chunks, and the stages and the schedule take 4"),
         (("--platform", "null"), "rank 0 has 1 cpu device"),
         (("--platform", "null"), "run.devices 1"),
         (("--devices", 0), "devices is 0"),
@@ -197,6 +203,9 @@ def write_config(tmp_path: Path, text: str) -> str:
     [
         ("model: {hiden: 3}", "'hiden' is no key of model: did you mean 'hidden'"),
         ("pipeline: {adaptive: true}", "'adaptive' is no key of pipeline: plan from a finished run's durations"),
+        ("pipeline: {data: 2}", "'data' is no key of pipeline: give replicas"),
+        ("pipeline: {clip_norm: 1}", "'clip_norm' is no key of pipeline: give optimizer.clip_norm"),
+        ("optimizer: {weight_decay: 0.1}", "give optimizer.arguments, such as {weight_decay: 0.1}"),
         ("modle: {}", "'modle' is no section: did you mean 'model'"),
         ("model: [", "is not YAML"),
         ("just text", "must hold the sections"),
@@ -217,9 +226,9 @@ def test_broken_configurations_are_refused(tmp_path: Path, text: str, message: s
 
 
 def test_a_section_with_nothing_below_it_has_no_settings_or_is_named(tmp_path: Path) -> None:
-    text = Path(DEBUG).read_text()
-    path = write_config(tmp_path, f"{text}\ncluster:\ntracking:\n")
-    assert load_train_config(path, {}) == load_train_config(DEBUG, {})
+    text = Path(DEBUG).read_text().partition("cluster:")[0]
+    path = write_config(tmp_path, f"{text}\ncluster:\n")
+    assert load_train_config(path, {}) == load_train_config(DEBUG, {"cluster.progress_deadline_s": 600.0})
     for section in ("evaluation", "vision"):
         with pytest.raises(ValueError, match=f"the section {section} is empty: give it its keys, or take it out"):
             load_train_config(write_config(tmp_path, f"{text}\n{section}:\n"), {})
@@ -255,7 +264,8 @@ def test_a_map_without_a_space_behind_its_colon_is_refused_with_the_way_to_write
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ({"pipeline.layers_per_chunk": 4}, (4,)),
+        ({"run.trackers": "wandb"}, ("wandb",)),
+        ({"run.trackers": {"wandb": {"mode": "offline"}}}, ({"wandb": {"mode": "offline"}},)),
         ({"data.suffixes": ".py"}, (".py",)),
         ({"pipeline.window": 3}, 3),
         ({"pipeline.window": [3, 2, 2, 1]}, (3, 2, 2, 1)),
@@ -273,9 +283,9 @@ def test_forms_that_a_value_may_take(override: dict[str, object], value: object)
     [
         ({"pipeline.window": 1.5}, "pipeline.window is 1.5: give a whole number or a list or text"),
         ({"pipeline.memory_limit": -1}, "memory_limit is -1: give at least 1 byte"),
-        ({"pipeline.clip_norm": "inf"}, "clip_norm is inf"),
-        ({"pipeline.progress_deadline_s": float("nan")}, "progress_deadline_s is nan"),
-        ({"optimizer.weight_decay": float("inf")}, "weight_decay is inf"),
+        ({"optimizer.clip_norm": "inf"}, "clip_norm is inf"),
+        ({"cluster.progress_deadline_s": float("nan")}, "progress_deadline_s is nan"),
+        ({"optimizer.arguments": {"weight_decay": float("inf")}}, "weight_decay is inf"),
         ({"model.rope_theta": "inf"}, "model.rope_theta is inf: give a finite number"),
         ({"run.platform": "tpu"}, "give cpu for virtual devices"),
     ],

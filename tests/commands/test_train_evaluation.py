@@ -88,8 +88,8 @@ def test_a_finished_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(config(data__held_out=0.1, pipeline__schedule="1f1b").as_yaml())
     with pytest.raises(ValueError, match=r"'mine' is no set of .*: it has held_out"):
         config_of(tmp_path, {}, batches=None, sets=["mine"])
-    found = config_of(tmp_path, {"pipeline.data": 2}, batches=5, sets=None)
-    assert (found.pipeline.num_stages, found.pipeline.data, found.pipeline.schedule) == (1, 2, None)
+    found = config_of(tmp_path, {"pipeline.replicas": 2}, batches=5, sets=None)
+    assert (found.pipeline.num_stages, found.pipeline.replicas, found.pipeline.schedule) == (1, 2, None)
     assert found.evaluation is not None
     assert found.evaluation.batches == 5
 
@@ -128,7 +128,7 @@ def test_a_run_that_sees_has_the_exact_match_that_it_reads_with(tmp_path: Path) 
     easy = {"max_images": 1, "text_only": 0, "held_out": 0.3, "num_pictures": 400, "num_held_out": 32}
     words = " ".join(one + other for one in letters for other in letters)
     draw_data(tmp_path / "words", num_samples=800, text=words, **easy)
-    options = ("--config", "cpu/multimodal", "--num-stages", 2, "--stage-of-chunk", "0,1", "--deterministic", "true")
+    options = ("--config", "cpu/multimodal", "--num-stages", 2, "--layout", "Pvp@0|Et*2L@1", "--deterministic", "true")
     for name, value in {"path": tmp_path / "words" / TRAIN, "text-buckets": 1, "image-buckets": 1}.items():
         options += (f"--image-text.{name}", value)
     evaluating = ("--evaluation.every", 100, "--evaluation.batches", 1)

@@ -24,8 +24,8 @@ def small() -> tuple[object, ...]:
     """Returns options that make the preset's model small and give it data."""
     return (
         *("--hidden", 16, "--num-heads", 2, "--mlp-dim", 16, "--vision.hidden", 16, "--vision.num-heads", 2),
-        *("--vision.mlp-dim", 16, "--image-text.path", preset_data()),
-        *("--image-text.text-buckets", 1, "--image-text.image-buckets", 1),
+        *("--vision.mlp-dim", 16, "--data.path", preset_data()),
+        *("--data.images", "{text_buckets: 1, image_buckets: 1}"),
     )
 
 
@@ -41,7 +41,7 @@ def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -
     first = run_afresh("train", *options, "--steps", 3, "--run-dir", halves)
     assert first.returncode == 0, first.stderr
     assert "images/s" in first.stdout
-    together = ("--num-stages", 2, "--stage-of-chunk", "0,1,0,1", "--image-text.num-microbatches", 8)
+    together = ("--num-stages", 2, "--layout", "Pvp@0|E@1|t@0|tL@1", "--data.num-microbatches", 8)
     more = run_afresh("train", *options, *together, "--steps", 6, "--learning-rate", 4e-3, "--run-dir", halves)
     assert more.returncode == 0, more.stderr
     straight, resumed = rows_of(whole), rows_of(halves)
@@ -59,10 +59,9 @@ def test_a_language_model_trains_on_text_of_any_length(tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": "abc " * (1 + number % 9)}) + "\n" for number in range(40)))
     config = yaml.safe_load(Path("tpu_gpu_configs/cpu/debug.yaml").read_text())
-    del config["data"]
     config["model"] |= {"hidden": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": None, "mlp_dim": 16}
     config["pipeline"] |= {"num_stages": 2, "window": 4}
-    config["image_text"] = {"path": str(texts), "batch_size": 8, "num_microbatches": 4, "pack": False}
+    config["data"] = {"kind": "image_text", "path": str(texts), "batch_size": 8, "num_microbatches": 4, "pack": False}
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     ended = run_afresh("train", "--config", path, "--steps", 3, "--run-dir", tmp_path / "run")
@@ -76,7 +75,7 @@ def test_a_language_model_trains_on_text_of_any_length(tmp_path: Path) -> None:
 def changed(tmp_path: Path, sections: dict[str, dict[str, Any] | None]) -> str:
     """A configuration like the preset's with other values; None leaves a section out."""
     config = yaml.safe_load(Path(MULTIMODAL).read_text())
-    config["image_text"]["path"] = preset_data()
+    config["data"]["path"] = preset_data()
     for name, values in sections.items():
         if values is None:
             del config[name]
@@ -91,36 +90,40 @@ def changed(tmp_path: Path, sections: dict[str, dict[str, Any] | None]) -> str:
     ("sections", "answer"),
     [
         ({"vision": {"patch_dim": 32}}, "vision.patch_dim is 32, and the data has 64: give vision.patch_dim 64"),
-        ({"image_text": {"mean": [float("nan")]}}, "image_text.mean is nan: give a finite number"),
-        ({"vision": {"max_columns": 3}}, "vision knows 2 rows and 3 columns of patches, and the largest image has"),
-        ({"projector": {"patches_per_feature": 1}}, "projector.patches_per_feature is 1, and the data has 4"),
+        ({"data": {"images": {"mean": [float("nan")]}}}, "data.mean is nan: give a finite number"),
+        ({"data": {"images": {"maen": 0.5}}}, "data.images has no key 'maen': the known ones are"),
+        ({"data": {"weights": [1]}}, "data.weights is for kind tokens, and the data is image_text: leave it out"),
+        ({"vision": {"grid": [2, 3]}}, "vision knows 2 rows and 3 columns of patches, and the largest image has"),
+        ({"projector": {"kind": "llava", "overrides": None}}, "projector.patches_per_feature is 1, and the data has 4"),
         (
-            {"vision": None, "projector": None, "pipeline": {"encoder_stages": None}},
+            {"vision": None, "projector": None},
             "images, and the model no vision: give a section vision, or text alone",
         ),
         ({"vision": None}, "projector is given without vision"),
-        ({"image_text": None}, "no data set is given: give one of the sections data, image_text, tokens"),
-        ({"data": {"length": 8, "batch_size": 8, "num_microbatches": 4}}, "data and image_text are given: give one"),
-        ({"pipeline": {"encoder_stages": 4}}, "the encoder takes 4 of 4 stages and leaves the decoder none"),
-        ({"pipeline": {"stage_of_chunk": [0, 1]}}, "stage_of_chunk names 2 stages and num_stages is 4"),
-        ({"pipeline": {"stage_of_chunk": [0, 1, 2, -3]}}, "stage_of_chunk is [0, 1, 2, -3]: give the stage of every"),
-        ({"pipeline": {"stage_of_chunk": [0, 1, 2, 3], "chunks_per_stage": 2}}, "leave chunks_per_stage out"),
-        ({"pipeline": {"layers_per_chunk": [1, 1]}}, "layers_per_chunk has 2 numbers, and the decoder 3 stages"),
-        ({"pipeline": {"layers_per_chunk": [1, 1, 1]}}, "layers_per_chunk [1, 1, 1] sums to 3 but the model has 2"),
-        (
-            {"pipeline": {"encoder_layers_per_chunk": [1], "encoder_stages": 2}},
-            "encoder_layers_per_chunk has 1 numbers, and the encoder 2 stages",
-        ),
+        ({"data": None}, "lacks the section data: add it"),
+        ({"tokens": {"path": "x"}}, "'tokens' is no section: give data with kind tokens"),
+        ({"vision": {"max_rows": 2}}, "'max_rows' is no key of vision: give vision.grid, 256 or 2,16"),
+        ({"vision": {"kind": "vit"}}, "vision: kind is 'vit': give one of plain, clip, siglip, intern"),
+        ({"pipeline": {"layout": "P|v|v|v|p|Et|tL"}}, "the encoder takes 4 of 4 stages and leaves the decoder none"),
+        ({"pipeline": {"num_stages": 1}}, "the encoder takes 1 of 1 stages and leaves the decoder none"),
+        ({"pipeline": {"layout": "Pvp@0|Et*2L@1"}}, "layout names 2 stages and num_stages is 4"),
+        ({"pipeline": {"layout": "Pvp@0|Et@1|t@2|L@-3"}}, "has a chunk 'L@-3': write the letters of its parts"),
+        ({"pipeline": {"layout": "Pvp@0|Et|t|L"}}, "mark all of them with @, or none"),
+        ({"pipeline": {"layout": "Pvp@0|Et@1|t@2|L@3", "chunks_per_stage": 2}}, "leave chunks_per_stage out"),
+        ({"pipeline": {"layout": "Pvp|Et|tL"}}, "layout has 2 chunks of the decoder for 3 stages"),
+        ({"pipeline": {"layout": "Pvp|Et|t|tL"}}, "layout [1, 1, 1] sums to 3 but the model has 2"),
+        ({"pipeline": {"layout": "Et|t|L"}}, "layout 'Et|t|L' has no encoder, and the model has one"),
+        ({"pipeline": {"layout": "Pv|Et|t|L"}}, "has no projector between encoder and decoder: give one p there"),
+        ({"pipeline": {"layout": "PvpEt|t|L"}}, "mixes encoder and decoder: give the encoder's chunks first"),
         (
             {"pipeline": {"schedule": "gis", "hint": None}},
             "makes a chain of chunks and its own placement, not this graph",
         ),
-        ({"pipeline": {"head_chunk": 7}}, "head_chunk is 7 but there are 3 chunks"),
+        ({"pipeline": {"layout": "Pvp|EtL|t|"}}, "has a chunk '': write the letters"),
         ({"model": {"rope_scaling": {"low_freq_factor": 2}}}, "model.rope_scaling.factor is missing: add it"),
         ({"model": {"rope_scaling": 8}}, "model.rope_scaling is 8: give a mapping"),
-        ({"pipeline": {"freeze": ["vison"]}}, "no layer matches 'vison'"),
-        ({"pipeline": {"freeze": ["*"]}}, "every layer of the model is frozen"),
-        ({"pipeline": {"projector_in": "head"}}, "projector_in is head: give encoder, own, decoder"),
+        ({"optimizer": {"freeze": ["vison"]}}, "no layer matches 'vison'"),
+        ({"optimizer": {"freeze": ["*"]}}, "every layer of the model is frozen"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -145,15 +148,15 @@ def test_the_preset_without_its_data_is_refused_in_one_sentence(
 
 
 def test_a_placement_of_other_stages_is_refused_for_any_model() -> None:
-    with pytest.raises(ValueError, match="stage_of_chunk names 3 stages and num_stages is 4"):
-        load_train_config("tpu_gpu_configs/cpu/debug.yaml", {"pipeline.stage_of_chunk": [0, 1, 2]})
+    with pytest.raises(ValueError, match="layout names 3 stages and num_stages is 4"):
+        load_train_config("tpu_gpu_configs/cpu/debug.yaml", {"pipeline.layout": "Et@0|t@1|t*2L@2"})
 
 
 def test_text_alone_is_refused_for_a_model_that_sees(tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "abc"}) + "\n")
     values = {"path": str(texts), "batch_size": 1, "num_microbatches": 1}
-    config = load_train_config(changed(tmp_path, {"image_text": values}), {})
+    config = load_train_config(changed(tmp_path, {"data": values}), {})
     with pytest.raises(ValueError, match="has no images, and the model has vision: leave out the sections vision"):
         plan_run(config, tmp_path / "run")
 
@@ -166,7 +169,7 @@ def test_a_part_of_the_images_is_held_out_for_evaluation(tmp_path: Path) -> None
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     values = {"path": str(texts), "batch_size": 8}
-    sections = {"image_text": {**values, "held_out": 0.2}, "evaluation": {"every": 1}}
+    sections = {"data": {**values, "held_out": 0.2}, "evaluation": {"every": 1}}
     planned = plan_run(load_train_config(changed(tmp_path, sections), {}), tmp_path / "run")
     assert isinstance(planned.dataset, ImageText)
     held = planned.evaluation_sets["held_out"]
@@ -176,8 +179,8 @@ def test_a_part_of_the_images_is_held_out_for_evaluation(tmp_path: Path) -> None
     assert planned.cut is not None
     assert [chunk.apply_evaluating is not None for chunk in planned.cut.chunks] == [False, False, False, True]
     # pixels are scaled by the encoder, which all sets share
-    sections["evaluation"] = {"every": 1, "sets": {"dark": {"mean": [0.1]}}}
-    with pytest.raises(ValueError, match=r"evaluation.sets.dark: .* leave out mean and std"):
+    sections["evaluation"] = {"every": 1, "sets": {"dark": {"images": {"mean": [0.1]}}}}
+    with pytest.raises(ValueError, match=r"evaluation.sets.dark: .* leave out mean and std of images"):
         plan_run(load_train_config(changed(tmp_path, sections), {}), tmp_path / "run")
     sections["evaluation"] = {"every": 1}
     # what is held out need not have images
@@ -192,8 +195,8 @@ def test_a_part_of_the_images_is_held_out_for_evaluation(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "value", "answer"),
     [
-        ("encoder_stages", 1, "encoder_stages is for models with an encoder"),
-        ("projector_in", "own", "projector_in is own, and the model has no encoder"),
+        ("encoder_mesh", {"tensor": 1}, "encoder_mesh is for models with an encoder"),
+        ("layout", "Pvp|Et*2|t|tL", "has an encoder, and the model none"),
     ],
 )
 def test_encoder_options_are_for_models_with_an_encoder(tmp_path: Path, name: str, value: Any, answer: str) -> None:
@@ -202,48 +205,27 @@ def test_encoder_options_are_for_models_with_an_encoder(tmp_path: Path, name: st
         plan_run(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        (
-            "data.batch_size",
-            "--batch-size is of the section data, .* is image_text: give --image-text.batch-size",
-        ),
-        ("data.path", "--path is of the section data, .* is image_text: give --image-text.path"),
-        ("own_data.batch_size", "--own-data.batch-size is of .* is image_text: give another file than"),
-        ("tokens.path", "--tokens.path is of .* is image_text: give another file than"),
-    ],
-)
-def test_options_of_another_data_set_are_refused_with_those_that_were_meant(name: str, answer: str) -> None:
-    with pytest.raises(ValueError, match=answer):
-        load_train_config(MULTIMODAL, {name: 8})
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("pipeline", "stages"),
     [
         ({}, (0, 1, 2, 3)),
-        ({"encoder_stages": None, "projector_in": "own"}, (0, 0, 1, 2, 3)),
-        ({"chunks_per_stage": 2, "layers_per_chunk": [0, 1, 1, 0, 0, 0]}, None),
-        ({"num_stages": 2, "stage_of_chunk": [0, 0, 1]}, (0, 0, 1)),
-        ({"encoder_stages": 2, "encoder_layers_per_chunk": [1], "projector_in": "own"}, (0, 1, 2, 3)),
+        ({"layout": "Pv|p|E|t|tL"}, (0, 0, 1, 2, 3)),
+        ({"chunks_per_stage": 2, "layout": "Pvp|E|t|t|L"}, (0, 1, 2, 3, 1)),
+        ({"num_stages": 2, "layout": "Pvp@0|Et@0|tL@1"}, (0, 0, 1)),
+        ({"layout": "Pv@0|p@1|Et@2|tL@3"}, (0, 1, 2, 3)),
         (
-            {"projector_in": "decoder", "schedule": "1f1b", "hint": None, "consume": "strict", "window": None},
+            {"layout": "Pv|pE|t|tL", "schedule": "1f1b", "hint": None, "consume": "strict", "window": None},
             (0, 1, 2, 3),
         ),
     ],
     ids=str,
 )
 def test_chunks_lie_where_the_configuration_says(
-    tmp_path: Path, pipeline: dict[str, Any], stages: tuple[int, ...] | None
+    tmp_path: Path, pipeline: dict[str, Any], stages: tuple[int, ...]
 ) -> None:
     config = load_train_config(changed(tmp_path, {"pipeline": pipeline}), {})
-    if stages is None:
-        with pytest.raises(ValueError, match="holds no layer, no embedding and no head"):
-            plan_run(config, tmp_path / "run")
-    else:
-        assert plan_run(config, tmp_path / "run").order.placement.stage_of_chunk == stages
+    assert plan_run(config, tmp_path / "run").order.placement.stage_of_chunk == stages
 
 
 def test_the_help_names_the_sections_of_encoders() -> None:

@@ -15,7 +15,7 @@ HANGING = str(Path(__file__).with_name("hanging_train.py"))
 OPTIONS = (
     *("--config", "tpu_gpu_configs/cpu/debug.yaml", "--hidden", 32, "--mlp-dim", 32, "--length", 16),
     *("--batch-size", 8, "--max-bytes", 200_000, "--num-stages", 2),
-    *("--trackers", ",".join(READERS), "--tracking.wandb-mode", "offline"),
+    *("--trackers", ",".join("{wandb: {mode: offline}}" if name == "wandb" else name for name in READERS)),
 )
 
 

@@ -16,12 +16,12 @@ def config(folder: Path, **own: Any) -> Path:
     """Two stages, four elements a step, in their order."""
     sections: dict[str, Any] = {
         "model": {"vocab_size": 100, "hidden": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 8},
-        "own_data": {"object": "tests.commands.broken_data:Elements", "batch_size": 4, "num_microbatches": 2},
+        "data": {"object": "tests.commands.broken_data:Elements", "batch_size": 4, "num_microbatches": 2},
         "pipeline": {"num_stages": 2},
         "optimizer": {"learning_rate": 1e-2},
         "run": {"steps": 8, "platform": "cpu"},
     }
-    sections["own_data"] |= {"shuffle": False, **own}
+    sections["data"] |= {"shuffle": False, **own}
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(sections), encoding="utf-8")
     return path
@@ -45,7 +45,7 @@ def test_what_was_trained_is_saved_and_the_same_command_goes_on_once_the_data_is
     again = run_command("train", "--trust", *options)  # at once, and nothing is lost
     assert again.returncode == 8, again.stderr
     assert committed(run) == [3]
-    spared = run_command("train", "--trust", *options, "--own-data.max-bad-samples", 2)
+    spared = run_command("train", "--trust", *options, "--max-bad-samples", 2)
     assert spared.returncode == 0, spared.stderr
     assert "going on after 3 steps" in spared.stdout
     assert "left out: element 21 of tests.commands.broken_data:Elements cannot be read" in spared.stderr

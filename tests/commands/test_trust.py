@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def written(folder: Path, **sections: dict[str, Any]) -> Path:
     rest = {"model": MODEL, "pipeline": {"num_stages": 2}, "optimizer": {"learning_rate": 1e-3}}
     content = rest | {"run": {"steps": 1, "platform": "cpu"}} | sections
-    if not {"own_data", "image_text"} & {*content}:
+    if "data" not in content:
         content["data"] = {"path": "text.txt", "length": 8, "batch_size": 4, "num_microbatches": 2}
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(content))
@@ -39,11 +39,10 @@ def written(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 NAMING = [
-    ({"own_data": OWN}, "own_data.object a_strangers:data"),
-    ({"own_data": OWN | {"object": "os:system", "arguments": {"command": "touch ran"}}}, "own_data.object os:system"),
+    ({"data": OWN}, "data.object a_strangers:data"),
+    ({"data": OWN | {"object": "os:system", "arguments": {"command": "touch ran"}}}, "data.object os:system"),
     ({"pipeline": {"num_stages": 2, "schedule": "a_strangers.py:mine"}}, "pipeline.schedule a_strangers.py:mine"),
     ({"pipeline": {"num_stages": 2, "hint": "./a_strangers.py:mine"}}, r"pipeline.hint ./a_strangers.py:mine"),
-    ({"run": {"steps": 1, "compile_cache": "/tmp/a strangers"}}, "run.compile_cache /tmp/a strangers"),
     (
         {"run": {"steps": 1, "xla_flags": ["--xla_gpu_cuda_data_dir=theirs"]}},
         "run.xla_flags --xla_gpu_cuda_data_dir=theirs",
@@ -62,30 +61,21 @@ def test_code_that_a_file_names_is_not_run(folder: Path, sections: dict[str, Any
 
 
 def test_code_that_a_runs_folder_names_is_not_run(folder: Path) -> None:
-    written(folder, own_data=OWN)
-    with pytest.raises(BadInput, match=r"names code to run, own_data.object a_strangers:data: give --own-data.object"):
+    written(folder, data=OWN)
+    with pytest.raises(BadInput, match=r"names code to run, data.object a_strangers:data: give --data.object"):
         evaluate.main([str(folder)])
     sets = {"own": {"object": "os:system"}}
-    written(folder, own_data=OWN, evaluation={"sets": sets})
+    written(folder, data=OWN, evaluation={"sets": sets})
     with pytest.raises(
         BadInput, match=r"config.yaml names code to run, evaluation.sets.own.object os:system: give --t"
     ):
-        evaluate.main([str(folder), "--own-data.object", "a_strangers:data"])
+        evaluate.main([str(folder), "--data.object", "a_strangers:data"])
     assert not (folder / "ran").exists()
 
 
-def test_an_evaluation_takes_no_compiled_programs_of_the_runs_choice(folder: Path) -> None:
-    written(folder, run={"steps": 1, "compile_cache": "/tmp/theirs"})
-    asked: dict[str, Any] = {"batches": None, "sets": None}
-    assert evaluate.config_of(folder, {}, **asked).run.compile_cache == "auto"
-    assert evaluate.config_of(folder, {}, **asked, trust=True).run.compile_cache == "/tmp/theirs"
-    ours = {"run.compile_cache": "/tmp/ours"}
-    assert evaluate.config_of(folder, ours, **asked).run.compile_cache == "/tmp/ours"
-
-
-@pytest.mark.parametrize("word", [["--trust"], ["--own-data.object", "a_strangers:data"]])
+@pytest.mark.parametrize("word", [["--trust"], ["--data.object", "a_strangers:data"]])
 def test_the_command_line_says_what_is_run(folder: Path, word: list[str]) -> None:
-    path = written(folder, own_data=OWN)
+    path = written(folder, data=OWN)
     with pytest.raises(BadInput, match=r"a_strangers:data is of type int, without __len__ and __getitem__"):
         train.main(["--config", str(path), "--run-dir", "run", *word])
     assert (folder / "ran").exists()

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rrfp_jax.data import TextBytes, TextConfig
 from rrfp_jax.data import DataConfig, TextBytes
 from rrfp_jax.data.text_bytes import corpus_files, read_corpus
 
@@ -19,7 +20,7 @@ def text(tmp_path):
 
 def dataset(path, **changes):
     values = {"length": 10, "batch_size": 12, "num_microbatches": 4, "seed": 3}
-    return TextBytes(DataConfig(path=str(path), **(values | changes)))
+    return TextBytes(TextConfig(path=str(path), **(values | changes)))
 
 
 def windows(batch):

@@ -99,14 +99,16 @@ def test_what_is_not_there_or_of_another_kind_is_refused(folder):
         found(folder, length=5000, pack=False)
 
 
-def test_others_wait_and_say_so_but_not_for_ever(folder):
+def test_others_wait_and_say_so_but_not_for_ever(folder, monkeypatch):
     told, data = [], []
     first = found(folder, cache=str(folder / "kept"))
     target = first._sets[0].path
     target.rename(folder / "aside")
     with text_files._set_locked(target, 1, told.append):
-        with pytest.raises(ValueError, match=r"has been tokenising into .* for 0.001 minutes: look at that one"):
-            found(folder, cache=str(folder / "kept"), wait_minutes=0.001)
+        with monkeypatch.context() as patched:
+            patched.setattr(text_files, "_WAIT_MINUTES", 0.001)
+            with pytest.raises(ValueError, match=r"has been tokenising into .* for 0.001 minutes: look at that one"):
+                found(folder, cache=str(folder / "kept"))
         waiting = threading.Thread(target=lambda: data.append(found(folder, told=told, cache=str(folder / "kept"))))
         waiting.start()
         while not told:

@@ -21,7 +21,7 @@ from tests.plain_loop import assert_same_training, train_plainly
 STEPS = 3
 _REST = {
     "data": {"length": 16, "batch_size": 8, "num_microbatches": 4, "max_bytes": 100_000},
-    "pipeline": {"num_stages": 4, "clip_norm": 1.0, "progress_deadline_s": 120},
+    "pipeline": {"num_stages": 4},
     "optimizer": {"learning_rate": 1e-3},
     "run": {"steps": STEPS, "platform": "cpu"},
 }
@@ -50,7 +50,7 @@ def trained_plainly(config: TrainConfig, start: Path) -> tuple[list[float], dict
         read_params(newest_step(start / "checkpoints")),
         make_optimizer(config.optimizer, schedule),
         batches,
-        clip_norm=config.pipeline.clip_norm,
+        clip_norm=config.optimizer.clip_norm,
     )
 
 

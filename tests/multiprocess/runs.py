@@ -19,10 +19,10 @@ QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 _SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"vocab_size": 256, "hidden": 16, "num_layers": 4, "num_heads": 2, "mlp_dim": 16, "init_std": 0.1},
     "data": {"path": "LICENSE", "length": 16, "batch_size": 8, "num_microbatches": 4},
-    "pipeline": {"num_stages": 2, "progress_deadline_s": 60},
+    "pipeline": {"num_stages": 2},
     "optimizer": {"learning_rate": 5e-3, "warmup_steps": 2},
     "run": {"steps": 20, "platform": "cpu"},
-    "cluster": {"silence_deadline_s": 20},
+    "cluster": {"silence_deadline_s": 20, "progress_deadline_s": 60},
 }
 
 

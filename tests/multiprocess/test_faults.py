@@ -200,7 +200,7 @@ def test_a_rank_that_finds_another_text_under_the_same_path(tmp_path: Path) -> N
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_of_a_stage_that_spans_several(number: int, tmp_path: Path) -> None:
     """Its partner waits for it inside a collective, which fails or hangs."""
-    config = training_config(tmp_path, tensor=2, steps=100_000, silence_deadline_s=SILENCE_S)
+    config = training_config(tmp_path, mesh={"tensor": 2}, steps=100_000, silence_deadline_s=SILENCE_S)
     arguments = ("--processes", 4, "--", "faulty", "none", 0, "train", "--config", config)
     with launched(*arguments, "--run-dir", tmp_path / "run", **QUICK_TO_COMPILE) as launcher:
         code, ended_s = signalled(launcher, 1, number, 4)

@@ -42,7 +42,7 @@ def test_stages_of_two_processes_hold_for_each_other_and_every_log_replays(
 def test_a_run_with_foresight_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     """In deterministic mode, and so with the bits of a strict run."""
     runs = {}
-    for name, consume in (("ahead", "ready"), ("strict", "strict")):
+    for name, consume in (("ahead", "foresight"), ("strict", "strict")):
         folder = tmp_path / name
         folder.mkdir()
         config = training_config(folder, schedule="zb-h1", consume=consume, deterministic=True)

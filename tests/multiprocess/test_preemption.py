@@ -69,7 +69,7 @@ def test_a_run_told_to_stop_goes_on_in_another_layout_with_the_same_bits(is_kill
 
 LAYOUTS = {
     "4 stages": {"num_stages": 4},
-    "2 stages, 2 replicas": {"num_stages": 2, "data": 2, "shard_optimizer": True},
+    "2 stages, 2 replicas": {"num_stages": 2, "replicas": 2, "shard": True},
 }
 
 
@@ -120,12 +120,12 @@ ALIKE = {
 }
 """All with split backwards: in one piece they may round otherwise, as they do with JAX 0.12."""
 OTHERS = {
-    "2 stages, tensor 2": (4, {"num_stages": 2, "tensor": 2}),
-    "2 stages of 1 and 3 layers": (2, {"num_stages": 2, "layers_per_chunk": [1, 3]}),
+    "2 stages, tensor 2": (4, {"num_stages": 2, "mesh": {"tensor": 2}}),
+    "2 stages of 1 and 3 layers": (2, {"num_stages": 2, "layout": "Et|t*3L"}),
     "1 stage": (1, {"num_stages": 1}),
     "1 stage, fsdp 4": (4, {"num_stages": 1, "mesh": {"fsdp": 4}}),
-    "2 replicas": (4, {"num_stages": 2, "data": 2}),
-    "2 replicas, shared optimizer state": (4, {"num_stages": 2, "data": 2, "shard_optimizer": True}),
+    "2 replicas": (4, {"num_stages": 2, "replicas": 2}),
+    "2 replicas, shared optimizer state": (4, {"num_stages": 2, "replicas": 2, "shard": True}),
 }
 
 
@@ -133,7 +133,7 @@ MESHES: list[tuple[int, dict[str, int]]] = [
     (4, {"tensor": 2, "fsdp": 2}),
     (4, {"fsdp": 4}),
     (4, {"expert": 2, "fsdp": 2}),
-    (4, {"context": 2, "tensor": 2}),
+    (4, {"context": 2, "mesh": {"tensor": 2}}),
     (1, {"fsdp": 4}),
     (4, {"tensor": 2, "fsdp": 2}),
 ]

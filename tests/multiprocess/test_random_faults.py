@@ -51,7 +51,7 @@ def strikes(num: int, seed: int) -> list[Strike]:
 def start(strike: Strike, folder: Path) -> tuple[object, ...]:
     arguments: tuple[object, ...] = (*EMULATE, "--silence-deadline-s", SILENCE_S)
     if strike.command == "train":
-        config = training_config(folder, num_stages=2, data=2, silence_deadline_s=SILENCE_S, steps=100_000)
+        config = training_config(folder, num_stages=2, replicas=2, silence_deadline_s=SILENCE_S, steps=100_000)
         arguments = ("--config", config, "--run-dir", folder / "run")
     launcher = ("--processes", NUM_RANKS, "--start-deadline-s", START_S, "--grace-s", START_S)
     return (*launcher, "--", f"experiments.{strike.command}", *arguments)

@@ -27,11 +27,12 @@ def config(tmp_path: Path) -> Path:
         token_set(tmp_path / f"set{seed}", lengths, seed)
     sections: dict[str, Any] = {
         "model": {"vocab_size": VOCAB, "hidden": 16, "num_layers": 4, "num_heads": 2, "mlp_dim": 16, "init_std": 0.2},
-        "tokens": {
+        "data": {
+            "kind": "tokens",
             "path": [str(tmp_path / "set0"), str(tmp_path / "set1")], "weights": [2, 1], "length": 32, "pack": True,
             "batch_size": 8, "num_microbatches": 4, "held_out": 0.1,
         },
-        "pipeline": {"num_stages": 2, "progress_deadline_s": 120},
+        "pipeline": {"num_stages": 2},
         "optimizer": {"learning_rate": 1e-3, "final_learning_rate": 1e-3},
         "run": {"steps": 100_000, "checkpoint_every": 1, "platform": "cpu"},
     }  # fmt: skip
@@ -68,9 +69,9 @@ def go_on(config: Path, run: Path, num_ranks: int, steps: int, *options: object)
 def test_batches_are_the_same_on_any_number_of_ranks_and_after_a_kill(config: Path, tmp_path: Path) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     steps = killed(config, run, 4) + NUM_MORE
-    go_on(config, run, 2, steps, "--num-stages", 4, "--tokens.num-microbatches", 8)
+    go_on(config, run, 2, steps, "--num-stages", 4, "--data.num-microbatches", 8)
     steps += NUM_MORE
-    go_on(config, run, 4, steps, "--data", 2, "--backward", "split", "--hint", "bfw", "--tokens.num-microbatches", 2)
+    go_on(config, run, 4, steps, "--replicas", 2, "--backward", "split", "--hint", "bfw", "--data.num-microbatches", 2)
     straight = run_afresh("train", "--config", config, "--steps", steps, "--run-dir", whole, timeout_s=480)
     assert straight.returncode == 0, straight.stderr
     told, expected = rows_of(run), rows_of(whole)

@@ -36,9 +36,9 @@ def _start(config: Path, folder: Path) -> list[dict[str, Any]]:
     """What every rank has written down."""
     folder.mkdir()
     programs = folder.parent / "programs"
-    command = ("counting_train", "--config", config, "--run-dir", folder / "run", "--compile-cache", programs)
+    command = ("counting_train", "--config", config, "--run-dir", folder / "run")
     arguments = ("--processes", NUM_RANKS, "--", *command)
-    with launched(*arguments, COUNTS=str(folder), RRFP_COMPILE_CACHE="") as run:
+    with launched(*arguments, COUNTS=str(folder), RRFP_COMPILE_CACHE=str(programs)) as run:
         assert run.wait(300) == 0, run.stderr
     return [json.loads((folder / str(rank)).read_text()) for rank in range(NUM_RANKS)]
 

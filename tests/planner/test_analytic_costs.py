@@ -126,8 +126,8 @@ def test_experts_without_a_capacity_compute_what_their_target_makes_them(target:
 
 
 def test_the_layers_of_a_model_with_an_encoder() -> None:
-    less = {"image_text.path": preset_data(), "image_text.batch_size": 2, "image_text.num_microbatches": 1}
-    config = load_train_config("cpu/multimodal", less | {"pipeline.projector_in": "own"})
+    less = {"data.path": preset_data(), "data.batch_size": 2, "data.num_microbatches": 1}
+    config = load_train_config("cpu/multimodal", less | {"pipeline.layout": "Pv|p|Et|tL"})
     model = model_layers(config, microbatch_size=2)
     assert model.layers == ("patches", "vision", "projector", "embedding", "layer", "layer", "head")
     assert model.ends == {1, 2}
@@ -135,7 +135,7 @@ def test_the_layers_of_a_model_with_an_encoder() -> None:
 
 
 def test_frozen_layers_are_types_of_their_own() -> None:
-    config = load_train_config("cpu/debug", {"pipeline.freeze": ("embedding", "layers.0", "layers.2")})
+    config = load_train_config("cpu/debug", {"optimizer.freeze": ("embedding", "layers.0", "layers.2")})
     model = model_layers(config, microbatch_size=2)
     first, frozen = "layer (frozen, first)", "layer (frozen)"
     assert model.layers == ("embedding (frozen, first)", first, "layer", frozen, "layer", "head")
@@ -145,7 +145,7 @@ def test_frozen_layers_are_types_of_their_own() -> None:
     assert costs.types[frozen].weight_gradient_ms == 0
     assert costs.types[frozen].fixed_bytes < costs.types["layer"].fixed_bytes
     with pytest.raises(ValueError, match="every layer of the model is frozen"):
-        model_layers(load_train_config("cpu/debug", {"pipeline.freeze": ("*",)}), microbatch_size=2)
+        model_layers(load_train_config("cpu/debug", {"optimizer.freeze": ("*",)}), microbatch_size=2)
 
 
 def test_a_book_for_every_way_to_run() -> None:

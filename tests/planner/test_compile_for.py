@@ -54,14 +54,16 @@ def test_the_table_of_stages_is_that_of_the_run(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.usefixtures("pretended")
 def test_stages_of_several_devices_are_compiled() -> None:
-    config = load_train_config("cpu/debug", {"model.num_layers": 2, "pipeline.num_stages": 2, "pipeline.tensor": 2})
+    config = load_train_config(
+        "cpu/debug", {"model.num_layers": 2, "pipeline.num_stages": 2, "pipeline.mesh": {"tensor": 2}}
+    )
     run = compile_run(config, "h100", TrainingConsole(0, is_quiet=True))
     assert any(each.name == "forward" and "all-reduce" in each.text.collectives for each in run.programs())
 
 
 @pytest.mark.usefixtures("pretended")
 def test_replicas_are_compiled_once_and_all_are_forecast() -> None:
-    config = load_train_config("cpu/debug", {"model.num_layers": 4, "pipeline.num_stages": 2, "pipeline.data": 2})
+    config = load_train_config("cpu/debug", {"model.num_layers": 4, "pipeline.num_stages": 2, "pipeline.replicas": 2})
     run = compile_run(config, "h100", TrainingConsole(0, is_quiet=True))
     assert len(run.compiled.programs.chunks) == 2
     assert len(run.compiled.forecast) == 4

@@ -88,7 +88,7 @@ def test_what_is_written_is_what_train_reads(costs: str, capsys: pytest.CaptureF
     assert found.pipeline.num_stages == 2
     assert found.data is not None
     assert found.data.batch_size // found.data.num_microbatches == best["microbatch_size"]
-    assert Path("best.order.csv").exists() == (found.pipeline.schedule_hash is not None)
+    assert Path("best.order.csv").exists() == (str(found.pipeline.schedule).endswith(".csv"))
     plan_run(found, tmp_path / "run")
     assert train.main(["--config", "best.yaml", "--print-config"]) == 0
 
@@ -231,7 +231,8 @@ def test_a_configuration_as_it_is(costs: str, capsys: pytest.CaptureFixture[str]
 def test_a_configuration_with_an_encoder_as_it_is(where: str, costs: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its chunks are those that training makes, also where the encoder's stages have another mesh."""
     text = find_preset("cpu/multimodal").read_text().replace("runs/words/train.jsonl", preset_data())
-    more = f"pipeline:\n  mesh: {{tensor: 2}}\n  encoder_mesh: {{fsdp: 2}}\n  projector_in: {where}"
+    layout = {"encoder": "Pvp|Et|tL", "own": "Pv|p|Et|tL", "decoder": "Pv|pEt|tL"}[where]
+    more = f"pipeline:\n  mesh: {{tensor: 2}}\n  encoder_mesh: {{fsdp: 2}}\n  layout: {layout}"
     Path("seen.yaml").write_text(text.replace("pipeline:", more).replace("num_stages: 4", "num_stages: 3"))
     (only,) = planned(capsys, "--config", "seen.yaml", "--device", "h100", "--as-configured")["ranking"]
     counts = {"encoder": [3, 2, 2], "own": [2, 1, 2, 2], "decoder": [2, 3, 2]}[where]

@@ -11,6 +11,7 @@ from rrfp_jax.core import Ordering
 from rrfp_jax.planner.records import PlanChoice
 from rrfp_jax.planner.writing import check_writable, write_choice
 from rrfp_jax.schedules import ScheduleTable
+from rrfp_jax.training.run_config import PipelineConfig
 from tests.planner.plans import choice_of, ranked_of, table_of
 
 TEN = {"model.num_layers": 10, "run.platform": "cpu"}
@@ -73,7 +74,7 @@ def test_train_reads_the_same_cut_and_order(name: str, config: TrainConfig, tmp_
     written = write_choice(config, ranked_of(choice, 200.0), Path("best.yaml"))
     found = load_train_config("best.yaml", {})
     layout, shape = found.pipeline, choice.shape
-    assert (layout.num_stages, layout.data, layout.tensor) == (shape.num_stages, shape.data, shape.tensor)
+    assert (layout.num_stages, layout.replicas, layout.tensor) == (shape.num_stages, shape.data, shape.tensor)
     assert layout.remat == shape.remat
     assert found.data is not None
     assert (found.data.batch_size, found.data.num_microbatches) == (
@@ -91,20 +92,20 @@ def test_train_reads_the_same_cut_and_order(name: str, config: TrainConfig, tmp_
 
 
 def test_what_the_plan_decides_takes_the_place_of_what_the_configuration_said(config: TrainConfig) -> None:
-    said = {"num_stages": 2, "mesh": {"tensor": 2}, "layers_per_chunk": "auto", "costs": "costs.json", "window": 3}
+    said = {"num_stages": 2, "mesh": {"tensor": 2}, "layout": "auto", "window": 3}
     asked = replace(config, pipeline=replace(config.pipeline, **said))
     write_choice(asked, ranked_of(CHOICES["a name, strict"], 200.0), Path("best.yaml"))
     found = load_train_config("best.yaml", {}).pipeline
     assert (found.num_stages, found.tensor, found.mesh) == (4, 1, None)
-    assert (found.layers_per_chunk, found.costs, found.window) == ((2, 3, 3, 2), None, None)
+    assert (found.layout, found.window) == ("Et*2|t*3|t*3|t*2L", None)
 
 
-def _counts(layout: object, choice: PlanChoice) -> tuple[int, ...]:
+def _counts(layout: PipelineConfig, choice: PlanChoice) -> tuple[int, ...]:
     """Layers of each chunk, ends included, as the section says."""
     chunks = choice.cut.placement.num_chunks
-    counts = list(layout.layers_per_chunk or [10 // chunks] * chunks)  # type: ignore[attr-defined]
-    counts[layout.embedding_chunk] += 1  # type: ignore[attr-defined]
-    counts[layout.head_chunk] += 1  # type: ignore[attr-defined]
+    counts = list(layout.cut.layers or [10 // chunks] * chunks)
+    counts[layout.cut.embedding_chunk] += 1
+    counts[layout.cut.head_chunk] += 1
     return tuple(counts)
 
 
@@ -113,12 +114,14 @@ def test_another_table_than_the_planned_one_is_refused(config: TrainConfig, tmp_
     table, text = Path("best.order.csv"), Path("best.yaml").read_text()
     assert "schedule: best.order.csv" in text
     rows = table.read_text().splitlines()
-    cells = rows[3].split(",")
+    assert rows[0].startswith("# hash of the rows: ")
+    cells = rows[4].split(",")
     cells[1:3] = reversed(cells[1:3])
-    table.write_text("\n".join([*rows[:3], ",".join(cells)]))
-    with pytest.raises(ValueError, match=r"best\.order\.csv has a table with the hash .* bring back the table"):
+    table.write_text("\n".join([*rows[:4], ",".join(cells)]))
+    with pytest.raises(ValueError, match=r"best\.order\.csv has rows with the hash .* bring back the table"):
         plan_run(load_train_config("best.yaml", {}), tmp_path / "run")
-    plan_run(load_train_config("best.yaml", {"pipeline.schedule_hash": None}), tmp_path / "run")
+    table.write_text(table.read_text().partition("\n")[2])
+    plan_run(load_train_config("best.yaml", {}), tmp_path / "run")
 
 
 def test_what_the_file_says_of_itself(config: TrainConfig) -> None:

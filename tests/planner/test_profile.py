@@ -15,7 +15,7 @@ from tests.commands.running import run_command, sentence
 TINY: dict[str, Any] = {
     "model": {"vocab_size": 256, "hidden": 16, "num_layers": 2, "num_heads": 2, "mlp_dim": 32},
     "data": {"length": 16, "batch_size": 8, "num_microbatches": 4, "max_bytes": 65536},
-    "pipeline": {"num_stages": 2, "hint": "bf", "window": 4, "progress_deadline_s": 60},
+    "pipeline": {"num_stages": 2, "hint": "bf", "window": 4},
     "optimizer": {"learning_rate": 1e-3},
     "run": {"steps": 4, "platform": "cpu", "timeline_steps": 3},
 }
@@ -72,7 +72,7 @@ def test_a_profile_is_a_file_of_costs(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_was_trained_tells_the_times_of_its_layers(tiny: Path, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "costs.json"
-    trained = run_command("train", "--config", tiny, "--run-dir", run, "--num-layers", 3, "--layers-per-chunk", "1,2")
+    trained = run_command("train", "--config", tiny, "--run-dir", run, "--num-layers", 3, "--layout", "Et|t*2L")
     assert trained.returncode == 0, trained.stderr
     result = run_command("profile", "--timeline", run, "--output", out)
     assert result.returncode == 0, result.stderr

@@ -63,10 +63,10 @@ def test_jax_detects_the_rank(monkeypatch):
         membership_from({**places, "RRFP_DETECT": "1"})
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)  # JAX looks at the process's own environment
-    for found in (membership_from(places, detect=True), membership_from({**places, "RRFP_DETECT": "1"})):
-        assert found is not None
-        assert (found.rank, found.num_ranks) == (3, 4)
-    told = membership_from(FULL, detect=True)
+    found = membership_from({**places, "RRFP_DETECT": "1"})
+    assert found is not None
+    assert (found.rank, found.num_ranks) == (3, 4)
+    told = membership_from({**FULL, "RRFP_DETECT": "1"})
     assert told is not None
     assert told.rank == 1  # what a launcher says comes first
 
@@ -75,7 +75,7 @@ def test_detection_that_is_misconfigured(monkeypatch):
     for name, value in {**SLURM, "SLURM_PROCID": "none"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="slurm was detected, but does not tell the rank"):
-        membership_from({}, detect=True)
+        membership_from({"RRFP_DETECT": "1"})
 
 
 @pytest.mark.parametrize(

@@ -44,17 +44,21 @@ def _compiled(name: str, device: str, *, in_full: bool = False) -> CompiledRun:
 
 def _few_layers(name: str) -> dict[str, Any]:
     plain = yaml.safe_load((PRESETS / f"{name}.yaml").read_text())
-    layout, section = plain["pipeline"], "image_text" if "vision" in plain else "data"
+    layout, section = plain["pipeline"], "data"
     length, found = plain[section]["length"], dict[str, Any]()
     model = plain["model"]
     queries = model["num_heads"] * model.get("head_dim", model["hidden"] // model["num_heads"])
-    if length in (model["hidden"], queries // layout.get("tensor", 1)):  # the stream or queries would look like scores
+    if length in (
+        model["hidden"],
+        queries // layout.get("mesh", {}).get("tensor", 1),
+    ):  # the stream or queries would look like scores
         found[f"{section}.length"] = length * 3 // 4
     if "vision" in plain:
-        encoders = layout["encoder_stages"]
+        encoders = layout["layout"].count("v")
+        found["pipeline.layout"] = "|".join(["Pv", "vp", "Et", *["t"] * (layout["num_stages"] - 4), "tL"])
         return found | {"model.num_layers": layout["num_stages"] - encoders, "vision.num_layers": encoders}
-    if "layers_per_chunk" in layout:  # a null takes the preset's own cut away
-        found["pipeline.layers_per_chunk"] = None
+    if "layout" in layout:  # a null takes the preset's own cut away
+        found["pipeline.layout"] = None
     num_chunks = layout["num_stages"] * layout.get("chunks_per_stage", 1)
     return found | {"model.num_layers": num_chunks * _LAYERS.get(name, 1)}
 

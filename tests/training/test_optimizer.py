@@ -38,7 +38,8 @@ def trained(optimizer: optax.GradientTransformation, num_steps: int = 3) -> Any:
 
 
 def ours(**fields: Any) -> optax.GradientTransformation:
-    config = OptimizerConfig(learning_rate=0.1, **fields)
+    given = {name: fields.pop(name) for name in ("name", "groups") if name in fields}
+    config = OptimizerConfig(learning_rate=0.1, arguments=fields, **given)
     return make_optimizer(config, learning_rate_schedule(config, 10))
 
 
@@ -118,7 +119,7 @@ def test_experts_are_orthogonalised_each_by_itself() -> None:
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
-    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
+    config = OptimizerConfig(learning_rate=0.1, arguments={"weight_decay": 0.5})
     params = {"layer": {"matrix": jnp.ones((2, 2)), "scale": jnp.ones(2)}}
     optimizer = make_optimizer(config, learning_rate_schedule(config, 10))
     update = jax.jit(optimizer.update)
@@ -143,7 +144,7 @@ def test_the_first_group_that_matches_says_rate_and_decay(name: str) -> None:
         (3.0, 0.3, "layers.1", ("mlp", "experts", "up")),
         (3.0, 0.3, "embedding", ("table",)),
     ):
-        config = OptimizerConfig(name=name, learning_rate=0.1 * scale, weight_decay=decay)
+        config = OptimizerConfig(name=name, learning_rate=0.1 * scale, arguments={"weight_decay": decay})
         alone = trained(make_optimizer(config, learning_rate_schedule(config, 10)))
         for each in (found, alone):
             each["leaf"] = each[layer]
@@ -178,7 +179,10 @@ def test_every_pattern_must_match_a_parameter() -> None:
             {"groups": (ParameterGroup(match=("embedding", "heads"), weight_decay=0.0),)},
             r"groups\[0\].match has 'heads'",
         ),
-        ({"name": "muon", "adam_parameters": ("*experts.up", "*experts.upp")}, "adam_parameters has .*experts.upp'"),
+        (
+            {"name": "muon", "arguments": {"adam_parameters": ("*experts.up", "*experts.upp")}},
+            "arguments.adam_parameters has .*experts.upp'",
+        ),
     ]
     for each, words in fields:
         with pytest.raises(ValueError, match=f"optimizer.{words}, which matches no parameter that is trained"):

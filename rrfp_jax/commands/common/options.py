@@ -20,15 +20,83 @@ from rrfp_jax.bounded_text import sentence
 from rrfp_jax.commands.common.field_words import field_texts, field_words
 
 INSTEAD = {
-    "objective": "rrfp plan makes the mean step small, and tells the 95th percentile beside it",
-    "draws": "rrfp plan takes as many draws of the noise as suffice for the size of the pipeline",
-    "effort": "name --schedules for a quicker plan",
-    "picture": "rrfp plan --json --top N tells step time and memory of as many choices",
-    "seed": "the draws of the noise are the same in every plan, so leave it out",
-    "window": "rrfp plan gives each hint the largest window for which --memory suffices",
-    "adaptive": "plan from a finished run's durations, with rrfp profile --timeline RUN and rrfp plan --costs",
+    "plan.objective": "rrfp plan makes the mean step small, and tells the 95th percentile beside it",
+    "plan.draws": "rrfp plan takes as many draws of the noise as suffice for the size of the pipeline",
+    "plan.effort": "name --schedules for a quicker plan",
+    "plan.picture": "rrfp plan --json --top N tells step time and memory of as many choices",
+    "plan.seed": "the draws of the noise are the same in every plan, so leave it out",
+    "plan.window": "rrfp plan gives each hint the largest window for which --memory suffices",
+    "pipeline.data": "give replicas",
+    "pipeline.tensor": "give mesh, such as {tensor: 2}",
+    "pipeline.context_attention": "it is chosen by the sizes, so leave it out",
+    "pipeline.shard_optimizer": "give optimizer.shard",
+    "pipeline.layers_per_chunk": "give layout, such as Et*3|t*3|t*2L, or auto",
+    "pipeline.costs": "give them to rrfp plan, and layout the cut that it prints",
+    "pipeline.embedding_chunk": "give layout, with E in that chunk",
+    "pipeline.head_chunk": "give layout, with L in that chunk",
+    "pipeline.encoder_layers_per_chunk": "give layout, with v for layers of the encoder, such as Pv*9|v*9p|Et*8|t*8L",
+    "pipeline.encoder_stages": "give layout, with a chunk of the encoder for each of its stages, such as Pv|vp|Et|tL",
+    "pipeline.projector_in": "give layout, with p in that chunk",
+    "pipeline.stage_of_chunk": "give layout, with the stage of each chunk behind @, such as Pvp@0|Et@0|tL@1",
+    "pipeline.freeze": "give optimizer.freeze",
+    "pipeline.schedule_hash": "rrfp plan writes the hash into the CSV file, so leave it out",
+    "pipeline.group_size": "give it in schedule, such as gis:2",
+    "pipeline.footprint": "give consume foresight or ready, which both hold no more than schedule or window",
+    "pipeline.foresight": "give consume foresight, or ready for none",
+    "pipeline.read_ahead": "it follows from window, so leave it out",
+    "pipeline.adaptive": "plan from a finished run's durations, with rrfp profile --timeline RUN and rrfp plan --costs",
+    "pipeline.clip_norm": "give optimizer.clip_norm",
+    "pipeline.skip_nonfinite": "such steps are always skipped, so leave it out",
+    "pipeline.max_skipped_in_row": "give run.max_skipped_in_row",
+    "pipeline.deterministic": "give run.deterministic",
+    "pipeline.dispatch_ahead": "it is an argument of RuntimeOptions, so leave it out",
+    "pipeline.group_protocol": "it is an argument of RuntimeOptions, so leave it out",
+    "pipeline.progress_deadline_s": "give cluster.progress_deadline_s",
+    "pipeline.transport": "give cluster.transport",
+    **{
+        f"optimizer.{name}": f"give optimizer.arguments, such as {{{name}: {value}}}"
+        for name, value in {
+            **{"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.95, "nesterov": "true"},
+            **{"newton_schulz_steps": 5, "consistent_rms": 0.2, "adam_parameters": "[embedding.table]"},
+            **{"decay_rate": 0.8, "clipping_threshold": 1.0, "multiply_by_parameter_scale": "true"},
+            "min_dim_size_to_factor": 128,
+        }.items()
+    },
+    **{
+        name: f"give data with kind {kind}"
+        for name, kind in {
+            **{"image_text": "image_text", "tokens": "tokens", "jsonl": "jsonl", "parquet": "parquet"},
+            "own_data": "own",
+        }.items()
+    },
+    **dict.fromkeys(("vision.num_patches", "vision.max_rows", "vision.max_columns"), "give vision.grid, 256 or 2,16"),
+    **{
+        f"vision.{name}": f"give it in vision.overrides, such as {{{name}: ...}}"
+        for name in (
+            *("activation", "norm", "norm_eps", "qkv_bias", "qk_norm", "layer_scale", "final_norm", "feature_layer"),
+            *("init_std", "param_dtype", "compute_dtype", "patch_bias", "class_token", "pre_norm"),
+        )
+    },
+    **{
+        f"projector.{name}": f"give it in projector.overrides, such as {{{name}: ...}}"
+        for name in ("activation", "patches_per_feature", "row_order", "norm", "norm_eps", "mlp_dim", "bias")
+    },
+    **{
+        f"data.{name}": f"give it in data.images, such as {{{name}: ...}}"
+        for name in (
+            *("image_folder", "image_size", "patch_size", "merge", "channels", "row_order", "max_patches"),
+            *("max_pixels", "mean", "std", "image_length", "text_buckets", "image_buckets", "balance", "gather_text"),
+        )
+    },
+    "data.wait_minutes": "processes wait for four hours, so leave it out",
+    "run.profile_ranks": "rank 0 writes the trace, so leave it out",
+    "run.timeline_steps": "the timeline shows the last step, so leave it out",
+    "run.compile_cache": "set the environment variable RRFP_COMPILE_CACHE to the folder, or to none",
+    "run.compile_cache_size": "4 GiB are kept, so leave it out",
+    "tracking": "give the settings in run.trackers, such as [{wandb: {project: mine, mode: offline}}]",
+    "cluster.detect": "set the environment variable RRFP_DETECT=1",
 }
-"""By the name of an option that does not exist, or of a key of a configuration: what serves its purpose."""
+"""The successors of options and keys that are gone: by ``section.key``, or by the name of a section."""
 
 
 class CommandParser(ArgumentParser):
@@ -96,7 +164,10 @@ class CommandParser(ArgumentParser):
 
     def _not_known(self, word: str) -> str:
         flag = word.partition("=")[0]
-        if instead := INSTEAD.get(flag.rpartition(".")[2].lstrip("-").replace("-", "_")):
+        name = flag.lstrip("-").replace("-", "_")
+        section = name.partition(".")[0]
+        by_key = {gone.rpartition(".")[2]: instead for gone, instead in reversed(INSTEAD.items())}
+        if instead := INSTEAD.get(name) or INSTEAD.get(section) or by_key.get(name):
             return f"{flag!r} is no option: {instead}"
         flags = [flag for action in self._actions for flag in action.option_strings]
         near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)

@@ -61,8 +61,6 @@ class Ordering:
 
     schedule: str | None = None
     """A schedule's name, ``FILE.py:NAME``, or the path of a table (``*.csv``); None: no table."""
-    schedule_hash: str | None = None
-    """Fingerprint that the table must have; None: any."""
     group_size: int | None = None
     """Microbatches that go through a chunk before the stage's next one, where the schedule has such groups."""
     consume: str = READY
@@ -88,8 +86,6 @@ class Ordering:
         check_guidance(self.footprint, self.foresight, is_guided=is_guided)
         if self.group_size is not None and (self.schedule is None or self.schedule.endswith(".csv")):
             raise ValueError("group_size is for schedules with groups of microbatches: take gis, or leave it out")
-        if self.schedule_hash is not None and self.schedule is None:
-            raise ValueError("schedule_hash is that of a schedule's table: give the schedule too, or leave it out")
         self._check_offload()
         self._check_recompute()
 
@@ -174,8 +170,6 @@ class Ordering:
             graph = table.graph if table else chain(placement.num_chunks, num_microbatches)
         if graph.num_microbatches != num_microbatches:
             raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {num_microbatches}")
-        if table is not None:
-            self._check_hash(table)
         if table is not None and self.recompute is not None:
             forward_ms = (lengths_ms or durations_ms)[0]
             table = recomputed(table, _PART_REMADE, lead=self.recompute, ms=forward_ms)
@@ -189,15 +183,6 @@ class Ordering:
                 most = max(device_slots(table, self.offload))
                 _log.info("offload %d moves nothing: no stage of %s holds more than %d", self.offload, table.name, most)
         return ordering.resolve(placement, graph, num_replicas=num_replicas)
-
-    def _check_hash(self, table: ScheduleTable) -> None:
-        """Raise ValueError for another table than the one that was planned."""
-        if self.schedule_hash not in (None, table.fingerprint):
-            raise ValueError(
-                f"schedule {self.schedule} has a table with the hash {table.fingerprint}, and schedule_hash asks for "
-                f"{self.schedule_hash}: bring back the table that was planned, or make schedule_hash null to take this "
-                "one"
-            )
 
     def on(self, table: ScheduleTable | None) -> core.Ordering:
         """The same wishes with their table built."""
@@ -252,7 +237,6 @@ def parse_window(text: str) -> int | tuple[int, ...]:
 def parse_ordering(
     *,
     schedule: str | None = None,
-    schedule_hash: str | None = None,
     group_size: int | None = None,
     consume: str | None = None,
     hint: str | None = None,
@@ -272,7 +256,6 @@ def parse_ordering(
         window = tuple(window)
     return Ordering(
         schedule=schedule,
-        schedule_hash=schedule_hash,
         group_size=group_size,
         consume=consume or READY,
         hint=hint,

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.errors import end_with
@@ -36,8 +36,6 @@ def enter(
     platform: str | None,
     devices: int | None = None,
     pinned: bool = False,
-    transport: "Selection" = "auto",
-    progress_deadline_s: float = 0.0,
     xla_flags: Sequence[str] = (),
 ) -> "Process":
     """Find out which process this is, meet the others, and start JAX: before anything else uses it.
@@ -48,7 +46,6 @@ def enter(
         platform: ``cpu`` for virtual devices, else the devices that JAX finds.
         devices: how many each process takes; None: one for each that the layout asks of it. Stages share fewer.
         pinned: as for :func:`use_cpu`.
-        progress_deadline_s: how long a step may stand still; processes wait for each other at least as long.
         xla_flags: for XLA, where the environment does not say otherwise; see :mod:`rrfp_jax.runtime.jax_environment`.
 
     Raises ValueError where layout, processes and devices do not fit, JAX sees CPU devices only on a host with more, or
@@ -63,7 +60,7 @@ def enter(
         from rrfp_jax.runtime.start_jax import allow_promotions
 
     allow_promotions()
-    membership = membership_from(os.environ, detect=cluster.detect)
+    membership = membership_from(os.environ)
     num_ranks = 1 if membership is None else membership.num_ranks
     layout = Layout(num_stages=num_stages, data=data, tensor=tensor, mesh=mesh, num_ranks=num_ranks)
     if membership is None:
@@ -76,8 +73,8 @@ def enter(
         layout,
         join(membership, configuration, cluster),
         num_devices=devices,
-        transport=transport,
-        patience_s=max(cluster.start_deadline_s, progress_deadline_s),
+        transport=cast("Selection", cluster.transport),
+        patience_s=max(cluster.start_deadline_s, cluster.progress_deadline_s),
         on_failure=_end_soon,
     )
     process.connect()

@@ -39,7 +39,7 @@ from rrfp_jax.models.vision_language_config import VisionLanguageConfig, check_i
 
 _MOST_PIXELS = 64 * 2**20
 _OF_ROWS = ("tokens", "jsonl", "parquet")
-"""Sections of data sets whose documents are laid into rows."""
+"""Kinds of data whose documents are laid into rows."""
 _REMEDY_OF_IMAGES = "give the tokenizer.json that came with the model"
 _REMEDY = "give the tokenizer.json of its tokens with --tokenizer, or --tokenizer bytes"
 
@@ -132,8 +132,8 @@ def vocabulary_of(folder: ModelFolder, given: str | None) -> Vocabulary:
         raise ValueError(f"{folder.path} does not say what its tokens are: {_REMEDY}")
     if kind.file is None:
         return Bytes(kind.ends)
-    section = None if folder.is_import else next(filter(None, map(folder.config.get, _OF_ROWS)), None)
-    if section is None:
+    section = {} if folder.is_import else folder.config.get("data") or {}
+    if section.get("kind") not in _OF_ROWS:
         return Tokenizer(_existing(kind.file), stops=kind.ends, opens=_knows_openings(folder))
     # Rows that go on across documents show the beginning of a document after the end of the one before.
     start = None if section.get("pack") else kind.ends[0]

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 
-from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.checkpoint import StoredStep, last_committed
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig
@@ -20,6 +19,7 @@ from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.hf.model_folder import files_are_kept, keep_files
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.observe.trackers import TrackedMetrics
+from rrfp_jax.observe.trackers.config import read_trackers
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk, trained_specs
 from rrfp_jax.programs.model_graph import mirrored
@@ -28,7 +28,6 @@ from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
 from rrfp_jax.runtime.operations.offloading import moves_activations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.transports import Selection
 from rrfp_jax.training.batches import AgreedBatches
 from rrfp_jax.training.evaluation import Evaluations, Evaluator
 from rrfp_jax.training.loop import ModelSpeed, TrainingLoop
@@ -62,7 +61,7 @@ class Run:
         self.console = TrainingConsole(settings.steps, report_every=settings.report_every, is_quiet=not self.is_first)
         self.state = PipelineState(0)
         self._num_skipped = 0
-        max_bad = getattr(self.config.data_set, "max_bad_samples", 0)
+        max_bad = getattr(self.config.data, "max_bad_samples", 0)
         self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad)
         self._saver: RunSaver | None = None
         self._evaluator = None if self.config.evaluation is None else make_evaluator(planned, pipeline)
@@ -84,7 +83,7 @@ class Run:
     @property
     def _reads(self) -> dict[str, range]:
         """What this process reads of a batch."""
-        return self.pipeline.reads(self.config.data_set.num_microbatches)
+        return self.pipeline.reads(self.config.data.num_microbatches)
 
     @property
     def label(self) -> str:
@@ -183,12 +182,11 @@ class Run:
 
     def metrics(self) -> TrackedMetrics:
         """The run's rows, on the first rank: the file, and the trackers that it names."""
-        names = self.config.run.trackers
-        if names:
-            self.console.say(f"the rows of {self.directory.path / METRICS} also go to {', '.join(names)}")
-        return self.directory.tracked_metrics(
-            self.config.as_dict(), names, self.config.tracking, first_step=self.state.step
-        )
+        trackers = read_trackers(self.config.run.trackers)
+        if trackers:
+            names = ", ".join(each.tracker for each in trackers)
+            self.console.say(f"the rows of {self.directory.path / METRICS} also go to {names}")
+        return self.directory.tracked_metrics(self.config.as_dict(), trackers, first_step=self.state.step)
 
     def loop(self, metrics: TakesRows | None) -> TrainingLoop:
         """The loop over this run's steps."""
@@ -197,7 +195,6 @@ class Run:
             learning_rate=learning_rate_schedule(self.config.optimizer, self.config.run.steps),
             metrics=metrics,
             on_step=self.console.show_step,
-            timeline_steps=self.config.run.timeline_steps,
             saver=self._saver,
             host_data={"config": self._training},
             profile=self._profile,
@@ -205,7 +202,7 @@ class Run:
             num_skipped=self._num_skipped,
             evaluations=self._evaluations(),
             on_evaluation=self.console.show_evaluation,
-            max_skipped_in_row=self.config.pipeline.max_skipped_in_row,
+            max_skipped_in_row=self.config.run.max_skipped_in_row,
             num_bad=lambda: self.batches.num_bad,
         )
 
@@ -257,7 +254,7 @@ def assemble(planned: PlannedRun) -> Run:
     config, path = planned.config, planned.path
     chunks = chunks_of(config, planned.ordered)
     check_groups(config.optimizer, model_params(map(trained_specs, chunks)))
-    cache = compile_cache_of(config)
+    cache = use_compile_cache()
     process = enter_run(planned)
     pipeline = make_pipeline(config, chunks, process, planned.ordered)
     path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
@@ -277,19 +274,13 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
             ordering.on(order.table), window=order.windows if moves_activations(order.graph) else layout.window
         ),
         updates=UpdateRules(
-            clip_norm=layout.clip_norm,
-            skip_nonfinite=layout.skip_nonfinite,
-            deterministic=layout.deterministic,
-            shard_optimizer=layout.shard_optimizer,
+            clip_norm=config.optimizer.clip_norm,
+            deterministic=config.run.deterministic,
+            shard_optimizer=config.optimizer.shard,
         ),
         remat=layout.remat,
         seed=config.run.seed,
-        options=RuntimeOptions(
-            memory_limit=layout.memory_limit,
-            dispatch_ahead=layout.dispatch_ahead,
-            group_protocol=layout.group_protocol,
-            progress_deadline_s=layout.progress_deadline_s,
-        ),
+        options=runtime_options(config),
     )
 
 
@@ -298,30 +289,24 @@ def enter_run(planned: PlannedRun) -> Process:
     config, layout = planned.config, planned.config.pipeline
     return enter(
         num_stages=layout.num_stages,
-        data=layout.data,
+        data=layout.replicas,
         mesh=layout.meshes,
         configuration=planned.agreed,
         cluster=config.cluster,
         platform=config.run.platform,
         devices=config.run.devices,
-        pinned=layout.deterministic,
-        transport=cast(Selection, layout.transport),
-        progress_deadline_s=layout.progress_deadline_s,
+        pinned=config.run.deterministic,
         xla_flags=config.run.xla_flags,
     )
 
 
 def _profile(settings: RunConfig, process: Process, pipeline: Pipeline, path: Path) -> StepProfile | None:
     """What traces this process's steps, if it is to."""
-    num_ranks, rank = process.layout.num_ranks, process.rank or 0
-    for each in settings.profile_ranks or ():
-        if not 0 <= each < num_ranks:
-            raise ValueError(f"profile_ranks has {each}: give numbers from 0 to {num_ranks - 1}, or null for all")
-    if settings.profile_steps is None or rank not in (settings.profile_ranks or range(num_ranks)):
+    if settings.profile_steps is None or process.rank:
         return None
     return StepProfile(
         parse_steps(settings.profile_steps),
-        profile_folder(path, rank),
+        profile_folder(path, 0),
         lambda is_on: pipeline.runtime.name_tasks(is_on),  # noqa: PLW0108 - it runs only later
     )
 
@@ -334,16 +319,15 @@ def make_evaluator(planned: PlannedRun, pipeline: Pipeline) -> Evaluator:
         pipeline,
         planned.evaluation_sets,
         batches=config.evaluation.batches,
-        num_microbatches=config.data_set.num_microbatches,
-        max_bad=getattr(config.data_set, "max_bad_samples", 0),
+        num_microbatches=config.data.num_microbatches,
+        max_bad=getattr(config.data, "max_bad_samples", 0),
     )
 
 
-def compile_cache_of(config: TrainConfig) -> CompileCache | None:
-    """Where compiled programs are kept for later starts, if the configuration says so; before JAX compiles any."""
-    size = config.run.compile_cache_size
-    return use_compile_cache(
-        config.run.compile_cache, parse_bytes(size, "compile_cache_size") if isinstance(size, str) else size
+def runtime_options(config: TrainConfig) -> RuntimeOptions:
+    """Returns the settings of the runtime that a configuration has."""
+    return RuntimeOptions(
+        memory_limit=config.pipeline.memory_limit, progress_deadline_s=config.cluster.progress_deadline_s
     )
 
 

@@ -21,30 +21,42 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rrfp_jax.bounded_text import shown
-from rrfp_jax.cluster.config import ClusterConfig
+from rrfp_jax.cluster.config import TRANSPORTS, ClusterConfig
 from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
 from rrfp_jax.commands.common.options import INSTEAD, add_record_options, flag_of, given_texts
 from rrfp_jax.commands.training.paths import at_home, whole_paths
 from rrfp_jax.commands.training.presets import find_config
 from rrfp_jax.commands.training.trust import refuse_code
-from rrfp_jax.core import FUSED, READY, SPLIT, STRICT, GroupProtocol, hint_names
+from rrfp_jax.core import FUSED, SPLIT, hint_names
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES as REMATS
+from rrfp_jax.data.data_section import (
+    DATA_KINDS,
+    DataSection,
+    DataSetConfig,
+    kind_of,
+    record_values,
+    section_of,
+)
 from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.own_data_config import OwnDataConfig
-from rrfp_jax.data.text_bytes import DataConfig
-from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, RowsConfig, TokensConfig
+from rrfp_jax.data.text_bytes import TextConfig
+from rrfp_jax.data.tokens_config import RowsConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
-from rrfp_jax.models.cuts import CONTEXT_ATTENTIONS
-from rrfp_jax.models.encoder_config import ACTIVATIONS, NORMS, PROJECTOR_PLACES, ProjectorConfig, VisionConfig
-from rrfp_jax.observe.trackers.config import TRACKERS, WANDB_MODES, TrackingConfig
+from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
+from rrfp_jax.models.vision_section import (
+    PROJECTOR_KINDS,
+    VISION_KINDS,
+    ProjectorSection,
+    VisionSection,
+    encoder_section,
+    encoder_values,
+)
+from rrfp_jax.observe.trackers.config import TRACKERS
 from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
-from rrfp_jax.training.run_config import AUTO_CUT, EvaluationConfig, PipelineConfig, RunConfig
+from rrfp_jax.training.run_config import AUTO_CUT, ORDERS, EvaluationConfig, PipelineConfig, RunConfig
 from rrfp_jax.yaml_text import read_yaml
-
-DataSetConfig = DataConfig | ImageTextConfig | TokensConfig | JsonlConfig | ParquetConfig | OwnDataConfig
-"""What a data set can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +67,8 @@ class TrainConfig:
     """
 
     model: LanguageModelConfig
-    """Of a vision-language model, its decoder."""
-    data: DataConfig | None = None
-    image_text: ImageTextConfig | None = None
-    tokens: TokensConfig | None = None
-    jsonl: JsonlConfig | None = None
-    parquet: ParquetConfig | None = None
-    own_data: OwnDataConfig | None = None
+    """The shape of the language model, or of a vision-language model's decoder."""
+    data: DataSetConfig
     vision: VisionConfig | None = None
     """None: a language model."""
     projector: ProjectorConfig | None = None
@@ -70,68 +77,63 @@ class TrainConfig:
     run: RunConfig
     evaluation: EvaluationConfig | None = None
     """None: no evaluation."""
-    tracking: TrackingConfig = dataclasses.field(default_factory=TrackingConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        given = [name for name in DATA_SETS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"{' and '.join(given) or 'no data set'} {'are' if given else 'is'} given: give one of the sections "
-                f"{', '.join(DATA_SETS)}"
-            )
+        if self.optimizer.shard and self.pipeline.replicas == 1:
+            raise ValueError("optimizer.shard is for several replicas, which share the state: give pipeline.replicas")
         if self.projector is not None and self.vision is None:
             raise ValueError("projector is given without vision, whose features it would project: give vision too")
 
     @property
-    def data_set(self) -> DataSetConfig:
-        """The one that is given."""
-        return next(each for name in DATA_SETS if (each := getattr(self, name)) is not None)
-
-    @property
-    def data_section(self) -> str:
-        """Its section's name."""
-        return next(name for name in DATA_SETS if getattr(self, name) is not None)
+    def data_kind(self) -> str:
+        """The kind of the data."""
+        return str(section_of(self.data)["kind"])
 
     @property
     def has_segments(self) -> bool:
         """Whether rows may hold several samples, each attending to itself alone."""
-        if isinstance(data := self.data_set, RowsConfig | OwnDataConfig):
-            return data.pack
-        return self.data is None
+        if isinstance(self.data, RowsConfig | OwnDataConfig):
+            return self.data.pack
+        return isinstance(self.data, ImageTextConfig)
+
+    @property
+    def images(self) -> ImageTextConfig | None:
+        """The data where it is text with images."""
+        return self.data if isinstance(self.data, ImageTextConfig) else None
 
     @property
     def counts_answers(self) -> bool:
         """Whether evaluations say how many answers are right: where the data says what is an answer."""
-        return self.evaluation is not None and self.image_text is not None
+        return self.evaluation is not None and self.images is not None
 
     @property
     def row_length(self) -> int | None:
         """Tokens of a row where all microbatches are of the same rows; None: the data must be read to know it."""
-        data = self.data_set
-        return data.length if isinstance(data, DataConfig | RowsConfig) else None
+        return self.data.length if isinstance(self.data, TextConfig | RowsConfig) else None
 
     def with_data(self, differences: Mapping[str, Any], where: str) -> "TrainConfig":
-        """The same with other values in the section of its data; raises ValueError, beginning with ``where``, for keys
-        that the section does not have, and values that it refuses."""
-        section, known = self.data_section, [field.name for field in fields(self.data_set)]
-        _refuse_unknown(where, f"key of {section}", differences, known)
-        if differences.get("num_microbatches", self.data_set.num_microbatches) != self.data_set.num_microbatches:
+        """Returns the same with other values in the section of its data; raises ValueError, beginning with ``where``,
+        for keys that the section does not have, and values that it refuses."""
+        _refuse_unknown(where, "key of data", differences, [field.name for field in fields(DataSection)])
+        if differences.get("num_microbatches", self.data.num_microbatches) != self.data.num_microbatches:
             raise ValueError(f"{where}: num_microbatches is that of training: leave it out, and change batch_size")
+        if differences.get("kind", self.data_kind) != self.data_kind:
+            raise ValueError(f"{where}: kind is that of training, {self.data_kind}: leave it out")
         try:
-            record = _record(section, {**asdict(self.data_set), **differences})
+            record = _record("data", _joined(section_of(self.data), differences))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        return dataclasses.replace(self, **{section: record})
+        return dataclasses.replace(self, data=record)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for YAML."""
+        """Returns plain data, for YAML."""
         given = {section.name: getattr(self, section.name) for section in fields(self)}
-        return {name: _plain(asdict(record)) for name, record in given.items() if record is not None}
+        return {name: _plain(_section_values(name, record)) for name, record in given.items() if record is not None}
 
     def as_saved(self) -> dict[str, Any]:
         """Returns plain data with whole paths, which mean the same wherever they are read."""
-        return whole_paths(self.as_dict(), self.data_section)
+        return whole_paths(self.as_dict())
 
     def as_yaml(self) -> str:
         """The text of a file that :func:`load_train_config` reads as the same."""
@@ -144,17 +146,24 @@ def _record_type(kind: Any) -> type:
 
 _MOST_NESTED = 32
 _LONGEST_VALUE = 60
-DATA_SETS = ("data", "image_text", "tokens", "jsonl", "parquet", "own_data")
-"""Sections of which there is one."""
-SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)}
-_WITH_SECTION = (*(name for name in DATA_SETS if name != "data"), "vision", "projector", "evaluation", "tracking")
-QUALIFIED = (*_WITH_SECTION, "optimizer.name", "optimizer.schedule", "optimizer.groups")
+SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)} | {
+    "data": DataSection,
+    "vision": VisionSection,
+    "projector": ProjectorSection,
+}
+"""By section, the record whose fields are its keys."""
+_WITH_SECTION = ("vision", "projector", "evaluation")
+_NAMED = {
+    "optimizer": ("name", "arguments", "schedule", "freeze", "shard", "groups"),
+    "data": ("kind", "object", "arguments", "images", "cache", "column"),
+}
+QUALIFIED = (*_WITH_SECTION, *(f"{section}.{key}" for section, keys in _NAMED.items() for key in keys))
 """Sections, and keys of others, whose options always name the section."""
 _OFTEN = ("run", "pipeline", "optimizer", "data", "model", "cluster")
 """Sections in the order in which help texts have them; the others follow."""
 _NULLS = ("null", "Null", "NULL")
 _ITEM = re.compile(r"""\s*(?:'([^']*)'|"([^"]*)"|([^,]*?))\s*(?:,|$)""")
-_OPTIONAL = ("cluster", "data", *_WITH_SECTION)
+_OPTIONAL = ("cluster", *_WITH_SECTION)
 """Sections that a file may leave out."""
 
 
@@ -163,25 +172,20 @@ def choices_of_options() -> dict[str, Sequence[str]]:
     return {
         "model.param_dtype": DTYPES,
         "model.compute_dtype": DTYPES,
-        **{f"vision.{name}": DTYPES for name in ("param_dtype", "compute_dtype")},
-        **{f"{section}.activation": ACTIVATIONS for section in ("vision", "projector")},
-        "vision.norm": NORMS,
-        "pipeline.layers_per_chunk": (AUTO_CUT, "N,N,..."),
-        "pipeline.costs": ("FILE.json",),
-        "pipeline.context_attention": CONTEXT_ATTENTIONS,
-        "pipeline.projector_in": PROJECTOR_PLACES,
+        "data.kind": tuple(DATA_KINDS),
+        "vision.kind": tuple(VISION_KINDS),
+        "projector.kind": tuple(PROJECTOR_KINDS),
+        "pipeline.layout": (AUTO_CUT, "TEXT"),
         "pipeline.schedule": (*schedule_names(), "FILE.py:NAME", "FILE.csv"),
-        "pipeline.consume": (READY, STRICT),
+        "pipeline.consume": ORDERS,
         "pipeline.hint": (*hint_names(), "FILE.py:NAME"),
         "pipeline.remat": REMATS,
         "pipeline.backward": (SPLIT, FUSED),
-        "pipeline.transport": ("auto", "sockets", "transfer"),
-        "pipeline.group_protocol": (GroupProtocol.LEADER, GroupProtocol.PROPOSE),
+        "cluster.transport": TRANSPORTS,
         "optimizer.name": tuple(OPTIMIZERS),
         "optimizer.schedule": tuple(SCHEDULES),
         "run.platform": ("cpu",),
         "run.trackers": TRACKERS,
-        "tracking.wandb_mode": WANDB_MODES,
     }
 
 
@@ -205,12 +209,11 @@ def read_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     type, and values that the records refuse.
     """
     path = find_config(path)
-    sections: dict[str, dict[str, Any]] = {"tracking": {}, "cluster": {}} | _read(path)
+    sections: dict[str, dict[str, Any]] = {"cluster": {}} | _read(path)
     given: dict[str, dict[str, Any]] = {}
     for name, value in overrides.items():
         section, _, field = name.partition(".")
         given.setdefault(section, {})[field] = value
-    _refuse_other_data_set(path, sections, overrides)
     records = {
         name: _section(path, name, sections.get(name, {}), given.get(name, {})) for name in {**sections, **given}
     }
@@ -218,20 +221,6 @@ def read_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
         return TrainConfig(**records)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def _refuse_other_data_set(path: str, sections: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Options without a section's name are of ``data``, which is easily overlooked beside another data set."""
-    held = [name for name in DATA_SETS if name in sections]
-    for name in overrides:
-        section, _, key = name.partition(".")
-        if section in DATA_SETS and held and section not in held:
-            is_known = section == "data" and key in {field.name for field in fields(SECTIONS[held[0]])}
-            advice = flag_of(SECTIONS, f"{held[0]}.{key}", QUALIFIED) if is_known else f"another file than {path}"
-            raise ValueError(
-                f"{flag_of(SECTIONS, name, QUALIFIED)} is of the section {section}, and the data of {path} is "
-                f"{held[0]}: give {advice}"
-            )
 
 
 def add_overrides(parser: ArgumentParser) -> None:
@@ -295,8 +284,7 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
         content = {name: _nothing_below(path, name) if keys is None else keys for name, keys in content.items()}
     if not isinstance(content, dict) or not all(isinstance(section, dict) for section in content.values()):
         needed = ", ".join(name for name in SECTIONS if name not in _OPTIONAL)
-        sections = f"{needed} and one of {', '.join(DATA_SETS)}"
-        raise ValueError(f"configuration {path} must hold the sections {sections}, each with its keys")
+        raise ValueError(f"configuration {path} must hold the sections {needed}, each with its keys")
     _refuse_unknown(path, "section", content, list(SECTIONS))
     for name, values in content.items():
         _refuse_unknown(path, f"key of {name}", values, [field.name for field in fields(SECTIONS[name])])
@@ -309,7 +297,7 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
 def _nothing_below(path: str, name: str) -> dict[str, Any] | None:
     """Returns the keys of a section that has none: no settings. Raises ValueError if leaving the section out means
     something else."""
-    if name in _OPTIONAL and name not in ("cluster", "tracking"):
+    if name in _OPTIONAL and name != "cluster":
         raise ValueError(f"{path}: the section {name} is empty: give it its keys, or take it out")
     return {} if name in SECTIONS else None
 
@@ -317,7 +305,7 @@ def _nothing_below(path: str, name: str) -> dict[str, Any] | None:
 def _section(path: str, name: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
     """The record of a section; ``given`` are the values of the command line, ``values`` those of the file."""
     try:
-        return _record(name, {**values, **given})
+        return _record(name, _joined(values, given))
     except ValueError as error:
         flags = _to_blame(name, values, given, str(error))
         where = " ".join(f"{flag_of(SECTIONS, f'{name}.{key}', QUALIFIED)} {as_text(given[key])}" for key in flags)
@@ -328,7 +316,7 @@ def _to_blame(name: str, values: Mapping[str, Any], given: Mapping[str, Any], re
     """The fields of the command line that do not fit into the file; none where it is refused alike without them."""
     if _refusal(name, values) == refusal:
         return []
-    return [key for key in given if _refusal(name, {**values, key: given[key]}) == refusal] or [*given]
+    return [key for key in given if _refusal(name, _joined(values, {key: given[key]})) == refusal] or [*given]
 
 
 def _refusal(name: str, values: Mapping[str, Any]) -> str | None:
@@ -340,9 +328,14 @@ def _refusal(name: str, values: Mapping[str, Any]) -> str | None:
 
 
 def _record(name: str, values: Mapping[str, Any]) -> Any:
-    types = {field.name: field.type for field in fields(SECTIONS[name])}
+    kind = SECTIONS[name]
+    if name == "data":
+        kind, values = record_values(_listed(values))
+    elif name in ("vision", "projector"):
+        kind, values = encoder_values(name, values)
+    types = {field.name: field.type for field in fields(kind)}
     try:
-        record: Any = TypeAdapter(SECTIONS[name]).validate_python(
+        record: Any = TypeAdapter(kind).validate_python(
             at_home(name, {key: _one_or_many(types[key], values[key]) for key in values})
         )
     except ValidationError as error:
@@ -350,6 +343,29 @@ def _record(name: str, values: Mapping[str, Any]) -> Any:
     for key, value in asdict(record).items():
         _check_is_kept(f"{name}.{key}", value)
     return record
+
+
+def _joined(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values with those of ``given`` in their places; mappings of settings are joined key by key."""
+    joined = {**values, **given}
+    for key in ("images", "overrides"):
+        if isinstance(old := values.get(key), Mapping) and isinstance(new := given.get(key), Mapping):
+            joined[key] = {**old, **new}
+    return joined
+
+
+def _listed(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the section of data with its ``path`` as a list where the kind takes several."""
+    path, kind = values.get("path"), DATA_KINDS[kind_of(values)]
+    several = any(field.name == "path" and takes_list(field.type) for field in fields(kind))
+    return {**values, "path": _texts(path, is_optional=False)} if several and isinstance(path, str) else values
+
+
+def _section_values(name: str, record: Any) -> dict[str, Any]:
+    """Returns the keys of a section and their values."""
+    if name == "data":
+        return section_of(record)
+    return encoder_section(name, record) if name in ("vision", "projector") else asdict(record)
 
 
 def _check_is_kept(name: str, value: Any, depth: int = 0) -> None:
@@ -384,11 +400,9 @@ def _briefly(value: Any) -> str:
 
 
 def _one_or_many(kind: Any, value: Any) -> Any:
-    """A single value where only several fit (``layers_per_chunk: 4``) stands for a list of one."""
-    members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    alone = {int, str} & set(members)
-    is_list = takes_list(kind) and (not alone or (alone == {str} and isinstance(value, int)))
-    return [value] if is_list and isinstance(value, int | float | str) else value
+    """Returns a list of one for a single value where only several fit (``trackers: wandb``)."""
+    is_list = takes_list(kind) and not {int, str} & set(kinds_of(kind))
+    return [value] if is_list and isinstance(value, int | float | str | dict) else value
 
 
 def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[str]) -> None:
@@ -396,7 +410,8 @@ def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]!r}" if near else f"the known ones are {', '.join(known)}"
-            hint = INSTEAD.get(str(key), hint)
+            of_section = what.removeprefix("key of ")
+            hint = INSTEAD.get(f"{of_section}.{key}") or INSTEAD.get(str(key)) or hint
             raise ValueError(f"{path}: {shown(key)} is no {what}: {hint}")
 
 

@@ -22,8 +22,11 @@ from rrfp_jax.data import (
     TextBytes,
     Tokens,
 )
-from rrfp_jax.data.buckets import CutSizes, cut_sizes
+from rrfp_jax.data.cut_sizes import CutSizes, cut_sizes
+from rrfp_jax.data.own_data_config import OwnDataConfig
+from rrfp_jax.data.text_bytes import TextConfig
 from rrfp_jax.data.token_kind import BYTE_TOKENS
+from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TokensConfig
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 
 RunData = TextBytes | ImageText | Tokens | OwnData
@@ -42,14 +45,14 @@ def make_data_set(
     that it is meant, if its tokens are not the model's.
     """
     known = known_model(config) if known is None else known
-    if not force and config.data is not None:
-        check_tokens(config.data_section, BYTE_TOKENS, known)  # refuse before reading all of it
-    data: RunData = _text(config, part, known) if config.image_text is None else _images(config, part, known)
+    if not force and isinstance(config.data, TextConfig):
+        check_tokens(config.data_kind, BYTE_TOKENS, known)  # refuse before reading all of it
+    data: RunData = _text(config, part, known) if config.images is None else _images(config, part, known)
     if not force:
-        check_tokens(config.data_section, data.token_kind, known)
+        check_tokens(config.data_kind, data.token_kind, known)
     if config.model.vocab_size < data.vocab_size:
         raise ValueError(
-            f"model.vocab_size is {config.model.vocab_size}, but the tokens of {config.data_section} are up to "
+            f"model.vocab_size is {config.model.vocab_size}, but the tokens of the data are up to "
             f"{data.vocab_size - 1}: give at least {data.vocab_size}"
         )
     return data
@@ -71,7 +74,7 @@ def make_evaluation_sets(
         except ValueError as error:
             raise ValueError(f"{where}: {error}".replace("to train on", "to evaluate on")) from None
         if _scale(of_set) != _scale(config):
-            raise ValueError(f"{where}: the encoder scales pixels as in training: leave out mean and std")
+            raise ValueError(f"{where}: the encoder scales pixels as in training: leave out mean and std of images")
         found.counts_once = True
     return sets
 
@@ -84,7 +87,7 @@ def evaluation_configs(config: TrainConfig) -> dict[str, tuple[TrainConfig, Part
     sets: dict[str, tuple[TrainConfig, Part]] = {}
     for name, differences in ({} if config.evaluation is None else config.evaluation.named_sets).items():
         is_own = not _ORIGINS.isdisjoint(differences)
-        all_of_it = {"held_out": 0.0} if is_own and hasattr(config.data_set, "held_out") else {}
+        all_of_it = {"held_out": 0.0} if is_own and hasattr(config.data, "held_out") else {}
         of_set = config.with_data({**all_of_it, **differences}, f"evaluation.sets.{name}")
         sets[name] = of_set, TRAIN if is_own else HELD_OUT
     return sets
@@ -102,18 +105,19 @@ def vocabulary_note(config: TrainConfig, data: RunData) -> str | None:
 
 def _text(config: TrainConfig, part: Part, known: KnownModel) -> TextBytes | Tokens | OwnData:
     if config.vision is not None:
-        raise ValueError(f"{config.data_section} is text alone, and the model has vision: give image_text instead")
-    if config.own_data is not None:
-        return OwnData(config.own_data, config.model.vocab_size, part)
-    if config.tokens is not None:
-        return Tokens(with_kept_tokenizer(config.tokens, known), part)
-    files = config.jsonl or config.parquet
-    if files is not None:
-        from rrfp_jax.data.text_files import tokens_of_files
+        raise ValueError(f"data of kind {config.data_kind} is text alone, and the model has vision: give image_text")
+    match config.data:
+        case OwnDataConfig() as data:
+            return OwnData(data, config.model.vocab_size, part)
+        case TokensConfig() as data:
+            return Tokens(with_kept_tokenizer(data, known), part)
+        case JsonlConfig() | ParquetConfig() as data:
+            from rrfp_jax.data.text_files import tokens_of_files
 
-        return tokens_of_files(with_tokenizer(files, known), part, say=_say)
-    assert config.data is not None
-    return TextBytes(config.data, part)
+            return tokens_of_files(with_tokenizer(data, known), part, say=_say)
+        case TextConfig() as data:
+            return TextBytes(data, part)
+    raise AssertionError(config.data)
 
 
 def _say(text: str) -> None:
@@ -123,7 +127,7 @@ def _say(text: str) -> None:
 def _images(config: TrainConfig, part: Part, known: KnownModel) -> ImageText:
     from rrfp_jax.commands.training.model_parts import sample_cost
 
-    data = config.image_text
+    data = config.images
     assert data is not None
     writer = text_writer(data, known, sees=config.vision is not None)
     images = ImageText(data, cost=sample_cost(config), part=part, cut=_cut_sizes(config), writer=writer)
@@ -164,7 +168,7 @@ def _check_sees(data: ImageTextConfig, config: TrainConfig, largest_grid: tuple[
     for name, (given, needed) in wanted.items():
         if given != needed:
             is_given = config.run.init_from is not None
-            remedy = f"image_text {of_data[name]}" if is_given else f"{name} {needed}"
+            remedy = f"data.images {of_data[name]}" if is_given else f"{_to_give(name)} {needed}"
             raise ValueError(f"{name} is {given}, and the data has {needed}: give {remedy}")
     _check_positions(data, vision, largest_grid)
 
@@ -174,20 +178,26 @@ def _check_positions(data: ImageTextConfig, vision: VisionConfig, largest_grid: 
     is_equal = data.image_size is not None
     if is_equal != (vision.num_patches is not None):
         what = "images of one size" if is_equal else "images of different sizes"
-        need = f"num_patches {rows * columns}" if is_equal else f"max_rows {rows} and max_columns {columns}"
-        raise ValueError(f"the data has {what}, for which vision needs {need}: give that")
+        need = str(rows * columns) if is_equal else f"{rows},{columns}"
+        raise ValueError(f"the data has {what}, for which vision needs grid {need}: give that")
     if vision.num_patches is not None:
         if vision.num_patches != rows * columns:
             raise ValueError(
-                f"vision.num_patches is {vision.num_patches}, and images have {rows * columns}: give that number"
+                f"vision.grid is {vision.num_patches}, and images have {rows * columns} patches: give that number"
             )
     elif (vision.max_rows or 0) < rows or (vision.max_columns or 0) < columns:
         raise ValueError(
             f"vision knows {vision.max_rows} rows and {vision.max_columns} columns of patches, and the largest image "
-            f"has {rows} and {columns}: give max_rows and max_columns of at least that"
+            f"has {rows} and {columns}: give vision.grid of at least that"
         )
 
 
 def _scale(config: TrainConfig) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
     """How the pixels of image files are scaled; None where there are none."""
-    return None if config.image_text is None else (config.image_text.mean, config.image_text.std)
+    return None if config.images is None else (config.images.mean, config.images.std)
+
+
+def _to_give(name: str) -> str:
+    """Returns the key that gives a field of the encoder or the projector."""
+    section, _, key = name.partition(".")
+    return name if section == "vision" else f"projector.overrides {key}"

@@ -5,10 +5,10 @@ from pathlib import Path
 import optax
 
 from rrfp_jax.checkpoint import last_committed
-from rrfp_jax.commands.training.assembly import chunks_of, compile_cache_of, enter_run, make_evaluator
+from rrfp_jax.commands.training.assembly import chunks_of, enter_run, make_evaluator, runtime_options
 from rrfp_jax.commands.training.planned import PlannedRun
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.runtime.options import RuntimeOptions
+from rrfp_jax.runtime.compile_cache import use_compile_cache
 from rrfp_jax.training.evaluation import EvaluationRow
 from rrfp_jax.training.run_directory import RunDirectory
 from rrfp_jax.training.saving import RunSaver
@@ -21,7 +21,7 @@ def evaluate_run(planned: PlannedRun, run: Path) -> tuple[int, list[EvaluationRo
     model.
     """
     config = planned.config
-    compile_cache_of(config)
+    use_compile_cache()
     process = enter_run(planned)
     checkpoints = RunDirectory(run.absolute()).checkpoints
     with Pipeline(
@@ -31,12 +31,7 @@ def evaluate_run(planned: PlannedRun, run: Path) -> tuple[int, list[EvaluationRo
         process=process,
         optimizer=optax.identity(),
         seed=config.run.seed,
-        options=RuntimeOptions(
-            memory_limit=config.pipeline.memory_limit,
-            dispatch_ahead=config.pipeline.dispatch_ahead,
-            group_protocol=config.pipeline.group_protocol,
-            progress_deadline_s=config.pipeline.progress_deadline_s,
-        ),
+        options=runtime_options(config),
         trains=False,
     ) as pipeline:
         # its own directory is never made: nothing is saved
@@ -45,7 +40,7 @@ def evaluate_run(planned: PlannedRun, run: Path) -> tuple[int, list[EvaluationRo
         state = saver.start_from(checkpoints)
         evaluator = make_evaluator(planned, pipeline)
         shapes = evaluator.shapes()
-        first = planned.dataset.batch(0, pipeline.reads(config.data_set.num_microbatches))
+        first = planned.dataset.batch(0, pipeline.reads(config.data.num_microbatches))
         pipeline.prepare(first, buckets=planned.dataset.buckets, evaluation=shapes)
         rows = evaluator.run(state) or []
         saver.checkpoints.close()

@@ -24,7 +24,7 @@ def check_meshes(config: TrainConfig) -> None:
     microbatches may divide and those of others not; the latter are whole on every device.
     """
     layout = config.pipeline
-    mesh = layout.mesh or {TENSOR: layout.tensor}
+    mesh = layout.mesh or {}
     _check_names(mesh, "mesh")
     check_divides(config.model, mesh.get(TENSOR, 1), mesh.get(EXPERT, 1))
     if config.vision is not None:
@@ -32,7 +32,7 @@ def check_meshes(config: TrainConfig) -> None:
         _check_names(of_encoder, "encoder_mesh")
         check_size("vision.mlp_dim", config.vision.mlp_dim, of_encoder.get(TENSOR, 1))
     if config.row_length is not None:
-        _check_rows(mesh, config.data_set.microbatch_size, config.data_set.num_microbatches)
+        _check_rows(mesh, config.data.microbatch_size, config.data.num_microbatches)
         _check_positions(mesh, config.row_length)
 
 

@@ -61,4 +61,4 @@ def _encoder_layers(config: TrainConfig) -> Iterator[CountedLayer]:
 
 
 def _trains(config: TrainConfig, name: str) -> bool:
-    return not any(matches(pattern, name) for pattern in config.pipeline.freeze)
+    return not any(matches(pattern, name) for pattern in config.optimizer.freeze)

@@ -94,7 +94,7 @@ def text_writer(data: ImageTextConfig, known: KnownModel, *, sees: bool) -> Text
     marks = read_image_tokens(known.files) if is_of_hub and sees and known.files is not None else None
     if sees and marks is None:
         raise ValueError(
-            f"image_text.tokenizer is {name}, and nothing says what stands for images among its tokens: give "
+            f"data.tokenizer is {name}, and nothing says what stands for images among its tokens: give "
             f"{INIT_FROM} with a model that has this tokenizer, or tokenizer bytes"
         )
     return TextWriter(kind, marks, opens=is_of_hub)
@@ -109,47 +109,47 @@ def _tokenizer_of(given: str | None, known: KnownModel) -> str:
     return given
 
 
-def check_tokens(section: str, kind: TokenKind | None, known: KnownModel) -> None:
+def check_tokens(kind_of_data: str, kind: TokenKind | None, known: KnownModel) -> None:
     """Raise ValueError if the tokens of the data, ``kind``, are not those of the model."""
     if known.where is None or kind is None:
         return
     tokens = known.tokens
     if tokens is None and kind.is_bytes and known.files is not None and has_unread_tokenizer(known.files):
         raise ValueError(
-            f"the tokens of {section} are bytes, and the model in {known.where} has a tokenizer in a form that is not "
+            f"the tokens of the data are bytes, and the model in {known.where} has a tokenizer in a form that is not "
             f"read here: save it as {TOKENIZER} into the folder that was imported, import again, or give --force"
         )
     if tokens is None or kind.is_same(tokens):
         return
     if tokens.is_bytes:
-        remedy = "give tokenizer bytes, or a section of bytes"
-    elif section == "tokens":
+        remedy = "give data.tokenizer bytes, or data.kind text"
+    elif kind_of_data == "tokens":
         remedy = f"tokenize the text with --tokenizer {tokens.file}"
-    elif section == "data":
-        remedy = "give a section jsonl, parquet, tokens or image_text in its place, whose tokenizer is the model's"
+    elif kind_of_data == "text":
+        remedy = "give data.kind jsonl, parquet, tokens or image_text, with the model's tokenizer"
     else:
-        remedy = f"give {section}.tokenizer {tokens.file}, or leave it out"
+        remedy = f"give data.tokenizer {tokens.file}, or leave it out"
     raise ValueError(
-        f"the tokens of {section} are {kind}, and the model in {known.where} knows {tokens}: {remedy}, or give --force "
+        f"the tokens of the data are {kind}, and the model in {known.where} knows {tokens}: {remedy}, or give --force "
         "where it is to learn them"
     )
 
 
-def token_notes(section: str, data: "RunData", known: KnownModel) -> list[str]:
+def token_notes(data: "RunData", known: KnownModel) -> list[str]:
     """Returns sentences about tokens that cannot be compared, and about tokens that end texts and differ."""
     notes = []
     kind, tokens = data.token_kind, known.tokens
     if known.where is not None and not known.has_begun:
         if tokens is None:
             notes.append(
-                f"nothing in {known.where} says which tokens its model knows, so nobody has compared those of {section}"
+                f"nothing in {known.where} says which tokens its model knows, so nobody has compared those of the data"
             )
         elif kind is None:
-            notes.append(f"{section} does not say which tokens it has: they must be {tokens}, as the model's are")
+            notes.append(f"the data does not say which tokens it has: they must be {tokens}, as the model's are")
         elif kind.ends and tokens.ends and kind.is_same(tokens) and kind.ends[0] not in tokens.ends:
             ends = ", ".join(map(str, tokens.ends))
             notes.append(
-                f"a text of {section} ends with token {kind.ends[0]}, and the model in {known.where} ends one with "
+                f"a text of the data ends with token {kind.ends[0]}, and the model in {known.where} ends one with "
                 f"{ends}: end_of_document names another"
             )
     return [*notes, *getattr(data, "notes", ())]

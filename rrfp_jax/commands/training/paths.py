@@ -11,20 +11,15 @@ from typing import Any
 
 _WORDS = ("bytes", "train")
 """Words that may stand in place of a tokenizer's file."""
-_FILES = ("path", "tokenizer", "cache")
 _PATHS: dict[str, tuple[str, ...]] = {
-    "data": ("path",),
-    "image_text": ("path", "image_folder", "tokenizer"),
-    "tokens": ("path", "tokenizer"),
-    "jsonl": _FILES,
-    "parquet": _FILES,
+    "data": ("path", "image_folder", "tokenizer", "cache"),
     "run": ("init_from",),
 }
 """Fields, by section, that are saved as whole paths."""
 _AT_HOME: dict[str, tuple[str, ...]] = {
     **_PATHS,
-    "run": ("init_from", "run_dir", "compile_cache"),
-    "pipeline": ("costs", "schedule", "hint"),
+    "run": ("init_from", "run_dir"),
+    "pipeline": ("schedule", "hint"),
 }
 """Fields, by section, in which ``~`` stands for somebody's home."""
 
@@ -39,20 +34,22 @@ def at_home(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def whole_paths(config: Mapping[str, Mapping[str, Any]], data_section: str) -> dict[str, Any]:
-    """Returns a configuration, as plain data, with whole paths; ``data_section`` is the section of its evaluation
-    sets."""
+def whole_paths(config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a configuration, as plain data, with whole paths."""
     saved = {section: _whole(section, values) for section, values in config.items()}
     sets = (saved.get("evaluation") or {}).get("sets")
     if sets:
-        whole = {name: _whole(data_section, differences) for name, differences in sets.items()}
+        whole = {name: _whole("data", differences) for name, differences in sets.items()}
         saved["evaluation"] = {**saved["evaluation"], "sets": whole}
     return saved
 
 
 def _whole(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     names = _PATHS.get(section, ())
-    return {name: _each(value, _absolute) if name in names else value for name, value in values.items()}
+    whole = {name: _each(value, _absolute) if name in names else value for name, value in values.items()}
+    if section == "data" and isinstance(images := values.get("images"), Mapping):
+        whole["images"] = _whole("data", images)
+    return whole
 
 
 def _each(value: Any, change: Any) -> Any:

@@ -3,8 +3,10 @@
 Whatever does not fit is refused here within a second; what remains are the devices, the memory and the other processes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,12 +17,12 @@ from rrfp_jax.commands.training.data_sets import RunData, make_data_set, make_ev
 from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_tokens import KnownModel, known_model
 from rrfp_jax.commands.training.starting import check_init_from
-from rrfp_jax.core import Order
+from rrfp_jax.core import READY, SCHEDULE, STRICT, Order
 from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.layout import with_axes_in_order
-from rrfp_jax.models.cuts import plan_cut
-from rrfp_jax.models.encoder_config import ENCODER
-from rrfp_jax.observe.trackers.config import check_installed
+from rrfp_jax.models.chunk_layout import ChunkLayout
+from rrfp_jax.models.cuts import balanced_counts, plan_cut
+from rrfp_jax.observe.trackers.config import check_installed, read_trackers
 from rrfp_jax.schedules import Placement
 from rrfp_jax.training.run_config import PipelineConfig
 from rrfp_jax.training.run_directory import RunDirectory
@@ -58,14 +60,13 @@ class PlannedRun:
     @property
     def training(self) -> dict[str, Any]:
         """What decides the result: the configuration, and in its section of data also which data was found there."""
-        section = self.config.data_section
-        return {**self.saved, section: {**self.saved[section], "text": self.dataset.fingerprint}}
+        return {**self.saved, "data": {**self.saved["data"], "text": self.dataset.fingerprint}}
 
     @property
     def agreed(self) -> dict[str, Any]:
         """What must be the same on all ranks: that, and the rows of its table, which may come from a file of theirs."""
         agreed = self.config.as_dict()
-        agreed[self.config.data_section]["text"] = self.dataset.fingerprint  # nodes may have it elsewhere
+        agreed["data"]["text"] = self.dataset.fingerprint  # nodes may have it elsewhere
         agreed["pipeline"] = with_axes_in_order(agreed["pipeline"])
         for name, dataset in self.evaluation_sets.items():
             agreed["evaluation"][f"text of {name}"] = dataset.fingerprint
@@ -84,7 +85,7 @@ def plan_run(config: TrainConfig, path: Path, *, fresh: bool = False, force: boo
     known = known_model(config, path, fresh=fresh)
     if not known.has_begun:
         check_init_from(config)
-    check_installed(config.run.trackers, config.tracking.mlflow_uri)
+    check_installed(read_trackers(config.run.trackers))
     ordered = order_run(config)
     run = PlannedRun(
         config=config,
@@ -120,26 +121,33 @@ class OrderedRun(NamedTuple):
         """Raise ValueError where a language model cannot be cut for the order."""
         if self.cut is not None:
             return
-        layout = config.pipeline
-        counts = layout.layer_counts
-        if counts is not None and len(counts) != self.num_chunks:
+        cut, num_layers = config.pipeline.cut, config.model.num_layers
+        if cut.layers is not None and len(cut.layers) != self.num_chunks:
             raise ValueError(
-                f"layers_per_chunk has {len(counts)} numbers for {self.num_chunks} chunks: give one per chunk"
+                f"layout has {len(cut.layers)} chunks, and the stages and the schedule take {self.num_chunks}: give "
+                "that many"
             )
-        plan_cut(
-            config.model.num_layers,
-            num_chunks=None if counts else self.num_chunks,
-            layers_per_chunk=counts,
-            embedding_in=layout.embedding_chunk,
-            head_in=layout.head_chunk,
-        )
+        if cut.layers is None and num_layers % self.num_chunks and self.num_chunks <= num_layers + 2:
+            example = ChunkLayout(layers=tuple(balanced_counts(num_layers, self.num_chunks)))
+            raise ValueError(
+                f"{num_layers} layers do not cut into {self.num_chunks} equal chunks: give layout, for example "
+                f"'{example}', or auto"
+            )
+        with about_layout():
+            plan_cut(
+                num_layers,
+                num_chunks=None if cut.layers else self.num_chunks,
+                layers_per_chunk=cut.layers,
+                embedding_in=cut.embedding_chunk,
+                head_in=cut.head_chunk,
+            )
 
 
 def order_run(config: TrainConfig) -> OrderedRun:
     """Resolve the order of a run. Raises ValueError where it does not fit."""
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
     check_meshes(config)
-    share = microbatches_per_replica(config.data_set.num_microbatches, layout.data)
+    share = microbatches_per_replica(config.data.num_microbatches, layout.replicas)
     if config.vision is not None:
         return _with_vision(config, ordering, share)
     _refuse_encoder_options(config)
@@ -148,17 +156,16 @@ def order_run(config: TrainConfig) -> OrderedRun:
 
 def ordering_of(layout: PipelineConfig) -> Ordering:
     """What a configuration says about order. Raises ValueError where it contradicts itself."""
+    schedule, group_size = layout.schedule_and_group
+    is_guided = schedule is not None and layout.hint in (None, SCHEDULE)
     return parse_ordering(
-        schedule=layout.schedule,
-        schedule_hash=layout.schedule_hash,
-        group_size=layout.group_size,
-        consume=layout.consume,
+        schedule=schedule,
+        group_size=group_size,
+        consume=STRICT if layout.consume == STRICT else READY,
         hint=layout.hint,
         window=None if isinstance(layout.window, str) else layout.window,
         backward=layout.backward,
-        footprint=layout.footprint,
-        foresight=layout.foresight,
-        read_ahead=layout.read_ahead,
+        foresight=False if layout.consume == READY and is_guided else None,
         offload=layout.offload,
         recompute=layout.recompute,
     )
@@ -170,7 +177,7 @@ def order_of(layout: PipelineConfig, ordering: Ordering, num_microbatches: int) 
         num_stages=layout.num_stages,
         num_microbatches=num_microbatches,
         chunks_per_stage=layout.chunks_per_stage,
-        placement=None if layout.stage_of_chunk is None else Placement(layout.stage_of_chunk),
+        placement=None if layout.is_auto or layout.cut.stages is None else Placement(layout.cut.stages),
     )
 
 
@@ -193,11 +200,20 @@ def _with_vision(config: TrainConfig, ordering: Ordering, share: int) -> Ordered
 
 def _refuse_encoder_options(config: TrainConfig) -> None:
     layout = config.pipeline
-    for name in ("encoder_layers_per_chunk", "encoder_stages", "encoder_mesh"):
-        if getattr(layout, name) is not None:
-            raise ValueError(f"{name} is for models with an encoder: give a section vision, or leave it out")
-    if layout.projector_in != ENCODER:
+    if layout.encoder_mesh is not None:
+        raise ValueError("encoder_mesh is for models with an encoder: give a section vision, or leave it out")
+    if layout.cut.encoder_layers is not None:
         raise ValueError(
-            f"projector_in is {layout.projector_in}, and the model has no encoder: give a section vision, or leave it "
-            "out"
+            f"layout {layout.layout!r} has an encoder, and the model none: give a section vision, or E first"
         )
+
+
+@contextmanager
+def about_layout() -> Iterator[None]:
+    """Names the key of the configuration in errors about the arguments that it becomes."""
+    try:
+        yield
+    except ValueError as error:
+        words = ("encoder_layers_per_chunk", "decoder_layers_per_chunk", "layers_per_chunk")
+        text = reduce(lambda text, word: text.replace(word, "layout"), words, str(error))
+        raise ValueError(text.replace("embedding_in", "E of layout").replace("head_in", "L of layout")) from None

@@ -21,7 +21,7 @@ def add_trust_argument(parser: ArgumentParser) -> None:
     parser.add_argument(
         FLAG,
         action="store_true",
-        help="run the code that the configuration names: a data set, schedule or hint of one's own, compiled programs; "
+        help="run the code that the configuration names: a data set, schedule or hint of one's own; "
         "without it only what options name is run",
     )
 
@@ -41,8 +41,8 @@ def refuse_code(path: str, sections: Mapping[str, Mapping[str, Any]], given: Con
 
 def _code_in(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yields the keys of a configuration's plain data that name code, with their values."""
-    if (own := sections.get("own_data")) is not None:
-        yield "own_data.object", own["object"]
+    if "object" in sections["data"]:
+        yield "data.object", sections["data"]["object"]
     for name, differences in ((sections.get("evaluation") or {}).get("sets") or {}).items():
         if "object" in differences:
             yield f"evaluation.sets.{name}.object", differences["object"]
@@ -50,10 +50,7 @@ def _code_in(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, s
         value = sections["pipeline"][key]
         if value is not None and is_in_file(value):
             yield f"pipeline.{key}", value
-    run = sections["run"]
-    if run["compile_cache"] not in ("auto", "none"):
-        yield "run.compile_cache", run["compile_cache"]
-    for flag in run["xla_flags"]:
+    for flag in sections["run"]["xla_flags"]:
         name, _, value = flag.partition("=")
         if "/" in value or name.endswith(_OF_PATHS):
             yield "run.xla_flags", flag

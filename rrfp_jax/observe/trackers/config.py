@@ -1,8 +1,10 @@
 """Names of the trackers, their settings, and checks that their libraries are here."""
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from rrfp_jax.field_rules import Rule, check_fields
 
@@ -18,50 +20,71 @@ _MODE = Rule(" or ".join(WANDB_MODES), lambda value: value in WANDB_MODES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackingConfig:
-    """Settings of the trackers."""
+class TrackerConfig:
+    """A tracker with its settings."""
 
+    tracker: str
+    """Name of the tracker."""
     project: str = "rrfp-jax"
-    """The project of W&B, and the experiment of MLflow, to which the run belongs."""
+    """The project of W&B, or the experiment of MLflow, to which the run belongs."""
     name: str | None = None
     """The run's name there; None: that of its run directory."""
-    wandb_entity: str | None = None
+    entity: str | None = None
     """The user or team of W&B; None: the one that is logged in."""
-    wandb_mode: str | None = None
+    mode: str | None = None
     """``offline`` keeps everything in the run directory, for ``wandb sync``; None: the environment variable WANDB_MODE,
     else ``online``."""
-    mlflow_uri: str | None = None
+    uri: str | None = None
     """MLflow's store or server, such as ``sqlite:////data/mlflow.db``; None: the environment variable
     MLFLOW_TRACKING_URI, else the folder ``mlflow`` in the run directory."""
 
     def __post_init__(self) -> None:
-        check_fields(self, _NAME, "project", "name", "wandb_entity", "mlflow_uri")
-        check_fields(self, _MODE, "wandb_mode")
+        check_fields(self, _NAME, "project", "name", "entity", "uri")
+        check_fields(self, _MODE, "mode")
 
 
-def check_trackers(names: tuple[str, ...]) -> None:
-    """Raise ValueError, with the remedy, for a name that is no tracker or is given twice."""
-    for name in names:
-        if name == "csv":
-            raise ValueError(
-                "trackers has 'csv': metrics.jsonl has every row, and pandas.read_json(FILE, lines=True).to_csv() makes"
-                f" it a CSV file; give some of {', '.join(TRACKERS)}, or none"
-            )
-        if name not in TRACKERS:
-            raise ValueError(f"trackers has {name!r}: give some of {', '.join(TRACKERS)}")
-        if names.count(name) > 1:
-            raise ValueError(f"trackers has {name} twice: give it once")
+_SETTINGS = {"tensorboard": (), "wandb": ("project", "name", "entity", "mode"), "mlflow": ("project", "name", "uri")}
 
 
-def check_installed(names: tuple[str, ...], mlflow_uri: str | None = None) -> None:
-    """Raise ValueError, with the remedy, for a tracker whose library is missing; loads none.
+def read_trackers(entries: Sequence[str | Mapping[str, Any]]) -> tuple[TrackerConfig, ...]:
+    """Reads the trackers of a configuration, each a name or ``{name: {setting: value}}``.
 
-    ``mlflow_uri`` is MLflow's store where the configuration names one, which may be a database.
+    Raises ValueError, with the remedy, for a name that is no tracker or is given twice, and for a setting that the
+    tracker does not have.
     """
-    for name in names:
-        if find_spec(name) is None:
-            raise ValueError(f"the tracker {name} is not installed: {_EXTRA}, or leave it out of trackers")
-    uri = mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-    kind = uri.partition(":")[0].partition("+")[0]
-    if "mlflow" in names and kind in _DATABASES and find_spec("sqlalchemy") is None:
-        raise ValueError(f"MLflow is to write to {kind}, for which its databases are not installed: pip install mlflow")
+    found: dict[str, TrackerConfig] = {}
+    for entry in entries:
+        for name, given in ({entry: None} if isinstance(entry, str) else entry).items():
+            if name == "csv":
+                raise ValueError(
+                    "trackers has 'csv': metrics.jsonl has every row, and pandas.read_json(FILE, lines=True).to_csv() "
+                    f"makes it a CSV file; give some of {', '.join(TRACKERS)}, or none"
+                )
+            if name not in TRACKERS:
+                raise ValueError(f"trackers has {name!r}: give some of {', '.join(TRACKERS)}")
+            if name in found:
+                raise ValueError(f"trackers has {name} twice: give it once")
+            settings = {} if given is None else given
+            if not isinstance(settings, Mapping):
+                raise ValueError(f"the tracker {name} has {settings!r}: give a mapping of {_settings_of(name)}")
+            if (odd := next((key for key in settings if key not in _SETTINGS[name]), None)) is not None:
+                raise ValueError(f"{odd!r} is no setting of the tracker {name}: it has {_settings_of(name)}")
+            found[name] = TrackerConfig(tracker=name, **settings)
+    return tuple(found.values())
+
+
+def _settings_of(name: str) -> str:
+    return ", ".join(_SETTINGS[name]) or "none"
+
+
+def check_installed(trackers: Sequence[TrackerConfig]) -> None:
+    """Raise ValueError, with the remedy, for a tracker whose library is missing; loads none."""
+    for each in trackers:
+        if find_spec(each.tracker) is None:
+            raise ValueError(f"the tracker {each.tracker} is not installed: {_EXTRA}, or leave it out of trackers")
+        uri = each.uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        kind = uri.partition(":")[0].partition("+")[0]
+        if each.tracker == "mlflow" and kind in _DATABASES and find_spec("sqlalchemy") is None:
+            raise ValueError(
+                f"MLflow is to write to {kind}, for which its databases are not installed: pip install mlflow"
+            )

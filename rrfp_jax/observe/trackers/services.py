@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from rrfp_jax.observe.output_files import replacing
-from rrfp_jax.observe.trackers.config import TrackingConfig
+from rrfp_jax.observe.trackers.config import TrackerConfig
 from rrfp_jax.record_files import parse_json, read_record
 
 STEP, EVALUATION = "step", "evaluation"
@@ -57,7 +57,8 @@ class TrackedRun:
     """Resolved configuration, as plain data by section."""
     first_step: int
     """Step of the first row to come; -1 where the run begins with its first step."""
-    settings: TrackingConfig
+    settings: TrackerConfig
+    """Settings of the tracker."""
 
     @property
     def name(self) -> str:
@@ -142,9 +143,9 @@ class _Wandb:
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        mode = run.settings.wandb_mode or os.environ.get("WANDB_MODE") or "online"
+        mode = run.settings.mode or os.environ.get("WANDB_MODE") or "online"
         if mode == "online" and wandb.api.api_key is None:  # it would ask for one on a terminal
-            raise RuntimeError("nobody is logged in: run `wandb login`, or give --tracking.wandb-mode offline")
+            raise RuntimeError("nobody is logged in: run `wandb login`, or give {wandb: {mode: offline}} in trackers")
         run_id = str(run.state("wandb").get("id") or secrets.token_hex(4))
         quiet = wandb.Settings(
             mode=cast(Any, mode),
@@ -156,7 +157,7 @@ class _Wandb:
         )
         self._wandb: Any = wandb.init(
             project=run.settings.project,
-            entity=run.settings.wandb_entity,
+            entity=run.settings.entity,
             name=run.name,
             id=run_id,
             resume="allow" if mode == "online" else None,  # offline every start keeps a folder of the same run
@@ -190,7 +191,7 @@ class _Mlflow:
         from mlflow.entities import Metric
 
         in_folder = (run.path / "mlflow").absolute().as_uri()
-        uri = run.settings.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI") or in_folder
+        uri = run.settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or in_folder
         self._metric, self._client = Metric, MlflowClient(tracking_uri=uri)
         before = run.state("mlflow")
         if "run_id" in before and before.get("uri") == uri:

@@ -34,13 +34,14 @@ class TrackedMetrics:
 
     Args:
         file: the metrics file, closed here.
-        run: the facts for the trackers.
-        names: names of trackers.
+        runs: the facts about the run for each tracker, with its settings.
     """
 
-    def __init__(self, file: MetricsFile, run: TrackedRun, names: Sequence[str]) -> None:
+    def __init__(self, file: MetricsFile, runs: Sequence[TrackedRun]) -> None:
         self._file = file
-        self._trackers = [_TrackerThread(name, partial(SERVICES[name], run)) for name in names]
+        self._trackers = [
+            _TrackerThread(run.settings.tracker, partial(SERVICES[run.settings.tracker], run)) for run in runs
+        ]
         until_s = time.monotonic() + _START_S
         for tracker in self._trackers:
             tracker.wait_for_start(until_s)

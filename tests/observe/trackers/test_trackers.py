@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.observe.trackers import TRACKERS, TrackedMetrics, TrackingConfig, tracked_metrics
-from rrfp_jax.observe.trackers.config import check_installed, check_trackers
+from rrfp_jax.observe.trackers import TRACKERS, TrackedMetrics, tracked_metrics
+from rrfp_jax.observe.trackers.config import check_installed, read_trackers
 from rrfp_jax.observe.trackers.services import flat, scalars
 from rrfp_jax.training.run_directory import RunDirectory
 from tests.observe.trackers.reading import READERS, assert_equal, by_step, of_file, of_mlflow
@@ -39,9 +39,8 @@ def train(path: Path, tracker: str, steps: range, attempt: int = 0, **settings: 
     """A run from the first of these steps on, which evaluates at every third."""
     directory = RunDirectory(path)
     directory.start(CONFIG, from_step=steps.start)
-    with directory.tracked_metrics(
-        CONFIG, [tracker], TrackingConfig(wandb_mode="offline", **settings), first_step=steps.start
-    ) as metrics:
+    entry = {tracker: settings | ({"mode": "offline"} if tracker == "wandb" else {})}
+    with directory.tracked_metrics(CONFIG, read_trackers([entry]), first_step=steps.start) as metrics:
         if steps.start == 0:
             metrics.write(held_out(-1))  # before anything is trained
         for step in steps:
@@ -91,7 +90,7 @@ def test_mlflow_holds_the_same_in_a_database(tmp_path: Path) -> None:
 
     MlflowClient(tracking_uri=store).search_experiments()  # makes the tables, which takes seconds
     for steps, attempt in ((range(4), 0), (range(4, 7), 0), (range(5, 9), 1)):
-        train(tmp_path / "run", "mlflow", steps, attempt, mlflow_uri=store)
+        train(tmp_path / "run", "mlflow", steps, attempt, uri=store)
         assert of_mlflow(tmp_path / "run", store) == by_step(of_file(tmp_path / "run"))
 
 
@@ -139,7 +138,7 @@ def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Faulty]
         monkeypatch.setattr(tracked_metrics, "_CLOSE_S", 0.2)
         directory = RunDirectory(tmp_path)
         directory.start(CONFIG)
-        return directory.tracked_metrics(CONFIG, ["wandb"], TrackingConfig(), first_step=0)
+        return directory.tracked_metrics(CONFIG, read_trackers(["wandb"]), first_step=0)
 
     return open_with
 
@@ -193,18 +192,20 @@ def test_names_are_flat_and_numbers_of_evaluations_have_their_set_s() -> None:
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="trackers has 'tensorbord': give some of tensorboard, wandb, mlflow"):
-        check_trackers(("tensorbord",))
+        read_trackers(("tensorbord",))
     with pytest.raises(ValueError, match="wandb twice"):
-        check_trackers(("wandb", "wandb"))
+        read_trackers(("wandb", "wandb"))
     with pytest.raises(ValueError, match=r"trackers has 'csv': metrics\.jsonl has every row"):
-        check_trackers(("csv",))
-    with pytest.raises(ValueError, match="wandb_mode is sometimes: give online or offline"):
-        TrackingConfig(wandb_mode="sometimes")
+        read_trackers(("csv",))
+    with pytest.raises(ValueError, match="mode is sometimes: give online or offline"):
+        read_trackers([{"wandb": {"mode": "sometimes"}}])
+    with pytest.raises(ValueError, match="'mode' is no setting of the tracker mlflow: it has project, name, uri"):
+        read_trackers([{"mlflow": {"mode": "offline"}}])
     monkeypatch.setattr("rrfp_jax.observe.trackers.config.find_spec", lambda name: None)
     check_installed(())
     with pytest.raises(ValueError, match=r"tracker wandb is not installed: pip install 'rrfp-jax\[trackers\]'"):
-        check_installed(("wandb",))
+        check_installed(read_trackers(("wandb",)))
     monkeypatch.setattr("rrfp_jax.observe.trackers.config.find_spec", lambda name: name if name == "mlflow" else None)
-    check_installed(("mlflow",), "http://elsewhere:5000")
+    check_installed(read_trackers([{"mlflow": {"uri": "http://elsewhere:5000"}}]))
     with pytest.raises(ValueError, match=r"to write to sqlite, for which .* not installed: pip install mlflow$"):
-        check_installed(("mlflow",), "sqlite:////data/mlflow.db")
+        check_installed(read_trackers([{"mlflow": {"uri": "sqlite:////data/mlflow.db"}}]))
