@@ -158,7 +158,7 @@ _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-p
 
 
 def read_corpus(path: str | None, *, suffixes: tuple[str, ...], max_bytes: int) -> NDArray[np.uint8]:
-    """Read at most ``max_bytes`` bytes of text, uint8 ``[num_bytes]``; arguments as in ``DataConfig``.
+    """Read at most ``max_bytes`` bytes of text, uint8 ``[num_bytes]``; arguments as in ``TextConfig``.
 
     Raises ValueError, with the remedy, when there is nothing to read or a file cannot be read.
     """

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from rrfp_jax.data.parts import A_FRACTION
+from rrfp_jax.data.held_out import A_FRACTION
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)

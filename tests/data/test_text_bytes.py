@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rrfp_jax.data import TextBytes, TextConfig
-from rrfp_jax.data import DataConfig, TextBytes
 from rrfp_jax.data.text_bytes import corpus_files, read_corpus
 
 

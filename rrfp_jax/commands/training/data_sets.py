@@ -22,7 +22,7 @@ from rrfp_jax.data import (
     TextBytes,
     Tokens,
 )
-from rrfp_jax.data.cut_sizes import CutSizes, cut_sizes
+from rrfp_jax.data.buckets import CutSizes, cut_sizes
 from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.text_bytes import TextConfig
 from rrfp_jax.data.token_kind import BYTE_TOKENS
