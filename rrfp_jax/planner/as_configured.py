@@ -22,7 +22,7 @@ from rrfp_jax.planner.records import Plan, PlanChoice, PlanShape, Ranked
 from rrfp_jax.planner.search import forecast
 
 _CHOICES = (
-    *("microbatches", "microbatch_size", "stages", "data", "tensor", "chunks_per_stage", "schedules", "consume"),
+    *("microbatches", "microbatch_size", "stages", "replicas", "tensor", "chunks_per_stage", "schedules", "consume"),
     *("remat", "devices", "batch_size"),
 )
 

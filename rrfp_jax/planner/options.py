@@ -97,7 +97,7 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
         "batch; with --costs all that it has)",
     )
     add("--stages", metavar=_LIST, help="stages of the pipeline (default: every number that divides the devices)")
-    add("--data", metavar=_LIST, help="replicas of the pipeline (default: every number that divides the devices)")
+    add("--replicas", metavar=_LIST, help="replicas of the pipeline (default: every number that divides the devices)")
     add(
         "--tensor",
         metavar=_LIST,

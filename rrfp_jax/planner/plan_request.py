@@ -77,7 +77,7 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         microbatches=parse_counts(arguments.microbatches, "--microbatches"),
         memory_bytes=None if arguments.memory is None else parse_bytes(arguments.memory, "memory"),
         stages=parse_counts(arguments.stages, "--stages"),
-        data=parse_counts(arguments.data, "--data"),
+        data=parse_counts(arguments.replicas, "--replicas"),
         tensor=parse_counts(arguments.tensor, "--tensor"),
         chunks=_chunks(arguments, config),
         schedules=parse_words(arguments.schedules, "--schedules", ORDER_NAMES),

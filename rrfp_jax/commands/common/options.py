@@ -26,6 +26,7 @@ INSTEAD = {
     "plan.picture": "rrfp plan --json --top N tells step time and memory of as many choices",
     "plan.seed": "the draws of the noise are the same in every plan, so leave it out",
     "plan.window": "rrfp plan gives each hint the largest window for which --memory suffices",
+    "plan.data": "give --replicas",
     "pipeline.data": "give replicas",
     "pipeline.tensor": "give mesh, such as {tensor: 2}",
     "pipeline.context_attention": "it is chosen by the sizes, so leave it out",
