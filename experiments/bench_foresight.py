@@ -27,7 +27,7 @@ from rich.table import Table
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.studies.machine import RULES, parse_jitter
 from rrfp_jax.core import Order
 from rrfp_jax.core.foresight import ForesightRules
@@ -97,7 +97,7 @@ class Cell:
         return Machine(links=Links(latency_ms=self.comm_ms, extra_ms=extra))
 
     def order(self, schedule: str, **words: Any) -> Order:
-        return Ordering(schedule=schedule, **words).resolve(
+        return OrderingOptions(schedule=schedule, **words).resolve(
             num_stages=self.num_stages,
             num_microbatches=self.num_microbatches,
             durations_ms=self.durations_ms,

@@ -103,7 +103,7 @@ class Stage:
 
         from rrfp_jax.core import Message, MessageKind
         from rrfp_jax.layout import Layout
-        from rrfp_jax.runtime.transports import Edge, PipelineTransport
+        from rrfp_jax.runtime.transports import ArrayEdge, PipelineTransport
         from rrfp_jax.schedules import looped
 
         self.rank, self.network, self.loop = rank, network, loop
@@ -111,7 +111,7 @@ class Stage:
         device = jax.devices()[0]
         sharding = jax.sharding.SingleDeviceSharding(device)
         self.values = [jax.device_put(np.zeros(num_bytes // 4, np.float32), device) for num_bytes in sizes]
-        edges = [Edge(spec=value, source=sharding, target=sharding) for value in self.values]
+        edges = [ArrayEdge(spec=value, source=sharding, target=sharding) for value in self.values]
         self._messages = [
             Message(MessageKind.ACTIVATION, 2 * edge + rank, 2 * edge + 1 - rank, 0) for edge in range(len(edges))
         ]

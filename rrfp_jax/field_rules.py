@@ -15,20 +15,20 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, cast, get_args, get
 from rrfp_jax.bounded_text import shown
 
 
-class Rule(NamedTuple):
+class FieldRule(NamedTuple):
     """What a value must be, in words that follow "give", and whether it is."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-AT_LEAST_1 = Rule("at least 1", lambda value: value >= 1)
-NOT_NEGATIVE = Rule("0 or more", lambda value: 0 <= value < math.inf)
-POSITIVE = Rule("a positive number", lambda value: 0 < value < math.inf)
-SECONDS = Rule("a positive number of seconds", lambda value: 0 < value < math.inf)
+AT_LEAST_1 = FieldRule("at least 1", lambda value: value >= 1)
+NOT_NEGATIVE = FieldRule("0 or more", lambda value: 0 <= value < math.inf)
+POSITIVE = FieldRule("a positive number", lambda value: 0 < value < math.inf)
+SECONDS = FieldRule("a positive number of seconds", lambda value: 0 < value < math.inf)
 MOST = 1 << 20
-COUNTABLE = Rule(f"at most {MOST:,}", lambda value: value <= MOST)
-"""Rule for numbers of which a list is made: a slip must not use up the memory of the machine."""
+COUNTABLE = FieldRule(f"at most {MOST:,}", lambda value: value <= MOST)
+"""FieldRule for numbers of which a list is made: a slip must not use up the memory of the machine."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _EXAMPLES = {
@@ -52,7 +52,7 @@ _MOST = {
 before anything shows how many there are, so a number that a file names is refused for itself."""
 
 
-def check_fields(record: object, rule: Rule, *names: str) -> None:
+def check_fields(record: object, rule: FieldRule, *names: str) -> None:
     """Raise ValueError if a field of the record has a wrong type, breaks the rule, or is beyond all bounds.
 
     None is always accepted.
@@ -160,49 +160,49 @@ def _fitted(value: Any, hint: Any) -> Any:
 
 
 @cache
-def _rule(hint: Any) -> Rule:
+def _rule(hint: Any) -> FieldRule:
     """Returns the rule for a value of this annotation, as far as it can be told without looking into generators."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         rules = [_rule(argument) for argument in arguments]
         words = ", ".join(rule.words for rule in rules[:-1]) + f" or {rules[-1].words}"
-        return Rule(words, lambda value: any(rule.holds(value) for rule in rules))
+        return FieldRule(words, lambda value: any(rule.holds(value) for rule in rules))
     if origin is Literal:
-        return Rule(f"one of {', '.join(map(str, arguments))}", lambda value: value in arguments)
+        return FieldRule(f"one of {', '.join(map(str, arguments))}", lambda value: value in arguments)
     if (origin or hint) in _SIMPLE:
         return _SIMPLE[origin or hint]
     return _class_rule(hint) if origin is None else _collection_rule(origin, arguments)
 
 
-def _class_rule(kind: Any) -> Rule:
+def _class_rule(kind: Any) -> FieldRule:
     if getattr(kind, "_is_protocol", False) or isinstance(kind, TypeVar):
         return _SIMPLE[Any]
     if hasattr(kind, "_fields"):  # anything with these attributes will do, as in optax
-        return Rule(_named(kind), lambda value: all(hasattr(value, field) for field in kind._fields))
-    return Rule(_named(kind), lambda value: isinstance(value, kind))
+        return FieldRule(_named(kind), lambda value: all(hasattr(value, field) for field in kind._fields))
+    return FieldRule(_named(kind), lambda value: isinstance(value, kind))
 
 
-_SIMPLE: dict[Any, Rule] = {
-    Any: Rule("anything", lambda value: True),
-    Callable: Rule("a function", callable),
-    NoneType: Rule("None", lambda value: value is None),
-    bool: Rule("True or False", lambda value: type(value).__name__.rstrip("_") == "bool"),  # also NumPy's
-    int: Rule("a whole number", is_whole),
-    float: Rule("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
-    str: Rule("text", lambda value: isinstance(value, str)),
+_SIMPLE: dict[Any, FieldRule] = {
+    Any: FieldRule("anything", lambda value: True),
+    Callable: FieldRule("a function", callable),
+    NoneType: FieldRule("None", lambda value: value is None),
+    bool: FieldRule("True or False", lambda value: type(value).__name__.rstrip("_") == "bool"),  # also NumPy's
+    int: FieldRule("a whole number", is_whole),
+    float: FieldRule("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    str: FieldRule("text", lambda value: isinstance(value, str)),
 }
 
 
-def _collection_rule(origin: Any, arguments: tuple[Any, ...]) -> Rule:
+def _collection_rule(origin: Any, arguments: tuple[Any, ...]) -> FieldRule:
     if issubclass(origin, Mapping):
         key, item = map(_rule, arguments)
-        return Rule(
+        return FieldRule(
             "a dictionary",
             lambda value: isinstance(value, Mapping) and all(key.holds(k) and item.holds(v) for k, v in value.items()),
         )
     if origin is tuple and arguments[1:] != (...,):
         rules = [_rule(argument) for argument in arguments]
-        return Rule(
+        return FieldRule(
             f"{len(rules)} values ({', '.join(rule.words for rule in rules)})",
             lambda value: (
                 isinstance(value, tuple | list)
@@ -212,7 +212,7 @@ def _collection_rule(origin: Any, arguments: tuple[Any, ...]) -> Rule:
         )
     if issubclass(origin, Iterable):
         each, kinds = _rule(arguments[0]), {tuple: Sequence, list: Sequence, frozenset: Set}.get(origin, origin)
-        return Rule(
+        return FieldRule(
             f"a {'set' if kinds is Set else 'list'} of {_plural(each.words)}",
             lambda value: (
                 isinstance(value, kinds)
@@ -221,7 +221,7 @@ def _collection_rule(origin: Any, arguments: tuple[Any, ...]) -> Rule:
                 and (not isinstance(value, Collection) or all(map(each.holds, value)))
             ),
         )
-    return Rule(_named(origin), lambda value: isinstance(value, origin))
+    return FieldRule(_named(origin), lambda value: isinstance(value, origin))
 
 
 def _named(kind: Any) -> str:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from experiments.reading.draw import TRAIN, draw_data
-from rrfp_jax.data import Batch, Bucket, ImageText, ImageTextConfig
+from rrfp_jax.data import Batch, BucketSpecs, ImageText, ImageTextConfig
 from rrfp_jax.models import AudioConfig, LanguageModelConfig, ProjectorConfig, VisionConfig, VisionLanguageConfig
 from rrfp_jax.models.vision_language import ChunkGraph, vision_language_model
 from tests.plain_graph import Microbatch, microbatches_of
@@ -66,7 +66,7 @@ def as_floats(batch: Batch) -> Batch:
     return {**batch, "patches": patches}
 
 
-def float_buckets(data: ImageText) -> list[Bucket]:
+def float_buckets(data: ImageText) -> list[BucketSpecs]:
     """Returns the shapes of microbatches that :func:`as_floats` has changed."""
     return [
         {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, Rule, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, SECONDS, FieldRule, check_fields
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Record:
         (SECONDS, [0.1], [0, math.inf]),
     ],
 )
-def test_what_rules_hold_for(rule: Rule, good: list[float], bad: list[float]):
+def test_what_rules_hold_for(rule: FieldRule, good: list[float], bad: list[float]):
     for value in (None, *good):
         check_fields(Record(value), rule, "field", "other")
     for value in bad:

@@ -5,10 +5,12 @@ import pydoc
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
 import pytest
 
 from rrfp_jax.first_use import FIELDS
+from tests.house import public_names
 
 
 @pytest.mark.parametrize("module", ["rrfp_jax", "rrfp_jax.models", "rrfp_jax.runtime"])
@@ -33,3 +35,10 @@ def test_help_of_a_public_record_tells_its_fields(module: str) -> None:
 def test_programs_that_start_without_docstrings_load_every_name() -> None:
     code = "import rrfp_jax; assert rrfp_jax.Ordering.__doc__ is None"
     subprocess.run([sys.executable, "-OO", "-c", code], check=True, timeout=120)
+
+
+def test_a_public_name_means_one_thing_in_the_library() -> None:
+    of_commands = {"main", "make_parser"}  # the two functions that the module of every command has
+    library = str(Path(__file__).parents[1] / "rrfp_jax")
+    doubled = {name: [str(path) for path in paths] for name, paths in public_names([library]).items() if len(paths) > 1}
+    assert doubled.keys() <= of_commands, {name: doubled[name] for name in doubled.keys() - of_commands}

@@ -122,9 +122,9 @@ def _optimizer() -> Any:
 
 
 def _ordering(subject: _Subject, words: Mapping[str, Any]) -> "Ordering":
-    from rrfp_jax.commands.common.ordering import Ordering as NamedOrdering
+    from rrfp_jax.commands.common.ordering import OrderingOptions
 
-    named = NamedOrdering(**words)
+    named = OrderingOptions(**words)
     graph = None if subject.edges is None else PipelineGraph(STAGES, NUM_MICROBATCHES, tuple(subject.edges))
     order = named.resolve(num_stages=STAGES, num_microbatches=NUM_MICROBATCHES, placement=linear(STAGES), graph=graph)
     return named.on(order.table)

@@ -14,7 +14,7 @@ from experiments.paper.pictures import draw_bars
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.tables import geometric_mean, markdown
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.core import Order
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, constant, for_steps, lognormal, simulate
@@ -54,7 +54,7 @@ def measure(cell: Cell) -> Measured:
     sizes = {"num_stages": int(cell["stages"]), "num_microbatches": int(cell["microbatches"])}
     rows: list[dict[str, Value]] = []
     for name, (words, communication) in METHODS.items():
-        order = Ordering(**words).resolve(**sizes)  # type: ignore[arg-type]
+        order = OrderingOptions(**words).resolve(**sizes)  # type: ignore[arg-type]
         machine = Machine(links=Links(latency_ms=COMM_MS), communication=Communication(communication))
         rng = np.random.default_rng(int(cell["seed"]))
         ends_ms = []

@@ -22,7 +22,7 @@ from experiments.paper.scene import peaks_above_1f1b
 from experiments.paper.tables import markdown, settings_of
 from experiments.workload_options import on_graph
 from experiments.workloads import Workload
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.commands.studies.work import GraphOptions, make_graph
 from rrfp_jax.costs.flops import DecoderSizes
@@ -131,7 +131,7 @@ def compare(drawn: Drawn, cell: Cell) -> Measured:
     links = Links(latency_ms=float(cell["transfer"]) * MEAN_FORWARD_MS)
     rows: list[dict[str, Value]] = []
     for name, (words, communication) in METHODS.items():
-        order = Ordering(**words).resolve(
+        order = OrderingOptions(**words).resolve(
             num_stages=int(cell["stages"]),
             num_microbatches=int(cell["microbatches"]),
             placement=drawn.placement,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from experiments.paper import endtoend
 from experiments.paper.rows import Cell
 from experiments.paper.scene import EQUAL, FORESIGHT, Method, Scene, table_order
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.core import STRICT, Order
 from rrfp_jax.schedules import ScheduleTable, schedule_names
@@ -142,7 +142,7 @@ def of_model(cell: Cell, seeds: Sequence[int]) -> Setting:
 
     def tables(memory: Memory) -> Iterator[tuple[str, ScheduleTable]]:  # noqa: ARG001
         for name in schedules_of_any_graph():
-            words = Ordering(schedule=name, consume=STRICT)
+            words = OrderingOptions(schedule=name, consume=STRICT)
             order = words.resolve(
                 num_stages=stages,
                 num_microbatches=microbatches,

@@ -16,7 +16,7 @@ from experiments.paper.pictures import draw_bars
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.tables import markdown
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.simulation import Costs, Links, Machine, constant, simulate
 
@@ -49,7 +49,9 @@ def measure(cell: Cell) -> Measured:
 def _steps(line: Mapping[str, str]) -> list[dict[str, Value]]:
     forward_ms, backward_ms = ([int(us) / 1e3 for us in line[name].split()] for name in ("forward_us", "backward_us"))
     stages = len(forward_ms)
-    order = Ordering(schedule="1f1b", consume="strict").resolve(num_stages=stages, num_microbatches=NUM_MICROBATCHES)
+    order = OrderingOptions(schedule="1f1b", consume="strict").resolve(
+        num_stages=stages, num_microbatches=NUM_MICROBATCHES
+    )
     per_stage_ms = np.stack([forward_ms, backward_ms, np.zeros(stages)], axis=-1)
     durations_ms = np.broadcast_to(per_stage_ms[None, :, None, :], (1, stages, NUM_MICROBATCHES, 3)).copy()
     run = simulate(order.arbiters(RULES), Costs(durations_ms=durations_ms))
@@ -64,7 +66,9 @@ def _bubbles(line: Mapping[str, str]) -> list[dict[str, Value]]:
     machine = Machine(links=Links(latency_ms=float(line["comm_ms"])))
     rows: list[dict[str, Value]] = []
     for schedule in SCHEDULES:
-        order = Ordering(schedule=schedule, consume="strict").resolve(num_stages=stages, num_microbatches=microbatches)
+        order = OrderingOptions(schedule=schedule, consume="strict").resolve(
+            num_stages=stages, num_microbatches=microbatches
+        )
         costs = Costs(durations_ms=constant((whole[0], whole[1], whole[2]), order.graph))
         bubble = simulate(order.arbiters(RULES), costs, machine=machine).timeline.bubble_fraction()
         what = f"{line['model']}, {microbatches} microbatches, {schedule}"

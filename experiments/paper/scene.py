@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.paper.rows import Cell, Value
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.studies.machine import RULES, parse_jitter
-from rrfp_jax.core import READY, STRICT, Order
-from rrfp_jax.core import Ordering as TableOrdering
+from rrfp_jax.core import READY, STRICT, Order, Ordering
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import (
@@ -82,7 +81,7 @@ class Method(NamedTuple):
     """An order, how much it may hold, and how tensors travel."""
 
     words: Mapping[str, Any]
-    """Of :class:`rrfp_jax.commands.common.ordering.Ordering`, without the window."""
+    """Of :class:`rrfp_jax.commands.common.ordering.OrderingOptions`, without the window."""
     holds: int | str | None = None
     """A window; :data:`EQUAL`; None: what the order itself says."""
     communication: str = "async"
@@ -95,7 +94,7 @@ class Method(NamedTuple):
         if self.holds is not None:
             equal = tuple(range(scene.stages, 0, -1))
             words["window"] = equal if self.holds == EQUAL else min(int(self.holds), scene.microbatches)
-        resolved = Ordering(**words).resolve(
+        resolved = OrderingOptions(**words).resolve(
             num_stages=scene.stages,
             num_microbatches=scene.microbatches,
             durations_ms=(scene.forward_ms, scene.input_ms, scene.weight_ms),
@@ -141,5 +140,5 @@ def _quiet_table(order: Order, scene: Scene) -> ScheduleTable:
 def table_order(table: ScheduleTable, use: str, *, window: int | None = None) -> Order:
     """A table consumed ``strict``, or as a hint with ``foresight``: within its own memory, or within a window."""
     consume = STRICT if use == STRICT else READY
-    ordering = TableOrdering(schedule=table, consume=consume, window=window)
+    ordering = Ordering(schedule=table, consume=consume, window=window)
     return ordering.resolve(table.placement, table.graph)

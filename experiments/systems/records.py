@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields
 
-_PART = Rule("a part above 0, up to 1", lambda value: 0 < value <= 1)
+_PART = FieldRule("a part above 0, up to 1", lambda value: 0 < value <= 1)
 _STEP = 10.0
 """Between a level and the next one."""
 

@@ -5,7 +5,7 @@ Reading these loads no ZeroMQ.
 
 from dataclasses import dataclass, replace
 
-from rrfp_jax.field_rules import AT_LEAST_1, SECONDS, Rule, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, SECONDS, FieldRule, check_fields
 
 HEARTBEAT_TIMEOUT_S = 24 * 3600
 """Silence after which JAX's coordination service gives up a rank, and then aborts all others without a report. It is
@@ -21,7 +21,7 @@ since XLA cuts long sums by it."""
 
 
 TRANSPORTS = ("auto", "sockets", "transfer")
-_TRANSPORT = Rule("auto, sockets or transfer", lambda value: value in TRANSPORTS)
+_TRANSPORT = FieldRule("auto, sockets or transfer", lambda value: value in TRANSPORTS)
 
 
 @dataclass(frozen=True, kw_only=True)

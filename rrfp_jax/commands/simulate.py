@@ -25,7 +25,7 @@ from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.garbage import rare_collections
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import Ordering, add_ordering_arguments, given_order, parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions, add_ordering_arguments, given_order, parse_ordering
 from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
 from rrfp_jax.commands.studies.machine import (
     add_machine_arguments,
@@ -140,7 +140,7 @@ class _Scenario:
 class _Candidate:
     """One order in a scenario. Raises ValueError where the order does not fit the scenario."""
 
-    def __init__(self, scenario: _Scenario, ordering: Ordering, label: str | None) -> None:
+    def __init__(self, scenario: _Scenario, ordering: OrderingOptions, label: str | None) -> None:
         arguments, durations = scenario.arguments, scenario.durations
         self.scenario = scenario
         self.order: Order = ordering.resolve(
@@ -386,7 +386,7 @@ def _durations(arguments: argparse.Namespace) -> DurationSource:
     return load_durations(path)
 
 
-def _orderings(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Ordering]]:
+def _orderings(arguments: argparse.Namespace) -> Sequence[tuple[str | None, OrderingOptions]]:
     """Returns the orders to simulate with their labels; an order labels itself where the label is None."""
     given = given_order(arguments)
     if arguments.compare is None:
@@ -454,7 +454,9 @@ def _memory_weights(text: str | None) -> MemoryWeights:
     return MemoryWeights(forward=weights[0], input_gradient=weights[1], weight_gradient=weights[2])
 
 
-def parse_entries(text: str, base: Ordering, *, group_size: int | None = None) -> list[tuple[str, Ordering]]:
+def parse_entries(
+    text: str, base: OrderingOptions, *, group_size: int | None = None
+) -> list[tuple[str, OrderingOptions]]:
     """``1f1b:strict,zb-h1:ready+footprint+foresight,bf``: hints, and schedules with how they are consumed.
 
     A schedule without a colon is consumed as ``base`` and the defaults have it. ``base`` gives window and backward to
@@ -470,7 +472,7 @@ def parse_entries(text: str, base: Ordering, *, group_size: int | None = None) -
     return [(entry, replace(one, group_size=group_size) if _has_groups(one) else one) for entry, one in entries]
 
 
-def _has_groups(ordering: Ordering) -> bool:
+def _has_groups(ordering: OrderingOptions) -> bool:
     name = ordering.schedule
     return name is not None and is_schedule(name) and schedule_entry(name).has_groups
 
@@ -482,7 +484,7 @@ def _distinct(entries: Sequence[str]) -> Sequence[str]:
     return entries
 
 
-def _entry(entry: str, base: Ordering) -> Ordering:
+def _entry(entry: str, base: OrderingOptions) -> OrderingOptions:
     path, of_file, rest = entry.partition(".py:")
     name, colon, words = rest.partition(":") if of_file else entry.partition(":")
     name = path + of_file + name if of_file else name

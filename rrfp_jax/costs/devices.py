@@ -29,9 +29,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rrfp_jax.costs import LinkCosts
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields
 
-_SHARE = Rule("a number above 0 and at most 1", lambda value: 0 < value <= 1)
+_SHARE = FieldRule("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 CUDA, TPU = "cuda", "tpu"
 SHARE_OF_GPU = 0.92
 """The part of a GPU's memory that a run lets JAX take. NCCL's buffers, CUDA's context, the code of programs and cuDNN's

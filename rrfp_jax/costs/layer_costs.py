@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields
 from rrfp_jax.simulation.costs import Durations
 
 
@@ -113,7 +113,7 @@ class LinkCosts:
         return 2 * (replicas - 1) * self.latency_ms + bytes_ms
 
 
-_SHARE = Rule("a share between 0 and 1", lambda value: 0 <= value <= 1)
+_SHARE = FieldRule("a share between 0 and 1", lambda value: 0 <= value <= 1)
 NOISE_KINDS = ("F", "I", "W")
 """Kinds of task along the last axis of durations."""
 MOST_SIGMA = 5

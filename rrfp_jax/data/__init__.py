@@ -3,7 +3,7 @@
 from rrfp_jax.data.dataset import Batch as Batch
 from rrfp_jax.data.dataset import BatchContents as BatchContents
 from rrfp_jax.data.dataset import BrokenData as BrokenData
-from rrfp_jax.data.dataset import Bucket as Bucket
+from rrfp_jax.data.dataset import BucketSpecs as BucketSpecs
 from rrfp_jax.data.dataset import Dataset as Dataset
 from rrfp_jax.data.dataset import Reads as Reads
 from rrfp_jax.data.dataset import contents_of as contents_of

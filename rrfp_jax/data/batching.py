@@ -30,7 +30,7 @@ from rrfp_jax.data.buckets import (
     rounded_up,
     smallest_fitting,
 )
-from rrfp_jax.data.dataset import Batch, Bucket, Reads
+from rrfp_jax.data.dataset import Batch, BucketSpecs, Reads
 from rrfp_jax.data.packing import (
     PatchFormat,
     Sample,
@@ -117,7 +117,7 @@ class Batching:
         self.shapes = [self._shape(pair) for pair in self._pairs]
 
     @cached_property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[BucketSpecs]:
         """All shapes of a microbatch as leaves."""
         return [leaf_specs(shape, self._format) for shape in self.shapes]
 

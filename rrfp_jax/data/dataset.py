@@ -23,7 +23,7 @@ read it.
 """
 Reads = Mapping[str, Container[int]]
 """Names of leaves -> the microbatches of which a process reads them. It reads nothing else."""
-Bucket = dict[str, Any]
+BucketSpecs = dict[str, Any]
 """The leaves of a microbatch as ``jax.ShapeDtypeStruct``, those that it lacks left out."""
 
 
@@ -50,7 +50,7 @@ class Dataset(Protocol):
         ...
 
     @property
-    def buckets(self) -> Sequence[Bucket] | None:
+    def buckets(self) -> Sequence[BucketSpecs] | None:
         """Returns all shapes that a microbatch can have; None: that of the first batch."""
         ...
 

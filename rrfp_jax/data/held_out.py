@@ -12,13 +12,13 @@ from posixpath import normpath
 from typing import Any, Literal
 from zlib import crc32
 
-from rrfp_jax.field_rules import Rule
+from rrfp_jax.field_rules import FieldRule
 
 Part = Literal["train", "held_out"]
 TRAIN: Part = "train"
 HELD_OUT: Part = "held_out"
 
-A_FRACTION = Rule("0 or more, and less than 1", lambda value: 0 <= value < 1)
+A_FRACTION = FieldRule("0 or more, and less than 1", lambda value: 0 <= value < 1)
 
 
 def num_trained(num: int, held_out: float) -> int:

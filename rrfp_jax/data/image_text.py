@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from rrfp_jax.data._files import check_inside
 from rrfp_jax.data.batching import Batching, Cost, Limits
 from rrfp_jax.data.buckets import CutSizes
-from rrfp_jax.data.dataset import Batch, BrokenData, Bucket, Reads
+from rrfp_jax.data.dataset import Batch, BrokenData, BucketSpecs, Reads
 from rrfp_jax.data.held_out import (
     HELD_OUT,
     TRAIN,
@@ -263,7 +263,7 @@ class ImageText:
         )
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[BucketSpecs]:
         """All shapes that a microbatch can have."""
         return self._batching.buckets
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data.dataset import Batch, BrokenData, Bucket, Reads
+from rrfp_jax.data.dataset import Batch, BrokenData, BucketSpecs, Reads
 from rrfp_jax.data.held_out import HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
 from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.sample_order import check_step, items_at
@@ -74,7 +74,7 @@ class OwnData:
         return f"{num_all} elements, SHA-256 of the first {digest}"
 
     @property
-    def buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[BucketSpecs]:
         """The one shape of all microbatches."""
         import jax
 

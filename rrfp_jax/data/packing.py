@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.buckets import Packing
-from rrfp_jax.data.dataset import Bucket
+from rrfp_jax.data.dataset import BucketSpecs
 
 IMAGE_TOKEN = 0xFF
 """The token at the positions of image features; a byte that UTF-8 never has."""
@@ -149,7 +149,7 @@ class PatchFormat(NamedTuple):
     """Type of a patch's values; bytes are pixels as a file has them, which the encoder scales."""
 
 
-def leaf_specs(shape: Shape, patch_format: PatchFormat) -> Bucket:
+def leaf_specs(shape: Shape, patch_format: PatchFormat) -> BucketSpecs:
     """Returns the leaves of a microbatch of this shape, as ``jax.ShapeDtypeStruct``."""
     import jax
 

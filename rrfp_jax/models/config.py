@@ -8,13 +8,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields, check_types, fill_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields, check_types, fill_fields
 
 DTYPES = ("float32", "bfloat16")
 """Names that ``param_dtype`` and ``compute_dtype`` accept. (float16 would need loss scaling.)"""
 
-ABOVE_0 = Rule("a number above 0", lambda value: value > 0)
-_FINITE_ABOVE_0 = Rule("a number above 0", lambda value: 0 < value < math.inf)
+ABOVE_0 = FieldRule("a number above 0", lambda value: value > 0)
+_FINITE_ABOVE_0 = FieldRule("a number above 0", lambda value: 0 < value < math.inf)
 
 LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE = "llama3", "linear", "yarn"
 ROPE_KINDS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.schedules import COMPUTE, Task
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -81,11 +81,11 @@ class _Tracks:
         ]
         self._most = max(map(len, self._of_stage))
 
-    def place(self, stage: int, track: str) -> Event:
+    def place(self, stage: int, track: str) -> TraceEvent:
         # Perfetto takes thread 0 for the kernel's idle thread and thread numbers for unique on the machine.
         return {"pid": stage + 1, "tid": self._most * stage + 1 + self._of_stage[stage].index(track)}
 
-    def names(self, stage: int) -> Iterator[Event]:
+    def names(self, stage: int) -> Iterator[TraceEvent]:
         process = {"ph": "M", "pid": stage + 1}
         yield {**process, "name": "process_name", "args": {"name": f"stage {stage}"}}
         yield {**process, "name": "process_sort_index", "args": {"sort_index": stage}}
@@ -95,7 +95,7 @@ class _Tracks:
             yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
 
 
-def _task_event(span: Span, zero_s: float, tracks: _Tracks, label: str) -> Event:
+def _task_event(span: Span, zero_s: float, tracks: _Tracks, label: str) -> TraceEvent:
     task = span.task
     args: dict[str, Any] = {"step": span.step, "kind": label, "chunk": task.chunk}
     if task.microbatch >= 0:
@@ -104,14 +104,14 @@ def _task_event(span: Span, zero_s: float, tracks: _Tracks, label: str) -> Event
     return {**_complete(span, zero_s, place), "name": str(task), "cat": f"task,{task.kind}", "args": args}
 
 
-def _idle_event(wait: Wait, zero_s: float, tracks: _Tracks) -> Event:
+def _idle_event(wait: Wait, zero_s: float, tracks: _Tracks) -> TraceEvent:
     reason = wait.reason
     args = {"step": wait.step, "reason": reason.value, "meaning": IDLE_LOOKS[reason].label}
     place = tracks.place(wait.stage, _IDLE)
     return {**_complete(wait, zero_s, place), "name": f"idle: {reason}", "cat": f"idle,{reason}", "args": args}
 
 
-def _complete(entry: Span | Wait, zero_s: float, place: Event) -> Event:
+def _complete(entry: Span | Wait, zero_s: float, place: TraceEvent) -> TraceEvent:
     # Both ends are rounded, to nanoseconds, before they are subtracted: neighbours never overlap by rounding.
     start_us, end_us = (round((time_s - zero_s) * 1e6, 3) for time_s in (entry.start_s, entry.end_s))
     return {"ph": "X", **place, "ts": start_us, "dur": round(end_us - start_us, 3)}

@@ -43,7 +43,7 @@ from rrfp_jax.programs.target import Target, tracing_for
 from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.transports import Edge
+from rrfp_jax.runtime.transports import ArrayEdge
 from rrfp_jax.schedules import PipelineGraph, Placement
 
 Plans = Mapping[int, Sequence[Variant]]
@@ -404,7 +404,7 @@ class HostedModel:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def edge(self, message: Message, bucket: int, shapes: Sequence[Sequence[ChunkShapes]]) -> Edge | None:
+    def edge(self, message: Message, bucket: int, shapes: Sequence[Sequence[ChunkShapes]]) -> ArrayEdge | None:
         """Returns the content of a message between chunks for microbatches of a bucket, and its shardings at both ends.
 
         The content is None where these microbatches skip one of the chunks; the edge is None for plain data.
@@ -422,7 +422,7 @@ class HostedModel:
                 for end in (source, target)
             ]
             spec = accumulator_spec(pick(shapes[0][bases[0]].params, names))
-            return Edge(spec=spec, source=ends[0], target=ends[1])
+            return ArrayEdge(spec=spec, source=ends[0], target=ends[1])
         at_ends = [shapes[bucket][base] for base in bases]
         carried = at_ends[0].outputs
         if message.kind is MessageKind.GRADIENT:
@@ -430,7 +430,7 @@ class HostedModel:
         if not all(end.exists for end in at_ends):
             carried = None
         lying = [all_passing(self._boundary(end), carried) for end in (source, target)]
-        return Edge(spec=carried, source=lying[0], target=lying[1])
+        return ArrayEdge(spec=carried, source=lying[0], target=lying[1])
 
 
 def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> tuple[tuple[ChunkShapes, ...], ...]:

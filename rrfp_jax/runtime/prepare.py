@@ -37,7 +37,7 @@ from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
 from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes, device_limits
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.stage_threads import StageExecutor
-from rrfp_jax.runtime.transports import Edge
+from rrfp_jax.runtime.transports import ArrayEdge
 from rrfp_jax.schedules import PipelineGraph, TaskKind
 
 
@@ -299,12 +299,12 @@ def _forecast_order(
 # -- the stages --------------------------------------------------------------------------------------------------------
 
 
-def _edge_of(model: HostedModel, programs: HostedPrograms) -> Callable[[Message, int], Edge | None]:
+def _edge_of(model: HostedModel, programs: HostedPrograms) -> Callable[[Message, int], ArrayEdge | None]:
     """Returns a function that gives the edge of a message, one and the same for all buckets in which its content has
     the same shapes."""
-    known: dict[Hashable, Edge] = {}
+    known: dict[Hashable, ArrayEdge] = {}
 
-    def edge(message: Message, bucket: int) -> Edge | None:
+    def edge(message: Message, bucket: int) -> ArrayEdge | None:
         made = model.edge(message, bucket, programs.shapes)
         if made is None or message.kind is MessageKind.SHARED:
             return made

@@ -25,7 +25,15 @@ from rrfp_jax.runtime.failure import RunFailed
 from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.stage_threads import StageExecutor
-from rrfp_jax.runtime.transports import Deliver, Edge, Failed, PipelineTransport, Selection, check_selection, partners
+from rrfp_jax.runtime.transports import (
+    ArrayEdge,
+    Deliver,
+    Failed,
+    PipelineTransport,
+    Selection,
+    check_selection,
+    partners,
+)
 from rrfp_jax.runtime.transports.probing import Probe, describe_transfers, try_transfers, why_untried
 from rrfp_jax.schedules import Placement
 from rrfp_jax.schedules.timeline import Timeline
@@ -210,7 +218,7 @@ class Process:
         make_stage: Callable[[int, SendArray], StageExecutor],
         options: RuntimeOptions,
         *,
-        edge: Callable[[Message, int], Edge | None],
+        edge: Callable[[Message, int], ArrayEdge | None],
         num_buckets: int = 1,
         just_in_time: bool = False,
         delay_s: Callable[[Message], float] | None = None,

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from rrfp_jax.schedules.language._order import Order
+from rrfp_jax.schedules.language._order import TaskOrder
 from rrfp_jax.schedules.language.blocks import block
 from rrfp_jax.schedules.language.rule import Rule
 from rrfp_jax.schedules.language.stage import Described, Mistake, Quickest, Stage
@@ -87,7 +87,7 @@ def located(name: str, stage: int | None, made: Callable[[], _T]) -> _T:
 
 def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> ScheduleTable:
     first = made[0]
-    family = Order if isinstance(first, Order) else type(first)
+    family = TaskOrder if isinstance(first, TaskOrder) else type(first)
     for i, each in enumerate(made):
         if not isinstance(each, family):
             raise ValueError(
@@ -108,7 +108,7 @@ def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> Sch
         best = min(tables, key=lambda table: execute(table, length, hop=hop).makespan)
         return best if best is tables[0] else replace(best, hint=tables[0])
     graph = stages[0].graph
-    if isinstance(first, Order):
+    if isinstance(first, TaskOrder):
         rows = [located(name, s.i, partial(order.on, s)) for s, order in zip(stages, made, strict=True)]  # type: ignore[attr-defined]
     else:  # operations go into the finished rows
         stages = [replace(stage, graph=replace(graph, ops=())) for stage in stages]

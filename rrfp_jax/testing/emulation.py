@@ -24,7 +24,7 @@ from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.steps import StepOutcome
-from rrfp_jax.runtime.transports import Edge
+from rrfp_jax.runtime.transports import ArrayEdge
 from rrfp_jax.schedules import Absences, lanes_beside
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline
 from rrfp_jax.simulation.costs import DURATION_SLOTS, InjectedSleeps, of_tasks
@@ -120,9 +120,9 @@ def emulate(
         )
         return accelerated[-1]
 
-    def edge(message: Message, _: int) -> Edge:
+    def edge(message: Message, _: int) -> ArrayEdge:
         stage_of = placement.stage_of_chunk
-        return Edge(
+        return ArrayEdge(
             spec=activation,
             source=shardings[stage_of[message.source]],
             target=shardings[stage_of[message.target]],

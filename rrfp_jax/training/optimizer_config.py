@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rrfp_jax.bounded_text import shown
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields, fill_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields, fill_fields
 
 ADAMW, LION, SGD, MUON, ADAFACTOR = "adamw", "lion", "sgd", "muon", "adafactor"
 CONSTANT, COSINE, LINEAR, STABLE = "constant", "cosine", "linear", "warmup-stable-decay"
@@ -49,9 +49,9 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 }
 """Fields that each schedule takes, with their defaults."""
 
-_NORM = Rule("a positive number, or null for no clipping", POSITIVE.holds)
-_DECAY = Rule("at least 0 and less than 1", lambda value: 0 <= value < 1)
-_THRESHOLD = Rule("at least 1, or 0 for no clipping", lambda value: value == 0 or 1 <= value < math.inf)
+_NORM = FieldRule("a positive number, or null for no clipping", POSITIVE.holds)
+_DECAY = FieldRule("at least 0 and less than 1", lambda value: 0 <= value < 1)
+_THRESHOLD = FieldRule("at least 1, or 0 for no clipping", lambda value: value == 0 or 1 <= value < math.inf)
 _RULES = {
     **dict.fromkeys(("eps", "decay_rate"), POSITIVE),
     **dict.fromkeys(("weight_decay", "consistent_rms"), NOT_NEGATIVE),

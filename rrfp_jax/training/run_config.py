@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Rule, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields
 from rrfp_jax.layout import TENSOR, checked_axes
 from rrfp_jax.models.chunk_layout import ChunkLayout
 from rrfp_jax.models.encoder_config import ENCODER
@@ -20,9 +20,9 @@ from rrfp_jax.training.step_profile import parse_steps
 AUTO_CUT = "auto"
 STRICT_ORDER, FORESIGHT_ORDER, READY_ORDER = ORDERS = ("strict", "foresight", "ready")
 _GROUPED = re.compile(r"([\w-]+):(\d{1,5})")
-_MEMORY = Rule("at least 1 byte", lambda value: isinstance(value, str) or value >= 1)
-_INTERVAL = Rule("a positive number, or null", POSITIVE.holds)
-_ORDER = Rule("strict, foresight or ready", lambda value: value in ORDERS)
+_MEMORY = FieldRule("at least 1 byte", lambda value: isinstance(value, str) or value >= 1)
+_INTERVAL = FieldRule("a positive number, or null", POSITIVE.holds)
+_ORDER = FieldRule("strict, foresight or ready", lambda value: value in ORDERS)
 
 
 @dataclass(frozen=True, kw_only=True)

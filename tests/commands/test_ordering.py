@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rrfp_jax.commands.common.ordering import (
-    Ordering,
+    OrderingOptions,
     add_ordering_arguments,
     given_order,
     hint_names,
@@ -204,9 +204,9 @@ def test_windows_are_numbers_or_lists():
 def test_the_flags_default_to_nothing_said():
     parser = ArgumentParser()
     add_ordering_arguments(parser)
-    assert parse_ordering(**given_order(parser.parse_args([]))) == Ordering()
+    assert parse_ordering(**given_order(parser.parse_args([]))) == OrderingOptions()
     given = ["--schedule", "zb-h1", "--footprint", "off", "--foresight", "on"]
-    assert parse_ordering(**given_order(parser.parse_args(given))) == Ordering(
+    assert parse_ordering(**given_order(parser.parse_args(given))) == OrderingOptions(
         schedule="zb-h1", footprint=False, foresight=True
     )
     assert all(hint in parser.format_help() for hint in hint_names())

@@ -15,7 +15,7 @@ import pytest
 
 from rrfp_jax.commands import replay
 from rrfp_jax.commands.common.errors import BadInput
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Agreement, Message, StepRules
 from rrfp_jax.runtime import NoProgress, PipelineRuntime, TaskFailed
 from rrfp_jax.runtime.event_log import log_name, take_log, write_log
@@ -43,7 +43,7 @@ RULES = StepRules(updates=False, agreement=Agreement.ALL)
 def test_emulated_runs_replay_and_their_timeline_is_that_of_the_run(
     order: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    resolved = Ordering(**order).resolve(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES)
+    resolved = OrderingOptions(**order).resolve(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES)
     durations = np.full((1, NUM_STAGES, NUM_MICROBATCHES, 3), 0.5)
     emulation = emulate(resolved.arbiters(RULES), durations, 3)
     write_log(take_log(emulation.logs), tmp_path / log_name())
@@ -239,7 +239,7 @@ def test_a_rule_that_a_log_names_is_run_only_where_the_command_line_names_its_fi
         "from rrfp_jax.schedules.language import B, F, W, rule, turns\nmine = rule(turns(B, F), W)\n"
     )
     (tmp_path / "theirs.py").write_text("raise SystemExit('it ran')\n")
-    resolved = Ordering(hint=f"{tmp_path}/rules.py:mine", window=2).resolve(num_stages=2, num_microbatches=4)
+    resolved = OrderingOptions(hint=f"{tmp_path}/rules.py:mine", window=2).resolve(num_stages=2, num_microbatches=4)
     emulation = emulate(resolved.arbiters(RULES), np.full((1, 2, 4, 3), 0.5), 1)
     log = tmp_path / log_name()
     write_log(take_log(emulation.logs), log)

@@ -127,7 +127,7 @@ def _exchange_one(member: Member, source: str, target: str, step: int) -> None:
     import numpy as np
 
     from rrfp_jax.core import Message, MessageKind
-    from rrfp_jax.runtime.transports import Edge
+    from rrfp_jax.runtime.transports import ArrayEdge
 
     array = np.arange(96, dtype=np.float32).reshape(SHAPE)
     payload = {"x": array, "flag": np.bool_(True), "none": None}
@@ -137,7 +137,7 @@ def _exchange_one(member: Member, source: str, target: str, step: int) -> None:
         for unit, name in enumerate((source, target))
     ]
     message = Message(MessageKind.ACTIVATION, 0, 1, 3)
-    member.begin(message, Edge(spec=spec, source=ends[0], target=ends[1]))
+    member.begin(message, ArrayEdge(spec=spec, source=ends[0], target=ends[1]))
     member.pipe.send("ready")
     member.pipe.recv()
     unit = member.rank // 2
@@ -187,13 +187,13 @@ def offer_and_never_serve(rank: int, num_ranks: int, key: str, _: str, __: Any, 
     import numpy as np
 
     from rrfp_jax.core import Message, MessageKind
-    from rrfp_jax.runtime.transports import Edge
+    from rrfp_jax.runtime.transports import ArrayEdge
 
     member = Member(rank, num_ranks, key, "transfer", {"num_stages": 2}, pipe)
     message = Message(MessageKind.ACTIVATION, 0, 1, 0)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     value = jax.device_put(np.zeros(1 << 10, np.float32), jax.devices()[0])
-    member.begin(message, Edge(spec=value, source=sharding, target=sharding))
+    member.begin(message, ArrayEdge(spec=value, source=sharding, target=sharding))
     pipe.send("ready")
     pipe.recv()
     if rank == 0:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import (
     HINTS,
     Agreement,
@@ -24,6 +24,7 @@ from rrfp_jax.core import (
     InputArrived,
     Message,
     MessageKind,
+    Ordering,
     RunTask,
     StageSetup,
     StepRules,
@@ -34,7 +35,6 @@ from rrfp_jax.core import (
     schedule_hint,
     strict,
 )
-from rrfp_jax.core import Ordering as OrderRecord
 from rrfp_jax.core.snapshot import rebuild, save_arbiter
 from rrfp_jax.records import from_plain, to_plain
 from rrfp_jax.runtime.event_log import RunLog, happenings, log_name, read_log, replay_run, take_log, write_log
@@ -70,7 +70,7 @@ def through_a_file(log: RunLog, folder: Path) -> RunLog:
 def test_every_order_replays_as_recorded(
     order: dict[str, Any], certain_ahead: bool, decides_early: bool, tmp_path: Path
 ) -> None:
-    resolved = Ordering(**order).resolve(num_stages=3, num_microbatches=6)
+    resolved = OrderingOptions(**order).resolve(num_stages=3, num_microbatches=6)
     arbiters = {(a.stage, 0): a for a in resolved.arbiters(StepRules(), certain_ahead=certain_ahead)}
     run = LoggedRun(arbiters, draw=Random(0).randrange, decides_early=decides_early).start(4).run()
     log = log_of(run)
@@ -90,7 +90,7 @@ def test_operations_replay_on_their_lanes(consume: str, tmp_path: Path) -> None:
     back = Op("L", after=out, before="B", lane="h2d", holds=0.5, ms=2.0, pairs=frozenset({(0, 1), (0, 3)}))
     table = build_schedule("1f1b", ScheduleRequest(num_stages=3, num_microbatches=4))
     table = with_operations(table, (replace(out, pairs=back.pairs), back, Op("G", before="F", per="chunk", lane="net")))
-    order = OrderRecord(schedule=table, consume=consume).resolve(table.placement, chain(3, 4))
+    order = Ordering(schedule=table, consume=consume).resolve(table.placement, chain(3, 4))
     run = LoggedRun({(a.stage, 0): a for a in order.arbiters(StepRules())}, draw=Random(0).randrange).start(3).run()
     read = through_a_file(log_of(run), tmp_path)
     assert [op.letter for op in read.graph.ops] == ["O", "L", "G"]

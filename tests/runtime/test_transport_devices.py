@@ -17,7 +17,7 @@ from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime import TaskFailed
 from rrfp_jax.runtime.mailbox import Mailbox
-from rrfp_jax.runtime.transports import Edge, TransportFailed
+from rrfp_jax.runtime.transports import ArrayEdge, TransportFailed
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.interface import HeldBytes
 from rrfp_jax.runtime.transports.messages import Inbox, MessageKey
@@ -69,7 +69,7 @@ def row_plan() -> EdgePlan:
         for each, axes in zip(mesh, (("tensor",), ()), strict=True)
     )
     return EdgePlan(
-        Edge(spec=spec_of(VALUE), source=source, target=target),
+        ArrayEdge(spec=spec_of(VALUE), source=source, target=target),
         Layout(num_stages=2, tensor=2, num_ranks=4),
         0,
         1,
@@ -147,7 +147,7 @@ def test_within_a_process_what_lies_differently_goes_from_device_to_device(
     devices = jax.devices()
     here, there = sharding_named(source, devices[:4]), sharding_named(target, devices[4:])
     value = {"x": jax.device_put(VALUE, here), "empty": jax.device_put(np.zeros((0, 12), np.float32), here)}
-    edge = Edge(spec=spec_of(value), source=here, target=there)
+    edge = ArrayEdge(spec=spec_of(value), source=here, target=there)
     with connected(Layout(num_stages=2, tensor=4), {ACTIVATION[:3]: edge}) as ranks:
         ranks.send(0, 1, value)
         got = ranks[0].next()[3]

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
-from rrfp_jax.runtime.transports.edges import Edge, EdgePlan
+from rrfp_jax.runtime.transports.edges import ArrayEdge, EdgePlan
 from rrfp_jax.runtime.transports.interface import HeldBytes, Workers
 from rrfp_jax.runtime.transports.messages import Inbox, MessageKey
 
@@ -21,7 +21,7 @@ ARRAY = np.arange(24.0, dtype=np.float32).reshape(4, 6)
 def plan() -> EdgePlan:
     """Rank 2 of four gets the rows of ranks 0 and 1, and wants all of them."""
     mesh = lambda first: Mesh(np.array(jax.devices()[first : first + 2]), ("tensor",))  # noqa: E731
-    edge = Edge(
+    edge = ArrayEdge(
         spec=jax.ShapeDtypeStruct(ARRAY.shape, ARRAY.dtype),
         source=NamedSharding(mesh(0), PartitionSpec("tensor")),
         target=NamedSharding(mesh(2), PartitionSpec()),

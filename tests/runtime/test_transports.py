@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.transports import Edge
+from rrfp_jax.runtime.transports import ArrayEdge
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.messages import MessageKey, pack_key
 from rrfp_jax.runtime.transports.sockets import BeginCopy, Staging, directly, faster, through_pinned
@@ -29,10 +29,12 @@ DTYPES = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "boo
 each_way = pytest.mark.parametrize("selection", ["sockets", "transfer"])
 
 
-def single_edge(payload: Any, devices: tuple[int, int] = (0, 1)) -> dict[Any, Edge]:
+def single_edge(payload: Any, devices: tuple[int, int] = (0, 1)) -> dict[Any, ArrayEdge]:
     """An edge between two units of one device each."""
     source, target = ([jax.devices()[device]] for device in devices)
-    return {ACTIVATION[:3]: Edge(spec=spec_of(payload), source=unit_sharding(source), target=unit_sharding(target))}
+    return {
+        ACTIVATION[:3]: ArrayEdge(spec=spec_of(payload), source=unit_sharding(source), target=unit_sharding(target))
+    }
 
 
 def same(got: Any, wanted: Any) -> None:
@@ -118,7 +120,7 @@ def test_an_array_arrives_in_the_sharding_that_the_receiver_wants(selection: str
         for source in SHARDINGS:
             for target in SHARDINGS if selection == "sockets" else ("replicated", "columns by 2"):
                 here, there = sharding_named(source, devices[:4]), sharding_named(target, devices[4:])
-                edges[ACTIVATION[:3]] = Edge(spec=spec_of(value), source=here, target=there)
+                edges[ACTIVATION[:3]] = ArrayEdge(spec=spec_of(value), source=here, target=there)
                 for rank in ranks.ranks:
                     rank.renew()
                     rank.transport.prepare([ACTIVATION])
@@ -141,7 +143,7 @@ def test_devices_with_memory_of_their_own_are_copied_from_beside_the_loop(
     here, there = sharding_named(source, devices[:4]), sharding_named("columns by 2", devices[4:])
     monkeypatch.setattr(EdgePlan, "is_source_on_host", False)
     monkeypatch.setattr("rrfp_jax.runtime.transports.sockets.faster", lambda *_: way)
-    with connected(WIDE_PAIR, {ACTIVATION[:3]: Edge(spec=spec_of(value), source=here, target=there)}) as ranks:
+    with connected(WIDE_PAIR, {ACTIVATION[:3]: ArrayEdge(spec=spec_of(value), source=here, target=there)}) as ranks:
         ranks.send(0, 1, jax.device_put(value, here))
         same(ranks[1].next()[3], value)
 
@@ -176,7 +178,7 @@ def test_only_what_a_rank_needs_travels() -> None:
     devices = jax.devices()
     value = jnp.ones((256, 256), jnp.float32)
     for target, num_copies in (("replicated", 1), ("rows", 1), ("rows by 2", 1)):
-        edge = Edge(
+        edge = ArrayEdge(
             spec=spec_of(value),
             source=sharding_named("replicated", devices[:4]),
             target=sharding_named(target, devices[4:]),
@@ -204,7 +206,7 @@ def test_within_a_process_shardings_may_differ_too() -> None:
     value = jnp.arange(48.0).reshape(8, 6)
     source, target = sharding_named("rows", devices[:4]), sharding_named("columns by 2", devices[4:])
     layout = Layout(num_stages=2, tensor=4)
-    with connected(layout, {ACTIVATION[:3]: Edge(spec=spec_of(value), source=source, target=target)}) as ranks:
+    with connected(layout, {ACTIVATION[:3]: ArrayEdge(spec=spec_of(value), source=source, target=target)}) as ranks:
         ranks.send(0, 1, jax.device_put(value, source))
         got = ranks[0].next()[3]
         assert got.sharding.is_equivalent_to(target, 2)
@@ -216,7 +218,7 @@ def test_what_stays_in_a_unit_stays_where_it_is() -> None:
     value = jnp.arange(48.0).reshape(8, 6)
     rows = sharding_named("rows", devices[:4])
     here = Message(MessageKind.ACTIVATION, 0, 0, 0)
-    edge = Edge(spec=spec_of(value), source=rows, target=rows)
+    edge = ArrayEdge(spec=spec_of(value), source=rows, target=rows)
     with connected(Layout(num_stages=1, tensor=4), {here[:3]: edge}) as ranks:
         lying = jax.device_put(value, rows)
         assert ranks[0].transport.send_array(lying, 0, here) is lying
@@ -281,7 +283,7 @@ def test_a_payload_that_is_not_the_edges_is_refused() -> None:
                 send_array(bad, 1, ACTIVATION)
     rows = sharding_named("rows", jax.devices()[:4])
     wide = jax.device_put(jnp.ones((4, 8)), sharding_named("columns", jax.devices()[:4]))
-    edge = Edge(spec=spec_of(wide), source=rows, target=sharding_named("rows", jax.devices()[4:]))
+    edge = ArrayEdge(spec=spec_of(wide), source=rows, target=sharding_named("rows", jax.devices()[4:]))
     with connected(WIDE_PAIR, {ACTIVATION[:3]: edge}) as ranks, pytest.raises(ValueError, match="lies as"):
         ranks[0].transport.send_array(wide, 1, ACTIVATION)
 
@@ -344,7 +346,7 @@ def test_what_cannot_be_assembled_is_a_failure_of_the_transport(monkeypatch: pyt
     devices, value = jax.devices(), jnp.ones((1 << 16, 4))
     here, there = sharding_named("replicated", devices[:4]), sharding_named("columns", devices[4:])
     value = jax.device_put(value, here)
-    with connected(WIDE_PAIR, {ACTIVATION[:3]: Edge(spec=spec_of(value), source=here, target=there)}) as ranks:
+    with connected(WIDE_PAIR, {ACTIVATION[:3]: ArrayEdge(spec=spec_of(value), source=here, target=there)}) as ranks:
         monkeypatch.setattr("rrfp_jax.runtime.transports.messages.assemble_message", fail)
         ranks.send(0, 1, value)
         failure = ranks[1].failures.get(timeout=10)

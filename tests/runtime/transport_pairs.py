@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from rrfp_jax.cluster import NetworkSettings, PeerNetwork, RunKey
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
-from rrfp_jax.runtime.transports import Edge, PipelineTransport
+from rrfp_jax.runtime.transports import ArrayEdge, PipelineTransport
 from rrfp_jax.runtime.transports.transfer import TransferServer
 from rrfp_jax.schedules import linear
 from tests.cluster.mesh import running_loop
@@ -43,7 +43,7 @@ class Rank:
         network: PeerNetwork | None,
         layout: Layout,
         rank: int,
-        edges: Mapping[Any, Edge],
+        edges: Mapping[Any, ArrayEdge],
         server: TransferServer | None,
         eager_bytes: int,
     ) -> None:
@@ -113,7 +113,7 @@ def introduce(servers: Sequence[TransferServer | None]) -> None:
 
 @contextmanager
 def connected(
-    layout: Layout, edges: Mapping[Any, Edge], selection: str = "auto", *, eager_bytes: int = 0, **settings: Any
+    layout: Layout, edges: Mapping[Any, ArrayEdge], selection: str = "auto", *, eager_bytes: int = 0, **settings: Any
 ) -> Iterator[Ranks]:
     """The ranks of a layout; ``edges`` by (kind, source, target). By default nothing small takes another way."""
     key = RunKey.generate()

@@ -7,7 +7,7 @@ import pytest
 
 from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import Op, ScheduleRequest, ScheduleTable, build_schedule, with_operations
-from rrfp_jax.schedules.language import B, F, Order, Stage, nothing, rounds, rule, stream
+from rrfp_jax.schedules.language import B, F, Stage, TaskOrder, nothing, rounds, rule, stream
 from rrfp_jax.schedules.registry import ScheduleEntry
 from rrfp_jax.schedules.request import ONE_EACH
 from rrfp_jax.simulation import Costs, constant, simulate
@@ -17,11 +17,11 @@ OUT = Op("O", after="F", lane="d2h", frees=1.0, ms=5.0, chunks=frozenset({0}))
 BACK = Op("L", after=OUT, before="B", lane="h2d", holds=1.0, ms=5.0, chunks=frozenset({0}))
 
 
-def plain(s: Stage) -> Order:
+def plain(s: Stage) -> TaskOrder:
     return rounds(F.ahead(s.p - 1 - s.i), B)
 
 
-def offloaded(s: Stage) -> Order:
+def offloaded(s: Stage) -> TaskOrder:
     """Every activation of the first stage goes out right behind its F, and comes back one round before its B."""
     warm_up = s.p - 1 - s.i
     if s.i > 0:
@@ -77,7 +77,7 @@ def test_operations_may_depend_on_the_sizes() -> None:
     def lent(s: Stage) -> tuple[Op, ...]:
         return tuple(replace(op, pairs=frozenset((0, m) for m in range(1, s.m, 2))) for op in (OUT, BACK))
 
-    def bpipe(s: Stage) -> Order:
+    def bpipe(s: Stage) -> TaskOrder:
         far = (stream(OUT).ahead(s.p - 1), stream(BACK).ahead(1)) if s.i == 0 else ()
         return rounds(F.ahead(s.p - 1 - s.i), *far, B)
 

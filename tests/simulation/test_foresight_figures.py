@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.studies.machine import parse_jitter
 from rrfp_jax.core import StepRules
 from rrfp_jax.simulation import Costs, Links, Machine, both_directions, constant, for_steps, peak_memory, simulate
@@ -29,7 +29,7 @@ OVER_A_SLOW_LINK = {
 
 
 def resolved(name: str, **words: Any) -> Any:
-    return Ordering(schedule=name, **words).resolve(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES)
+    return OrderingOptions(schedule=name, **words).resolve(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES)
 
 
 def costs_of(order: Any, jitter: str | None, num_steps: int, seed: int) -> Costs:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Agreement, DecideNow, Order, StepRules, dispatch_of
 from rrfp_jax.core.dispatch import JUST_IN_TIME
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
@@ -89,7 +89,7 @@ def test_a_stage_of_ones_own_runs_on_it_and_fails_as_it_does() -> None:
 
 
 def order(num_stages: int = 1, num_microbatches: int = 8) -> Order:
-    ordering = Ordering(hint="bf", window=8)
+    ordering = OrderingOptions(hint="bf", window=8)
     return ordering.resolve(num_stages=num_stages, num_microbatches=num_microbatches, chunks_per_stage=1)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax import core
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Agreement, Announce, StepRules, WakeAt
 from rrfp_jax.schedules import Edge, PipelineGraph, ScheduleTable, Task, TaskKind, absences, linear
 from rrfp_jax.schedules.timeline import IdleReason
@@ -26,7 +26,7 @@ def run(
     link_delays_ms: dict[tuple[int, int], float] | None = None,
     **order: Any,
 ) -> Emulation:
-    resolved = Ordering(**order).resolve(
+    resolved = OrderingOptions(**order).resolve(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, chunks_per_stage=chunks_per_stage
     )
     shape = (1, NUM_STAGES * chunks_per_stage, NUM_MICROBATCHES, 3)
@@ -100,7 +100,7 @@ def test_foresight_sleeps_where_tasks_are_shorter_than_it_needs() -> None:
 
 def test_strict_consumption_runs_the_table_in_order() -> None:
     emulation = run((0.2, 0.1, 0.1), schedule="1f1b", consume="strict")
-    expected = Ordering(schedule="1f1b", consume="strict").resolve(
+    expected = OrderingOptions(schedule="1f1b", consume="strict").resolve(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES
     )
     assert expected.table is not None
@@ -135,7 +135,9 @@ def test_the_window_is_kept_and_idle_time_is_explained_without_gaps() -> None:
 def test_steps_may_lack_pairs_another_pattern_in_each(words: dict[str, Any]) -> None:
     edges = (Edge(0, 2, is_optional=True), Edge(1, 2, is_optional=True))
     graph = PipelineGraph(3, NUM_MICROBATCHES, edges)
-    order = Ordering(**words).resolve(num_stages=3, num_microbatches=NUM_MICROBATCHES, graph=graph, placement=linear(3))
+    order = OrderingOptions(**words).resolve(
+        num_stages=3, num_microbatches=NUM_MICROBATCHES, graph=graph, placement=linear(3)
+    )
     patterns = [absences([(0, 0), (1, 0), (1, 3)]), (), absences((c, m) for c in (0, 1) for m in range(5))]
     emulation = emulate(order.arbiters(RULES), np.zeros((1, 3, NUM_MICROBATCHES, 3)), 6, absent=patterns)
     for step in range(6):

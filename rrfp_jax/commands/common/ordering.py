@@ -55,7 +55,7 @@ _PART_REMADE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ordering:
+class OrderingOptions:
     """The order that the user asks for, with schedules by name. Raises ValueError on words that contradict each
     other."""
 
@@ -248,13 +248,13 @@ def parse_ordering(
     offload: int | None = None,
     copy_ms: float | None = None,
     recompute: int | None = None,
-) -> Ordering:
-    """An :class:`Ordering` from flags or configuration values; None means that the user did not say."""
+) -> OrderingOptions:
+    """An :class:`OrderingOptions` from flags or configuration values; None means that the user did not say."""
     if isinstance(window, str):
         window = parse_window(window)
     elif window is not None and not isinstance(window, int):
         window = tuple(window)
-    return Ordering(
+    return OrderingOptions(
         schedule=schedule,
         group_size=group_size,
         consume=consume or READY,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, Rule, check_fields
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, FieldRule, check_fields
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.decoding import CachedDecoder, LayerCaches, next_token
 from rrfp_jax.models.model import merge_features
@@ -25,8 +25,8 @@ from rrfp_jax.programs.chunk import Chunk, param_specs
 
 _SHORTEST = 16
 """The smallest bucket."""
-_SHARE = Rule("a number above 0, at most 1", lambda value: 0 < value <= 1)
-_SEED = Rule(f"a number from 0 to {2**32 - 1}", lambda value: 0 <= value < 2**32)
+_SHARE = FieldRule("a number above 0, at most 1", lambda value: 0 < value <= 1)
+_SEED = FieldRule(f"a number from 0 to {2**32 - 1}", lambda value: 0 <= value < 2**32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rrfp_jax.commands.common.ordering import Ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.schedules import (
     Absences,
@@ -271,7 +271,9 @@ def make_graph(options: GraphOptions, *, num_stages: int, num_microbatches: int)
     return ModelGraph(graph, placement, tuple(encoders))
 
 
-def check_fits_graph(orderings: Sequence[Ordering], *, has_graph: bool, chunks_per_stage: int | None = None) -> None:
+def check_fits_graph(
+    orderings: Sequence[OrderingOptions], *, has_graph: bool, chunks_per_stage: int | None = None
+) -> None:
     """Raise ValueError, with the remedy, where schedules make a pipeline of their own and there is one."""
     if not has_graph:
         return

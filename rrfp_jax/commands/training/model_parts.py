@@ -19,7 +19,7 @@ from rrfp_jax.schedules import Edge, Placement
 from rrfp_jax.training.run_config import PipelineConfig
 
 
-class CutModel(NamedTuple):
+class ModelChunks(NamedTuple):
     """A model's chunks, and which of them feed which."""
 
     chunks: list[Chunk]
@@ -61,7 +61,7 @@ def vision_language_config(config: TrainConfig) -> VisionLanguageConfig:
     )
 
 
-def cut_vision_language_model(config: TrainConfig) -> CutModel:
+def cut_vision_language_model(config: TrainConfig) -> ModelChunks:
     """Encoder and decoder on the stages that the configuration gives them.
 
     Raises ValueError, with the remedy, for a cut or a placement that does not add up.
@@ -82,7 +82,7 @@ def cut_vision_language_model(config: TrainConfig) -> CutModel:
             counts_answers=config.counts_answers,
             pixels=pixel_scale(config),
         )
-    return CutModel(freeze(graph.chunks, config.optimizer.freeze), graph.edges, placement)
+    return ModelChunks(freeze(graph.chunks, config.optimizer.freeze), graph.edges, placement)
 
 
 def placement_of(layout: PipelineConfig) -> tuple[Placement, int]:

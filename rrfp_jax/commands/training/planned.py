@@ -10,7 +10,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rrfp_jax.commands.common.ordering import Ordering, parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions, parse_ordering
 from rrfp_jax.commands.studies.work import check_fits_graph
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import RunData, make_data_set, make_evaluation_sets
@@ -28,7 +28,7 @@ from rrfp_jax.training.run_config import PipelineConfig
 from rrfp_jax.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from rrfp_jax.commands.training.model_parts import CutModel
+    from rrfp_jax.commands.training.model_parts import ModelChunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class PlannedRun:
     config: TrainConfig
     path: Path
     """Its run directory."""
-    ordering: Ordering
+    ordering: OrderingOptions
     """As the user said it."""
     order: Order
     """Of one replica."""
@@ -49,7 +49,7 @@ class PlannedRun:
     """The configuration as the run saves it, with whole paths."""
     known: KnownModel = field(default_factory=KnownModel)
     """The model that the run begins or goes on with."""
-    cut: "CutModel | None" = None
+    cut: "ModelChunks | None" = None
     """Of a vision-language model; a language model is cut later."""
 
     @property
@@ -105,11 +105,11 @@ def plan_run(config: TrainConfig, path: Path, *, fresh: bool = False, force: boo
 class OrderedRun(NamedTuple):
     """The part of a run that needs neither data nor devices."""
 
-    ordering: Ordering
+    ordering: OrderingOptions
     """As the user said it."""
     order: Order
     """Of one replica."""
-    cut: "CutModel | None"
+    cut: "ModelChunks | None"
     """Of a vision-language model; a language model is cut later."""
 
     @property
@@ -154,7 +154,7 @@ def order_run(config: TrainConfig) -> OrderedRun:
     return OrderedRun(ordering, order_of(layout, ordering, share), None)
 
 
-def ordering_of(layout: PipelineConfig) -> Ordering:
+def ordering_of(layout: PipelineConfig) -> OrderingOptions:
     """What a configuration says about order. Raises ValueError where it contradicts itself."""
     schedule, group_size = layout.schedule_and_group
     is_guided = schedule is not None and layout.hint in (None, SCHEDULE)
@@ -171,7 +171,7 @@ def ordering_of(layout: PipelineConfig) -> Ordering:
     )
 
 
-def order_of(layout: PipelineConfig, ordering: Ordering, num_microbatches: int) -> Order:
+def order_of(layout: PipelineConfig, ordering: OrderingOptions, num_microbatches: int) -> Order:
     """The order of a language model's chunks, with so many microbatches. Raises ValueError where it does not fit."""
     return ordering.resolve(
         num_stages=layout.num_stages,
@@ -181,7 +181,7 @@ def order_of(layout: PipelineConfig, ordering: Ordering, num_microbatches: int) 
     )
 
 
-def _with_vision(config: TrainConfig, ordering: Ordering, share: int) -> OrderedRun:
+def _with_vision(config: TrainConfig, ordering: OrderingOptions, share: int) -> OrderedRun:
     """A model that is no chain brings its own graph, for which the table is built."""
     from rrfp_jax.commands.training.model_parts import cut_vision_language_model
     from rrfp_jax.programs.model_graph import model_graph

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from rrfp_jax.field_rules import Rule, check_fields
+from rrfp_jax.field_rules import FieldRule, check_fields
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 """Names of the trackers, which are those of their packages."""
@@ -15,8 +15,8 @@ _DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 """Kinds of stores that need all of MLflow; mlflow-skinny writes to files and servers."""
 _EXTRA = "pip install 'rrfp-jax[trackers]'"
 
-_NAME = Rule("text", lambda value: bool(value.strip()))
-_MODE = Rule(" or ".join(WANDB_MODES), lambda value: value in WANDB_MODES)
+_NAME = FieldRule("text", lambda value: bool(value.strip()))
+_MODE = FieldRule(" or ".join(WANDB_MODES), lambda value: value in WANDB_MODES)
 
 
 @dataclass(frozen=True, kw_only=True)

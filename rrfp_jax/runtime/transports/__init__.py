@@ -5,7 +5,7 @@ which rank sends which slices to which rank (:mod:`.edges`), so units may span p
 Messages may arrive in any order; what is sent is owned until the receiver has confirmed it.
 """
 
-from rrfp_jax.runtime.transports.edges import Edge as Edge
+from rrfp_jax.runtime.transports.edges import ArrayEdge as ArrayEdge
 from rrfp_jax.runtime.transports.interface import Deliver as Deliver
 from rrfp_jax.runtime.transports.interface import Failed as Failed
 from rrfp_jax.runtime.transports.interface import Transport as Transport

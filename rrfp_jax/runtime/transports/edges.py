@@ -123,7 +123,7 @@ def sender_for(senders: Sequence[int], receivers: Sequence[int], receiver: int) 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Edge:
+class ArrayEdge:
     """The arrays that travel from one chunk to another.
 
     Shardings are one for all leaves, or a pytree of the structure of ``spec``. Their devices are those of the unit at
@@ -187,7 +187,7 @@ class EdgePlan:
     Raises ValueError if shardings do not fit the spec or the units.
     """
 
-    def __init__(self, edge: Edge, layout: Layout, source_unit: int, target_unit: int, rank: int) -> None:
+    def __init__(self, edge: ArrayEdge, layout: Layout, source_unit: int, target_unit: int, rank: int) -> None:
         specs, treedef = jax.tree.flatten(edge.spec)
         self.treedef: Any = treedef
         self.edge, self.rank = edge, rank

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from rrfp_jax.cluster import MalformedMessage
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
-from rrfp_jax.runtime.transports.edges import Edge, EdgePlan, sender_for
+from rrfp_jax.runtime.transports.edges import ArrayEdge, EdgePlan, sender_for
 from rrfp_jax.schedules import Placement
 
-EdgeOf = Callable[[Message, int], Edge | None]
+EdgeOf = Callable[[Message, int], ArrayEdge | None]
 """Returns the arrays that a message of a bucket carries, or None for plain data. Depends on kind, source and target
 only, and may be called on any thread."""
 
@@ -50,7 +50,7 @@ class RoutingTable:
         self._layout, self._placement, self._rank, self._edge = layout, placement, rank, edge
         self._prepare, self._num_buckets = prepare, num_buckets
         self._known: dict[tuple[MessageKind, int, int, int], Route] = {}
-        self._plans: dict[tuple[MessageKind, int, int, Edge], EdgePlan] = {}
+        self._plans: dict[tuple[MessageKind, int, int, ArrayEdge], EdgePlan] = {}
 
     def of(self, message: Message, bucket: int = 0) -> Route:
         """Returns the route of a message. Raises ValueError if the edge does not fit its units."""

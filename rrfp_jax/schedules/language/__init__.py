@@ -1,6 +1,6 @@
 """The language of schedules: a description is a pure function of a stage to an order (docs/schedules.md)."""
 
-from rrfp_jax.schedules.language._order import Order as Order
+from rrfp_jax.schedules.language._order import TaskOrder as TaskOrder
 from rrfp_jax.schedules.language._order import given as given
 from rrfp_jax.schedules.language._order import nothing as nothing
 from rrfp_jax.schedules.language._streams import B as B

@@ -72,7 +72,7 @@ class OrderRow:
         return task not in self.places and self.has(task)
 
 
-class Order(Described):
+class TaskOrder(Described):
     """A phase of a stage: it appends tasks to the row."""
 
     def __init__(self, write: Callable[[OrderRow], None]) -> None:
@@ -82,12 +82,12 @@ class Order(Described):
         """Appends its tasks to the row."""
         self._write(row)
 
-    def __add__(self, other: "Order") -> "Order":
-        if not isinstance(other, Order):
+    def __add__(self, other: "TaskOrder") -> "TaskOrder":
+        if not isinstance(other, TaskOrder):
             raise Mistake(f"{other!r} is no order: add streams, rounds or slots")
         return _one_after_another(self, other)
 
-    def __mul__(self, times: Any) -> "Order":
+    def __mul__(self, times: Any) -> "TaskOrder":
         if not (is_number(times) and times >= 0 and times % 1 == 0):
             raise Mistake(f"an order cannot be repeated {times!r} times: give a whole number, 0 or more")
 
@@ -98,11 +98,11 @@ class Order(Described):
                 if len(row.places) == before:  # no further repetition would add a task either
                     return
 
-        return Order(write)
+        return TaskOrder(write)
 
     __rmul__ = __mul__
 
-    def until(self, stream: Any) -> "Order":
+    def until(self, stream: Any) -> "TaskOrder":
         """Repeats the order until all tasks of this kind and chunk are in the row."""
         if not hasattr(stream, "own_chunk"):
             raise Mistake("an order is repeated until a stream is there, such as F[0]: write .until(F[0])")
@@ -115,9 +115,9 @@ class Order(Described):
                 if len(row.places) == before:
                     raise Mistake(f"what is repeated until {stream} adds nothing: let it contain {stream}")
 
-        return Order(write)
+        return TaskOrder(write)
 
-    def written_for(self, microbatches: int) -> "Order":
+    def written_for(self, microbatches: int) -> "TaskOrder":
         """Writes the order for at least this many microbatches, and leaves those out that the stage does not have. For
         a construction that needs as many."""
         check_number("written_for", microbatches)
@@ -129,9 +129,9 @@ class Order(Described):
             self.write(row)
             row.limit = limit
 
-        return Order(write)
+        return TaskOrder(write)
 
-    def within(self, limit: float) -> "Order":
+    def within(self, limit: float) -> "TaskOrder":
         """Refuses the order where the stage holds more activations than this, each of a chunk from its F to the end of
         its backward."""
         check_number("within", limit)
@@ -146,7 +146,7 @@ class Order(Described):
                         "warm up with fewer forwards, or raise the limit"
                     )
 
-        return Order(write)
+        return TaskOrder(write)
 
     def remedy(self, missing: Sequence[Task]) -> str:
         """Returns the phases that would add the missing tasks."""
@@ -165,12 +165,12 @@ class Order(Described):
         return max(_held_along(stage.graph, self.on(stage)))
 
 
-def _one_after_another(*orders: Order) -> Order:
+def _one_after_another(*orders: TaskOrder) -> TaskOrder:
     def write(row: OrderRow) -> None:
         for order in orders:
             order.write(row)
 
-    return Order(write)
+    return TaskOrder(write)
 
 
 nothing = _one_after_another()
@@ -187,7 +187,7 @@ def _held_along(graph: PipelineGraph, tasks: Iterable[Task]) -> Iterator[float]:
         held -= frees
 
 
-def given(tasks: Iterable[Task | str] | str) -> Order:
+def given(tasks: Iterable[Task | str] | str) -> TaskOrder:
     """Returns an order that is written out: tasks, or their text, ``0F0 0F1 0B0 0B1``."""
     try:
         parts = tasks.split() if isinstance(tasks, str) else tasks
@@ -203,4 +203,4 @@ def given(tasks: Iterable[Task | str] | str) -> Order:
                 raise Mistake(why_unknown(task, row.stage.graph))
             row.put(*task)
 
-    return Order(write)
+    return TaskOrder(write)

@@ -13,7 +13,7 @@ from itertools import islice
 from operator import index, itemgetter
 from typing import Any
 
-from rrfp_jax.schedules.language._order import Order, OrderRow
+from rrfp_jax.schedules.language._order import OrderRow, TaskOrder
 from rrfp_jax.schedules.language.stage import Mistake, Stage, is_number
 from rrfp_jax.schedules.operations import Op
 from rrfp_jax.schedules.tasks import Task, TaskKind
@@ -23,7 +23,7 @@ _Shift = int | Callable[[int], int]
 
 
 @dataclass(frozen=True)
-class Stream(Order):
+class Stream(TaskOrder):
     """The passes of one kind on a stage, and in which round of several streams each of them runs."""
 
     kind: str
@@ -78,7 +78,7 @@ class Stream(Order):
         return replace(self, wanted=wanted)
 
     @property
-    def rest(self) -> Order:
+    def rest(self) -> TaskOrder:
         """All passes that have not been written, chunk after chunk."""
 
         def write(row: OrderRow) -> None:
@@ -86,7 +86,7 @@ class Stream(Order):
                 for microbatch in row.left(self.kind, chunk):
                     row.put(self.kind, chunk, microbatch)
 
-        return Order(write)
+        return TaskOrder(write)
 
     def own_chunk(self, stage: Stage) -> int:
         """Returns the chunk of the stream. Raises :class:`Mistake` where there may be several."""
@@ -134,7 +134,7 @@ class Stream(Order):
         return sum(sign * (n(chunk) if callable(n) else n) for sign, n in self.shifts)
 
 
-def rounds(*streams: Stream) -> Order:
+def rounds(*streams: Stream) -> TaskOrder:
     """Returns the order in which round r runs pass r of every stream, shifted as it says, from left to right."""
     for stream in streams:
         if not isinstance(stream, Stream):
@@ -146,17 +146,17 @@ def rounds(*streams: Stream) -> Order:
         for _, kind, chunk, microbatch in passes:
             row.put(kind, chunk, microbatch)
 
-    return Order(write)
+    return TaskOrder(write)
 
 
-class OwedWeights(Order):
+class OwedWeights(TaskOrder):
     """The oldest W whose I has run without it, if there is one; ``owed.rest`` is all of them."""
 
     def __init__(self, most: int | None) -> None:
         self.most = most
 
     @property
-    def rest(self) -> Order:
+    def rest(self) -> TaskOrder:
         """All W whose I has run without them, the oldest first."""
         return OwedWeights(None)
 

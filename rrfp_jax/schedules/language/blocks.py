@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rrfp_jax.schedules.language._order import Order, OrderRow
+from rrfp_jax.schedules.language._order import OrderRow, TaskOrder
 from rrfp_jax.schedules.language._streams import Stream
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, is_number
 from rrfp_jax.schedules.tasks import Task, TaskKind
@@ -35,7 +35,7 @@ _Starts = dict[Task, float]
 """The slot in which each task starts."""
 
 
-def _by_start(at: Callable[[Stage], _Starts]) -> Order:
+def _by_start(at: Callable[[Stage], _Starts]) -> TaskOrder:
     def write(row: OrderRow) -> None:
         taken: dict[float, Task] = {}
         for task, slot in at(row.stage).items():
@@ -47,17 +47,17 @@ def _by_start(at: Callable[[Stage], _Starts]) -> Order:
         for slot in sorted(taken):
             row.put(*taken[slot])
 
-    return Order(write)
+    return TaskOrder(write)
 
 
-def slots(at: Callable[[Task], float]) -> Order:
+def slots(at: Callable[[Task], float]) -> TaskOrder:
     """Returns the order of all tasks of the stage by the slot that ``at`` gives each."""
     if not callable(at):
         raise Mistake(f"slots take a function of a task, not {at!r}: write block(...).every(n) for a mapping")
     return _by_start(lambda stage: {task: at(task) for task in stage.graph.tasks(stage.chunks)})
 
 
-class RepeatedBlock(Order):
+class RepeatedBlock(TaskOrder):
     """The passes of microbatch m on a stage, ``period * m`` slots after those of microbatch 0."""
 
     def __init__(self, passes: Mapping[Stream, int], period: int) -> None:

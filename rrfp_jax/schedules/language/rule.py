@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rrfp_jax.schedules.graph import PipelineGraph
-from rrfp_jax.schedules.language._order import Order
+from rrfp_jax.schedules.language._order import TaskOrder
 from rrfp_jax.schedules.language._streams import Stream
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number, is_number
 from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
@@ -46,7 +46,7 @@ def turns(first: Stream, second: Stream) -> RuleLanes:
 
 def like(order: Any, stage: Stage) -> RuleLanes:
     """Returns a lane with the tasks of an order by their places in it, the forwards one after another."""
-    if not isinstance(order, Order):
+    if not isinstance(order, TaskOrder):
         raise Mistake(f"like takes an order, not {order!r}: add streams, rounds or slots")
     row = tuple(order.on(stage))
     return RuleLanes((tuple(dict.fromkeys(task.kind for task in row)),), row)

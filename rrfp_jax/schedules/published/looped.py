@@ -36,14 +36,14 @@ none the stages wait for each other in a circle (unless all those F are of the f
 g = 1 are). Hence g >= p/2.
 """
 
-from rrfp_jax.schedules.language import B, Described, F, I, Order, Stage, W, like, quickest, rounds, rule
+from rrfp_jax.schedules.language import B, Described, F, I, Stage, TaskOrder, W, like, quickest, rounds, rule
 from rrfp_jax.schedules.language._streams import Stream
 from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.request import LOOPED
 
 
 @schedule("breadth-first", shape=LOOPED, source="Breadth-First Pipeline Parallelism, arXiv 2211.05953")
-def breadth_first(s: Stage) -> Order:  # noqa: ARG001 - all stages alike
+def breadth_first(s: Stage) -> TaskOrder:  # noqa: ARG001 - all stages alike
     """All microbatches through a chunk before the next chunk of the stage, backwards in reverse (Lamy-Poirier)."""
     return F.rest + B.rest
 
@@ -60,7 +60,7 @@ def _in_groups(s: Stage, size: int, stream: Stream) -> Stream:
     source="Megatron-LM, arXiv 2104.04473",
     constraints="at least 2 chunks per stage; num_microbatches divisible by num_stages",
 )
-def interleaved_one_f_one_b(s: Stage, backward: Stream = B) -> Order:
+def interleaved_one_f_one_b(s: Stage, backward: Stream = B) -> TaskOrder:
     """Megatron-LM's order (Narayanan et al., SC'21, section 2.2).
 
     Microbatches go in groups of p through the stage's chunks in turn, backwards through them in reverse; stage s runs
@@ -95,7 +95,7 @@ def interleaved_one_f_one_b_split(s: Stage) -> Described:
     has_groups=True,
     constraints="at least 2 chunks per stage; a group_size from p/2 to p that divides num_microbatches",
 )
-def gis(s: Stage) -> Order:
+def gis(s: Stage) -> TaskOrder:
     """Groups of g microbatches: smaller ones hold less, and wait longer in the warm-up; by default the smallest.
 
     Raises ValueError for one chunk per stage, and for groups that :func:`gis_group_size` refuses.
@@ -105,7 +105,7 @@ def gis(s: Stage) -> Order:
     return gis_order(s, gis_group_size(s.p, s.m, s.asked.group_size))
 
 
-def gis_order(s: Stage, size: int) -> Order:
+def gis_order(s: Stage, size: int) -> TaskOrder:
     """g(v-1) + p-s warm-up forwards on stage s; then I, W and F in turn while forwards are left, then I and W."""
     warm_up = size * (len(s.chunks) - 1) + s.p - s.i
     return rounds(_in_groups(s, size, B), _in_groups(s, size, F).ahead(warm_up))

@@ -24,7 +24,7 @@ lacks are skipped. A chunk that runs F alone has forwards in these places only."
 
 from functools import partial
 
-from rrfp_jax.schedules.language import B, F, I, Order, Stage, W, rounds
+from rrfp_jax.schedules.language import B, F, I, Stage, TaskOrder, W, rounds
 from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.request import ONE_EACH
 
@@ -32,14 +32,14 @@ _SPLIT_SOURCE = "our construction: 1F1B, split as in Zero Bubble, arXiv 2401.102
 
 
 @schedule("gpipe", shape=ONE_EACH, source="GPipe, arXiv 1811.06965", any_graph=True)
-def gpipe(s: Stage) -> Order:
+def gpipe(s: Stage) -> TaskOrder:
     """Every stage runs F of all microbatches, then B of all microbatches, both in ascending order."""
     return rounds(F.every(2).ahead(s.hops)) + rounds(B.every(2).behind(s.hops))
 
 
 @schedule("1f1b-split", shape=ONE_EACH, source=_SPLIT_SOURCE, split_backward=True, weights_fill=True, any_graph=True)
 @schedule("1f1b", shape=ONE_EACH, source="PipeDream-Flush, arXiv 2006.09503", any_graph=True)
-def one_f_one_b(s: Stage) -> Order:
+def one_f_one_b(s: Stage) -> TaskOrder:
     """Stage s runs p-1-s warm-up forwards; it holds at most p-s microbatches.
 
     With a split backward each W follows its I at once: the same memory, without the weight gradients in fill and drain.
@@ -57,7 +57,7 @@ def one_f_one_b(s: Stage) -> Order:
     source="Eager-1F1B, arXiv 2211.05322",
     constraints="windows per stage must not grow along the stages",
 )
-def eager_one_f_one_b(s: Stage) -> Order:
+def eager_one_f_one_b(s: Stage) -> TaskOrder:
     """Stage s runs window(s)-1 warm-up forwards and holds at most window(s) microbatches.
 
     For the windows see :func:`eager_windows`. Raises ValueError if a stage's window is larger than its predecessor's:
@@ -84,7 +84,7 @@ def eager_windows(num_stages: int, window: int | tuple[int, ...] | None) -> tupl
     return eager if window is None else tuple(max(1, min(most, window - s)) for s, most in enumerate(eager))
 
 
-def _zero_bubble(s: Stage, reach: int) -> Order:
+def _zero_bubble(s: Stage, reach: int) -> TaskOrder:
     """``reach`` warm-up F per hop, then F and I in turn, W so late that all stages hold equally many microbatches."""
     return rounds(
         I.every(2).behind(s.hops).behind(1),

@@ -21,7 +21,7 @@ twice the memory, and their gradients are summed once per step."""
 
 from typing import Any
 
-from rrfp_jax.schedules.language import B, Described, F, I, Order, Stage, W, block, owed, rule, slots
+from rrfp_jax.schedules.language import B, Described, F, I, Stage, TaskOrder, W, block, owed, rule, slots
 from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.request import ALTERNATING, TWO_WAYS, WAVES, V, place_in_unit
 from rrfp_jax.schedules.slots import EQUAL
@@ -47,7 +47,7 @@ def hanayo(s: Stage) -> Described:
 
 
 @schedule("chimera", source="Chimera, arXiv 2107.06925", **_TWO_WAYS)
-def chimera(s: Stage) -> Order:
+def chimera(s: Stage) -> TaskOrder:
     """The published merge of both directions, and direct concatenation of units of p microbatches (sections 3.1, 3.5).
 
     With slots in which F and B last equally long, microbatch n of a direction's p/2 is on the direction's c-th chunk
@@ -75,7 +75,7 @@ def asymmetric_chimera_parts(num_stages: int) -> tuple[int, ...]:
     chunk_parts=asymmetric_chimera_parts,
     **_TWO_WAYS,
 )
-def asymmetric_chimera(s: Stage) -> Order:
+def asymmetric_chimera(s: Stage) -> TaskOrder:
     """Chimera whose chunks are cut 1:2: early chunks of both directions get half the layers of late ones.
 
     *Our construction*: the study names the idea (the two directions of a stage get 1:2 of its blocks) and gives no
@@ -106,7 +106,7 @@ _FACTS: dict[str, Any] = {"shape": V, "split_backward": True}
 
 
 @schedule("zb-v", source="Zero Bubble, arXiv 2401.10241, section 6", **_FACTS)
-def zb_v(s: Stage) -> Order:
+def zb_v(s: Stage) -> TaskOrder:
     """1F1B's memory, and no bubble at F = I = W from 2p-1 microbatches on; with fewer, the later ones are left out."""
     down, back = s.chunks
     order = F[down] * (2 * (s.p - s.i) - 1) + (F[back] + F[down]) * s.i + (F[back] + B[back]) * (s.p - s.i)
@@ -139,7 +139,7 @@ def v_min(s: Stage) -> Described:
     constraints="at least 2 num_stages microbatches",
     **_FACTS,
 )
-def dual_pipe_v(s: Stage) -> Order:
+def dual_pipe_v(s: Stage) -> TaskOrder:
     """The eight phases of the published order; in the drain W is left for gaps. From 2p microbatches on."""
     (down, back), after, here = s.chunks, s.p - 1 - s.i, s.i + 1
     _check_filled(s)

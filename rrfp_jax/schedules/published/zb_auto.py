@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from rrfp_jax.schedules.language import Order, Stage, given
+from rrfp_jax.schedules.language import Stage, TaskOrder, given
 from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.request import ONE_EACH, ScheduleRequest
 from rrfp_jax.schedules.tasks import Task, TaskKind
@@ -33,7 +33,7 @@ _ROUNDING = 1e-9
     from_times=True,
     constraints="memory_limit at least 1; give the profiled durations_ms and comm_ms",
 )
-def zb_auto(s: Stage) -> Order:
+def zb_auto(s: Stage) -> TaskOrder:
     """The heuristic's best order for ``durations_ms``, ``comm_ms``, ``memory_limit`` (2 p without a word).
 
     The times are those of a whole stage, the limit counts activations of one microbatch there. From p up every unit of

@@ -8,7 +8,7 @@ import pytest
 
 from rrfp_jax.core import Agreement, Ordering, StepRules
 from rrfp_jax.schedules import Op, ScheduleRequest, build_schedule
-from rrfp_jax.schedules.language import B, F, Order, Stage, rounds, stream
+from rrfp_jax.schedules.language import B, F, Stage, TaskOrder, rounds, stream
 from rrfp_jax.schedules.registry import KNOWN, schedule
 from rrfp_jax.simulation import simulate
 from rrfp_jax.simulation.costs import Costs, constant
@@ -29,7 +29,7 @@ def noted(ms, p, m, run=None):
     op = Op("S", after="F", ms=ms, run=run)
 
     @schedule("noted", ops=(op,), source="a test")
-    def _(s: Stage) -> Order:
+    def _(s: Stage) -> TaskOrder:
         return rounds(F.ahead(s.p - 1 - s.i), B) + stream(op).rest
 
     return build_schedule("noted", ScheduleRequest(num_stages=p, num_microbatches=m))
