@@ -170,12 +170,10 @@ docs: $(VENV)/.installed-docs ## build the site from docs/ and the docstrings in
 
 check: lint types imports ## lint, types and import rule together
 
-# Packages whose docstrings keep the rules of tests/house.py; the others are to follow.
-PLAIN := checkpoint cluster costs hf models observe planner schedules simulation testing
 lint: dev ## check style and formatting with ruff, and the prose of docstrings
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/python -m tests.house $(PLAIN:%=rrfp_jax/%)
+	@$(BIN)/python -m tests.house rrfp_jax experiments
 
 types: dev ## check types with mypy, strictly in the pure rooms
 	@$(BIN)/mypy

@@ -5,7 +5,7 @@ _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_bytes(text: str, what: str) -> int:
-    """``512MiB`` or ``2GiB`` as a number of bytes; raises ValueError, which names ``what``, on anything else."""
+    """Returns the bytes of a text such as ``512MiB``; raises ValueError, which names ``what``, on anything else."""
     for unit, factor in reversed((_UNITS | _DECIMAL).items()):
         number = text.strip().removesuffix(unit)
         if number != text.strip():
@@ -19,7 +19,7 @@ def parse_bytes(text: str, what: str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """``1536`` as ``1.5 KiB``."""
+    """Returns a number of bytes in words, ``1536`` as ``1.5 KiB``."""
     for unit, factor in reversed(_UNITS.items()):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.4g} {unit}"

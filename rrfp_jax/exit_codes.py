@@ -51,7 +51,7 @@ DATA_UNREADABLE = 8
 NOT_FINITE = 9
 INTERRUPTED = 130
 SIGNALLED = 128
-"""Added to a signal's number."""
+"""Added to a signal's number, it gives the exit code of a process that the signal killed."""
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Signals that ask a run to save and end: from terminals that hang up, from schedulers before the time is over (SLURM
 and Kubernetes send TERM, others USR1 or USR2), and from the system when a limit on processor time is reached."""

@@ -16,7 +16,7 @@ from rrfp_jax.bounded_text import shown
 
 
 class FieldRule(NamedTuple):
-    """What a value must be, in words that follow "give", and whether it is."""
+    """A condition on a value, in words that follow "give", and the function that tests it."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -71,9 +71,9 @@ def check_fields(record: object, rule: FieldRule, *names: str) -> None:
 
 
 def fill_fields(record: object, choice: str, what: str, known: Mapping[str, Mapping[str, Any]]) -> None:
-    """Of a frozen record whose field ``choice`` names a kind: give the kind's own fields that are None their defaults.
+    """Gives the fields of a frozen record that are None their defaults, where they belong to the kind in ``choice``.
 
-    ``known`` has the fields of every kind with their defaults; ``what`` is what there are kinds of, for messages.
+    ``known`` has the fields of every kind with their defaults; ``what`` is the noun of the kinds, for messages.
 
     Raises ValueError where the kind is not known, or where a field that only others have is not None.
     """

@@ -4,7 +4,7 @@ The standard library is all that is needed here: ``make setup`` runs this file b
 
 ::
 
-    python -P rrfp_jax/hardware.py WANTED FILE    # WANTED as ACCELERATOR= says, empty: what the host calls for
+    python -P rrfp_jax/hardware.py WANTED FILE    # WANTED as ACCELERATOR= says, empty: the host decides
 
 An accelerator is named as the extra that installs JAX for it: ``cuda12``, ``cuda13``, ``tpu``, or ``cpu`` for none.
 ``system`` stands for the JAX that the Python of an environment has already, as in the image of a vendor.
@@ -29,11 +29,11 @@ PACKAGES = {
     CUDA13: ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
     TPU: ("libtpu",),
 }
-"""What makes JAX use each; the first one tells whether it is installed."""
+"""Packages that make JAX use each accelerator; the first one tells whether it is installed."""
 RECORD = ".accelerator"
 """The file, in an environment that ``make setup`` has made, that names the accelerator."""
 _SMI_TIMEOUT_S = 60.0
-"""It wakes GPUs that nothing has used, which takes seconds for each."""
+"""nvidia-smi wakes GPUs that nothing has used, which takes seconds for each."""
 _GOOGLE = "0x1ae0"
 _TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x007c", "0x0083")
 """PCI devices, from v2 to v8, as JAX 0.12 knows them."""
@@ -41,13 +41,13 @@ _TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "
 
 @dataclass(frozen=True)
 class Found:
-    """What a host calls for, and why."""
+    """The accelerator that a host calls for, and the reason."""
 
     accelerator: str
     """One of :data:`ACCELERATORS`; ``cuda12`` also where the driver is too old for either."""
     why: str
     driver: str | None = None
-    """NVIDIA's, as ``580.65.06``."""
+    """The version of NVIDIA's driver, as ``580.65.06``."""
 
     @property
     def is_too_old(self) -> bool:
@@ -78,7 +78,7 @@ def installed_accelerators() -> dict[str, str]:
 
 
 def install_command(accelerator: str) -> str:
-    """What installs JAX for an accelerator: in a checkout, or where the package was installed by pip."""
+    """Returns the command that installs JAX for an accelerator, in a checkout or beside a package installed by pip."""
     checkout = Path(__file__).parents[1]
     if (checkout / "Makefile").is_file() and (checkout / "pyproject.toml").is_file():
         return f"make setup ACCELERATOR={accelerator}"
@@ -108,7 +108,7 @@ def is_of_image() -> bool:
 
 
 def too_old() -> str:
-    """What a driver that serves no CUDA is."""
+    """Returns the words for a driver that serves no CUDA, with the oldest versions that do."""
     return f"older than JAX needs ({OLDEST_DRIVER[CUDA12]} for CUDA 12, {OLDEST_DRIVER[CUDA13]} for CUDA 13)"
 
 
@@ -132,7 +132,7 @@ def _driver(root: Path) -> tuple[str | None, str]:
 
 
 def _ask_smi(field: str) -> tuple[list[str], str]:
-    """Returns what nvidia-smi says, a line for each GPU and without units; or no lines, and why it says nothing."""
+    """Returns the answer of nvidia-smi, a line for each GPU, without units; or no lines, and why it says nothing."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
@@ -175,12 +175,12 @@ def _num_tpus(root: Path) -> int:
 
 
 def choose(wanted: str) -> tuple[str, str]:
-    """The accelerator to install JAX for, and one line that says so with the reason.
+    """Returns the accelerator to install JAX for, and one line that says so with the reason.
 
     Args:
-        wanted: what the user says; empty for what the host calls for.
+        wanted: the accelerator that the user names; empty for the one that the host calls for.
 
-    Raises ValueError, with the command that mends it, where that cannot be, or does not go with what is installed.
+    Raises ValueError, with the command that mends it, where that cannot be, or does not go with the packages installed.
     """
     if wanted and wanted not in ACCELERATORS:
         raise ValueError(f"ACCELERATOR is '{wanted}': give one of {', '.join(ACCELERATORS)}")
@@ -228,7 +228,7 @@ def _release(text: str) -> list[int]:
 
 
 def _check_alone(chosen: str, installed: Mapping[str, str]) -> None:
-    """Refuse what JAX cannot have side by side, or would take in place of what is chosen."""
+    """Refuses plugins that break JAX side by side, or that JAX would use in place of the one chosen."""
     others = [
         other for other in installed if other != chosen and (chosen == CPU or {other, chosen} <= {*OLDEST_DRIVER})
     ]
@@ -246,7 +246,10 @@ def _check_alone(chosen: str, installed: Mapping[str, str]) -> None:
 
 
 def _doubt(wanted: str, found: Found) -> str:
-    """Where this host's driver is too old for what the user says; the environment may be for another host."""
+    """Returns a remark where this host's driver is too old for the accelerator that the user names, else no text.
+
+    It is no error, as the environment may be for another host.
+    """
     oldest = OLDEST_DRIVER.get(wanted, 0)
     if found.driver is None or major(found.driver) >= oldest:
         return ""
@@ -254,7 +257,7 @@ def _doubt(wanted: str, found: Found) -> str:
 
 
 def main(wanted: str, file: str) -> int:
-    """Say what is chosen and write its name into ``file``, unless that is there already and installed."""
+    """Prints the accelerator chosen and writes its name into ``file``, unless it stands there and is installed."""
     try:
         chosen, line = choose(wanted.strip())
     except ValueError as error:

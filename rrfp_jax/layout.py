@@ -60,7 +60,7 @@ def with_tensor(mesh: Mapping[str, int] | None, tensor: int) -> dict[str, int]:
 
 
 def spans(mesh: Mapping[str, int]) -> dict[str, int]:
-    """By axis, over how many neighbouring devices its groups stretch."""
+    """Returns for each axis the number of neighbouring devices over which its groups stretch."""
     return dict(zip(mesh, accumulate(mesh.values(), mul), strict=True))
 
 
@@ -70,7 +70,7 @@ def num_devices(axes: Axes) -> int:
 
 
 def describe_axes(axes: Axes) -> str:
-    """For messages: ``tensor 2 x fsdp 4``; of axes of one device only the first one is named."""
+    """Returns the axes in words, as ``tensor 2 x fsdp 4``; where all have one device, the first one alone."""
     shown = [axis for axis in axes if axis[1] > 1] or list(axes[:1])
     return " x ".join(f"{name} {size}" for name, size in shown)
 
@@ -198,7 +198,7 @@ class Layout:
         return tuple(sorted({rank for unit in self.units_of_stage(stage) for rank in self._ranks_of[unit]}))
 
     def shared_devices(self, rank: int, num_devices: int) -> tuple[int, ...]:
-        """For each device that the layout asks of a rank, which of the ``num_devices`` that it has stands for it.
+        """Returns, for each device that the layout asks of a rank, the one of its ``num_devices`` that stands for it.
 
         Where these are fewer, stages share them evenly, consecutive ones together; the devices of one stage are apart.
         Raises ValueError where they are too few even for that.
@@ -230,6 +230,6 @@ class Layout:
         )
 
     def describe(self) -> str:
-        """For messages: ``2 stages x data 2 x tensor 2 on 4 processes``."""
+        """Returns the layout in words, as ``2 stages x data 2 x tensor 2 on 4 processes``."""
         processes = "process" if self.num_ranks == 1 else "processes"
         return f"{self.num_stages} stages x data {self.data} x {self.axes} on {self.num_ranks} {processes}"

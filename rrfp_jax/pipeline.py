@@ -116,8 +116,9 @@ class Pipeline:
         self._edges = None if edges is None else tuple(edges)
         self.ordering, self.updates, self.options = ordering, updates, options
         self._graph = ordering.fitted(self.placement, model_graph(self.chunks, self._edges, ordering.schedule))
-        """Of one replica; without a schedule for one microbatch."""
+        """The graph of one replica; without a schedule, that of one microbatch."""
         if not trains:
+            # Everything below derives from the graph, so no backward is compiled and no gradient gets memory.
             self._graph = self._graph.evaluating()
         self._only_evaluates = not trains
         self._may_lack = leaves_to_lack(self.chunks, self._graph)
@@ -141,19 +142,21 @@ class Pipeline:
             remat=self._remat,
         )
         self._state: HostedState | None = None
-        """What the chunks hold; the stages', once they run."""
+        """Parameters and optimizer state of the hosted chunks. Owned by the stages once they run."""
         self._preparation: Prepared | None = None
         self._enqueued: deque[StepMetrics | EvaluationMetrics] = deque()
+        # The runtime counts steps of both kinds without gaps. Checkpoints and random keys go by training steps alone,
+        # so that evaluations in between change nothing.
         self._step = 0
         self._turn = 0
         """The number of the next step of any kind."""
 
     @typed
     def reordered(self, ordering: Ordering = Ordering(), *, options: RuntimeOptions | None = None) -> "Pipeline":
-        """A pipeline of its own that differs in the order of tasks, and in how it runs if ``options`` are given.
+        """Returns a new pipeline with another order of tasks, and with other ``options`` if they are given.
 
         For comparing schedules: compiled programs are shared, so the new one starts with ``init`` and need not compile
-        what this one has compiled.
+        programs that this one has compiled.
         """
         twin = Pipeline(
             self.chunks,
@@ -168,6 +171,7 @@ class Pipeline:
             options=self.options if options is None else options,
             trains=not self._only_evaluates,
         )
+        # The hosted model holds the compiled programs and depends on neither order nor options, so twins can share it.
         twin._model = self._model
         return twin
 
@@ -184,21 +188,21 @@ class Pipeline:
         return self._started(0)
 
     def params(self, state: PipelineState) -> dict[str, Any]:
-        """The parameters by layer name, on their stages' devices; waits for the steps enqueued.
+        """Returns the parameters by layer name, on their stages' devices; waits for the steps enqueued.
 
-        Those of the whole model, or of the stages that this process hosts where there are several. The arrays are those
-        in use: copy them before the next ``step``, which takes them over.
+        They are those of the whole model, or of the stages that this process hosts where there are several processes.
+        The arrays are in use: copy them before the next ``step``, which takes them over.
         """
         held = self._held(state).chunks
         return model_params(held[chunk].params for chunk in sorted(held))
 
     def chunk_states(self, state: PipelineState) -> list[tuple[int, ChunkState]]:
-        """The state of every chunk that this process hosts, copies of replicas included, with the chunk's number in
-        the model; waits for the steps enqueued. The arrays are those in use, see :meth:`params`."""
+        """Returns the state of every chunk that this process hosts, copies of replicas included, each with the chunk's
+        number in the model; waits for the steps enqueued. The arrays are in use, as those of :meth:`params`."""
         return self._model.by_chunk(self._held(state))
 
     def state_specs(self) -> list[tuple[int, ChunkState]]:
-        """What :meth:`chunk_states` returns, as shapes with shardings; nothing is computed."""
+        """Returns the shapes and shardings of the arrays of :meth:`chunk_states`; nothing is computed."""
         return self._model.by_chunk(self._model.initial_state(self._graph, None))
 
     def restore(self, states: Sequence[ChunkState], step: int) -> PipelineState:
@@ -221,11 +225,11 @@ class Pipeline:
         return PipelineState(step, self._hold)
 
     def trains(self, chunk: int) -> bool:
-        """Whether a gradient reaches a chunk of the model, and some of its layers are not frozen."""
+        """Returns whether a gradient reaches a chunk of the model, and some of its layers are not frozen."""
         return self._graph.trains(chunk)
 
     def num_params(self) -> list[int]:
-        """How many parameters each stage holds; copies of shared ones count on every stage."""
+        """Returns the number of parameters of each stage; copies of shared ones count on every stage."""
         sizes = [sum(leaf.size for leaf in jax.tree.leaves(param_specs(chunk))) for chunk in self.chunks]
         return [sum(sizes[c] for c in chunks) for chunks in self.placement.chunks_of_stage]
 
@@ -233,6 +237,8 @@ class Pipeline:
         self._check_here()
         if self._preparation is not None:
             raise RuntimeError(f"this pipeline has been stepped already: make a new one to {purpose}")
+        # Every process checks all chunks, those of other processes too: a part of the model can hide that the optimizer
+        # couples its arrays, and all processes must refuse the same models.
         for index in range(len(self.chunks)):
             checked_params(self.chunks, index)
         trained = [trained_specs(chunk) for chunk in self.chunks]
@@ -240,13 +246,15 @@ class Pipeline:
         check_leafwise(self.optimizer, model_params(trained), groups)
 
     def _held(self, state: PipelineState) -> HostedState:
-        """What the chunks hold once all steps enqueued have ended."""
+        """Returns the state of the hosted chunks once all steps enqueued have ended."""
+        # A wrong state is refused without waiting. The stages update the chunks' states in place, so ``held`` is up to
+        # date after the wait.
         held = self._checked(state)
         self.wait()
         return held
 
     def _check_here(self) -> None:
-        """Raise an error if nothing can be run: in a forked child, and in a function that JAX traces."""
+        """Raises an error where nothing can run: in a forked child, without devices, in a function that JAX traces."""
         self._hold.check_process()
         if not self.process.is_here:
             raise ValueError(
@@ -283,10 +291,10 @@ class Pipeline:
         """Enqueue one training step; returns as soon as it is enqueued, at most one step ahead of the running one.
 
         Args:
-            state: what ``init`` or the last ``step`` returned; it is consumed.
+            state: the state that ``init`` or the last ``step`` returned; it is consumed.
             batch: at least the leaves that the chunks read, each an array [num_microbatches, ...] or a list with an
                 array, or None, for each microbatch (:mod:`rrfp_jax.programs.batches`); they are copied. Chunks are
-                skipped for microbatches that lack what they read.
+                skipped for microbatches that lack the leaves that they read.
             absent: further (chunk, microbatch) pairs that this batch does not have; such a chunk's output is zeros
                 for those that read it.
 
@@ -305,7 +313,9 @@ class Pipeline:
             )
         buckets = running.buckets.numbers(leaves)
         skipped = self._absent(running, buckets, absent)
+        # So far chunks have their numbers in one replica; the runtime counts those of all replicas.
         pairs = running.copies.pairs(skipped)
+        # All that can refuse the batch comes before this line, so a ValueError leaves pipeline and state as they were.
         self._make_room()
         batch_of_step = StepBatch(leaves, buckets, self._step)
         weights = running.weights.of(buckets)
@@ -348,16 +358,17 @@ class Pipeline:
 
     def _make_room(self) -> None:
         """Wait until one more step may be enqueued."""
+        # Steps that have ended leave too: the failure of one is raised by the next call, not by the one after it.
         while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
             self._wait_for_oldest()
 
     def _absent(
         self, running: Prepared, buckets: Sequence[int], absent: Iterable[tuple[int, int]]
     ) -> list[tuple[int, int]]:
-        """The pairs that the microbatches skip by what they lack, and those given beside them."""
+        """Returns the (chunk, microbatch) pairs skipped because leaves are lacking, and those given in ``absent``."""
         skipped = running.skipped
         pairs = [(chunk, microbatch) for microbatch, bucket in enumerate(buckets) for chunk in skipped[bucket]]
-        given: Iterable[Any] = absent
+        given: Iterable[Any] = absent  # the annotation promises pairs, but callers without a type checker may not
         for pair in given:
             if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(is_whole, pair))):
                 raise ValueError(f"absent has {with_type(pair)}: give pairs of a chunk and a microbatch")
@@ -401,7 +412,7 @@ class Pipeline:
 
         ``batch`` is like those of ``step``, of arrays or specs. ``buckets`` are the shapes that microbatches may have,
         each with a spec or array for every leaf that such a microbatch has; None: those of ``batch``.
-        ``evaluation`` has those of :meth:`evaluate`; None: it will not be called.
+        ``evaluation`` has the shapes of :meth:`evaluate`; None: it will not be called.
         ``progress`` is called with the number of programs that this process has compiled and of all that it compiles,
         from 0 on, one call at a time, from any thread; not at all where nothing is left to compile.
 
@@ -438,13 +449,14 @@ class Pipeline:
 
     @typed
     def reads(self, num_microbatches: int) -> dict[str, range]:
-        """For every leaf the microbatches of which this process reads it: what a data set must make here."""
+        """Returns, for every leaf, the microbatches of which this process reads it; a data set must make them here."""
         share = microbatches_per_replica(num_microbatches, self.layout.data)
         reads: dict[str, range] = {}
         for base in self._model.base_chunks:
             replicas = sorted(self._model.numbers(base))
             own = range(replicas[0] * share, (replicas[-1] + 1) * share)
             for name in self.chunks[base].leaves:
+                # One range over all chunks that read the leaf: data sets make consecutive microbatches.
                 known = reads.get(name, own)
                 reads[name] = range(min(known.start, own.start), max(known.stop, own.stop))
         return reads
@@ -459,6 +471,7 @@ class Pipeline:
         if self._preparation is None:
             if self._state is None:
                 raise RuntimeError("the pipeline holds no parameters yet: call init first")
+            # Compiling needs shapes alone, so no leaf is copied.
             leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=())
             self._preparation = prepare_pipeline(
                 self._model,
@@ -472,6 +485,8 @@ class Pipeline:
                 progress=progress,
                 evaluation=evaluation,
             )
+            # From here on threads run that refer to the runtime, so it is never collected: the hold closes it for those
+            # who do not.
             self._hold.keep_open(self._preparation.runtime)
         return self._preparation
 
@@ -499,7 +514,7 @@ class Pipeline:
 
     @property
     def chunk_sizes(self) -> Mapping[int, ChunkSizes]:
-        """What each chunk that this process hosts holds, once the pipeline is prepared."""
+        """The sizes in bytes of each chunk that this process hosts, once the pipeline is prepared."""
         return self._running().sizes
 
     @property
@@ -514,7 +529,7 @@ class Pipeline:
 
 
 def _fitted_process(process: Process | None, placement: Placement, updates: UpdateRules) -> Process:
-    """The process given, or one that is alone; raises ValueError where it does not fit the pipeline."""
+    """Returns the process given, or one that is alone; raises ValueError where it does not fit the pipeline."""
     if process is None:
         process = Process.alone(placement.num_stages)
     layout = process.layout

@@ -30,7 +30,10 @@ def spawning() -> Iterator[SpawnContext]:
 
 
 def end_with_parent() -> None:
-    """What a new process of a pool calls first: Ctrl-C is its parent's to answer, and it never outlives its parent."""
+    """Makes a new process of a pool ignore Ctrl-C, which its parent answers, and end when its parent ends.
+
+    Each process calls it first.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_wait_for_parent, name="parent", daemon=True).start()
 

@@ -20,9 +20,9 @@ _MOST_DEPTH = 100
 
 
 def read_record(path: Path, most_bytes: int = _LARGEST_BYTES) -> tuple[bytes, os.stat_result]:
-    """What a record's file holds, and its status; raises OSError also for pipes, devices, and sizes that no record has.
+    """Returns the bytes of a record's file and its status; raises OSError also for pipes, devices and too large files.
 
-    The file is opened, which asks a file server where a mere look might find an old answer, and never waited for.
+    The file is opened, which asks a file server where a mere look might find an old answer. Opening never waits.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())

@@ -1,10 +1,10 @@
-"""Records as plain data and back, by their annotations: what JSON can hold, and never anything that runs code.
+"""Records as plain data and back, by their annotations: values that JSON can hold, and none that runs code.
 
 A dataclass becomes an object with its fields; a named tuple a list that begins with its name, so that the members of a
 union are told apart; a task its text form; an enumeration its value. Sets and tuples become lists, dicts lists of
 pairs. A field marked :data:`rrfp_jax.schedules.UNRECORDED`, such as a function, is left out. On the way back every
-value must be of the type that its field is annotated with, and every record's own checks apply. What a type needs is
-worked out once, so that records may travel in every step.
+value must be of the type that its field is annotated with, and every record's own checks apply. The functions for a
+type are made once, so that records may travel in every step.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ class MalformedRecord(ValueError):
 
 
 def to_plain(value: Any) -> Any:
-    """``value`` as dicts, lists, strings, numbers, booleans and None; raises TypeError for another type."""
+    """Returns ``value`` as dicts, lists, strings, numbers, booleans and None; raises TypeError for another type."""
     kind: Any = type(value)
     return _writer(kind)(value)
 
 
 @cache
 def _writer(kind: Any) -> Callable[[Any], Any]:
-    """What makes values of exactly this type plain."""
+    """Returns the function that makes values of exactly this type plain."""
     if kind is not Task and issubclass(kind, tuple | list | dict | frozenset):
         return _collection_writer(kind)
     if is_dataclass(kind):
@@ -49,7 +49,7 @@ def _writer(kind: Any) -> Callable[[Any], Any]:
 
 
 def _plain_integer(value: Any) -> int | str:
-    """Beyond 64 bits, where not every reader of plain data follows, as hexadecimal text."""
+    """Returns the number; beyond 64 bits, where not every reader of plain data follows, as hexadecimal text."""
     number = int(value)
     return number if -(1 << 63) <= number < 1 << 64 else hex(number)
 
@@ -65,7 +65,10 @@ def _collection_writer(kind: Any) -> Callable[[Any], Any]:
 
 
 def from_plain(kind: Any, data: Any) -> Any:
-    """What :func:`to_plain` made of a value annotated with ``kind``; raises MalformedRecord, saying where."""
+    """Returns the value, annotated with ``kind``, that :func:`to_plain` made into ``data``.
+
+    Raises MalformedRecord, which says where ``data`` does not fit.
+    """
     return _reader(kind)(data, "it")
 
 

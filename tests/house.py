@@ -1,7 +1,7 @@
 """Counts of the house: ``python -m tests.house PATH ...`` prints them, and says where prose breaks the rules.
 
 The rules hold for the docstrings of the library and the experiments, and for README, CHANGELOG and the pages of docs/.
-``make lint`` runs this file over the packages that keep them already.
+``make lint`` runs this file over both packages.
 """
 
 import ast

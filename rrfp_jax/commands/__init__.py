@@ -1,4 +1,4 @@
-"""The commands a user runs, ``rrfp COMMAND``: a module for each; what they share lies in the folders."""
+"""The commands a user runs, ``rrfp COMMAND``: a module for each; the folders hold the code that they share."""
 
 import sys
 

@@ -74,7 +74,7 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.ENOPROTOOPT)
 _CONNECT_S = 3.0
 _DEADLINE_S = 15.0
-"""For each check but those that start processes, which have deadlines of their own."""
+"""Deadline of a check; checks that start processes have deadlines of their own."""
 _JAX_DEADLINE_S = 120.0
 """The GPUs of a host that nothing has used take seconds each."""
 _RANKS_DEADLINE_S = 150.0

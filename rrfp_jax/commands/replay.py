@@ -6,8 +6,9 @@
     rrfp replay runs/mine --microbatch 3 --stage 1 --timeline runs/replay.html
 
 Every event is fed through the core again, and every instruction compared with the recorded one; then follow the story
-of the microbatch that was asked for, and what every stage waited for when the log was taken. Ends with 0 if all
-instructions are the same, with 1 if one differs (this program is not the one that wrote the log), with 2 on bad input.
+of the microbatch that was asked for, and the task that every stage waited for when the log was taken. Ends with 0 if
+all instructions are the same, with 1 if one differs (this program is not the one that wrote the log), with 2 on bad
+input.
 """
 
 import json

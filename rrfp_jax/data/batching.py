@@ -5,8 +5,8 @@ that holds it. The buckets are chosen by a survey of the first steps, for the le
 holds every microbatch that can come: as many samples as are cut in order, each as large as the largest. Balancing
 keeps within it. So nothing is ever outside the buckets, and they follow from data and configuration alone.
 
-Where stages have meshes, sizes are padded further, up to what these divide. Which samples share a microbatch and a row
-does not depend on it: a run may go on in another layout.
+Where stages have meshes, sizes are padded further, up to sizes that these divide. Which samples share a microbatch and
+a row does not depend on it: a run may go on in another layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -219,8 +219,8 @@ class Batching:
         """Returns the batch of these samples; ``patches`` makes those of (number of the sample, number of the image in
         it).
 
-        It is called for what is read only. All other leaves are whole, whatever is read: they are small, and tell what
-        the batch holds.
+        It is called only for the patches that ``reads`` asks for. All other leaves are always whole: they are small,
+        and describe the contents of the batch.
         """
         leaves = [
             self._leaves(samples, microbatch, patches if reads is None or number in reads.get("patches", ()) else None)

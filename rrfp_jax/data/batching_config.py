@@ -34,7 +34,7 @@ class BatchingConfig:
     """Whether samples without images share microbatches as far as they go, so that encoders have nothing to do for
     those. Needs ``balance``."""
     seed: int = 0
-    """Decides the order of the data, or what is drawn."""
+    """Decides the order of the data, or the samples that are drawn."""
 
     def __post_init__(self) -> None:
         check_fields(

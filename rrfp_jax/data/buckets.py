@@ -1,10 +1,10 @@
 """Rows of one length, and the few sizes for which a run is compiled, so that data of many sizes is padded least.
 
-Every size is a program, so a run has a fixed set of them, its *buckets*, and what is smaller than a bucket is padded up
-to it. The best at most ``k`` out of ``n`` different lengths are found exactly: with the lengths in ascending order,
-the lengths between two chosen ones are padded to the upper one, so the least cost of covering the first ``j`` lengths
-with ``b`` buckets is the least over ``i < j`` of covering the first ``i`` with ``b - 1`` and the others with length
-``j``. That is ``k n**2 / 2`` additions, done ``n`` at a time.
+Every size is a program, so a run has a fixed set of them, its *buckets*, and smaller microbatches are padded up to one.
+The best at most ``k`` out of ``n`` different lengths are found exactly: with the lengths in ascending order, the
+lengths between two chosen ones are padded to the upper one, so the least cost of covering the first ``j`` lengths with
+``b`` buckets is the least over ``i < j`` of covering the first ``i`` with ``b - 1`` and the others with length ``j``.
+That is ``k n**2 / 2`` additions, done ``n`` at a time.
 
 Buckets follow from the data alone, never from timing: padding changes rounding, and all processes must find the same.
 

@@ -44,7 +44,7 @@ class Dataset(Protocol):
     def batch(self, step: int, reads: Reads | None = None) -> Batch:
         """Returns the batch of ``step`` (0, 1, ...), the same at every call; safe to call from any thread.
 
-        What ``reads`` leaves out (None: nothing) need not be loaded: its shape is enough. But ``segments`` and
+        Leaves that ``reads`` leaves out (None: none) need not be loaded: their shape is enough. But ``segments`` and
         ``patch_segments``, where there are such, must be whole: the metrics of a step count by them.
         """
         ...
@@ -68,7 +68,7 @@ def prefetched(
 
     Each thread makes one batch; as many are ahead as there are threads, so more of them are of use where one batch
     takes longer than a step, as with images that must be decoded. All have ended when the ``with`` block is left, each
-    after the batch that it was at. What ``dataset.batch`` raises is raised where its batch would have come.
+    after the batch that it was at. An error of ``dataset.batch`` is raised in place of its batch.
     """
     if num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}: give at least 1")

@@ -244,7 +244,7 @@ class ImageText:
                 )
 
     def _limits(self) -> Limits:
-        """By the largest samples, as many as a microbatch has when cut in order.
+        """Returns the limits by the largest samples, as many as a microbatch has when cut in order.
 
         Where a step spans several epochs, one sample may come as often.
         """

@@ -1,4 +1,4 @@
-"""Where text with images is, and what becomes of its images: a validated record, pure data."""
+"""The configuration of text with images: their files and the treatment of images, a validated record of pure data."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class ImageTextConfig(BatchingConfig):
     path: str
     """The JSONL file."""
     image_folder: str | None = None
-    """What the paths of images are relative to; None: the folder of the JSONL file."""
+    """The folder to which the paths of images are relative; None: the folder of the JSONL file."""
     tokenizer: str | None = None
     """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text. None: the tokenizer
     of the model in ``run.init_from``, which also names the tokens for an image; without such a model, bytes."""
@@ -48,7 +48,7 @@ class ImageTextConfig(BatchingConfig):
     mean: tuple[float, ...] = (0.5,)
     """Subtracted from pixels, which are 0 to 1, by the encoder: one number for all channels, or one for each."""
     std: tuple[float, ...] = (0.5,)
-    """What pixels are divided by then: one number for all channels, or one for each."""
+    """Divides the pixels after ``mean`` is subtracted: one number for all channels, or one for each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -31,7 +31,7 @@ _Element = dict[str, NDArray[Any]]
 
 
 class OwnData:
-    """A deterministic data set of what ``config.object`` holds; see the module's text.
+    """A deterministic data set of the elements of ``config.object``; see the module's text.
 
     Args:
         vocab_size: of the model; tokens and targets are less.

@@ -15,10 +15,10 @@ class OwnDataConfig:
     """
 
     object: str
-    """Where it is, as ``package.module:NAME``: the data set itself, or what gives it when called. Modules of the
-    current folder are found too."""
+    """The data set as ``package.module:NAME``, or a callable that returns it. Modules of the current folder are found
+    too."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """What it is called with, by name."""
+    """Arguments of the callable, by name."""
     batch_size: int
     """Elements per step, over all microbatches."""
     num_microbatches: int

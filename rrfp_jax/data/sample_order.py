@@ -7,8 +7,8 @@ nothing is left out.
 An order is never written down: ``order(epoch)[place]`` is computed from the place, in the same memory for ten items and
 for ten billion. The place's bits are cut into two halves, and by turns each half is changed by a keyed function of the
 other (a Feistel network). That permutes the numbers of so many bits, whatever the function; the keys come from (seed,
-epoch). With as few bits as hold ``num``, more than half of these numbers are below it; what is not is put through again
-until it is (cycle walking: Black and Rogaway 2002), which permutes the numbers below ``num``.
+epoch). With as few bits as hold ``num``, more than half of these numbers are below it; a number that is not is put
+through again until it is (cycle walking: Black and Rogaway 2002), which permutes the numbers below ``num``.
 
 **Mixtures.** Which of several sources a sample comes from follows from its number and the weights of the sources. The
 sources are the leaves of a binary tree. Of the first ``m`` samples that reach a node, its left side gets ``m * share``
@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 _ROUNDS = 8
 _LEAST_BITS = 5
-"""With fewer, some orders of a handful of items would come more often than others."""
+"""Fewest bits of a place; with fewer, some orders of a handful of items would come more often than others."""
 _BYTES_PER_KEY = 8
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 """Odd numbers that mix well (Steele, Lea and Flood 2014)."""
@@ -130,8 +130,8 @@ class Mixture:
         self._tree = _tree([int(weight * unit) for weight in exact])
 
     def sources(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For samples ``start`` to ``start + count - 1`` of the run: the source of each, and how many samples that
-        source gave before it. Both ``[count]``."""
+        """Returns the source of each sample ``start`` to ``start + count - 1`` of the run, and how many samples that
+        source gave before it. Both are int64 ``[count]``."""
         sources, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
         waiting = [(self._tree, start, np.arange(count))]
         while waiting:

@@ -77,7 +77,7 @@ class TextBytes:
     """A deterministic data set of byte sequences; see the module's text for the order.
 
     Args:
-        part: what is trained on, or what is held out.
+        part: the windows that are trained on, or those that are held out.
 
     Attributes: ``config``; ``num_bytes`` of text that was read; ``num_windows`` of the part (sequences per epoch);
     ``vocab_size``.
@@ -154,7 +154,7 @@ def _token_leaves(windows: NDArray[np.uint8], num_microbatches: int) -> Batch:
 
 
 _NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
-"""Folders below the standard library that hold its tests or what was installed beside it."""
+"""Folders below the standard library that hold its tests or packages installed beside it."""
 
 
 def read_corpus(path: str | None, *, suffixes: tuple[str, ...], max_bytes: int) -> NDArray[np.uint8]:

@@ -3,9 +3,9 @@
 *Windows* follow each other in the text and are all full; a document may begin in one and end in another.
 
 *Packed rows* hold whole documents, in their order, as many as fit; the rest of the row is padding. A document that is
-longer than a row is cut, and what is left at its end shares a row with the next ones. So a row is a stretch of the text
-too, and one number says where it begins: the index has that and the first document of each row, 16 bytes for thousands
-of tokens, made by one pass over the ends of documents.
+longer than a row is cut, and its last part shares a row with the next ones. So a row is a stretch of the text too, and
+one number says where it begins: the index has that and the first document of each row, 16 bytes for thousands of
+tokens, made by one pass over the ends of documents.
 """
 
 from typing import NamedTuple

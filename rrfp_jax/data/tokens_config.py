@@ -81,8 +81,8 @@ class TextFilesConfig(RowsConfig):
     """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text. None: the tokenizer
     of the model in ``run.init_from``; without such a model, bytes."""
     end_of_document: str | None = None
-    """The token of the tokenizer that closes documents. None: what its folder's tokenizer_config.json says, or a usual
-    one."""
+    """The token of the tokenizer that closes documents. None: the one that its folder's tokenizer_config.json names, or
+    a usual one."""
     cache: str | None = None
     """Folder that keeps the tokens for later starts. None: ``rrfp/tokens`` in the user's cache folder."""
 

@@ -29,7 +29,7 @@ class FieldWords:
     text: str
     """Text of its docstring."""
     short: str
-    """Its first sentence, without the clause about None."""
+    """The first sentence of ``text``, without the clause about None."""
     kind: str
     """The type in words: ``a whole number or text``."""
     place: str

@@ -1,1 +1,1 @@
-"""From the configuration of a training run to the run itself, and what it shows."""
+"""Training runs: from the configuration to the run itself and its output."""

@@ -1,4 +1,4 @@
-"""From a planned run to the objects that train."""
+"""Assembles a planned run: its model, its pipeline, and the objects that train them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -61,12 +61,13 @@ class Run:
         self.console = TrainingConsole(settings.steps, report_every=settings.report_every, is_quiet=not self.is_first)
         self.state = PipelineState(0)
         self._num_skipped = 0
+        # Only data that is decoded, or made by a user's own code, has samples that can be left out.
         max_bad = getattr(self.config.data, "max_bad_samples", 0)
         self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad)
         self._saver: RunSaver | None = None
         self._evaluator = None if self.config.evaluation is None else make_evaluator(planned, pipeline)
         self._evaluated: Mapping[str, Any] | None = None
-        """What the evaluations before this start have found."""
+        """Results of the evaluations before this start, as the checkpoint holds them; None: there are none."""
         self.is_saved = True
         """Whether the last checkpoint was committed; known once the run has finished."""
 
@@ -82,7 +83,7 @@ class Run:
 
     @property
     def _reads(self) -> dict[str, range]:
-        """What this process reads of a batch."""
+        """Leaves of a batch that this process reads, each with its range of microbatches."""
         return self.pipeline.reads(self.config.data.num_microbatches)
 
     @property
@@ -95,11 +96,12 @@ class Run:
     def begin(self, *, fresh: bool, force: bool) -> None:
         """Go on from the newest checkpoint of the run directory, or start over; compile, and write the first files.
 
-        From the first on no other run may write there. Nothing that an earlier run has left is touched before
+        No other run may write there from the first moment on. The files of an earlier run stay untouched until
         everything else is known to fit. Raises ValueError where it does not, where another run is at work there, and
         where the checkpoint was saved by another training, unless forced.
         """
         settings = self.config.run
+        # The lock comes before the search for a checkpoint: another run could save or clear one in between.
         self._first_does("run directory is held", lambda: self.directory.hold(to_clear=fresh))
         self._saver = RunSaver(
             self.directory.checkpoints,
@@ -107,6 +109,7 @@ class Run:
             every=settings.checkpoint_every,
             minutes=settings.checkpoint_minutes,
             keep=settings.keep_checkpoints,
+            # A run that seemed dead may have lost the directory to another one, whose checkpoints it must not replace.
             before_commit=self.directory.lock.check,
         )
         found = None if fresh else self._saver.checkpoints.newest()
@@ -114,12 +117,15 @@ class Run:
             self.state = self._initial_state(self._saver)
         else:
             self._go_on(self._saver, found, force=force)
+        # The state comes before compiling, which takes minutes: a checkpoint that does not fit is refused at once.
         with self.console.compiling() as progress:
+            # Step 0 wherever the run goes on: the batch only gives shapes, and all starts compile for the same ones.
             first = self.batches.shown(0, self._reads)
             shapes = None if self._evaluator is None else self._evaluator.shapes()
             self.pipeline.prepare(first, buckets=self.dataset.buckets, evaluation=shapes, progress=progress)
         if self._cache is not None:
             self.console.say(self._cache.describe())
+        # Files of an earlier run go last, when nothing can be refused any more.
         self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
 
     def _initial_state(self, saver: RunSaver) -> PipelineState:
@@ -151,7 +157,7 @@ class Run:
             raise ValueError(f"run_dir {path} cannot be written ({error.strerror}): name another folder") from None
 
     def _first_does(self, what: str, action: Callable[[], None]) -> None:
-        """Rank 0 does it, the others wait; a ValueError is raised by all."""
+        """Runs ``action`` on rank 0 while the others wait; all ranks raise the ValueError that it raises."""
         problem = None
         if self.is_first:
             try:
@@ -167,6 +173,7 @@ class Run:
             raise ValueError(
                 f"{found.path} was not saved by this command: start over with --fresh, or in another run_dir"
             )
+        # The configurations are compared first: their difference explains a failure of the restore better than shapes.
         changed = check_same_training(found.host["config"], self._training, force=force)
         self.state = saver.restore(found)
         self._num_skipped = int(found.host["num_skipped"])
@@ -198,6 +205,7 @@ class Run:
             saver=self._saver,
             host_data={"config": self._training},
             profile=self._profile,
+            # Rank 0 alone writes rows, and only they tell the speed.
             speed=ModelSpeed.on(self.process.devices, model_flops(self.config)) if self.is_first else None,
             num_skipped=self._num_skipped,
             evaluations=self._evaluations(),
@@ -214,6 +222,7 @@ class Run:
 
     def train(self, loop: TrainingLoop) -> None:
         """Run all steps that are left, the next batch being made while a step runs; then end in good order."""
+        # Rows of one length are copied from a file. Images and a user's own code may take longer than a step.
         is_slow = self.config.row_length is None
         num_threads = _DATA_THREADS if is_slow else 1
         with (
@@ -240,6 +249,7 @@ class Run:
     def finish(self) -> None:
         """Wait for the last checkpoint, and leave."""
         if self._saver is not None:
+            # The last commit needs all processes, so it comes before any of them leaves.
             last = self._saver.checkpoints.close()
             self.is_saved = last is None or last.failure is None
         self.pipeline.close()
@@ -252,11 +262,13 @@ def assemble(planned: PlannedRun) -> Run:
     Raises ValueError, with the remedy, on whatever does not fit.
     """
     config, path = planned.config, planned.path
+    # Checks that need no other process come before the others are met: a mistake is told at once, on every rank.
     chunks = chunks_of(config, planned.ordered)
     check_groups(config.optimizer, model_params(map(trained_specs, chunks)))
     cache = use_compile_cache()
     process = enter_run(planned)
     pipeline = make_pipeline(config, chunks, process, planned.ordered)
+    # Ranks may be started in different folders, so rank 0 sends its whole path. Alone, the path stays as it was given.
     path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
     return Run(planned, pipeline, process, RunDirectory(path), cache)
 
@@ -270,6 +282,8 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
         edges=None if cut is None else cut.edges,
         process=process,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
+        # Where activations move to the host, the order knows how many stay on the devices. An offload with nothing to
+        # move bounds nothing: its number as a window would refuse tables that begin more microbatches.
         ordering=replace(
             ordering.on(order.table), window=order.windows if moves_activations(order.graph) else layout.window
         ),
@@ -301,7 +315,7 @@ def enter_run(planned: PlannedRun) -> Process:
 
 
 def _profile(settings: RunConfig, process: Process, pipeline: Pipeline, path: Path) -> StepProfile | None:
-    """What traces this process's steps, if it is to."""
+    """Returns the profile that traces the steps of this process; None where it traces none."""
     if settings.profile_steps is None or process.rank:
         return None
     return StepProfile(
@@ -312,7 +326,7 @@ def _profile(settings: RunConfig, process: Process, pipeline: Pipeline, path: Pa
 
 
 def make_evaluator(planned: PlannedRun, pipeline: Pipeline) -> Evaluator:
-    """What evaluates a run's pipeline on its sets."""
+    """Returns the evaluator of a run's pipeline on its evaluation sets."""
     config = planned.config
     assert config.evaluation is not None
     return Evaluator(

@@ -70,13 +70,13 @@ class TrainConfig:
     """The shape of the language model, or of a vision-language model's decoder."""
     data: DataSetConfig
     vision: VisionConfig | None = None
-    """None: a language model."""
+    """The encoder of images; None: a language model."""
     projector: ProjectorConfig | None = None
     pipeline: PipelineConfig
     optimizer: OptimizerConfig
     run: RunConfig
     evaluation: EvaluationConfig | None = None
-    """None: no evaluation."""
+    """Evaluations during the run; None: there are none."""
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
@@ -151,7 +151,7 @@ SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for sectio
     "vision": VisionSection,
     "projector": ProjectorSection,
 }
-"""By section, the record whose fields are its keys."""
+"""The record of each section, whose fields are the section's keys."""
 _WITH_SECTION = ("vision", "projector", "evaluation")
 _NAMED = {
     "optimizer": ("name", "arguments", "schedule", "freeze", "shard", "groups"),
@@ -168,7 +168,7 @@ _OPTIONAL = ("cluster", *_WITH_SECTION)
 
 
 def choices_of_options() -> dict[str, Sequence[str]]:
-    """What the options with a choice accept, by ``section.field``."""
+    """Returns the accepted values of each option with a choice, by ``section.field``."""
     return {
         "model.param_dtype": DTYPES,
         "model.compute_dtype": DTYPES,
@@ -432,7 +432,7 @@ def _sentence(section: str, error: ValidationError) -> str:
 
 
 def _wanted(kind: str) -> str:
-    """What a field takes, by pydantic's name of the error."""
+    """Returns the kind of value that a field takes, in words, from pydantic's name of the error."""
     whole = "a whole number"
     names = {
         "int": whole,

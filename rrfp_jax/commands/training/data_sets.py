@@ -1,4 +1,4 @@
-"""The data set of a run, and whether the model can read what is in it."""
+"""The data sets of a run, and the checks that the model can read their contents."""
 
 import sys
 from math import isqrt
@@ -30,7 +30,7 @@ from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TokensConfig
 from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
 
 RunData = TextBytes | ImageText | Tokens | OwnData
-"""What a run trains on."""
+"""Any data set that a run trains or evaluates on."""
 _ORIGINS = {"path", "object", "arguments"}
 """Fields that say where data comes from."""
 
@@ -61,7 +61,7 @@ def make_data_set(
 def make_evaluation_sets(
     config: TrainConfig, *, known: KnownModel | None = None, force: bool = False
 ) -> dict[str, RunData]:
-    """What a run evaluates on, by name; nothing without a section ``evaluation``.
+    """Returns the evaluation sets of a run by name; none without a section ``evaluation``.
 
     Raises ValueError, naming the set, as :func:`make_data_set` does, and for differences from the run's data that do
     not exist or cannot be.
@@ -94,7 +94,7 @@ def evaluation_configs(config: TrainConfig) -> dict[str, tuple[TrainConfig, Part
 
 
 def vocabulary_note(config: TrainConfig, data: RunData) -> str | None:
-    """That the model knows more tokens than a token set can have, in one sentence; None where it does not."""
+    """Returns a sentence which says that the model knows more tokens than the token set has; None where it does not."""
     if not isinstance(data, Tokens) or config.model.vocab_size == data.vocab_size:
         return None
     return (
@@ -146,7 +146,7 @@ def _images(config: TrainConfig, part: Part, known: KnownModel) -> ImageText:
 
 
 def _cut_sizes(config: TrainConfig) -> CutSizes:
-    """What the meshes of the run's stages divide."""
+    """Returns the sizes of a batch that the meshes of the run's stages divide."""
     layout = config.pipeline
     return cut_sizes(layout.mesh or {}, layout.encoder_mesh)
 

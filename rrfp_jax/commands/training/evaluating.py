@@ -15,7 +15,7 @@ from rrfp_jax.training.saving import RunSaver
 
 
 def evaluate_run(planned: PlannedRun, run: Path) -> tuple[int, list[EvaluationRow], bool]:
-    """How many steps the checkpoint has been trained, what each set gave, and whether this process is the first.
+    """Returns the number of steps of the checkpoint, the results of each set, and whether this process is the first.
 
     Nothing is written. All processes call it alike. Raises ValueError where there is no checkpoint, or it is of another
     model.

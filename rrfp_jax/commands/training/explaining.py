@@ -68,7 +68,7 @@ def _those_of(section: str) -> str:
 
 
 def explain_key(section: str, key: str, given: Given | None = None) -> str:
-    """All about one key; ``given`` adds the value of one configuration."""
+    """Returns the full explanation of one key; ``given`` adds the value of one configuration."""
     words = _words(section, key)
     rows = [("type", words.kind), ("default", words.default or "none: a file must give it")]
     if words.choices:
@@ -83,7 +83,7 @@ def explain_key(section: str, key: str, given: Given | None = None) -> str:
 
 
 def explain_section(section: str, given: Given | None = None) -> str:
-    """What a section is for, and each of its keys in a sentence; ``given`` adds the values of one configuration."""
+    """Returns the purpose of a section and a sentence on each key; ``given`` adds the values of one configuration."""
     lines = wrap(f"{section}: {field_texts(SECTIONS[section])['']}.")
     for key in _keys(section):
         words = _words(section, key)

@@ -1,4 +1,4 @@
-"""Whether the meshes of a configuration's stages fit its model and its data, before JAX is loaded."""
+"""Checks that the meshes of a configuration's stages fit its model and its data, before JAX is loaded."""
 
 import difflib
 import logging
@@ -77,5 +77,5 @@ def _check_positions(mesh: Mapping[str, int], length: int) -> None:
 
 
 def _axes(mesh: Mapping[str, int], *names: str) -> Axes:
-    """Those of the axes that the mesh has."""
+    """Returns the axes with these names that the mesh has, with their sizes."""
     return tuple((name, size) for name, size in mesh.items() if name in names)

@@ -1,4 +1,4 @@
-"""The operations that the model of a configuration needs for a step, from what its batch holds."""
+"""The operations that the model of a configuration needs for a step, from the contents of its batch."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,7 +13,10 @@ from rrfp_jax.programs.model_graph import matches
 
 
 def model_flops(config: TrainConfig) -> Callable[[BatchContents], float]:
-    """What a step takes whose batch has these contents, forward and backward (:mod:`rrfp_jax.costs.flops`)."""
+    """Returns a function from a batch's contents to the operations of its step, forward and backward.
+
+    :mod:`rrfp_jax.costs.flops` counts them.
+    """
     layers = [*_encoder_layers(config), *_decoder_layers(config)]
 
     def of(contents: BatchContents) -> float:

@@ -1,4 +1,4 @@
-"""The model of a run as its configuration describes it: shape, cut into chunks, where these lie, what is frozen."""
+"""The model of a run as its configuration describes it: shape, chunks, their stages, and frozen parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -117,7 +117,8 @@ def placement_of(layout: PipelineConfig) -> tuple[Placement, int]:
 
 
 def sample_cost(config: TrainConfig) -> Callable[[int, Sequence[int]], float]:
-    """What a sample costs, for balancing: forward operations for its tokens, and for the patches of each image."""
+    """Returns a function from a sample's tokens, and the patches of each image, to its forward operations; balancing
+    takes them as its cost."""
     if config.vision is None:
         decoder = decoder_sizes(config.model)
         return lambda tokens, patches: decoder.whole(tokens, pairs([tokens])).forward

@@ -1,6 +1,7 @@
 """A training run as far as it is known before JAX is loaded: its order, its cut and its text, all of them checked.
 
-Whatever does not fit is refused here within a second; what remains are the devices, the memory and the other processes.
+A configuration that does not fit is refused here within a second. The devices, the memory and the other processes are
+checked later.
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,24 +34,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """What a run is to be."""
+    """A run whose order, cut and data are known and checked."""
 
     config: TrainConfig
     path: Path
-    """Its run directory."""
+    """The run directory."""
     ordering: OrderingOptions
-    """As the user said it."""
+    """The order as the user said it."""
     order: Order
-    """Of one replica."""
+    """The order of one replica."""
     dataset: RunData
     evaluation_sets: Mapping[str, RunData] = field(default_factory=dict)
-    """What it evaluates on, by name."""
+    """The evaluation sets of the run, by name."""
     saved: Mapping[str, Any] = field(default_factory=dict)
     """The configuration as the run saves it, with whole paths."""
     known: KnownModel = field(default_factory=KnownModel)
     """The model that the run begins or goes on with."""
     cut: "ModelChunks | None" = None
-    """Of a vision-language model; a language model is cut later."""
+    """The cut of a vision-language model; None: a language model, which is cut later."""
 
     @property
     def ordered(self) -> "OrderedRun":
@@ -59,12 +60,13 @@ class PlannedRun:
 
     @property
     def training(self) -> dict[str, Any]:
-        """What decides the result: the configuration, and in its section of data also which data was found there."""
+        """The values that decide the result: the configuration, with the data's fingerprint in its section ``data``."""
         return {**self.saved, "data": {**self.saved["data"], "text": self.dataset.fingerprint}}
 
     @property
     def agreed(self) -> dict[str, Any]:
-        """What must be the same on all ranks: that, and the rows of its table, which may come from a file of theirs."""
+        """The values that must be the same on all ranks: the configuration, the fingerprints of all data, and the
+        fingerprint of the order's table, which each rank may read from a file of its own."""
         agreed = self.config.as_dict()
         agreed["data"]["text"] = self.dataset.fingerprint  # nodes may have it elsewhere
         agreed["pipeline"] = with_axes_in_order(agreed["pipeline"])
@@ -106,11 +108,11 @@ class OrderedRun(NamedTuple):
     """The part of a run that needs neither data nor devices."""
 
     ordering: OrderingOptions
-    """As the user said it."""
+    """The order as the user said it."""
     order: Order
-    """Of one replica."""
+    """The order of one replica."""
     cut: "ModelChunks | None"
-    """Of a vision-language model; a language model is cut later."""
+    """The cut of a vision-language model; None: a language model, which is cut later."""
 
     @property
     def num_chunks(self) -> int:
@@ -155,7 +157,7 @@ def order_run(config: TrainConfig) -> OrderedRun:
 
 
 def ordering_of(layout: PipelineConfig) -> OrderingOptions:
-    """What a configuration says about order. Raises ValueError where it contradicts itself."""
+    """Returns the order that a configuration asks for. Raises ValueError where it contradicts itself."""
     schedule, group_size = layout.schedule_and_group
     is_guided = schedule is not None and layout.hint in (None, SCHEDULE)
     return parse_ordering(

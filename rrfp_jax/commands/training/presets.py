@@ -9,7 +9,7 @@ FOLDER = Path(str(files("rrfp_jax"))) / "presets"
 
 
 def preset_names() -> list[str]:
-    """All of them, as ``cpu/debug``."""
+    """Returns the names of all presets, as ``cpu/debug``."""
     return sorted(str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.glob("[ctg]pu/*.yaml"))
 
 
@@ -29,7 +29,7 @@ def find_preset(name: str) -> Path:
 
 
 def summary_of(name: str) -> str:
-    """What a preset is: the first sentence of the comment that its file begins with."""
+    """Returns the summary of a preset: the first sentence of the comment that its file begins with."""
     lines = find_preset(name).read_text(encoding="utf-8").splitlines()
     head = "\n".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
     return re.split(r"\. (?!\d)", " ".join(head.split("\n\n")[0].split()))[0].rstrip(".") + "."

@@ -1,4 +1,4 @@
-"""Whether a run may go on from what an earlier one has saved: what decides the result of training must be the same."""
+"""Checks that a run may go on from a checkpoint: the values that decide the result of training must be the same."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -24,7 +24,7 @@ they lie."""
 
 
 def check_same_training(saved: Mapping[str, Any], given: Mapping[str, Any], *, force: bool) -> list[str]:
-    """The differences that change what is trained, one text each.
+    """Returns the differences that change the result of training, one text each.
 
     Raises ValueError, naming them, unless ``force`` says that they are meant.
     """

@@ -1,4 +1,4 @@
-"""What a run starts from, if not from initial values: the parameters of an import or of another run."""
+"""The start of a run from the parameters of an import or of another run, in place of initial values."""
 
 from pathlib import Path
 

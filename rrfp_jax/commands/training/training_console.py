@@ -1,4 +1,4 @@
-"""What a training run shows: how far compiling has come, the stages, and the steps, by one bar or by lines."""
+"""The output of a training run: the progress of compiling, the stages, and the steps, as one bar or as lines."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -95,7 +95,7 @@ class TrainingConsole:
 
     @contextmanager
     def compiling(self) -> Iterator[CompileReport]:
-        """What is given is to be called with the number of programs that are compiled, and of all."""
+        """Yields the report of compiling, to be called with the number of programs compiled so far and of all."""
         report = CompileReport(self._console)
         try:
             yield report
@@ -109,7 +109,7 @@ class TrainingConsole:
     def show_stages(
         self, pipeline: Pipeline, order: Order | None = None, forecast: Sequence[StageForecast] | None = None
     ) -> None:
-        """Print the stages, every replica of them, with what they hold and how much they may hold in flight.
+        """Print the stages, every replica of them, with their contents and their bounds on work in flight.
 
         ``order`` and ``forecast`` are those of a pipeline that does not run.
         """
@@ -198,7 +198,7 @@ class TrainingConsole:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        """Take the bar away; what it told last stays as a line."""
+        """Takes the bar away; its last message stays as a line."""
         self._progress.stop()
         if self._has_bar and self._first is not None and self._last is not None:
             self.say(
