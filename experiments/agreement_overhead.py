@@ -1,4 +1,4 @@
-"""What agreement costs: from the moment when a task could have started on all members of a group until it had.
+"""Cost of agreement: the seconds from the moment when all members of a group could have started a task to its launch.
 
 A member could have started a task once the task was ready there (its messages had arrived, its own predecessors had
 finished or were due) and the member was idle (fewer tasks were dispatched and unfinished than it may have). Both follow
@@ -31,15 +31,15 @@ Log = Iterable[tuple[Event, Sequence[Instruction]]]
 
 
 class Launch(NamedTuple):
-    """A task's launch on one member, in seconds on the log's clock."""
+    """Launch of a task on one member, in seconds on the log's clock."""
 
     launch_s: float
     could_launch_s: float
-    """When the member was idle and the task ready there."""
+    """Time at which the member was idle and the task was ready there."""
 
 
 def launches(arbiter: StageArbiter, log: Log) -> dict[RunTask, Launch]:
-    """When a member launched its tasks, and when it could have.
+    """Returns, for each task that a member launched, when it launched it and when it could have.
 
     Args:
         arbiter: the member's, or any other's of the group; it tells the stage's tasks and how many may be dispatched.
@@ -54,9 +54,9 @@ def launches(arbiter: StageArbiter, log: Log) -> dict[RunTask, Launch]:
 
 
 def agreement_overhead(members: Sequence[Mapping[RunTask, Launch]]) -> dict[RunTask, float]:
-    """Seconds between a task's launch on the last member and the moment when all could have launched it.
+    """Returns, for each task, the seconds from the moment when all members could have launched it to the last launch.
 
-    ``members`` has the launches of every member; what some of them did not launch is left out.
+    ``members`` has the launches of every member. Tasks that some member did not launch are left out.
     """
     common = set.intersection(*map(set, members)) if members else set()
     return {
@@ -66,7 +66,7 @@ def agreement_overhead(members: Sequence[Mapping[RunTask, Launch]]) -> dict[RunT
 
 
 class _Member:
-    """When things happened on one member, by its log; what was before the log's beginning was at minus infinity."""
+    """Times of one member's events, by its log. Events before the log's beginning count as at minus infinity."""
 
     def __init__(self, arbiter: StageArbiter, log: Log) -> None:
         self.arbiter = arbiter
@@ -75,10 +75,10 @@ class _Member:
         self.arrival_s: dict[tuple[int, Message], float] = {}
         self.finish_s: dict[tuple[int, Task], float] = {}
         self.due_s: dict[tuple[int, Task], float] = {}
-        """Of the tasks that were due before they finished."""
+        """Due times of the tasks that were due before they finished."""
         self.launch_s: dict[RunTask, float] = {}
         self.idle_s: dict[RunTask, float] = {}
-        """Since when the member could have taken a task, for each that it took."""
+        """Time from which the member could have taken a task, for each task that it took."""
         self._running: list[RunTask] = []
         self._due: RunTask | None = None
         self._idle_since_s = -inf
@@ -107,7 +107,7 @@ class _Member:
                 self._note_idle(event.time_s, 1)
 
     def _finish(self, run: RunTask, time_s: float) -> None:
-        """Where one may follow already on the task that ends, its end lets none run that could not run before."""
+        """Records the end of a task. If another was due to follow already, the end lets none run earlier."""
         was_due, self._due = run == self._due, None if run == self._due else self._due
         if run in self._running:  # otherwise it was started before the log's beginning
             self._running.remove(run)
@@ -130,7 +130,7 @@ class _Member:
             self._idle_since_s = time_s
 
     def _ready_s(self, step: int, node: int) -> float:
-        """When a task or gate had all that it waits for."""
+        """Returns the time at which a task or gate had everything that it waits for."""
         plan = self.plans[step]
         ready_s = self.begin_s[step]
         for before in plan.prerequisites[node]:

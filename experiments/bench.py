@@ -1,4 +1,4 @@
-"""Measure what the runtime itself costs, in ratios taken within one run.
+"""Measure the costs of the runtime itself, in ratios taken within one run.
 
 ::
 
@@ -6,20 +6,18 @@
     python -m experiments.bench --only runtime
 
 ``runtime``: the real runtime on four emulated stages: without work, the time per step of 128 tasks; with F 10 ms and
-backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against
-strict interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``dispatch``: what the host costs by when
-it decides, simulated. ``foresight``: tables with foresight beside the same consumed strictly, simulated.
-``fidelity``: emulated against simulated step times. ``multimodal``: workloads of images and text, real beside
-forecast. ``deterministic``: what accumulating in microbatch order costs.
-``offload``: half of 1F1B's memory beside the whole, emulated and real.
-``plan``: forecasts of step and memory beside real training (``experiments.bench_plan``).
-``orders``: searched orders beside named tables, simulated.
-``split``: what splitting a backward costs. ``device``: four stages on one device beside a plain jitted loop (``make
-bench-gpu`` on an accelerator). ``transport``: what a message between two processes costs. ``throughput``: bytes per
-second between two processes, beside gloo's. ``processes``: what a pipeline in several processes costs, whether
-transfers overlap compute, and what agreement within a stage costs. ``tokenize``: tokens of 100 MB of text, beside the
-``tokenizers`` library alone. What is compared runs in turn, several times;
-medians are printed.
+backward 20 ms, strict 1F1B and BF against the time that the work alone needs; looped stages, ``bf-deep`` against strict
+interleaved 1F1B. ``simulation``: tasks per second of the simulator. ``dispatch``: the host's cost by the moment of its
+decisions, simulated. ``foresight``: tables with foresight beside the same consumed strictly, simulated. ``fidelity``:
+emulated against simulated step times. ``multimodal``: workloads of images and text, real beside forecast.
+``deterministic``: the cost of accumulating in microbatch order. ``offload``: half of 1F1B's memory beside the whole,
+emulated and real. ``plan``: forecasts of step and memory beside real training (``experiments.bench_plan``). ``orders``:
+searched orders beside named tables, simulated. ``split``: the cost of splitting a backward. ``device``: four stages on
+one device beside a plain jitted loop (``make bench-gpu`` on an accelerator). ``transport``: the cost of a message
+between two processes. ``throughput``: bytes per second between two processes, beside gloo's. ``processes``: the cost of
+a pipeline in several processes, whether transfers overlap compute, and the cost of agreement within a stage.
+``tokenize``: tokens of 100 MB of text, beside the ``tokenizers`` library alone. All sides of a comparison run in turn,
+several times; medians are printed.
 """
 
 from collections.abc import Callable
@@ -59,7 +57,7 @@ NUM_STAGES, NUM_MICROBATCHES, REPEATS = 4, 16, 5
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     use_cpu(NUM_STAGES)
     console = make_console()
@@ -70,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("bench", __doc__)
     names = [*_parts(None)]
     parser.add_argument(
@@ -103,7 +101,7 @@ def _parts(torch_python: str | None) -> dict[str, Callable[[Console], object]]:
 
 
 def bench_runtime(console: Console) -> None:
-    """Print the overhead without work, and measured against ideal times with work."""
+    """Prints the overhead without work, and measured against ideal times with work."""
     empty_ms = emulated_ms((0, 0, 0), 60, hint="bf", window=8)
     num_tasks = 2 * NUM_STAGES * NUM_MICROBATCHES
     console.print(
@@ -119,7 +117,7 @@ def bench_runtime(console: Console) -> None:
 
 
 Case = tuple[str, float, tuple[float, float, float], dict[str, Any]]
-"""Name, the makespan of the strict table by its longest path, durations of F, I and W, order."""
+"""Name, makespan of the strict table by its longest path, durations of F, I and W, and order."""
 
 _CASES: list[Case] = [
     ("1f1b strict, 10/20 ms", 570, (10, 10, 10), {"schedule": "1f1b", "consume": "strict"}),
@@ -145,7 +143,7 @@ def _in_turn(cases: list[Case]) -> list[tuple[str, float, float]]:
 def emulated_ms(
     durations_ms: tuple[float, float, float], num_steps: int, *, chunks_per_stage: int = 1, **order: Any
 ) -> list[float]:
-    """Makespans of some emulated steps."""
+    """Returns the makespans of some emulated steps, in milliseconds."""
     resolved = parse_ordering(**order).resolve(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, chunks_per_stage=chunks_per_stage
     )

@@ -1,4 +1,4 @@
-"""What the control plane costs the busiest rank of a run, by the number of ranks.
+"""Cost of the control plane on the busiest rank of a run, by the number of ranks.
 
 ::
 
@@ -11,7 +11,7 @@ one order so that the bits never differ) and one per unit (its peak memory).
 
 Processor time is given twice. A rank's caches are warm where few ranks share them with it, and cold where thousands
 have run since its last turn, which is this bench's doing and no rank's. So the busiest rank's time is taken again with
-its caches emptied before each of its turns, as computing leaves them: what grows then is what the rank does.
+its caches emptied before each of its turns, as computing leaves them: growth that remains then is the rank's own work.
 """
 
 import gc
@@ -57,40 +57,40 @@ from rrfp_jax.tree import CONTROL_DEGREE
 NUM_RANKS = (16, 64, 256, 1024, 4096)
 NUM_STEPS = 5
 MAX_RANKS_FAILING = 64
-"""All ranks' reports together take long in one process; no report tells of more stages than that."""
+"""Largest number of ranks for a failure: their reports take long in one process, and none tells of more stages."""
 _CONTROL = "control"
 _CACHE_BYTES = 16 << 20
-"""More than a core has of its own."""
+"""Bytes that empty a core's caches: more than a core has of its own."""
 
 
 @dataclass(frozen=True)
 class Busiest:
-    """The most that any rank did, per step or at once."""
+    """Largest work of any rank, per step or at once."""
 
     num_sent: int
     num_received: int
     sent_bytes: int
     received_bytes: int
     handlers_s: float
-    """Processor time of the handlers of the rank that took most."""
+    """Processor seconds of the handlers of the rank that took most."""
 
 
 @dataclass(frozen=True)
 class ControlCost:
-    """What the busiest of ``num_ranks`` ranks did."""
+    """Work of the busiest of ``num_ranks`` ranks."""
 
     num_ranks: int
     step: Busiest
     cold_s: float
-    """``step.handlers_s`` with caches emptied before each turn of the busiest rank."""
+    """The same as ``step.handlers_s``, with caches emptied before each turn of the busiest rank."""
     gathering: Busiest
     failure: Busiest | None
     num_connections: int
-    """To the neighbours in the control tree, to those that are watched, and along the chain of stages."""
+    """Connections to the neighbours in the control tree, to the watched ranks, and along the chain of stages."""
 
 
 class ControlPlane:
-    """One rank: its arbiter, and what it tells others; tasks take no time, and data are handed over."""
+    """One rank: its arbiter and its messages to others. Tasks take no time, and data are handed over."""
 
     def __init__(
         self, network: VirtualRank, everybody: "list[ControlPlane]", graph: PipelineGraph, placement: Placement
@@ -114,7 +114,7 @@ class ControlPlane:
         network.subscribe(_CONTROL, self._control)
 
     def start(self, step: int) -> None:
-        """Begin a step."""
+        """Begins a step."""
         self._received.clear()
         self._network.call_soon(lambda: self._handle(StepStarted(step, 0.0)))
 
@@ -173,14 +173,14 @@ class ControlPlane:
 
 
 def control_cost(num_ranks: int) -> ControlCost:
-    """Run some steps, a gathering of everybody's sizes to all, and a failure of the last rank."""
+    """Runs some steps, an all-gather of every rank's sizes, and a failure of the last rank."""
     network = VirtualNetwork(num_ranks, lambda rank: control_neighbours(rank, num_ranks))
     everybody: list[ControlPlane] = []
     graph, placement = chain(num_ranks, 1), linear(num_ranks)
     everybody += [ControlPlane(rank, everybody, graph, placement) for rank in network.ranks]
 
     def busiest(act: Callable[[], object], times: int = 1) -> Busiest:
-        """Each rank's shortest time of several counts: the rest is this machine's."""
+        """Returns the work of the busiest rank. Times are the least of several counts, as more is noise."""
         seconds = [inf] * num_ranks
         gc.collect()
         gc.disable()  # a collection would be blamed on whichever rank is at work just then
@@ -228,7 +228,7 @@ def control_cost(num_ranks: int) -> ControlCost:
 
 
 def bench_control(console: Console | None = None) -> list[ControlCost]:
-    """Print and return what the busiest rank does, for every number of ranks."""
+    """Prints and returns the work of the busiest rank, for every number of ranks."""
     console = console or make_console()
     table = Table(title=f"control plane, busiest rank (tree of degree {CONTROL_DEGREE})", title_justify="left")
     for heading in ("ranks", "of", "sent", "received", "bytes sent", "bytes received", "CPU ms", "cold", "connections"):

@@ -1,4 +1,4 @@
-"""What accumulating in microbatch order costs: bf on emulated stages with jitter, ordered against unordered.
+"""Cost of accumulating in microbatch order: bf on emulated stages with jitter, ordered against unordered.
 
 Both sides take the same log-normal durations and run in turn. Ordered accumulation (``deterministic: true``) lets a
 backward wait for those of earlier microbatches. On a chain of stages microbatches do not overtake each other, so that
@@ -22,7 +22,7 @@ SIGMAS = (0.5, 1.0)
 
 
 def bench_deterministic(console: Console) -> dict[float, float]:
-    """Print the medians, and return the ratio of ordered to unordered by sigma."""
+    """Prints the medians, and returns the ratio of ordered to unordered step times by sigma."""
     console.print(f"accumulation in microbatch order, bf, window {WINDOW}: medians of makespans in ms, taken in turn")
     table = Table()
     for heading in ("sigma", "unordered", "ordered", "ratio"):

@@ -1,4 +1,4 @@
-"""Measure what a pipeline costs on one device, beside a plain jitted loop that trains the same model there.
+"""Measure the cost of a pipeline on one device, beside a plain jitted loop that trains the same model there.
 
 ::
 
@@ -46,7 +46,7 @@ _LARGE = LanguageModelConfig(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     if not arguments.accelerator:
         use_cpu(1)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("bench_device", __doc__)
     parser.add_argument("--accelerator", action="store_true", help="the first GPU or TPU instead of a CPU device")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of each that count")
@@ -68,7 +68,7 @@ def make_parser() -> CommandParser:
 
 
 def bench_device(console: Console, num_steps: int = 10) -> None:
-    """Print step times on JAX's first device, and how long it was idle between tasks."""
+    """Prints step times on JAX's first device, and how long it was idle between tasks."""
     device = jax.local_devices()[0]
     config, shape = _setting(device)
     batch = _batch(config.vocab_size, *shape)
@@ -90,7 +90,7 @@ def bench_device(console: Console, num_steps: int = 10) -> None:
 
 
 def idle_share(timeline: Timeline) -> float:
-    """The part of the makespan in which no task of any stage ran: of the device that all stages share."""
+    """Returns the fraction of the makespan in which the device that all stages share ran no task."""
     spans = sorted((span.start_s, span.end_s) for span in timeline.spans)
     busy_s, free_s = 0.0, spans[0][0]
     for start_s, end_s in spans:
@@ -100,7 +100,7 @@ def idle_share(timeline: Timeline) -> float:
 
 
 def _setting(device: jax.Device) -> tuple[LanguageModelConfig, tuple[int, int, int]]:
-    """The model, and a batch's microbatches, rows of each, and tokens of each row."""
+    """Returns the model and a batch's sizes: microbatches, rows of each, and tokens of each row."""
     if device.platform != "cpu":
         return _LARGE, (16, 2, 1024)
     debug = load_train_config(str(_DEBUG), {})

@@ -1,11 +1,11 @@
-"""What the host costs by when it decides: at a task's end, or just in time, in virtual time.
+"""Cost of the host by the moment of its decisions, at a task's end or just in time, in virtual time.
 
 Loss is how much longer a step takes than with a host that takes no time and decides at each task's end. Its part by
-*order* is what is left where decisions come as early and the host takes no time; the rest is *idle*: devices that wait
-for the host. Just in time, certain choices are handed over early, and the others by a rule of the timer; *timer alone*
-hands over none early but by it. *Known ends* is just-in-time with a timer that knows how long each task will take: what
-it loses, no rule can save, most of it where a stage is idle and its next input finds the host asleep. *Slower links*
-show that: a host that takes no time, and messages that take as long as it took. *Before the input* is what saves it
+*order* is the loss that is left where decisions come as early and the host takes no time; the rest is *idle*: devices
+that wait for the host. Just in time, certain choices are handed over early, and the others by a rule of the timer;
+*timer alone* hands over none early but by it. *Known ends* is just-in-time with a timer that knows how long each task
+will take: no rule can save its loss, most of it where a stage is idle and its next input finds the host asleep. *Slower
+links* show that: a host that takes no time, and messages that take as long as it took. *Before the input* saves it
 where devices wait for inputs by themselves: as *by default*, which is just in time by the rule that suits the order.
 """
 
@@ -32,11 +32,11 @@ ORDERS: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b with foresight": (1, {"schedule": "1f1b"}),
     "zb-h1 with foresight": (1, {"schedule": "zb-h1"}),
 }
-"""Chunks per stage, and what the ordering says: tables are run as they are by default."""
+"""Chunks per stage and the words of the ordering, by name. Tables run as they do by default."""
 SIZES = ((4, 32), (8, 64))
-"""Stages and microbatches."""
+"""Numbers of stages and microbatches."""
 DURATIONS_MS = (2.0, 10.0, 50.0)
-"""Of each F, input gradient and weight gradient."""
+"""Mean milliseconds of each F, input gradient and weight gradient."""
 SIGMAS = (0.0, 0.5)
 HOST_MS = 0.3
 NUM_STEPS, NUM_SEEDS = 12, 3
@@ -50,7 +50,7 @@ RULES_TO_COMPARE = {
 
 
 class Loss(NamedTuple):
-    """In percent of the step."""
+    """Loss of each way to decide, in percent of the step."""
 
     total: float
     order: float
@@ -60,7 +60,7 @@ class Loss(NamedTuple):
 
 
 class Believing(DecisionTimer):
-    """Takes the host for as slow as :data:`HOST_MS`, whatever it hears: early decisions, free of their cost."""
+    """Timer that takes the host for as slow as :data:`HOST_MS`, whatever it hears: early decisions at no cost."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ class Believing(DecisionTimer):
 
 
 class KnownEnds(DecisionTimer):
-    """Knows how long the tasks of one stage take, in the order of their microbatches and steps."""
+    """Timer that knows how long the tasks of one stage take, in the order of their microbatches and steps."""
 
     __slots__ = ("_durations_ms", "_num_ended")
 
@@ -102,19 +102,19 @@ class _Case:
         certain: bool = False,
         awaits_inputs: bool = False,
     ) -> float:
-        """By how many percent a step takes longer than where the host is free and decides at each end."""
+        """Returns by how many percent a step takes longer than with a free host that decides at each task's end."""
         machine = Machine(dispatch_overhead_ms=host_ms, just_in_time=timer, awaits_inputs=awaits_inputs)
         return self._percent(machine, Dispatch(certain=certain))
 
     def longer_by_links(self, latency_ms: float) -> float:
-        """The same where the host stays free, and messages take so long."""
+        """Returns by how many percent a step takes longer where the host stays free and messages have this latency."""
         return self._percent(Machine(links=Links(latency_ms=latency_ms)), Dispatch())
 
     def _percent(self, machine: Machine, how: Dispatch) -> float:
         return 100 * (self._run_ms(machine, how) / self.free_ms - 1)
 
     def _run_ms(self, machine: Machine, how: Dispatch) -> float:
-        """Of all steps but the first, in which timers learn."""
+        """Returns the milliseconds of all steps but the first, in which timers learn."""
         arbiters = self.order.arbiters(RULES, certain_ahead=how.certain)
         costs = Costs(durations_ms=self.durations_ms)
         return sum(simulate(arbiters, costs, machine=machine, num_steps=NUM_STEPS).step_ms[1:])
@@ -124,7 +124,7 @@ Way = Callable[[_Case], Loss]
 
 
 def bench_dispatch(console: Console | None = None) -> list[tuple[str, dict[str, Loss]]]:
-    """Print and return the losses of every way to decide, for each case."""
+    """Prints and returns the losses of every way to decide, for each case."""
     console = console or make_console()
     rows = []
     for num_stages, num_microbatches in SIZES:
@@ -155,7 +155,7 @@ def _orders(num_stages: int, num_microbatches: int) -> list[tuple[str, Order]]:
 
 
 def _losses(order: Order, duration_ms: float, sigma: float) -> dict[str, Loss]:
-    """The mean over some seeds; without jitter all are alike."""
+    """Returns the mean losses over some seeds, or over one seed without jitter, as all are alike then."""
     steady = for_steps(constant((duration_ms,) * 3, order.graph), NUM_STEPS)
     seeds = range(NUM_SEEDS if sigma else 1)
     drawn = [lognormal(steady, sigma, np.random.default_rng(seed)) for seed in seeds]
@@ -190,7 +190,7 @@ def _slower_links(case: _Case) -> Loss:
 
 
 def _by_default(case: _Case, *, awaits_inputs: bool = False) -> Loss:
-    """Just in time, by the rule that suits the order."""
+    """Returns the loss just in time, by the rule that suits the order."""
     ways: dict[str, Any] = {"certain": True, "awaits_inputs": awaits_inputs}
     return Loss(case.longer(HOST_MS, DecisionTimer, **ways), case.longer(0.0, Believing, **ways))
 

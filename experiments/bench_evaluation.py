@@ -1,8 +1,8 @@
-"""What an evaluation takes, beside its forwards alone in virtual time on a host that takes none.
+"""Time of an evaluation, beside its forwards alone in virtual time with a host that takes none.
 
 The steps of an evaluation (:class:`rrfp_jax.training.evaluation.Evaluator`) run through the real runtime, on stages
 whose tasks sleep, and beside it the simulator runs the same forwards. The settings are gone through in turn, several
-times, so that a slow moment of the machine hits all of them alike; what is told is the median.
+times, so that a slow moment of the machine hits all of them alike; medians are printed.
 
 ::
 
@@ -38,7 +38,7 @@ class Measured(NamedTuple):
 def setting(
     num_stages: int, per_stage: int, num_microbatches: int, sigma: float
 ) -> tuple[int, float, Callable[[], list[float]]]:
-    """Batches of a step, what it takes ideally, and what runs it: the milliseconds of each step but the first."""
+    """Returns the batches of a step, its ideal time, and a function that returns the ms of each step but the first."""
     from rrfp_jax.runtime.process import Process
     from rrfp_jax.testing import emulate
     from rrfp_jax.training.evaluation import batches_per_step
@@ -60,7 +60,7 @@ def setting(
 
 
 def bench_evaluation() -> dict[tuple[int, int, int, float], Measured]:
-    """Measure every setting in turn, on at least as many CPU devices as stages, and print the medians."""
+    """Measures every setting in turn, on at least as many CPU devices as stages, and prints the medians."""
     made = {each: setting(*each) for each in SETTINGS}
     times: dict[tuple[int, int, int, float], list[float]] = {each: [] for each in SETTINGS}
     for _ in range(NUM_ROUNDS):

@@ -1,9 +1,9 @@
-"""How well simulated step times agree with those of the real runtime on emulated stages.
+"""Agreement of simulated step times with those of the real runtime on emulated stages.
 
 Twenty seeded settings (4 stages, 16 microbatches): every hint, tables kept strictly, tables with footprint and
-foresight, and tables as mere hints; log-normal jitter of sigma 0 to 1; windows of 4 to 16 where no table says what
-memory there is. Both sides take the same durations; the simulator also takes the dispatch overhead that the emulated
-run itself shows (see :func:`rrfp_jax.testing.dispatch_overhead_ms`).
+foresight, and tables as mere hints; log-normal jitter of sigma 0 to 1; windows of 4 to 16 where no table bounds the
+memory. Both sides take the same durations; the simulator also takes the dispatch overhead that the emulated run itself
+shows (see :func:`rrfp_jax.testing.dispatch_overhead_ms`).
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ ORDERS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Fidelity:
-    """One setting's two answers, mean milliseconds per makespan."""
+    """Mean milliseconds per makespan of one setting, emulated and simulated."""
 
     label: str
     sigma: float
@@ -54,7 +54,7 @@ class Fidelity:
 
 
 def bench_fidelity(console: Console | None = None) -> list[Fidelity]:
-    """Print and return the fidelity of every setting."""
+    """Prints and returns the fidelity of every setting."""
     console = console or make_console()
     table = Table(title="emulated against simulated, mean makespan of 10 steps", title_justify="left")
     for heading in ("order", "sigma", "window", "overhead ms", "emulated ms", "simulated ms", "ratio"):
@@ -70,7 +70,7 @@ def bench_fidelity(console: Console | None = None) -> list[Fidelity]:
 
 
 def setting(seed: int) -> tuple[Order, float, NDArray[np.float64]]:
-    """An order, the sigma of its noise, and durations in ms, shape (steps, chunks, microbatches, 3)."""
+    """Returns an order, the sigma of its noise, and durations in ms, shape (steps, chunks, microbatches, 3)."""
     rng = np.random.default_rng(seed)
     words = dict(ORDERS[seed % len(ORDERS)])
     chunks_per_stage = words.pop("chunks_per_stage", None)
@@ -85,7 +85,7 @@ def setting(seed: int) -> tuple[Order, float, NDArray[np.float64]]:
 
 
 def compare(seed: int) -> Fidelity:
-    """Run one setting on both sides."""
+    """Runs one setting on both sides and returns both times."""
     order, sigma, durations_ms = setting(seed)
     emulation = emulate(order.arbiters(EMULATED_STEP), durations_ms, NUM_STEPS)
     overhead_ms = dispatch_overhead_ms(emulation.timeline, durations_ms)

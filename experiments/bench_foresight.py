@@ -4,7 +4,7 @@
 
     python -m experiments.bench_foresight --seed 5 --csv cells.csv
 
-Eight groups pair a table consumed strictly with one that ranks what is ready within the memory of the first, and each
+Eight groups pair a table consumed strictly with one that ranks the ready tasks within the memory of the first, and each
 meets ten kinds of jitter. A *ratio* is how many times as fast the second is: mean makespan of all steps, the first
 included, with the same durations on both sides. ``python -m experiments.bench --only foresight`` prints a table, this
 command can write each cell.
@@ -38,7 +38,7 @@ from rrfp_jax.simulation.costs import Durations
 
 
 class Group(NamedTuple):
-    """A table consumed strictly, and one as hint within its memory."""
+    """Name, a table consumed strictly, and a table as hint within the memory of the first."""
 
     strict: str
     hint: str
@@ -69,21 +69,21 @@ JITTERS = (
     MULTIMODAL,
 )
 SLOW_STAGE_FACTOR, SLOW_LINK_PARTS = 1.3, 3.0
-"""How much longer the tasks of the stage in the middle take; what the link in the middle takes more, in forwards."""
+"""Factor on the durations of the middle stage's tasks, and the delay that the middle link adds, in forwards."""
 MULTIMODAL_SIGMAS = 0.8, 0.3
-"""Of the first quarter of the model, the encoders, and of the rest: one draw for each microbatch, common to both."""
+"""Sigmas of the first quarter of the model, the encoders, and of the rest. Each microbatch has one draw for both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One comparison."""
+    """Setting of one comparison."""
 
     group: str
     num_stages: int
     num_microbatches: int
     jitter: str
     durations_ms: tuple[float, float, float] = (10.0, 10.0, 10.0)
-    """F, I and W of a whole stage."""
+    """Durations of F, I and W of a whole stage."""
     comm_ms: float = 1.0
     num_steps: int = 20
     seed: int = 1
@@ -105,7 +105,7 @@ class Cell:
         )
 
     def costs(self, order: Order) -> Costs:
-        """The same for every order with so many chunks."""
+        """Returns the same costs for every order with so many chunks."""
         placement = order.placement
         forward, input_gradient, weight = (ms * self.num_stages / placement.num_chunks for ms in self.durations_ms)
         durations_ms = for_steps(constant((forward, input_gradient, weight), order.graph), self.num_steps)
@@ -119,7 +119,7 @@ class Cell:
 
 
 class Result(NamedTuple):
-    """How many times as fast as strict consumption, and whether no stage held more."""
+    """Speed relative to strict consumption, and whether no stage held more."""
 
     ready: float
     foresight: float
@@ -135,7 +135,7 @@ def _multimodal(durations_ms: Durations, rng: np.random.Generator) -> Durations:
 
 
 def measure(cell: Cell, rules: ForesightRules | None = None) -> Result:
-    """Run both sides of a cell; readiness alone, in the same footprint, beside them."""
+    """Runs both sides of a cell, and beside them readiness alone with the same footprint."""
     group = GROUPS[cell.group]
     strict_ms, strict_memory = _run(cell, cell.order(group.strict, consume="strict"))
     ready_ms, _ = _run(cell, cell.order(group.hint, foresight=False))
@@ -145,14 +145,14 @@ def measure(cell: Cell, rules: ForesightRules | None = None) -> Result:
 
 
 def _run(cell: Cell, order: Order) -> tuple[float, list[float]]:
-    """Mean makespan in milliseconds, and what each stage held at most."""
+    """Returns the mean makespan in milliseconds, and the most that each stage held."""
     run = simulate(order.arbiters(RULES), cell.costs(order), machine=cell.machine, num_steps=cell.num_steps)
     makespan_ms = fmean(run.timeline.of_step(step).makespan_s() for step in range(cell.num_steps)) * 1e3
     return makespan_ms, peak_memory(run.timeline, order.graph, order.placement)
 
 
 def all_cells(seed: int, **changes: Any) -> list[Cell]:
-    """Eight groups, 4 and 8 stages, one, two and four microbatches per stage, ten jitters."""
+    """Returns the cells of eight groups, 4 and 8 stages, one, two and four microbatches per stage, and ten jitters."""
     return [
         Cell(group=group, num_stages=p, num_microbatches=p * times, jitter=jitter, seed=seed, **changes)
         for group, p, times, jitter in product(GROUPS, (4, 8), (1, 2, 4), JITTERS)
@@ -160,13 +160,13 @@ def all_cells(seed: int, **changes: Any) -> list[Cell]:
 
 
 def measure_all(cells: Sequence[Cell], rules: ForesightRules | None = None) -> list[Result]:
-    """On all cores."""
+    """Returns the results of all cells, which are measured on all cores."""
     with ProcessPoolExecutor(os.cpu_count(), initializer=end_with_parent) as pool:
         return list(pool.map(measure, cells, [rules] * len(cells), chunksize=4))
 
 
 def show(console: Console, cells: Sequence[Cell], results: Sequence[Result]) -> None:
-    """A row per group and one for all."""
+    """Prints a row per group and one for all."""
     table = Table(
         title=f"{len(cells)} cells: times as fast as the table consumed strictly, at its memory "
         "(fewest/mean, and the share below 0.995)",
@@ -193,7 +193,7 @@ def _summary(ratios: Sequence[float]) -> str:
 
 
 def bench_foresight(console: Console | None = None, seed: int = 1) -> list[tuple[Cell, Result]]:
-    """Print and return all cells."""
+    """Prints and returns all cells."""
     cells = all_cells(seed)
     results = measure_all(cells)
     show(console or make_console(), cells, results)
@@ -201,7 +201,7 @@ def bench_foresight(console: Console | None = None, seed: int = 1) -> list[tuple
 
 
 def write_csv(path: str, rows: Iterable[tuple[Cell, Result]]) -> None:
-    """One line per cell."""
+    """Writes one line per cell."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["group", "stages", "microbatches", "jitter", *Result._fields])
@@ -210,7 +210,7 @@ def write_csv(path: str, rows: Iterable[tuple[Cell, Result]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     with checking_input():
         if arguments.seed < 0:
@@ -224,7 +224,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("bench_foresight", __doc__)
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the jitter")
     parser.add_argument("--csv", metavar="FILE", help="write every cell to this file")

@@ -1,11 +1,12 @@
-"""Workloads of images and text in the real runtime, on emulated stages, beside what the simulator forecasts.
+"""Workloads of images and text in the real runtime, on emulated stages, beside the simulator's forecasts.
 
 Three workloads, each with its samples balanced over microbatches and as they come, meet six orders within the same
 memory: none holds more microbatches on a stage than there are stages. All are run in turn, several times; figures are
 medians. The forecast takes the same durations and missing tasks, and the dispatch overhead that the run itself shows.
 
-``python -m experiments.bench --only multimodal`` prints a table for each workload. What it must show: every measured
-time within 3% of its forecast, and tables with foresight never slower than strict consumption within their memory.
+``python -m experiments.bench --only multimodal`` prints a table for each workload. The figures must show two things:
+every measured time is within 3% of its forecast, and tables with foresight are never slower than strict consumption
+within their memory.
 """
 
 from collections.abc import Sequence
@@ -38,14 +39,14 @@ ORDERS: dict[str, dict[str, Any]] = {
     "1f1b-split": {"schedule": "1f1b-split"},
     "zb-h1": {"schedule": "zb-h1"},
 }
-"""The last two with foresight."""
+"""Words of the six orders; the last two have foresight."""
 WITHIN_MEMORY = {"1f1b-split": "1f1b strict", "zb-h1": "zb-h1 strict"}
-"""Tables with foresight, and the strict one that has the same memory on every stage."""
+"""Names of the tables with foresight, and of the strict table that has the same memory on every stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One order on one workload: mean makespans of its steps in milliseconds, median of the repeats."""
+    """Mean makespans in milliseconds of one order on one workload, each the median of the repeats."""
 
     workload: str
     is_balanced: bool
@@ -53,16 +54,16 @@ class Measured:
     real_ms: float
     forecast_ms: float
     ideal_ms: float
-    """The forecast for a host that takes no time."""
+    """Forecast for a host that takes no time."""
 
     @property
     def deviation(self) -> float:
-        """How much longer the run took than the forecast, as a part of it."""
+        """Excess of the measured time over the forecast, as a fraction of the forecast."""
         return self.real_ms / self.forecast_ms - 1
 
 
 def bench_multimodal(console: Console | None = None) -> list[Measured]:
-    """Print and return all figures."""
+    """Prints and returns all figures."""
     console = console or make_console()
     results: list[Measured] = []
     for name in WORKLOADS:
@@ -109,7 +110,7 @@ def _in_turn(name: str, cases: dict[bool, tuple[Drawn, ModelGraph]]) -> list[Mea
 
 
 def _run(words: dict[str, Any], drawn: Drawn, model: ModelGraph) -> tuple[float, ...]:
-    """Mean makespans in milliseconds: of the real run, of its forecast, and of one without the host's time."""
+    """Returns mean makespans in milliseconds: real, forecast, and forecast without the host's time."""
     order: Order = parse_ordering(**words).resolve(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, placement=model.placement, graph=model.graph
     )
@@ -162,7 +163,7 @@ def _show(
 
 
 def in_words(results: Sequence[Measured]) -> list[str]:
-    """What the figures show, one sentence each."""
+    """Returns the findings of the figures, one sentence each."""
     by_case = {(one.workload, one.is_balanced, one.order): one for one in results}
     farthest = max(results, key=lambda one: abs(one.deviation))
     against = {

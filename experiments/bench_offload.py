@@ -1,9 +1,9 @@
-"""What offload costs: 1F1B with half its memory beside the whole, on emulated stages and on a small model.
+"""Cost of offload: 1F1B with half its memory beside the whole, on emulated stages and on a small model.
 
 Emulated, 8 stages and 32 microbatches, F 10 ms and backward 20 ms: four activations on each device in place of up to
 eight, with copies whose round trip takes a part of one forward and backward. Then a language model of four chunks,
-whose copies are real ones of this host's memory; its peaks are those that the run measures. What is compared runs in
-turn; medians are printed.
+whose copies are real ones of this host's memory; its peaks are those that the run measures. Both sides run in turn;
+medians are printed.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,12 +30,12 @@ from rrfp_jax.testing import Emulation, emulate
 REPEATS, STEPS = 5, 2
 TASKS_MS = (10.0, 10.0, 10.0)
 ROUND_TRIPS = (0.0, 0.5, 1.0, 2.0)
-"""In parts of one forward and backward; 0: the whole, without offload."""
+"""Round trips of a copy, in parts of one forward and backward. 0 is the whole memory, without offload."""
 MODEL = LanguageModelConfig(vocab_size=256, hidden=128, num_layers=4, num_heads=4, num_kv_heads=4, mlp_dim=512)
 
 
 def bench_offload(console: Console) -> None:
-    """Print both tables."""
+    """Prints both tables."""
     for consume in ("strict", "ready"):
         _emulated(console, consume)
     _trained(console)
@@ -64,7 +64,7 @@ def _emulated(console: Console, consume: str) -> None:
 
 
 def _run(plain: ScheduleTable, part: float, consume: str) -> Emulation:
-    """The copies are chosen as if a round trip took one forward and backward, and then take what they take."""
+    """Emulates a table. Its copies are chosen for a round trip of one F and B, and then take ``part`` of that."""
     schedule, window = plain, None
     if part:
         schedule, window = offload(plain, 4), device_slots(plain, 4)
@@ -119,7 +119,7 @@ def _stepper(pipeline: Pipeline, num_microbatches: int) -> Callable[[], StepResu
 
 
 def _median_ms(results: Sequence[StepResult]) -> float:
-    """Without the first step."""
+    """Returns the median makespan without the first step, in milliseconds."""
     return median(result.timeline.makespan_s() * 1e3 for result in results[1:])
 
 

@@ -1,10 +1,11 @@
-"""What a search for orders gains over named tables, in the same memory: simulated makespans of one step.
+"""Gain of a search for orders over named tables, in the same memory: simulated makespans of one step.
 
 Each case is cut for five placements, with the backward whole and split. *even* is the best named table where layers are
 dealt out evenly, *best cut* the best one where every table has the cut that suits it: the least work of the fullest
-stage, with memory for what the table holds. *found* is what the search finds on these cuts; *bound* is what no order of
-them can beat, whatever the memory. Placements are searched in the order of their bounds, as long as these are below
-what has been found; seconds are of the processor, for all of them, without the time for cuts."""
+stage, with memory for the activations of the table. *found* is the best order that the search finds on these cuts;
+*bound* is a time that no order of them can beat, whatever the memory. Placements are searched in the order of their
+bounds, as long as these are below the best found; seconds are of the processor, for all of them, without the time for
+cuts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ from rrfp_jax.planner.order_search import FoundOrder, named_orders, search_order
 from rrfp_jax.schedules import ScheduleTable, TaskKind
 
 _CUTS = 3
-"""Of each placement that are searched."""
+"""Number of cuts of each placement that are searched."""
 
 
 @dataclass(frozen=True)
 class On:
-    """An order on a cut."""
+    """Order on a cut of one placement."""
 
     placement: str
     order: FoundOrder
@@ -41,7 +42,7 @@ class On:
 
 @dataclass(frozen=True)
 class Row:
-    """A case and what came of it."""
+    """One case and its results."""
 
     case: Case
     even: On | None
@@ -52,14 +53,14 @@ class Row:
 
     @property
     def gain(self) -> float | None:
-        """How much longer the best named table takes on its best cut."""
+        """Excess of the best named table's time on its best cut over the found order's, as a fraction."""
         if self.best_cut is None or self.found is None:
             return None
         return self.best_cut.order.makespan_ms / self.found.order.makespan_ms - 1
 
 
 def bench_orders(console: Console | None = None, cases: Sequence[Case] = CASES) -> list[Row]:
-    """Print and return all cases."""
+    """Prints and returns all cases."""
     rows = [measure(case) for case in cases]
     table = Table(title="makespans of a step in ms, 8 stages, 32 microbatches", title_justify="left")
     for heading in ("case", "memory", "even", "best cut", "found", "gain", "bound", "peak", "s"):
@@ -79,7 +80,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def measure(case: Case) -> Row:
-    """All placements of a case."""
+    """Measures all placements of a case."""
     even, best, sites = list[On](), list[On](), list[tuple[float, str, CutModel]]()
     for name, placement in PLACEMENTS.items():
         for split in (True, False):
@@ -110,7 +111,7 @@ def _searched(case: Case, sites: list[tuple[float, str, CutModel]]) -> On | None
 
 
 def _on_best_cuts(case: Case, name: str, counts: tuple[int, ...], split: bool) -> Iterator[tuple[tuple[int, ...], On]]:
-    """Named tables on the best cut, and on those that memory wants for what each of them holds; the quickest first."""
+    """Yields named tables on the best cut, and on the cuts that suit the memory of each; the quickest first."""
     placement, cut = PLACEMENTS[name], _cut(case, name, counts, split)
     made = [(counts, order) for order in named_orders(cut, _room(case, cut))]
     for order in named_orders(cut, None):
@@ -124,7 +125,7 @@ def _on_best_cuts(case: Case, name: str, counts: tuple[int, ...], split: bool) -
 
 
 def _held(table: ScheduleTable) -> tuple[float, ...]:
-    """Microbatches that each chunk holds at most."""
+    """Returns the most microbatches that each chunk holds at a time."""
     held = [0.0] * table.graph.num_chunks
     most = list(held)
     for task in (task for order in table.orders for task in order):

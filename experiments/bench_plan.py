@@ -1,4 +1,4 @@
-"""Plans beside what really runs.
+"""Compare plans with real runs.
 
 ::
 
@@ -7,8 +7,9 @@
 
 ``real-step``: real training in two processes, each on its own core: the step beside its forecast, for some cuts and
 orders of a small model. ``real-memory``: in four processes, the most that each stage holds beside its forecast.
-``cut``: what the best cut of an uneven model gains over the even one, trained and emulated. ``emulated``: steps on
-emulated stages beside their forecasts, whether both rank settings alike, and what trusting a plan's first choice costs.
+``cut``: the gain of the best cut of an uneven model over the even one, trained and emulated. ``emulated``: steps on
+emulated stages beside their forecasts, whether both rank settings alike, and the cost of trusting a plan's first
+choice.
 """
 
 import os
@@ -49,7 +50,7 @@ REMATS = ("none", "full")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     console = make_console()
     for name, part in PARTS.items():
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("bench_plan", __doc__)
     parser.add_argument(
         "--only", choices=[*PARTS], metavar="NAME", help=f"measure this alone: {', '.join(PARTS)} (default: all)"
@@ -68,13 +69,13 @@ def make_parser() -> CommandParser:
 
 
 def bench_plan(console: Console) -> None:
-    """All parts."""
+    """Runs all parts in turn."""
     for part in PARTS.values():
         part(console)
 
 
 def real_step(console: Console) -> None:
-    """Print forecast and measured steps, each the median of some rounds, in which profile and runs take turns."""
+    """Prints forecast and measured steps, each the median of some rounds, in which profile and runs take turns."""
     forecast_ms: dict[str, list[float]] = {case.words: [] for case in STEP_CASES}
     measured_ms: dict[str, list[float]] = {case.words: [] for case in STEP_CASES}
     with bench_of(MODEL, 8, length=128) as bench:
@@ -95,7 +96,7 @@ def real_step(console: Console) -> None:
 
 
 def real_memory(console: Console) -> None:
-    """Print forecast and measured peaks of every stage."""
+    """Prints forecast and measured peaks of every stage."""
     headings = ("stage", "forecast", "measured", "over")
     table = make_table("the most that stages hold, in four processes", "cut and order", *headings, numeric=True)
     with bench_of(SMALL_MODEL, 8, length=32) as bench:

@@ -1,4 +1,4 @@
-"""What a planned cut gains in the real runtime, beside what was forecast of it.
+"""Gain of a planned cut in the real runtime, beside its forecast.
 
 A language model whose vocabulary weighs as much as several layers. Two stages train in two processes, each on cores of
 its own: the model is profiled in the same way, then the even cut and ``layout: auto`` train in turn. Four and
@@ -34,7 +34,7 @@ _ROOT = Path(__file__).parents[1]
 _ROUNDS, _STEPS, _WARM_UP = 3, 12, 3
 _EMULATED_STAGES, _EMULATED_STEPS, _MICROBATCHES = (4, 8), 8, 16
 _STAGES, _SIZE, _PARTS = 2, 4, 8
-"""Of the trained model: stages, samples of a microbatch, and microbatches."""
+"""Sizes of the trained model: stages, samples of a microbatch, and microbatches."""
 _MODEL = {
     "model": {"vocab_size": 16384, "hidden": 128, "num_layers": 16, "num_heads": 4, "mlp_dim": 384},
     "data": {"path": None, "length": 64, "batch_size": _SIZE * _PARTS, "num_microbatches": _PARTS},
@@ -46,7 +46,7 @@ _MODEL = {
 
 @dataclass(frozen=True)
 class Gain:
-    """What the best cut gains over the even one, as forecast and as measured."""
+    """Gain of the best cut over the even one, as forecast and as measured."""
 
     what: str
     even: tuple[int, ...]
@@ -54,7 +54,7 @@ class Gain:
     even_ms: float
     best_ms: float
     forecast: float
-    """Times as fast as the even cut."""
+    """Forecast speed relative to the even cut."""
 
     @property
     def measured(self) -> float:
@@ -62,7 +62,7 @@ class Gain:
 
 
 def auto_cut(console: Console) -> list[Gain]:
-    """Print and return what the best cut gains over the even one."""
+    """Prints and returns the gain of the best cut over the even one."""
     use_cpu(max(_EMULATED_STAGES))
     gains = [_trained(), *(_emulated(stages) for stages in _EMULATED_STAGES)]
     table = make_table("even cut and layout: auto", "stages", "even", "auto")
@@ -77,7 +77,7 @@ def auto_cut(console: Console) -> list[Gain]:
 
 
 def _trained() -> Gain:
-    """Two processes on cores of their own, the two cuts in turn."""
+    """Trains both cuts in turn, in two processes on cores of their own."""
     with TemporaryDirectory() as folder:
         config, costs = Path(folder, "model.yaml"), Path(folder, "costs.json")
         config.write_text(yaml.safe_dump(_MODEL), encoding="utf-8")
@@ -113,7 +113,7 @@ def _gain_of(costs: ModelCosts, best: tuple[int, ...], found: dict[str, list[flo
 
 
 def _emulated(stages: int) -> Gain:
-    """Stages that sleep as long as the chunks of both cuts take."""
+    """Runs both cuts on stages that sleep as long as their chunks take."""
     layer = LayerCosts(forward_ms=3.0, input_gradient_ms=3.3, weight_gradient_ms=2.7)
     head = LayerCosts(forward_ms=10.0, input_gradient_ms=10.0, weight_gradient_ms=10.0)
     embedding = LayerCosts(forward_ms=0.3, input_gradient_ms=0.0, weight_gradient_ms=0.6)
@@ -142,20 +142,20 @@ def _emulated_ms(cut: CutModel) -> list[float]:
 
 
 def _forecast_ms(cut: CutModel) -> float:
-    """The second of two simulated steps, R and U included."""
+    """Returns the milliseconds of the second of two simulated steps, R and U included."""
     arbiters = _order(cut).arbiters(StepRules())
     return simulate(arbiters, cut.simulated_costs(), machine=cut.machine, num_steps=2).step_ms[-1]
 
 
 def _order(cut: CutModel) -> Order:
-    """Strict 1F1B."""
+    """Returns the order of strict 1F1B for a cut."""
     request = ScheduleRequest(num_stages=cut.placement.num_stages, num_microbatches=cut.num_microbatches)
     table = build_schedule("1f1b", request)
     return Ordering(schedule=table, consume="strict").resolve(cut.placement, cut.graph)
 
 
 def _layers(cut: CutModel) -> tuple[int, ...]:
-    """Of each chunk, without embedding and head."""
+    """Returns the number of layers of each chunk, without embedding and head."""
     counts = np.array(cut.counts)
     counts[0] -= 1
     counts[-1] -= 1
@@ -168,7 +168,7 @@ def _step_ms(run: Path) -> list[float]:
 
 
 def _launched(command: str, *arguments: object) -> None:
-    """A command of ours in a process for each stage, each on its share of the cores."""
+    """Runs a command of ours in a process for each stage, each on its share of the cores."""
     launcher = (sys.executable, "-m", "experiments.launch", "--processes", str(_STAGES), "--")
     ended = subprocess.run(
         [*launcher, f"experiments.{command}", *map(str, arguments)],

@@ -1,8 +1,8 @@
-"""Forecasts of a planner beside the real runtime on emulated stages.
+"""Compare a planner's forecasts with the real runtime on emulated stages.
 
 Twenty seeded settings of one model on four stages, so that their ranks mean something: cuts even and best; named and
 searched orders, hints with their windows; strict, ready with foresight and without; jitter, and links that take time.
-Both sides get the same draws of the noise. What a task costs the host comes from a run of ZB-H1 at the start, as a
+Both sides get the same draws of the noise. The host's time per task comes from a run of ZB-H1 at the start, as a
 profile has it: stages that are rarely idle cost the host less for each task than stages that sleep and are woken. Then
 the choices that a plan ranks first run too, for its *regret*: how much slower its first is, as emulated, than the best
 of them.
@@ -38,9 +38,9 @@ from rrfp_jax.simulation.costs import Durations
 STAGES, MICROBATCHES, STEPS, PLAN_STEPS, SETTINGS, TOP = 4, 8, 5, 10, 20, 10
 WARM_UP = 2
 _PROFILED = 15
-"""Steps of the profile."""
+"""Number of steps of the profile."""
 LARGEST_OFF, LEAST_RANK_CORRELATION, LARGEST_REGRET = 0.03, 0.9, 0.02
-"""What forecasts are to keep to on a quiet machine."""
+"""Bounds that forecasts keep to on a quiet machine."""
 _HINTS, _SEARCHED = ("bf", "bfw"), "searched"
 _ORDERS = (
     (LINEAR, "1f1b", STRICT),
@@ -56,7 +56,7 @@ _ORDERS = (
 )
 _BUDGET = 20_000
 _LIMIT = 30_000
-"""Of memory, for what is searched and for the plan: a layer holds 1,000 of a microbatch, an even stage 6 layers."""
+"""Memory limit of the search and of the plan: a layer holds 1,000 of a microbatch, an even stage 6 layers."""
 _LAYER = LayerCosts(forward_ms=1.0, input_gradient_ms=1.1, weight_gradient_ms=0.9, stash_bytes=1000, owed_bytes=1000)
 _TYPES = {
     "embedding": LayerCosts(forward_ms=0.2, input_gradient_ms=0.0, weight_gradient_ms=0.4),
@@ -68,15 +68,15 @@ _SHAPE = PlanShape(num_stages=STAGES, num_microbatches=MICROBATCHES)
 
 @dataclass(frozen=True)
 class Compared:
-    """A choice as forecast and as emulated: medians of the same steps."""
+    """One choice, as forecast and as emulated: medians of the same steps."""
 
     words: str
     forecast_ms: float
     emulated_ms: float
     forecast_host_ms: float
-    """What a task was expected to cost the host."""
+    """Forecast of the host's time per task."""
     host_ms: float
-    """What it did; a machine that is busy otherwise shows here."""
+    """Measured host time per task. It shows when the machine is busy otherwise."""
 
     @property
     def ratio(self) -> float:
@@ -85,11 +85,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class SimToReal:
-    """What the comparison comes to."""
+    """Results of the comparison."""
 
     settings: tuple[Compared, ...]
     ranked: tuple[Compared, ...]
-    """The plan's choices, its best first."""
+    """Choices of the plan, its best first."""
 
     @property
     def largest_off(self) -> float:
@@ -97,7 +97,7 @@ class SimToReal:
 
     @property
     def rank_correlation(self) -> float:
-        """Spearman's, over the settings."""
+        """Spearman's rank correlation over the settings."""
         pairs = [(one.forecast_ms, one.emulated_ms) for one in self.settings]
         return float(spearmanr(*zip(*pairs, strict=True)).statistic)
 
@@ -107,7 +107,7 @@ class SimToReal:
 
 
 def emulated_plans(console: Console) -> SimToReal:
-    """Print and return all settings, and a plan's first choices."""
+    """Prints and returns all settings, and a plan's first choices."""
     use_cpu(2 * STAGES)
     host_ms = profiled_host_ms()
     settings = [compare(number, host_ms) for number in range(SETTINGS)]
@@ -128,7 +128,7 @@ def emulated_plans(console: Console) -> SimToReal:
 
 
 def compare(number: int, host_ms: float) -> Compared:
-    """One setting on both sides."""
+    """Runs one setting on both sides."""
     rng = np.random.default_rng(number)
     sigma = 0.0 if number % 4 == 0 else float(rng.uniform(0.05, 0.3))
     book = book_of(sigma=sigma, hop_ms=float(rng.uniform(0, 2)), host_ms=host_ms)
@@ -139,7 +139,7 @@ def compare(number: int, host_ms: float) -> Compared:
 
 
 def emulated_ranking(host_ms: float) -> list[Compared]:
-    """The first choices of a plan, the best first, each in the draws that the plan told them by."""
+    """Returns the first choices of a plan, the best first, each run with the draws of its forecast."""
     plan, book = plan_of(host_ms)
     judge = Judge(book.noise, PLAN_STEPS, seed=0)
     found = []
@@ -152,7 +152,7 @@ def emulated_ranking(host_ms: float) -> list[Compared]:
 
 
 def plan_of(host_ms: float) -> tuple[Plan, CostBook]:
-    """Of the model, in memory that is short."""
+    """Returns a plan of the model in memory that is short, and its costs."""
     book = book_of(sigma=0.2, hop_ms=0.5, host_ms=host_ms)
     space = SearchSpace(
         devices=STAGES,
@@ -165,7 +165,7 @@ def plan_of(host_ms: float) -> tuple[Plan, CostBook]:
 
 
 def book_of(*, sigma: float, hop_ms: float, host_ms: float) -> CostBook:
-    """A language model whose head weighs more than three layers."""
+    """Returns the costs of a language model whose head weighs more than three layers."""
     return CostBook(
         layers=("embedding", *["layer"] * (6 * STAGES), "head"),
         entries=(CostEntry(types=_TYPES),),
@@ -176,7 +176,7 @@ def book_of(*, sigma: float, hop_ms: float, host_ms: float) -> CostBook:
 
 
 def profiled_host_ms() -> float:
-    """What a task costs the host, as a run of ZB-H1 shows it: the median of its steps."""
+    """Returns the host's time per task in a run of ZB-H1: the median of its steps, in milliseconds."""
     from rrfp_jax.testing import emulate
 
     table = build_schedule("zb-h1", ScheduleRequest(num_stages=STAGES, num_microbatches=MICROBATCHES))
@@ -190,7 +190,7 @@ def profiled_host_ms() -> float:
 
 
 def _candidate(number: int, book: CostBook, *, window: int) -> tuple[PlanCandidate, bool]:
-    """The choice of a setting, and whether its cut is the best."""
+    """Returns the choice of a setting, and whether its cut is the best."""
     family, name, consume = _ORDERS[number % len(_ORDERS)]
     is_best = bool((number // len(_ORDERS) + number) % 2)
     point = Point(shape=_SHAPE, family=family, chunks=1 if family == LINEAR else 2)
@@ -211,7 +211,7 @@ def _named(name: str, point: Point) -> ScheduleTable:
 
 
 def _searched(cut: CutModel) -> ScheduleTable:
-    """The best order without a name."""
+    """Returns the best order without a name."""
     found = search_orders(cut, memory_for_activations(cut, [_LIMIT] * STAGES), budget=_BUDGET)
     return next(order.table for order in found if not order.is_named)
 
@@ -222,7 +222,7 @@ def _cut(point: Point, book: CostBook, *, is_best: bool, split: bool) -> CutMode
 
 
 def _compared(words: str, one: PlanCandidate, judge: Judge) -> Compared:
-    """Steps as a judge simulates them: the first, without noise, twice before those that count."""
+    """Returns a choice as forecast and as emulated, on a judge's draws. The first, without noise, warms up."""
     from rrfp_jax.testing import emulate
 
     cut, number = one.choice.cut, judge.num_draws
@@ -238,7 +238,7 @@ def _compared(words: str, one: PlanCandidate, judge: Judge) -> Compared:
 
 
 def _host_ms_of_steps(timeline: Timeline, durations_ms: Durations) -> list[float]:
-    """Per task, without the first steps, in which programs are made."""
+    """Returns the host's milliseconds per task in each step, without the first steps, which compile programs."""
     from rrfp_jax.testing import dispatch_overhead_ms
 
     steps = [step for step in timeline.steps() if step >= WARM_UP]
@@ -246,6 +246,6 @@ def _host_ms_of_steps(timeline: Timeline, durations_ms: Durations) -> list[float
 
 
 def _delays_ms(cut: CutModel) -> dict[tuple[int, int], float]:
-    """Between stages that follow each other in the chain, both ways."""
+    """Returns the delays in milliseconds between neighbouring stages of the chain, both ways."""
     pairs = {pair: cut.links.latency_ms for pair in pairwise(cut.placement.stage_of_chunk) if pair[0] != pair[1]}
     return both_directions(pairs, STAGES) if cut.links.latency_ms else {}

@@ -1,8 +1,8 @@
-"""Plans beside real training on this machine's cores: the forecast of a step, and of the memory of every stage.
+"""Compare plans with real training on this machine's cores: the forecast of a step, and of the memory of every stage.
 
 A small language model is profiled under the launcher, in as many processes as it is then trained in, each on its own
-share of the cores. What the profile has measured becomes a cut's costs, and the same order is simulated with them, or
-its memory forecast; then the cut is trained in that order.
+share of the cores. The measured profile becomes a cut's costs, and the same order is simulated with them, or its memory
+forecast; then the cut is trained in that order.
 """
 
 import json
@@ -36,23 +36,23 @@ WARM_UP, FORECAST_STEPS = 3, 6
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A cut of the model, and an order in which its stages train it."""
+    """Cut of the model, and an order in which its stages train it."""
 
     layers: tuple[int, ...]
-    """Of each chunk."""
+    """Number of layers of each chunk."""
     num_stages: int
     num_microbatches: int
     order: Mapping[str, Any]
-    """By the names of a configuration's section ``pipeline``."""
+    """Order by the names of a configuration's section ``pipeline``."""
 
     @property
     def words(self) -> str:
-        """For a table's line."""
+        """Returns a description for a table's line."""
         told = " ".join(map(str, self.order.values()))
         return f"{'+'.join(map(str, self.layers))} layers, {told}"
 
     def cut(self, book: CostBook, *, remat: str = "none") -> CutModel:
-        """The chunks with the ends of the model, which are layers too."""
+        """Returns the chunks with the ends of the model, which are layers too."""
         counts = list(self.layers)
         counts[0], counts[-1] = counts[0] + 1, counts[-1] + 1
         return CutModel(
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def resolved(self) -> Order:
-        """The order, as a run has it."""
+        """Returns the order as a run resolves it."""
         chunks = len(self.layers) // self.num_stages
         return parse_ordering(**self.order).resolve(
             num_stages=self.num_stages, num_microbatches=self.num_microbatches, chunks_per_stage=chunks
@@ -74,16 +74,16 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run has shown."""
+    """Measurements of a run."""
 
     step_ms: float
-    """The median, without the first steps."""
+    """Median milliseconds of a step, without the first steps."""
     peaks: tuple[int, ...]
-    """The most that each stage has held in any step."""
+    """Largest memory that each stage has held in any step."""
 
 
 def forecast_step_ms(case: Case, book: CostBook) -> float:
-    """The simulated interval between the ends of two steps, in the same order."""
+    """Returns the simulated interval between the ends of two steps, in the same order."""
     from rrfp_jax.runtime.options import UpdateRules
 
     cut = case.cut(book)
@@ -93,20 +93,20 @@ def forecast_step_ms(case: Case, book: CostBook) -> float:
 
 
 def forecast_peaks(case: Case, book: CostBook, *, remat: str = "none") -> list[int]:
-    """The forecast memory of every stage."""
+    """Returns the forecast memory of every stage."""
     sizes = dict(enumerate(case.cut(book, remat=remat).chunk_bytes))
     return [stage.peak for stage in forecast_memory(case.resolved, sizes, case.num_microbatches)]
 
 
 class Bench:
-    """Profiles and trains one model under the launcher, in a folder of its own."""
+    """Bench that profiles and trains one model under the launcher, in a folder of its own."""
 
     def __init__(self, folder: Path, model: Mapping[str, Any], num_layers: int, *, length: int) -> None:
         self._folder, self._length = folder, length
         self._model = {**model, "num_layers": num_layers}
 
     def profile(self, num_processes: int, *, repeats: int, remats: Sequence[str] = ("none",)) -> CostBook:
-        """The measured costs."""
+        """Returns the measured costs."""
         path = self._config("profile", {"num_stages": num_processes}, num_microbatches=4, steps=1)
         out = self._folder / "costs.json"
         options = ["--repeats", str(repeats), "--remat", ",".join(remats), "--output", str(out)]
@@ -114,7 +114,7 @@ class Bench:
         return read_costs(out)
 
     def train(self, case: Case, steps: int, *, remat: str = "none") -> Trained:
-        """A run of so many steps that count."""
+        """Trains for so many steps that count."""
         cut = str(ChunkLayout(layers=case.layers))
         layout = {"num_stages": case.num_stages, "layout": cut, "remat": remat, **case.order}
         path = self._config("train", layout, num_microbatches=case.num_microbatches, steps=WARM_UP + steps)
@@ -154,6 +154,6 @@ class Bench:
 
 @contextmanager
 def bench_of(model: Mapping[str, Any], num_layers: int, *, length: int) -> Iterator[Bench]:
-    """A bench whose files go at the end."""
+    """Yields a bench whose files are deleted at the end."""
     with tempfile.TemporaryDirectory() as folder:
         yield Bench(Path(folder), model, num_layers, length=length)

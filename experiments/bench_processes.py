@@ -1,8 +1,9 @@
-"""What it costs to run a pipeline in several processes of this machine, each case through the launcher.
+"""Cost of a pipeline in several processes of this machine, each case through the launcher.
 
 Without work: wall time and processor time (user and system, of all ranks) per task of a rank. With work: the step
-against what the work alone needs. Large activations: the step against a simulation whose links have the one-way time
-that :mod:`experiments.bench_transport` measures here. A stage over two processes: what each task waits for agreement.
+against the time that the work alone needs. Large activations: the step against a simulation whose links have the
+one-way time that :mod:`experiments.bench_transport` measures here. A stage over two processes: the time that each task
+waits for agreement.
 """
 
 import json
@@ -31,7 +32,7 @@ _TRANSPORTS = ("sockets", "transfer")
 
 
 def bench_processes(console: Console) -> None:
-    """Print all of it."""
+    """Prints the figures of all cases."""
     table = Table(title="4 processes, 4 stages x 16 microbatches: medians, taken in turn", title_justify="left")
     for heading in ("transport", "wall us per rank task", "CPU us per task", "10/20 ms against ideal"):
         table.add_column(heading, justify="left" if heading == "transport" else "right")
@@ -55,7 +56,7 @@ def bench_processes(console: Console) -> None:
 
 
 def launch(num_processes: int, *arguments: str) -> dict[str, Any]:
-    """What an emulated run on so many processes prints as JSON."""
+    """Returns the JSON that an emulated run on so many processes prints."""
     command = [sys.executable, "-m", "experiments.launch", "--processes", str(num_processes), "--"]
     ended = subprocess.run(
         [*command, "experiments.emulate", *arguments, "--json"],
@@ -71,7 +72,7 @@ def launch(num_processes: int, *arguments: str) -> dict[str, Any]:
 
 
 def _show_overlap(console: Console) -> None:
-    """Do transfers overlap compute? Tasks last four times as long as a message is under way."""
+    """Prints whether transfers overlap compute. Tasks last four times as long as a message is under way."""
     for way in transport_pair.WAYS:
         transport, encrypt_arrays = way
         one_way_ms = {size: us * 1e-3 for size, us, _ in bench_transport.measure(way)}

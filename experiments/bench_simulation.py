@@ -1,4 +1,4 @@
-"""How fast the core is in virtual time, by processor time.
+"""Speed of the core in virtual time, by processor time.
 
 The simulator on 64 stages x 512 microbatches x F, I and W, and how its time grows with the number of tasks; and one
 arbiter with its window of 32 always full, per event, which must not depend on how many forwards wait behind it.
@@ -36,7 +36,7 @@ MICROBATCHES_PER_STEP = (64, 512, 1024, 2048)
 
 
 def bench_simulation(console: Console | None = None) -> dict[int, float]:
-    """Print and return the CPU seconds per number of tasks, for the hint bfw; the largest case has 98,304 tasks."""
+    """Prints and returns the CPU seconds per number of tasks, for the hint bfw; the largest case has 98,304 tasks."""
     console = console or make_console()
     gc.collect()
     gc.freeze()  # what imports left behind is not the core's to walk over
@@ -53,7 +53,7 @@ def bench_simulation(console: Console | None = None) -> dict[int, float]:
 
 
 def simulation_s(num_stages: int, num_microbatches: int) -> float:
-    """CPU seconds for one simulated step."""
+    """Returns the CPU seconds for one simulated step."""
     start_s = process_time()
     resolved = parse_ordering(hint="bfw").resolve(num_stages=num_stages, num_microbatches=num_microbatches)
     costs = Costs(durations_ms=constant((10.0, 10.0, 10.0), resolved.graph))
@@ -62,7 +62,7 @@ def simulation_s(num_stages: int, num_microbatches: int) -> float:
 
 
 def event_with_full_window_s(num_microbatches: int) -> float:
-    """CPU seconds per event of a first stage whose gradients come only when its window is full."""
+    """Returns the CPU seconds per event of a first stage whose gradients come only when its window is full."""
     graph, placement = chain(2, num_microbatches), linear(2)
     arbiter = StageArbiter(StageSetup(graph, placement, 0, consumption=ready(HINTS["bf"]), window=WINDOW, rules=RULES))
     events: deque[Event] = deque([StepStarted(0, 0.0)])

@@ -1,4 +1,4 @@
-"""Measure what splitting a backward costs: (I + W) / B, times of all programs, bytes handed on.
+"""Measure the cost of splitting a backward: (I + W) / B, times of all programs, bytes handed on.
 
 ::
 
@@ -51,7 +51,7 @@ PROGRAMS = ("F", "I", "W", "B", "vjp")
 
 
 def block(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Pre-norm attention with four heads, then a gelu layer of four times the width."""
+    """Applies pre-norm attention with four heads, then a gelu layer of four times the width."""
 
     def norm(h: jax.Array, scale: jax.Array) -> jax.Array:
         return h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + 1e-6) * scale
@@ -72,7 +72,7 @@ def init_block(key: jax.Array, width: int) -> dict[str, jax.Array]:
 
 
 def build(case: Case) -> tuple[Callable[[Any, Any], Any], Any, jax.Array]:
-    """(fn, params, inputs) of a case."""
+    """Returns (fn, params, inputs) of a case."""
     policies = {"full": None, "dots": jax.checkpoint_policies.dots_saveable}
     layer = block if case.remat == "none" else jax.checkpoint(block, policy=policies[case.remat])
     params: Any = [init_block(key, case.width) for key in jax.random.split(jax.random.key(0), case.layers)]
@@ -92,7 +92,7 @@ def build(case: Case) -> tuple[Callable[[Any, Any], Any], Any, jax.Array]:
 def programs(
     split: SplitBackward, fn: Callable[[Any, Any], Any], params: Any, inputs: jax.Array
 ) -> dict[str, Callable[[], Any]]:
-    """The jitted programs, each bound to its arguments and compiled."""
+    """Returns the jitted programs, each bound to its arguments and compiled."""
     outputs, residuals = jax.jit(split.forward)(params, inputs)
     gradient = jnp.ones_like(outputs)
     backward, weight_gradient = jax.jit(split.backward), jax.jit(split.weight_gradient)
@@ -123,7 +123,7 @@ def medians_ms(bound: dict[str, Callable[[], Any]], repeats: int) -> dict[str, f
 
 
 def bench_split(console: Console, *, repeats: int = 30, only: str = "") -> None:
-    """Print one line per case whose name contains ``only``, the medians of so many runs."""
+    """Prints one line per case whose name contains ``only``, the medians of so many runs."""
     table = Table(title=f"split backward, medians of {repeats} runs", title_justify="left")
     for heading in ("chunk", *PROGRAMS, "(I+W)/B", "residuals MB", "for W MB", "jax.vjp MB"):
         table.add_column(f"{heading} ms" if heading in PROGRAMS else heading, justify="right", no_wrap=True)
@@ -145,7 +145,7 @@ def _figures(case: Case, repeats: int) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     if arguments.repeats < 1:
         raise BadInput(f"repeats is {arguments.repeats}: give at least 1")
@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("bench_split", __doc__)
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="runs of each program")
     parser.add_argument(

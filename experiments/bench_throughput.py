@@ -1,4 +1,4 @@
-"""How many bytes a second go from one process of this machine to another, by transport, beside gloo.
+"""Bytes per second from one process of this machine to another, by transport, beside gloo.
 
 *Frames* are bytes from memory to memory, as the network carries them; *arrays* go from a device to a device: an array
 that is ready is staged, sent, received, put on the device and waited for. ``gloo`` is ``send`` and ``recv`` of
@@ -30,15 +30,15 @@ SIZES_MIB = (4, 16, 64)
 MODES = ("one way", "both")
 _TURNS = 5
 _MESSAGES = 4
-"""In a turn, of which the first is not counted."""
+"""Number of messages in a turn, of which the first is not counted."""
 _TOPIC = b"frames"
 
 Measure = Callable[[int, str], list[float]]
-"""Seconds that each message of a size took one way."""
+"""Function of a size in MiB and a mode that returns the seconds that each message took one way."""
 
 
 def bench_throughput(console: Console, torch_python: str | None = None) -> None:
-    """Print a table of gigabytes per second."""
+    """Prints a table of gigabytes per second."""
     with ExitStack() as stack:
         measures: dict[str, Measure] = {}
         gloo = stack.enter_context(gloo_pair(torch_python or sys.executable))
@@ -74,7 +74,7 @@ def _in_turns(measures: dict[str, Measure]) -> dict[str, dict[tuple[int, str], l
 
 @contextmanager
 def _measures_of(way: Way) -> Iterator[dict[str, Measure]]:
-    """Those of frames and of arrays."""
+    """Yields the measurements of frames and of arrays by name."""
     with pair(way, [mib << 20 for mib in SIZES_MIB], _obey) as pipes:
 
         def measure(what: str, mib: int, mode: str) -> list[float]:
@@ -98,7 +98,7 @@ def _heard(pipe: Connection) -> list[float]:
 
 
 def _obey(stage: Stage, pipe: Connection) -> None:
-    """Measure what the pipe tells."""
+    """Measures as the pipe tells it to."""
     frames = _Frames(stage)
     while True:
         what, mib, mode = pipe.recv()
@@ -132,7 +132,7 @@ def _arrays(stage: Stage, edge: int) -> tuple[Callable[[int], None], Callable[[]
 
 
 class _Frames:
-    """Bytes from this process's memory to the other's, without a device."""
+    """Sender of bytes from this process's memory to the other's, without a device."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage, self._came = stage, SimpleQueue[Any]()
@@ -186,7 +186,7 @@ for line in sys.stdin:
 
 @contextmanager
 def gloo_pair(python: str) -> Iterator[Measure | None]:
-    """Two processes of ``torch.distributed``, bound to cores as ours are; None where ``python`` has no torch."""
+    """Yields the measure of two ``torch.distributed`` processes, bound as ours are; None if ``python`` has no torch."""
     if printed_by(python, "import torch") is None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""``rrfp tokenize`` beside the ``tokenizers`` library alone, on the same text and cores.
+"""Compare ``rrfp tokenize`` with the ``tokenizers`` library alone, on the same text and cores.
 
 ::
 
@@ -7,7 +7,7 @@
 The text is that of the running Python's own files and packages, a document for each file, as JSON lines. The library's
 ``encode_batch`` and ``encode_batch_fast`` are given documents that are in memory already, a thousand at a time, with
 their threads on; ours reads the file, takes its digest, and writes a token set, with as many processes as there are
-cores. They run in turn; medians are printed, and what ours reaches of theirs.
+cores. They run in turn; medians are printed, and the ratio of our speed to theirs.
 """
 
 import json
@@ -32,7 +32,7 @@ VOCAB_SIZE = 8192
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     if min(arguments.mib, arguments.repeats) < 1:
         raise BadInput("mib and repeats: give at least 1")
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("bench_tokenize", __doc__)
     parser.add_argument("--mib", type=int, default=100, metavar="N", help="how much text, in MiB, if there is as much")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each")
@@ -49,7 +49,7 @@ def make_parser() -> CommandParser:
 
 
 def bench_tokenize(console: Console, *, mib: int = 100, repeats: int = 3) -> None:
-    """Print seconds and megabytes per second of all three, and the ratios."""
+    """Prints seconds and megabytes per second of all three, and the ratios."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         texts = list(_texts(mib * 2**20))
@@ -95,13 +95,13 @@ def _in_turn(texts: list[str], folder: Path, repeats: int) -> dict[str, list[flo
 
 
 def _encode_all(encode: Callable[..., object], batches: list[list[str]]) -> None:
-    """What comes of it is dropped: all tokens of all texts at once take gigabytes."""
+    """Encodes all batches and drops the tokens: those of all texts at once take gigabytes."""
     for batch in batches:
         encode(batch, add_special_tokens=False)
 
 
 def _texts(num_bytes: int) -> Iterator[str]:
-    """The text files of this Python and its packages, until there is enough."""
+    """Yields the text files of this Python and its packages, until there is enough text."""
     for root in (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")):
         for path in sorted(Path(root).rglob("*")):
             if path.suffix in (".py", ".pyi", ".txt", ".rst", ".md", ".h", ".json") and path.is_file():

@@ -1,4 +1,4 @@
-"""Step times beside the 1F1B schedule of ``torch.distributed.pipelining``, with tasks of the same durations.
+"""Compare step times with the 1F1B schedule of ``torch.distributed.pipelining``, with tasks of the same durations.
 
 ::
 
@@ -7,10 +7,10 @@
         --compare 1f1b:strict,bf --steps 8 --json
 
 Both sides run every stage in a process of its own on this machine: torch its ``Schedule1F1B`` over gloo, ours the
-runtime over its sockets, order by order. No model computes: tasks of both last as long as they are told
+runtime over its sockets, order by order. No model computes: tasks of both last for given durations
 (:mod:`experiments.torch_stage`, :mod:`rrfp_jax.testing`). A duration is drawn once for its step, stage, kind and
 microbatch, and all sides meet it there. They take turns in blocks; medians of steps are printed, torch's over ours, and
-beside them what a simulation says that has neither a host nor messages to wait for.
+beside them those of a simulation that has neither a host nor messages to wait for.
 
 Torch is no dependency (``pip install torch``, or the extra ``compare``). Where the interpreter at hand does not have
 it, ``--torch-python`` names one that has.
@@ -37,7 +37,7 @@ TORCH_VERSION = "import torch; from torch.distributed.pipelining import Schedule
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     with checking_input():
         setting = make_setting(arguments)
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("bench_torch", __doc__)
     add = parser.add_argument
     add("--torch-python", default=sys.executable, metavar="PATH", help="an interpreter that has torch (default: this)")
@@ -81,7 +81,7 @@ def make_parser() -> CommandParser:
 
 
 def make_setting(arguments: argparse.Namespace) -> Setting:
-    """Check everything. Raises ValueError with the remedy."""
+    """Checks all options and returns the setting. Raises ValueError with the remedy."""
     num_stages, num_microbatches = arguments.num_stages, arguments.num_microbatches
     if not 2 <= num_stages <= num_microbatches:
         raise ValueError(
@@ -111,13 +111,13 @@ def make_setting(arguments: argparse.Namespace) -> Setting:
 
 
 def options_of_ours(arguments: argparse.Namespace) -> list[str]:
-    """Those that our ranks take, too."""
+    """Returns the options that our ranks take, too."""
     given = {name: getattr(arguments, name) for name in ("num_stages", "num_microbatches", "compare", "window")}
     return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
 
 
 def show(console: Console, setting: Setting, version: str, rows: Sequence[Row]) -> None:
-    """Print a table."""
+    """Prints a table of the rows."""
     title = (
         f"{setting.num_stages} stages x {setting.num_microbatches} microbatches, torch {version}, "
         f"medians of {setting.num_blocks} x {setting.num_steps} steps"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     with checking_input():
         sizes = (arguments.num_stages, arguments.num_microbatches)
@@ -52,14 +52,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def turns(process: "Process", path: str) -> Iterator[dict[str, Any]]:
-    """What rank 0 reads, on all ranks, until the file ends."""
+    """Yields, on all ranks, the lines that rank 0 reads, until the file ends."""
     with open(path, encoding="utf-8") if process.rank == 0 else nullcontext() as lines:
         while line := process.gather("turn", lines.readline() if lines else "")[0]:
             yield json.loads(line)
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("bench_torch_ranks", __doc__)
     parser.add_argument("--turns", required=True, metavar="FILE", help="a file of lines that say what to run")
     parser.add_argument("--num-chunks", type=int, metavar="C", help="chunks of the pipeline (default: one per stage)")
@@ -68,7 +68,7 @@ def make_parser() -> CommandParser:
 
 
 def add_size_arguments(parser: CommandParser) -> None:
-    """What both sides are told: sizes and orders."""
+    """Adds the options that both sides take: sizes and orders."""
     add = parser.add_argument
     add("--num-stages", type=int, default=4, metavar="P", help="stages, each a process")
     add("--num-microbatches", type=int, default=16, metavar="M", help="microbatches of a step")
@@ -84,7 +84,7 @@ def add_size_arguments(parser: CommandParser) -> None:
 def resolve_entries(
     compare: str, window: str | None, num_stages: int, num_microbatches: int, *, num_chunks: int | None = None
 ) -> dict[str, Order]:
-    """The orders by their entries. Raises ValueError where one does not fit, or has another number of chunks."""
+    """Returns the orders by their entries. Raises ValueError if one does not fit or has other chunks."""
     orders = {}
     for label, ordering in parse_entries(compare, parse_ordering(window=window)):
         order = ordering.resolve(num_stages=num_stages, num_microbatches=num_microbatches)

@@ -1,4 +1,4 @@
-"""What a message between two processes of this machine costs, by transport and size.
+"""Cost of a message between two processes of this machine, by transport and size.
 
 *One way* is half a round trip; *CPU* is the processor time of both processes, user and system, per message. Small
 arrays are sent by ``transfer`` here too; in a run they go through sockets anyway.
@@ -17,11 +17,11 @@ SIZES = (("32 B", 32, 2000), ("64 KiB", 1 << 16, 1000), ("4 MiB", 1 << 22, 200))
 _WARM_UP = 50
 
 Figures = tuple[str, float, float]
-"""Size, one way in us, processor time in us."""
+"""Size, one-way time in us, and processor time in us."""
 
 
 def bench_transport(console: Console) -> None:
-    """Print a table of times per message."""
+    """Prints a table of times per message."""
     table = Table(title="two processes, one message at a time: us per message", title_justify="left")
     for heading in ("transport", "size", "one way", "CPU"):
         table.add_column(heading, justify="left" if heading == "transport" else "right")
@@ -32,7 +32,7 @@ def bench_transport(console: Console) -> None:
 
 
 def measure(way: Way) -> list[Figures]:
-    """The figures of every size."""
+    """Returns the figures of every size."""
     with pair(way, [num_bytes for _, num_bytes, _ in SIZES], _play_all) as pipes:
         here, there = (pipe.recv() for pipe in pipes)
         for pipe in pipes:
@@ -49,7 +49,7 @@ def _play_all(stage: Stage, pipe: Connection) -> None:
 
 
 def _play(stage: Stage, edge: int, num_rounds: int) -> tuple[float, float]:
-    """Seconds per round trip, and this process's processor seconds in one."""
+    """Returns the seconds per round trip, and this process's processor seconds in one."""
     _rounds(stage, edge, _WARM_UP)
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     _rounds(stage, edge, num_rounds)

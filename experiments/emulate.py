@@ -7,7 +7,7 @@
     rrfp launch --processes 4 -- \\
         experiments.emulate --num-stages 4 --durations-ms 0,0,0
 
-With all durations zero the programs do not sleep, and what remains is the overhead of the runtime itself. With
+With all durations zero the programs do not sleep, and the rest is the overhead of the runtime itself. With
 ``--accelerator`` every stage has an emulated accelerator, with a queue of its own and a launch cost on the host, and
 the table tells how much of its own time it was idle. Started by
 ``python -m experiments.launch --processes N -- experiments.emulate ...`` the stages are spread over N processes.
@@ -59,14 +59,14 @@ EMULATED_STEP = StepRules(updates=False, agreement=Agreement.ALL)
 
 
 _PRIVATE = ("events", "json", "timeline", "trace")
-"""What ranks may be told differently."""
+"""Names of the options that may differ between ranks."""
 _LOG_STEPS = 10
 _LAUNCH_MS = 0.3
 _DURATIONS_MS = "10,10,10"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     with checking_input():
         check_outputs(timeline=arguments.timeline, trace=arguments.trace, events=arguments.events)
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("emulate", __doc__)
     parser.add_argument("--num-stages", type=int, default=4, metavar="N", help="stages of the pipeline")
     parser.add_argument(
@@ -285,7 +285,7 @@ def _resolve(arguments: argparse.Namespace, workload: GivenWork | None) -> Order
 
 
 def _profile_ms(arguments: argparse.Namespace, workload: GivenWork | None) -> Profile:
-    """Mean F, input gradient and weight gradient of one chunk."""
+    """Returns the mean milliseconds of F, input gradient and weight gradient of one chunk."""
     if workload is not None:
         return workload.durations.profile_ms()
     if arguments.durations is not None:
@@ -354,7 +354,7 @@ def _show(resolved: Order, metrics: RunMetrics, figures: Mapping[str, Any], work
 
 
 def figures_in_words(metrics: RunMetrics, figures: Mapping[str, Any]) -> Iterator[str]:
-    """What the figures are, one sentence each, with what they hold and what they do not."""
+    """Yields one sentence per figure: its value, and the costs that it includes and excludes."""
     yield (
         f"step {metrics.step_ms_mean:.2f} ms, makespan {metrics.makespan_ms_mean:.2f} ms, bubble fraction "
         f"{metrics.bubble_fraction:.1%}; a step over its tasks on all stages: {metrics.us_per_task:.1f} us"

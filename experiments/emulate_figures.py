@@ -1,4 +1,4 @@
-"""What several processes cost: figures of an emulated run that only its processes together can tell."""
+"""Cost of several processes: figures of an emulated run that only its processes together can tell."""
 
 from statistics import fmean
 
@@ -10,7 +10,7 @@ from rrfp_jax.testing import Emulation
 
 
 def process_figures(process: Process, emulation: Emulation) -> dict[str, float]:
-    """Cost per task of a rank, without the first step, which warms up; empty for one process or one step.
+    """Returns the cost per task of a rank, without the first step, which warms up; empty for one process or one step.
 
     ``wall_us_per_rank_task`` is the time of a step over the tasks that a rank runs in it; ``cpu_us_per_task`` the
     processor time of all ranks, user and system, over the tasks of all.
@@ -27,7 +27,7 @@ def process_figures(process: Process, emulation: Emulation) -> dict[str, float]:
 
 
 def num_rank_tasks(process: Process, emulation: Emulation) -> int:
-    """Tasks of a step over all ranks; one of a stage that spans processes counts on each of them."""
+    """Returns the tasks of a step over all ranks. A task of a stage that spans processes counts on each of them."""
     layout = process.layout
     last = emulation.timeline.steps()[-1]
     spans = [span for span in emulation.timeline.spans if span.step == last and span.task.microbatch >= 0]
@@ -35,7 +35,7 @@ def num_rank_tasks(process: Process, emulation: Emulation) -> int:
 
 
 def agreement_us_per_task(process: Process, arbiters: list[StageArbiter], emulation: Emulation) -> float | None:
-    """What agreement within groups costs each task; None where no stage spans processes. All processes call this.
+    """Returns the cost of agreement within groups per task; None if no stage spans processes. All processes call it.
 
     The time between a task's launch on the last process of its stage and the moment when it was ready on all of them
     and all of them were idle; the mean over the steps that the event logs hold, the first excepted.

@@ -1,4 +1,4 @@
-"""Every schedule at three levels: closed formula, ideal slot table, and execution by the runtime's own arbiters.
+"""Compare all schedules at three levels: closed formula, ideal slot table, and execution by the runtime's arbiters.
 
 ::
 
@@ -48,21 +48,21 @@ from rrfp_jax.schedules.slots import SlotLengths
 from rrfp_jax.simulation import Machine, for_steps, peak_memory, run_metrics, simulate
 
 OWN_PEAK = "table"
-"""For ``--window``: each stage may hold what the table itself holds there."""
+"""Value of ``--window`` with which each stage may hold as much as the table itself holds there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all schedules have in common, from the flags."""
+    """Settings that all schedules have in common, from the flags."""
 
     arguments: argparse.Namespace
     durations_ms: Profile
-    """F, I and W of a whole stage in execution."""
+    """Durations of F, I and W of a whole stage in execution."""
     request: ScheduleRequest
-    """Its durations are the lengths of the slots: F, I and W of a whole stage in formulas and ideal tables."""
+    """Sizes, and lengths of the slots: F, I and W of a whole stage in formulas and ideal tables."""
     machine: Machine
     window: int | tuple[int, ...] | None
-    """Of the run as a hint; None: the default, or each table's own peak."""
+    """Window of the run as a hint; None: the default, or each table's own peak."""
 
     @property
     def slot_lengths(self) -> SlotLengths:
@@ -70,7 +70,7 @@ class Setting:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.systems is not None:
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _given(setting: Setting) -> dict[str, Any]:
-    """What the numbers hold for."""
+    """Returns the settings that the numbers hold for."""
     said = vars(setting.arguments)
     sizes = ("num_stages", "num_microbatches", "encoders", "frozen_encoder", "frozen_chunks", "stage_of_chunk")
     names = (*sizes, "steps", "window", "comm", "comm_ms", "jitter", "seed")
@@ -101,7 +101,7 @@ def _given(setting: Setting) -> dict[str, Any]:
 
 
 def make_parser() -> CommandParser:
-    """The parser; what the small languages of its values mean is read later."""
+    """Returns the parser. The values of options that are small languages are parsed later."""
     parser = CommandParser("levels", __doc__)
     add = parser.add_argument
     add("--num-stages", type=int, metavar="P", help="stages of the pipeline (required, but for --systems)")
@@ -139,7 +139,7 @@ def make_parser() -> CommandParser:
 
 
 def make_setting(arguments: argparse.Namespace) -> Setting:
-    """Check everything that does not depend on the schedule. Raises ValueError with the remedy."""
+    """Checks everything that does not depend on the schedule. Raises ValueError with the remedy."""
     check_noise(arguments)
     if arguments.steps < 1:
         raise ValueError(f"steps is {arguments.steps}: simulate at least 1")
@@ -169,7 +169,7 @@ def make_setting(arguments: argparse.Namespace) -> Setting:
 
 
 def compare_levels(setting: Setting, names: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
-    """The rows of the schedules that accept these sizes, and why the others do not."""
+    """Returns the rows of the schedules that accept these sizes, and the reasons why the others do not."""
     rows, refused = [], {}
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""One schedule at three levels: where they disagree, and how levels prints and writes them."""
+"""Rows that compare one schedule at three levels: where the levels disagree, and how rows are printed and written."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,40 +12,40 @@ from rrfp_jax.commands.studies.reports import Formula
 from rrfp_jax.schedules.formulas import Levels, PeakFormula
 
 BUBBLE_TOLERANCE = 0.02
-"""Bubble rates that differ by more disagree."""
+"""Difference above which two bubble rates disagree."""
 PEAK_TOLERANCE = 0.02
-"""Peaks whose ratio differs from 1 by more disagree."""
+"""Distance from 1 above which the ratio of two peaks is a disagreement."""
 
 _RANKED = ("table", "strict", "hint")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """What it costs to run the table by the arbiters."""
+    """Costs of running the table by the arbiters."""
 
     bubble: float
-    """The bubble rate, mean over the steps."""
+    """Bubble rate, mean over the steps."""
     peak: float
     """Activations of the fullest stage in any step, in those of one microbatch on a whole stage."""
     makespan_ms_mean: float
-    """First start to last end, mean over the steps."""
+    """Time from first start to last end, mean over the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One schedule."""
+    """Figures of one schedule at all levels."""
 
     ideal: Levels
-    """Formula and ideal table."""
+    """Figures of formula and ideal table."""
     formulas: Sequence[tuple[Formula, bool]]
     """All closed formulas, each with whether it holds here."""
     strict: Execution
     hint: Execution
-    """The table ranks what is ready."""
+    """Execution in which the table only ranks the ready tasks."""
 
     @property
     def bubbles(self) -> dict[str, float | None]:
-        """By level; None where no formula holds."""
+        """Bubble rates by level; None where no formula holds."""
         return {
             "paper": self.ideal.published_rate,
             "closed form": self.ideal.fitted_rate,
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def peaks(self) -> dict[str, float | None]:
-        """By level; None where no formula holds."""
+        """Peaks by level; None where no formula holds."""
         by_formula = any(holds for formula, holds in self.formulas if isinstance(formula, PeakFormula))
         return {
             "formula": self.ideal.formula_peak if by_formula else None,
@@ -77,7 +77,7 @@ class Row:
 
 
 def places(rates: Sequence[float | None]) -> list[int]:
-    """The place of each bubble rate, 1 for the smallest; equal rates share one."""
+    """Returns the place of each bubble rate, 1 for the smallest; equal rates share one."""
     rounded = [round(rate or 0.0, 6) for rate in rates]
     return [1 + sum(other < rate for other in rounded) for rate in rounded]
 
@@ -87,7 +87,7 @@ def _far(levels: Mapping[str, float | None], expected: float, tolerance: float) 
 
 
 def show_levels(console: Console, rows: Sequence[Row], refused: Mapping[str, str], *, given: Mapping[str, Any]) -> None:
-    """All levels of all schedules, the best strict execution first."""
+    """Prints all levels of all schedules, the best strict execution first."""
     rows = sorted(rows, key=lambda row: (round(row.strict.bubble, 6), row.ideal.schedule))
     _explain(console, given)
     console.print(_bubbles(rows), _peaks(rows), _formulas(rows))
@@ -132,7 +132,7 @@ def _explain(console: Console, given: Mapping[str, Any]) -> None:
 
 
 def as_json(rows: Sequence[Row], refused: Mapping[str, str]) -> dict[str, Any]:
-    """The same for programs: numbers by schedule and level, and the reasons of those that do not fit."""
+    """Returns the report for programs: numbers by schedule and level, and the reasons of those that do not fit."""
     return {"schedules": {row.ideal.schedule: _row_as_json(row) for row in rows}, "refused": dict(refused)}
 
 

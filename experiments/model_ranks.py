@@ -1,4 +1,4 @@
-"""A rank of ours that trains :mod:`experiments.small_model` in the runtime, or rank 0 alone in a jitted loop.
+"""Rank of ours that trains :mod:`experiments.small_model` in the runtime, or rank 0 alone in a jitted loop.
 
 Started through the launcher, one process for a stage. Every line of the file ``--turns`` is a JSON object: ``way``, an
 entry of ``--compare`` or ``loop``, ``microbatches``, ``steps`` and ``seed``. Rank 0 answers with a line of JSON.
@@ -27,7 +27,7 @@ LOOP = "loop"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     with checking_input():
         orders = resolve_entries(arguments.compare, arguments.window, STAGES, arguments.num_microbatches)
@@ -112,7 +112,7 @@ def _train(pipeline: "Pipeline", turn: dict[str, Any]) -> dict[str, list[float]]
 
 @cache
 def _plain_step() -> Any:
-    """One program for a whole step: the gradients of all microbatches one after another, and the update."""
+    """Returns one program for a whole step: the gradients of all microbatches one after another, and the update."""
     import jax
     import jax.numpy as jnp
 
@@ -147,7 +147,7 @@ def _loop(turn: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("model_ranks", __doc__)
     parser.add_argument("--turns", required=True, metavar="FILE", help="a file of lines that say what to run")
     add_size_arguments(parser)

@@ -25,7 +25,7 @@ UNIT = 1000
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what each stage has for activations, in layers of it."""
+    """A model, and the memory that each stage has for activations, in layers of the model."""
 
     name: str
     costs: ModelCosts
@@ -50,20 +50,20 @@ def _layer(forward_ms: float, input_ms: float, weight_ms: float, held: float) ->
 
 
 def homogeneous(memory: float) -> Case:
-    """Memory in microbatches."""
+    """Returns the case of equal layers; memory is in microbatches."""
     costs = ModelCosts(layers=("layer",) * 32, types={"layer": _layer(2.5, 2.5, 2.5, 1)})
     return Case("homogeneous", costs, memory, 4 * UNIT)
 
 
 def gemma_like(memory: float) -> Case:
-    """A head of 4.6 layers."""
+    """Returns the case with a head of 4.6 layers."""
     types = {"layer": _layer(2.0, 2.1, 1.7, 1), "head": _layer(9.2, 9.2, 9.2, 0)}
     links = LinkCosts(latency_ms=0.3)
     return Case("Gemma-like", ModelCosts(layers=("layer",) * 42 + ("head",), types=types, links=links), memory)
 
 
 def encoder_and_lm(memory: float) -> Case:
-    """A layer of the encoder takes and holds half as much as one of the language model."""
+    """Returns the case of an encoder whose layers take and hold half as much as those of the language model."""
     types = {"encoder": _layer(1.0, 1.0, 1.0, 0.5), "layer": _layer(2.0, 2.1, 1.7, 1), "head": _layer(6.0, 6.0, 6.0, 0)}
     layers = ("encoder",) * 24 + ("layer",) * 32 + ("head",)
     return Case("encoder + LM", ModelCosts(layers=layers, types=types, links=LinkCosts(latency_ms=0.5)), memory)

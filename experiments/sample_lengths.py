@@ -1,12 +1,12 @@
-"""How long samples are: lengths of published data sets, as distributions with their sources.
+"""Lengths of samples in published data sets, as distributions with their sources.
 
 **Single-image instruction tuning** (``sft``): the lengths that OmniBal (arXiv 2407.20761; github.com/ModelTC/OmniBal,
 Apache-2.0, lengths only) counted over four sets of InternVL-Chat's instruction data, 70,706 samples: tiles of 448 x 448
 pixels, of which each is 1,024 patches of 14 pixels and 256 tokens, and tokens of text. Kept here are the shares of the
 numbers of tiles and quantiles of the text; the median, the 95% quantile and the largest are those of all samples, the
 others of some 180 in a row of each set. Between two quantiles lengths are equally likely, and tiles and text of one set
-are taken as independent. Tiles and tokens of the mixture follow each other closely: what is heavy for the encoder is
-heavy for the decoder.
+are taken as independent. Tiles and tokens of the mixture follow each other closely: a sample that is heavy for the
+encoder is heavy for the decoder.
 
 **Interleaved documents** (``interleaved``): images per document as in OBELICS (arXiv 2306.16527, section 4.1: 2.5 on
 average, at most 30), drawn from a geometric distribution; text log-normal with its median of 677 and mean of 815
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 PATCHES_PER_TOKEN = 4
-"""2 x 2 patches become one token of the decoder."""
+"""Number of patches, 2 x 2, that become one token of the decoder."""
 PATCH_PIXELS = 14
 TILE_PATCHES = 1024
 
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
     @property
     def patches(self) -> int:
-        """Of all images."""
+        """Number of patches of all images."""
         return sum(self.images)
 
     @property
@@ -46,7 +46,7 @@ class Sample(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of text and images."""
+        """Number of tokens of text and images."""
         return self.text_tokens + self.features
 
 
@@ -55,7 +55,7 @@ class SampleSet(NamedTuple):
 
     num_samples: int
     tile_shares: dict[int, float]
-    """Parts of the samples by their number of tiles; they need not add up to 1 exactly."""
+    """Shares of the samples by their number of tiles; they need not add up to 1 exactly."""
     text_quantiles: tuple[int, ...]
     """Tokens of text, at :data:`QUANTILES`."""
 
@@ -72,12 +72,12 @@ MEAN_IMAGES, MOST_IMAGES = 2.5, 30
 TEXT_ONLY = 0.06
 TEXT_MEDIAN, TEXT_MEAN = 677, 815
 SIDES = (128, 256, 512, 1024, 1536)
-"""Pixels; a side lies between two of them with the parts below, and equally likely by ratio."""
+"""Pixels of a side. It lies between two of them with the shares below, and equally likely by ratio."""
 SMALLER_SIDE, LARGER_SIDE = (0.49, 0.35, 0.137, 0.023), (0.35, 0.38, 0.207, 0.063)
 
 
 def sft_samples(rng: np.random.Generator) -> Iterator[Sample]:
-    """Samples of the four sets, mixed in the proportions of their numbers, without end."""
+    """Yields samples of the four sets, mixed in the proportions of their numbers, without end."""
     names = list(SFT_SETS)
     counts = np.array([SFT_SETS[name].num_samples for name in names], np.float64)
     while True:
@@ -89,7 +89,7 @@ def sft_samples(rng: np.random.Generator) -> Iterator[Sample]:
 
 
 def interleaved_samples(rng: np.random.Generator) -> Iterator[Sample]:
-    """Documents of text with images of their own sizes, without end."""
+    """Yields documents of text with images of their own sizes, without end."""
     sigma = math.sqrt(2 * math.log(TEXT_MEAN / TEXT_MEDIAN))
     more_than_one = MEAN_IMAGES / (1 - TEXT_ONLY)
     while True:
@@ -99,7 +99,7 @@ def interleaved_samples(rng: np.random.Generator) -> Iterator[Sample]:
 
 
 def _image_patches(rng: np.random.Generator) -> int:
-    """Of an image whose sides are cut to whole blocks of 2 x 2 patches."""
+    """Returns the patches of an image whose sides are cut to whole blocks of 2 x 2 patches."""
     quantile = rng.random()
     block = 2 * PATCH_PIXELS
     sides = (_side(quantile, SMALLER_SIDE), _side(quantile, LARGER_SIDE))

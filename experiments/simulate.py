@@ -15,7 +15,7 @@ from rrfp_jax.commands.main import run
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     return simulate.main(argv, work=WORK_OPTIONS)
 
 

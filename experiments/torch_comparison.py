@@ -1,4 +1,4 @@
-"""What is measured beside torch's schedules: the draws that all sides meet, the turns they take, and what comes out.
+"""Measurements beside torch's schedules: the draws that all sides meet, the turns they take, and the results.
 
 In every block and for every sigma torch runs first, then our orders one after another. The durations of their steps are
 drawn before, as an array; torch's stages are told them as numbers, ours and the simulator take the array itself.
@@ -23,12 +23,12 @@ from rrfp_jax.simulation.costs import Durations
 
 TORCH = "torch 1F1B"
 THEIRS = {"1f1b": TORCH, "interleaved-1f1b": "torch interleaved 1F1B", "zb-v": "torch zero bubble V"}
-"""What torch's schedules are called in rows, by the names of ours that they match."""
+"""Names of torch's schedules in rows, by the names of ours that they match."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is compared."""
+    """Orders and sizes of the comparison."""
 
     num_stages: int
     num_microbatches: int
@@ -36,19 +36,19 @@ class Setting:
     sigmas: tuple[float, ...]
     num_blocks: int
     num_steps: int
-    """Of each turn: of a block, a sigma and an order."""
+    """Number of steps of each turn, which is one order with one sigma in one block."""
     num_warm_up: int
-    """Steps of each turn before them."""
+    """Number of warm-up steps of each turn, before them."""
     seed: int
     orders: Mapping[str, Order]
-    """Ours, by entry; all with so many chunks as :attr:`theirs`."""
+    """Orders of ours by entry; all have as many chunks as :attr:`theirs`."""
     theirs: Order
-    """Our table, strictly, of the schedule that torch follows."""
+    """Order of our table, strict, of the schedule that torch follows."""
     schedule: str = "1f1b"
-    """Its name, of :data:`THEIRS`."""
+    """Name of that schedule, a key of :data:`THEIRS`."""
 
     def draw(self, block: int, sigma: float) -> Durations:
-        """The steps of a turn, the first of them without noise, to warm up; [steps, chunks, microbatches, 3]."""
+        """Returns the durations of a turn, first without noise, to warm up; [steps, chunks, microbatches, 3]."""
         rng = np.random.default_rng([self.seed, block, self.sigmas.index(sigma)])
         num_chunks = self.theirs.placement.num_chunks
         of_chunk_ms = np.array(self.durations_ms, np.float64) * (self.num_stages / num_chunks)
@@ -59,34 +59,34 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one order did in a block with the draws of a sigma."""
+    """Results of one order in a block with the draws of a sigma."""
 
     sigma: float
     order: str
     step_ms: list[float]
-    """Without warm-up."""
+    """Milliseconds of each step, without warm-up."""
     simulated_ms: list[float]
-    """The same steps in virtual time, without a host or messages to wait for."""
+    """Milliseconds of the same steps in virtual time, without a host or messages to wait for."""
     in_flight: float
-    """The most that a stage held, in activations of a microbatch."""
+    """Most activations of a microbatch that a stage held."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One order under one sigma, over all blocks."""
+    """Medians of one order under one sigma, over all blocks."""
 
     sigma: float
     order: str
     median_ms: float
     torch_over_this: float
-    """The ratio of medians."""
+    """Ratio of torch's median to this one."""
     simulated_ms: float
-    """The median in virtual time."""
+    """Median in virtual time."""
     in_flight: float
 
 
 def measure(setting: Setting, torch_python: str, *, bind: str, ours: Sequence[str]) -> list[Turn]:
-    """All turns.
+    """Measures all turns.
 
     Args:
         bind: as the launcher's option, for both sides.
@@ -112,7 +112,7 @@ def measure(setting: Setting, torch_python: str, *, bind: str, ours: Sequence[st
 
 
 def rows_of(turns: Sequence[Turn]) -> list[Row]:
-    """Sigma by sigma the medians of every order, torch's first."""
+    """Returns, sigma by sigma, the medians of every order, torch's first."""
     groups: dict[tuple[float, str], list[Turn]] = {}
     for turn in turns:
         groups.setdefault((turn.sigma, turn.order), []).append(turn)
@@ -132,7 +132,7 @@ def rows_of(turns: Sequence[Turn]) -> list[Row]:
 
 
 def torch_durations(durations_ms: Durations) -> list[list[list[list[float]]]]:
-    """``[chunk][step][microbatch]`` of F, I and W, as emulated stages have them; a whole backward is I + W."""
+    """Returns ``[chunk][step][microbatch]`` of F, I and W, as emulated stages have them; a whole backward is I + W."""
     by_chunk: list[list[list[list[float]]]] = durations_ms.swapaxes(0, 1).tolist()
     return by_chunk
 

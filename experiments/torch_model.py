@@ -1,4 +1,4 @@
-"""A rank of torch that trains :mod:`experiments.small_model`, by its own 1F1B on gloo, or rank 0 alone in a plain loop.
+"""Rank of torch that trains :mod:`experiments.small_model`, by its own 1F1B on gloo, or rank 0 alone in a plain loop.
 
 ``python -m experiments.torch_model RANK NUM_RANKS PORT``, by an interpreter that has torch. Each line that comes in is
 JSON: ``way`` (``pipeline`` or ``loop``), ``microbatches``, ``steps`` and ``seed``. Every rank starts from the same
@@ -32,7 +32,7 @@ class _Stage(torch.nn.Module):
 
 
 def _loop(inputs: Any, targets: Any, steps: int) -> dict[str, list[float]]:
-    """One device, microbatch by microbatch."""
+    """Trains on one device, microbatch by microbatch."""
     model = torch.nn.Sequential(*[_Stage(stage) for stage in range(STAGES)])
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     step_ms, losses = [], []
@@ -51,7 +51,7 @@ def _loop(inputs: Any, targets: Any, steps: int) -> dict[str, list[float]]:
 
 
 def _pipeline(rank: int, inputs: Any, targets: Any, steps: int) -> dict[str, list[float]]:
-    """This rank's stage of torch's 1F1B, whose gradients are means over microbatches."""
+    """Trains this rank's stage of torch's 1F1B, whose gradients are means over microbatches."""
     module = _Stage(rank)
     optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     stage = PipelineStage(module, rank, STAGES, torch.device("cpu"))
@@ -75,7 +75,7 @@ def _pipeline(rank: int, inputs: Any, targets: Any, steps: int) -> dict[str, lis
 
 
 def main(rank: int, num_ranks: int, port: int) -> None:
-    """Obey the lines that come in."""
+    """Obeys the lines that come in."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks, timeout=_PATIENCE

@@ -1,4 +1,4 @@
-"""A rank of one of torch's own schedules on gloo, whose tasks last as long as they are told: a program beside ours.
+"""Rank of one of torch's own schedules on gloo, whose tasks last for given durations: a program beside ours.
 
 ``python -m experiments.torch_stage SCHEDULE RANK NUM_RANKS PORT``, by an interpreter that has torch, once for every
 rank. SCHEDULE is a name of ours: ``1f1b``, ``interleaved-1f1b`` or ``zb-v``; the last two have two chunks on a rank,
@@ -7,8 +7,8 @@ F, I and W; all ranks run its steps and answer with a line, the milliseconds tha
 the steps': it starts each of them first and ends it last, for its last backward needs those of all other ranks.
 
 Modules, autograd, shapes and messages are torch's own. A stage's forward or backward has a small array to compute on,
-and then sleeps until its duration has passed since the schedule called for it, so that what torch does within the call
-is part of the duration, as a launch of a program is in our emulated stages.
+and then sleeps until its duration has passed since the schedule called for it, so that torch's work within the call is
+part of the duration, as a launch of a program is in our emulated stages.
 """
 
 import json
@@ -26,15 +26,15 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from rrfp_jax.runtime.sleeping import Sleeper
 
 _NUM_ITEMS = 8
-"""Of a microbatch of what travels: 32 bytes, as between our emulated stages."""
+"""Number of items that travel per microbatch: 32 bytes, as between our emulated stages."""
 _PATIENCE = timedelta(seconds=60)
 
 _Step = list[list[float]]
-"""For every microbatch the milliseconds of F, I and W."""
+"""Milliseconds of F, I and W for every microbatch."""
 
 
 class _Chunk(torch.nn.Module):
-    """A parameter, so that every stage has a backward."""
+    """Chunk with one parameter, so that every stage has a backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class _Chunk(torch.nn.Module):
 
 
 class _TimedStage(PipelineStage):
-    """A chunk whose forwards and backwards take given durations; without them, only what torch needs."""
+    """Chunk whose forwards and backwards take given durations; without them, only the time that torch needs."""
 
     durations_ms: _Step | None = None
     num_tasks = 0
-    """How many have taken their duration."""
+    """Number of tasks that have taken their duration."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -77,11 +77,11 @@ class _TimedStage(PipelineStage):
 
 
 _TASKS = {"1f1b": 2, "interleaved-1f1b": 2, "zb-v": 3}
-"""Of each microbatch on a chunk, by schedule."""
+"""Number of tasks of each microbatch on a chunk, by schedule."""
 
 
 def _chunks(schedule: str, rank: int, num_ranks: int) -> tuple[int, ...]:
-    """Those of a rank."""
+    """Returns the chunks of a rank."""
     second = {"1f1b": (), "interleaved-1f1b": (num_ranks + rank,), "zb-v": (2 * num_ranks - 1 - rank,)}
     return (rank, *second[schedule])
 
@@ -111,7 +111,7 @@ class _Pipeline:
         self._target = {"target": batch} if num_chunks - 1 in chunks else {}
 
     def step(self, durations_ms: list[_Step] | None) -> None:
-        """``durations_ms``: by chunk."""
+        """Runs a step with the durations of each chunk."""
         for chunk, stage in self.stages.items():
             stage.durations_ms, stage.num_tasks = None if durations_ms is None else durations_ms[chunk], 0
         self._schedule.step(*self._inputs, **self._target)
@@ -126,7 +126,7 @@ def _loss(output: Any, _: Any) -> Any:
 
 
 def main(schedule: str, rank: int, num_ranks: int, port: int) -> None:
-    """Obey the lines that come in."""
+    """Obeys the lines that come in."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_ranks, timeout=_PATIENCE

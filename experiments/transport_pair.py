@@ -15,20 +15,20 @@ from typing import Any
 PATIENCE_S = 60.0
 
 Way = tuple[str, bool]
-"""A transport, and whether arrays are encrypted."""
+"""Transport, and whether arrays are encrypted."""
 Play = tuple[Sequence[int], "Callable[[Stage, Connection], None]"]
-"""The sizes of the arrays, and what is done with them."""
+"""Sizes of the arrays, and a function that uses them."""
 WAYS: tuple[Way, ...] = (("sockets", True), ("sockets", False), ("transfer", False))
 
 
 def name_of(way: Way) -> str:
-    """The name of a way in a table."""
+    """Returns the name of a way in a table."""
     return f"{way[0]}, {'encrypted' if way[1] else 'clear'}"
 
 
 @contextmanager
 def pair(way: Way, sizes: Sequence[int], main: Callable[["Stage", Connection], None]) -> Iterator[list[Connection]]:
-    """Two processes that run ``main`` with a stage each; yields the pipes to them. They are killed at the end.
+    """Starts two processes that run ``main`` with a stage each; yields the pipes to them. They are killed at the end.
 
     Args:
         sizes: in bytes, of the arrays that can be thrown.
@@ -132,13 +132,13 @@ class Stage:
         )
 
     def throw(self, edge: int, step: int) -> None:
-        """Send the array of a size to the other stage."""
+        """Sends the array of a size to the other stage."""
         transport, message, unit = self.transport, self._messages[edge], 1 - self.rank
         staged = transport.send_array(self.values[edge], unit, message, step=step)
         transport.send(unit, step, message, staged)
 
     def catch(self) -> Any:
-        """What the other stage has thrown next."""
+        """Returns the array that the other stage has thrown next."""
         came = self._came.get(timeout=PATIENCE_S)
         if isinstance(came, Exception):
             raise came

@@ -1,7 +1,8 @@
-"""Processes that take turns in a measurement: each is told a line, does what it says, and answers with a line.
+"""Processes that take turns in a measurement: each reads a line, does the work of it, and answers with a line.
 
-They live through the whole measurement and are idle until they are told, so that what is compared runs within seconds
-of each other. Those of torch are of an interpreter that has it, for torch is no dependency of this project.
+They live through the whole measurement and are idle until they are told, so that both sides of a comparison run within
+seconds of each other. The processes of torch run in an interpreter that has it, for torch is no dependency of this
+project.
 """
 
 import os
@@ -24,11 +25,11 @@ _FAREWELL_S = 20.0
 
 
 class LineProcess:
-    """One of them.
+    """Process that takes turns.
 
     Args:
-        said: the file that takes what it says to stderr.
-        hears: where to write what it is told; None: its standard input.
+        said: the file that takes its stderr.
+        hears: the file of the lines that it is told; None: its standard input.
     """
 
     def __init__(self, command: Sequence[str], said: IO[str], hears: IO[str] | None = None) -> None:
@@ -45,14 +46,14 @@ class LineProcess:
         self._hears = hears or self._process.stdin
 
     def tell(self, line: str) -> None:
-        """Send it a line. Where it has ended, :meth:`answer` will say so."""
+        """Sends it a line. Where it has ended, :meth:`answer` will say so."""
         assert self._hears is not None
         with suppress(BrokenPipeError):
             self._hears.write(line + "\n")
             self._hears.flush()
 
     def answer(self) -> str:
-        """Its next line; raises RuntimeError with what was said last where it has ended."""
+        """Returns its next line; raises RuntimeError with its last words on stderr where it has ended."""
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             return line
@@ -60,19 +61,19 @@ class LineProcess:
         raise RuntimeError(f"a measured process ended: {self._said.read().strip()[-_LAST_WORDS:]}")
 
     def wait(self) -> None:
-        """Until it has ended by itself, for a while."""
+        """Waits until it has ended by itself, for a while."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_FAREWELL_S)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Ends it at once."""
         self._process.kill()
         with suppress(BrokenPipeError):  # what it was told last was never read
             self._process.communicate()
 
 
 def printed_by(python: str, program: str) -> str | None:
-    """What a short program prints; None where there is no such interpreter, or the program fails."""
+    """Returns the output of a short program; None where there is no such interpreter, or the program fails."""
     if shutil.which(python) is None:
         return None
     ended = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
@@ -83,7 +84,7 @@ def printed_by(python: str, program: str) -> str | None:
 def torch_processes(
     python: str, program: Sequence[str], num_ranks: int, *, bind: str = "cores"
 ) -> Iterator[list[LineProcess]]:
-    """Start ``program`` once for each rank, with rank, number of ranks and a free port as its last arguments.
+    """Starts ``program`` once for each rank, with rank, number of ranks and a free port as its last arguments.
 
     They keep to cores as the launcher's ranks do with this ``bind``, and end with this process, however that ends.
     """
@@ -106,7 +107,7 @@ def torch_processes(
 
 @contextmanager
 def our_ranks(module: str, num_ranks: int, *arguments: str, bind: str = "cores") -> Iterator[LineProcess]:
-    """Start a run of ours through the launcher: rank 0 hears lines from the file ``--turns`` and answers for all.
+    """Starts a run of ours through the launcher: rank 0 hears lines from the file ``--turns`` and answers for all.
 
     It ends when that file does.
     """

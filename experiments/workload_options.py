@@ -1,4 +1,4 @@
-"""The options of workloads, which simulate and emulate share, and the figures that they print about one."""
+"""Options of workloads, which simulate and emulate share, and the figures that they print about one."""
 
 import argparse
 from dataclasses import replace
@@ -26,7 +26,7 @@ _DETAILS = ("model_pair", "samples", "balance", "mean_forward_ms", "workload_see
 
 
 def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
-    """The options; :func:`plan_workload` reads them."""
+    """Adds the options; :func:`plan_workload` reads them."""
     add = group.add_argument
     workload = add(
         "--workload",
@@ -62,12 +62,12 @@ def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def has_graph(arguments: argparse.Namespace) -> bool:
-    """Whether flags settle the graph, if only by a workload, so that no schedule makes its own."""
+    """Returns whether flags settle the graph, if only by a workload, so that no schedule makes its own."""
     return arguments.workload is not None or parse_graph(arguments) != GraphOptions()
 
 
 def plan_workload(arguments: argparse.Namespace, wishes: GraphOptions, *, num_steps: int | None) -> GivenWork | None:
-    """The workload that was asked for, on the graph asked for; None without one. Raises ValueError with the remedy."""
+    """Returns the given workload on the given graph; None without one. Raises ValueError with the remedy."""
     if arguments.workload is None:
         said = [f"--{name.replace('_', '-')}" for name in _DETAILS if getattr(arguments, name) is not None]
         if said:
@@ -95,11 +95,11 @@ def _read(arguments: argparse.Namespace) -> GivenWork | None:
 
 
 WORK_OPTIONS = WorkOptions(add=add_workload_arguments, read=_read)
-"""The workloads as options of ``simulate``."""
+"""Options of ``simulate`` for workloads."""
 
 
 def on_graph(workload: Workload, wishes: GraphOptions, *, num_stages: int) -> tuple[Drawn, ModelGraph]:
-    """Draw a workload; without a word the encoder has stages of its own, as many as make the dearest chunk cheapest."""
+    """Draws a workload; by default the encoder has its own stages, as many as make the dearest chunk cheapest."""
     workload = replace(workload, encoder_trains=not wishes.frozen_encoder)
     steps = workload.steps()
     if not wishes.encoders:

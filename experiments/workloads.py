@@ -7,11 +7,11 @@
 ``interleaved``
     documents of text and images of any size, 6% of them without images.
 
-:mod:`experiments.sample_lengths` has the distributions and their sources. A task takes time in proportion
-to its operations in a named pair of models (:mod:`rrfp_jax.costs.flops`), the encoder's and the decoder's alike,
-scaled so that the mean forward of a decoder's chunk takes what is asked for; nothing is padded. Layers are cut so that
-chunks cost about the same on average; the projector belongs to the decoder's first chunk, the head to its last. An
-encoder has no tasks for a microbatch without images.
+:mod:`experiments.sample_lengths` has the distributions and their sources. A task takes time in proportion to its
+operations in a named pair of models (:mod:`rrfp_jax.costs.flops`), the encoder's and the decoder's alike, scaled so
+that the mean forward of a decoder's chunk takes the given time; nothing is padded. Layers are cut so that chunks cost
+about the same on average; the projector belongs to the decoder's first chunk, the head to its last. An encoder has no
+tasks for a microbatch without images.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,9 +31,9 @@ from rrfp_jax.schedules import absences
 from rrfp_jax.simulation.costs import Durations
 
 ROW_TOKENS = 4096
-"""Of a row of packed samples."""
+"""Tokens of a row of packed samples."""
 DEFAULT_SAMPLES = 2
-"""Of a microbatch."""
+"""Default number of samples of a microbatch."""
 
 Microbatch = tuple[Sample, ...]
 Steps = list[list[Microbatch]]
@@ -48,20 +48,20 @@ WORKLOADS = tuple(_SOURCES)
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is drawn, and for which models. Raises ValueError for a name or a number that means nothing."""
+    """Samples to draw, and the models they are for. Raises ValueError for a name or a number that means nothing."""
 
     name: str
     pair: ModelPair
     num_steps: int
     num_microbatches: int
     samples: int | None = None
-    """Of a microbatch on average; None: two, or in ``sft-packed``, which takes nothing else, as many as have room."""
+    """Mean samples of a microbatch; None: two, or in ``sft-packed``, which takes nothing else, as many as have room."""
     is_balanced: bool = True
     """Whether each step's samples are put into microbatches so that the dearest costs least; else as they come."""
     mean_forward_ms: float = 10.0
-    """Of a decoder's chunk."""
+    """Mean milliseconds of the forward of a decoder's chunk."""
     encoder_trains: bool = True
-    """Else it runs F alone, and costs as much less."""
+    """Whether the encoder trains; else it runs F alone, and costs as much less."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Workload:
         return self.name == "sft-packed"
 
     def steps(self) -> Steps:
-        """The microbatches of every step: the same samples per step whether balanced or not."""
+        """Microbatches of every step: the same samples per step whether balanced or not."""
         source = _SOURCES[self.name](np.random.default_rng(self.seed))
         return [self._packed(source) if self.is_packed else self._grouped(source) for _ in range(self.num_steps)]
 
@@ -94,7 +94,7 @@ class Workload:
         return [tuple(samples[index] for index in group) for group in groups]
 
     def _packed(self, source: Iterator[Sample]) -> list[Microbatch]:
-        """As many samples as the rows of a step have room for; the one too many is left out."""
+        """Returns as many samples as the rows of a step have room for; the one too many is left out."""
         samples: list[Sample] = []
         while True:
             more = [*samples, next(source)]
@@ -108,7 +108,7 @@ class Workload:
         return [tuple(samples[index] for index in group) for group in groups]
 
     def _exchanged(self, samples: list[Sample], groups: list[list[int]]) -> list[list[int]]:
-        """Rows of about the same cost, where they have the room; else the rows as they are packed."""
+        """Returns rows of about the same cost, where they have the room; else the rows as they are packed."""
 
         def fits(members: Sequence[int]) -> bool:
             return sum(samples[index].tokens for index in members) <= ROW_TOKENS
@@ -117,19 +117,19 @@ class Workload:
         return found if all(map(fits, found)) else groups
 
     def _cost(self, sample: Sample) -> float:
-        """Operations of a sample in both models, of all tasks."""
+        """Returns the operations of a sample in both models, of all tasks."""
         work = Work.of(sample)
         encoder, decoder = self.pair.encoder, self.pair.decoder
         trained = decoder.whole(work.tokens, work.token_pairs) + self.pair.projector.whole(work.features)
         return trained.trained + self.of_encoder(encoder.whole(work.patches, work.patch_pairs))
 
     def of_encoder(self, flops: Flops) -> float:
-        """Operations of all tasks of some of the encoder's layers."""
+        """Returns the operations of all tasks of some of the encoder's layers."""
         return sum(flops.tasks(has_backward=self.encoder_trains))
 
 
 class Work(NamedTuple):
-    """What the operations of a microbatch depend on."""
+    """Sizes that the operations of a microbatch depend on."""
 
     patches: float
     patch_pairs: float
@@ -139,7 +139,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, *samples: Sample) -> "Work":
-        """Of some samples, none of which attends to another; nor does an image to another one."""
+        """Returns the work of some samples, none of which attends to another; nor does an image to another one."""
         return cls(
             patches=sum(sample.patches for sample in samples),
             patch_pairs=pairs(patches for sample in samples for patches in sample.images),
@@ -159,7 +159,7 @@ class Cut(NamedTuple):
 
 
 def cut_layers(workload: Workload, mean: Work, num_encoder_chunks: int, num_decoder_chunks: int) -> Cut:
-    """Cut both models so that the dearest chunk costs least on average; raises ValueError with too few layers."""
+    """Cuts both models so that the dearest chunk costs least on average; raises ValueError with too few layers."""
     pair, of_encoder = workload.pair, workload.of_encoder
     for what, layers, chunks in (
         ("encoder", pair.encoder.num_layers, num_encoder_chunks),
@@ -179,7 +179,7 @@ def cut_layers(workload: Workload, mean: Work, num_encoder_chunks: int, num_deco
 
 
 def _dealt(num_layers: int, layer: float, loads: list[float]) -> tuple[tuple[int, ...], float]:
-    """Equal layers, one for each chunk and then one after the other to the cheapest; and the dearest chunk's load."""
+    """Deals out equal layers, each to the cheapest chunk, at least one to each. Returns counts and the largest load."""
     counts = [1] * len(loads)
     loads = [load + layer for load in loads]
     for _ in range(num_layers - len(counts)):
@@ -190,7 +190,7 @@ def _dealt(num_layers: int, layer: float, loads: list[float]) -> tuple[tuple[int
 
 
 def best_encoder_stages(workload: Workload, mean: Work, num_stages: int) -> int:
-    """How many of the stages the encoder takes so that the dearest chunk costs least."""
+    """Returns how many of the stages the encoder takes so that the dearest chunk costs least."""
     most = min(num_stages - 1, workload.pair.encoder.num_layers)
     least = max(1, num_stages - workload.pair.decoder.num_layers)
     if most < least:
@@ -199,14 +199,14 @@ def best_encoder_stages(workload: Workload, mean: Work, num_stages: int) -> int:
 
 
 def mean_work(steps: Steps) -> Work:
-    """Of a microbatch."""
+    """Returns the mean work of a microbatch."""
     works = [Work.of(*microbatch) for step in steps for microbatch in step]
     return Work(*(sum(column) / len(works) for column in zip(*works, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A workload on a graph."""
+    """Workload on a graph."""
 
     durations: GivenDurations
     cut: Cut
@@ -215,18 +215,18 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How microbatches differ: standard deviation over mean, of the operations of whole encoder and decoder."""
+    """Spread of microbatches: standard deviation over mean, of the operations of whole encoder and decoder."""
 
     encoder_cv: float
     decoder_cv: float
     dearest_over_mean: float
-    """Of both together: a step's dearest microbatch over its mean one, mean over the steps."""
+    """Ratio of a step's dearest microbatch, encoder and decoder together, to its mean one; mean over the steps."""
     without_images: float
-    """Part of the microbatches."""
+    """Fraction of the microbatches without images."""
 
 
 def draw(workload: Workload, model: ModelGraph, steps: Steps) -> Drawn:
-    """Durations [steps, chunks, microbatches, 3] and absent pairs of a workload whose microbatches are ``steps``.
+    """Returns durations [steps, chunks, microbatches, 3] and absent pairs of a workload of these ``steps``.
 
     Raises ValueError unless the graph has one encoder, with no more chunks than it has layers, and likewise a decoder.
     """
@@ -249,7 +249,7 @@ def draw(workload: Workload, model: ModelGraph, steps: Steps) -> Drawn:
 
 
 def _of_chunks(pair: ModelPair, model: ModelGraph, cut: Cut, work: Work) -> list[TaskFlops]:
-    """Of one microbatch in every chunk."""
+    """Returns the operations of one microbatch in every chunk."""
     encoder_layer = pair.encoder.layer(work.patches, work.patch_pairs)
     decoder_layer = pair.decoder.layer(work.tokens, work.token_pairs)
     chunks = [encoder_layer * count for count in cut.encoder] + [decoder_layer * count for count in cut.decoder]

@@ -29,7 +29,7 @@ DEFAULT_FOLDER = "runs/paper"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     console, folder = make_console(), Path(arguments.folder)
     with checking_input():
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
+    """Returns the parser of the command."""
     parser = CommandParser("paper", __doc__)
     parser.add_argument("action", choices=("run", "report"), help="measure and write the report, or only write it")
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=f"of {', '.join(QUESTIONS)} (default: all)")

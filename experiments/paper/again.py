@@ -1,4 +1,4 @@
-"""Measure questions a second time, beside what is there, and say whether it comes out again."""
+"""Measure questions a second time, and say whether the second rows agree with the first."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +11,11 @@ from experiments.paper.rows import ORIGIN
 from experiments.paper.run import measure_all, row_file, row_path
 
 AGAIN = "again"
-"""The folder of the second measurement, in that of the first."""
+"""Name of the folder of the second measurement, inside that of the first."""
 
 
 def measure_again(questions: Sequence[Question], folder: Path, console: Console, *, quick: bool, command: str) -> bool:
-    """Whether all came out again. Raises ValueError for a question without rows to compare with."""
+    """Returns whether all questions came out again. Raises ValueError for a question without rows to compare with."""
     for question in questions:
         if not row_file(question, folder).complete_rows():
             raise ValueError(f"{question.name} has not been measured in {folder}: run it without --again first")
@@ -32,7 +32,7 @@ def measure_again(questions: Sequence[Question], folder: Path, console: Console,
 
 
 def compared(question: Question, once: Rows, again: Rows) -> tuple[bool, str]:
-    """Whether the second rows agree with the first, and in which words."""
+    """Returns whether the second rows agree with the first, and a sentence that says so."""
     if not again:
         return False, "the second run has no rows"
     if question.rounds is not None:

@@ -37,14 +37,14 @@ THEIRS = (
     ("paper, 1F1B", 4, 2.750, 0.938, 1.812, 0.0),
     ("paper, RRFP", 4, 1.942, 1.054, 0.873, 0.015),
 )
-"""Method, tensor parallelism; seconds of a step: all, computation, blocking, coordination (section 7.2)."""
+"""Method, tensor parallelism, and seconds of a step: all, computation, blocking, coordination (section 7.2)."""
 HELD = ("window", "hold")
-"""Reasons for which a stage does not run what is ready."""
+"""Reasons for which a stage does not run a ready task."""
 _DEADLINE_S = 300.0
 
 
 def one_round(quick: bool, number: int) -> Sequence[Cell]:
-    """Tensor parallelism over processes; a transfer takes half a forward."""
+    """Returns cells of tensor parallelism over processes; a transfer takes half a forward."""
     return [
         {"tensor": tensor, "comm_ms": 5.0, "forward_ms": 10.0, "jitter": "lognormal:0.3", "steps": 4, "seed": number}
         for tensor in ((1, 2) if quick else (1, 2, 4))
@@ -52,12 +52,12 @@ def one_round(quick: bool, number: int) -> Sequence[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """Every method, launched as a user would."""
+    """Measures every method, launched as a user would."""
     return [{"method": name, **_figures(cell, name)} for name in METHODS]
 
 
 def scene_of(cell: Cell) -> Scene:
-    """What a cell is but for its tensor parallelism."""
+    """Returns the scene of a cell, which leaves out its tensor parallelism."""
     times_ms = dict.fromkeys(("forward_ms", "input_ms", "weight_ms"), cell["forward_ms"])
     return Scene.of({**cell, **times_ms, "stages": STAGES, "microbatches": MICROBATCHES})
 
@@ -102,7 +102,7 @@ def _run(tensor: int, words: Sequence[str]) -> dict:
 
 
 def ratios(rows: Rows) -> Ratios:
-    """How many times as fast as blocking strict 1F1B."""
+    """Returns how many times as fast as blocking strict 1F1B each method is."""
     base, *others = METHODS
     cell_of = settings_of(QUESTION.settings)
     first = {cell_of(row): float(row["step_ms"]) for row in selected(rows, method=base)}
@@ -116,7 +116,7 @@ def ratios(rows: Rows) -> Ratios:
 
 
 def write(rows: Rows, folder: Path) -> str:  # noqa: ARG001
-    """Parts of a step, ours and the paper's, as parts of the whole."""
+    """Returns the section: the parts of a step, ours and the paper's, as fractions of the whole."""
     lines = []
     tensors = sorted({int(row["tensor"]) for row in rows})
     for name, tensor, *seconds in THEIRS:

@@ -37,12 +37,12 @@ FORMS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "zb-h1 + foresight": {"schedule": "zb-h1"},
     },
 }
-"""Orders by the form of their backward."""
+"""Words of the orders, by the form of their backward."""
 REVERSED = "the loop itself, summed in reverse"
 
 
 class _Subject(NamedTuple):
-    """What is trained, on what."""
+    """A model, its data and its settings for training."""
 
     chunks: Sequence[Any]
     edges: Sequence[Any] | None
@@ -51,14 +51,14 @@ class _Subject(NamedTuple):
 
 
 def cells(quick: bool) -> Sequence[Cell]:
-    """Two models, several seeds."""
+    """Returns the cells of two models and several seeds."""
     seeds = range(1, 3 if quick else 4)
     models, steps = (LANGUAGE, MULTIMODAL), 60 if quick else 500
     return [{"model": model, "steps": steps, "seed": seed} for model in models for seed in seeds]
 
 
 def measure(cell: Cell) -> Measured:
-    """The loop, and every order."""
+    """Measures the loop and every order."""
     use_devices(STAGES)
     seed = int(cell["seed"])
     with TemporaryDirectory() as folder:  # pictures are read from it in every step
@@ -144,7 +144,7 @@ def _pipeline(subject: _Subject, ordering: "Ordering") -> "Pipeline":
 
 
 def _train(pipeline: "Pipeline", subject: _Subject, steps: int, seed: int) -> tuple[Any, list[float], Any]:
-    """The parameters at the start, the losses, and the parameters in the end."""
+    """Returns the parameters at the start, the losses, and the parameters at the end."""
     import jax
 
     state = pipeline.init(jax.random.key(seed))
@@ -158,7 +158,7 @@ def _train(pipeline: "Pipeline", subject: _Subject, steps: int, seed: int) -> tu
 
 
 def _train_plainly(subject: _Subject, params: Any, num_steps: int, step: int = 1) -> tuple[list[float], Any]:
-    """The losses and the final parameters of a loop without a pipeline: one jitted gradient for each shape.
+    """Returns the losses and the final parameters of a loop without a pipeline: one jitted gradient for each shape.
 
     ``step`` is 1 where it sums microbatches from the first to the last, -1 the other way.
     """
@@ -192,7 +192,7 @@ def _train_plainly(subject: _Subject, params: Any, num_steps: int, step: int = 1
 
 
 def _microbatches(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The leaves that each microbatch has."""
+    """Yields the leaves of each microbatch."""
     for m in range(NUM_MICROBATCHES):
         yield {name: leaf[m] for name, leaf in batch.items() if leaf[m] is not None}
 
@@ -214,7 +214,7 @@ def _differences(losses: Sequence[float], params: Any, plain_losses: Sequence[fl
 
 
 def write(rows: Rows, folder: Path) -> str:  # noqa: ARG001
-    """The largest differences over seeds, and whether bits agree."""
+    """Returns the section: the largest differences over seeds, and whether bits agree."""
     lines = []
     methods = [(name, form) for form, orders in FORMS.items() for name in orders] + [(REVERSED, "none")]
     for model in dict.fromkeys(row["model"] for row in rows):

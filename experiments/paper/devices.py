@@ -1,4 +1,4 @@
-"""RQ6: 128 and 1,024 devices.
+"""RQ6: how do the methods compare on 128 and 1,024 devices?
 
 Stages, replicas of the pipeline and tensor parallelism multiply. Each device has noise of its own: a task of a
 tensor-parallel group takes as long as on its slowest member, and a step ends when the slowest replica has.
@@ -34,13 +34,13 @@ SHAPES = {
     128: ((8, 8, 2), (16, 4, 2), (16, 8, 1), (32, 4, 1), (32, 1, 4)),
     1024: ((8, 64, 2), (16, 32, 2), (16, 16, 4), (32, 16, 2), (64, 8, 2)),
 }
-"""By devices: stages, replicas, tensor parallelism."""
+"""Stages, replicas and tensor parallelism, by the number of devices."""
 QUICK = {128: ((16, 4, 2),), 1024: ((16, 32, 2), (32, 16, 2))}
 SIGMA, TASK_MS, COMM_MS, STEPS = 0.3, 10.0, 5.0, 2
 
 
 def cells(quick: bool) -> Sequence[Cell]:
-    """Twice as many microbatches as stages, in each replica."""
+    """Returns cells with twice as many microbatches as stages in each replica."""
     return [
         {"devices": devices, "stages": p, "replicas": replicas, "tensor": tensor, "microbatches": 2 * p, "seed": seed}
         for devices, shapes in (QUICK if quick else SHAPES).items()
@@ -50,7 +50,7 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """All methods on the same draws."""
+    """Measures all methods on the same draws."""
     sizes = {"num_stages": int(cell["stages"]), "num_microbatches": int(cell["microbatches"])}
     rows: list[dict[str, Value]] = []
     for name, (words, communication) in METHODS.items():
@@ -68,20 +68,20 @@ def measure(cell: Cell) -> Measured:
 
 
 def _draw(order: Order, tensor: int, rng: np.random.Generator) -> Durations:
-    """What each task takes on the slowest device of its group; whole backwards are the sum of both parts."""
+    """Draws each task's time on the slowest device of its group; whole backwards are the sum of both parts."""
     quiet_ms = for_steps(constant((TASK_MS, TASK_MS, TASK_MS), order.graph), STEPS)
     slowest_ms: Durations = np.max([lognormal(quiet_ms, SIGMA, rng) for _ in range(tensor)], axis=0)
     return slowest_ms
 
 
 def speed(rows: Rows, method: str, base: str) -> float:
-    """How many times as fast as ``base``, the geometric mean over seeds."""
+    """Returns the method's speed relative to ``base``, the geometric mean over seeds."""
     first = {row["seed"]: float(row["step_ms"]) for row in selected(rows, method=base)}
     return geometric_mean([first[row["seed"]] / float(row["step_ms"]) for row in selected(rows, method=method)])
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """A row for each shape."""
+    """Returns the section: a row for each shape."""
     shapes = sorted({tuple(int(row[name]) for name in ("devices", "stages", "replicas", "tensor")) for row in rows})
     lines, slowest, guided, wide = [], {}, {}, {}
     for devices, stages, replicas, tensor in shapes:

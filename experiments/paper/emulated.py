@@ -1,4 +1,4 @@
-"""A scene in the real runtime, on emulated stages, and what the simulator says of the same draws.
+"""Emulate a scene in the real runtime, and simulate it with the same draws.
 
 Asynchronous tensors arrive later than they were sent, while their sender goes on. A blocking sender is emulated by a
 task that lasts until its tensor has arrived. The simulation is given the host's time for a task that the run itself
@@ -19,11 +19,11 @@ from rrfp_jax.simulation import Costs, InjectedSleeps, Links, Machine, both_dire
 from rrfp_jax.simulation.costs import Durations
 
 WARM_UP = 1
-"""Steps before those that count, in which averages are learnt."""
+"""Number of steps before those that count, in which averages are learnt."""
 
 
 class Emulated(NamedTuple):
-    """Mean makespans, and the host's time per task."""
+    """Mean makespans, emulated and simulated, and the host's time per task."""
 
     real_ms: float
     forecast_ms: float
@@ -31,9 +31,9 @@ class Emulated(NamedTuple):
 
 
 def emulated(scene: Scene, method: Method, *, host_ms: float | None = None) -> Emulated:
-    """Run a method once, and forecast it.
+    """Runs a method once, and forecasts it.
 
-    ``host_ms``: the host's time per task; None: what the run shows, which it can only without injected sleeps.
+    ``host_ms``: the host's time per task; None: the time that the run shows, which needs a run without injected sleeps.
     """
     from rrfp_jax.testing import dispatch_overhead_ms, emulate
 
@@ -58,14 +58,14 @@ def emulated(scene: Scene, method: Method, *, host_ms: float | None = None) -> E
 
 @cache
 def use_devices(num_stages: int) -> None:
-    """A virtual device for each stage, with thread pools of a fixed size; once, before anything else uses JAX."""
+    """Makes a virtual device for each stage, with thread pools of a fixed size. Call it before anything uses JAX."""
     from rrfp_jax.commands.common.process import use_cpu
 
     use_cpu(num_stages, pinned=True)
 
 
 def until_arrived(durations_ms: Durations, comm_ms: float) -> Durations:
-    """Every task lasts until the tensor that it sends has arrived: no F of the last stage, no gradient of the first."""
+    """Returns durations with which tasks last until their tensors have arrived. The ends of the chain send none."""
     lasting = durations_ms.copy()
     lasting[:, :-1, :, 0] += comm_ms
     lasting[:, 1:, :, 1] += comm_ms
@@ -81,6 +81,6 @@ def _with_warm_up(costs: Costs) -> Costs:
 
 
 def _makespan_ms(timeline: Timeline) -> float:
-    """Mean of the steps that count."""
+    """Returns the mean makespan of the steps that count, in milliseconds."""
     makespans_s = [timeline.of_step(step).makespan_s() for step in timeline.steps() if step >= WARM_UP]
     return round(fmean(makespans_s) * 1e3, 6)

@@ -1,8 +1,8 @@
-"""RQ6: what does a larger vision encoder bring?
+"""RQ6: how much does a larger vision encoder gain?
 
 The paper's speed-up over blocking strict 1F1B grows from 1.73 to 2.16 with a larger encoder before the same decoder.
-Here one decoder has encoders of four sizes; layers are cut so that stages cost about the same, whatever the encoder,
-so that what grows is the part of the work whose amount varies from sample to sample.
+Here one decoder has encoders of four sizes; layers are cut so that stages cost about the same, whatever the encoder, so
+that only the part of the work grows whose amount varies from sample to sample.
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ from experiments.paper.tables import geometric_mean, interval, markdown, setting
 from rrfp_jax.models.flop_sizes import ModelPair, model_pair
 
 DECODER = "qwen3-1.7b+vit-h"
-"""The pair that the decoder is taken from."""
+"""Name of the pair that the decoder is taken from."""
 ENCODERS = {
     "vit-h": "qwen3-1.7b+vit-h",
     "vit-big": "qwen3-4b+vit-big",
     "vit-5b": "llama3-8b+vit-5b",
     "vit-22b": "llama3-70b+vit-22b",
 }
-"""The pairs that encoders are taken from, small to large."""
+"""Names of the pairs that encoders are taken from, small to large."""
 THEIRS = (1.73, 2.16)
 
 
 def pair(encoder: str) -> ModelPair:
-    """One decoder behind an encoder of another pair."""
+    """Returns the decoder behind an encoder of another pair."""
     decoder, other = model_pair(DECODER), model_pair(ENCODERS[encoder])
     hidden = decoder.decoder.hidden
     return replace(decoder, encoder=other.encoder, projector=replace(other.projector, inner_dim=hidden, out_dim=hidden))
 
 
 def cells(quick: bool) -> Sequence[Cell]:
-    """Eight stages, with short and with long transfers, balanced and as samples come."""
+    """Returns cells of eight stages, with short and with long transfers, balanced and as samples come."""
     return [
         {
             "encoder": encoder,
@@ -56,21 +56,21 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """All methods of RQ1 on the same samples and noise."""
+    """Measures all methods of RQ1 on the same samples and noise."""
     drawn = endtoend.draw_pair(pair(str(cell["encoder"])), cell)
     of_encoder = drawn.durations_ms[:, : drawn.num_encoder_chunks].sum() / drawn.durations_ms.sum()
     return [{**row, "encoder_share": round(float(of_encoder), 4)} for row in endtoend.compare(drawn, cell)]
 
 
 def speed_ups(rows: Rows, method: str, base: str = BLOCKING) -> list[float]:
-    """How many times as fast as ``base``, in each cell."""
+    """Returns the speed relative to ``base`` in each cell."""
     cell_of = settings_of(QUESTION.settings)
     first = {cell_of(row): float(row["step_ms"]) for row in selected(rows, method=base)}
     return [first[cell_of(row)] / float(row["step_ms"]) for row in selected(rows, method=method)]
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """A row for each encoder."""
+    """Returns the section: a row for each encoder."""
     lines, bars, shares = [], {}, []
     for encoder in ENCODERS:
         some = selected(rows, encoder=encoder)

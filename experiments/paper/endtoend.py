@@ -1,4 +1,4 @@
-"""RQ1: do the published speed-ups come out, and of what?
+"""RQ1: do the published speed-ups come out, and which settings do they need?
 
 The paper's twelve settings on up to 128 consumer cards and its eight larger ones, of which the microbatch size, the
 lengths of samples, the cut of the models and the share of communication are not published. So each setting is
@@ -35,16 +35,16 @@ GPT3 = "gpt3-large"
 GPT3_SIZES = DecoderSizes(
     hidden=1536, num_layers=24, num_heads=16, num_kv_heads=16, head_dim=96, mlp_dim=4096, vocab_size=50_257
 )
-"""GPT-3 Large (arXiv 2005.14165, table 2.1); an MLP of two matrices counts as one of three, 2/3 as wide."""
+"""Sizes of GPT-3 Large (arXiv 2005.14165, table 2.1). An MLP of two matrices counts as one of three, 2/3 as wide."""
 GPT3_TOKENS = 2048
 SIGMA = 0.1
-"""Log-normal noise of tasks beside what the samples make of them."""
+"""Sigma of the log-normal noise of tasks, beside the variation that the samples cause."""
 MEAN_FORWARD_MS = 20.0
 STEPS = 2
 
 
 class Published(NamedTuple):
-    """One setting: seconds per step of 1F1B, zero bubble, BF and BFW."""
+    """Published seconds per step of 1F1B, zero bubble, BF and BFW in one setting."""
 
     model: str
     layout: str
@@ -54,7 +54,7 @@ class Published(NamedTuple):
 
     @property
     def speed_up(self) -> float:
-        """Of the better of the two hints."""
+        """Speed-up of the better of the two hints."""
         return self.seconds[0] / min(self.seconds[2:])
 
 
@@ -80,7 +80,7 @@ PUBLISHED = (
     Published("llama3-70b+vit-22b", "128 cards (PP32?)", 32, 64, (8.72, 7.94, 5.16, 4.76)),
     Published("llama3-70b+vit-22b", "128 cards (PP16?)", 16, 64, (7.23, 6.67, 4.71, 4.63)),
 )
-"""Section 7.1 of the paper; a question mark where it does not give the layout."""
+"""Settings of section 7.1 of the paper, with a question mark where it does not give the layout."""
 BLOCKING, ZERO_BUBBLE = "1f1b strict, blocking", "zb-h1 strict, blocking"
 ASYNC, BF, BFW, GUIDED = "1f1b strict", "bf, window 32", "bfw, window 32", "1f1b-split + foresight"
 METHODS: Mapping[str, tuple[Mapping[str, Any], str]] = {
@@ -92,11 +92,11 @@ METHODS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     GUIDED: ({"schedule": "1f1b-split"}, "async"),
 }
 PARTS = (0.1, 1.0, 3.0)
-"""How long a transfer takes, in mean forwards."""
+"""Durations of a transfer, in mean forwards."""
 
 
 def cells(quick: bool) -> Sequence[Cell]:
-    """Each model and number of stages once, for whatever settings have them."""
+    """Returns a cell for each model and number of stages, however many settings have them."""
     batches: dict[tuple[str, int], int] = {}
     for one in PUBLISHED:
         batches[one.model, one.stages] = max(one.batch, batches.get((one.model, one.stages), 0))
@@ -111,23 +111,23 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 
 class Drawn(NamedTuple):
-    """A model on its stages, and what its tasks take."""
+    """A model on its stages, and the durations of its tasks."""
 
     graph: PipelineGraph
     placement: Placement
     durations_ms: Durations
     absent: Sequence[Absences]
     num_encoder_chunks: int = 0
-    """Those before the decoder's."""
+    """Number of chunks before the decoder's."""
 
 
 def measure(cell: Cell) -> Measured:
-    """All methods on the same samples and noise."""
+    """Measures all methods on the same samples and noise."""
     return compare(draw(cell), cell)
 
 
 def compare(drawn: Drawn, cell: Cell) -> Measured:
-    """All methods on what was drawn for a cell."""
+    """Measures all methods on the draws of a cell."""
     links = Links(latency_ms=float(cell["transfer"]) * MEAN_FORWARD_MS)
     rows: list[dict[str, Value]] = []
     for name, (words, communication) in METHODS.items():
@@ -158,7 +158,7 @@ def compare(drawn: Drawn, cell: Cell) -> Measured:
 
 
 def draw(cell: Cell) -> Drawn:
-    """The samples and the noise of a cell."""
+    """Returns the samples and the noise of a cell."""
     if cell["model"] != GPT3:
         return draw_pair(model_pair(str(cell["model"])), cell)
     p, m = int(cell["stages"]), int(cell["microbatches"])
@@ -168,7 +168,7 @@ def draw(cell: Cell) -> Drawn:
 
 
 def draw_pair(pair: ModelPair, cell: Cell) -> Drawn:
-    """The same for an encoder and a decoder."""
+    """Returns the samples and the noise of a cell with an encoder and a decoder."""
     workload = Workload(
         name="sft-single",
         pair=pair,
@@ -184,7 +184,7 @@ def draw_pair(pair: ModelPair, cell: Cell) -> Drawn:
 
 
 def _of_language_model(num_stages: int, num_microbatches: int) -> Durations:
-    """Layers dealt out evenly, one more to the first stages where they do not come out even; the head on the last."""
+    """Returns durations of layers that are dealt out evenly, a remainder to the first stages, the head to the last."""
     layers, tokens = GPT3_SIZES.num_layers, GPT3_TOKENS
     layer = GPT3_SIZES.layer(tokens, tokens**2)
     counts = [layers // num_stages + (stage < layers % num_stages) for stage in range(num_stages)]
@@ -198,7 +198,7 @@ def _of_language_model(num_stages: int, num_microbatches: int) -> Durations:
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """The range of each setting beside what is published."""
+    """Returns the section: the range of each setting beside the published figure."""
     lines, ranges, inside = [], {}, []
     for one in PUBLISHED:
         of_setting = selected(rows, model=one.model, stages=one.stages)
@@ -258,7 +258,7 @@ def _finding(rows: Rows, inside: Sequence[bool]) -> str:
 
 
 def _own_regime(rows: Rows) -> str:
-    """Whether the best published speed-ups come out, of language models and with images, and what it takes."""
+    """Returns a text on whether, and where, the best published speed-ups come out, with images and without."""
     parts = []
     for name, is_language in (("language models", True), ("images and text", False)):
         of_kind = [row for row in rows if (row["model"] == GPT3) is is_language]
@@ -289,7 +289,7 @@ def _own_regime(rows: Rows) -> str:
 
 
 def _least_share(rows: Rows, part: float) -> float:
-    """The most that blocking 1F1B computes with transfers at least so long."""
+    """Returns the largest fraction of time that blocking 1F1B computes, with transfers at least so long."""
     blocking = selected(rows, method=BLOCKING)
     return max(float(row["compute_share"]) for row in blocking if float(row["transfer"]) >= part)
 

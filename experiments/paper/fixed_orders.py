@@ -2,7 +2,7 @@
 
 Candidates are all named tables, and the orders that bf and bfw come to in that memory where nothing varies. Each is
 consumed strictly on several draws; the one whose mean step is the shortest is the best. Left out are tables that keep
-two copies of the parameters, which no count of activations tells.
+two copies of the parameters, which no count of activations shows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,31 +22,31 @@ from rrfp_jax.schedules.registry import schedules_of_any_graph
 from rrfp_jax.simulation import Costs, Links, Machine, Simulation, peak_memory, simulate
 
 SIZED = ("eager-1f1b", "zb-auto")
-"""Tables that are made for a memory."""
+"""Names of the tables that are made for a memory."""
 FROZEN = ("bf", "bfw")
 ROUNDING = 1e-9
 Memory = int | str
-"""What a stage may hold: as many microbatches' activations, or :data:`EQUAL`."""
+"""Memory of a stage: a number of microbatches' activations, or :data:`EQUAL`."""
 
 
 class Run(NamedTuple):
-    """Over the steps of all draws."""
+    """Results over the steps of all draws."""
 
     step_ms: float
     held: tuple[float, ...]
-    """The most on each stage, in activations of a microbatch."""
+    """Largest memory held on each stage, in activations of a microbatch."""
 
 
 class Found(NamedTuple):
-    """What a memory allows."""
+    """Best orders within a memory."""
 
     best: str
-    """The name of the best fixed order."""
+    """Name of the best fixed order."""
     fixed: Run
     ours: Run
-    """Foresight with the same table, in that table's memory."""
+    """Run of the same table with foresight, in that table's memory."""
     roomy: Run
-    """The same in all of the memory."""
+    """Run of the same table with foresight, in all of the memory."""
 
 
 class Setting:
@@ -62,7 +62,7 @@ class Setting:
         self._strict: dict[tuple[object, ...], Run] = {}
 
     def best(self, memory: Memory) -> Found:
-        """The best fixed order that holds no more on any stage, and foresight beside it."""
+        """Returns the best fixed order that holds no more on any stage, and foresight beside it."""
         limits = range(self._num_stages, 0, -1) if memory == EQUAL else [float(memory)] * self._num_stages
         runs = [(name, table, self._strictly(table)) for name, table in self._tables(memory) if _fits(table, limits)]
         name, table, fixed = min(runs, key=lambda one: one[2].step_ms)
@@ -86,7 +86,7 @@ class Setting:
 
 
 def _has_copies(table: ScheduleTable) -> bool:
-    """Whether a microbatch passes only some of a stage's chunks, the others being copies of what is elsewhere."""
+    """Returns whether a microbatch passes only some of a stage's chunks, as the others are copies of others."""
     passes = table.graph.passes_per_microbatch
     return any(passes(chunks) < len(chunks) for chunks in table.placement.chunks_of_stage)
 
@@ -97,7 +97,7 @@ def _fits(table: ScheduleTable, limits: Sequence[float]) -> bool:
 
 
 def of_scene(scene: Scene, seeds: Sequence[int]) -> Setting:
-    """Equal stages."""
+    """Returns the setting of equal stages."""
 
     def draw(one: Scene) -> Callable[[Order], Simulation]:
         machine = scene.machine("async")
@@ -107,7 +107,7 @@ def of_scene(scene: Scene, seeds: Sequence[int]) -> Setting:
 
 
 class _Candidates:
-    """Tables of a scene; those that have no room, or want other numbers of microbatches, are left out."""
+    """Tables of a scene, without those that do not fit the memory or want other numbers of microbatches."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
@@ -135,7 +135,7 @@ class _Candidates:
 
 
 def of_model(cell: Cell, seeds: Sequence[int]) -> Setting:
-    """A model cut into chunks of its own, as a cell of :mod:`experiments.paper.endtoend` names it."""
+    """Returns the setting of a model with its own cut, as named by a cell of :mod:`experiments.paper.endtoend`."""
     drawn = [endtoend.draw({**cell, "seed": seed}) for seed in seeds]
     machine = Machine(links=Links(latency_ms=float(cell["transfer"]) * endtoend.MEAN_FORWARD_MS))
     stages, microbatches = int(cell["stages"]), int(cell["microbatches"])

@@ -31,7 +31,7 @@ METHODS = {
 
 
 def cells(quick: bool) -> Sequence[Cell]:
-    """Eight stages under several kinds of noise."""
+    """Returns cells of eight stages under several kinds of noise."""
     jitters = ["lognormal:0.2", "lognormal:0.5", "paper:J2"] + (
         [] if quick else ["lognormal:1", "paper:J1", "paper:J3"]
     )
@@ -46,7 +46,7 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """All hints on the same draws."""
+    """Measures all hints on the same draws."""
     scene = Scene.of(cell)
     found = {name: simulated(scene, method) for name, method in METHODS.items()}
     return [
@@ -56,7 +56,7 @@ def measure(cell: Cell) -> Measured:
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """How many times as fast as strict 1F1B."""
+    """Returns the section: the speed of each hint relative to strict 1F1B."""
     scene_of = settings_of(QUESTION.settings)
     first = {scene_of(row): float(row["step_ms"]) for row in selected(rows, method=STRICT)}
     ratios = {

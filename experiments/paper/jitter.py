@@ -21,11 +21,11 @@ from rrfp_jax.simulation.costs import PAPER_LEVELS
 
 LEVELS = ("J1", "J2", "J3")
 PARTS = (0.1, 2.0, 6.0)
-"""How long a transfer takes, in forwards."""
+"""Durations of a transfer, in forwards."""
 THEIRS = {"1F1B": (2.8, 11.3, 18.1), "RRFP": (1.8, 6.8, 11.4)}
-"""The paper's, in percent."""
+"""Slowdowns of the paper, in percent."""
 THEIR_COMPUTE_SHARE = 0.859 / 2.581
-"""Of a step of 1F1B on sixteen stages (section 7.2)."""
+"""Fraction of a step of 1F1B on sixteen stages that is computation (section 7.2)."""
 BLOCKING, READY = "1f1b strict, blocking", "bf, window 32"
 METHODS = {
     BLOCKING: Method({"schedule": "1f1b", "consume": "strict"}, communication="blocking"),
@@ -39,7 +39,7 @@ METHODS = {
 
 
 def cells(quick: bool) -> Sequence[Cell]:
-    """Forwards from 5 to 80 ms, and transfers from a tenth of a forward to six times its length."""
+    """Returns cells with forwards from 5 to 80 ms, and transfers from a tenth of a forward to six times its length."""
     return [
         Scene(
             stages=8,
@@ -60,20 +60,20 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """All methods under the same sleeps' draws."""
+    """Measures all methods with the same draws of sleeps."""
     scene = Scene.of(cell)
     return [{"method": name, "step_ms": round(simulated(scene, method).step_ms, 6)} for name, method in METHODS.items()]
 
 
 def degradation(rows: Rows, method: str, level: str, **scene: float) -> list[float]:
-    """How much longer steps take than without sleeps, in percent, for each seed."""
+    """Returns how much longer steps take than without sleeps, in percent, for each seed."""
     (quiet,) = selected(rows, method=method, jitter=NO_JITTER, **scene)
     noisy = selected(rows, method=method, jitter=f"paper:{level}", **scene)
     return [100 * (float(row["step_ms"]) / float(quiet["step_ms"]) - 1) for row in noisy]
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """A row for each method and setting, beside the paper's."""
+    """Returns the section: a row for each method and setting, beside the paper's."""
     scenes = sorted({(float(row["forward_ms"]), float(row["comm_ms"])) for row in rows})
     lines = [[f"paper: {name}", "?", "?", *(f"{percent:.1f}" for percent in theirs)] for name, theirs in THEIRS.items()]
     curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -125,19 +125,19 @@ def _means(rows: Rows, method: str, scene: tuple[float, float]) -> list[float]:
 
 
 def _distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Between two rows of percentages, as factors of time."""
+    """Returns the distance between two rows of percentages, as factors of time."""
     return sum(abs(math.log((100 + a) / (100 + b))) for a, b in zip(ours, theirs, strict=True))
 
 
 def _share(rows: Rows, scene: tuple[float, float]) -> float:
-    """What part of a quiet step blocking 1F1B computes."""
+    """Returns the fraction of a quiet step that blocking 1F1B computes."""
     (quiet,) = selected(rows, method=BLOCKING, jitter=NO_JITTER, forward_ms=scene[0], comm_ms=scene[1])
     work_ms = sum(float(quiet[name]) for name in ("forward_ms", "input_ms", "weight_ms")) * int(quiet["microbatches"])
     return work_ms / float(quiet["step_ms"])
 
 
 def _added_ms(rows: Rows, method: str, scene: tuple[float, float]) -> float:
-    """By how much steps are longer at J3."""
+    """Returns the milliseconds by which steps are longer at J3."""
     (quiet,) = selected(rows, method=method, jitter=NO_JITTER, forward_ms=scene[0], comm_ms=scene[1])
     return float(quiet["step_ms"]) * _means(rows, method, scene)[-1] / 100
 

@@ -25,7 +25,7 @@ METHODS = {
 
 
 def one_round(quick: bool, number: int) -> Sequence[Cell]:
-    """Four stages; a transfer takes half a forward, so that blocking it costs something."""
+    """Returns a cell of four stages; a transfer takes half a forward, so that blocking it costs something."""
     return [
         Scene(
             stages=4,
@@ -41,7 +41,7 @@ def one_round(quick: bool, number: int) -> Sequence[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """Every method without sleeps, which shows the host's time, and then at each level."""
+    """Measures every method without sleeps, which shows the host's time, and then at each level."""
     rows: list[dict[str, Value]] = []
     for name, method in METHODS.items():
         host_ms = None
@@ -54,20 +54,19 @@ def measure(cell: Cell) -> Measured:
 
 
 def longer(rows: Rows, method: str, level: str, column: str) -> list[float]:
-    """How many times as long steps take as without sleeps, in each round."""
+    """Returns the ratio of step times with sleeps to those without, in each round."""
     cell_of = settings_of(QUESTION.settings)
     quiet = {cell_of(row): float(row[column]) for row in selected(rows, method=method, level="J0")}
     return [float(row[column]) / quiet[cell_of(row)] for row in selected(rows, method=method, level=level)]
 
 
 def degradation(rows: Rows, method: str, level: str, column: str) -> float:
-    """How much longer, in percent; the mean over rounds."""
+    """Returns how much longer steps take, in percent; the mean over rounds."""
     return 100 * (fmean(longer(rows, method, level, column)) - 1)
 
 
 def ratios(rows: Rows) -> Ratios:
-    """How many times as long, in the real runtime, over how many times as long the simulation of the same draws takes:
-    the draws themselves differ from round to round."""
+    """Returns the real slowdown over that of a simulation with the same draws, which differ from round to round."""
     return {
         f"{method}, {level}": [
             real / forecast
@@ -81,7 +80,7 @@ def ratios(rows: Rows) -> Ratios:
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """Real and simulated percentages beside the paper's."""
+    """Returns the section: real and simulated percentages beside the paper's."""
     lines = [[f"paper: {name}", *(f"{each:.1f}" for each in theirs)] for name, theirs in THEIRS.items()]
     curves: dict[str, list[tuple[float, float]]] = {}
     farthest = 0.0

@@ -1,4 +1,4 @@
-"""What makes the difference: from blocking 1F1B to tables with foresight, one step at a time, alone and cumulated.
+"""Contributions to the speed-up: from blocking 1F1B to tables with foresight, one step at a time, alone and cumulated.
 
 The paper gives readiness a window of 32 microbatches and asynchronous communication, and strict 1F1B neither. Here each
 is a step of its own. *Cumulated*, a step is added to all before it; *alone*, to blocking strict 1F1B. Where the two
@@ -31,7 +31,7 @@ BASE = "1f1b strict, blocking"
 
 
 class Step(NamedTuple):
-    """What one step adds."""
+    """Contribution of one step."""
 
     name: str
     cumulated: str
@@ -54,7 +54,7 @@ METHODS = {
     "bfw, wide": Method({"hint": "bfw"}, PAPER_WINDOW),
     "bfw's table + foresight, wide": Method({"hint": "bfw"}, PAPER_WINDOW, frozen=FORESIGHT),
 }
-"""Every method of the ladder."""
+"""Every method of the ladder, by name."""
 EQUAL_MEMORY = (
     Step("asynchronous communication", "1f1b strict", BASE, "1f1b strict"),
     Step("readiness (bf)", "bf", "1f1b strict", "bf, blocking"),
@@ -69,11 +69,11 @@ PAPER_REGIME = (
     Step("table, footprint and foresight", "bfw's table + foresight, wide", "bfw, wide", "1f1b + foresight, blocking"),
 )
 WITHIN = tuple(name for name in METHODS if "wide" not in name)
-"""What holds no more than strict 1F1B."""
+"""Names of the methods that hold no more than strict 1F1B."""
 
 
 def cells(quick: bool) -> Sequence[Cell]:
-    """Sizes, noise and links; the same seeds for all."""
+    """Returns cells over sizes, noise and links; all have the same seeds."""
     sizes = [(8, 32)] if quick else [(4, 16), (8, 32), (8, 64), (16, 64)]
     jitters = [NO_JITTER, "lognormal:0.5", SLOW_LINK, SLOW_STAGE]
     if not quick:
@@ -89,7 +89,7 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """All methods on the same draws."""
+    """Measures all methods on the same draws."""
     scene = Scene.of(cell)
     found = {name: simulated(scene, method) for name, method in METHODS.items()}
     return [
@@ -99,14 +99,14 @@ def measure(cell: Cell) -> Measured:
 
 
 def factors(rows: Rows, before: str, after: str) -> list[float]:
-    """How many times as fast ``after`` is, in each cell."""
+    """Returns the speed of ``after`` relative to ``before`` in each cell."""
     scene_of = settings_of(QUESTION.settings)
     first = {scene_of(row): float(row["step_ms"]) for row in selected(rows, method=before)}
     return [first[scene_of(row)] / float(row["step_ms"]) for row in selected(rows, method=after)]
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """Two tables, a picture and what they say."""
+    """Returns the section: two tables, a picture and their findings."""
     regimes = (("Within the memory of strict 1F1B", EQUAL_MEMORY), ("In a window of 32", PAPER_REGIME))
     parts = []
     for title, steps in regimes:

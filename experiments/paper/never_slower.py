@@ -21,14 +21,14 @@ from experiments.paper.tables import geometric_mean, half_interval, interval, ma
 UNIFORM = "equal stages"
 PAPER_WINDOW = 32
 LEAST, USUAL, SHARE = 0.99, 0.995, 0.99
-"""What no cell should be below; what a share of them should reach; that share."""
+"""Least ratio of any cell, the ratio that most cells should reach, and the share of cells that should reach it."""
 SAMPLED_ABOVE, EVERY = 20, 5
-"""Quickly, a question of more settings than this gives one in so many; five, as settings come in twos and threes."""
+"""Quickly, questions of more settings than this give one in so many; five, as settings come in twos and threes."""
 MEMORIES = {"1F1B's own": EQUAL, "as many as stages": "stages", "32": str(PAPER_WINDOW)}
 
 
 def cells(quick: bool) -> Sequence[Cell]:
-    """The settings of the other questions, each once, whatever seeds and levels these have."""
+    """Returns the settings of the other questions, each once, whatever seeds and levels these have."""
     found: dict[tuple[tuple[str, Value], ...], Cell] = {}
     for cell in _sampled(_settings(quick)) if quick else _settings(quick):
         seeds = 2 if quick else 3
@@ -38,7 +38,7 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 
 def _sampled(settings: Iterable[Cell]) -> Iterator[Cell]:
-    """All settings of questions of few, some of those of many."""
+    """Yields all settings of questions of few, and a sample of those of many."""
     by_question: dict[Value, list[Cell]] = {}
     for cell in settings:
         by_question.setdefault(cell["question"], []).append(cell)
@@ -67,7 +67,7 @@ def _settings(quick: bool) -> Iterator[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """The best fixed order and foresight, in each memory."""
+    """Measures the best fixed order and foresight, in each memory."""
     setting, stages = _setting(cell), int(cell["stages"])
     rows: list[dict[str, Value]] = []
     for name, memory in MEMORIES.items():
@@ -98,12 +98,12 @@ def _setting(cell: Cell) -> Setting:
 
 
 def ratio(row: Mapping[str, str], column: str = "ours_ms") -> float:
-    """How many times as fast as the best fixed order."""
+    """Returns the speed relative to the best fixed order."""
     return float(row["fixed_ms"]) / float(row[column])
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """A row for each question and memory, the worst by name."""
+    """Returns the section: a row for each question and memory, with the worst cell by name."""
     questions = sorted({row["question"] for row in rows})
     groups: dict[str, Rows] = {f"settings of {name}": selected(rows, question=name) for name in questions}
     groups |= {f"memory: {name}": selected(rows, memory=name) for name in MEMORIES}

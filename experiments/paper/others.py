@@ -1,4 +1,4 @@
-"""RQ3: beside torch's own schedules, with the same durations in the same run.
+"""RQ3: how do we compare with torch's own schedules, with the same durations in the same run?
 
 ``torch.distributed.pipelining`` runs 1F1B, interleaved 1F1B and zero bubble V over gloo, four processes whose stages
 sleep as long as ours are told to (:mod:`experiments.torch_comparison`). Beside each of them stand the same table of
@@ -24,7 +24,7 @@ from experiments.torch_comparison import measure as measure_turns
 from experiments.turns import printed_by
 
 INTERPRETER = "RRFP_TORCH_PYTHON"
-"""The variable that names an interpreter with torch; without it this one is taken."""
+"""Name of the environment variable that names an interpreter with torch; without it this interpreter is used."""
 STAGES, MICROBATCHES = 4, 16
 
 
@@ -32,9 +32,9 @@ class Group(NamedTuple):
     """A schedule of torch's, and orders of ours with as many chunks."""
 
     schedule: str
-    """What torch runs, by our name of it."""
+    """Schedule that torch runs, by our name of it."""
     window: str | None
-    """None: each order's own memory."""
+    """Window of our orders; None: each order's own memory."""
     entries: tuple[str, ...]
     sigmas: tuple[float, ...]
 
@@ -50,24 +50,24 @@ GROUPS = (
 
 
 def lacks() -> str | None:
-    """What is missing for it, in a sentence."""
+    """Returns a sentence that names the missing requirement; None if nothing is missing."""
     if printed_by(interpreter(), TORCH_VERSION) is None:
         return f"needs torch 2.6 or newer: set {INTERPRETER} to an interpreter that has it"
     return None
 
 
 def interpreter() -> str:
-    """Which Python is asked for torch."""
+    """Returns the Python that is asked for torch."""
     return os.environ.get(INTERPRETER, sys.executable)
 
 
 def one_round(quick: bool, number: int) -> Sequence[Cell]:
-    """All groups, one after another, with new draws."""
+    """Returns all groups, one after another, with new draws."""
     return [{"steps": 2 if quick else 4, "seed": number}]
 
 
 def measure(cell: Cell) -> Measured:
-    """Torch and ours in turn, under each noise."""
+    """Measures torch and ours in turn, under each noise."""
     rows: list[dict[str, Value]] = []
     for group in GROUPS:
         setting = _setting(cell, group)
@@ -118,7 +118,7 @@ def _setting(cell: Cell, group: Group) -> Setting:
 
 
 def ratios(rows: Rows) -> Ratios:
-    """Torch's time over ours."""
+    """Returns the ratio of torch's time to ours."""
     keys = dict.fromkeys((row["beside"], row["method"], row["sigma"]) for row in rows if row["beside"] != row["method"])
     return {
         f"{method} beside {beside}, sigma {sigma}": [
@@ -129,7 +129,7 @@ def ratios(rows: Rows) -> Ratios:
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """Torch's time over ours, within a run."""
+    """Returns the section: the ratios of torch's time to ours within a run."""
     lines: list[list[str]] = []
     curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for theirs in dict.fromkeys(row["beside"] for row in rows):

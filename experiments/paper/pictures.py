@@ -1,4 +1,4 @@
-"""The pictures of the report: bars and lines, in colours that all kinds of colour vision tell apart, and in print."""
+"""Pictures of the report: bars and lines, in colours that all kinds of colour vision tell apart, and in print."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ _STYLES = ("-", "--", "-.", ":")
 
 
 def draw_bars(groups: Mapping[str, Mapping[str, float]], path: Path, label: str, *, base: float = 1.0) -> str:
-    """Horizontal bars from ``base`` on, a panel for each group; returns the Markdown that shows the picture."""
+    """Draws horizontal bars from ``base`` on, a panel for each group. Returns the Markdown that shows the picture."""
     figure, panels = _figure(len(groups), height=0.42 * max(map(len, groups.values())) + 0.9)
     for panel, (title, values) in zip(panels, groups.items(), strict=True):
         names = list(values)
@@ -31,7 +31,7 @@ def draw_bars(groups: Mapping[str, Mapping[str, float]], path: Path, label: str,
 
 
 def draw_ranges(ranges: Mapping[str, tuple[float, float, float]], path: Path, label: str) -> str:
-    """For each name a range, least to most, and a mark for what somebody else has published."""
+    """Draws a range for each name, and a mark for a published value. Returns the Markdown that shows the picture."""
     figure, (panel,) = _figure(1, height=0.28 * len(ranges) + 0.9)
     places = range(len(ranges))[::-1]
     least, most, mark = zip(*ranges.values(), strict=True)
@@ -54,7 +54,7 @@ def draw_lines(
     ticks: Sequence[float] = (),
     has_own_legends: bool = False,
 ) -> str:
-    """Lines with markers, a panel for each group, a line for each method; returns the Markdown that shows them.
+    """Draws lines with markers, a panel for each group, a line for each method. Returns the Markdown that shows them.
 
     ``has_own_legends``: the panels show different methods.
     """
@@ -88,7 +88,7 @@ def draw_lines(
 
 
 def draw_shares(lines: Mapping[str, Sequence[float]], path: Path, across: str, *, marks: Sequence[float]) -> str:
-    """For each name the share of its values that is at most so large, over the value; ``marks`` are vertical lines."""
+    """Draws for each name the cumulative distribution of its values; ``marks`` are vertical lines."""
     figure, (panel,) = _figure(1, height=3.2)
     for number, (name, values) in enumerate(lines.items()):
         xs = sorted(values)

@@ -1,10 +1,10 @@
-"""What does planning give: the cut, the order, and readiness on top, all in the same memory?
+"""Gains of planning: the cut, the order, and readiness on top, all in the same memory.
 
 Three models of 8 stages and 32 microbatches: equal layers, a language model whose head weighs 4.6 layers, and an
-encoder before a language model. What a plan may choose from grows with every step: strict 1F1B on an even cut; the best
-named table on an even cut; the best on the cut that suits it; any order that a search finds; and any, for stages that
-take what is ready. A plan knows the costs and the log-normal noise, and chooses by other draws than it is judged by. It
-does not know of the slow link or the slow stage.
+encoder before a language model. The choices of a plan grow with every step: strict 1F1B on an even cut; the best named
+table on an even cut; the best on the cut that suits it; any order that a search finds; and any, for stages that take
+ready tasks. A plan knows the costs and the log-normal noise, and chooses by other draws than it is judged by. It does
+not know of the slow link or the slow stage.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from experiments.paper.scene import NO_JITTER, SLOW_LINK, SLOW_STAGE
 from experiments.paper.tables import geometric_mean, interval, markdown, settings_of
 
 STEPS = ("best named table", "best cut", "searched order", "readiness")
-"""What each method adds to the one before."""
+"""Names of the methods, each of which adds one freedom to the one before."""
 _PAIRS = tuple(zip(STEPS, METHODS[:-1], METHODS[1:], strict=True))
 UNKNOWN = (SLOW_LINK, SLOW_STAGE)
-"""What no plan has been told."""
+"""Disturbances that no plan knows of."""
 
 
 def cells(quick: bool) -> Sequence[Cell]:
-    """Models, and what a plan knows of the noise; plans are made once for all that they are judged in."""
+    """Returns cells of models and the noise that a plan knows. One plan is made for all that it is judged in."""
     return [
         {"model": model, "stages": 8, "microbatches": 32, "sigma": sigma, "steps": 8, "seeds": 3 if quick else 10}
         for model in CASES
@@ -35,7 +35,7 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """All methods in all noise, on draws that nothing was chosen by."""
+    """Measures all methods in all noise, on draws that no plan has chosen by."""
     model, sigma = str(cell["model"]), float(cell["sigma"])
     found = planned(model, sigma, int(cell["stages"]), int(cell["microbatches"]))
     noises = [f"{LOGNORMAL}{sigma:g}"] if sigma else [NO_JITTER, SLOW_LINK, SLOW_STAGE]
@@ -58,14 +58,14 @@ def measure(cell: Cell) -> Measured:
 
 
 def factors(rows: Rows, before: str, after: str) -> list[float]:
-    """How many times as fast ``after`` is, in each cell."""
+    """Returns the speed of ``after`` relative to ``before`` in each cell."""
     cell_of = settings_of(("model", "jitter", "seed"))
     first = {cell_of(row): float(row["step_ms"]) for row in selected(rows, method=before)}
     return [first[cell_of(row)] / float(row["step_ms"]) for row in selected(rows, method=after)]
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """What each model's step takes, what each step gains, a picture, and what they say."""
+    """Returns the section: each model's step times, the gain of each step, a picture, and their findings."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     known = [row for row in rows if row["jitter"] not in UNKNOWN]
     uneven = [row for row in known if row["model"] != "homogeneous"]
@@ -123,18 +123,18 @@ def _steps_table(rows: Rows, models: Sequence[str]) -> str:
 
 
 def _told(some: Rows) -> str:
-    """Milliseconds, order and what is held."""
+    """Returns milliseconds, order and memory held, in words."""
     mean = fmean(float(row["step_ms"]) for row in some)
     return f"{mean:,.0f} ({some[0]['order']}; {float(some[0]['held']):g})"
 
 
 def _bound(some: Rows, jitter: str) -> str:
-    """What no order of the plan's cut can beat, where nothing varies and nothing is slow."""
+    """Returns a bound that no order of the plan's cut can beat, without noise and slow parts."""
     return f"{float(selected(some, method='plan, strict')[0]['bound_ms']):,.0f}" if jitter == NO_JITTER else ""
 
 
 def _gains_table(rows: Rows) -> str:
-    """Intervals where there are draws, elsewhere ranges."""
+    """Returns a table of gains, with intervals where there are draws and ranges elsewhere."""
     noises = list(dict.fromkeys(row["jitter"] for row in rows))
     told = [interval if noise.startswith(LOGNORMAL) else _range for noise in noises]
     of_noise = [selected(rows, jitter=noise) for noise in noises]
@@ -147,7 +147,7 @@ def _gains_table(rows: Rows) -> str:
 
 
 def _range(ratios: Sequence[float]) -> str:
-    """The geometric mean, the least and the most."""
+    """Returns the geometric mean, the least and the most ratio."""
     return f"{geometric_mean(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 

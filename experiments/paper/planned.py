@@ -1,4 +1,4 @@
-"""What may be chosen with more and more freedom in the same memory, and what a step of it takes in some noise."""
+"""Choices with more and more freedom in the same memory, and the time of a step of each in some noise."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -25,22 +25,22 @@ from rrfp_jax.simulation.costs import Durations
 CASES = {case.name: case for case in (homogeneous(8), gemma_like(42), encoder_and_lm(44))}
 LOGNORMAL = "lognormal:"
 DRAWS = 8
-"""By which a plan chooses where it knows of noise."""
+"""Number of draws by which a plan chooses where it knows of noise."""
 LEARNT = 2
-"""Steps in which averages are learnt, before those that count."""
+"""Number of steps in which averages are learnt, before those that count."""
 METHODS = ("1f1b, even cut", "named table, even cut", "named table, best cut", "plan, strict", "plan, ready")
 
 
 class Planned(NamedTuple):
-    """What a method comes to in one model."""
+    """Result of a method in one model."""
 
     one: PlanCandidate
     bound_ms: float
-    """Of its cut, without noise."""
+    """Lower bound for its cut, without noise."""
 
 
 def planned(model: str, sigma: float, stages: int, microbatches: int) -> dict[str, Planned]:
-    """What each method chooses, by name."""
+    """Returns the choice of each method, by name."""
     case = CASES[model]
     book = CostBook(
         layers=case.costs.layers,
@@ -72,7 +72,7 @@ def planned(model: str, sigma: float, stages: int, microbatches: int) -> dict[st
 
 
 def step_ms(one: PlanCandidate, jitter: str, steps: int, seed: int) -> float:
-    """The mean interval between the ends of simulated steps, on draws that depend on nothing but their seed."""
+    """Returns the mean interval between the ends of simulated steps, on draws that depend on nothing but their seed."""
     cut, stages = one.choice.cut, one.choice.shape.num_stages
     durations_ms = cut.durations_ms.copy()
     if jitter == SLOW_STAGE:
@@ -88,7 +88,7 @@ def step_ms(one: PlanCandidate, jitter: str, steps: int, seed: int) -> float:
 
 
 def on_even_cuts(case: Case, book: CostBook, space: SearchSpace) -> Iterator[PlanCandidate]:
-    """Every named table, strictly consumed, on layers dealt out evenly; those that do not fit, too."""
+    """Yields every named table, strictly consumed, on layers dealt out evenly; those that do not fit, too."""
     (shape,) = shapes_of(book, space)
     for point in points_of(shape, book, space):
         for split in (True, False):

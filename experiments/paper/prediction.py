@@ -1,4 +1,4 @@
-"""Does the simulator predict what others have measured?
+"""Does the simulator predict times that others have measured?
 
 Two published sets of per-stage times. *Vocabulary Parallelism* (arXiv 2411.05288) timed the forward and backward of
 every stage and the whole step, for models whose embedding and head weigh more and more, cut evenly and by its own
@@ -24,24 +24,24 @@ FOLDER = Path(__file__).parent / "published"
 VOCABULARY, ZERO_BUBBLE = "vocabulary_parallelism", "zero_bubble"
 SCHEDULES = ("1f1b", "zb-h1", "zb-h2")
 NUM_MICROBATCHES = 128
-"""Of the first set."""
+"""Number of microbatches of the first set."""
 
 
 def published(name: str) -> list[Mapping[str, str]]:
-    """The lines of a published set."""
+    """Returns the lines of a published set."""
     with (FOLDER / f"{name}.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(line for line in file if not line.startswith("#")))
 
 
 def cells(quick: bool) -> Sequence[Cell]:  # noqa: ARG001
-    """All lines; they take seconds."""
+    """Returns all lines as cells; they take seconds."""
     return [
         {"source": name, "line": line} for name in (VOCABULARY, ZERO_BUBBLE) for line in range(len(published(name)))
     ]
 
 
 def measure(cell: Cell) -> Measured:
-    """What is published beside what is simulated."""
+    """Measures the simulated figures beside the published ones."""
     line = published(str(cell["source"]))[int(cell["line"])]
     return _steps(line) if cell["source"] == VOCABULARY else _bubbles(line)
 
@@ -78,7 +78,7 @@ def _bubbles(line: Mapping[str, str]) -> list[dict[str, Value]]:
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """Both sets with their errors."""
+    """Returns the section: both sets with their errors."""
     steps, bubbles = (selected(rows, source=name) for name in (VOCABULARY, ZERO_BUBBLE))
     of_steps = {row["what"]: float(row["simulated"]) / float(row["published"]) - 1 for row in steps}
     of_bubbles = [abs(float(row["simulated"]) - float(row["published"])) for row in bubbles]

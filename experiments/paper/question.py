@@ -1,4 +1,4 @@
-"""A question of the evaluation: which cells to measure, how to measure one, and what to write about the rows."""
+"""Question of the evaluation: which cells to measure, how to measure one, and how to write about the rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,29 +8,29 @@ from experiments.paper.repeats import Rounds
 from experiments.paper.rows import Cell, Value
 
 Measured = Sequence[Mapping[str, Value]]
-"""The figures of each method of a cell."""
+"""Figures of each method of a cell."""
 Rows = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One of the report's sections."""
+    """Question that one section of the report answers."""
 
     name: str
     title: str
     settings: tuple[str, ...]
-    """The columns that name a cell."""
+    """Names of the columns that identify a cell."""
     figures: tuple[str, ...]
-    """The columns that a method's row has beside them."""
+    """Names of the columns that a method's row has beside them."""
     cells: Callable[[bool], Sequence[Cell]]
-    """The cells to measure; given whether quickly."""
+    """Function that returns the cells to measure, given whether quickly."""
     measure: Callable[[Cell], Measured]
-    """Measures a cell; in a process of its own, so a function of a module."""
+    """Function that measures a cell, in a process of its own, so it is a function of a module."""
     write: Callable[[Rows, Path], str]
-    """The section's text from the rows; pictures go into the folder given."""
+    """Function that returns the section's text from the rows and draws pictures into the given folder."""
     is_timed: bool = False
-    """Whether the real runtime is measured: then one cell at a time, and nothing beside it."""
+    """Whether the real runtime is measured, one cell at a time and with nothing beside it."""
     rounds: Rounds | None = None
-    """How a timed question is repeated; None: what it measures is no time."""
+    """Repetitions of a timed question; None: the measured figures are no times."""
     lacks: Callable[[], str | None] = lambda: None
-    """What it needs and this machine has not, in a sentence; None: nothing."""
+    """Function that names, in a sentence, a requirement which this machine lacks; None: nothing is missing."""

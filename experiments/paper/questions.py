@@ -38,4 +38,4 @@ _IN_ORDER = (
     prediction,
 )
 QUESTIONS = {module.QUESTION.name: module.QUESTION for module in _IN_ORDER}
-"""By name."""
+"""All questions of the evaluation by name, in the order of the report."""

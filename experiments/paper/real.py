@@ -1,4 +1,4 @@
-"""The ladder in the real runtime: the same steps on emulated stages, beside what the simulator says of them.
+"""Measure the ladder in the real runtime: the same steps on emulated stages, beside the simulator's forecasts.
 
 All methods take their turn, again and again; a cell is one round of them.
 """
@@ -16,12 +16,12 @@ from experiments.paper.scene import NO_JITTER, Scene
 from experiments.paper.tables import markdown, settings_of
 
 BAR = 0.03
-"""How far a factor may be from its forecast."""
+"""Largest distance of a factor from its forecast."""
 STEPS = (*EQUAL_MEMORY, *PAPER_REGIME)
 
 
 def one_round(quick: bool, number: int) -> Sequence[Cell]:
-    """Four stages under several kinds of noise."""
+    """Returns cells of four stages under several kinds of noise."""
     jitters = [NO_JITTER, "lognormal:0.5"] + ([] if quick else ["lognormal:0.2", "lognormal:1"])
     return [
         Scene(
@@ -40,20 +40,20 @@ def one_round(quick: bool, number: int) -> Sequence[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """Each method once, and its forecast."""
+    """Measures each method once, with its forecast."""
     scene = Scene.of(cell)
     return [{"method": name, **emulated(scene, method)._asdict()} for name, method in METHODS.items()]
 
 
 def factors(rows: Rows, before: str, after: str, column: str, jitter: str) -> list[float]:
-    """How many times as fast ``after`` is, in each round."""
+    """Returns the speed of ``after`` relative to ``before`` in each round."""
     cell_of = settings_of(QUESTION.settings)
     first = {cell_of(row): float(row[column]) for row in selected(rows, method=before, jitter=jitter)}
     return [first[cell_of(row)] / float(row[column]) for row in selected(rows, method=after, jitter=jitter)]
 
 
 def ratios(rows: Rows) -> Ratios:
-    """The factor of each step, in the real runtime."""
+    """Returns the factor of each step in the real runtime."""
     return {
         f"{name}, from {before} ({jitter})": factors(rows, before, after, "real_ms", jitter)
         for jitter in _jitters(rows)
@@ -66,7 +66,7 @@ def _jitters(rows: Rows) -> list[str]:
 
 
 def _pairs() -> list[tuple[str, str, str]]:
-    """Each step cumulated and alone: its name, before, after."""
+    """Returns each step cumulated and alone: its name, before, after."""
     return list(
         dict.fromkeys(
             pair
@@ -78,7 +78,7 @@ def _pairs() -> list[tuple[str, str, str]]:
 
 
 def write(rows: Rows, folder: Path) -> str:  # noqa: ARG001
-    """Each step's factor, real and forecast."""
+    """Returns the section: each step's factor, real and forecast."""
     lines, deviations = [], {}
     for jitter in _jitters(rows):
         for name, before, after in _pairs():

@@ -1,8 +1,8 @@
-"""How often a timed question is repeated, and whether it comes out again: the one rule for all of them.
+"""Rule for all timed questions: how often one is repeated, and whether it comes out again.
 
 A *round* measures every method once, in turn, with draws of its own; ratios are taken within a round. Rounds are
 repeated until the 95% interval of each printed ratio is at most :data:`TARGET` of it on either side, or the budget of
-rounds is spent. A second run agrees where the two intervals of a ratio touch. What is simulated must come out equal.
+rounds is spent. A second run agrees where the two intervals of a ratio touch. Simulated figures must come out equal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,35 +14,35 @@ from experiments.paper.tables import geometric_mean, half_interval
 
 TARGET = 0.01
 AGREEING = 0.9
-"""The least share of ratios that must come out again, of intervals that hold 95% each."""
+"""Least share of ratios that must come out again, of intervals that hold 95% each."""
 Rows = Sequence[Mapping[str, str]]
 Ratios = Mapping[str, Sequence[float]]
-"""By what is compared, a ratio for each round."""
+"""Ratios of each round, by the name of the comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The rounds of a question."""
+    """Rounds of a question."""
 
     of: Callable[[bool, int], Sequence[Cell]]
-    """The cells of a round; given whether quickly, and its number from 1 on."""
+    """Function that returns the cells of a round, given whether quickly, and the round's number from 1 on."""
     ratios: Callable[[Rows], Ratios]
-    """What is printed."""
+    """Function that returns the printed ratios."""
     quick: tuple[int, int] = (3, 5)
-    """How many rounds there are at least, and at most."""
+    """Least and largest number of rounds."""
     full: tuple[int, int] = (7, 20)
 
     def first(self, quick: bool) -> list[Cell]:
-        """The cells of the rounds that there are at least."""
+        """Returns the cells of the rounds that are always measured."""
         return [cell for number in range(1, self._bounds(quick)[0] + 1) for cell in self.of(quick, number)]
 
     def further(self, quick: bool) -> list[Sequence[Cell]]:
-        """The cells of each round that the budget has beside them."""
+        """Returns the cells of each round that the budget has beside them."""
         least, most = self._bounds(quick)
         return [self.of(quick, number) for number in range(least + 1, most + 1)]
 
     def is_settled(self, rows: Rows) -> bool:
-        """Whether every interval is narrow enough."""
+        """Returns whether every interval is narrow enough."""
         return all(width <= TARGET for width in widths(self.ratios(rows)).values())
 
     def _bounds(self, quick: bool) -> tuple[int, int]:
@@ -50,12 +50,12 @@ class Rounds:
 
 
 def widths(ratios: Ratios) -> dict[str, float]:
-    """Half of each 95% interval, in parts of the ratio."""
+    """Returns half of each 95% interval, in parts of the ratio."""
     return {name: half_interval(some) / geometric_mean(some) for name, some in ratios.items()}
 
 
 def precision(ratios: Ratios) -> str:
-    """How many rounds there were, and how wide their intervals are, in a sentence."""
+    """Returns a sentence on how many rounds there were, and how wide their intervals are."""
     found = list(widths(ratios).values())
     rounds = max(map(len, ratios.values()))
     if rounds < 2:
@@ -67,7 +67,7 @@ def precision(ratios: Ratios) -> str:
 
 
 def disagreeing(once: Ratios, again: Ratios) -> list[str]:
-    """The ratios whose two intervals do not touch."""
+    """Returns the names of ratios whose two intervals do not touch."""
     return [
         f"{name} ({geometric_mean(some):.4f} and {geometric_mean(again[name]):.4f})"
         for name, some in once.items()

@@ -1,4 +1,4 @@
-"""The report: a section for each question, every figure of it taken from the rows."""
+"""Report with a section for each question, every figure of it taken from the rows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ memory, that waits briefly for its next entry ([orders](../../docs/orders.md))."
 
 
 def write_report(questions: Sequence[Question], folder: Path) -> list[str]:
-    """Write the report of what was measured; returns the names of questions without rows, which it leaves out."""
+    """Writes the report of the measured questions. Returns the names of questions without rows, which it leaves out."""
     sections, missing = [_HEAD], []
     path = folder / REPORT
     for question in questions:
@@ -38,7 +38,7 @@ def write_report(questions: Sequence[Question], folder: Path) -> list[str]:
 
 
 def _section(question: Question, rows: Rows, path: Path) -> str:
-    """In the order of the settings, so that the order of measuring never shows."""
+    """Returns a section. Its rows are in the order of the settings, so that the order of measuring never shows."""
     ordered = sorted(rows, key=lambda row: tuple(map(_sortable, (row[name] for name in question.settings))))
     pictures = path.parent / PARTS
     return "\n\n".join([f"## {question.title}", question.write(ordered, pictures), _origin(rows)])

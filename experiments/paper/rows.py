@@ -1,6 +1,6 @@
-"""What was measured, as lines of a CSV file: each cell's rows are added in one go, so that a killed run goes on.
+"""Measured rows as lines of a CSV file: each cell's rows are added in one go, so that a killed run goes on.
 
-A *cell* is what is measured at a time, named by its settings; it has one row for each method compared in it. Beside its
+A *cell* is the unit of measuring, named by its settings; it has one row for each method compared in it. Beside its
 figures a row says how it came about: command, version, machine.
 """
 
@@ -18,16 +18,16 @@ from rrfp_jax.version import __version__
 
 Value = str | int | float
 Cell = Mapping[str, Value]
-"""The settings of a cell, plain values by name."""
+"""Settings of a cell, plain values by name."""
 ROWS_OF_CELL = "rows"
-"""The column that says how many rows the cell has, so that one which was cut off is measured again."""
+"""Column with the number of the cell's rows, so that a cell which was cut off is measured again."""
 _PROGRAMS = ("rrfp_jax", "experiments")
-"""The folders that rows come from; rows and reports themselves make no difference."""
+"""Folders whose code produces the rows. Changes of rows and reports themselves leave the version as it is."""
 ORIGIN = ("version", "machine", "command")
 
 
 class RowFile:
-    """The rows of one question. Raises ValueError where the file has other columns than this version writes."""
+    """Rows of one question. Raises ValueError where the file has other columns than this version writes."""
 
     def __init__(self, path: Path, settings: Sequence[str], figures: Sequence[str]) -> None:
         self.path, self.settings = path, tuple(settings)
@@ -35,11 +35,11 @@ class RowFile:
         self.rows = self._read()
 
     def has(self, cell: Cell) -> bool:
-        """Whether all rows of this cell are there."""
+        """Returns whether all rows of this cell are there."""
         return self._key(cell) in self._complete()
 
     def add(self, cell: Cell, measured: Sequence[Mapping[str, Value]], command: str) -> None:
-        """Append the rows of a cell, and have them on the disk."""
+        """Appends the rows of a cell, and has them on the disk before it returns."""
         origin = dict(zip(ORIGIN, (version(), machine(), command), strict=True))
         rows = [{**cell, **figures, ROWS_OF_CELL: len(measured), **origin} for figures in measured]
         text = io.StringIO()
@@ -55,7 +55,7 @@ class RowFile:
         self.rows += [{name: str(value) for name, value in row.items()} for row in rows]
 
     def complete_rows(self) -> list[dict[str, str]]:
-        """The rows of whole cells."""
+        """Returns the rows of whole cells."""
         complete = self._complete()
         return [row for row in self.rows if self._key(row) in complete]
 
@@ -83,7 +83,7 @@ class RowFile:
         return rows
 
     def _drop_cut_off(self, rows: list[dict[str, str]]) -> None:
-        """Take the rows of a cell that was cut off out, so that measuring it again does not double them."""
+        """Removes the rows of a cell that was cut off, so that measuring it again does not double them."""
         self.rows = rows
         complete = self._complete()
         whole = [row for row in rows if self._key(row) in complete]
@@ -97,14 +97,14 @@ class RowFile:
 
 
 def selected(rows: Iterable[Mapping[str, str]], **wanted: Value) -> list[Mapping[str, str]]:
-    """The rows with these values."""
+    """Returns the rows with these values."""
     texts = {name: str(value) for name, value in wanted.items()}
     return [row for row in rows if all(row[name] == text for name, text in texts.items())]
 
 
 @cache
 def version() -> str:
-    """The package's version, and in a checkout its commit, with a mark where its programs differ from that."""
+    """Returns the package's version, and in a checkout its commit, with a mark where its programs differ from that."""
     root = Path(__file__).parents[2]
     git = ["git", "-C", str(root)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}
@@ -118,7 +118,7 @@ def version() -> str:
 
 @cache
 def machine() -> str:
-    """What the figures were measured on."""
+    """Returns a description of the machine that measures the figures."""
     model = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
         if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""Measure the cells of questions: those that are there are kept, simulated ones run on all cores, real ones alone."""
+"""Measure the cells of questions. Cells that are there are kept, simulated ones run on all cores, real ones alone."""
 
 import os
 import time
@@ -16,27 +16,27 @@ from rrfp_jax.pools import end_with_parent
 
 QUICK, FULL = "quick", "full"
 _LINE_EVERY_S = 20.0
-"""How often a line tells of progress where no bar can be drawn."""
+"""Seconds between lines of progress where no bar can be drawn."""
 
 
 PARTS = "results"
-"""The folder of rows and pictures, beside the report."""
+"""Name of the folder of rows and pictures, beside the report."""
 
 
 def row_file(question: Question, folder: Path) -> RowFile:
-    """The rows of a question; ``folder`` is the report's."""
+    """Returns the rows of a question; ``folder`` is the report's."""
     return RowFile(row_path(question, folder), question.settings, question.figures)
 
 
 def row_path(question: Question, folder: Path) -> Path:
-    """Where they are."""
+    """Returns the path of a question's rows."""
     return folder / PARTS / f"{question.name}.csv"
 
 
 def measure_all(
     questions: Sequence[Question], folder: Path, console: Console, *, quick: bool, command: str
 ) -> dict[str, int]:
-    """Measure what is not there yet; returns how many cells of each question were measured now."""
+    """Measures the missing cells. Returns how many cells of each question were measured now."""
     files = {question.name: row_file(question, folder) for question in questions}
     measured = {}
     for question in questions:
@@ -54,7 +54,7 @@ def measure_all(
 
 
 def _measure(question: Question, cells: Sequence[Cell], rows: RowFile, console: Console, command: str) -> int:
-    """Those of the cells that are not there yet; returns how many."""
+    """Measures the cells that are not there yet and returns how many they are."""
     missing = [cell for cell in cells if not rows.has(cell)]
     console.print(f"{question.name}: {len(cells)} cells, {len(cells) - len(missing)} of them there already")
     with _Report(console, question.name, len(missing)) as report:
@@ -65,7 +65,7 @@ def _measure(question: Question, cells: Sequence[Cell], rows: RowFile, console: 
 
 
 def _measured(question: Question, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Measured]]:
-    """Each cell with its figures, in the order in which they come."""
+    """Yields each cell with its figures, in the order in which they come."""
     if question.is_timed or len(cells) < 2:
         for cell in cells:
             yield cell, question.measure(cell)
@@ -83,7 +83,7 @@ def _measured(question: Question, cells: Sequence[Cell]) -> Iterator[tuple[Cell,
 
 
 class _Report:
-    """How far measuring has come: a bar on a terminal, elsewhere a line now and then."""
+    """Progress of measuring: a bar on a terminal, elsewhere a line now and then."""
 
     def __init__(self, console: Console, name: str, total: int) -> None:
         self._console, self._name, self._total, self._done = console, name, total, 0

@@ -1,4 +1,4 @@
-"""A simulated or emulated setting, and the methods that are compared in it: what an order is, and what it may hold."""
+"""Simulated or emulated settings, and the methods that are compared in them: an order, and the memory it may hold."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,11 +28,11 @@ from rrfp_jax.simulation import (
 NO_JITTER, SLOW_LINK, SLOW_STAGE = "none", "slow link", "slow stage"
 FORESIGHT = "foresight"
 SLOW_LINK_PARTS = 3.0
-"""What the link in the middle takes more, in forwards."""
+"""Time that the link in the middle adds, in forwards."""
 SLOW_STAGE_FACTOR = 1.3
-"""How much longer every task of the stage in the middle takes."""
+"""Factor on the duration of every task of the stage in the middle."""
 EQUAL = "equal"
-"""The memory of strict 1F1B: ``p - s`` microbatches on stage s."""
+"""Memory of strict 1F1B: ``p - s`` microbatches on stage s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Scene:
     stages: int
     microbatches: int
     jitter: str = NO_JITTER
-    """``none``, ``slow link``, ``slow stage``, or as ``--jitter`` of simulate."""
+    """Noise: ``none``, ``slow link``, ``slow stage``, or a value as for ``--jitter`` of simulate."""
     comm_ms: float = 1.0
     forward_ms: float = 10.0
     input_ms: float = 10.0
@@ -52,7 +52,7 @@ class Scene:
 
     @classmethod
     def of(cls, cell: Cell) -> "Scene":
-        """Its fields among the settings of a cell."""
+        """Returns the scene whose fields are among the settings of a cell."""
         return cls(**{name: cell[name] for name in cls.__dataclass_fields__ if name in cell})  # type: ignore[arg-type]
 
     def as_cell(self) -> dict[str, Value]:
@@ -65,7 +65,7 @@ class Scene:
         return Machine(links=Links(latency_ms=self.comm_ms, extra_ms=extra), communication=Communication(communication))
 
     def costs(self, order: Order) -> Costs:
-        """The same draws for every order with so many chunks."""
+        """Returns the same draws for every order with so many chunks."""
         per_chunk = self.stages / order.placement.num_chunks
         whole = (self.forward_ms, self.input_ms, self.weight_ms)
         quiet_ms = constant((whole[0] * per_chunk, whole[1] * per_chunk, whole[2] * per_chunk), order.graph)
@@ -78,16 +78,16 @@ class Scene:
 
 
 class Method(NamedTuple):
-    """An order, how much it may hold, and how tensors travel."""
+    """An order, the memory it may hold, and how tensors travel."""
 
     words: Mapping[str, Any]
-    """Of :class:`rrfp_jax.commands.common.ordering.OrderingOptions`, without the window."""
+    """Fields of :class:`rrfp_jax.commands.common.ordering.OrderingOptions`, without the window."""
     holds: int | str | None = None
-    """A window; :data:`EQUAL`; None: what the order itself says."""
+    """Memory: a window, or :data:`EQUAL`; None: as much as the order itself says."""
     communication: str = "async"
     frozen: str | None = None
-    """Of the order that the words give, what it comes to where nothing varies, as a table: consumed ``strict``, or as a
-    hint within its memory with ``foresight``."""
+    """Use of the table that the words' order becomes where nothing varies: consumed ``strict``, or as a hint within its
+    memory with ``foresight``. None: the order runs as it is."""
 
     def order(self, scene: Scene) -> Order:
         words = dict(self.words)
@@ -104,17 +104,17 @@ class Method(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """Means over the steps."""
+    """Means over the simulated steps."""
 
     step_ms: float
     peak: float
     """Most microbatches' activations that a stage held."""
     above_1f1b: float
-    """By how many activations a stage held more than under strict 1F1B; 0 or less: within its memory."""
+    """Most activations by which a stage exceeded strict 1F1B; 0 or less: within its memory."""
 
 
 def simulated(scene: Scene, method: Method) -> Simulated:
-    """Run a method in virtual time; the first step, in which averages are learnt, counts too."""
+    """Runs a method in virtual time; the first step, in which averages are learnt, counts too."""
     order = method.order(scene)
     costs, machine = scene.costs(order), scene.machine(method.communication)
     run = simulate(order.arbiters(RULES), costs, machine=machine, num_steps=scene.steps)
@@ -124,13 +124,13 @@ def simulated(scene: Scene, method: Method) -> Simulated:
 
 
 def peaks_above_1f1b(timeline: Timeline, order: Order) -> float:
-    """By how many activations some stage held more than under strict 1F1B; 0 or less: none did."""
+    """Returns the most activations by which a stage exceeded strict 1F1B; 0 or less: none did."""
     held = peak_memory(timeline, order.graph, order.placement)
     return max(each - (len(held) - stage) for stage, each in enumerate(held))
 
 
 def _quiet_table(order: Order, scene: Scene) -> ScheduleTable:
-    """The order that a hint comes to where nothing varies."""
+    """Returns the table of an order that a hint makes where nothing varies."""
     quiet = Scene(**(asdict(scene) | {"jitter": NO_JITTER, "steps": 1}))
     run = simulate(order.arbiters(RULES), quiet.costs(order), machine=quiet.machine("async"))
     orders = run.timeline.order()
@@ -138,7 +138,7 @@ def _quiet_table(order: Order, scene: Scene) -> ScheduleTable:
 
 
 def table_order(table: ScheduleTable, use: str, *, window: int | None = None) -> Order:
-    """A table consumed ``strict``, or as a hint with ``foresight``: within its own memory, or within a window."""
+    """Returns a table consumed ``strict``, or as a hint with ``foresight``, in its own memory or in a window."""
     consume = STRICT if use == STRICT else READY
     ordering = Ordering(schedule=table, consume=consume, window=window)
     return ordering.resolve(table.placement, table.graph)

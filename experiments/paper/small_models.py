@@ -2,7 +2,7 @@
 
 Two stages of residual layers (:mod:`experiments.small_model`), each a process on a core of its own, from the same
 parameters and on the same batches, so that losses must agree. Kernels differ: torch computes eagerly with its own
-libraries, JAX runs compiled programs. So what compares the runtimes is each one's speed-up over the loop of its own
+libraries, JAX runs compiled programs. So the runtimes are compared by each one's speed-up over the loop of its own
 framework on one such core; two cores cannot give more than 2.
 """
 
@@ -28,12 +28,12 @@ MICROBATCHES, WARM_UP = 16, 2
 
 
 def one_round(quick: bool, number: int) -> Sequence[Cell]:
-    """All ways take their turn."""
+    """Returns a cell in which all ways take their turn."""
     return [{"microbatches": MICROBATCHES, "steps": 6 if quick else 20, "seed": number}]
 
 
 def measure(cell: Cell) -> Measured:
-    """Median step and last loss of each way."""
+    """Measures the median step and the last loss of each way."""
     told = {"microbatches": int(cell["microbatches"]), "seed": int(cell["seed"])}
     told["steps"] = int(cell["steps"]) + WARM_UP
     options = [f"--num-stages={STAGES}", f"--num-microbatches={cell['microbatches']}", f"--compare={','.join(ENTRIES)}"]
@@ -69,7 +69,7 @@ def _of_ours(ranks: LineProcess, told: dict[str, Any]) -> tuple[list[float], lis
 
 
 def ratios(rows: Rows) -> Ratios:
-    """Each pipeline over the loop of its own framework, in each round."""
+    """Returns the speed of each pipeline over the loop of its own framework, in each round."""
     return {
         name: [
             float(loop["step_ms"]) / float(row["step_ms"])
@@ -81,7 +81,7 @@ def ratios(rows: Rows) -> Ratios:
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """Times, speed-ups and losses."""
+    """Returns the section: times, speed-ups and losses."""
     over, lines = ratios(rows), []
     for name in (TORCH_LOOP, TORCH, OUR_LOOP, *OURS):
         some = selected(rows, method=name)

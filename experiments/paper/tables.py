@@ -9,12 +9,12 @@ _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
-    """Of how many times as fast something is."""
+    """Returns the geometric mean of speed ratios."""
     return math.exp(fmean(map(math.log, ratios)))
 
 
 def half_interval(ratios: Sequence[float]) -> float:
-    """Half of the 95% interval of their geometric mean; infinite for a single one."""
+    """Returns half of the 95% interval of their geometric mean; infinite for a single one."""
     if len(ratios) < 2:
         return math.inf
     degrees = len(ratios) - 1
@@ -23,17 +23,17 @@ def half_interval(ratios: Sequence[float]) -> float:
 
 
 def interval(ratios: Sequence[float]) -> str:
-    """The geometric mean with its 95% interval and the least, ``1.234 +- 0.010 (least 1.198)``."""
+    """Returns the geometric mean with its 95% interval and the least, ``1.234 +- 0.010 (least 1.198)``."""
     mean = geometric_mean(ratios)
     return f"{mean:.3f}" if len(ratios) < 2 else f"{mean:.3f} ± {half_interval(ratios):.3f} (least {min(ratios):.3f})"
 
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table, numbers to the right."""
+    """Returns a table in Markdown, numbers to the right."""
     marks = ["---"] + ["---:"] * (len(headings) - 1)
     return "\n".join("| " + " | ".join(line) + " |" for line in [headings, marks, *lines])
 
 
 def settings_of(names: Sequence[str]) -> Callable[[Mapping[str, str]], tuple[str, ...]]:
-    """What names a row's cell."""
+    """Returns a function that returns the settings of a row's cell."""
     return lambda row: tuple(row[name] for name in names)

@@ -1,4 +1,4 @@
-"""RQ6: what do more stages, more microbatches and a wider window bring?
+"""RQ6: how much do more stages, more microbatches and a wider window gain?
 
 The paper's speed-ups grow with the stages (1.07, 1.94, 2.01 for 4, 8 and 16) and with the batch (1.98, 2.14, 2.18 for
 64, 128 and 192), and saturate at a window of 16. Its baseline is blocking strict 1F1B.
@@ -25,7 +25,7 @@ HINTS = ("bf", "bfw")
 
 
 def cells(quick: bool) -> Sequence[Cell]:
-    """Stages at 64 microbatches, batches at 8 stages; transfers take half a forward."""
+    """Returns stages at 64 microbatches, and batches at 8 stages; transfers take half a forward."""
     sizes = [(p, 64) for p in (PIPELINES[:3] if quick else PIPELINES)]
     sizes += [(8, m) for m in (BATCHES[1:2] if quick else BATCHES[1:])]
     return [
@@ -38,7 +38,7 @@ def cells(quick: bool) -> Sequence[Cell]:
 
 
 def measure(cell: Cell) -> Measured:
-    """Fixed orders, and the hints in every window."""
+    """Measures fixed orders, and the hints in every window."""
     scene = Scene.of(cell)
     methods = dict(FIXED) | {f"{hint}, {w}": Method({"hint": hint}, w) for hint in HINTS for w in WINDOWS}
     found = {name: simulated(scene, method) for name, method in methods.items()}
@@ -46,7 +46,7 @@ def measure(cell: Cell) -> Measured:
 
 
 def speed(rows: Rows, method: str, base: str, **scene: int) -> float:
-    """How many times as fast as ``base``, the geometric mean over seeds."""
+    """Returns the speed relative to ``base``, the geometric mean over seeds."""
     first = {row["seed"]: float(row["step_ms"]) for row in selected(rows, method=base, **scene)}
     return geometric_mean(
         [first[row["seed"]] / float(row["step_ms"]) for row in selected(rows, method=method, **scene)]
@@ -54,7 +54,7 @@ def speed(rows: Rows, method: str, base: str, **scene: int) -> float:
 
 
 def write(rows: Rows, folder: Path) -> str:
-    """A table of sizes, and lines over the window."""
+    """Returns the section: a table of sizes, and lines over the window."""
     sizes = sorted({(int(row["stages"]), int(row["microbatches"])) for row in rows})
     names = [STRICT, GUIDED, *(f"{hint}, 32" for hint in HINTS)]
     lines = [

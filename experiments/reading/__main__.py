@@ -30,7 +30,7 @@ _DRAWN = 30
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     runs = [Path(run) for run in (arguments.run, arguments.beside) if run is not None]
     with checking_input():

@@ -54,7 +54,7 @@ _SHORTEST_PIECE, _LONGEST_PIECE = 6, 24
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Runs the command and returns its exit code."""
     arguments = make_parser().parse_args(argv)
     with checking_input():
         draw_data(

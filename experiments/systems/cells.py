@@ -1,4 +1,4 @@
-"""One schedule at one size, at all three levels: formulas, the ideal table, and execution under every hop and mode.
+"""Results of one schedule at one size, at all three levels: formulas, ideal table, execution under every hop and mode.
 
 Times are in forwards of a whole stage (F = I = W, so B = 2F): to a schedule a compute-bound system is nothing but the
 ratio of a hop to a forward, and systems of one ratio are computed once. The virtual time of an execution is in
@@ -20,18 +20,18 @@ from rrfp_jax.schedules.slots import EQUAL, execute, per_stage
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, peak_memory, simulate
 
 FORWARD_MS = 192.0
-"""Of a whole stage, in virtual time."""
+"""Milliseconds of a whole stage's forward, in virtual time."""
 _EXACT_MS = 2.0**-24
-"""Hops are multiples of this."""
+"""Milliseconds of which the times of hops are multiples, so that sums are exact."""
 READINESS, FORESIGHT = "ready", "foresight"
 ROOM = "+room"
 ORDERS = (STRICT, READINESS, FORESIGHT, READINESS + ROOM, FORESIGHT + ROOM)
-"""The table run strictly; as a hint for readiness alone, and with foresight, holding no more activations than the table
-does; and the same two with room for a window of microbatches where that is more."""
+"""Ways to execute a table: strictly; as a hint for readiness alone and with foresight, holding no more activations than
+the table does; and the same two with a window of microbatches where that is more."""
 
 
 class Entry(NamedTuple):
-    """A schedule that takes part; ``hanayo:4`` is Hanayo with 4 chunks per stage."""
+    """Schedule that takes part; ``hanayo:4`` is Hanayo with 4 chunks per stage."""
 
     label: str
     name: str
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A schedule at one size."""
+    """Schedule at one size."""
 
     entry: Entry
     num_stages: int
@@ -48,50 +48,50 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Ideal:
-    """What formulas and the ideal table say; nothing there communicates."""
+    """Values by formulas and the ideal table, in which nothing communicates."""
 
     paper: float | None
-    """The paper's bubble rate; None where it gives none for this size with B = 2F."""
+    """Bubble rate of the paper; None where it gives none for this size with B = 2F."""
     closed_form: float | None
-    """The rate by our own closed form; None where there is none."""
+    """Bubble rate by our own closed form; None where there is none."""
     bubble: float
-    """The table's."""
+    """Bubble rate of the table."""
     step: float
-    """The table's, first start to last end."""
+    """Step time of the table, first start to last end."""
     peak: float
     """Activations of the table's fullest stage, in those of one microbatch on a whole stage."""
 
     @property
     def by_formula(self) -> float | None:
-        """The bubble rate by the paper's formula, or else by ours."""
+        """Bubble rate by the paper's formula, or else by ours."""
         return self.closed_form if self.paper is None else self.paper
 
     def step_by_formula(self, num_microbatches: int) -> float | None:
-        """The step that belongs to that rate: the busiest stage's own span."""
+        """Returns the step time that belongs to that rate: the busiest stage's own span."""
         return None if self.by_formula is None else 3 * num_microbatches / (1 - self.by_formula)
 
 
 class Setting(NamedTuple):
-    """How a table is executed."""
+    """Settings for the execution of a table."""
 
     hop: Hop
     communication: Communication
     order: str
-    """One of :data:`ORDERS`."""
+    """Order of execution, one of :data:`ORDERS`."""
 
 
 class Executed(NamedTuple):
-    """What came out."""
+    """Results of one execution."""
 
     step: float
-    """First start to last end."""
+    """Step time, first start to last end."""
     bubble: float
     peak: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaseResult:
-    """All of one case; ``refused`` says why there is nothing."""
+    """Results of one case; ``refused`` says why there are none."""
 
     case: Case
     ideal: Ideal | None = None
@@ -101,24 +101,24 @@ class CaseResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseJob:
-    """A case and what it is executed under."""
+    """Case, and the settings that it is executed under."""
 
     case: Case
     hops: tuple[Hop, ...]
     communications: tuple[Communication, ...]
     orders: tuple[str, ...] = ORDERS
     window: int = DEFAULT_WINDOW
-    """Of the orders with room."""
+    """Window of the orders with room."""
 
     @property
     def size(self) -> int:
-        """About how much work it is."""
+        """Estimate of the amount of work."""
         chunks = self.case.entry.chunks_per_stage or schedule_entry(self.case.entry.name).shape.chunks_per_stage
         return self.case.num_stages * self.case.num_microbatches * chunks
 
 
 def study_case(job: CaseJob) -> CaseResult:
-    """Run a case; one that does not fit its size is refused with the reason."""
+    """Runs a case; one that does not fit its size is refused with the reason."""
     try:
         ideal = ideal_of(job.case)
     except ValueError as error:
@@ -128,7 +128,7 @@ def study_case(job: CaseJob) -> CaseResult:
 
 
 def settings_of(job: CaseJob) -> Iterator[Setting]:
-    """Every hop under every mode in every order."""
+    """Yields every hop under every mode in every order."""
     for hop in job.hops:
         for communication in job.communications:
             for order in job.orders:
@@ -136,7 +136,7 @@ def settings_of(job: CaseJob) -> Iterator[Setting]:
 
 
 def ideal_of(case: Case) -> Ideal:
-    """Formulas and ideal table; raises ValueError where the size does not fit the schedule."""
+    """Returns formulas and ideal table; raises ValueError where the size does not fit the schedule."""
     table = table_of(case)
     levels = compare(case.entry.name, _request(case), EQUAL)
     slots = execute(table, per_stage(table, EQUAL, _parts(case)))
@@ -150,7 +150,7 @@ def ideal_of(case: Case) -> Ideal:
 
 
 def run(case: Case, setting: Setting, *, window: int = DEFAULT_WINDOW) -> Executed:
-    """Run the table by the arbiters in virtual time, one step."""
+    """Runs one step of the table by the arbiters in virtual time."""
     table, parts = table_of(case), _parts(case)
     order = _order(case, setting.order, window)
     durations_ms = chunk_durations(table, (FORWARD_MS, FORWARD_MS, FORWARD_MS), parts)
@@ -166,7 +166,7 @@ def run(case: Case, setting: Setting, *, window: int = DEFAULT_WINDOW) -> Execut
 
 @lru_cache(maxsize=4)
 def table_of(case: Case) -> ScheduleTable:
-    """The table of a case; raises ValueError where the size does not fit the schedule."""
+    """Returns the table of a case; raises ValueError where the size does not fit the schedule."""
     return build_schedule(case.entry.name, _request(case))
 
 

@@ -1,4 +1,4 @@
-"""``experiments.levels --systems``: simulate, print, and write."""
+"""Command ``experiments.levels --systems``: simulate, print, and write."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def run_study(arguments: argparse.Namespace, parser: CommandParser) -> int:
-    """Run the command with these options and return its exit code."""
+    """Runs the command with these options and returns its exit code."""
     with checking_input():
         wishes = parse_wishes(arguments, parser)
     try:
@@ -37,7 +37,7 @@ def run_study(arguments: argparse.Namespace, parser: CommandParser) -> int:
 
 
 def make_study(wishes: Wishes) -> Study:
-    """Simulate everything; raises BadInput where no schedule fits any size."""
+    """Simulates everything; raises BadInput where no schedule fits any size."""
     hops = {num_stages: distinct_hops(wishes.systems, num_stages) for num_stages in wishes.stages}
     jobs = [
         CaseJob(
@@ -61,7 +61,7 @@ def make_study(wishes: Wishes) -> Study:
 
 
 def write_study(study: Study, folder: Path) -> None:
-    """All numbers, and a picture for each question that the study can answer; matplotlib is loaded only now."""
+    """Writes all numbers, and a picture for each question that the study can answer; matplotlib is loaded only now."""
     from experiments.systems.pictures import draw_study
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A map of the fastest schedules: a cell for each size and ratio, with the schedule's letter on its colour."""
+"""Map of the fastest schedules: a cell for each size and ratio, with the schedule's letter on its colour."""
 
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _CELL = (0.46, 0.24)
-"""Inches across and down."""
+"""Inches of a cell across and down."""
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def draw_map(study: Study) -> Figure:
-    """Columns of panels for the orders, rows for the modes of communication."""
+    """Draws columns of panels for the orders, rows for the modes of communication."""
     modes = study.wishes.communications
     num_hops = len(distinct_hops(study.wishes.systems, study.wishes.stages[0]))
     width = len(study.wishes.orders) * (num_hops * _CELL[0] + 0.3) + 1.0
@@ -68,7 +68,7 @@ def _draw_panel(axes: "Axes", study: Study, mode: Communication, order: str) -> 
 
 
 def _fastest(study: Study, size: tuple[int, int], setting: Setting) -> list[int]:
-    """The numbers of the fastest schedules; steps that differ by less than a tie are equal."""
+    """Returns the numbers of the fastest schedules; steps that differ by less than a tie are equal."""
     steps = {
         number: study.executed[case, setting].step
         for number, entry in enumerate(study.wishes.entries)

@@ -1,4 +1,4 @@
-"""The options of ``experiments.levels --systems``, and what they ask for."""
+"""Options of ``experiments.levels --systems``, and the study that they ask for."""
 
 import argparse
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from rrfp_jax.schedules.registry import chunks_per_stage
 from rrfp_jax.simulation import Communication
 
 SCHEDULES = "gpipe,1f1b,chimera,greedy-chimera,hanayo,hanayo:4,asymmetric-chimera"
-"""Those of the tabular study, Hanayo with one wave and with two; the first is what the others are compared with."""
+"""Schedules of the tabular study, Hanayo with one wave and with two. The others are compared with the first."""
 FOLDER = "runs/systems"
 _SECTIONS: dict[str, type] = {"device": Device, "network": Network, "model": Model}
 _OWN = ("systems", "stages", "microbatches", "modes", "orders", "output", "processes")
 _SHARED = ("schedules", "window", "json")
-"""Options of levels that mean the same here."""
+"""Names of the options of levels that mean the same here."""
 
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What was asked for."""
+    """Study that the options ask for."""
 
     systems: tuple[System, ...]
     entries: tuple[Entry, ...]
@@ -38,16 +38,16 @@ class Wishes:
     microbatches: tuple[int, ...]
     communications: tuple[Communication, ...]
     orders: tuple[str, ...]
-    """Of :data:`ORDERS`, strict among them."""
+    """Orders of :data:`ORDERS`, strict among them."""
     window: int
-    """Of the orders with room."""
+    """Window of the orders with room."""
     output: Path | None
     processes: int
     as_json: bool
 
 
 def add_systems_arguments(parser: CommandParser) -> None:
-    """The options that mean something with ``--systems`` only."""
+    """Adds the options that mean something with ``--systems`` only."""
     group = parser.add_argument_group("study over systems", "With --systems alone.")
     add = group.add_argument
     add(
@@ -83,7 +83,7 @@ def add_systems_arguments(parser: CommandParser) -> None:
 
 
 def parse_wishes(arguments: argparse.Namespace, parser: CommandParser) -> Wishes:
-    """What the options ask for; raises ValueError, with the remedy, for what means nothing."""
+    """Returns the study that the options ask for; raises ValueError, with the remedy, for values that mean nothing."""
     _refuse_others(arguments, parser)
     if arguments.processes is not None and arguments.processes < 1:
         raise ValueError(f"processes is {arguments.processes}: give at least 1")
@@ -105,7 +105,7 @@ def parse_wishes(arguments: argparse.Namespace, parser: CommandParser) -> Wishes
 
 
 def refuse_systems_options(arguments: argparse.Namespace, parser: CommandParser) -> None:
-    """Raise ValueError for options of the study without ``--systems``."""
+    """Raises ValueError for options of the study without ``--systems``."""
     said = [f"--{name}" for name in _OWN if getattr(arguments, name) != parser.get_default(name)]
     said += [whole_flag(name) for name in given_texts(arguments)]
     if said:
@@ -137,7 +137,7 @@ def _systems(arguments: argparse.Namespace) -> tuple[System, ...]:
 
 
 def _given(arguments: argparse.Namespace, section: str) -> dict[str, Any]:
-    """What was said of the fields of a section."""
+    """Returns the given values of a section's fields."""
     kinds = get_type_hints(_SECTIONS[section])
     texts = {name.partition("."): text for name, text in given_texts(arguments).items()}
     return {name: _number(text, name, kinds[name]) for (of, _, name), text in texts.items() if of == section}
@@ -152,7 +152,7 @@ def _number(text: str, what: str, kind: type) -> Any:
 
 
 def _entry(word: str) -> Entry:
-    """``hanayo``, ``hanayo:4`` or ``FILE.py:NAME``, which may have a number too."""
+    """Parses ``hanayo``, ``hanayo:4`` or ``FILE.py:NAME``, which may have a number too."""
     head, _, last = word.rpartition(":")
     name, chunks = (head, int(last)) if head and last.isdecimal() else (word, None)
     request = ScheduleRequest(num_stages=1, num_microbatches=1, chunks_per_stage=chunks)

@@ -1,4 +1,4 @@
-"""The pictures of a study over systems, as PNG files: for each question rows of panels, and a map of the fastest.
+"""Pictures of a study over systems, as PNG files: for each question rows of panels, and a map of the fastest.
 
 Colours are Okabe and Ito's, told apart by all kinds of colour vision; markers and letters tell the same in grey print.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 _MARKERS = "osD^vPX"
 _PANEL = (2.9, 2.3)
-"""Inches across and down."""
+"""Inches of a panel across and down."""
 _LINEAR = 10
-"""Where values span orders of magnitude, up to this one the axis is linear."""
+"""Value up to which an axis is linear where values span orders of magnitude."""
 _TICKS = (-100, -30, -10, -5, 0, 5, 10, 30, 100, 300)
 
 
 def draw_study(study: Study, folder: Path) -> list[str]:
-    """Draw all pictures; their names."""
+    """Draws all pictures and returns their names."""
     names = []
     with plain_look():
         for question in questions(study):
@@ -41,7 +41,7 @@ def draw_study(study: Study, folder: Path) -> list[str]:
 
 
 def figure_of(question: Question) -> Figure:
-    """The laid out figure of a question."""
+    """Returns the laid out figure of a question."""
     rows, columns = len(question.panels), max(map(len, question.panels))
     figure = Figure(figsize=(columns * _PANEL[0] + 0.4, rows * _PANEL[1] + 0.9), facecolor=PAPER, layout="constrained")
     FigureCanvasAgg(figure)

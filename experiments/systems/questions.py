@@ -1,4 +1,4 @@
-"""The questions to a study over systems, and the lines that answer each in a picture.
+"""Questions to a study over systems, and the lines that answer each in a picture.
 
 A question about schedules that do not take part, or with a single ratio, has no picture.
 """
@@ -12,7 +12,7 @@ from rrfp_jax.core import STRICT
 from rrfp_jax.simulation import Communication
 
 PAIRS = (("hanayo:4", "chimera"), ("hanayo", "chimera"), ("1f1b", "gpipe"), ("greedy-chimera", "gpipe"))
-"""One schedule and the one that it is compared with."""
+"""Pairs of a schedule and the one that it is compared with."""
 _CONCURRENT = ("chimera", "greedy-chimera", "asymmetric-chimera")
 _LEVELS = ("formula", "table")
 RATIO = "time of a hop / time of a stage's forward"
@@ -26,13 +26,13 @@ class Line:
     label: str
     points: tuple[tuple[float, float], ...]
     style: int
-    """Colour and marker."""
+    """Number of the colour and marker."""
     is_dashed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Lines on common axes."""
+    """Panel with lines on common axes."""
 
     title: str
     lines: tuple[Line, ...]
@@ -40,28 +40,28 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One picture: rows of panels."""
+    """Question that one picture of rows of panels answers."""
 
     name: str
-    """Of the file."""
+    """Name of the picture's file."""
     text: str
     across: str
-    """:data:`RATIO` or :data:`MICROBATCHES`."""
+    """Axis across: :data:`RATIO` or :data:`MICROBATCHES`."""
     up: str
     panels: tuple[tuple[Panel, ...], ...]
     is_wide: bool = False
     """Whether the values span orders of magnitude."""
     before: tuple[str, ...] = ()
-    """What stands left of all ratios; their points have the ratios of :func:`place_before`."""
+    """Labels that stand left of all ratios; their points have the ratios of :func:`place_before`."""
 
 
 def place_before(ratios: Sequence[float], number: int) -> list[float]:
-    """Where so many points stand that have no ratio."""
+    """Returns the places left of all ratios for so many points that have no ratio."""
     return [min(ratios) / 10.0**distance for distance in range(number, 0, -1)]
 
 
 def questions(study: Study) -> Iterator[Question]:
-    """Those that this study can answer."""
+    """Yields the questions that this study can answer."""
     if len(distinct_hops(study.wishes.systems, study.wishes.stages[0])) > 1:
         yield from _pairs(study)
         yield _ranking(study)
@@ -72,7 +72,7 @@ def questions(study: Study) -> Iterator[Question]:
 
 
 def few(values: Sequence[int]) -> list[int]:
-    """The least, a middle and the largest."""
+    """Returns the least, a middle and the largest value."""
     return sorted({values[0], values[len(values) // 2], values[-1]})
 
 
@@ -98,7 +98,7 @@ def _ranking(study: Study) -> Question:
 
 
 def _lines_of_levels(study: Study, num_stages: int, num_microbatches: int, mode: Communication) -> Iterator[Line]:
-    """By formula, in the ideal table, and executed."""
+    """Yields the lines by formula, in the ideal table, and executed."""
     size = (num_stages, num_microbatches)
     first = Case(study.wishes.entries[0], *size)
     reference = study.ideals.get(first)
@@ -151,7 +151,7 @@ def _lines_of_pair(study: Study, pair: Sequence[str], num_stages: int, mode: Com
 
 
 def _concurrent(study: Study) -> Iterator[Question]:
-    """Over the number of microbatches, a line for each ratio."""
+    """Yields questions over the number of microbatches, with a line for each ratio."""
     labels = [entry.label for entry in study.wishes.entries]
     names = [name for name in _CONCURRENT if name in labels]
     if not names or "gpipe" not in labels:
@@ -219,7 +219,7 @@ def _lines_of_orders(study: Study, case: Case, mode: Communication) -> Iterator[
 def _over_ratios(
     study: Study, case: Case, order: str, other: Case, mode: Communication
 ) -> tuple[tuple[float, float], ...]:
-    """(ratio, gain in percent) where both fit; the other one is run strictly."""
+    """Returns (ratio, gain in percent) where both schedules fit; the other one is run strictly."""
     found = [
         (hop.ratio, study.gain(case, order, other, mode, hop))
         for hop in distinct_hops(study.wishes.systems, case.num_stages)

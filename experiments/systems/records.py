@@ -1,9 +1,9 @@
-"""Devices, networks and the model that runs on them; what a stage's forward and a hop take, and the systems compared.
+"""Devices, networks and the model that runs on them; times of a stage's forward and of a hop, and the systems compared.
 
-By default the middle one of the nine systems of a tabular study of schedules (arXiv 2605.24006), as far as it is
-public. A forward is a roofline: as long as its operations or its traffic to memory take, whichever is longer; a
-backward takes twice as long, half for the input and half for the weights. A hop is Hockney's: a latency, and the bytes
-over the bandwidth. The other systems have a device, a network or both that are ten times slower or faster.
+The default is the middle one of the nine systems of a tabular study of schedules (arXiv 2605.24006), as far as it is
+public. A forward's time is a roofline: the longer of its operations and its traffic to memory; a backward takes twice
+as long, half for the input and half for the weights. A hop's time is Hockney's: a latency, and the bytes over the
+bandwidth. The other systems have a device, a network or both that are ten times slower or faster.
 """
 
 import math
@@ -16,12 +16,12 @@ from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, 
 
 _PART = FieldRule("a part above 0, up to 1", lambda value: 0 < value <= 1)
 _STEP = 10.0
-"""Between a level and the next one."""
+"""Factor between a level and the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What runs one stage.
+    """Device that runs one stage.
 
     Raises ValueError on numbers that no device has.
     """
@@ -49,13 +49,13 @@ class Device:
         return self.memory_latency_us / 1e3 + num_bytes / (self.memory_gb_per_s * self.memory_efficiency * 1e6)
 
     def scaled(self, factor: float) -> "Device":
-        """One that computes so many times as fast, with the same memory."""
+        """Returns a device that computes so many times as fast, with the same memory."""
         return replace(self, tflops=self.tflops * factor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What lies between two stages.
+    """Network between two stages.
 
     Raises ValueError on numbers that no network has.
     """
@@ -77,7 +77,7 @@ class Network:
         return self.latency_ms + num_bytes / (self.gb_per_s * 1e6)
 
     def scaled(self, factor: float) -> "Network":
-        """One with so many times the bandwidth, and a latency shorter by as much."""
+        """Returns a network with so many times the bandwidth, and a latency shorter by as much."""
         return replace(self, gb_per_s=self.gb_per_s * factor, latency_us=self.latency_us / factor)
 
 
@@ -108,20 +108,20 @@ class Model:
 
     @property
     def block_operations(self) -> float:
-        """Of one block's forward: 24 h^2 per token, and 4 s h for attention over all s tokens of its sequence."""
+        """Operations of a block's forward: 24 h^2 per token, and 4 s h for attention over its sequence of s tokens."""
         return self.tokens * (24.0 * self.hidden**2 + 4.0 * self.sequence * self.hidden)
 
     @property
     def block_bytes(self) -> float:
-        """What one block's forward moves: its 12 h^2 weights, and 38 activations of width h per token.
+        """Bytes that one block's forward moves: its 12 h^2 weights, and 38 activations of width h per token.
 
-        Those are what each of its operations reads and writes, with attention that keeps no scores in memory.
+        The activations are those that its operations read and write, with attention that keeps no scores in memory.
         """
         return self.element_bytes * (12.0 * self.hidden**2 + 38.0 * self.tokens * self.hidden)
 
     @property
     def message_bytes(self) -> int:
-        """An activation, or its gradient, from stage to stage."""
+        """Bytes of an activation, or its gradient, from stage to stage."""
         return self.element_bytes * self.tokens * self.hidden
 
 
@@ -130,7 +130,7 @@ class Hop(NamedTuple):
 
     ratio: float
     latency: float
-    """What a message without bytes takes, such as an announcement."""
+    """Time of a message without bytes, such as an announcement."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +165,11 @@ class System:
         return self.device.memory_ms(self.model.block_bytes)
 
     def forward_ms(self, num_stages: int) -> float:
-        """F of a whole stage; I and W take as long each."""
+        """Returns the milliseconds of F of a whole stage; I and W take as long each."""
         return self.model.blocks / num_stages * max(self._compute_ms, self._memory_ms)
 
     def hop(self, num_stages: int) -> Hop:
-        """Equal for systems that are equal to a schedule."""
+        """Returns the hop, which is equal for systems that are equal to a schedule."""
         forward_ms = self.forward_ms(num_stages)
         return Hop(*(_rounded(ms / forward_ms) for ms in (self.hop_ms, self.network.latency_ms)))
 
@@ -177,7 +177,7 @@ class System:
 def make_systems(
     device: Device, network: Network, model: Model, *, num_networks: int = 3, num_devices: int = 3
 ) -> tuple[System, ...]:
-    """All pairs of networks and devices, the slowest network with the slowest device first.
+    """Returns all pairs of networks and devices, the slowest network with the slowest device first.
 
     Raises ValueError for a number of levels that has no middle.
     """
@@ -198,7 +198,7 @@ def make_systems(
 
 
 def _levels(number: int) -> Iterator[tuple[str, float]]:
-    """Names and factors, the slowest first."""
+    """Yields names and factors, the slowest first."""
     words = {-1: "slow", 0: "mid", 1: "fast"}
     for place in range(number):
         power = place - number // 2
@@ -207,5 +207,5 @@ def _levels(number: int) -> Iterator[tuple[str, float]]:
 
 
 def _rounded(ratio: float) -> float:
-    """To nine digits, so that rounding tells no two systems apart."""
+    """Rounds to nine digits, so that rounding tells no two systems apart."""
     return ratio if ratio == 0 else round(ratio, 8 - math.floor(math.log10(abs(ratio))))

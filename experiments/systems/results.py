@@ -1,4 +1,4 @@
-"""What a study has found: looked up by system and case, and as plain rows for files and programs."""
+"""Results of a study: looked up by system and case, and as plain rows for files and programs."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from rrfp_jax.simulation import Communication
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """All levels of all cases that fit."""
+    """Results of all levels of all cases that fit."""
 
     wishes: Wishes
     results: tuple[CaseResult, ...]
@@ -39,35 +39,35 @@ class Study:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """(stages, microbatches) at which some schedule fits."""
+        """Pairs (stages, microbatches) at which some schedule fits."""
         return list(dict.fromkeys((case.num_stages, case.num_microbatches) for case in self.ideals))
 
     def cases_of(self, labels: Sequence[str], num_stages: int, num_microbatches: int) -> list[Case]:
-        """The cases of these schedules at a size; none where not all of them are there."""
+        """Returns the cases of these schedules at a size; none where not all of them are there."""
         by_label = {case.entry.label: case for case in self.ideals if case[1:] == (num_stages, num_microbatches)}
         return [by_label[label] for label in labels] if set(labels) <= by_label.keys() else []
 
     def gain(self, case: Case, order: str, other: Case, communication: Communication, hop: Hop) -> float | None:
-        """By which part of its own step a case in this order is faster than another, run strictly; None where one of
-        them does not fit."""
+        """Returns the part of its own step by which a case in this order is faster than another, run strictly; None
+        where one of them does not fit."""
         mine = self.executed.get((case, Setting(hop, communication, order)))
         others = self.executed.get((other, Setting(hop, communication, STRICT)))
         return None if mine is None or others is None else others.step / mine.step - 1
 
 
 def distinct_hops(systems: Sequence[System], num_stages: int) -> list[Hop]:
-    """What the systems are to schedules of so many stages, the least ratio first."""
+    """Returns the different hops of the systems for so many stages, the least ratio first."""
     return sorted({system.hop(num_stages) for system in systems})
 
 
 def systems_by_hop(systems: Sequence[System], num_stages: int) -> list[tuple[Hop, list[System]]]:
-    """Which systems are equal to a schedule."""
+    """Returns the systems that are equal to a schedule, with their hop."""
     ordered = sorted(systems, key=lambda system: system.hop(num_stages))
     return [(hop, list(same)) for hop, same in groupby(ordered, key=lambda system: system.hop(num_stages))]
 
 
 def rows(study: Study) -> Iterator[dict[str, Any]]:
-    """One for each system, case, mode and order."""
+    """Yields one row for each system, case, mode and order."""
     for system in study.wishes.systems:
         for case, ideal in study.ideals.items():
             hop, forward_ms = system.hop(case.num_stages), system.forward_ms(case.num_stages)
@@ -97,7 +97,7 @@ def rows(study: Study) -> Iterator[dict[str, Any]]:
 
 
 def turnover_rows(study: Study) -> Iterator[dict[str, Any]]:
-    """One for each two schedules of a size that change places."""
+    """Yields one row for each two schedules of a size that change places."""
     for one in study.turnovers:
         ahead, behind = study.ideals[one.ahead], study.ideals[one.behind]
         yield {
@@ -114,7 +114,7 @@ def turnover_rows(study: Study) -> Iterator[dict[str, Any]]:
 
 
 def write_csv(records: Iterator[Mapping[str, Any]], path: Path) -> None:
-    """Write records of one form; a file of nothing where there is none."""
+    """Writes records of one form; the file is empty where there is none."""
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = None
         for record in records:
@@ -125,7 +125,7 @@ def write_csv(records: Iterator[Mapping[str, Any]], path: Path) -> None:
 
 
 def as_json(study: Study) -> dict[str, Any]:
-    """The same for programs."""
+    """Returns the study as JSON for programs."""
     return {
         "systems": [
             {

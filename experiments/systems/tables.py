@@ -1,4 +1,4 @@
-"""What a study over systems prints for people."""
+"""Tables that a study over systems prints for people."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +18,7 @@ NOT_PUBLIC = (
     "efficiencies, the rule by which communication overlaps with computation, whether memory is scaled with compute, "
     "the lengths of its slots, the number of Hanayo's waves, and its cells but for a few"
 )
-"""Of the tabular study, without which its cells cannot be repeated exactly."""
+"""Facts of the tabular study that are not public, without which its cells cannot be repeated exactly."""
 _MODES = {
     Communication.ASYNC: "async: nobody is occupied while a tensor travels",
     Communication.BLOCKING: "blocking: the sender is occupied while its tensor travels",
@@ -27,7 +27,7 @@ _MODES = {
 
 
 def show_study(console: Console, study: Study) -> None:
-    """Everything, the systems first."""
+    """Prints all tables, the systems first."""
     for line in _explain(study):
         console.print(line, soft_wrap=True)
     console.print(_systems(study), _formulas(study), _ideal(study))
@@ -112,14 +112,14 @@ def _ideal(study: Study) -> Table:
 
 
 def _groups(study: Study) -> Iterator[tuple[int, list[System]]]:
-    """By number of stages the systems that are equal to a schedule."""
+    """Yields, by number of stages, the systems that are equal to a schedule."""
     for num_stages in study.wishes.stages:
         for _, same in systems_by_hop(study.wishes.systems, num_stages):
             yield num_stages, same
 
 
 def _executed(study: Study, num_stages: int, same: Sequence[System], communication: Communication) -> Table:
-    """All gains are over the first schedule run strictly, so that every number may be compared with every other."""
+    """Returns a table of gains over the first schedule run strictly, so that all numbers can be compared."""
     first, hop = study.wishes.entries[0], same[0].hop(num_stages)
     names = " = ".join(system.name for system in same)
     title = f"{names}\nhop/F {hop.ratio:.3g} with {num_stages} stages, {communication.value}: gain over {first.label} "
@@ -134,7 +134,7 @@ def _executed(study: Study, num_stages: int, same: Sequence[System], communicati
 
 
 def _pairs(study: Study) -> Table:
-    """Pairs of schedules that the tabular study asks about, in every system, at the size at which it does."""
+    """Returns a table of the pairs of schedules that the tabular study asks about, in every system, at its size."""
     size = (max(study.wishes.stages), min(study.wishes.microbatches))
     pairs = [cases for labels in PAIRS if (cases := study.cases_of(labels, *size))]
     modes = study.wishes.communications
@@ -149,7 +149,7 @@ def _pairs(study: Study) -> Table:
 
 
 def _turnovers(study: Study) -> Table:
-    """Only those of the schedule that is first by the table; the others are in the file."""
+    """Returns a table of who overtakes the schedule that is first by the ideal table; the file has the others."""
     headings = ("size", "mode", "first by table", "lead %", "overtaken by", "at hop/F")
     table = make_table(
         "where communication turns the ideal table's ranking over, run strictly", *headings, numeric=True

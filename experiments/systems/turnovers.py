@@ -1,4 +1,4 @@
-"""Where communication turns a ranking over: the ratio of hop to forward from which the schedule behind is ahead.
+"""Ratios of hop to forward at which communication turns a ranking over, so that the schedule behind is ahead.
 
 The ranking is the ideal table's, in which nothing communicates. Two tables run strictly cross between two ratios of the
 study; between these their difference is continuous and in pieces linear, and regula falsi finds the crossing in a few
@@ -16,18 +16,18 @@ from rrfp_jax.core import STRICT
 from rrfp_jax.simulation import Communication
 
 TIE = 1e-3
-"""Steps that differ by a smaller part are equal."""
+"""Fraction below which steps count as equal."""
 _PRECISION = 0.005
-"""Of the ratio."""
+"""Precision of the ratio."""
 _NO_HOP = 1e-6
-"""Ratios below are none: where even they turn a ranking over, not the hop does, but who is occupied by it."""
+"""Ratio below which a hop takes no time. A ranking that turns over even there is due to who is occupied by a hop."""
 _CROSSED = 1e-5
-"""A lead is none that is smaller."""
+"""Largest lead that counts as a crossing."""
 _MOST_RUNS = 40
 
 
 class Lead(NamedTuple):
-    """By which part of its own step a schedule is faster than another, at a ratio."""
+    """Fraction of its own step by which a schedule is faster than another, at a ratio."""
 
     ratio: float
     lead: float
@@ -38,7 +38,7 @@ class TurnoverJob:
     """Two schedules of one size that change places between two ratios."""
 
     ahead: Case
-    """By the ideal table."""
+    """Case that is ahead by the ideal table."""
     behind: Case
     communication: Communication
     low: Lead
@@ -46,13 +46,13 @@ class TurnoverJob:
 
     @property
     def size(self) -> int:
-        """About how much work it is."""
+        """Estimate of the amount of work."""
         return self.ahead.num_stages * self.ahead.num_microbatches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turnover:
-    """From this ratio on ``behind`` is faster, run strictly, up to the next ratio of the study at least."""
+    """Ratio from which ``behind`` is faster, run strictly, up to the next ratio of the study at least."""
 
     ahead: Case
     behind: Case
@@ -63,9 +63,9 @@ class Turnover:
 def turnover_jobs(
     results: Sequence[CaseResult], hops: Mapping[int, Sequence[Hop]], communications: Sequence[Communication]
 ) -> Iterator[TurnoverJob]:
-    """The first change of places of every two schedules of one size, where there is one.
+    """Yields the first change of places of every two schedules of one size, where there is one.
 
-    ``hops`` holds those of the study, by number of stages.
+    ``hops`` holds the hops of the study, by number of stages.
     """
     fitting = [one for one in results if one.ideal is not None]
     for ahead, behind in permutations(fitting, 2):
@@ -79,7 +79,7 @@ def turnover_jobs(
 
 
 def find_turnover(job: TurnoverJob) -> Turnover:
-    """Run both schedules at ratios between, until the crossing is known."""
+    """Runs both schedules at ratios between, until the crossing is known."""
 
     def lead(ratio: float) -> float:
         setting = Setting(Hop(ratio, 0.0), job.communication, STRICT)
@@ -90,9 +90,9 @@ def find_turnover(job: TurnoverJob) -> Turnover:
 
 
 def crossing(lead: Callable[[float], float], low: Lead, high: Lead) -> float:
-    """Where ``lead``, positive at ``low`` and negative at ``high``, crosses 0; 0 where there is no such place.
+    """Returns the ratio at which ``lead``, positive at ``low`` and negative at ``high``, crosses 0; 0 if there is none.
 
-    By regula falsi, and by halves where that has narrowed the place down too little.
+    The search is regula falsi, and bisection where that has narrowed the ratio down too little.
     """
     is_slow, ratio = False, low.ratio
     for _ in range(_MOST_RUNS):
@@ -113,7 +113,7 @@ def crossing(lead: Callable[[float], float], low: Lead, high: Lead) -> float:
 def _bracket(
     ahead: CaseResult, behind: CaseResult, communication: Communication, hops: Sequence[Hop]
 ) -> tuple[Lead, Lead] | None:
-    """The two neighbouring ratios between which the one that is ahead falls behind."""
+    """Returns the two neighbouring ratios between which the one that is ahead falls behind."""
     steps = [{setting: done.step for setting, done in one.executed} for one in (ahead, behind)]
     low = Lead(0.0, _ideal_step(behind) / _ideal_step(ahead) - 1)
     for hop in hops:

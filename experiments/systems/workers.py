@@ -1,4 +1,4 @@
-"""A study's jobs in several processes, with a bar on a terminal; Ctrl-C ends all, and says how far they had come."""
+"""Run a study's jobs in several processes, with a bar on a terminal. Ctrl-C ends all and tells their progress."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from rrfp_jax.exit_codes import NO_PROGRESS, PEER_LOST
 from rrfp_jax.pools import end_with_parent, spawning
 
 _PATIENCE_S = 1800.0
-"""Without the end of any job; the longest takes seconds."""
+"""Seconds without the end of any job before the study fails; the longest job takes seconds."""
 
 
 class WorkersFailed(RuntimeError):
@@ -26,11 +26,11 @@ class WorkersFailed(RuntimeError):
 
 
 class Job(Protocol):
-    """What a process does at a time."""
+    """Unit of work of a process."""
 
     @property
     def size(self) -> int:
-        """About how much work it is, in any unit."""
+        """Estimate of the amount of work, in any unit."""
 
 
 J = TypeVar("J", bound=Job)
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -60,7 +60,7 @@ class Workers:
         self._starting.close()
 
     def run(self, work: Callable[[J], R], jobs: Sequence[J], words: str) -> list[R]:
-        """The results of the jobs, in their order; the largest begin first. ``words`` say what they are."""
+        """Returns the results of the jobs, in order; the largest begin first. ``words`` name the jobs on the bar."""
         largest_first = sorted(range(len(jobs)), key=lambda number: -jobs[number].size)
         results: dict[int, R] = {}
         with _bar(words) as bar:
