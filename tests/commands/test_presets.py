@@ -98,7 +98,7 @@ def test_a_preset_loads_and_its_model_fits_its_layout(preset: Path) -> None:
     config = load(CONFIGS / preset)
     pipeline = config.pipeline
     model = None if config.vision is None else cut_vision_language_model(config)
-    share = microbatches_per_replica(config.data_set.num_microbatches, pipeline.replicas)
+    share = microbatches_per_replica(config.data.num_microbatches, pipeline.replicas)
     order = ordering_of(pipeline).resolve(
         num_stages=pipeline.num_stages,
         num_microbatches=share,
@@ -179,7 +179,7 @@ def test_every_preset_of_an_accelerator_has_a_forecast() -> None:
 def test_a_preset_fits_its_device_and_the_forecast_is_what_the_readme_says(row: tuple[str, ...]) -> None:
     name, device, has, compiled, foreseen, free = row
     config, record = load(CONFIGS / f"{name}.yaml"), device_of(device)
-    rows = FOUR_IMAGES if config.vision else rows_of_microbatch(config, config.data_set.microbatch_size)
+    rows = FOUR_IMAGES if config.vision else rows_of_microbatch(config, config.data.microbatch_size)
     peak = max(stage.peak for stage in configured_memory(config, record, rows))
     assert (has, foreseen) == (format_bytes(record.num_bytes), format_bytes(peak))
     needs = parse_bytes(compiled, name)
