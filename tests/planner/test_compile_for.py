@@ -45,7 +45,7 @@ def test_the_table_of_stages_is_that_of_the_run(capsys: pytest.CaptureFixture[st
         options=run.pipeline.options,
     )
     pipeline.init(jax.random.key(0))
-    shape = (config.data.num_microbatches, config.data_set.microbatch_size, config.row_length or 0)
+    shape = (config.data.num_microbatches, config.data.microbatch_size, config.row_length or 0)
     specs = {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in (("tokens", "i4"), ("targets", "i4"))}
     with pipeline:
         pipeline.prepare(specs | {"weights": jax.ShapeDtypeStruct(shape, "f4")})
