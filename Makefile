@@ -175,10 +175,10 @@ lint: dev ## check style and formatting with ruff, and the prose of docstrings
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m tests.house rrfp_jax experiments
 
-types: dev ## check types with mypy, strictly in the pure rooms
+types: dev ## check types with mypy, strictly in the pure packages
 	@$(BIN)/mypy
 
-imports: dev ## check that rooms import downwards only
+imports: dev ## check that packages import downwards only
 	@$(BIN)/lint-imports --no-logo
 
 format: dev ## reformat the code and mend what ruff can mend

@@ -1,6 +1,6 @@
 """Readiness-driven pipeline-parallel training for JAX: schedules rank the tasks that are ready.
 
-The public names load on first use, so that importing a pure room (``rrfp_jax.schedules``, ``rrfp_jax.simulation``)
+The public names load on first use, so that importing a pure package (``rrfp_jax.schedules``, ``rrfp_jax.simulation``)
 loads no JAX.
 """
 

@@ -44,6 +44,24 @@ def test_the_architecture_names_every_package() -> None:
     assert [name for name in packages if f"`{name}/`" not in text] == []
 
 
+def test_packages_keep_their_budgets_of_lines() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Packages")[2]
+    rows = re.findall(r"^\| (`[^|]*|modules beside[^|]*) \| .* \| ([\d, ]+) \|$", page, re.MULTILINE)
+    budgets: dict[str, int] = {}
+    for names, numbers in rows:
+        each = [name.strip("`/") for name in names.split(", ")]
+        budgets |= dict(zip(each, (int(number.replace(",", "")) for number in numbers.split(", ")), strict=True))
+    library = ROOT / "rrfp_jax"
+    sizes = {path.name: 0 for path in library.iterdir() if path.is_dir() and next(path.rglob("*.py"), None)}
+    sizes |= {"pipeline.py": 0, "modules beside the packages": 0}
+    for path in library.rglob("*.py"):
+        first = path.relative_to(library).parts[0]
+        owner = first if first in sizes else "modules beside the packages"
+        sizes[owner] += len(path.read_text(encoding="utf-8").splitlines())
+    assert sizes.keys() == budgets.keys()
+    assert {name: (size, budgets[name]) for name, size in sizes.items() if size > budgets[name]} == {}
+
+
 def test_files_that_the_pages_name_exist() -> None:
     named = {
         (page.name, path)
