@@ -3,7 +3,7 @@
 ::
 
     @schedule("my-schedule", shape=ONE_EACH, source="where it is published")
-    def my_schedule(s: Stage) -> Order:
+    def my_schedule(s: Stage) -> TaskOrder:
         return rounds(F.ahead(s.p - 1 - s.i), B)
 """
 

@@ -144,7 +144,7 @@ MISTAKES: dict[str, tuple[Callable[[Stage], object], list[str]]] = {
     ),
     "two makers": (
         of_stage_1(lambda s: rule(B, F).frozen()),
-        ["stage 1 gives a Frozen, stage 0 a Order", "in one way"],
+        ["stage 1 gives a Frozen, stage 0 a TaskOrder", "in one way"],
     ),
     "an error of its own": (of_stage_1(lambda s: 1 // 0), ["stage 1", "ZeroDivisionError in line", "test_mistakes.py"]),
     "a lane twice": (of_stage_1(lambda s: rule(F, B, F).frozen()), ["stage 1", "the rule has F in two lanes"]),

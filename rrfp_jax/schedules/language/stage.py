@@ -38,8 +38,8 @@ class Described:
         """Raises :class:`Mistake` where the result of this stage has an error; ``first`` is the first stage's."""
 
     def orders(self, stages: Sequence["Stage"], made: Sequence[Any]) -> list[list[Task]]:
-        """Returns the orders of all stages from their results together. Raises :class:`Mistake`. An :class:`Order`
-        needs no other stage, and has :meth:`Order.on` instead."""
+        """Returns the orders of all stages from their results together. Raises :class:`Mistake`. An :class:`TaskOrder`
+        needs no other stage, and has :meth:`TaskOrder.on` instead."""
         raise NotImplementedError
 
 
