@@ -21,6 +21,7 @@ NOT_RUN = {
     "source .venv/bin/activate": "the tests run in an environment already",
     "python -m experiments.launch --nodes 2": "needs two hosts",
     "python -m experiments.launch --supervise": "needs ranks that others have started",
+    "rrfp train --config gpu/one_node_8 --compile-for": "needs the compiler for the card; tests/targets compiles it",
     "python -m experiments.train --config tpu_gpu_configs/gpu/": "needs a GPU",
     "python -m experiments.launch --processes 4 -- experiments.train --config tpu_gpu_configs/gpu/": "needs a GPU",
     "docker ": "needs Docker, and a GPU",
