@@ -49,8 +49,6 @@ class PlanChoice:
     """Name for people: ``zb-h1``, ``searched``, ``bfw``."""
     is_searched: bool = False
     """Whether the table is one that no name stands for."""
-    offload: int | None = None
-    """Activations of each stage that stay on the device where others move to host memory; None: none move."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,12 +182,12 @@ def order_in_words(choice: PlanChoice) -> str:
     """Returns ``zb-h1 strict``, ``1f1b with foresight``, ``bfw, window 8``."""
     ordering = choice.ordering
     words = f"{choice.order_name} {_consumption_in_words(ordering)}".strip()
-    if ordering.window is not None and choice.offload is None:
+    if ordering.window is not None:
         windows = (ordering.window,) if isinstance(ordering.window, int | str) else ordering.window
         words += f", window {','.join(map(str, windows[:1] if len(set(windows)) == 1 else windows))}"
     if ordering.footprint is False and ordering.is_guided:
         words += ", no footprint"
-    return words if choice.offload is None else f"{words}, offload {choice.offload}"
+    return words
 
 
 def _consumption_in_words(ordering: Ordering) -> str:
@@ -263,7 +263,6 @@ def _ranked_as_json(ranked: Ranked) -> dict[str, Any]:
         "window": [*ordering.window] if isinstance(ordering.window, tuple) else ordering.window,
         "footprint": ordering.has_footprint if is_guided else None,
         "foresight": ordering.foresight is not False if is_guided else None,
-        "offload": choice.offload,
         "step_ms": forecast.step_ms,
         "p95_ms": forecast.p95_ms,
         "sd_ms": forecast.sd_ms,

@@ -62,7 +62,7 @@ def write_choice(config: TrainConfig, ranked: Ranked, path: Path) -> Written:
     others."""
     choice = ranked.choice
     layout = replace(config.pipeline, **_sizes(config, choice), **_order(choice), layout=_layout(config, choice))
-    table = None if choice.offload is not None or not choice.ordering.follows_table else _table(choice)
+    table = _table(choice) if choice.ordering.follows_table else None
     has_name = choice.order_name in schedule_names() and not choice.is_searched
     named = replace(layout, schedule=choice.order_name if has_name else None)
     written = Written(path, None)
@@ -151,8 +151,8 @@ def _order(choice: PlanChoice) -> dict[str, Any]:
         "schedule": None,
         "consume": FORESIGHT_ORDER if has_foresight else ordering.consume,
         "hint": ordering.hint,
-        "window": None if choice.offload is not None else windows,
-        "offload": choice.offload,
+        "window": windows,
+        "offload": None,
         "recompute": None,
         "backward": ordering.backward,
     }

@@ -19,6 +19,6 @@ def check_init_from(config: TrainConfig) -> None:
 
 
 def sections_of(config: TrainConfig) -> ModelSections:
-    """The model of a configuration."""
+    """Returns the sections of a configuration that describe its model, with the default projector beside an encoder."""
     projector = config.projector or (None if config.vision is None else ProjectorConfig())
     return ModelSections(model=config.model, vision=config.vision, projector=projector)
