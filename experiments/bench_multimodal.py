@@ -24,7 +24,7 @@ from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.ordering import parse_ordering
 from rrfp_jax.commands.studies.work import GraphOptions, ModelGraph
 from rrfp_jax.core import Order
-from rrfp_jax.models.flop_sizes import model_pair
+from rrfp_jax.models.presets import model_pair
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import Costs, Machine, simulate
 from rrfp_jax.testing import dispatch_overhead_ms, emulate

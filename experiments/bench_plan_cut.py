@@ -23,7 +23,7 @@ from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.core import Order, Ordering, StepRules
 from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
-from rrfp_jax.models.chunk_layout import ChunkLayout
+from rrfp_jax.models.cuts import ChunkLayout
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.cost_file import read_costs
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear

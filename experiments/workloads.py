@@ -26,7 +26,7 @@ from rrfp_jax.commands.studies.work import GivenDurations, ModelGraph
 from rrfp_jax.costs.flops import Flops, TaskFlops, pairs
 from rrfp_jax.data.balancing import balanced, samples_in_order
 from rrfp_jax.data.buckets import pack_rows
-from rrfp_jax.models.flop_sizes import ModelPair
+from rrfp_jax.models.presets import ModelPair
 from rrfp_jax.schedules import absences
 from rrfp_jax.simulation.costs import Durations
 

@@ -15,9 +15,8 @@ from rrfp_jax.data.buckets import cut_sizes
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.cuts import ContextCut
 from rrfp_jax.models.encoder import PixelScale
-from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
+from rrfp_jax.models.vision_config import ProjectorConfig, VisionConfig, VisionLanguageConfig
 from rrfp_jax.models.vision_language import vision_language_model
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training

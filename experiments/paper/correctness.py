@@ -89,9 +89,8 @@ def _subject(model: str, seed: int, folder: Path) -> _Subject:
     from rrfp_jax.data import ImageText, ImageTextConfig, TextBytes, TextConfig
     from rrfp_jax.models import LanguageModelConfig, language_model
     from rrfp_jax.models.encoder import PixelScale
-    from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
+    from rrfp_jax.models.vision_config import ProjectorConfig, VisionConfig, VisionLanguageConfig
     from rrfp_jax.models.vision_language import vision_language_model
-    from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 
     decoder = LanguageModelConfig(vocab_size=256, hidden=32, num_layers=STAGES, num_heads=2, mlp_dim=64)
     if model == LANGUAGE:

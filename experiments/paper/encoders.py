@@ -16,7 +16,7 @@ from experiments.paper.pictures import draw_bars
 from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, selected
 from experiments.paper.tables import geometric_mean, interval, markdown, settings_of
-from rrfp_jax.models.flop_sizes import ModelPair, model_pair
+from rrfp_jax.models.presets import ModelPair, model_pair
 
 DECODER = "qwen3-1.7b+vit-h"
 """Name of the pair that the decoder is taken from."""

@@ -26,7 +26,7 @@ from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.studies.machine import RULES
 from rrfp_jax.commands.studies.work import GraphOptions, make_graph
 from rrfp_jax.costs.flops import DecoderSizes
-from rrfp_jax.models.flop_sizes import ModelPair, model_pair
+from rrfp_jax.models.presets import ModelPair, model_pair
 from rrfp_jax.schedules import Absences, PipelineGraph, Placement
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, lognormal, simulate
 from rrfp_jax.simulation.costs import Durations

@@ -130,8 +130,7 @@ def _prompt(
 def _made(folder: ModelFolder, prompt: "TokenPrompt", drawing: object, vocabulary: "Vocabulary") -> str:
     from rrfp_jax.checkpoint import newest_step, read_params
     from rrfp_jax.commands.sampling.generating import Drawing, Generator
-    from rrfp_jax.models.encoder_config import ProjectorConfig
-    from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+    from rrfp_jax.models.vision_config import ProjectorConfig, VisionLanguageConfig
 
     assert isinstance(drawing, Drawing)
     sections = folder.sections

@@ -24,8 +24,7 @@ from rrfp_jax.hf._vision_towers import (
 )
 from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily
 from rrfp_jax.hf.model_sections import ModelSections
-from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.models.vision_config import ProjectorConfig, VisionConfig, VisionLanguageConfig
 
 DECODER_PREFIX = "language_model."
 """The prefix of the decoder's names in files of the hub."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from rrfp_jax.hf._config_fields import ConfigFields
 from rrfp_jax.hf._tensor_names import SAME, NameTable, PatchConvolution, Unchanged, linears_and_norms
-from rrfp_jax.models.encoder_config import NORMS, VisionConfig
+from rrfp_jax.models.vision_config import NORMS, VisionConfig
 
 TOWER, CLIP_TOWER = "vision_tower.", "vision_tower.vision_model."
 """Prefixes of the names of all towers in files of the hub, and of those of CLIP and SigLIP."""

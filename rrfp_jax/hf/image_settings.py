@@ -15,7 +15,7 @@ from rrfp_jax.data.images import ImageTokens
 from rrfp_jax.hf._config_fields import ConfigFields
 from rrfp_jax.hf._vision_language import INTERNVL
 from rrfp_jax.hf.tensor_files import read_json
-from rrfp_jax.models.encoder_config import VisionConfig
+from rrfp_jax.models.vision_config import VisionConfig
 
 # The older file, and the newer one with the part of it that describes images.
 _FILES = (("preprocessor_config.json", None), ("processor_config.json", "image_processor"))

@@ -6,9 +6,13 @@ from typing import Any
 
 from rrfp_jax.hf._tensor_names import TensorShape
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
-from rrfp_jax.models.vision_section import encoder_section, encoder_values
+from rrfp_jax.models.vision_config import (
+    ProjectorConfig,
+    VisionConfig,
+    VisionLanguageConfig,
+    encoder_section,
+    encoder_values,
+)
 
 _RECORDS: dict[str, type] = {"model": LanguageModelConfig, "vision": VisionConfig, "projector": ProjectorConfig}
 # Fields that parameters do not depend on: how a model begins, its dtypes, and the terms that it adds to the loss.

@@ -14,7 +14,7 @@ from flax import nnx
 
 from rrfp_jax.hardware import TPU
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.encoder_config import EncoderConfig, ProjectorConfig
+from rrfp_jax.models.vision_config import EncoderConfig, ProjectorConfig
 from rrfp_jax.programs.target import current_target
 
 
@@ -143,7 +143,7 @@ def _initializer(config: _PartConfig, *, to_residual: bool) -> Callable[..., jax
 
 
 def activate(name: str, x: jax.Array) -> jax.Array:
-    """Applies one of :data:`rrfp_jax.models.encoder_config.ACTIVATIONS`."""
+    """Applies one of :data:`rrfp_jax.models.vision_config.ACTIVATIONS`."""
     functions: dict[str, Callable[[jax.Array], jax.Array]] = {
         "gelu": partial(nnx.gelu, approximate=False),
         "gelu_tanh": partial(nnx.gelu, approximate=True),

@@ -23,8 +23,7 @@ from jax.sharding import PartitionSpec
 from rrfp_jax.layout import EXPERT, TENSOR
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.cuts import check_divides, check_size
-from rrfp_jax.models.encoder_config import EncoderConfig
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.models.vision_config import EncoderConfig, VisionLanguageConfig
 
 COLUMNS, ROWS, WHOLE = PartitionSpec(None, TENSOR), PartitionSpec(TENSOR, None), PartitionSpec()
 BIAS = PartitionSpec(TENSOR)

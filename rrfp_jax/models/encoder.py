@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from rrfp_jax.models._parts import ProjectorShape, activate, layer_norm, learned, projection, rms_norm
 from rrfp_jax.models.attention import full_attention
-from rrfp_jax.models.encoder_config import AudioConfig, EncoderConfig, VisionConfig
+from rrfp_jax.models.vision_config import AudioConfig, EncoderConfig, VisionConfig
 
 _LONGEST_WAVE = 10_000.0
 

@@ -21,13 +21,17 @@ Ours is ViT-5B, of which no dimensions are published: 64 layers of 2560, MLP 102
 attention and MLP side by side and norms queries and keys by head; here they follow each other, with norms over the
 whole width. All images are equal, 224 pixels wide in patches of 14, of InternViT 448; four patches make one feature, as
 in InternVL. Everything computes in bfloat16.
+
+:func:`model_pair` gives the same models as the sizes that operations are counted from.
 """
 
+import difflib
+from dataclasses import dataclass
 from typing import Any
 
+from rrfp_jax.costs.flops import DecoderSizes, EncoderSizes, ProjectorSizes
 from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig
-from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.models.vision_config import ProjectorConfig, VisionConfig, VisionLanguageConfig
 
 _QWEN3: dict[str, Any] = {
     "vocab_size": 151_936,
@@ -125,3 +129,63 @@ MODELS = {
     )
 }
 """Pairs of the paper by name, ``decoder+encoder``."""
+
+
+MODEL_PAIRS = tuple(MODELS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPair:
+    """An encoder of images, and the decoder that reads their features."""
+
+    encoder: EncoderSizes
+    projector: ProjectorSizes
+    """From merged patches to the decoder's width; it belongs to the decoder's first chunk."""
+    decoder: DecoderSizes
+
+
+def model_pair(name: str) -> ModelPair:
+    """The pair of a name; raises ValueError with the names there are."""
+    if name not in MODELS:
+        near = difflib.get_close_matches(name, MODELS, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"there is no model pair {name!r}: {meant}the pairs are {', '.join(MODELS)}")
+    return sizes_of(MODELS[name])
+
+
+def sizes_of(config: VisionLanguageConfig) -> ModelPair:
+    """The sizes of a model's vision part and its decoder."""
+    vision, projector, decoder = config.vision, config.projector, config.decoder
+    return ModelPair(
+        encoder=EncoderSizes(
+            hidden=vision.hidden,
+            num_layers=vision.num_layers_run,
+            num_heads=vision.num_heads,
+            mlp_dim=vision.mlp_dim,
+            patch_dim=vision.patch_dim,
+        ),
+        projector=ProjectorSizes(
+            in_dim=projector.patches_per_feature * vision.hidden,
+            inner_dim=projector.mlp_dim or decoder.hidden,
+            out_dim=decoder.hidden,
+        ),
+        decoder=decoder_sizes(decoder),
+    )
+
+
+def decoder_sizes(config: LanguageModelConfig) -> DecoderSizes:
+    """The sizes of a decoder alone; of experts those count that compute a token."""
+    experts = config.experts
+    chosen = 0 if experts is None else experts.experts_per_token * config.expert_dim + (experts.shared_mlp_dim or 0)
+    return DecoderSizes(
+        hidden=config.hidden,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.size_per_head,
+        mlp_dim=config.mlp_dim,
+        vocab_size=config.vocab_size,
+        num_sparse_layers=config.num_sparse_layers,
+        num_experts=0 if experts is None else experts.num_experts,
+        expert_dims=chosen,
+    )

@@ -21,17 +21,15 @@ from rrfp_jax.models._parts import ProjectorShape
 from rrfp_jax.models._tensor_cut import vision_language_partition
 from rrfp_jax.models.cuts import ChunkContents, ContextCut, CutWords, plan_cut
 from rrfp_jax.models.encoder import EncoderLayer, FrameStem, PatchStem, PixelScale, Projector, encoder_norm
-from rrfp_jax.models.encoder_config import (
+from rrfp_jax.models.model import Merge, decoder_chunk, layer_name
+from rrfp_jax.models.vision_config import (
     DECODER,
     ENCODER,
     OWN_CHUNK,
     PROJECTOR_PLACES,
     AudioConfig,
-    VisionConfig,
-)
-from rrfp_jax.models.model import Merge, decoder_chunk, layer_name
-from rrfp_jax.models.vision_language_config import (
     Modality,
+    VisionConfig,
     VisionLanguageConfig,
     check_index_leaves,
     check_patch_places,

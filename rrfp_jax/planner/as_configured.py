@@ -13,7 +13,7 @@ from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.layout import describe_axes
 from rrfp_jax.models.cuts import balanced_counts, plan_cut
-from rrfp_jax.models.encoder_config import DECODER, ENCODER, OWN_CHUNK
+from rrfp_jax.models.vision_config import DECODER, ENCODER, OWN_CHUNK
 from rrfp_jax.planner.analytic_costs import analytic_book
 from rrfp_jax.planner.candidates import PlanCandidate
 from rrfp_jax.planner.judging import Judge, draws_for

@@ -18,7 +18,7 @@ from rrfp_jax.core import Order, StepRules
 from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.devices import Device, device_of
-from rrfp_jax.models.chunk_layout import ChunkLayout
+from rrfp_jax.models.cuts import ChunkLayout
 from rrfp_jax.planner.analytic_costs import analytic_book
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.cut_problem import MemoryBudget

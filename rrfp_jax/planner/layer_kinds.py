@@ -17,9 +17,8 @@ from rrfp_jax.costs.layer_sizes import (
 )
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.encoder_config import VisionConfig
-from rrfp_jax.models.flop_sizes import decoder_sizes, sizes_of
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.models.presets import decoder_sizes, sizes_of
+from rrfp_jax.models.vision_config import VisionConfig, VisionLanguageConfig
 from rrfp_jax.planner.microbatches import MicrobatchRows
 
 if TYPE_CHECKING:

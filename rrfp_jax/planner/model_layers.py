@@ -14,8 +14,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD, LayerSizes, remat_rule
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR, describe_axes, other_axes, with_tensor
 from rrfp_jax.models.cuts import check_divides
-from rrfp_jax.models.encoder_config import DECODER, OWN_CHUNK, ProjectorConfig
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.models.vision_config import DECODER, OWN_CHUNK, ProjectorConfig, VisionLanguageConfig
 from rrfp_jax.planner.layer_kinds import (
     FLOAT32,
     FLOAT_BYTES,

@@ -18,7 +18,7 @@ from rrfp_jax.commands.training.model_parts import context_cut, pixel_scale, vis
 from rrfp_jax.control_groups import memory_limit
 from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.cuts import ChunkContents, plan_cut
-from rrfp_jax.models.encoder_config import VisionConfig
+from rrfp_jax.models.vision_config import VisionConfig
 from rrfp_jax.planner.model_layers import ModelLayers
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.model_graph import freeze

@@ -15,7 +15,7 @@ from rrfp_jax.commands.training.planned import order_of, ordering_of
 from rrfp_jax.core import STRICT, Order
 from rrfp_jax.costs.cut_model import cut_in_words, letters_of
 from rrfp_jax.layout import with_tensor
-from rrfp_jax.models.chunk_layout import ChunkLayout
+from rrfp_jax.models.cuts import ChunkLayout
 from rrfp_jax.observe.output_files import check_file, replacing
 from rrfp_jax.planner.records import PlanChoice, Ranked
 from rrfp_jax.planner.report import milliseconds, order_in_words

@@ -18,7 +18,7 @@ from rrfp_jax.runtime.sleeping import Sleeper, sleep_exactly
 from rrfp_jax.runtime.stage_threads import Launched, StageExecutor, StageOutcome
 from rrfp_jax.schedules import COMPUTE, Task, TaskKind
 from rrfp_jax.schedules.timeline import Span
-from rrfp_jax.testing.wrapped import WrappedStage
+from rrfp_jax.testing.comparing import WrappedStage
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rrfp_jax.commands.common.field_words import field_texts, field_words
 from rrfp_jax.commands.common.options import CommandParser, examples_in
 from rrfp_jax.commands.main import COMMANDS, module_of
 from rrfp_jax.commands.training.config import SECTIONS, choices_of_options
-from rrfp_jax.models.encoder_config import VisionConfig
+from rrfp_jax.models.vision_config import VisionConfig
 from rrfp_jax.training.run_config import PipelineConfig
 from tests.commands.running import ROOT
 from tests.environment import of_child

@@ -13,7 +13,7 @@ from rrfp_jax.commands.training.model_parts import cut_language_model
 from rrfp_jax.costs.devices import peak_flops
 from rrfp_jax.data.dataset import contents_of
 from rrfp_jax.programs.chunk import param_specs
-from rrfp_jax.testing.unpipelined import run_unpipelined
+from rrfp_jax.testing.comparing import run_unpipelined
 
 WIDE: dict[str, Any] = {
     "model.hidden": 256,

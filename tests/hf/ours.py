@@ -13,8 +13,8 @@ from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.hf.model_folder import open_model
 from rrfp_jax.models.cuts import plan_cut
 from rrfp_jax.models.model import decoder_chunk
+from rrfp_jax.models.vision_config import VisionLanguageConfig
 from rrfp_jax.models.vision_language import vision_language_model
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 
 
 class Ours:

@@ -18,7 +18,7 @@ from rrfp_jax.commands.sampling.prompts import prompt_of_import
 from rrfp_jax.data.packing import patches_of
 from rrfp_jax.hf.importing import plan_import, write_import
 from rrfp_jax.hf.model_folder import CARRIED, open_model
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.models.vision_config import VisionLanguageConfig
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

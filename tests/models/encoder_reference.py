@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from rrfp_jax.models import AudioConfig, ProjectorConfig, VisionConfig, VisionLanguageConfig
-from rrfp_jax.models.encoder_config import EncoderConfig
+from rrfp_jax.models.vision_config import EncoderConfig
 from rrfp_jax.programs.chunk import Params
 from tests.models.reference import reference_logits, small_config, to_float64
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.models.chunk_layout import ChunkLayout
+from rrfp_jax.models.cuts import ChunkLayout
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 from flax import nnx
 
 from rrfp_jax.models import RopeScaling
-from rrfp_jax.models._decoder import Attention, row_info
-from rrfp_jax.models._rotary import apply_rope, inv_freq, rope_tables
+from rrfp_jax.models._decoder import Attention, apply_rope, inv_freq, rope_tables, row_info
 from rrfp_jax.programs.target import Target, tracing_for
 from tests.models.encoder_reference import uneven
 from tests.models.reference import reference_attention, reference_rotate, small_config

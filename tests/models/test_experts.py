@@ -16,7 +16,7 @@ from rrfp_jax.models.experts import Routes, choose_experts, router_loss
 from rrfp_jax.programs.chunk import Loss, param_specs
 from rrfp_jax.programs.shardings import param_partition, passing, place
 from rrfp_jax.programs.stage_devices import StageDevices
-from rrfp_jax.testing.unpipelined import run_unpipelined
+from rrfp_jax.testing.comparing import run_unpipelined
 
 EXPERTS = ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=12, balance_coefficient=0.1, z_coefficient=0.01)
 CONFIG = LanguageModelConfig(

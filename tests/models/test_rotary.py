@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rrfp_jax.models._rotary import inv_freq
+from rrfp_jax.models._decoder import inv_freq
 from rrfp_jax.models.config import RopeScaling
 
 # bits of inv_freq as transformers 5.23 computes it on a CPU, by the wave's number

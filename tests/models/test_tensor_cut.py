@@ -12,10 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rrfp_jax.models._tensor_cut import BIAS
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.encoder_config import VisionConfig
 from rrfp_jax.models.model import language_model
+from rrfp_jax.models.vision_config import VisionConfig, VisionLanguageConfig
 from rrfp_jax.models.vision_language import vision_language_model
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.programs.shardings import param_partition, place
 from rrfp_jax.programs.stage_devices import StageDevices

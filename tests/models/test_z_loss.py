@@ -11,7 +11,7 @@ from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.models.cuts import plan_cut
 from rrfp_jax.models.model import ROUTER_LOSS, Z_LOSS, decoder_chunk
 from rrfp_jax.schedules import linear
-from rrfp_jax.testing.unpipelined import run_unpipelined
+from rrfp_jax.testing.comparing import run_unpipelined
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.test_pipeline_layouts import OPTIMIZER, make_batches, train

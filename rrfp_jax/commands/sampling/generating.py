@@ -19,8 +19,8 @@ from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, FieldRule, check_fiel
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.decoding import CachedDecoder, LayerCaches, next_token
 from rrfp_jax.models.model import merge_features
+from rrfp_jax.models.vision_config import VisionLanguageConfig
 from rrfp_jax.models.vision_language import vision_language_model
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
 from rrfp_jax.programs.chunk import Chunk, param_specs
 
 _SHORTEST = 16

@@ -34,8 +34,7 @@ from rrfp_jax.hf.image_settings import ImageSettings, read_image_settings, read_
 from rrfp_jax.hf.model_folder import CARRIED, ModelFolder
 from rrfp_jax.hf.tensor_files import read_json
 from rrfp_jax.models.encoder import PixelScale
-from rrfp_jax.models.encoder_config import ProjectorConfig
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig, check_image_index
+from rrfp_jax.models.vision_config import ProjectorConfig, VisionLanguageConfig, check_image_index
 
 _MOST_PIXELS = 64 * 2**20
 _OF_ROWS = ("tokens", "jsonl", "parquet")

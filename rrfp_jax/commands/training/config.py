@@ -42,11 +42,12 @@ from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.text_bytes import TextConfig
 from rrfp_jax.data.tokens_config import RowsConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
-from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
-from rrfp_jax.models.vision_section import (
+from rrfp_jax.models.vision_config import (
     PROJECTOR_KINDS,
     VISION_KINDS,
+    ProjectorConfig,
     ProjectorSection,
+    VisionConfig,
     VisionSection,
     encoder_section,
     encoder_values,

@@ -27,7 +27,7 @@ from rrfp_jax.data.own_data_config import OwnDataConfig
 from rrfp_jax.data.text_bytes import TextConfig
 from rrfp_jax.data.token_kind import BYTE_TOKENS
 from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TokensConfig
-from rrfp_jax.models.encoder_config import ProjectorConfig, VisionConfig
+from rrfp_jax.models.vision_config import ProjectorConfig, VisionConfig
 
 RunData = TextBytes | ImageText | Tokens | OwnData
 """Any data set that a run trains or evaluates on."""

@@ -7,8 +7,8 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_parts import vision_language_config
 from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, pairs, step_flops
 from rrfp_jax.data.dataset import BatchContents
-from rrfp_jax.models.encoder_config import ProjectorConfig
-from rrfp_jax.models.flop_sizes import decoder_sizes, sizes_of
+from rrfp_jax.models.presets import decoder_sizes, sizes_of
+from rrfp_jax.models.vision_config import ProjectorConfig
 from rrfp_jax.programs.model_graph import matches
 
 

@@ -10,9 +10,8 @@ from rrfp_jax.layout import CONTEXT
 from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.cuts import ContextCut, balanced_counts
 from rrfp_jax.models.encoder import PixelScale
-from rrfp_jax.models.encoder_config import OWN_CHUNK, ProjectorConfig
-from rrfp_jax.models.flop_sizes import decoder_sizes, sizes_of
-from rrfp_jax.models.vision_language_config import VisionLanguageConfig
+from rrfp_jax.models.presets import decoder_sizes, sizes_of
+from rrfp_jax.models.vision_config import OWN_CHUNK, ProjectorConfig, VisionLanguageConfig
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.schedules import Edge, Placement

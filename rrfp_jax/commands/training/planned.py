@@ -21,8 +21,7 @@ from rrfp_jax.commands.training.starting import check_init_from
 from rrfp_jax.core import READY, SCHEDULE, STRICT, Order
 from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.layout import with_axes_in_order
-from rrfp_jax.models.chunk_layout import ChunkLayout
-from rrfp_jax.models.cuts import balanced_counts, plan_cut
+from rrfp_jax.models.cuts import ChunkLayout, balanced_counts, plan_cut
 from rrfp_jax.observe.trackers.config import check_installed, read_trackers
 from rrfp_jax.schedules import Placement
 from rrfp_jax.training.run_config import PipelineConfig

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rrfp_jax.models.vision_section import encoder_values
+from rrfp_jax.models.vision_config import encoder_values
 
 _DECIDING = ("model", "vision", "projector", "data", "optimizer")
 _SEED = "run.seed"

@@ -6,7 +6,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_tokens import INIT_FROM
 from rrfp_jax.hf.model_folder import open_model
 from rrfp_jax.hf.model_sections import ModelSections
-from rrfp_jax.models.encoder_config import ProjectorConfig
+from rrfp_jax.models.vision_config import ProjectorConfig
 
 
 def check_init_from(config: TrainConfig) -> None:

@@ -25,7 +25,7 @@ from rrfp_jax.schedules import Placement, ScheduleRequest, ScheduleTable, Task, 
 from rrfp_jax.schedules.slots import SlotLengths, execute
 from rrfp_jax.simulation import Costs, simulate
 from rrfp_jax.simulation.costs import constant
-from rrfp_jax.testing.wrapped import WrappedStage
+from rrfp_jax.testing.comparing import WrappedStage
 from tests.programs.toys import VOCAB, plain_model
 from tests.test_pipeline_training import OPTIMIZER
 
