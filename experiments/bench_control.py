@@ -45,8 +45,7 @@ from rrfp_jax.core import (
 from rrfp_jax.layout import Layout
 from rrfp_jax.programs.agreement import StageReport, agree, merged
 from rrfp_jax.runtime.control_plane import Peers, control_neighbours
-from rrfp_jax.runtime.failure import StageState, TaskFailed
-from rrfp_jax.runtime.failure_report import Failure, FailureReport
+from rrfp_jax.runtime.failure import Failure, FailureReport, StageState, TaskFailed
 from rrfp_jax.runtime.transports.messages import MessageKey, pack_key, unpack_key
 from rrfp_jax.runtime.tree_collectives import StepStatistics
 from rrfp_jax.schedules import PipelineGraph, Placement, chain, linear

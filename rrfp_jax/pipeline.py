@@ -42,13 +42,13 @@ from rrfp_jax.programs.shapes import checked_params, model_params
 from rrfp_jax.programs.state import ChunkState, layer_groups
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics
 from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationShapes
-from rrfp_jax.runtime.holding import Hold
 from rrfp_jax.runtime.jax_environment import require_determinism
 from rrfp_jax.runtime.model import HostedModel, HostedState
-from rrfp_jax.runtime.operations.context import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.prepare import CompiledOnly, Prepared, compile_only, prepare_pipeline
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.stage import check_operations
+from rrfp_jax.runtime.steps import Hold
 from rrfp_jax.schedules import Edge, Placement
 
 _MAX_STEPS_ENQUEUED = 2

@@ -19,6 +19,7 @@ from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear
 from tests import pipelines
+from tests.runtime.logged_runs import replays_as_recorded
 
 NUM_MICROBATCHES = 3
 
@@ -324,8 +325,7 @@ def test_the_event_logs_of_a_training_run_replay_to_the_same_instructions(base: 
         logs = pipeline.runtime.logs()
     for log in logs.values():
         assert len(log.segments) == 3
-        for segment in log.segments:
-            assert segment.replay() == segment.entries
+        assert replays_as_recorded(log)
 
 
 def test_a_result_prints_in_one_line(pipeline: Pipeline) -> None:

@@ -14,6 +14,7 @@ from rrfp_jax.schedules import linear
 from rrfp_jax.testing import DelayedStage
 from tests import ragged
 from tests.ragged import CHUNKS, EDGES, LENGTHS, as_batch, make_microbatch
+from tests.runtime.logged_runs import replays_as_recorded
 
 NUM_MICROBATCHES = 12
 OPTIMIZER = optax.adamw(1e-2)
@@ -101,7 +102,7 @@ def test_logs_of_weighed_microbatches_can_be_replayed(base: Pipeline) -> None:
     pipeline = base.reordered(Ordering(hint="f-priority", window=f"{room}B"))
     run(pipeline, ["large", "small", "small"] * 4)
     for log in pipeline.runtime.logs().values():
-        assert all(segment.replay() == segment.entries for segment in log.segments)
+        assert replays_as_recorded(log)
 
 
 def test_a_window_that_holds_no_large_microbatch_is_refused(base: Pipeline) -> None:

@@ -173,7 +173,7 @@ class Membership:
             raise ValueError(f"{ATTEMPT} is {self.attempt}: give 0 or more")
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables that :func:`rrfp_jax.runtime.membership.membership_from` reads, without the run key."""
+        """Returns the variables that :func:`rrfp_jax.runtime.cluster.membership_from` reads, without the run key."""
         variables = {
             RANK: str(self.rank),
             NUM_RANKS: str(self.num_ranks),

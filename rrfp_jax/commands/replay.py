@@ -13,6 +13,7 @@ input.
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from rrfp_jax.commands.common.console import say
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
-from rrfp_jax.runtime.event_log import PATTERN, RunReplay, happenings, read_log, replay_run, standing
+from rrfp_jax.runtime.event_log import PATTERN, read_log
+from rrfp_jax.runtime.replay import RunReplay, happenings, replay_run, standing
 from rrfp_jax.schedules import NO_MICROBATCH
 
 _DIFFERS = 1
@@ -174,7 +176,7 @@ def _figures(run: RunReplay, told: _Story) -> dict[str, Any]:
             for stage in run.stages
         ],
         "story": list(told.parts()),
-        "report": run.report().as_dict(),
+        "report": asdict(run.report()),
     }
 
 

@@ -31,7 +31,7 @@ from rrfp_jax.costs.layer_sizes import REMAT_NAMES
 from rrfp_jax.layout import with_axes_in_order
 from rrfp_jax.observe.output_files import check_file
 from rrfp_jax.planner.options import parse_counts, parse_words
-from rrfp_jax.runtime.membership import membership_from
+from rrfp_jax.runtime.cluster import membership_from
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,4 +13,3 @@ from rrfp_jax.runtime.steps import StepMetrics as StepMetrics
 from rrfp_jax.runtime.steps import StepOutcome as StepOutcome
 from rrfp_jax.runtime.steps import StepResult as StepResult
 from rrfp_jax.runtime.transports import Deliver as Deliver
-from rrfp_jax.runtime.transports import Transport as Transport

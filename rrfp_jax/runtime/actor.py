@@ -37,7 +37,7 @@ from rrfp_jax.runtime.stage_threads import (
     StageExecutor,
     StageThreads,
 )
-from rrfp_jax.schedules import PipelineGraph, Task, lanes_beside
+from rrfp_jax.schedules import COMPUTE, PipelineGraph, Task, lanes_beside
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime.driver import PipelineRuntime
@@ -114,10 +114,7 @@ class StageActor:
     def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
         """Takes the completion of a task."""
         beside = self._beside.get(instruction.task.kind)
-        if beside is None:
-            self._recorder.ran(instruction, start_s, end_s)
-        else:
-            self._recorder.ran_beside(instruction, start_s, end_s, beside[0])
+        self._recorder.ran(instruction, start_s, end_s, COMPUTE if beside is None else beside[0])
         self._handle(TaskFinished(instruction.step, time.perf_counter(), instruction.task))
 
     def decide(self, instruction: RunTask, due_s: float) -> None:

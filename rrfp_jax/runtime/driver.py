@@ -26,13 +26,23 @@ from rrfp_jax.layout import name_unit
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
 from rrfp_jax.runtime.control_plane import Peers
-from rrfp_jax.runtime.delay_injection import DelayInjection
 from rrfp_jax.runtime.event_log import EventLog, RunLog, take_log
-from rrfp_jax.runtime.failure import NoProgress, PeerLost, RunFailed, StageState, TaskFailed, error_text, stage_state
-from rrfp_jax.runtime.failure_report import Failure, FailureReport
+from rrfp_jax.runtime.failure import (
+    Failure,
+    FailureReport,
+    NoProgress,
+    PeerLost,
+    RunFailed,
+    StageState,
+    TaskFailed,
+    TransportFailed,
+    error_text,
+    stage_state,
+)
 from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.serial_executor import SerialExecutor
+from rrfp_jax.runtime.sleeping import DelayInjection
 from rrfp_jax.runtime.stage_threads import (
     ComputeThread,
     LaunchAndWait,
@@ -40,7 +50,7 @@ from rrfp_jax.runtime.stage_threads import (
     StageThreads,
 )
 from rrfp_jax.runtime.steps import StepOutcome, StepsUnderWay
-from rrfp_jax.runtime.transports import Deliver, Failed, Transport, TransportFailed
+from rrfp_jax.runtime.transports import Deliver, Failed, PipelineTransport
 from rrfp_jax.schedules import Absences, lanes_beside
 from rrfp_jax.waiting import wait_for
 
@@ -82,7 +92,7 @@ class PipelineRuntime:
         self,
         arbiters: Sequence[StageArbiter],
         make_stage: Callable[[int, SendArray], StageExecutor],
-        make_transport: Callable[[Deliver, Failed], Transport],
+        make_transport: Callable[[Deliver, Failed], PipelineTransport],
         options: RuntimeOptions,
         *,
         just_in_time: bool = False,

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, get_args
 
 import jax
 
@@ -31,16 +31,19 @@ from rrfp_jax.runtime.transports import (
     Failed,
     PipelineTransport,
     Selection,
-    check_selection,
     partners,
 )
-from rrfp_jax.runtime.transports.probing import Probe, describe_transfers, try_transfers, why_untried
+from rrfp_jax.runtime.transports.transfer import (
+    LOCKED_BYTES,
+    ServerProbe,
+    TransferServer,
+    describe_transfers,
+    try_transfers,
+    why_untried,
+)
 from rrfp_jax.schedules import Placement
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.tree import neighbours
-
-if TYPE_CHECKING:
-    from rrfp_jax.runtime.transports.transfer import TransferServer
 
 _LOG = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
@@ -85,7 +88,8 @@ class Process:
         patience_s: float = 3600.0,
         on_failure: Callable[[RunFailed], None] | None = None,
     ) -> None:
-        check_selection(transport)
+        if transport not in get_args(Selection):
+            raise ValueError(f"the transport is '{transport}': choose one of {', '.join(get_args(Selection))}")
         if not patience_s > 0:
             raise ValueError(f"patience_s is {patience_s}: give a positive number of seconds")
         num_ranks = 1 if cluster is None else cluster.num_ranks
@@ -373,14 +377,11 @@ class Process:
         if not self.rank:
             locked = ""
             if len(refused) < len(found):
-                from rrfp_jax.runtime.transports.transfer import LOCKED_BYTES  # Not in every JAX.
-
-                memory = format_bytes(LOCKED_BYTES)
-                locked = f"; each process that does so sets aside {memory} of locked host memory"
+                locked = f"; each process that does so sets aside {format_bytes(LOCKED_BYTES)} of locked host memory"
             _LOG.info("%s%s", describe_transfers(found), locked)
         return frozenset(working - {self.rank})
 
-    def _transfer_probe(self) -> "Callable[[], Probe] | str":
+    def _transfer_probe(self) -> Callable[[], ServerProbe] | str:
         """Returns a function that starts a trial of transfers; or the reason why none is tried."""
         device = self.own_device(self.units[0])
         assert self.cluster is not None
@@ -390,9 +391,7 @@ class Process:
                 return why
         interface = host_of(self.cluster.network.address)
 
-        def start() -> Probe:
-            from rrfp_jax.runtime.transports.transfer import ServerProbe, TransferServer  # Not in every JAX.
-
+        def start() -> ServerProbe:
             self._server = self._server or TransferServer(interface)
             return ServerProbe(self._server, self.rank, device)
 

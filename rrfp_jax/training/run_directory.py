@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ class RunDirectory:
         The first report of a run counts: to a process that stood still and wakes up, all others seem to be lost.
         """
         if not (self.path / _FAILURE).exists():
-            self._write_text(_FAILURE, json.dumps(report.as_dict(), indent=2) + "\n")
+            self._write_text(_FAILURE, json.dumps(asdict(report), indent=2) + "\n")
         return self.path / _FAILURE
 
     def _write_text(self, name: str, text: str) -> None:

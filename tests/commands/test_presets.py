@@ -33,7 +33,7 @@ from rrfp_jax.planner import plan
 from rrfp_jax.planner.as_configured import configured_memory
 from rrfp_jax.planner.microbatches import MicrobatchRows, rows_of_microbatch
 from rrfp_jax.programs.model_graph import model_graph
-from rrfp_jax.runtime.membership import membership_from
+from rrfp_jax.runtime.cluster import membership_from
 from tests.commands.running import ROOT
 
 CONFIGS = ROOT / "tpu_gpu_configs"

@@ -26,7 +26,7 @@ from rrfp_jax.core import (
     hint_by_name,
     ready,
 )
-from rrfp_jax.runtime.event_log import EventLog
+from rrfp_jax.runtime.event_log import EventLog, open_segment
 from rrfp_jax.schedules import Absences, chain, linear
 
 Place = tuple[int, int]
@@ -139,3 +139,12 @@ class LoggedRun:
     def _deliveries(self, receiver: int, member: int) -> list[Place]:
         """Every member of the receiving stage gets one copy of its own, from the sender's first member."""
         return [] if member else [place for place in self.arbiters if place[0] == receiver]
+
+
+def replays_as_recorded(log: EventLog) -> bool:
+    """Whether the core answers the events of every segment as it did."""
+    for segment in log.segments:
+        arbiter = open_segment(log.arbiter, segment)
+        if [(event, arbiter.handle(event)) for event, _ in segment.entries] != segment.entries:
+            return False
+    return True

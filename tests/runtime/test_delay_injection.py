@@ -8,7 +8,7 @@ from typing import Any
 
 from rrfp_jax.cluster.loop_thread import LoopThread
 from rrfp_jax.core import Message, MessageKind
-from rrfp_jax.runtime.delay_injection import DelayInjection
+from rrfp_jax.runtime.sleeping import DelayInjection
 
 DELAYS_S = {0: 0.0, 1: 0.0006, 2: 0.0014, 3: 0.3}
 

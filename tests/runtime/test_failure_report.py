@@ -13,9 +13,18 @@ from rrfp_jax.cluster import LoopThread
 from rrfp_jax.cluster.wire import pack_plain, unpack_plain
 from rrfp_jax.layout import Layout
 from rrfp_jax.records import from_plain, to_plain
-from rrfp_jax.runtime.failure import FailureNews, NoProgress, PeerLost, StageState, TaskFailed
-from rrfp_jax.runtime.failure_report import Failure, FailureReport, failure_elsewhere, lost_rank
-from rrfp_jax.runtime.transports import TransportFailed
+from rrfp_jax.runtime.failure import (
+    Failure,
+    FailureNews,
+    FailureReport,
+    NoProgress,
+    PeerLost,
+    StageState,
+    TaskFailed,
+    TransportFailed,
+    failure_elsewhere,
+    lost_rank,
+)
 
 LAYOUT = Layout(num_stages=4, num_ranks=4)
 

@@ -37,10 +37,9 @@ from rrfp_jax.core import (
 )
 from rrfp_jax.core.snapshot import rebuild, save_arbiter
 from rrfp_jax.records import from_plain, to_plain
-from rrfp_jax.runtime.event_log import RunLog, happenings, log_name, read_log, replay_run, take_log, write_log
-from rrfp_jax.runtime.event_log.files import FORMAT, VERSION
-from rrfp_jax.runtime.event_log.recording import open_segment
+from rrfp_jax.runtime.event_log import FORMAT, VERSION, RunLog, log_name, open_segment, read_log, take_log, write_log
 from rrfp_jax.runtime.failure import StageState, WaitForReport
+from rrfp_jax.runtime.replay import happenings, replay_run
 from rrfp_jax.schedules import Op, ScheduleRequest, Task, TaskKind, build_schedule, chain, linear, with_operations
 from tests.checking.test_random_walk import random_absences, random_graph, random_placement
 from tests.runtime.logged_runs import LoggedRun, arbiter_of
@@ -155,7 +154,7 @@ def test_an_arbiter_rebuilt_between_steps_goes_on_as_if_nothing_had_been(seed: i
             assert from_plain(type(made), json.loads(json.dumps(to_plain(made)))) == made
             events = [*segment.early, *(event for event, _ in segment.entries)]
             twins[place] = open_segment(
-                rebuild(made, graph, original.placement), segment.ended, events, segment.estimates
+                rebuild(made, graph, original.placement), with_fields(segment, early=tuple(events))
             )
             assert twins[place].key() == original.key()
             assert type(twins[place]) is type(original)
@@ -491,7 +490,7 @@ def test_rows_and_names_tell_all_of_a_consumption() -> None:
 
 def test_reading_and_replaying_load_no_jax(written: Path) -> None:
     program = (
-        "import sys; from rrfp_jax.runtime.event_log import read_log, replay_run; "
+        "import sys; from rrfp_jax.runtime.event_log import read_log; from rrfp_jax.runtime.replay import replay_run; "
         f"print(replay_run([read_log({str(written)!r})]).report()); "
         "assert not {'jax', 'jaxlib', 'flax'} & set(sys.modules)"
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from rrfp_jax.cluster import ClusterConfig, Membership
-from rrfp_jax.runtime.membership import membership_from
+from rrfp_jax.runtime.cluster import membership_from
 
 FULL = {
     "RRFP_RANK": "1",

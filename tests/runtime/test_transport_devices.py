@@ -16,11 +16,11 @@ from jax.experimental.transfer import make_error_array
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime import TaskFailed
+from rrfp_jax.runtime.failure import TransportFailed
 from rrfp_jax.runtime.mailbox import Mailbox
-from rrfp_jax.runtime.transports import ArrayEdge, TransportFailed
+from rrfp_jax.runtime.transports import ArrayEdge
 from rrfp_jax.runtime.transports.edges import EdgePlan
-from rrfp_jax.runtime.transports.interface import HeldBytes
-from rrfp_jax.runtime.transports.messages import Inbox, MessageKey
+from rrfp_jax.runtime.transports.messages import HeldBytes, Inbox, MessageKey
 from rrfp_jax.runtime.transports.transfer import TransferServer
 from tests.cluster.mesh import eventually
 from tests.runtime.test_transports import PAIR, same, sharding_named, single_edge
@@ -116,7 +116,7 @@ def test_what_is_fetched_is_delivered_before_it_is_here_and_confirmed_afterwards
     pull, waits = TransferServer.pull, []
     with connected(PAIR, single_edge(value), "transfer") as ranks:
         transport = ranks[0].transport
-        arrivals = ranks[1].transport._remote._arrivals
+        arrivals = ranks[1].transport._transfers._arrivals
         submit = arrivals.submit
         monkeypatch.setattr(arrivals, "submit", lambda *job: waits.append(job))
         ranks.send(0, 1, value)

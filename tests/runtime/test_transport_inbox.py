@@ -11,8 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.transports.edges import ArrayEdge, EdgePlan
-from rrfp_jax.runtime.transports.interface import HeldBytes, Workers
-from rrfp_jax.runtime.transports.messages import Inbox, MessageKey
+from rrfp_jax.runtime.transports.messages import HeldBytes, Inbox, MessageKey, Workers
 
 ARRAY = np.arange(24.0, dtype=np.float32).reshape(4, 6)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.runtime.transports.probing import Probe, describe_transfers, try_transfers, why_untried
+from rrfp_jax.runtime.transports.transfer import ServerProbe, describe_transfers, try_transfers, why_untried
 
 Found = dict[tuple[int, int], str]
 NEIGHBOURS = {0: {1}, 1: {0, 2}, 2: {1}}
@@ -48,7 +48,7 @@ class FakeProbe:
 
 
 def play(
-    makers: Mapping[int, Callable[[], Probe] | str],
+    makers: Mapping[int, Callable[[], ServerProbe] | str],
     fails: Mapping[tuple[int, int], Callable[[], None]] | None = None,
 ) -> tuple[Found, list[str]]:
     """What three ranks in a chain find, which must be the same, and what they gathered."""

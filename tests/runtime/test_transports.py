@@ -19,7 +19,7 @@ from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports import ArrayEdge
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.messages import MessageKey, pack_key
-from rrfp_jax.runtime.transports.sockets import BeginCopy, Staging, directly, faster, through_pinned
+from rrfp_jax.runtime.transports.transport import BeginCopy, directly, faster, through_pinned
 from tests.cluster.mesh import eventually
 from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of, unit_sharding
 
@@ -142,7 +142,7 @@ def test_devices_with_memory_of_their_own_are_copied_from_beside_the_loop(
     value = {"large": jnp.arange(1 << 16, dtype=jnp.float32).reshape(64, -1), "small": jnp.arange(8.0).reshape(4, 2)}
     here, there = sharding_named(source, devices[:4]), sharding_named("columns by 2", devices[4:])
     monkeypatch.setattr(EdgePlan, "is_source_on_host", False)
-    monkeypatch.setattr("rrfp_jax.runtime.transports.sockets.faster", lambda *_: way)
+    monkeypatch.setattr("rrfp_jax.runtime.transports.transport.faster", lambda *_: way)
     with connected(WIDE_PAIR, {ACTIVATION[:3]: ArrayEdge(spec=spec_of(value), source=here, target=there)}) as ranks:
         ranks.send(0, 1, jax.device_put(value, here))
         same(ranks[1].next()[3], value)
@@ -167,11 +167,6 @@ def test_the_faster_way_from_a_device_is_taken_unless_it_fails_or_brings_other_b
     assert faster(device, quick, slow) is quick
     assert faster(device, slow, refused) is slow
     assert faster(device, slow, wrong) is slow
-    staging = Staging()
-    staging.learn(device)
-    value = jax.device_put(jnp.arange(5.0), device)
-    np.testing.assert_array_equal(np.asarray(staging.begin(value)), value)
-    np.testing.assert_array_equal(np.asarray(staging.begin(jax.device_put(value, jax.devices()[1]))), value)
 
 
 def test_only_what_a_rank_needs_travels() -> None:

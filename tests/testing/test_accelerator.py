@@ -15,6 +15,7 @@ from rrfp_jax.core.dispatch import JUST_IN_TIME
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.schedules import Task
 from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator, Emulation, emulate, idle_shares
+from tests.runtime.logged_runs import replays_as_recorded
 
 RULES = StepRules(updates=False, agreement=Agreement.ALL)
 
@@ -126,8 +127,7 @@ def test_every_task_runs_once_on_the_device_and_the_host_sees_no_end_before_it_h
         assert seen.stage == real.stage
         assert seen.end_s >= real.end_s
     for log in emulation.logs.values():
-        for segment in log.segments:
-            assert segment.replay() == segment.entries
+        assert replays_as_recorded(log)
 
 
 def least_idle(emulation: Emulation) -> float:

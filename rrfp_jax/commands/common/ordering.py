@@ -25,8 +25,7 @@ from rrfp_jax.core import (
     check_words,
     hint_names,
 )
-from rrfp_jax.runtime.operations.offloading import device_slots, offload
-from rrfp_jax.runtime.operations.recomputing import recomputed
+from rrfp_jax.runtime.operations import device_slots, offload, recomputed
 from rrfp_jax.schedules import (
     PipelineGraph,
     Placement,

@@ -12,9 +12,8 @@ from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.errors import end_with
 from rrfp_jax.commands.common.interrupts import ending_at_once
 from rrfp_jax.layout import Layout
-from rrfp_jax.runtime.cluster import join
+from rrfp_jax.runtime.cluster import join, membership_from
 from rrfp_jax.runtime.jax_environment import check_plugin, use_xla_flags
-from rrfp_jax.runtime.membership import membership_from
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime import RunFailed

@@ -6,12 +6,9 @@ Messages may arrive in any order; what is sent is owned until the receiver has c
 """
 
 from rrfp_jax.runtime.transports.edges import ArrayEdge as ArrayEdge
-from rrfp_jax.runtime.transports.interface import Deliver as Deliver
-from rrfp_jax.runtime.transports.interface import Failed as Failed
-from rrfp_jax.runtime.transports.interface import Transport as Transport
-from rrfp_jax.runtime.transports.interface import TransportFailed as TransportFailed
-from rrfp_jax.runtime.transports.router import PipelineTransport as PipelineTransport
-from rrfp_jax.runtime.transports.router import Selection as Selection
-from rrfp_jax.runtime.transports.router import check_selection as check_selection
-from rrfp_jax.runtime.transports.routing import EdgeOf as EdgeOf
-from rrfp_jax.runtime.transports.routing import partners as partners
+from rrfp_jax.runtime.transports.edges import EdgeOf as EdgeOf
+from rrfp_jax.runtime.transports.edges import partners as partners
+from rrfp_jax.runtime.transports.messages import Deliver as Deliver
+from rrfp_jax.runtime.transports.messages import Failed as Failed
+from rrfp_jax.runtime.transports.transport import PipelineTransport as PipelineTransport
+from rrfp_jax.runtime.transports.transport import Selection as Selection

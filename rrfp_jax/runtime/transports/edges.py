@@ -13,9 +13,11 @@ computed once per edge, before the first message: a message costs a few dictiona
 Routes are made of *boxes*: the index ranges of an array that a device holds, or that a message carries. A box has one
 ``(start, stop)`` per dimension; that of a scalar is empty. Boxes of one sharding are equal or disjoint, and together
 they cover the array.
+
+:class:`RoutingTable` looks up the edge of a message, and the ranks at its ends.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,10 +25,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from rrfp_jax.cluster import MalformedMessage
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
+from rrfp_jax.schedules import Placement
 
-INLINE_BYTES, MAX_INLINE_BYTES = 1 << 10, 1 << 16
+_INLINE_BYTES, _MAX_INLINE_BYTES = 1 << 10, 1 << 16
 """Largest size of a piece that travels in a message's header, and of all such pieces of a message together."""
+_BETWEEN_UNITS = (MessageKind.REPORT, MessageKind.VERDICT)
+_BY_BUCKET = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 
 Box = tuple[tuple[int, int], ...]
 
@@ -190,9 +197,8 @@ class EdgePlan:
     def __init__(self, edge: ArrayEdge, layout: Layout, source_unit: int, target_unit: int, rank: int) -> None:
         specs, treedef = jax.tree.flatten(edge.spec)
         self.treedef: Any = treedef
-        self.edge, self.rank = edge, rank
-        self.source_unit, self.target_unit = source_unit, target_unit
-        self.source_ranks, self.target_ranks = layout.ranks_of(source_unit), layout.ranks_of(target_unit)
+        self.edge, self.rank, self.target_unit = edge, rank, target_unit
+        source_ranks, target_ranks = layout.ranks_of(source_unit), layout.ranks_of(target_unit)
         sources, targets = _per_leaf(edge.source, specs, edge.spec), _per_leaf(edge.target, specs, edge.spec)
         self.leaves = tuple(
             EdgeLeaf(
@@ -207,7 +213,7 @@ class EdgePlan:
             for spec, source, target in zip(specs, sources, targets, strict=True)
         )
         spreads = [(leaf.source, leaf.target) for leaf in self.leaves]
-        routes = route_message(spreads, self.source_ranks, self.target_ranks)
+        routes = route_message(spreads, source_ranks, target_ranks)
         self.outgoing: Mapping[int, tuple[Slot, ...]] = {
             receiver: self._slots(pieces, is_source=True)
             for (sender, receiver), pieces in routes.items()
@@ -224,10 +230,9 @@ class EdgePlan:
         """The size of this rank's part of a message to each receiving rank."""
         self.incoming_bytes = sum(map(num_bytes_of, self.incoming.values()))
         """The size of all parts of a message that come to this rank."""
-        stays = source_unit == target_unit and all(leaf.source == leaf.target for leaf in self.leaves)
-        self.stays = stays
+        self.stays = source_unit == target_unit and all(leaf.source == leaf.target for leaf in self.leaves)
         """Whether the arrays are already where and how the receiving program wants them."""
-        self.is_in_process = stays or self.source_ranks == self.target_ranks == (rank,)
+        self.is_in_process = self.stays or source_ranks == target_ranks == (rank,)
         """Whether no array of it leaves this process."""
         self.is_target_on_host = all(is_on_host(leaf.target_sharding) for leaf in self.leaves)
         """Whether the devices at the target share the host's memory."""
@@ -289,7 +294,7 @@ class EdgePlan:
 
     def _slots(self, pieces: Sequence[Piece], *, is_source: bool) -> tuple[Slot, ...]:
         """Returns this rank's view of the pieces; small ones go into the header while there is space in it."""
-        slots, left_bytes = [], MAX_INLINE_BYTES
+        slots, left_bytes = [], _MAX_INLINE_BYTES
         for piece in pieces:
             leaf, shape = self.leaves[piece.leaf], shape_of(piece.box)
             spread, shard = (leaf.source, piece.source) if is_source else (leaf.target, piece.target)
@@ -306,7 +311,7 @@ class EdgePlan:
                 is_replicated=leaf.source_sharding.is_fully_replicated,
             )
             # the choice depends on sizes and order alone, so both sides choose alike
-            if slot.num_bytes <= min(INLINE_BYTES, left_bytes):
+            if slot.num_bytes <= min(_INLINE_BYTES, left_bytes):
                 left_bytes -= slot.num_bytes
                 slot = replace(slot, is_inline=True)
             slots.append(slot)
@@ -343,3 +348,110 @@ def _spread(sharding: jax.sharding.Sharding, shape: tuple[int, ...], layout: Lay
             "give one over the devices of the unit"
         )
     return Spread(boxes=boxes, ranks=tuple(layout.rank_of_device(device) for device in devices))
+
+
+EdgeOf = Callable[[Message, int], ArrayEdge | None]
+"""Returns the arrays that a message of a bucket carries, or None for plain data. Depends on kind, source and target
+only, and may be called on any thread."""
+
+
+class Route(NamedTuple):
+    """The way of the messages between two chunks, or two units."""
+
+    plan: EdgePlan | None
+    """None: they carry plain data."""
+    target_unit: int
+    receivers: tuple[int, ...]
+    """The ranks to which this rank sends plain data."""
+    is_to_here: bool
+    """Whether this rank has devices of the target."""
+
+
+class RoutingTable:
+    """The routes of all messages, seen from one rank: worked out once per edge, and looked up from then on, on any
+    thread.
+
+    Args:
+        num_buckets: number of shapes that the messages of an edge may have.
+        prepare: called with each new plan, before it is used.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        placement: Placement,
+        rank: int,
+        edge: EdgeOf,
+        *,
+        prepare: Callable[[EdgePlan], None],
+        num_buckets: int = 1,
+    ) -> None:
+        self._layout, self._placement, self._rank, self._edge = layout, placement, rank, edge
+        self._prepare, self._num_buckets = prepare, num_buckets
+        self._known: dict[tuple[MessageKind, int, int, int], Route] = {}
+        self._plans: dict[tuple[MessageKind, int, int, ArrayEdge], EdgePlan] = {}
+
+    def of(self, message: Message, bucket: int = 0) -> Route:
+        """Returns the route of a message. Raises ValueError if the edge does not fit its units."""
+        kind, source, target, _ = message
+        which = kind, source, target, bucket
+        if (known := self._known.get(which)) is not None:
+            return known
+        from_unit, to_unit = _units_of(self._placement, message)
+        sources, targets = self._layout.ranks_of(from_unit), self._layout.ranks_of(to_unit)
+        receivers = tuple(rank for rank in targets if sender_for(sources, targets, rank) == self._rank)
+        plan, edge = None, self._edge(message, bucket)
+        if edge is not None:
+            plan = self._plans.get((*which[:3], edge))  # of another bucket, in which the same arrays travel
+            if plan is None:
+                plan = self._plans[*which[:3], edge] = EdgePlan(edge, self._layout, from_unit, to_unit, self._rank)
+                if from_unit == to_unit and not plan.is_in_process:
+                    raise ValueError(
+                        f"unit {from_unit} spans processes and hands chunk {source}'s output to its own chunk "
+                        f"{target} in another sharding: give both the same"
+                    )
+                self._prepare(plan)
+        route = self._known[which] = Route(plan, to_unit, receivers, self._rank in targets)
+        return route
+
+    def prepare(self, messages: Iterable[Message]) -> None:
+        """Works out the routes of such messages in every bucket."""
+        for message in messages:
+            for bucket in range(self._num_buckets if message.kind in _BY_BUCKET else 1):
+                self.of(message, bucket)
+
+    def expected(self, message: Message, bucket: int = 0) -> Route:
+        """Returns the route of a message that has come. Raises MalformedMessage if it is not for a unit of this
+        rank."""
+        route = self._known.get((*message[:3], bucket))
+        if route is None:
+            # Numbers from another process are checked before they make a plan, which takes time and memory.
+            numbered = self._layout.num_units if message.kind in _BETWEEN_UNITS else self._placement.num_chunks
+            is_known = max(message.source, message.target) < numbered and bucket < self._num_buckets
+            route = self.of(message, bucket) if is_known else None
+        if route is None or not route.is_to_here:
+            raise MalformedMessage(f"the message '{message}' of bucket {bucket} is not for rank {self._rank}")
+        return route
+
+    def plan_from(self, message: Message, bucket: int, sender: int) -> EdgePlan:
+        """Returns the plan of a message that has come. Raises MalformedMessage if ``sender`` has no part in it."""
+        plan = self.expected(message, bucket).plan
+        if plan is None or sender not in plan.incoming:
+            raise MalformedMessage(f"rank {sender} sends no part of the message '{message}' of bucket {bucket}")
+        return plan
+
+
+def partners(layout: Layout, placement: Placement, rank: int, messages: Iterable[Message]) -> set[int]:
+    """Returns the ranks with which ``rank`` exchanges such messages. The relation is symmetric."""
+    found: set[int] = set()
+    for message in messages:
+        ends = [layout.ranks_of(unit) for unit in _units_of(placement, message)]
+        found |= {other for here, there in (ends, ends[::-1]) if rank in here for other in there}
+    return found - {rank}
+
+
+def _units_of(placement: Placement, message: Message) -> tuple[int, int]:
+    """Returns the sending and the receiving unit."""
+    if message.kind in _BETWEEN_UNITS:
+        return message.source, message.target
+    return placement.stage_of_chunk[message.source], placement.stage_of_chunk[message.target]

@@ -8,8 +8,7 @@ from typing import Any
 
 from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.layout import Layout
-from rrfp_jax.runtime.cluster import join
-from rrfp_jax.runtime.membership import membership_from
+from rrfp_jax.runtime.cluster import join, membership_from
 
 PATIENCE_S = 60.0
 DIFFERENCES = ("partition", "computation", "compiled", "optimizer", "parameters", "steps", "nothing")

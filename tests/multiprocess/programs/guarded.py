@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 
 from rrfp_jax.cluster import ClusterConfig
-from rrfp_jax.runtime.cluster import join
-from rrfp_jax.runtime.membership import membership_from
+from rrfp_jax.runtime.cluster import join, membership_from
 
 PATIENCE_MS = 60_000
 

@@ -10,8 +10,7 @@ import numpy as np
 from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.core import GroupProtocol, Ordering, StepRules
 from rrfp_jax.layout import Layout
-from rrfp_jax.runtime.cluster import join
-from rrfp_jax.runtime.membership import membership_from
+from rrfp_jax.runtime.cluster import join, membership_from
 from rrfp_jax.schedules import chain, looped
 
 PATIENCE_S = 60.0

@@ -9,8 +9,7 @@ import threading
 import time
 
 from rrfp_jax.cluster import ClusterConfig
-from rrfp_jax.runtime.cluster import StartFailed, join
-from rrfp_jax.runtime.membership import membership_from
+from rrfp_jax.runtime.cluster import StartFailed, join, membership_from
 
 FOREVER_S = 600.0
 

@@ -12,7 +12,7 @@ from typing import Any
 from experiments.emulate import main
 from rrfp_jax.commands.common.errors import run_command
 from rrfp_jax.runtime import process
-from rrfp_jax.runtime.transports import probing
+from rrfp_jax.runtime.transports import transfer as probing
 
 
 class Trying(process.Process):

@@ -7,8 +7,7 @@ import sys
 import time
 
 from rrfp_jax.cluster import ClusterConfig
-from rrfp_jax.runtime.cluster import join
-from rrfp_jax.runtime.membership import membership_from
+from rrfp_jax.runtime.cluster import join, membership_from
 
 DEVICES = 2
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rrfp_jax.cluster import ClusterConfig, Membership, RendezvousServer, RunKey
-from rrfp_jax.runtime.cluster import Cluster, join
-from rrfp_jax.runtime.membership import membership_from
+from rrfp_jax.runtime.cluster import Cluster, join, membership_from
 from tests.multiprocess.cases import Case, read_cases, result_file
+from tests.runtime.logged_runs import replays_as_recorded
 
 PATIENCE_S = 120.0
 
@@ -137,7 +137,7 @@ def _check_announcements(pipeline: Any, process: Any, looking_ahead: int) -> Non
         leads = process.members()[unit][0] == 0
         assert any(isinstance(event, TaskAnnounced) for event, _ in entries) == leads, (unit, process.rank)
         assert any(isinstance(answer, Announce) for _, answers in entries for answer in answers) == leads
-        assert all(segment.replay() == segment.entries for segment in log.segments)
+        assert replays_as_recorded(log)
     if not process.rank:
         assert looking_ahead == process.layout.num_units
 

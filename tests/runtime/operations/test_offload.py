@@ -15,11 +15,11 @@ from rrfp_jax.core import Ordering, StepRules
 from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.runtime.operations import offloading
-from rrfp_jax.runtime.operations.context import check_operations
-from rrfp_jax.runtime.operations.offloading import COPY, device_slots, offload
+from rrfp_jax.runtime import operations as offloading
+from rrfp_jax.runtime.operations import COPY, device_slots, offload
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.stage import check_operations
 from rrfp_jax.runtime.stage_threads import Launched
 from rrfp_jax.schedules import Placement, ScheduleRequest, ScheduleTable, Task, build_schedule, linear, looped
 from rrfp_jax.schedules.slots import SlotLengths, execute

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from rrfp_jax.core import Event, FinishStep, IllegalTransition, Instruction, RunTask, StageArbiter, TaskFinished
 from rrfp_jax.core.explain import event_text, instruction_text
 from rrfp_jax.core.snapshot import rebuild
-from rrfp_jax.runtime.event_log.files import RunLog, SegmentLog, StageLog
-from rrfp_jax.runtime.event_log.recording import StageRecorder, open_segment
+from rrfp_jax.runtime.event_log import RunLog, Segment, StageLog, StageRecorder, open_segment
 from rrfp_jax.runtime.failure import StageState, WaitForReport, stage_state
 from rrfp_jax.schedules import COMPUTE
 from rrfp_jax.schedules.timeline import Span, Timeline, Wait
@@ -96,14 +95,14 @@ class _Replay:
             self._begin(segment, is_first=not number)
             for event, recorded in segment.entries:
                 if self.difference is None:
-                    self._feed(event, recorded)
+                    self._feed(event, tuple(recorded))
         return self._result()
 
-    def _begin(self, segment: SegmentLog, *, is_first: bool) -> None:
+    def _begin(self, segment: Segment, *, is_first: bool) -> None:
         if self.difference is not None:
             return
         try:
-            opened = open_segment(self.arbiter, segment.ended, segment.early, segment.estimates)
+            opened = open_segment(self.arbiter, segment)
         except Exception as error:  # nothing that comes early is refused, so this log was changed
             raise ValueError(f"the log of stage {self.log.arbiter.stage} contradicts itself: {error}") from error
         if is_first or opened.key() == self.arbiter.key():
@@ -156,11 +155,9 @@ class _Replay:
 
     def _ran(self, run: RunTask, end_s: float) -> None:
         start_s, lane = self.dispatched_s.pop(run, end_s), self.run_log.graph.lane(run.task.kind)
-        if lane != COMPUTE:
-            self.recorder.ran_beside(run, start_s, end_s, lane)
-            return
-        self.recorder.ran(run, max(self.last_end_s, start_s), end_s)
-        self.last_end_s = end_s
+        if lane == COMPUTE:  # A task may have been dispatched behind another, which has just ended.
+            start_s, self.last_end_s = max(self.last_end_s, start_s), end_s
+        self.recorder.ran(run, start_s, end_s, lane)
 
     def _result(self) -> StageReplay:
         log, stage = self.run_log, self.log.arbiter.stage

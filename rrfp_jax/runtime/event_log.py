@@ -1,6 +1,13 @@
-"""Event logs as files, from which a process's arbiters can be rebuilt and fed again without JAX.
+"""The records of a running stage: its arbiter's events and answers, the times of its tasks, and their files.
 
-A log is gzipped JSON with a name and a version, so that any program can read it; never a pickle.
+The log of events is kept in segments of one step. A segment opens when the stage is idle: the arbiter's whole state is
+then the step that it has ended, its estimates for foresight, and the events that came early for later steps. The
+segment keeps the state and begins with the early events, so a replay needs nothing from before it; only the newest
+segments are kept.
+
+From a file a process's arbiters can be rebuilt and fed again without JAX, model or hardware
+(:mod:`rrfp_jax.runtime.replay`). It is gzipped JSON with a name and a version, so that any program can read it; never a
+pickle.
 """
 
 import gzip
@@ -9,20 +16,21 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rrfp_jax.bounded_text import shown
-from rrfp_jax.core import Estimates, Event, Instruction, RunTask
+from rrfp_jax.core import Estimates, Event, FinishStep, Instruction, RunTask, StageArbiter
 from rrfp_jax.core.snapshot import SavedArbiter, save_arbiter
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
-from rrfp_jax.runtime.event_log.recording import EventLog
 from rrfp_jax.runtime.failure import WaitForReport
-from rrfp_jax.schedules import PipelineGraph, Placement, Task
+from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task
+from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 
 FORMAT, VERSION = "rrfp-jax event log", 7
 PATTERN = "events*.json.gz"
@@ -36,6 +44,100 @@ _LAST_S = 1e12
 """Latest time in a log, in seconds: some thousands of years."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Events from one step's end to the next."""
+
+    ended: int | None
+    """The step that the stage had ended before; None: it had not begun."""
+    early: tuple[Event, ...]
+    """Events for later steps that had come before, in order."""
+    estimates: Estimates | None
+    """The stage's estimates at that time; None if it has no foresight."""
+    entries: list[tuple[Event, list[Instruction]]]
+    """Each event and the instructions that answered it."""
+
+
+def open_segment(arbiter: StageArbiter, segment: Segment) -> StageArbiter:
+    """Returns an arbiter made like this one, in the state in which a segment begins."""
+    fresh = arbiter.fresh(segment.ended, segment.estimates)
+    for event in segment.early:
+        fresh.handle(event)  # its answers, notes to a group, were given when it came
+    return fresh
+
+
+class EventLog:
+    """The newest ``max_segments`` segments of one stage."""
+
+    def __init__(self, arbiter: StageArbiter, max_segments: int) -> None:
+        self._arbiter, self.arbiter = arbiter, arbiter.fresh(None)
+        """The stage's own arbiter, and one made like it that is never driven."""
+        self.segments: deque[Segment] = deque(maxlen=max_segments)
+        self._open(arbiter.step, [])
+
+    def append(self, event: Event, instructions: list[Instruction]) -> None:
+        """Logs an event and its answer; the end of a step opens the next segment."""
+        self.entries.append((event, instructions))
+        if instructions and isinstance(instructions[-1], FinishStep):
+            ended = instructions[-1].step
+            events = [*self.segments[-1].early, *(event for event, _ in self.entries)]
+            self._open(ended, [event for event in events if event.step > ended])
+
+    def _open(self, ended: int | None, early: Iterable[Event]) -> None:
+        segment = Segment(ended=ended, early=tuple(early), estimates=self._arbiter.estimates(), entries=[])
+        self.segments.append(segment)
+        self.entries = segment.entries
+        """The entries of the newest segment."""
+
+
+class StageRecorder:
+    """Records when a stage's tasks ran and why it was idle in between, as the spans and waits of a Timeline."""
+
+    def __init__(self, stage: int, num_stages: int) -> None:
+        self._stage = stage
+        self._timeline = Timeline(num_stages)
+        self._reason: IdleReason | None = None
+        self._since_s = 0.0
+        self._step = 0
+
+    def begin(self, step: int, time_s: float) -> None:
+        """Starts a step; all records belong to it until the next one."""
+        self._reason = None
+        self._step, self._since_s = step, time_s
+
+    def ran(self, instruction: RunTask, start_s: float, end_s: float, lane: str = COMPUTE) -> None:
+        """Records a task that has run on a lane; if that is compute, the time since it was chosen went to the host."""
+        if lane != COMPUTE:
+            self._timeline.spans.append(Span(instruction.step, self._stage, instruction.task, start_s, end_s, lane))
+            return
+        if start_s > self._since_s:
+            self._timeline.waits.append(Wait(self._step, self._stage, self._since_s, start_s, IdleReason.HOST))
+        self._reason = None
+        self._timeline.spans.append(Span(instruction.step, self._stage, instruction.task, start_s, end_s))
+        self._since_s = end_s
+
+    def observe(self, time_s: float, reason: IdleReason | None) -> None:
+        """Records that the stage is idle for this reason from now on, or has a task to run (None)."""
+        if reason is not self._reason:
+            self.end(time_s)
+            self._reason = reason
+
+    def take(self) -> Timeline:
+        """Returns the records so far and begins anew."""
+        taken = self._timeline
+        self._timeline = Timeline(taken.num_stages)
+        return taken
+
+    def end(self, time_s: float) -> None:
+        """Ends the stage's idleness, or the step, at this time."""
+        if self._reason is None:
+            return
+        if time_s > self._since_s:
+            self._timeline.waits.append(Wait(self._step, self._stage, self._since_s, time_s, self._reason))
+            self._since_s = time_s
+        self._reason = None
+
+
 class StartedTask(NamedTuple):
     """The task that a stage's thread was running when the log was taken."""
 
@@ -45,25 +147,11 @@ class StartedTask(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentLog:
-    """Events from one step's end to the next."""
-
-    ended: int | None
-    """The step that the stage had ended before; None: it had not begun."""
-    early: tuple[Event, ...]
-    """Events for later steps that had come before, in order."""
-    estimates: Estimates | None
-    """The stage's estimates at that time; None if it has no foresight."""
-    entries: tuple[tuple[Event, tuple[Instruction, ...]], ...]
-    """Each event and the instructions that answered it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class StageLog:
     """The newest segments of one stage."""
 
     arbiter: SavedArbiter
-    segments: tuple[SegmentLog, ...]
+    segments: tuple[Segment, ...]
     started: StartedTask | None
 
 
@@ -116,7 +204,7 @@ def take_log(
         rank, clock_offset_s: see :class:`RunLog`.
         taken_s: the time of the call, in seconds on the clock of the events; None: now.
     """
-    first, ending = next(iter(logs.values())).segments[-1].arbiter, None
+    first, ending = next(iter(logs.values())).arbiter, None
     if report is not None:
         failed = (state.stage for state in report.stages if state.failed and state.rank in (None, rank))
         ending = Ending(
@@ -125,6 +213,17 @@ def take_log(
             lost_ranks=report.lost_ranks,
             lost_stages=report.lost_stages,
         )
+    stages = []
+    for stage, log in sorted(logs.items()):
+        running = (started or {}).get(stage)
+        stages.append(
+            StageLog(
+                arbiter=save_arbiter(log.arbiter),
+                # The stage's own thread may append meanwhile.
+                segments=tuple(replace(each, entries=each.entries.copy()) for each in log.segments.copy()),
+                started=running and StartedTask(running[0].step, running[0].task, running[1]),
+            )
+        )
     return RunLog(
         rank=rank,
         clock_offset_s=clock_offset_s,
@@ -132,25 +231,7 @@ def take_log(
         ending=ending,
         graph=first.graph,
         placement=first.placement,
-        stages=tuple(_stage(log, (started or {}).get(stage)) for stage, log in sorted(logs.items())),
-    )
-
-
-def _stage(log: EventLog, started: tuple[RunTask, float] | None) -> StageLog:
-    segments = list(log.segments)
-    return StageLog(
-        arbiter=save_arbiter(segments[0].arbiter),
-        segments=tuple(
-            SegmentLog(
-                ended=segment.ended,
-                early=tuple(segment.early),
-                estimates=segment.estimates,
-                # the stage's own thread may append meanwhile
-                entries=tuple((event, tuple(instructions)) for event, instructions in segment.entries.copy()),
-            )
-            for segment in segments
-        ),
-        started=started and StartedTask(started[0].step, started[0].task, started[1]),
+        stages=tuple(stages),
     )
 
 
