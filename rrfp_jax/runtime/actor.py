@@ -120,8 +120,11 @@ class StageActor:
     def decide(self, instruction: RunTask, due_s: float) -> None:
         """Has the successor of a task chosen that is about to end; the decision was due at ``due_s``."""
         assert isinstance(self._threads, LaunchAndWait)
-        with self._threads.answering(due_s):
+        self._threads.answers_due_s = due_s
+        try:
             self._handle(DecideNow(instruction.step, time.perf_counter(), instruction.task))
+        finally:
+            self._threads.answers_due_s = None
 
     def give_up(self) -> None:
         """Ends all waits for inputs, since the run ends."""

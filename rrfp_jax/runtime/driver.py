@@ -215,7 +215,7 @@ class PipelineRuntime:
     def name_tasks(self, is_on: bool) -> None:
         """Names every task in traces of :mod:`jax.profiler`, or no more; no step may be under way."""
         for thread in self._threads:
-            thread.name_tasks(is_on)
+            thread.names_tasks = is_on
 
     def close(self) -> bool:
         """Stops the threads, and the loop if it is the runtime's own; the future of a step under way fails.
@@ -225,7 +225,7 @@ class PipelineRuntime:
         with self._closing:  # Steps submitted before are on the loop by now, ahead of the end.
             was_closed, self._is_closed = self._is_closed, True
         if was_closed:
-            return not any(thread.is_alive() for thread in self._threads)
+            return all(thread.join(0.0) for thread in self._threads)
         for thread in self._threads:
             thread.ask_to_stop()
         for actor in self._actors.values():

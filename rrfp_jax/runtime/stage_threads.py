@@ -18,13 +18,19 @@ event loop's timers are too coarse: it waits for instructions until the decision
 :class:`rrfp_jax.core.DecisionTimer` learns how long after a task's start that is, from the lengths of tasks and from
 the host's latency. The latency of a decision is the time from when it was due to the end of the launch that answers it,
 plus the time by which the thread woke up late: the start of the task was seen about as late.
+
+Names in traces
+---------------
+With ``names_tasks`` an annotation for :mod:`jax.profiler` encloses each task, with its name (``2F5``) and its step.
+Where one thread launches and waits the annotation is as long as the task. Elsewhere it is as long as the launch, and the
+device's own lines of the trace show the rest.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -141,10 +147,9 @@ _Launch = Callable[[int, Task], Launched]
 """Gives a task of a step to the devices."""
 _Done = Callable[[RunTask, float, float, BaseException | None], None]
 """Called with an instruction, its start and end (``time.perf_counter``) and its error, if any."""
-_Decide = Callable[[RunTask, float], None]
-"""Called with a task that is about to end, and the time at which the call was due."""
 _Running = tuple[RunTask, float]
 """An instruction, and the time of its start."""
+_WITHOUT_NAME = nullcontext()
 
 
 class StageThreads:
@@ -157,15 +162,15 @@ class StageThreads:
 
     submit: Callable[..., None]
     """Enqueues an instruction."""
-    _launches_and_waits = True
-    """Whether one thread does both."""
 
     def __init__(self, launch: _Launch, done: _Done, targets: dict[str, Callable[[], None]]) -> None:
-        self._launch, self._unnamed_launch, self._done = launch, launch, done
+        self._launch, self._done = launch, done
         self._queue: SimpleQueue[Any] = SimpleQueue()
         self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in targets.items()]
         self._launching: _Running | None = None
         self._running: _Running | None = None
+        self.names_tasks = False
+        """Whether tasks have names in traces; changed while no step is under way."""
 
     @property
     def started(self) -> _Running | None:
@@ -181,24 +186,16 @@ class StageThreads:
         """Makes a call at a time, if these threads can do so at no cost; returns whether they will."""
         return False
 
-    def name_tasks(self, is_on: bool) -> None:
-        """Names tasks in traces of :mod:`jax.profiler` from now on, or no more; no step may be under way."""
-        self._launch = _named(self._unnamed_launch, self._launches_and_waits) if is_on else self._unnamed_launch
-
     def ask_to_stop(self) -> None:
         """Ends the threads after the queued work."""
         self._queue.put(None)
-
-    def is_alive(self) -> bool:
-        """Returns whether a thread has not ended."""
-        return any(thread.is_alive() for thread in self._threads)
 
     def join(self, timeout_s: float) -> bool:
         """Blocks until the threads have ended, at most so long; returns whether they have."""
         until_s = time.perf_counter() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.perf_counter()))
-        return not self.is_alive()
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 class ComputeThread(StageThreads):
@@ -222,12 +219,14 @@ class ComputeThread(StageThreads):
     def _work(self) -> None:
         clock = time.perf_counter
         while (instruction := self._next()) is not None:
+            step, task = instruction
             error: BaseException | None = None
             start_s = clock()
             self._running = (instruction, start_s)
             try:
-                start_s, wait = self._launch(instruction.step, instruction.task)
-                wait()
+                with TraceAnnotation(str(task), step=step) if self.names_tasks else _WITHOUT_NAME:
+                    start_s, wait = self._launch(step, task)
+                    wait()
             except BaseException as caught:
                 error = caught
             end_s = clock()
@@ -257,20 +256,26 @@ class LaunchAndWait(StageThreads):
     """Launches instructions in one thread; waits for them, and reports each completion, in another.
 
     Args:
-        decide: asked for the successor of a task, shortly before its end; None: no decision is asked for.
+        decide: called shortly before the end of a task with the task and the time at which the call was due; asks for
+            the task's successor.
         rule: how long before; None: the rule for stages of which nothing else hides a launch.
     """
 
-    _launches_and_waits = False
-
     def __init__(
-        self, name: str, launch: _Launch, done: _Done, *, decide: _Decide | None = None, rule: TimingRule | None = None
+        self,
+        name: str,
+        launch: _Launch,
+        done: _Done,
+        *,
+        decide: Callable[[RunTask, float], None] = lambda run, due_s: None,
+        rule: TimingRule | None = None,
     ) -> None:
         super().__init__(launch, done, {name: self._launch_all, f"{name}-wait": self._wait_for_all})
-        # The queue holds orders and, where decisions are asked for, tasks that have started.
+        # The queue holds orders, and tasks that have started.
         self._launched: SimpleQueue[tuple[RunTask, Launched | BaseException, AwaitedInputs | None] | None]
         self._launched = SimpleQueue()
-        self._answered_s: float | None = None
+        self.answers_due_s: float | None = None
+        """Time at which the decision was due that instructions submitted now answer."""
         self.submit = self._submit
         # All that follows is owned by the thread that launches, except for ``_ended``.
         self._decide, self._timer = decide, DecisionTimer(rule or TimingRule())
@@ -284,46 +289,33 @@ class LaunchAndWait(StageThreads):
         """Tasks that have ended with their lengths, as the thread that waits has seen them."""
 
     def _submit(self, instruction: RunTask, inputs: AwaitedInputs | None = None) -> None:
-        self._queue.put(_Order(instruction, self._answered_s, inputs))
-
-    @contextmanager
-    def answering(self, due_s: float) -> Iterator[None]:
-        """Marks instructions submitted within the block as the answer to a decision that was due at ``due_s``."""
-        self._answered_s = due_s
-        try:
-            yield
-        finally:
-            self._answered_s = None
-
-    # -- on the thread that launches ---------------------------------------------------------------------------------
+        self._queue.put(_Order(instruction, self.answers_due_s, inputs))
 
     def _launch_all(self) -> None:
-        if self._decide is not None:
-            reduce_timer_slack()
-        get = self._queue.get if self._decide is None else self._next_order
-        while (order := get()) is not None:
-            self._launch_one(*order)
-            del order
+        """Launches what is ordered, on one thread."""
+        reduce_timer_slack()
+        while (order := self._next_order()) is not None:
+            instruction, due_s, inputs = order
+            step, task = instruction
+            self._last, self._due = instruction, None
+            result: Launched | BaseException
+            try:
+                if inputs is not None:
+                    inputs.fetch()
+                self._launching = (instruction, time.perf_counter())
+                with TraceAnnotation(str(task), step=step) if self.names_tasks else _WITHOUT_NAME:
+                    result = self._launch(step, task)
+            except BaseException as caught:
+                result = caught
+            self._launching = None
+            self._launched.put((instruction, result, inputs))
+            if due_s is not None:
+                self._timer.latency(time.perf_counter() - due_s + self._late_s)
+            del order, inputs, result  # They hold results of tasks, which nobody may keep alive here.
         self._launched.put(None)
-
-    def _launch_one(self, instruction: RunTask, due_s: float | None, inputs: AwaitedInputs | None) -> None:
-        self._last, self._due = instruction, None
-        result: Launched | BaseException
-        try:
-            if inputs is not None:
-                inputs.fetch()
-            self._launching = (instruction, time.perf_counter())
-            result = self._launch(instruction.step, instruction.task)
-        except BaseException as caught:
-            result = caught
-        self._launching = None
-        self._launched.put((instruction, result, inputs))
-        if self._decide is not None and due_s is not None:
-            self._timer.latency(time.perf_counter() - due_s + self._late_s)
 
     def _next_order(self) -> _Order | None:
         """Returns the next instruction; asks for decisions meanwhile."""
-        assert self._decide is not None
         while True:
             remaining_s = None if self._due is None else max(0.0, self._due[1] - time.perf_counter())
             try:
@@ -344,68 +336,28 @@ class LaunchAndWait(StageThreads):
             if instruction is self._last:
                 self._due = (instruction, start_s + self._timer.delay_s(instruction.task))
 
-    # -- on the thread that waits ------------------------------------------------------------------------------------
-
     def _wait_for_all(self) -> None:
-        free_s = 0.0
+        """Waits for the launched tasks and reports them, on the other thread."""
+        free_s = 0.0  # the end of the task before
         while (item := self._launched.get()) is not None:
-            free_s = self._wait_for_one(*item, free_s)
-            del item  # It holds the results of the task, which nobody may keep alive here.
-
-    def _wait_for_one(
-        self, instruction: RunTask, result: Launched | BaseException, inputs: AwaitedInputs | None, free_s: float
-    ) -> float:
-        """Waits for a task and reports it; returns the time of its end. ``free_s`` is the end of the task before."""
-        error: BaseException | None = None
-        start_s = free_s
-        if isinstance(result, Launched):
-            start_s = max(result.begun_s, free_s)
-            if inputs is not None:
-                inputs.came.wait()
-                start_s = max(start_s, time.perf_counter())
-            self._running = (instruction, start_s)
-            if self._decide is not None:
+            instruction, result, inputs = item
+            error: BaseException | None = None
+            start_s = free_s
+            if isinstance(result, Launched):
+                start_s = max(result.begun_s, free_s)
+                if inputs is not None:
+                    inputs.came.wait()
+                    start_s = max(start_s, time.perf_counter())
+                self._running = (instruction, start_s)
                 self._queue.put(self._running)
-            try:
-                result.wait()
-            except BaseException as caught:
-                error = caught
-        else:  # A failed launch is reported in its turn, behind the tasks that may have caused it.
-            error = result
-        end_s = time.perf_counter()
-        self._running = None
-        if self._decide is not None:
-            self._ended.append((instruction.task, end_s - start_s))
-        self._done(instruction, start_s, end_s, error)
-        return end_s
-
-
-def _named(launch: _Launch, until_ended: bool) -> _Launch:
-    """Returns a ``launch`` that encloses each task in an annotation with its name, ``2F5``, and its step.
-
-    Where one thread launches and waits (``until_ended``) the annotation is as long as the task. Elsewhere it is as long
-    as the launch, and the device's own lines of the trace show the rest. Without a trace the untouched ``launch`` runs.
-    """
-
-    def launched(step: int, task: Task) -> Launched:
-        with TraceAnnotation(str(task), step=step):
-            return launch(step, task)
-
-    def launched_and_waited_for(step: int, task: Task) -> Launched:
-        annotation = TraceAnnotation(str(task), step=step)
-        annotation.__enter__()
-        try:
-            begun_s, wait = launch(step, task)
-        except BaseException:
-            annotation.__exit__(None, None, None)
-            raise
-
-        def wait_to_the_end() -> None:
-            try:
-                wait()
-            finally:
-                annotation.__exit__(None, None, None)
-
-        return Launched(begun_s, wait_to_the_end)
-
-    return launched_and_waited_for if until_ended else launched
+                try:
+                    result.wait()
+                except BaseException as caught:
+                    error = caught
+            else:  # A failed launch is reported in its turn, behind the tasks that may have caused it.
+                error = result
+            free_s = time.perf_counter()
+            self._running = None
+            self._ended.append((instruction.task, free_s - start_s))
+            self._done(instruction, start_s, free_s, error)
+            del item, result, inputs, error  # They hold results of the task, which nobody may keep alive here.

@@ -71,7 +71,6 @@ def test_tasks_are_reported_in_order_one_span_after_another(way: type[Any]) -> N
     assert times == sorted(times)
     threads.ask_to_stop()
     assert threads.join(10)
-    assert not threads.is_alive()
     assert threads.started is None
 
 
@@ -100,7 +99,6 @@ def test_a_task_that_hangs_is_known_and_does_not_hold_up_who_closes(way: type[An
     assert before_s < threads.started[1] <= time.perf_counter()
     threads.ask_to_stop()
     assert not threads.join(0.05)
-    assert threads.is_alive()
     for end in device.ends.values():
         end.set()
     assert threads.join(10)
@@ -147,8 +145,8 @@ def run_timed(duration_s: float, num_tasks: int) -> tuple[list[tuple[RunTask, fl
     threads.start()
     decisions: list[tuple[RunTask, float, float]] = []
     for m in range(num_tasks):
-        with threads.answering(decisions[-1][1] if decisions else time.perf_counter()):
-            threads.submit(RunTask(0, Task.parse(f"0F{m}")))
+        threads.answers_due_s = decisions[-1][1] if decisions else time.perf_counter()
+        threads.submit(RunTask(0, Task.parse(f"0F{m}")))
         eventually(lambda m=m: reports.qsize() == m + 1)
         while not asked.tasks.empty():
             decisions.append(asked.tasks.get())
@@ -249,7 +247,7 @@ def test_a_name_lasts_as_long_as_its_thread_has_the_task(
         return Launched(0.0, lambda: told.append("wait"))
 
     threads = make("stage", launch, lambda *_: told.append("done"))
-    threads.name_tasks(True)
+    threads.names_tasks = True
     threads.start()
     threads.submit(RunTask(3, Task.parse("2F5")))
     threads.ask_to_stop()
@@ -257,22 +255,28 @@ def test_a_name_lasts_as_long_as_its_thread_has_the_task(
     assert told == expected
 
 
-def test_without_names_the_launch_is_the_stage_s_own(told: list[str]) -> None:
-    def launch(step: int, task: Task) -> Launched:
-        return Launched(0.0)
-
-    for threads in (ComputeThread("stage", launch, print), LaunchAndWait("stage", launch, print)):
-        for is_on in (True, False):
-            threads.name_tasks(is_on)
-        assert threads._launch is launch
+@both
+def test_without_names_nothing_is_annotated(way: type[Any], told: list[str]) -> None:
+    device = Device()
+    for end in device.ends.values():
+        end.set()
+    threads, _ = started(way, device)
+    threads.ask_to_stop()
+    assert threads.join(10)
     assert told == []
 
 
-@pytest.mark.parametrize("until_ended", [True, False])
-def test_a_task_that_fails_ends_its_name_too(until_ended: bool, told: list[str]) -> None:
+@both
+def test_a_task_that_fails_ends_its_name_too(way: type[Any], told: list[str]) -> None:
     def fails(step: int, task: Task) -> Launched:
         raise RuntimeError("out of memory")
 
-    with pytest.raises(RuntimeError, match="out of memory"):
-        stage_threads._named(fails, until_ended)(0, Task.parse("0B1"))
+    reports: SimpleQueue[Report] = SimpleQueue()
+    threads = way("stage", fails, lambda *report: reports.put(report))
+    threads.names_tasks = True
+    threads.start()
+    threads.submit(RunTask(0, Task.parse("0B1")))
+    threads.ask_to_stop()
+    assert threads.join(10)
+    assert str(reports.get(timeout=10)[3]) == "out of memory"
     assert told == ["begin 0B1 of step 0", "end 0B1 of step 0"]
