@@ -91,14 +91,22 @@ def join(
     )
     if is_misleading(host, port):  # the head is here, and listens on the interface that was named
         membership = membership.meeting_at(host_of(network.address).strip("[]"))
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # The system is not Linux.
+        boot = ""
     member = Member(
         rank=membership.rank,
         host=socket.gethostname(),
         pid=os.getpid(),
         address=network.address.as_dict(),
-        boot=_boot(),
+        boot=boot,
     )
-    request = JoinRequest.of(member, membership.num_ranks, {**configuration, **_about_jax()})
+    # Ranks with other versions, flags or settings of JAX may compile different programs, and then wait for each other,
+    # or begin with other parameters.
+    about_jax = {"version of jax": version("jax"), SERVICE_SECURITY: service_security()}
+    about_jax |= {**flags_agreed(os.environ), **settings_agreed(os.environ)}
+    request = JoinRequest.of(member, membership.num_ranks, {**configuration, **about_jax})
     try:
         members = meet(membership.rendezvous, request, key, deadline_s=config.start_deadline_s)
         addresses = {other.rank: PeerAddress(**other.address) for other in members}
@@ -108,20 +116,6 @@ def join(
             raise StartFailed(str(error)) from error
         raise
     return Cluster(membership, config, network, addresses, name_hosts(members), key=key)
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # the system is not Linux
-        return ""
-
-
-def _about_jax() -> dict[str, Any]:
-    """Returns versions, flags and settings of JAX."""
-    # ranks with other ones may compile different programs, and then wait for each other, or begin with other parameters
-    versions = {"version of jax": version("jax"), SERVICE_SECURITY: service_security()}
-    return {**versions, **flags_agreed(os.environ), **settings_agreed(os.environ)}
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -144,9 +138,12 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.rank, self.num_ranks = membership.rank, membership.num_ranks
         self.membership, self.network, self.addresses, self.hosts = membership, network, addresses, hosts
         self.loop = LoopThread()
-        self._config, self._key = config, key
+        self.config, self._key = config, key
         self._on_lost: Callable[[int, str], None] = self._give_up
-        self._on_left: Callable[[int], None] = self._give_up_too
+        # A rank that has ended counts as lost, unless it has ended for one that was lost before.
+        self._on_left: Callable[[int], None] = lambda rank: (
+            None if self._losses else self._give_up(rank, "it has ended")
+        )
         self._on_broken: Callable[[str], None] = self._give_up_broken
         self._broken: str | None = None
         self._losses: dict[int, str] = {}
@@ -192,7 +189,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             broken=lambda text: self._on_broken(text),  # noqa: PLW0108 - may be handed over
         )
         try:
-            self.network.wait_connected(self._config.start_deadline_s)
+            self.network.wait_connected(self.config.start_deadline_s)
         except ConnectionError as error:
             self.close()
             raise StartFailed(str(error)) from error
@@ -219,7 +216,8 @@ class Cluster(AbstractContextManager["Cluster"]):
             raise RuntimeError("JAX would wait in vain for a rank that dies: call connect first")
         from rrfp_jax.runtime.start_jax import explaining_plugins, naming_neighbours, start_jax_on_rank
 
-        warning = service_warning(self.membership.coordinator, self._own_host())
+        own_host = host_of(self.network.address).strip("[]")
+        warning = service_warning(self.membership.coordinator, own_host)
         if warning is not None and self.rank == 0:
             _LOG.warning("%s", warning)
         self._await_coordinator()
@@ -230,21 +228,11 @@ class Cluster(AbstractContextManager["Cluster"]):
                 self._key,
                 platform=platform,
                 num_local=num_local_devices,
-                listen_on=self._own_host(),
-                timeout_s=self._config.start_deadline_s,
+                listen_on=own_host,
+                timeout_s=self.config.start_deadline_s,
                 pinned=pinned,
-                per_device=self._config.processes_per_device,
+                per_device=self.config.processes_per_device,
             )
-
-    @property
-    def encrypts_arrays(self) -> bool:
-        """Whether arrays are to travel encrypted."""
-        return self._config.encrypt_arrays
-
-    @property
-    def processes_per_device(self) -> int:
-        """The number of processes of a host that share an accelerator."""
-        return self._config.processes_per_device
 
     @contextmanager
     def losses_first(self) -> Iterator[None]:
@@ -273,13 +261,10 @@ class Cluster(AbstractContextManager["Cluster"]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _own_host(self) -> str:
-        return self.network.address.messages.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
     def _await_coordinator(self) -> None:
         """Blocks until the coordination service answers. JAX by itself would go on trying without a word."""
         host, _, port = self.membership.coordinator.rpartition(":")
-        until_s = time.monotonic() + self._config.start_deadline_s
+        until_s = time.monotonic() + self.config.start_deadline_s
         while True:
             try:
                 socket.create_connection((host.strip("[]"), int(port)), timeout=_MOMENT_S).close()
@@ -296,10 +281,6 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._losses[rank] = reason
         self._has_lost.set()
         self._end_soon()
-
-    def _give_up_too(self, rank: int) -> None:
-        if not self._losses:  # else it has ended for one of these
-            self._give_up(rank, "it has ended")
 
     def _give_up_broken(self, text: str) -> None:
         self._broken = text

@@ -38,7 +38,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -56,87 +56,85 @@ _ABANDONED_S = 3600.0
 """Age at which a file that nobody has renamed counts as left by a process that died."""
 
 
-class _File(NamedTuple):
-    used_s: float
-    num_bytes: int
-    path: Path
+class CompileCache:
+    """Compiled programs by key, as JAX asks for them (its ``CacheInterface``); usable on any thread.
 
-
-class CacheDirectory:
-    """Keeps at most about ``max_bytes`` in ``path``, which is made when first needed, for its owner alone.
-
-    The entries that were used last stay longest. An entry that cannot be read is a miss, and one that cannot be written
-    is not kept: ``problem`` then has the error.
+    Keeps at most about ``max_bytes`` in ``path``, which is made when first needed, for its owner alone. The entries
+    that were used last stay longest. An entry that cannot be read is a miss, and one that cannot be written is not
+    kept: ``problem`` then has the error.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        self.path, self.max_bytes = path, max_bytes
+        self._path, self._max_bytes = path, max_bytes  # JAX names the path in its log
+        self._lock = threading.Lock()
+        self.num_hits = self.num_misses = 0
         self.problem: OSError | None = None
         """The last error when an entry was written."""
         self._unseen_bytes = max_bytes
         """Bytes that this process has written since it last looked at the whole directory."""
 
     def get(self, key: str) -> bytes | None:
-        """Returns the entry, which counts as used now; None if there is none, or a damaged one."""
-        path = self.path / f"{key}{_ENTRY}"
-        try:
+        """Returns a program, which counts as used now; None if it is not kept, or damaged."""
+        path, value = self._path / f"{key}{_ENTRY}", None
+        with suppress(OSError):
             data = path.read_bytes()
-        except OSError:
-            return None
-        value = data[_SUM_BYTES:]
-        if hashlib.sha256(value).digest() != data[:_SUM_BYTES]:
-            _remove(path)
-            return None
-        with suppress(OSError):  # of somebody else, or just removed
-            os.utime(path)
+            if hashlib.sha256(data[_SUM_BYTES:]).digest() == data[:_SUM_BYTES]:
+                value = data[_SUM_BYTES:]
+                os.utime(path)  # which fails for a file of somebody else, or one just removed
+            else:
+                path.unlink()
+        with self._lock:
+            self.num_hits += value is not None
+            self.num_misses += value is None
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Keeps an entry, and removes those that were not used for longest if there are too many."""
-        if len(value) > self.max_bytes:
+        """Keeps a program, and removes those that were not used for longest if there are too many."""
+        if key == _NEVER or len(value) > self._max_bytes:
             return
-        temporary = self.path / f"{secrets.token_hex(8)}{_TEMPORARY}"
+        temporary = self._path / f"{secrets.token_hex(8)}{_TEMPORARY}"
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             temporary.write_bytes(hashlib.sha256(value).digest() + value)
-            os.replace(temporary, self.path / f"{key}{_ENTRY}")
+            os.replace(temporary, self._path / f"{key}{_ENTRY}")
         except OSError as error:
             self.problem = error
-            _remove(temporary)
+            with suppress(OSError):
+                temporary.unlink()
             return
         self._unseen_bytes += len(value)
-        if self._unseen_bytes > self.max_bytes // 50:  # others write too, so the sum must be looked up now and then
+        if self._unseen_bytes > self._max_bytes // 50:  # others write too, so the sum must be looked up now and then
             self._unseen_bytes = 0
             self._tidy()
 
     def _tidy(self) -> None:
-        entries = self._files(_ENTRY)
-        excess = sum(entry.num_bytes for entry in entries) - self.max_bytes
+        files: list[tuple[float, int, Path]] = []
+        """Time of last use, size and path of each file."""
+        with suppress(OSError), os.scandir(self._path) as found:
+            for each in found:
+                with suppress(OSError):  # another process has removed it
+                    state = each.stat()
+                    files.append((state.st_mtime, state.st_size, Path(each.path)))
+        entries = sorted(file for file in files if file[2].suffix == _ENTRY)
+        excess = sum(num_bytes for _, num_bytes, _ in entries) - self._max_bytes
         if excess > 0:
-            excess += self.max_bytes // 10  # so that it takes a while until it is full again
-        for entry in sorted(entries):
+            excess += self._max_bytes // 10  # so that it takes a while until it is full again
+        abandoned_s = time.time() - _ABANDONED_S
+        removed = [path for used_s, _, path in files if path.suffix == _TEMPORARY and used_s < abandoned_s]
+        for _, num_bytes, path in entries:
             if excess <= 0:
                 break
-            _remove(entry.path)
-            excess -= entry.num_bytes
-        for left in self._files(_TEMPORARY):
-            if left.used_s < time.time() - _ABANDONED_S:
-                _remove(left.path)
+            removed.append(path)
+            excess -= num_bytes
+        for path in removed:
+            with suppress(OSError):
+                path.unlink()
 
-    def _files(self, suffix: str) -> list[_File]:
-        files = []
-        with suppress(OSError), os.scandir(self.path) as found:
-            for each in found:
-                if each.name.endswith(suffix):
-                    with suppress(OSError):  # another process has removed it
-                        state = each.stat()
-                        files.append(_File(state.st_mtime, state.st_size, Path(each.path)))
-        return files
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
+    def describe(self) -> str:
+        """Returns one line about all that it has done so far in this process."""
+        total = self.num_hits + self.num_misses
+        told = f"{total} programs in all: {self.num_hits} loaded from {self._path}, {self.num_misses} compiled"
+        return told if self.problem is None else f"{told}; they cannot be kept: {self.problem}"
 
 
 def cache_path(where: str, of_jax: str | None, environ: Mapping[str, str]) -> Path | None:
@@ -152,35 +150,6 @@ def cache_path(where: str, of_jax: str | None, environ: Mapping[str, str]) -> Pa
         return None if "://" in of_jax else Path(of_jax)
     home = environ.get("XDG_CACHE_HOME") or (environ.get("HOME") and f"{environ['HOME']}/.cache")
     return Path(home, "rrfp", "programs") if home and Path(home).is_absolute() else None
-
-
-class CompileCache:
-    """Compiled programs by key, as JAX asks for them (its ``CacheInterface``); usable on any thread."""
-
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        self._path = path  # JAX names it in its log
-        self._directory = CacheDirectory(path, max_bytes)
-        self._lock = threading.Lock()
-        self.num_hits = self.num_misses = 0
-
-    def get(self, key: str) -> bytes | None:
-        """Returns a program, or None if it is not kept."""
-        value = None if key == _NEVER else self._directory.get(key)
-        with self._lock:
-            self.num_hits += value is not None
-            self.num_misses += value is None
-        return value
-
-    def put(self, key: str, value: bytes) -> None:
-        """Keeps a program."""
-        if key != _NEVER:
-            self._directory.put(key, value)
-
-    def describe(self) -> str:
-        """Returns one line about all that it has done so far in this process."""
-        total, problem = self.num_hits + self.num_misses, self._directory.problem
-        told = f"{total} programs in all: {self.num_hits} loaded from {self._path}, {self.num_misses} compiled"
-        return told if problem is None else f"{told}; they cannot be kept: {problem}"
 
 
 def use_compile_cache(where: str = AUTO, max_bytes: int = DEFAULT_BYTES) -> CompileCache | None:
@@ -210,14 +179,10 @@ def use_compile_cache(where: str = AUTO, max_bytes: int = DEFAULT_BYTES) -> Comp
     return programs
 
 
-def host_digest() -> str:
-    """Returns a digest of the facts that machine code may depend on beyond JAX's key: the host's CPU, and the number of
-    threads that it is cut for."""
-    return _host_digest(os.environ.get("NPROC", ""))
-
-
 @cache
-def _host_digest(num_threads: str) -> str:
+def host_digest(num_threads: str) -> str:
+    """Returns a digest of the facts that machine code may depend on beyond JAX's key: the host's CPU, and the number of
+    threads that it is cut for (the variable ``NPROC``)."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -243,9 +208,10 @@ def _key(module: Any, devices: np.ndarray, options: Any, backend: Any, *rest: An
         shape = (assigned.replica_count(), assigned.computation_count())
         anywhere = np.arange(shape[0] * shape[1]).reshape(shape)
         options.device_assignment = DeviceAssignment.create(anywhere)
+    host = host_digest(os.environ.get("NPROC", ""))
     of_tpus = os.environ.get(LIBTPU, "") if backend.platform == "tpu" else ""
     told = f"-{hashlib.sha256(of_tpus.encode()).hexdigest()[:8]}" if of_tpus else ""
-    return f"{own_cache_key(module, devices, options, backend, *rest)}-{host_digest()}{told}"
+    return f"{own_cache_key(module, devices, options, backend, *rest)}-{host}{told}"
 
 
 def _write(key: str, seconds: float, name: str, backend: Any, executable: Any, *host_callbacks: Any) -> None:

@@ -21,7 +21,6 @@ error, with its ranks, in every process.
 
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -82,19 +81,20 @@ def _check(process: Process, work: Callable[[], _Work], name: str) -> None:
     found = _difference(process.gather(f"digests of each of the {name}", titles))
     assert found is not None
     where, title, ranks = found
-    # long texts differ in a line, which two ranks find without sending all of them
-    lines = own[where].get(title, "").split("\n") if process.rank in ranks else []
-    sums = process.gather(f"lines of {name}", [zlib.crc32(line.encode()) for line in lines])
-    first, second = (sums[rank] for rank in ranks)
-    most = max(len(first), len(second))
-    number = next((n for n in range(most) if first[n : n + 1] != second[n : n + 1]), 0)
-    line = lines[number].strip() if number < len(lines) and title in own[where] else None
-    told = process.gather(f"a line of {name}", line)
+    texts = process.gather(f"a text of {name}", own[where].get(title) if process.rank in ranks else None)
+    lines = [(texts[rank] or "").split("\n") for rank in ranks]
+    most = max(map(len, lines))
+    number = next((n for n in range(most) if lines[0][n : n + 1] != lines[1][n : n + 1]), 0)
+    shown = []
+    for rank, own_lines in zip(ranks, lines, strict=True):
+        value = own_lines[number].strip() if texts[rank] is not None and number < len(own_lines) else None
+        if value is not None:
+            value = f"{value[:160]}..." if len(value) > 160 else value or "without collectives"
+        shown.append(f"{value or 'missing'} on rank {rank}")
     at = f"{title}, line {number + 1} of its text," if most > 1 else title
     raise ValueError(
         f"rank {ranks[1]} and rank {ranks[0]} share {where}, and would wait for each other for ever: {at} is "
-        f"{_shown(told[ranks[1]])} on rank {ranks[1]} and {_shown(told[ranks[0]])} on rank {ranks[0]}; give all "
-        "processes the same model, partition and packages"
+        f"{shown[1]} and {shown[0]}; give all processes the same model, partition and packages"
     )
 
 
@@ -199,12 +199,6 @@ def _difference(told: Mapping[int, _Work]) -> tuple[str, str, tuple[int, int]] |
             if different is not None:
                 return where, different, (known_rank, rank)
     return None
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "missing"
-    return value if value and len(value) <= 160 else f"{value[:160]}..." if value else "without collectives"
 
 
 class _Part(NamedTuple):

@@ -332,10 +332,6 @@ class PipelineRuntime:
         self._serial.submit_always(self.steps.fail, PipelineClosed())
         self._serial.submit_always(left.set)
 
-    def is_under_way(self) -> bool:
-        """Returns whether a step that was submitted has not ended everywhere."""
-        return bool(self.steps)
-
     def _deliver(self, stage: int, step: int, message: Message, payload: Any) -> None:
         self._serial.submit(self._actors[stage].receive, step, message, payload)
 
@@ -350,7 +346,7 @@ class PipelineRuntime:
         deadline_s = self._options.progress_deadline_s
         progress_s = max(self.steps.begun_s, *(actor.last_event_s for actor in self._actors.values()))
         stalled_s = time.perf_counter() - progress_s
-        if self.is_under_way() and self.failure.failing is None and stalled_s > deadline_s:
+        if self.steps and self.failure.failing is None and stalled_s > deadline_s:
             summary = f"no task finished for {stalled_s:.1f} s (progress deadline {deadline_s:g} s)"
             self._serial.submit(self._give_up, NoProgress, summary)
         if self.peers is not None:
@@ -367,21 +363,17 @@ class PipelineRuntime:
 
     # -- giving up, in the serial executor ---------------------------------------------------------------------------
 
-    def _task_failed(self, stage: int, instruction: RunTask, error: BaseException) -> None:
-        if self._actors[stage].arbiter.awaits_input(instruction.task):
+    def _task_failed(self, stage: int, instruction: RunTask, error: BaseException, *, has_waited: bool = False) -> None:
+        if not has_waited and self._actors[stage].arbiter.awaits_input(instruction.task):
             # The task that makes its input has failed, too, and is about to say so: that is the cause to report.
             later_s = time.perf_counter() + _CAUSE_WITHIN_S
-            self.wake_later(later_s, partial(self._blame, stage, instruction, error))
-        else:
-            self._blame(stage, instruction, error)
-
-    def _blame(self, stage: int, instruction: RunTask, error: BaseException) -> None:
-        if isinstance(error, TransportFailed):
+            self.wake_later(later_s, partial(self._task_failed, stage, instruction, error, has_waited=True))
+        elif isinstance(error, TransportFailed):
             self._transport_failed(error)
-            return
-        name = f"{instruction.task} on {name_unit(stage, self._stages_of_replica)}"
-        summary = f"{self.steps.name(instruction.step)}: {name} failed: {error_text(error)}"
-        self._give_up(TaskFailed, summary, error, failed_stage=stage)
+        else:
+            name = f"{instruction.task} on {name_unit(stage, self._stages_of_replica)}"
+            summary = f"{self.steps.name(instruction.step)}: {name} failed: {error_text(error)}"
+            self._give_up(TaskFailed, summary, error, failed_stage=stage)
 
     def _transport_failed(self, error: Exception) -> None:
         """Gives the run up, since messages are missing from now on; on any thread. The failure is this process's,

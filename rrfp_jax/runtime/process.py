@@ -164,9 +164,9 @@ class Process:
             return
         spans = any(len(self.layout.ranks_of_stage(stage)) > 1 for stage in range(self.layout.num_stages))
         # Collectives of GPUs know no two processes on one device.
-        if platform != "cpu" and self.cluster.processes_per_device > 1 and spans:
+        if platform != "cpu" and self.cluster.config.processes_per_device > 1 and spans:
             raise ValueError(
-                f"processes_per_device is {self.cluster.processes_per_device}, but a stage's devices "
+                f"processes_per_device is {self.cluster.config.processes_per_device}, but a stage's devices "
                 f"lie in several processes ({self.layout.describe()}), whose collectives need devices of their own: "
                 "start fewer processes, or fewer devices for each stage"
             )
@@ -272,7 +272,13 @@ class Process:
             on_failure=self._on_failure,
         )
         if self.cluster is not None:
-            self.cluster.watch(self._lost, self._left, self._broken)
+            loop = self.cluster.loop.loop
+
+            def left(rank: int) -> None:
+                # The last messages of a rank that has ended in good order may still be on the way.
+                loop.call_later(_FAREWELL_S, self._has_left, rank)
+
+            self.cluster.watch(self._lost, left, self._broken)
             self.gather("start")
         return runtime
 
@@ -356,13 +362,22 @@ class Process:
         """
         if self.cluster is None:
             return frozenset()
-        stages = partners(self.layout, placement, self.rank, messages)
-        self.cluster.network.open_direct_connections(stages.union(neighbours(self.rank, self.layout.num_ranks)))
+        network, stages = self.cluster.network, partners(self.layout, placement, self.rank, messages)
+        network.open_direct_connections(stages.union(neighbours(self.rank, self.layout.num_ranks)))
         if self._selection == "sockets":
             return frozenset()
         arrays = [message for message in messages if message.kind not in _CONTROL_ONLY]
         others = partners(self.layout, placement, self.rank, arrays)
-        found = try_transfers(self.gather, self.rank, others, self._transfer_probe())
+        device = self.own_device(self.units[0])
+
+        def start() -> ServerProbe:
+            self._server = self._server or TransferServer(host_of(network.address))
+            return ServerProbe(self._server, self.rank, device)
+
+        why_not = None
+        if self._selection != "transfer" and not self._tries_transfer:
+            why_not = why_untried(device.platform, encrypts=self.cluster.config.encrypt_arrays)
+        found = try_transfers(self.gather, self.rank, others, why_not or start)
         refused = {pair: why for pair, why in found.items() if why}
         working = {rank for pair in found.keys() - refused.keys() if self.rank in pair for rank in pair}
         if not working and self._server is not None:  # It may lock much memory.
@@ -381,22 +396,6 @@ class Process:
             _LOG.info("%s%s", describe_transfers(found), locked)
         return frozenset(working - {self.rank})
 
-    def _transfer_probe(self) -> Callable[[], ServerProbe] | str:
-        """Returns a function that starts a trial of transfers; or the reason why none is tried."""
-        device = self.own_device(self.units[0])
-        assert self.cluster is not None
-        if self._selection != "transfer" and not self._tries_transfer:
-            why = why_untried(device.platform, encrypts=self.cluster.encrypts_arrays)
-            if why is not None:
-                return why
-        interface = host_of(self.cluster.network.address)
-
-        def start() -> ServerProbe:
-            self._server = self._server or TransferServer(interface)
-            return ServerProbe(self._server, self.rank, device)
-
-        return start
-
     # -- on the event loop -------------------------------------------------------------------------------------------
 
     def _lost(self, rank: int, reason: str) -> None:
@@ -412,14 +411,9 @@ class Process:
         if self._runtime is not None:
             self._runtime.failure.broken(text)
 
-    def _left(self, rank: int) -> None:
-        """Notes that a rank has ended in good order; its last messages may still be on the way, so waits for them."""
-        assert self.cluster is not None
-        self.cluster.loop.loop.call_later(_FAREWELL_S, self._has_left, rank)
-
     def _has_left(self, rank: int) -> None:
         assert self.peers is not None
-        if self._runtime is not None and self._runtime.is_under_way():
+        if self._runtime is not None and self._runtime.steps:
             self._lost(rank, "it ended while a step was under way")
         else:
             self.peers.lose(f"rank {rank} has ended")

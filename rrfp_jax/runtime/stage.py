@@ -43,7 +43,13 @@ from rrfp_jax.tree import children, parent
 
 @dataclass(kw_only=True)
 class OperationContext:
-    """One task of an operation, and the state of its chunk at that moment."""
+    """One task of an operation (:mod:`rrfp_jax.schedules.operations`), and the state of its chunk at that moment.
+
+    ``Op.run`` is called with it on the thread of its lane: the stage's compute thread, or a thread that the engine has
+    to itself. It launches its work and returns the arrays that are complete when that is done, or None. A method
+    ``check(devices)`` of it, if there is one, is called before anything is compiled, with the devices that it will run
+    on, and raises ValueError where it cannot.
+    """
 
     step: int
     task: Task
@@ -119,7 +125,7 @@ class _Step:
     """By chunk and microbatch, the arrays kept for the backward."""
     forwards: dict[Task, Callable[[], tuple[Any, Any]]] = field(default_factory=dict)
     """For operations that run a forward once more: a function that does so, and returns output and stash."""
-    owed: dict[tuple[int, int], Any] = field(default_factory=dict)
+    weight_residuals: dict[tuple[int, int], Any] = field(default_factory=dict)
     """By chunk and microbatch, the residuals that W needs once I has run."""
     losses: list[tuple[int, int, Loss]] = field(default_factory=list)
     """Microbatch, chunk and loss, appended once they are complete, and read in the serial executor."""
@@ -180,11 +186,11 @@ class ProgramStage:
         self.hands_ahead = self._posts_at_once
         self._leaves_ahead = LeavesAhead(stage) if self._posts_at_once else None
         """None where programs take NumPy's arrays as they are."""
-        self.ahead, self.fetch = self._mailbox.ahead, self._mailbox.fetch
+        self.accept, self.ahead, self.fetch = self._mailbox.accept, self._mailbox.ahead, self._mailbox.fetch
         self._enqueue: dict[TaskKind, Callable[..., _Enqueued]] = {
             TaskKind.F: self._forward,
-            TaskKind.B: self._backward,
-            TaskKind.I: self._input_gradient,
+            TaskKind.B: partial(self._backward, is_split=False),
+            TaskKind.I: partial(self._backward, is_split=True),
             TaskKind.W: self._weight_gradient,
             TaskKind.R: self._reduce,
             TaskKind.U: self._update,
@@ -212,9 +218,6 @@ class ProgramStage:
                 if programs.leaves:
                     coming.append(((step, microbatch), partial(_place, programs, batch, microbatch)))
             self._leaves_ahead.expect(chunk, coming)
-
-    def accept(self, step: int, message: Message, payload: Any) -> None:
-        self._mailbox.accept(step, message, payload)
 
     def payload(self, step: int, message: Message) -> Any:
         kind = message.kind
@@ -292,7 +295,9 @@ class ProgramStage:
             if self._posts_at_once:
                 begun_s = time.perf_counter()  # Elsewhere the program may run within its launch.
             # Values for chunks of this stage go at once: their task may be launched before this one has ended.
-            self._post(step, [each for each in enqueued.posts if self._posts_at_once or self._stays(each[0])])
+            self._post(
+                step, [each for each in enqueued.posts if self._posts_at_once or each[0].target in self._programs]
+            )
             if self._posts_at_once:
                 self._measure(step, task)
         except BaseException as error:
@@ -324,7 +329,7 @@ class ProgramStage:
             # Ready arrays too: an array whose program has failed says that it is ready, and raises here alone.
             jax.block_until_ready(enqueued.awaited)
             if not self._posts_at_once:
-                self._post(step, [each for each in enqueued.posts if not self._stays(each[0])])
+                self._post(step, [each for each in enqueued.posts if each[0].target not in self._programs])
                 self._measure(step, task)
         except BaseException as error:
             self._fail(error, task, read)
@@ -348,10 +353,6 @@ class ProgramStage:
                         f"what {task} reads could not be brought to the devices of stage {self._stage}: {cause}"
                     ) from cause
 
-    def _stays(self, message: Message) -> bool:
-        """Returns whether a message is for a chunk of this stage."""
-        return self._placement.stage_of_chunk[message.target] == self._stage
-
     def _post(self, step: int, posts: Iterable[tuple[Message, Any]]) -> None:
         for message, value in posts:
             self._mailbox.post(step, message, value, self._steps[step].batch.buckets[message.microbatch])
@@ -363,10 +364,8 @@ class ProgramStage:
         state = self._steps[step]
         bucket = 0 if task.microbatch < 0 else state.batch.buckets[task.microbatch]
         is_remade = bool(state.graph.ops) and self._is_remade(task.chunk, task.microbatch)
-        self._meter.ran(task, bucket, self._bytes_on_their_way(), is_remade=is_remade)
-
-    def _bytes_on_their_way(self) -> int:
-        return self._mailbox.held_bytes + self._environment.in_transit()
+        inbox_bytes = self._mailbox.held_bytes + self._environment.in_transit()
+        self._meter.ran(task, bucket, inbox_bytes, is_remade=is_remade)
 
     def _is_remade(self, chunk: int, microbatch: int) -> bool:
         """Returns whether an operation makes the stash of this pair."""
@@ -403,43 +402,41 @@ class ProgramStage:
         ]
         return _Enqueued(outputs, posts)
 
-    def _backward(self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...]) -> _Enqueued:
+    def _backward(
+        self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...], *, is_split: bool
+    ) -> _Enqueued:
+        """Launches B, or I alone (``is_split``), which leaves residuals to W."""
         state, held, programs = self._steps[step], self.states[chunk], self._programs_of(step, chunk, microbatch)
-        stash = state.stashes.pop((chunk, microbatch))
-        input_grads, held.accumulators, done = programs.backward(
-            held.params, stash, output_grads, held.accumulators, derived=held.derived
-        )
-        return _Enqueued(done, self._input_grads(step, chunk, microbatch, input_grads))
-
-    def _input_gradient(self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...]) -> _Enqueued:
-        state, held, programs = self._steps[step], self.states[chunk], self._programs_of(step, chunk, microbatch)
-        stash = state.stashes.pop((chunk, microbatch))
-        input_grads, owed = programs.input_gradient(held.params, stash, output_grads, derived=held.derived)
-        if state.graph.trains(chunk):
-            state.owed[chunk, microbatch] = owed
-        return _Enqueued((input_grads, owed), self._input_grads(step, chunk, microbatch, input_grads))
-
-    def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        programs, held = self._programs_of(step, chunk, microbatch), self.states[chunk]
-        owed = self._steps[step].owed.pop((chunk, microbatch))
-        held.accumulators, done = programs.weight_gradient(held.params, owed, held.accumulators, derived=held.derived)
-        return _Enqueued(done)
-
-    def _input_grads(
-        self, step: int, chunk: int, microbatch: int, input_grads: tuple[Any, ...]
-    ) -> list[tuple[Message, Any]]:
-        """Returns the gradient for every predecessor that gets one and that the microbatch does not skip."""
-        graph = self._steps[step].graph
-        return [
+        graph, stash = state.graph, state.stashes.pop((chunk, microbatch))
+        awaited: Any
+        if is_split:
+            input_grads, residuals = programs.input_gradient(held.params, stash, output_grads, derived=held.derived)
+            if graph.trains(chunk):
+                state.weight_residuals[chunk, microbatch] = residuals
+            awaited = input_grads, residuals
+        else:
+            input_grads, held.accumulators, awaited = programs.backward(
+                held.params, stash, output_grads, held.accumulators, derived=held.derived
+            )
+        # A microbatch may skip a predecessor, which then gets no gradient.
+        posts = [
             (Message(MessageKind.GRADIENT, chunk, predecessor, microbatch), grad)
             for predecessor, grad in zip(graph.gradient_predecessors(chunk), input_grads, strict=True)
             if graph.exists(predecessor, microbatch)
         ]
+        return _Enqueued(awaited, posts)
+
+    def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
+        programs, held = self._programs_of(step, chunk, microbatch), self.states[chunk]
+        residuals = self._steps[step].weight_residuals.pop((chunk, microbatch))
+        held.accumulators, done = programs.weight_gradient(
+            held.params, residuals, held.accumulators, derived=held.derived
+        )
+        return _Enqueued(done)
 
     # -- operations, R and U -----------------------------------------------------------------------------------------
 
     def _operate(self, op: Op, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        """Runs an operation; on the thread of its lane."""
         assert op.run is not None
         state, task = self._steps[step], Task(TaskKind(op.letter), chunk, microbatch)
         sources = self._graph.predecessors(chunk)
@@ -460,7 +457,7 @@ class ProgramStage:
         before = held_by(state.stashes.get(task[1:]))
         done = op.run(context)
         after = held_by(state.stashes.get(task[1:]))
-        self._meter.begins(before, after, self._bytes_on_their_way())
+        self._meter.begins(before, after, self._mailbox.held_bytes + self._environment.in_transit())
         return _Enqueued(done, record=partial(self._meter.ended, before, after))
 
     def _reduce(self, step: int, chunk: int, _: int) -> _Enqueued:

@@ -22,8 +22,8 @@ plus the time by which the thread woke up late: the start of the task was seen a
 Names in traces
 ---------------
 With ``names_tasks`` an annotation for :mod:`jax.profiler` encloses each task, with its name (``2F5``) and its step.
-Where one thread launches and waits the annotation is as long as the task. Elsewhere it is as long as the launch, and the
-device's own lines of the trace show the rest.
+Where one thread launches and waits it is as long as the task. Elsewhere it is as long as the launch, and the device's
+own lines of the trace show the rest.
 """
 
 import threading

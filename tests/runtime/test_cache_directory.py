@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.runtime.compile_cache import CacheDirectory
+from rrfp_jax.runtime.compile_cache import CompileCache
 
 WRITER = """
 import sys
 from pathlib import Path
-from rrfp_jax.runtime.compile_cache import CacheDirectory
+from rrfp_jax.runtime.compile_cache import CompileCache
 
-cache, own = CacheDirectory(Path(sys.argv[1]), 20_000), int(sys.argv[2])
+cache, own = CompileCache(Path(sys.argv[1]), 20_000), int(sys.argv[2])
 for turn in range(200):
     number = (turn * 7 + own) % 40
     cache.put(f"key {number}", bytes([number]) * 1000)
@@ -33,17 +33,17 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_keeps_what_it_is_given_for_its_owner_alone(path: Path) -> None:
-    cache = CacheDirectory(path, 10**6)
+    cache = CompileCache(path, 10**6)
     assert cache.get("a") is None
     cache.put("a", b"one")
     cache.put("b", b"")
-    assert CacheDirectory(path, 10**6).get("a") == b"one"
+    assert CompileCache(path, 10**6).get("a") == b"one"
     assert cache.get("b") == b""
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
 def test_a_damaged_entry_is_a_miss_and_goes(path: Path) -> None:
-    cache = CacheDirectory(path, 10**6)
+    cache = CompileCache(path, 10**6)
     cache.put("a", b"x" * 1000)
     (entry,) = path.iterdir()
     entry.write_bytes(entry.read_bytes()[:-1])
@@ -54,7 +54,7 @@ def test_a_damaged_entry_is_a_miss_and_goes(path: Path) -> None:
 
 
 def test_what_was_used_last_stays(path: Path) -> None:
-    cache = CacheDirectory(path, 10_000)
+    cache = CompileCache(path, 10_000)
     for number in range(9):
         cache.put(str(number), b"x" * 1000)
     for age, entry in enumerate(sorted(path.iterdir(), reverse=True)):
@@ -69,7 +69,7 @@ def test_what_was_used_last_stays(path: Path) -> None:
 
 
 def test_an_entry_above_the_bound_is_not_kept(path: Path) -> None:
-    cache = CacheDirectory(path, 100)
+    cache = CompileCache(path, 100)
     cache.put("a", b"x" * 101)
     assert cache.get("a") is None
     assert cache.problem is None
@@ -81,14 +81,14 @@ def test_what_a_killed_writer_left_goes_after_a_while(path: Path) -> None:
     old.write_bytes(b"")
     new.write_bytes(b"")
     os.utime(old, (0, time.time() - 7200))
-    CacheDirectory(path, 10**6).put("a", b"one")
+    CompileCache(path, 10**6).put("a", b"one")
     assert not old.exists()
     assert new.exists()
 
 
 def test_a_directory_that_cannot_be_made_is_a_problem_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    cache = CacheDirectory(tmp_path / "file" / "below", 10**6)
+    cache = CompileCache(tmp_path / "file" / "below", 10**6)
     cache.put("a", b"one")
     assert isinstance(cache.problem, OSError)
     assert cache.get("a") is None

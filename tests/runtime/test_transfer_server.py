@@ -70,7 +70,9 @@ def test_a_server_that_no_partner_fetches_from_is_ended(
         probes.append(make_probe())
         return {(0, 1): why}
 
-    cluster = Mock(spec=Cluster, rank=0, num_ranks=2, encrypts_arrays=False, network=Mock(rank=0, num_ranks=2))
+    cluster = Mock(
+        spec=Cluster, rank=0, num_ranks=2, config=Mock(encrypt_arrays=False), network=Mock(rank=0, num_ranks=2)
+    )
     monkeypatch.setattr(process, "try_transfers", try_transfers)
     monkeypatch.setattr(process, "host_of", lambda address: "127.0.0.1")
     layout = Layout(num_stages=2, num_ranks=2)
