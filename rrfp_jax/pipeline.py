@@ -20,6 +20,7 @@ step only checks its batch, copies it and submits it.
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,8 +41,8 @@ from rrfp_jax.programs.optimizers import check_leafwise, with_standard_promotion
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params
 from rrfp_jax.programs.state import ChunkState, layer_groups
-from rrfp_jax.runtime import PipelineRuntime, StepMetrics
-from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationShapes
+from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
+from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes
 from rrfp_jax.runtime.jax_environment import require_determinism
 from rrfp_jax.runtime.model import HostedModel, HostedState
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
@@ -144,7 +145,7 @@ class Pipeline:
         self._state: HostedState | None = None
         """Parameters and optimizer state of the hosted chunks. Owned by the stages once they run."""
         self._preparation: Prepared | None = None
-        self._enqueued: deque[StepMetrics | EvaluationMetrics] = deque()
+        self._enqueued: deque[StepMetrics[StepResult] | EvaluationMetrics] = deque()
         # The runtime counts steps of both kinds without gaps. Checkpoints and random keys go by training steps alone,
         # so that evaluations in between change nothing.
         self._step = 0
@@ -287,7 +288,7 @@ class Pipeline:
 
     def step(
         self, state: PipelineState, batch: Mapping[str, Any], *, absent: Iterable[tuple[int, int]] = ()
-    ) -> tuple[PipelineState, StepMetrics]:
+    ) -> tuple[PipelineState, StepMetrics[StepResult]]:
         """Enqueue one training step; returns as soon as it is enqueued, at most one step ahead of the running one.
 
         Args:
@@ -320,13 +321,13 @@ class Pipeline:
         batch_of_step = StepBatch(leaves, buckets, self._step)
         weights = running.weights.of(buckets)
         future = running.runtime.submit(self._turn, batch_of_step, pairs, weights, trained=self._step)
-        metrics = StepMetrics(
-            future,
-            self._step,
+        made = partial(
+            StepResult.of,
+            step=self._step,
             has_norm=self.updates.needs_norm,
             forwards_skipped=len(set(skipped)),
-            hold=self._hold,
         )
+        metrics = StepMetrics(future, self._hold, made)
         self._enqueued.append(metrics)
         self._step += 1
         self._turn += 1
@@ -351,7 +352,7 @@ class Pipeline:
         batch_of_step, absent = evaluation.step(leaves, self._step)
         self._make_room()
         future = self._running().runtime.submit(self._turn, batch_of_step, absent, evaluates=True, trained=self._step)
-        metrics = EvaluationMetrics(future, self._step, self._hold)
+        metrics = EvaluationMetrics(future, self._hold, partial(EvaluationResult.of, step=self._step))
         self._enqueued.append(metrics)
         self._turn += 1
         return metrics

@@ -11,7 +11,7 @@ from typing import Any
 from rrfp_jax.core.replicas import Replication, microbatches_per_replica
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.batches import BatchLeaf, Buckets, StepBatch, num_microbatches
-from rrfp_jax.runtime.steps import EnqueuedStep
+from rrfp_jax.runtime.steps import StepMetrics, StepOutcome
 from rrfp_jax.schedules import Absences
 from rrfp_jax.schedules.timeline import StepSums, Timeline
 
@@ -106,16 +106,12 @@ class EvaluationResult:
         """The mean over the weight; not a number where that is 0."""
         return self.loss_sum / self.weight if self.weight else float("nan")
 
-
-class EvaluationMetrics(EnqueuedStep):
-    """The future result of an enqueued evaluation; ``result()`` waits for it."""
-
-    def result(self) -> EvaluationResult:
-        """Blocks until the step has ended. Raises RunFailed, with the wait-for report, if the run cannot go on."""
-        outcome = self._outcome()
+    @classmethod
+    def of(cls, outcome: StepOutcome, step: int) -> "EvaluationResult":
+        """Returns the result of an evaluation after ``step`` training steps."""
         verdict = outcome.result
-        return EvaluationResult(
-            step=self._step,
+        return cls(
+            step=step,
             loss_sum=verdict.loss_sum,
             weight=verdict.weight,
             means=verdict.means,
@@ -125,3 +121,7 @@ class EvaluationMetrics(EnqueuedStep):
             save=verdict.save,
             ended_s=outcome.ended_s,
         )
+
+
+EvaluationMetrics = StepMetrics[EvaluationResult]
+"""The future result of an enqueued evaluation."""

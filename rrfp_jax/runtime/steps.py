@@ -16,10 +16,11 @@ import atexit
 import os
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax  # noqa: F401 - Registers its clean-up at exit, which runs after the one registered below.
 
@@ -32,6 +33,7 @@ from rrfp_jax.waiting import result_of
 if TYPE_CHECKING:
     from rrfp_jax.runtime.driver import PipelineRuntime
 
+_Result = TypeVar("_Result")
 _STEPS_NAMED = 16
 _open: "weakref.WeakSet[PipelineRuntime]" = weakref.WeakSet()
 _makers: set[int] = set()
@@ -220,20 +222,25 @@ atexit.register(_close_all)
 os.register_at_fork(after_in_child=_open.clear)
 
 
-class EnqueuedStep:
-    """A step that was enqueued."""
+class StepMetrics(Generic[_Result]):
+    """The future result of an enqueued step; ``result()`` waits for it.
 
-    def __init__(self, future: "Future[StepOutcome]", step: int, hold: Hold) -> None:
-        self._future, self._step, self._hold = future, step, hold
+    Args:
+        make: makes the result of the step's outcome.
+    """
+
+    def __init__(self, future: "Future[StepOutcome]", hold: Hold, make: Callable[[StepOutcome], _Result]) -> None:
+        self._future, self._hold, self._make = future, hold, make
 
     def done(self) -> bool:
         """Returns whether the step has ended, also by an error."""
         self._hold.check_process()
         return self._future.done()
 
-    def _outcome(self) -> StepOutcome:
+    def result(self) -> _Result:
+        """Blocks until the step has ended. Raises RunFailed, with the wait-for report, if the run cannot go on."""
         self._hold.check_process()
-        return result_of(self._future)
+        return self._make(result_of(self._future))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,25 +277,15 @@ class StepResult:
     forwards_skipped: int = field(default=0, repr=False)
     """Number of pairs of a chunk and a microbatch that skipped it, such as encoders and microbatches without images."""
 
-
-class StepMetrics(EnqueuedStep):
-    """The future result of an enqueued step; ``result()`` waits for it."""
-
-    def __init__(
-        self, future: "Future[StepOutcome]", step: int, hold: Hold, *, has_norm: bool, forwards_skipped: int
-    ) -> None:
-        super().__init__(future, step, hold)
-        self._has_norm, self._forwards_skipped = has_norm, forwards_skipped
-
-    def result(self) -> StepResult:
-        """Blocks until the step has ended. Raises RunFailed, with the wait-for report, if the run cannot go on."""
-        outcome = self._outcome()
+    @classmethod
+    def of(cls, outcome: StepOutcome, *, step: int, has_norm: bool, forwards_skipped: int) -> "StepResult":
+        """Returns the result of training step number ``step``."""
         verdict = outcome.result
-        return StepResult(
-            step=self._step,
+        return cls(
+            step=step,
             loss=verdict.loss,
             weight=verdict.weight,
-            grad_norm=verdict.grad_norm if self._has_norm else None,
+            grad_norm=verdict.grad_norm if has_norm else None,
             skipped=not verdict.apply,
             fault=verdict.fault,
             peak_memory_bytes=tuple(outcome.peak_memory_bytes.values()),
@@ -299,5 +296,5 @@ class StepMetrics(EnqueuedStep):
             save=verdict.save,
             means=verdict.means,
             ended_s=outcome.ended_s,
-            forwards_skipped=self._forwards_skipped,
+            forwards_skipped=forwards_skipped,
         )

@@ -11,7 +11,7 @@ from rrfp_jax.data import BrokenData
 from rrfp_jax.data.dataset import BatchContents, contents_of
 from rrfp_jax.observe.metrics import TakesRows
 from rrfp_jax.pipeline import Pipeline, PipelineState
-from rrfp_jax.runtime import StepMetrics
+from rrfp_jax.runtime import StepMetrics, StepResult
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
 from rrfp_jax.training.saving import RunSaver
@@ -113,7 +113,7 @@ class ModelSpeed:
         )
 
 
-_Running = tuple[StepMetrics, BatchContents, int]
+_Running = tuple[StepMetrics[StepResult], BatchContents, int]
 """A step under way, the contents of its batch, and the number of samples left out by then."""
 
 
