@@ -92,7 +92,6 @@ class StageActor:
         self._start_coming()
 
     def _start_coming(self) -> None:
-        """Starts the next step if its batch is here and no other step is under way."""
         if self._coming and not self.arbiter.is_active:
             step, plan = self._coming.popleft()
             time_s = time.perf_counter()
@@ -101,7 +100,6 @@ class StageActor:
             self._handle(StepStarted(step, time_s, plan.absent, plan.weights, plan.evaluates))
 
     def receive(self, step: int, message: Message, payload: Any) -> None:
-        """Takes a message that was delivered to the stage."""
         self.executor.accept(step, message, payload)
         self._handle(InputArrived(step, time.perf_counter(), message))
         for task in [task for task in self._awaited if not self.arbiter.awaits_input(task)]:
@@ -112,7 +110,6 @@ class StageActor:
         self._handle(event(step, time.perf_counter(), *details))
 
     def completed(self, instruction: RunTask, start_s: float, end_s: float) -> None:
-        """Takes the completion of a task."""
         beside = self._beside.get(instruction.task.kind)
         self._recorder.ran(instruction, start_s, end_s, COMPUTE if beside is None else beside[0])
         self._handle(TaskFinished(instruction.step, time.perf_counter(), instruction.task))

@@ -215,7 +215,6 @@ def _key(module: Any, devices: np.ndarray, options: Any, backend: Any, *rest: An
 
 
 def _write(key: str, seconds: float, name: str, backend: Any, executable: Any, *host_callbacks: Any) -> None:
-    """Writes an entry as JAX does, from every process."""
     from rrfp_jax.private.jax_names import compilation_cache
 
     if any(host_callbacks):  # they are this process's own

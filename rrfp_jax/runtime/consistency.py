@@ -156,7 +156,6 @@ def _lowered_updates(model: HostedModel, base: int) -> Iterator[tuple[str, str]]
 
 
 def _chunks_of(model: HostedModel, unit: int) -> list[int]:
-    """Returns the base numbers of the chunks of a hosted unit."""
     layout, stage_of = model.process.layout, model.placement.stage_of_chunk
     replica = layout.replica_of(unit)
     return [
@@ -360,7 +359,6 @@ def _sum(values: Any, begin: int, xp: Any) -> Any:
 
 
 def _words(values: Any, xp: Any) -> tuple[Any, Any]:
-    """Returns the bits of numbers as one or two 32-bit words."""
     dtype = np.dtype(values.dtype)
     if jnp.issubdtype(dtype, np.complexfloating):
         halves = _words(values.real, xp), _words(values.imag, xp)

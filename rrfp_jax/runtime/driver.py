@@ -395,7 +395,6 @@ class PipelineRuntime:
             self._loop.call_soon_threadsafe(self.failure.begin, failure)
 
     def _states(self, failed_stage: int | None = None) -> list[StageState]:
-        """Returns the state of every hosted stage, as far as it can be told."""
         now = time.perf_counter()
         rank = None if self.peers is None else self.peers.rank
         states = []

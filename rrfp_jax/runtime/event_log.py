@@ -101,7 +101,6 @@ class StageRecorder:
         self._step = 0
 
     def begin(self, step: int, time_s: float) -> None:
-        """Starts a step; all records belong to it until the next one."""
         self._reason = None
         self._step, self._since_s = step, time_s
 
@@ -236,7 +235,6 @@ def take_log(
 
 
 def log_name(rank: int = 0, num_ranks: int = 1) -> str:
-    """Returns the name of a process's log in the run directory."""
     return "events.json.gz" if num_ranks == 1 else f"events-rank{rank}.json.gz"
 
 

@@ -285,7 +285,6 @@ class Failure:
             self.claims.clear()
 
     def error(self, layout: Layout | None) -> RunFailed:
-        """Returns the error with the whole report."""
         states = [*self.states, *(state for heard in self.heard.values() for state in heard)]
         died = sorted(self.lost.keys() - self.heard.keys())
         is_elsewhere = self.origin is not None and self.kind is TaskFailed
@@ -309,7 +308,6 @@ class Failure:
 
 
 def lost_rank(layout: Layout, rank: int, reason: str, states: Sequence[StageState]) -> Failure:
-    """Returns the failure of a run that has lost a rank."""
     return Failure(PeerLost, lost_summary(layout, rank, reason), list(states), lost={rank: reason})
 
 
@@ -322,7 +320,6 @@ def failure_elsewhere(news: FailureNews, states: Sequence[StageState]) -> Failur
 
 
 def lost_summary(layout: Layout, rank: int, reason: str) -> str:
-    """Returns the sentence on a rank that died or fell silent."""
     units = layout.units_of(rank)
     if layout.data > 1 or len(units) == 1:
         hosted = " and ".join(name_unit(unit, layout.stages_of_replica) for unit in units)
@@ -371,7 +368,6 @@ class FailureReport:
         self._end_when_complete()
 
     def heard(self, news: FailureNews) -> None:
-        """Takes the news of another rank's failure."""
         assert self._peers is not None
         self.begin(failure_elsewhere(news, [] if self.failing else self._states()))
         assert self.failing is not None

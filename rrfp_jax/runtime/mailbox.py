@@ -56,7 +56,6 @@ class Mailbox:
         return self._accepted_bytes + self._posted_bytes - self._taken_bytes
 
     def begin(self, step: int) -> None:
-        """Opens the inbox of a step."""
         self._inbox.setdefault(step, {})
 
     def accept(self, step: int, message: Message, payload: Any) -> None:
@@ -105,7 +104,6 @@ class Mailbox:
         return self._inbox[step][message][0]
 
     def take(self, step: int, message: Message) -> Any:
-        """Removes a value that has arrived, and returns it."""
         value, num_bytes = self._inbox[step].pop(message)
         self._taken_bytes += num_bytes
         return value
@@ -115,11 +113,9 @@ class Mailbox:
         return self._outbox.get((step, message))
 
     def payload(self, step: int, message: Message) -> Any:
-        """Removes a value that waits to be sent, and returns it."""
         return self._outbox.pop((step, message))
 
     def finish(self, step: int) -> None:
-        """Forgets all that is left of a step."""
         self._last_finished = step
         self._ahead = {key for key in self._ahead if key[0] != step}
         left = self._inbox.pop(step, {})
@@ -157,7 +153,6 @@ class LeavesAhead:
             self._go_on(chunk)
 
     def take(self, chunk: int, pair: StepPair) -> dict[str, Any] | None:
-        """Returns the leaves of a microbatch, for the task about to be launched; None where no copy has begun."""
         with self._lock:
             self._coming[chunk].pop(pair, None)
             begun = self._begun[chunk].pop(pair, None)

@@ -127,7 +127,6 @@ class HostedModel:
         return {replica: self.copies.chunk(base, replica) for replica in self._grid(base).local_replicas}
 
     def _boundary(self, chunk: int) -> Sharding:
-        """Returns the boundary of the unit of a chunk, by its number among all replicas."""
         return self._grid(self.copies.base(chunk)).unit_sharding(self.copies.replica(chunk))
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -224,30 +223,16 @@ class HostedModel:
         Raises ValueError where chunks, graph and buckets do not fit, or above ``max_programs``.
         """
         key = (graph, buckets.key, evaluation and evaluation.key)
-        if key not in self._compiled:
-            with tracing_for(self._target):
-                self._compiled[key] = self._compile(
-                    graph, buckets, evaluation, progress, max_programs=max_programs, check_plans=check_plans
-                )
-        return self._compiled[key]
-
-    def _compile(
-        self,
-        graph: PipelineGraph,
-        buckets: Buckets,
-        evaluation: Buckets | None,
-        progress: CompileProgress,
-        *,
-        max_programs: int | None,
-        check_plans: Callable[[Plans], None],
-    ) -> HostedPrograms:
+        if key in self._compiled:
+            return self._compiled[key]
         require_jit()
         # Counted before anything is traced, which takes long for many buckets.
         least = max(_least_programs(self.chunks[base], buckets) for base in self.base_chunks)
         _check_number(least, max_programs, len(buckets), at_least=True)
-        shapes = _shapes(self.chunks, graph, buckets)
-        quiet, forward_graph = tuple(map(as_evaluated, self.chunks)), graph.evaluating()
-        evaluated = () if evaluation is None else _shapes(quiet, forward_graph, evaluation)
+        with tracing_for(self._target):
+            shapes = _shapes(self.chunks, graph, buckets)
+            quiet, forward_graph = tuple(map(as_evaluated, self.chunks)), graph.evaluating()
+            evaluated = () if evaluation is None else _shapes(quiet, forward_graph, evaluation)
         programs = HostedPrograms((*shapes, *evaluated))
 
         def plan_one(base: int) -> tuple[list[Variant], list[int | None]]:
@@ -290,7 +275,8 @@ class HostedModel:
         different = {variant.plan.kind: variant.plan for of_chunk in variants.values() for variant in of_chunk}
         number = sum(plan.num_programs for plan in different.values())
         _check_number(number, max_programs, len(programs.shapes), at_least=False)
-        check_plans(variants)
+        with tracing_for(self._target):
+            check_plans(variants)
         count = ProgramCount(sum(self._num_programs(*each, graph) for each in variants.items()), progress)
         queues, num_threads = self._compile_queues()
         with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as executor:
@@ -300,6 +286,7 @@ class HostedModel:
                     if together is not None:
                         programs.replicas[base] = together
         programs.seconds.update(count.seconds)
+        self._compiled[key] = programs
         return programs
 
     def _compile_queues(self) -> tuple[list[list[int]], int | None]:
@@ -365,7 +352,6 @@ class HostedModel:
         return not self.updates.deterministic
 
     def _num_programs(self, base: int, variants: Sequence[Variant], graph: PipelineGraph) -> int:
-        """Returns the number of programs that are compiled for a chunk, on all hosted replicas."""
         trained, num_units = trained_specs(self.chunks[base]), len(self.numbers(base))
         plans = [variant.plan for variant in variants]
         derives = any(plan.split.num_derived for plan in plans)
@@ -434,7 +420,6 @@ class HostedModel:
 
 
 def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> tuple[tuple[ChunkShapes, ...], ...]:
-    """Returns the shapes of every bucket and chunk."""
     absent = (absent_chunks(chunks, graph, bucket) for bucket in buckets.specs)
     return tuple(derive_shapes(chunks, graph, *each) for each in zip(buckets.specs, absent, strict=True))
 

@@ -51,7 +51,7 @@ own, that makes nothing for the stash; its output may be rounded in another way.
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
@@ -158,11 +158,6 @@ class _StashToHost:
                 )
 
 
-def _stash_to_device(context: "OperationContext") -> Any:
-    """Brings a stash back to where the backward's program wants it, as ``Op.run`` of the way back."""
-    return _moved(context, to_host=False)
-
-
 def _moved(context: "OperationContext", *, to_host: bool) -> Any:
     """Replaces the arrays of a stash by copies on the other side; returns the copies."""
     import jax  # Here, since schedules are also simulated without JAX.
@@ -189,6 +184,10 @@ def _moved(context: "OperationContext", *, to_host: bool) -> Any:
     return copies
 
 
+_stash_to_device = partial(_moved, to_host=False)
+"""Brings a stash back to where the backward's program wants it, as ``Op.run`` of the way back."""
+
+
 @lru_cache(maxsize=1024)
 def _on_host(sharding: "Sharding") -> "Sharding":
     return sharding.with_memory_kind(HOST)
@@ -209,7 +208,6 @@ def _after_copies_out(table: ScheduleTable, consume: str) -> frozenset[tuple[Tas
 
 
 def _is_in_phases(row: Sequence[Task]) -> bool:
-    """Returns whether all forwards stand before all ways back."""
     kinds = [task.kind for task in row if task.kind in (TaskKind.F, _BACK)]
     return TaskKind.F not in kinds[kinds.index(TaskKind(_BACK)) :] if _BACK in kinds else True
 
@@ -291,7 +289,6 @@ def _stays(
 
 
 def _held(num_places: int, stays: Iterable[_Stay]) -> list[int]:
-    """Returns the number of activations held at each place of the row."""
     held = [0] * num_places
     for stay in stays:
         for place in range(stay.forward, stay.end + 1):

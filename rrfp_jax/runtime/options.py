@@ -75,18 +75,12 @@ class RuntimeOptions:
             raise ValueError(f"memory_limit is {self.memory_limit}: give at least 1 byte")
         if self.max_programs < 1:
             raise ValueError(f"max_programs is {self.max_programs}: give at least 1")
-        check_running(self.progress_deadline_s, self.log_steps)
+        if not 0 < self.progress_deadline_s < math.inf:
+            raise ValueError(f"progress_deadline_s is {self.progress_deadline_s}: give a positive number of seconds")
+        if self.log_steps < 1:
+            raise ValueError(f"log_steps is {self.log_steps}: keep the event log of at least 1 step")
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """The memory limit in bytes."""
         limit = self.memory_limit
         return parse_bytes(limit, "memory_limit") if isinstance(limit, str) else limit
-
-
-def check_running(progress_deadline_s: float, log_steps: int) -> None:
-    """Raises ValueError for a deadline or a log length that cannot be meant."""
-    if not 0 < progress_deadline_s < math.inf:
-        raise ValueError(f"progress_deadline_s is {progress_deadline_s}: give a positive number of seconds")
-    if log_steps < 1:
-        raise ValueError(f"log_steps is {log_steps}: keep the event log of at least 1 step")

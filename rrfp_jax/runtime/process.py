@@ -197,7 +197,6 @@ class Process:
         return [self.devices[index] for index in self.layout.devices_of(unit)]
 
     def own_device(self, unit: int) -> jax.Device:
-        """Returns one of a hosted unit's devices that belong to this process."""
         return next(device for device in self.devices_of(unit) if device.process_index == jax.process_index())
 
     def members(self) -> dict[int, tuple[int, int]]:

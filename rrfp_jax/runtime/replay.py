@@ -141,7 +141,11 @@ class _Replay:
         """Keeps the timeline as the stage's actor does, with the times of events for those of the compute thread."""
         recorder, time_s = self.recorder, event.time_s
         if isinstance(event, TaskFinished):
-            self._ran(RunTask(event.step, event.task), time_s)
+            run = RunTask(event.step, event.task)
+            start_s, lane = self.dispatched_s.pop(run, time_s), self.run_log.graph.lane(event.task.kind)
+            if lane == COMPUTE:  # A task may have been dispatched behind another, which has just ended.
+                start_s, self.last_end_s = max(self.last_end_s, start_s), time_s
+            recorder.ran(run, start_s, time_s, lane)
         elif not was_active and self.arbiter.is_active:
             recorder.begin(event.step, time_s)
         for instruction in instructions:
@@ -152,12 +156,6 @@ class _Replay:
                 self.timeline.extend(recorder.take())
         recorder.observe(time_s, self.arbiter.idle_reason())
         self.last_event_s = time_s
-
-    def _ran(self, run: RunTask, end_s: float) -> None:
-        start_s, lane = self.dispatched_s.pop(run, end_s), self.run_log.graph.lane(run.task.kind)
-        if lane == COMPUTE:  # A task may have been dispatched behind another, which has just ended.
-            start_s, self.last_end_s = max(self.last_end_s, start_s), end_s
-        self.recorder.ran(run, start_s, end_s, lane)
 
     def _result(self) -> StageReplay:
         log, stage = self.run_log, self.log.arbiter.stage
@@ -196,11 +194,9 @@ class RunReplay:
 
     @property
     def num_events(self) -> int:
-        """The number of events of all stages that were answered as recorded."""
         return sum(stage.num_events for stage in self.stages)
 
     def report(self) -> WaitForReport:
-        """Returns the state of every stage when the logs were taken."""
         endings = [log.ending for log in self.logs if log.ending is not None]
         summaries = dict.fromkeys(ending.summary for ending in endings)
         told = [s for s in summaries if not any(s != other and other in s for other in summaries)]
@@ -270,7 +266,6 @@ def _running(replay: StageReplay, later_s: float, end_s: float) -> Iterator[Span
 
 
 def _waiting(replay: StageReplay, later_s: float, end_s: float) -> Iterator[Wait]:
-    """Yields the wait of an idle stage after its last event."""
     arbiter, start_s = replay.arbiter, replay.last_event_s + later_s
     reason = arbiter.idle_reason()
     if arbiter.step is not None and arbiter.is_active and reason is not None and start_s < end_s:

@@ -368,7 +368,6 @@ class ProgramStage:
         self._meter.ran(task, bucket, inbox_bytes, is_remade=is_remade)
 
     def _is_remade(self, chunk: int, microbatch: int) -> bool:
-        """Returns whether an operation makes the stash of this pair."""
         return any(op.exists(chunk, microbatch) for op in self._remake_stash)
 
     def _programs_of(self, step: int, chunk: int, microbatch: int) -> MicrobatchPrograms:

@@ -178,7 +178,6 @@ class StageThreads:
         return self._running or self._launching
 
     def start(self) -> None:
-        """Starts the threads."""
         for thread in self._threads:
             thread.start()
 
@@ -187,7 +186,6 @@ class StageThreads:
         return False
 
     def ask_to_stop(self) -> None:
-        """Ends the threads after the queued work."""
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:

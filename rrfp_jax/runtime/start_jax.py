@@ -237,7 +237,7 @@ def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, 
         raise RuntimeError("JAX has already chosen its devices: connect before anything asks for them")
     if global_state.client is not None:
         raise RuntimeError("JAX is already connected to a coordination service")
-    with _without_proxies(os.environ), _ending_in_words(coordinator, rank, timeout_s):
+    with _meeting_at(coordinator, rank, timeout_s, os.environ):
         client = get_distributed_runtime_client(
             coordinator,
             rank,
@@ -253,22 +253,13 @@ def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, 
 
 
 @contextmanager
-def _without_proxies(environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Hides the variables by which gRPC chooses a proxy, which it reads while it connects.
+def _meeting_at(coordinator: str, rank: int, timeout_s: float, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Hides the variables by which gRPC chooses a proxy, which it reads while it connects, and ends the process with a
+    sentence if that takes too long; JAX would abort it a moment later.
 
     A proxy for the world outside does not lead to the run's own hosts, and gRPC would go on trying without a word. The
     variables come back, since trackers need them.
     """
-    hidden = {name: environ.pop(name) for name in GRPC_PROXIES if name in environ}
-    try:
-        yield
-    finally:
-        environ.update(hidden)
-
-
-@contextmanager
-def _ending_in_words(coordinator: str, rank: int, timeout_s: float) -> Iterator[None]:
-    """Ends the process with a sentence if the block takes too long; JAX would abort it a moment later."""
 
     def end() -> None:
         print_fatal_message(
@@ -278,6 +269,7 @@ def _ending_in_words(coordinator: str, rank: int, timeout_s: float) -> Iterator[
         )
         os._exit(START_FAILED)
 
+    hidden = {name: environ.pop(name) for name in GRPC_PROXIES if name in environ}
     guard = threading.Timer(timeout_s, end)
     guard.daemon = True
     guard.start()
@@ -285,6 +277,7 @@ def _ending_in_words(coordinator: str, rank: int, timeout_s: float) -> Iterator[
         yield
     finally:
         guard.cancel()
+        environ.update(hidden)
 
 
 def use_gloo(host: str) -> None:

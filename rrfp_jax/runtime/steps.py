@@ -119,16 +119,13 @@ class StepsUnderWay:
             self._evaluations.add(step)
 
     def number(self, step: int) -> int:
-        """Returns the number by which people know a step."""
         return self._trained.get(step, step)
 
     def name(self, step: int) -> str:
-        """Returns the name of a step for people."""
         number = self.number(step)
         return f"evaluation after {number} steps" if step in self._evaluations else f"step {number}"
 
     def begin(self, step: int, future: "Future[StepOutcome]") -> None:
-        """Adds a step."""
         if not self._pending:
             self.begun_s = time.perf_counter()
         self._pending[step] = _Pending(future, Timeline(self._num_stages), StepSums(num_stages=self._num_stages))

@@ -44,13 +44,11 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Returns the elements that are in both boxes, or None if there are none."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Returns the shape of an array that holds the elements of the box."""
     return tuple(stop - start for start, stop in box)
 
 
@@ -325,7 +323,6 @@ def is_on_host(sharding: jax.sharding.Sharding) -> bool:
 
 
 def num_bytes_of(slots: Sequence[Slot]) -> int:
-    """Returns the size of these pieces together."""
     return sum(slot.num_bytes for slot in slots)
 
 
@@ -451,7 +448,6 @@ def partners(layout: Layout, placement: Placement, rank: int, messages: Iterable
 
 
 def _units_of(placement: Placement, message: Message) -> tuple[int, int]:
-    """Returns the sending and the receiving unit."""
     if message.kind in _BETWEEN_UNITS:
         return message.source, message.target
     return placement.stage_of_chunk[message.source], placement.stage_of_chunk[message.target]

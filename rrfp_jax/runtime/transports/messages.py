@@ -63,7 +63,6 @@ class HeldBytes:
         """The largest sum of both."""
 
     def add(self, *, sent: int = 0, received: int = 0) -> None:
-        """Changes both counts by this much."""
         with self._lock:
             self.sent += sent
             self.received += received
@@ -187,7 +186,6 @@ class Inbox:
         self._complete: dict[int, set[MessageKey]] = {}
 
     def add_part(self, plan: EdgePlan, key: MessageKey, sender: int, pieces: Sequence[Any]) -> None:
-        """Adds the part of a message that has come from ``sender``."""
         num_parts = len(plan.incoming)
         if num_parts == 1:
             self._finish(plan, key, {sender: pieces})

@@ -93,8 +93,6 @@ class TransferServer:
         self.address: str = self._server.address()
 
     def close(self) -> None:
-        """Stops listening and frees the memory, once peers have fetched all that they have begun to; nothing can be
-        offered or fetched any more. May be called again."""
         with self._connecting:
             self._connections.clear()
             self._server = None  # JAX's server ends with the last reference to it
@@ -213,7 +211,6 @@ class Transfers:
             prepare_pasting(plan)
 
     def close(self) -> None:
-        """Takes no more messages, and stops the threads."""
         self._network.unsubscribe(_OFFER)
         self._network.unsubscribe(_CONFIRMATION)
         self._pulling.close(_CLOSE_TIMEOUT_S)
@@ -222,7 +219,6 @@ class Transfers:
     # -- on the compute thread ---------------------------------------------------------------------------------------
 
     def takes(self, plan: EdgePlan, receiver: int) -> bool:
-        """Returns whether a part goes this way."""
         return receiver in self.ranks and plan.outgoing_bytes[receiver] > self._eager_bytes
 
     def offer(self, plan: EdgePlan, receiver: int, leaves: Sequence[Any]) -> Any:
@@ -309,7 +305,6 @@ class Transfers:
         return pieces, assemble_message(plan, {sender: pieces}) if len(plan.incoming) == 1 else None
 
     def _arrive(self, key: MessageKey, sender: int, pieces: list[Any]) -> None:
-        """Blocks until the pieces are here."""
         try:
             jax.block_until_ready([piece for piece in pieces if not piece.is_deleted()])
         except Exception as error:
