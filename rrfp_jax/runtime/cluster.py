@@ -122,7 +122,7 @@ class Cluster(AbstractContextManager["Cluster"]):
     """This process's place among all that have met. Made by :func:`join`; close it, or use it as a context manager.
 
     ``loop`` runs from the start, ``network`` from :meth:`connect` on, so that topics can be subscribed to before.
-    ``addresses`` and ``hosts`` say where each rank is.
+    ``addresses`` and ``hosts`` say where each rank is. ``config`` and ``key`` are those that all ranks have met with.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.rank, self.num_ranks = membership.rank, membership.num_ranks
         self.membership, self.network, self.addresses, self.hosts = membership, network, addresses, hosts
         self.loop = LoopThread()
-        self.config, self._key = config, key
+        self.config, self.key = config, key
         self._on_lost: Callable[[int, str], None] = self._give_up
         # A rank that has ended counts as lost, unless it has ended for one that was lost before.
         self._on_left: Callable[[int], None] = lambda rank: (
@@ -222,17 +222,7 @@ class Cluster(AbstractContextManager["Cluster"]):
             _LOG.warning("%s", warning)
         self._await_coordinator()
         with naming_neighbours(self.rank, self.hosts, platform), explaining_plugins(), self.losses_first():
-            return start_jax_on_rank(
-                self.membership,
-                self.hosts,
-                self._key,
-                platform=platform,
-                num_local=num_local_devices,
-                listen_on=own_host,
-                timeout_s=self.config.start_deadline_s,
-                pinned=pinned,
-                per_device=self.config.processes_per_device,
-            )
+            return start_jax_on_rank(self, platform, num_local_devices, listen_on=own_host, pinned=pinned)
 
     @contextmanager
     def losses_first(self) -> Iterator[None]:

@@ -78,12 +78,6 @@ class HostedPrograms:
         """Sizes of every hosted chunk in evaluations; as in training where it has no part in them."""
         return {chunk: each.sizes_of_evaluation or each.sizes for chunk, each in self.chunks.items()}
 
-    def make_constants(self) -> None:
-        """Makes the arrays that the programs take beside their arguments, before the first step."""
-        for chunk in self.chunks.values():
-            for variant in chunk.variants:
-                _ = variant.constants
-
 
 class HostedModel:
     """Knows where the model's chunks lie, and makes state and programs of those that lie here."""

@@ -111,7 +111,9 @@ def prepare_pipeline(
         if evaluation is not None:
             check_evaluation_fits(forecast_evaluation(order.evaluating(evaluation.batches), of_evaluation), limits)
         check_same_programs(model, programs)
-        programs.make_constants()
+        # The arrays that the programs take beside their arguments are made before the first step.
+        for variant in (variant for chunk in programs.chunks.values() for variant in chunk.variants):
+            _ = variant.constants
         model.connect(programs)
     copies = replication(graph, num_replicas)
     rules = model.updates.step_rules(num_replicas)

@@ -27,8 +27,12 @@ class StageReplicas:
 
     def __init__(self, updates: Mapping[int, StageUpdates], states: dict[int, Any], local: tuple[int, ...]) -> None:
         self._updates, self._states = updates, states
-        self._barrier = LaunchBarrier(len(local))
+        self._num_local = len(local)
         self._gradients: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._open: dict[Hashable, tuple[dict[int, Any], Future[Mapping[int, Any]]]] = {}
+        """Arguments by replica, and the results, of launches for which not all have come."""
+        self._error: BaseException | None = None
 
     def shares_optimizer(self, base: int) -> bool:
         """Returns whether ``update`` is to be called for a chunk."""
@@ -51,9 +55,7 @@ class StageReplicas:
             self._gradients[base] = reduced.gradients
             return {r: (each, reduced.squared_norm) for r, each in reduced.accumulators.items()}
 
-        result: tuple[Any, Any] = self._barrier.meet(
-            (step, "R", base), replica, (accumulators, shared, optimizer_state), launch
-        )
+        result: tuple[Any, Any] = self.meet((step, "R", base), replica, (accumulators, shared, optimizer_state), launch)
         return result
 
     def update(self, step: int, base: int, replica: int, params: Any, verdict: Verdict) -> Any:
@@ -66,22 +68,7 @@ class StageReplicas:
             )
             return updated
 
-        return self._barrier.meet((step, "U", base), replica, params, launch)
-
-    def abort(self, error: BaseException) -> None:
-        """Ends all waits for a replica of which a task has failed, now and later, with the error."""
-        self._barrier.abort(error)
-
-
-class LaunchBarrier:
-    """A barrier at which a number of threads meet, again and again; it can be broken."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._lock = threading.Lock()
-        self._open: dict[Hashable, tuple[dict[int, Any], Future[Mapping[int, Any]]]] = {}
-        """Arguments by replica, and the results, of launches for which not all have come."""
-        self._error: BaseException | None = None
+        return self.meet((step, "U", base), replica, params, launch)
 
     def meet(
         self, key: Hashable, replica: int, argument: Any, launch: Callable[[dict[int, Any]], Mapping[int, Any]]
@@ -95,7 +82,7 @@ class LaunchBarrier:
                 raise self._error
             arrived, results = self._open.setdefault(key, ({}, Future()))
             arrived[replica] = argument
-            is_last = len(arrived) == self._num_threads
+            is_last = len(arrived) == self._num_local
             if is_last:
                 del self._open[key]
         if not is_last:
@@ -110,7 +97,7 @@ class LaunchBarrier:
         return results.result()[replica]
 
     def abort(self, error: BaseException) -> None:
-        """Breaks the barrier: all who wait leave with the error, and nobody waits any more."""
+        """Ends all waits for a replica of which a task has failed, now and later, with the error."""
         with self._lock:
             self._error = self._error or error
             broken, self._open = list(self._open.values()), {}

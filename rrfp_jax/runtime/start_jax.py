@@ -10,12 +10,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from rrfp_jax.cluster.certificates import rank_credentials
-from rrfp_jax.cluster.config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS, Membership
+from rrfp_jax.cluster.config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.costs.devices import SHARE_OF_GPU
@@ -29,6 +29,9 @@ from rrfp_jax.private.jax_names import (
 )
 from rrfp_jax.private.jaxlib_names import get_distributed_runtime_client, make_gloo_tcp_collectives
 from rrfp_jax.runtime.jax_environment import idle_plugin
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime.cluster import Cluster
 
 _CPU, _TPU = "cpu", "tpu"
 _MARGIN_S = 10
@@ -45,31 +48,25 @@ _SMALL_GPU_BYTES = 16 * 2**30
 
 
 def start_jax_on_rank(
-    membership: Membership,
-    hosts: Sequence[str],
-    key: RunKey,
-    *,
-    platform: str | None,
-    num_local: int,
-    listen_on: str,
-    timeout_s: float,
-    pinned: bool,
-    per_device: int = 1,
+    cluster: "Cluster", platform: str | None, num_local: int, *, listen_on: str, pinned: bool
 ) -> tuple[jax.Device, ...]:
     """Starts JAX as :meth:`rrfp_jax.runtime.cluster.Cluster.initialize_jax` describes; ``listen_on`` is this host's
     address."""
-    rank, num_ranks = membership.rank, membership.num_ranks
+    rank, num_ranks, config = cluster.rank, cluster.num_ranks, cluster.config
+    per_device = config.processes_per_device
     if pinned:
         pin_threads(num_local)
     if platform is not None:
         jax.config.update("jax_platforms", platform)
     if platform == _CPU:
         use_virtual_devices(num_local)
-    elif platform != _TPU and (visible := visible_devices(rank, hosts, num_local, os.environ, per_device=per_device)):
+    elif platform != _TPU and (
+        visible := visible_devices(rank, cluster.hosts, num_local, os.environ, per_device=per_device)
+    ):
         jax.config.update("jax_cuda_visible_devices", visible)
         jax.config.update("jax_rocm_visible_devices", visible)
     use_gloo(listen_on)
-    connect_client(membership.coordinator, rank, num_ranks, key, timeout_s=timeout_s)
+    connect_client(cluster.membership.coordinator, rank, num_ranks, cluster.key, timeout_s=config.start_deadline_s)
     if platform != _CPU:
         with taking_part_of_memory(per_device, os.environ):
             require_accelerator()
@@ -281,11 +278,15 @@ def _meeting_at(coordinator: str, rank: int, timeout_s: float, environ: MutableM
 
 
 def use_gloo(host: str) -> None:
-    """Lets CPU devices of several processes compute together, over sockets that listen on the address ``host``."""
-    # JAX by itself would listen on any address that the host's name has
+    """Lets CPU devices of several processes compute together, over sockets that listen on the address ``host``.
 
-    def make_client() -> Any:
-        collectives = make_gloo_tcp_collectives(distributed_client=global_state.client, hostname=host)
-        return make_cpu_client(collectives=collectives)
-
-    register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+    JAX by itself would listen on any address that the host's name has.
+    """
+    register_backend_factory(
+        "cpu",
+        lambda: make_cpu_client(
+            collectives=make_gloo_tcp_collectives(distributed_client=global_state.client, hostname=host)
+        ),
+        priority=0,
+        fail_quietly=False,
+    )

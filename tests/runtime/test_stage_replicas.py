@@ -18,7 +18,7 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
-from rrfp_jax.runtime.stage_replicas import LaunchBarrier, StageReplicas
+from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.schedules import Task, TaskKind, chain, looped
 
 PATIENCE_S = 20.0
@@ -46,12 +46,16 @@ class Caught(threading.Thread):
         return self
 
 
-def meet(barrier: LaunchBarrier, what: str, who: int, launch: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
+def barrier_of(num_threads: int) -> StageReplicas:
+    return StageReplicas({}, {}, tuple(range(num_threads)))
+
+
+def meet(barrier: StageReplicas, what: str, who: int, launch: Callable[[dict[int, Any]], dict[int, Any]]) -> Any:
     return barrier.meet(what, who, 10 * who, launch)
 
 
 def test_the_last_to_come_launches_once_with_what_all_have_brought() -> None:
-    barrier, launches = LaunchBarrier(3), []
+    barrier, launches = barrier_of(3), []
 
     def launch(arrived: dict[int, Any]) -> dict[int, Any]:
         launches.append(arrived)
@@ -64,7 +68,7 @@ def test_the_last_to_come_launches_once_with_what_all_have_brought() -> None:
 
 
 def test_others_may_meet_while_a_launch_takes_long() -> None:
-    barrier = LaunchBarrier(2)
+    barrier = barrier_of(2)
 
     def launch(arrived: dict[int, Any]) -> dict[int, Any]:
         inner = [Caught(lambda who=who: meet(barrier, "other", who, dict)) for who in (0, 1)]
@@ -76,7 +80,7 @@ def test_others_may_meet_while_a_launch_takes_long() -> None:
 
 
 def test_what_the_launch_raises_is_raised_for_all() -> None:
-    barrier = LaunchBarrier(2)
+    barrier = barrier_of(2)
 
     def launch(arrived: dict[int, Any]) -> dict[int, Any]:
         raise ValueError("no memory")
@@ -86,7 +90,7 @@ def test_what_the_launch_raises_is_raised_for_all() -> None:
 
 
 def test_a_broken_barrier_lets_everybody_go() -> None:
-    barrier, error = LaunchBarrier(2), RuntimeError("a task failed")
+    barrier, error = barrier_of(2), RuntimeError("a task failed")
     waiting = Caught(lambda: meet(barrier, "one", 0, dict))
     while "one" not in barrier._open:
         pass
