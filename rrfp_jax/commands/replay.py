@@ -114,11 +114,11 @@ class _Story:
         if self.microbatch is None:
             return
         start_s = min(
-            (e.time_s + self.run.offset_s(s) for s in self.run.stages for g in s.log.segments for e, _ in g.entries),
+            (e.time_s + s.offset_s for s in self.run.stages for g in s.log.segments for e, _ in g.entries),
             default=0.0,
         )
         for stage in self.stages:
-            zero_s = start_s - self.run.offset_s(stage)
+            zero_s = start_s - stage.offset_s
             yield {
                 "rank": stage.rank,
                 "stage": stage.arbiter.stage,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
-from rrfp_jax.core import Event, FinishStep, IllegalTransition, Instruction, RunTask, StageArbiter, TaskFinished
+from rrfp_jax.core import Event, FinishStep, IllegalTransition, Instruction, RunTask, TaskFinished
 from rrfp_jax.core.explain import event_text, instruction_text
 from rrfp_jax.core.snapshot import rebuild
 from rrfp_jax.runtime.event_log import RunLog, Segment, StageLog, StageRecorder, open_segment
-from rrfp_jax.runtime.failure import StageState, WaitForReport, stage_state
+from rrfp_jax.runtime.failure import WaitForReport, stage_state
 from rrfp_jax.schedules import COMPUTE
 from rrfp_jax.schedules.timeline import Span, Timeline, Wait
 
@@ -46,59 +46,48 @@ def _listed(instructions: Sequence[Instruction]) -> str:
     return ", ".join(map(instruction_text, instructions)) or "nothing"
 
 
-@dataclass(frozen=True, kw_only=True)
 class StageReplay:
-    """One stage's log, fed through the core."""
+    """One stage's log, fed through the core. Raises ValueError for records that contradict each other.
 
-    rank: int
-    log: StageLog
-    arbiter: StageArbiter
-    """In the state at the log's end, or before the first difference."""
-    num_events: int
-    """The number of events that were answered as recorded."""
-    difference: Difference | None
-    refusal: str | None
-    """The core's refusal of the log's last event, in the run as in the replay; None if it took the event."""
-    timeline: Timeline
-    """The timeline of the events that were answered as recorded, without tasks that had not finished."""
-    unfinished: tuple[Span, ...]
-    """The tasks that were running when the log was taken, one of a lane, and those dispatched ahead, as spans of no
-    length."""
-    last_event_s: float
-    state: StageState
-    """The stage's state when the log was taken."""
-
-
-def replay_log(log: RunLog, *, rules_file: str | None = None) -> list[StageReplay]:
-    """Replays every stage of a log. Raises ValueError for records that contradict each other.
-
-    ``rules_file`` defines the rule that was the run's hint, if that was a user's own.
+    Args:
+        run: the log of the stage's process.
+        rules_file: defines the rule that was the run's hint, if that was a user's own.
     """
-    return [_Replay(log, stage, rules_file).run() for stage in log.stages]
 
-
-class _Replay:
-    def __init__(self, run: RunLog, stage: StageLog, rules_file: str | None) -> None:
-        self.run_log, self.log = run, stage
-        self.arbiter = rebuild(stage.arbiter, run.graph, run.placement, rules_file=rules_file)
-        self.recorder = StageRecorder(stage.arbiter.stage, run.placement.num_stages)
-        self.timeline = Timeline(run.placement.num_stages)
+    def __init__(self, run: RunLog, log: StageLog, rules_file: str | None) -> None:
+        stage, self.rank, self.offset_s = log.arbiter.stage, run.rank, run.clock_offset_s
+        self.log = log
+        self.arbiter = rebuild(log.arbiter, run.graph, run.placement, rules_file=rules_file)
+        """In the state at the log's end, or before the first difference."""
         self.num_events = 0
+        """The number of events that were answered as recorded."""
         self.difference: Difference | None = None
         self.refusal: str | None = None
-        self.last_event_s: float | None = None
-        self.last_end_s = float("-inf")
-        self.dispatched_s: dict[RunTask, float] = {}
+        """The core's refusal of the log's last event, in the run as in the replay; None if it took the event."""
+        self.timeline = Timeline(run.placement.num_stages)
+        """The timeline of the events that were answered as recorded, without tasks that had not finished."""
+        self._graph, self._recorder = run.graph, StageRecorder(stage, run.placement.num_stages)
+        self.last_event_s = run.taken_s
+        self._last_end_s = float("-inf")
+        self._dispatched_s: dict[RunTask, float] = {}
+        for number, segment in enumerate(log.segments):
+            self._replay(segment, is_first=not number)
+        self._recorder.end(self.last_event_s)
+        self.timeline.extend(self._recorder.take())
+        self.unfinished = tuple(
+            Span(each.step, stage, each.task, start_s, start_s, lane)
+            for each, dispatched_s in self._dispatched_s.items()
+            for lane in [self._graph.lane(each.task.kind)]
+            for start_s in [max(self._last_end_s, dispatched_s) if lane == COMPUTE else dispatched_s]
+        )
+        """The tasks that were running when the log was taken, one of a lane, and those dispatched ahead, as spans of no
+        length."""
+        since_s = run.taken_s - (log.started.start_s if log.started else self.last_event_s)
+        failed = run.ending is not None and stage in run.ending.failed_stages
+        self.state = stage_state(self.arbiter, since_s, failed=failed)
+        """The stage's state when the log was taken."""
 
-    def run(self) -> StageReplay:
-        for number, segment in enumerate(self.log.segments):
-            self._begin(segment, is_first=not number)
-            for event, recorded in segment.entries:
-                if self.difference is None:
-                    self._feed(event, tuple(recorded))
-        return self._result()
-
-    def _begin(self, segment: Segment, *, is_first: bool) -> None:
+    def _replay(self, segment: Segment, *, is_first: bool) -> None:
         if self.difference is not None:
             return
         try:
@@ -109,6 +98,9 @@ class _Replay:
             self.arbiter = opened
         else:
             self._differ(None, (), ())
+        for event, recorded in segment.entries:
+            if self.difference is None:
+                self._feed(event, tuple(recorded))
 
     def _feed(self, event: Event, recorded: tuple[Instruction, ...]) -> None:
         is_last = self.num_events + 1 == sum(len(segment.entries) for segment in self.log.segments)
@@ -139,49 +131,23 @@ class _Replay:
 
     def _record(self, event: Event, instructions: tuple[Instruction, ...], *, was_active: bool) -> None:
         """Keeps the timeline as the stage's actor does, with the times of events for those of the compute thread."""
-        recorder, time_s = self.recorder, event.time_s
+        recorder, time_s = self._recorder, event.time_s
         if isinstance(event, TaskFinished):
             run = RunTask(event.step, event.task)
-            start_s, lane = self.dispatched_s.pop(run, time_s), self.run_log.graph.lane(event.task.kind)
+            start_s, lane = self._dispatched_s.pop(run, time_s), self._graph.lane(event.task.kind)
             if lane == COMPUTE:  # A task may have been dispatched behind another, which has just ended.
-                start_s, self.last_end_s = max(self.last_end_s, start_s), time_s
+                start_s, self._last_end_s = max(self._last_end_s, start_s), time_s
             recorder.ran(run, start_s, time_s, lane)
         elif not was_active and self.arbiter.is_active:
             recorder.begin(event.step, time_s)
         for instruction in instructions:
             if isinstance(instruction, RunTask):
-                self.dispatched_s[instruction] = time_s
+                self._dispatched_s[instruction] = time_s
             elif isinstance(instruction, FinishStep):
                 recorder.end(time_s)
                 self.timeline.extend(recorder.take())
         recorder.observe(time_s, self.arbiter.idle_reason())
         self.last_event_s = time_s
-
-    def _result(self) -> StageReplay:
-        log, stage = self.run_log, self.log.arbiter.stage
-        last_event_s = log.taken_s if self.last_event_s is None else self.last_event_s
-        self.recorder.end(last_event_s)
-        self.timeline.extend(self.recorder.take())
-        since_s = log.taken_s - (self.log.started.start_s if self.log.started else last_event_s)
-        return StageReplay(
-            rank=log.rank,
-            log=self.log,
-            arbiter=self.arbiter,
-            num_events=self.num_events,
-            difference=self.difference,
-            refusal=self.refusal,
-            timeline=self.timeline,
-            unfinished=tuple(
-                Span(run.step, stage, run.task, start_s, start_s, lane)
-                for run, dispatched_s in self.dispatched_s.items()
-                for lane in [log.graph.lane(run.task.kind)]
-                for start_s in [max(self.last_end_s, dispatched_s) if lane == COMPUTE else dispatched_s]
-            ),
-            last_event_s=last_event_s,
-            state=stage_state(
-                self.arbiter, since_s, failed=log.ending is not None and stage in log.ending.failed_stages
-            ),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,28 +184,24 @@ class RunReplay:
         first = {stage.arbiter.stage: stage for stage in reversed(self.stages)}
         merged = Timeline(self.logs[0].placement.num_stages)
         for stage in sorted(first):
-            later_s = self.offset_s(first[stage])
+            later_s = first[stage].offset_s
             merged.spans += [_later(span, later_s) for span in first[stage].timeline.spans]
             merged.waits += [_later(wait, later_s) for wait in first[stage].timeline.waits]
         # running tasks end a little after the last event, for a run may have hung for hours since
-        last_s = max(stage.last_event_s + self.offset_s(stage) for stage in self.stages)
+        last_s = max(stage.last_event_s + stage.offset_s for stage in self.stages)
         taken_s = max(log.taken_s + log.clock_offset_s for log in self.logs)
         longest_s = max((span.end_s - span.start_s for span in merged.spans), default=taken_s - last_s)
         end_s = min(taken_s, last_s + longest_s)
         for replay in first.values():
-            merged.spans += _running(replay, self.offset_s(replay), end_s)
-            merged.waits += _waiting(replay, self.offset_s(replay), end_s)
+            merged.spans += _running(replay, replay.offset_s, end_s)
+            merged.waits += _waiting(replay, replay.offset_s, end_s)
         return merged
-
-    def offset_s(self, stage: StageReplay) -> float:
-        """Returns the seconds to add to the times of a stage's process to have rank 0's clock."""
-        return next(log.clock_offset_s for log in self.logs if log.rank == stage.rank)
 
 
 def replay_run(logs: Sequence[RunLog], *, rules_file: str | None = None) -> RunReplay:
     """Replays the logs of one run's processes. Raises ValueError if they cannot be of one run.
 
-    ``rules_file`` is as for :func:`replay_log`.
+    ``rules_file`` is as for :class:`StageReplay`.
     """
     logs = sorted(logs, key=lambda log: log.rank)
     for before, log in pairwise(logs):
@@ -249,7 +211,7 @@ def replay_run(logs: Sequence[RunLog], *, rules_file: str | None = None) -> RunR
             raise ValueError(
                 f"the logs of ranks {before.rank} and {log.rank} are of different pipelines: give the logs of one run"
             )
-    stages = [stage for log in logs for stage in replay_log(log, rules_file=rules_file)]
+    stages = [StageReplay(log, stage, rules_file) for log in logs for stage in log.stages]
     return RunReplay(logs=tuple(logs), stages=tuple(sorted(stages, key=lambda s: (s.arbiter.stage, s.rank))))
 
 
