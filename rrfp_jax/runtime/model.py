@@ -43,7 +43,7 @@ from rrfp_jax.programs.target import Target, tracing_for
 from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.transports import ArrayEdge
+from rrfp_jax.runtime.transports import ArrayEdge, EdgeOf
 from rrfp_jax.schedules import PipelineGraph, Placement
 
 Plans = Mapping[int, Sequence[Variant]]
@@ -384,33 +384,40 @@ class HostedModel:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def edge(self, message: Message, bucket: int, shapes: Sequence[Sequence[ChunkShapes]]) -> ArrayEdge | None:
-        """Returns the content of a message between chunks for microbatches of a bucket, and its shardings at both ends.
+    def edges(self, programs: HostedPrograms) -> EdgeOf:
+        """Returns the function that gives the content of a message between chunks for microbatches of a bucket, and its
+        shardings at both ends; one and the same for all buckets in which the content has the same shapes.
 
         The content is None where these microbatches skip one of the chunks; the edge is None for plain data.
         """
-        source, target = message.source, message.target
-        bases = self.copies.base(source), self.copies.base(target)
-        if message.kind is MessageKind.SHARED:
-            # Copies in another replica hear only that gradients are complete: a collective sums them.
-            if self.copies.replica(source) != self.copies.replica(target):
-                return None
-            names = tuple(sorted(self.chunks[bases[0]].tied))
-            # The sender's partition at both ends: its layers need not be all of the receiver's.
-            ends = [
-                pick(unit_shardings(self.chunks, bases[0], self._boundary(end)).params, names)
-                for end in (source, target)
-            ]
-            spec = accumulator_spec(pick(shapes[0][bases[0]].params, names))
-            return ArrayEdge(spec=spec, source=ends[0], target=ends[1])
-        at_ends = [shapes[bucket][base] for base in bases]
-        carried = at_ends[0].outputs
-        if message.kind is MessageKind.GRADIENT:
-            carried = gradient_spec(at_ends[1].outputs)
-        if not all(end.exists for end in at_ends):
-            carried = None
-        lying = [all_passing(self._boundary(end), carried) for end in (source, target)]
-        return ArrayEdge(spec=carried, source=lying[0], target=lying[1])
+        shapes, known = programs.shapes, dict[Hashable, ArrayEdge]()
+
+        def edge(message: Message, bucket: int) -> ArrayEdge | None:
+            source, target = message.source, message.target
+            bases = self.copies.base(source), self.copies.base(target)
+            if message.kind is MessageKind.SHARED:
+                # Copies in another replica hear only that gradients are complete: a collective sums them.
+                if self.copies.replica(source) != self.copies.replica(target):
+                    return None
+                names = tuple(sorted(self.chunks[bases[0]].tied))
+                # The sender's partition at both ends: its layers need not be all of the receiver's.
+                ends = [
+                    pick(unit_shardings(self.chunks, bases[0], self._boundary(end)).params, names)
+                    for end in (source, target)
+                ]
+                spec = accumulator_spec(pick(shapes[0][bases[0]].params, names))
+                return ArrayEdge(spec=spec, source=ends[0], target=ends[1])
+            at_ends = [shapes[bucket][base] for base in bases]
+            carried = at_ends[0].outputs
+            if message.kind is MessageKind.GRADIENT:
+                carried = gradient_spec(at_ends[1].outputs)
+            if not all(end.exists for end in at_ends):
+                carried = None
+            lying = [all_passing(self._boundary(end), carried) for end in (source, target)]
+            which = (*message[:3], *jax.tree.leaves(carried), jax.tree.structure(carried))
+            return known.setdefault(which, ArrayEdge(spec=carried, source=lying[0], target=lying[1]))
+
+        return edge
 
 
 def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> tuple[tuple[ChunkShapes, ...], ...]:

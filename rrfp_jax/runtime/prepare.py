@@ -10,14 +10,12 @@
 7. the stages, each with its arbiter, running.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from zlib import crc32
 
-import jax
-
-from rrfp_jax.core import STRICT, GroupProtocol, Message, MessageKind, Order, Ordering, StepRules, dispatch_of
+from rrfp_jax.core import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
 from rrfp_jax.core.replicas import Replication, microbatches_per_replica, replication
 from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_stages_fit, window_of_bytes
 from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
@@ -37,7 +35,6 @@ from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
 from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes, device_limits
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.stage_threads import StageExecutor
-from rrfp_jax.runtime.transports import ArrayEdge
 from rrfp_jax.schedules import PipelineGraph, TaskKind
 
 
@@ -129,7 +126,7 @@ def prepare_pipeline(
         ),
         _stage_maker(model, order, state, programs, copies=copies, step_rules=rules, wrap=options.wrap_stage),
         options,
-        edge=_edge_of(model, programs),
+        edge=model.edges(programs),
         num_buckets=len(programs.shapes),
         just_in_time=dispatch.just_in_time,
     )
@@ -299,20 +296,6 @@ def _forecast_order(
 
 
 # -- the stages --------------------------------------------------------------------------------------------------------
-
-
-def _edge_of(model: HostedModel, programs: HostedPrograms) -> Callable[[Message, int], ArrayEdge | None]:
-    """Returns a function that gives the edge of a message, one and the same for all buckets in which its content has
-    the same shapes."""
-    known: dict[Hashable, ArrayEdge] = {}
-
-    def edge(message: Message, bucket: int) -> ArrayEdge | None:
-        made = model.edge(message, bucket, programs.shapes)
-        if made is None or message.kind is MessageKind.SHARED:
-            return made
-        return known.setdefault((*message[:3], *jax.tree.leaves(made.spec), jax.tree.structure(made.spec)), made)
-
-    return edge
 
 
 def _stage_maker(
