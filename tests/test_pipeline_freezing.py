@@ -18,7 +18,7 @@ from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.model_graph import freeze, mirrored
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, TaskKind, build_schedule, linear, looped
-from rrfp_jax.training.saving import RunSaver
+from rrfp_jax.training.loop import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.programs.toys import VOCAB, WIDTH, dense, embedding, head, joined, make_batch, plain_model, weights

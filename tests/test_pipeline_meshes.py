@@ -16,7 +16,7 @@ from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.models.cuts import ContextCut
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear
-from rrfp_jax.training.saving import RunSaver
+from rrfp_jax.training.loop import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 

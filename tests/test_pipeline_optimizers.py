@@ -16,7 +16,7 @@ from rrfp_jax.programs.shapes import model_params
 from rrfp_jax.programs.update_faults import scalars_of, update_fault
 from rrfp_jax.schedules import linear
 from rrfp_jax.training.optimizer import check_groups, learning_rate_schedule, make_optimizer
-from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ParameterGroup
+from rrfp_jax.training.run_config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ParameterGroup
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.programs.test_optimizers import LEAFWISE, PARAMS

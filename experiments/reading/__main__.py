@@ -20,7 +20,7 @@ from rrfp_jax.commands.common.process import start_alone
 from rrfp_jax.commands.training.config import TrainConfig, read_train_config
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.observe.output_files import check_file
-from rrfp_jax.training.run_directory import CONFIG
+from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
     from experiments.reading.scores import ReadWord
@@ -86,9 +86,8 @@ def _read(run: Path, config: TrainConfig, num_samples: int) -> "tuple[int, list[
     from experiments.reading.scores import read_words
     from rrfp_jax.checkpoint import newest_step, read_params
     from rrfp_jax.commands.training.model_parts import vision_language_config
-    from rrfp_jax.training.run_directory import RunDirectory
 
-    found = newest_step(RunDirectory(run).checkpoints)
+    found = newest_step(run / CHECKPOINTS)
     assert config.images is not None
     held_out = Path(config.images.path).with_name(HELD_OUT)
     return found.step, read_words(

@@ -29,8 +29,8 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer, takes_file, values_of, wrap
 from rrfp_jax.commands.main import COMMANDS, module_of
 from rrfp_jax.commands.training.config import read_train_config
+from rrfp_jax.commands.training.config_sources import find_preset, preset_names, summary_of
 from rrfp_jax.commands.training.explaining import all_names, explain_key, explain_section, find_key
-from rrfp_jax.commands.training.presets import find_preset, preset_names, summary_of
 from rrfp_jax.exit_codes import DONE
 
 SHELLS = ("bash", "zsh", "fish")

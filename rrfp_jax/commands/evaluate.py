@@ -27,8 +27,8 @@ from rrfp_jax.commands.training.config import (
     overrides_of,
     read_train_config,
 )
+from rrfp_jax.commands.training.config_sources import add_trust_argument
 from rrfp_jax.commands.training.planned import plan_run
-from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.training.run_config import EvaluationConfig
 from rrfp_jax.training.run_directory import CONFIG
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         asked = {"batches": arguments.batches, "sets": arguments.set, "trust": arguments.trust}
         config = config_of(run, overrides_of(arguments), **asked)
         planned = plan_run(config, run)
-        from rrfp_jax.commands.training.evaluating import evaluate_run
+        from rrfp_jax.commands.training.assembly import evaluate_run
 
         step, rows, is_first = evaluate_run(planned, run)
     if not is_first:

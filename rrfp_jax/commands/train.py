@@ -31,11 +31,9 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.interrupts import end_stopped, ending_at_once, stop_requests
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
-from rrfp_jax.commands.training.data_sets import vocabulary_note
-from rrfp_jax.commands.training.model_tokens import token_notes
+from rrfp_jax.commands.training.config_sources import add_trust_argument, preset_names
+from rrfp_jax.commands.training.data_sets import token_notes, vocabulary_note
 from rrfp_jax.commands.training.planned import plan_run
-from rrfp_jax.commands.training.presets import preset_names
-from rrfp_jax.commands.training.trust import add_trust_argument
 from rrfp_jax.costs.devices import DEVICES, device_of
 from rrfp_jax.exit_codes import DATA_UNREADABLE, DONE, INTERNAL_ERROR, NOT_FINITE, PREEMPTED, print_fatal_message
 from rrfp_jax.planner.auto_cut import resolve_auto_cut
@@ -131,8 +129,8 @@ def _plan_and_train(config: TrainConfig, name: str, *, fresh: bool, force: bool,
         planned = plan_run(config, path, fresh=fresh and not is_restart, force=force)
         check_plugin(config.run.platform)
         with ending_at_once():
-            from rrfp_jax.commands.training.assembly import assemble
-        run = assemble(planned)
+            from rrfp_jax.commands.training import assembly
+        run = assembly.Run(planned)
     note = vocabulary_note(config, planned.dataset)
     notes = token_notes(planned.dataset, planned.known)
     for line in [*to_say, *([] if note is None else [note]), *notes]:
@@ -237,9 +235,8 @@ def _leave_report(run: "Run", failure: "RunFailed") -> None:
 
 
 def _leave_timeline(run: "Run", loop: "TrainingLoop", name: str) -> None:
-    timeline = loop.timeline()
-    if run.is_first and timeline.spans:
-        run.directory.write_timeline(timeline, f"{name}: {run.label}")
+    if run.is_first and loop.timeline.spans:
+        run.directory.write_timeline(loop.timeline, f"{name}: {run.label}")
 
 
 if __name__ == "__main__":

@@ -8,30 +8,62 @@ without its digits, hence by kind.
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rrfp_jax.observe.output_files import replacing
-from rrfp_jax.observe.panels import first_start_s, require_drawable
+from rrfp_jax.observe.panels import first_start_s
 from rrfp_jax.observe.style import IDLE_LOOKS, task_looks
 from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.schedules import COMPUTE, Task
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 
-TraceEvent = dict[str, Any]
+_IDLE, _TASKS = "idle", "tasks"
+"""Names of tracks; the others are those of engines."""
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """Returns the trace as an object for ``json.dump``; raises ValueError for a timeline without tasks."""
-    require_drawable(timeline)
-    zero_s = first_start_s(timeline)
-    tracks = _Tracks(timeline)
+    zero_s, stages = first_start_s(timeline), range(timeline.num_stages)
     looks = task_looks({span.task.kind: span.lane for span in timeline.spans})
-    events = [event for stage in range(timeline.num_stages) for event in tracks.names(stage)]
-    events += [_task_event(span, zero_s, tracks, looks[span.task.kind].label) for span in timeline.spans]
-    events += [_idle_event(wait, zero_s, tracks) for wait in timeline.waits if wait.end_s > wait.start_s]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": _summary(timeline)}
+    engines = sorted({(span.stage, span.lane) for span in timeline.beside()})
+    tracks = [[COMPUTE, *(lane for of, lane in engines if of == stage), _IDLE] for stage in stages]
+    most, events = max(map(len, tracks)), list[dict[str, Any]]()
+
+    def place(stage: int, track: str) -> dict[str, Any]:
+        # Perfetto takes thread 0 for the kernel's idle thread and thread numbers for unique on the machine.
+        return {"pid": stage + 1, "tid": most * stage + 1 + tracks[stage].index(track)}
+
+    def add(entry: Span | Wait, track: str, **fields: Any) -> None:
+        # Both ends are rounded, to nanoseconds, before they are subtracted: neighbours never overlap by rounding.
+        start_us, end_us = (round((time_s - zero_s) * 1e6, 3) for time_s in (entry.start_s, entry.end_s))
+        times = {"ts": start_us, "dur": round(end_us - start_us, 3)}
+        events.append({"ph": "X", **place(entry.stage, track), **times, **fields})
+
+    for stage in stages:
+        process = {"ph": "M", "pid": stage + 1}
+        events.append({**process, "name": "process_name", "args": {"name": f"stage {stage}"}})
+        events.append({**process, "name": "process_sort_index", "args": {"sort_index": stage}})
+        for number, track in enumerate(tracks[stage]):
+            thread = {"ph": "M", **place(stage, track)}
+            events.append({**thread, "name": "thread_name", "args": {"name": _TASKS if track == COMPUTE else track}})
+            events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": number}})
+    for span in timeline.spans:
+        task = span.task
+        args: dict[str, Any] = {"step": span.step, "kind": looks[task.kind].label, "chunk": task.chunk}
+        if task.microbatch >= 0:
+            args["microbatch"] = task.microbatch
+        add(span, span.lane, name=str(task), cat=f"task,{task.kind}", args=args)
+    for wait in timeline.waits:
+        if wait.end_s > wait.start_s:
+            reason = wait.reason
+            args = {"step": wait.step, "reason": reason.value, "meaning": IDLE_LOOKS[reason].label}
+            add(wait, _IDLE, name=f"idle: {reason}", cat=f"idle,{reason}", args=args)
+    summary = {
+        f"step {step}": f"makespan {one.makespan_s() * 1e3:.3f} ms, bubble {one.bubble_fraction():.4f}"
+        for step, one in zip(timeline.steps(), timeline.by_step(), strict=True)
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": summary}
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -65,60 +97,3 @@ def read_trace(path: str | os.PathLike[str]) -> Timeline:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no trace of a run ({error}): take the trace.json of a run directory") from None
     return timeline
-
-
-_IDLE, _TASKS = "idle", "tasks"
-"""Names of tracks; the others are those of engines."""
-
-
-class _Tracks:
-    """The tracks of every stage: tasks, its engines in the order of their names, idle time."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        beside = sorted({(span.stage, span.lane) for span in timeline.beside()})
-        self._of_stage = [
-            [COMPUTE, *(lane for of, lane in beside if of == stage), _IDLE] for stage in range(timeline.num_stages)
-        ]
-        self._most = max(map(len, self._of_stage))
-
-    def place(self, stage: int, track: str) -> TraceEvent:
-        # Perfetto takes thread 0 for the kernel's idle thread and thread numbers for unique on the machine.
-        return {"pid": stage + 1, "tid": self._most * stage + 1 + self._of_stage[stage].index(track)}
-
-    def names(self, stage: int) -> Iterator[TraceEvent]:
-        process = {"ph": "M", "pid": stage + 1}
-        yield {**process, "name": "process_name", "args": {"name": f"stage {stage}"}}
-        yield {**process, "name": "process_sort_index", "args": {"sort_index": stage}}
-        for number, track in enumerate(self._of_stage[stage]):
-            thread = {"ph": "M", **self.place(stage, track)}
-            yield {**thread, "name": "thread_name", "args": {"name": _TASKS if track == COMPUTE else track}}
-            yield {**thread, "name": "thread_sort_index", "args": {"sort_index": number}}
-
-
-def _task_event(span: Span, zero_s: float, tracks: _Tracks, label: str) -> TraceEvent:
-    task = span.task
-    args: dict[str, Any] = {"step": span.step, "kind": label, "chunk": task.chunk}
-    if task.microbatch >= 0:
-        args["microbatch"] = task.microbatch
-    place = tracks.place(span.stage, span.lane)
-    return {**_complete(span, zero_s, place), "name": str(task), "cat": f"task,{task.kind}", "args": args}
-
-
-def _idle_event(wait: Wait, zero_s: float, tracks: _Tracks) -> TraceEvent:
-    reason = wait.reason
-    args = {"step": wait.step, "reason": reason.value, "meaning": IDLE_LOOKS[reason].label}
-    place = tracks.place(wait.stage, _IDLE)
-    return {**_complete(wait, zero_s, place), "name": f"idle: {reason}", "cat": f"idle,{reason}", "args": args}
-
-
-def _complete(entry: Span | Wait, zero_s: float, place: TraceEvent) -> TraceEvent:
-    # Both ends are rounded, to nanoseconds, before they are subtracted: neighbours never overlap by rounding.
-    start_us, end_us = (round((time_s - zero_s) * 1e6, 3) for time_s in (entry.start_s, entry.end_s))
-    return {"ph": "X", **place, "ts": start_us, "dur": round(end_us - start_us, 3)}
-
-
-def _summary(timeline: Timeline) -> dict[str, str]:
-    return {
-        f"step {step}": f"makespan {one.makespan_s() * 1e3:.3f} ms, bubble {one.bubble_fraction():.4f}"
-        for step, one in zip(timeline.steps(), timeline.by_step(), strict=True)
-    }

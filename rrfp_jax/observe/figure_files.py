@@ -51,10 +51,10 @@ def text_width(text: str, points: float, *, bold: bool = False) -> float:
     return float(width) / 72
 
 
-def shortened(text: str, points: float, room: float, *, bold: bool = False) -> str:
-    """Returns ``text``, cut and ended with an ellipsis if it is wider than ``room`` inches."""
-    if text_width(text, points, bold=bold) <= room:
+def shortened(text: str, points: float, most: float, *, bold: bool = False) -> str:
+    """Returns ``text``, cut and ended with an ellipsis if it is wider than ``most`` inches."""
+    if text_width(text, points, bold=bold) <= most:
         return text
     lengths = range(1, len(text) + 1)
-    fitting = bisect(lengths, room, key=lambda length: text_width(text[:length] + "…", points, bold=bold))
+    fitting = bisect(lengths, most, key=lambda length: text_width(text[:length] + "…", points, bold=bold))
     return text[:fitting].rstrip() + "…"

@@ -13,18 +13,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rrfp_jax.observe.output_files import replacing
 
 _log = logging.getLogger(__name__)
-
-
-class TakesRows(Protocol):
-    """Takes the rows of a run."""
-
-    def write(self, values: Mapping[str, Any]) -> Any:
-        """Writes one row. Raises ValueError for values that JSON does not know."""
 
 
 class MetricsFile:
@@ -74,7 +67,16 @@ class MetricsFile:
         self.close()
 
     def _repair(self) -> bytes:
-        start = self._start_of_last_line()
+        # The last line is read from the end, because the file of a long run is long. Without its own line end, it
+        # starts after the last of the others.
+        size, length, newline = self._file.seek(0, os.SEEK_END), 4096, -1
+        start = size
+        while newline < 0 and start > 0:
+            start = max(0, size - length)
+            self._file.seek(start)
+            newline = self._file.read(max(0, size - start - 1)).rfind(b"\n")
+            length *= 2
+        start += newline + 1
         self._file.seek(start)
         last = self._file.read()
         if not last or _is_object(last):
@@ -85,21 +87,6 @@ class MetricsFile:
         self._file.truncate(start)
         _log.warning("%s: dropped a partial last line of %d bytes, left by a run that was killed", self.path, len(last))
         return last
-
-    def _start_of_last_line(self) -> int:
-        """Returns the offset of the last line, read from the end, because the file of a long run is long."""
-        size = self._file.seek(0, os.SEEK_END)
-        length = 4096
-        while True:
-            start = max(0, size - length)
-            self._file.seek(start)
-            # Without its own line end, the last line starts after the last of the others.
-            newline = self._file.read(max(0, size - start - 1)).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            if start == 0:
-                return 0
-            length *= 2
 
 
 def cut_metrics(path: Path, from_step: int) -> None:

@@ -8,7 +8,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -17,8 +17,7 @@ import numpy as np
 
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.observe.panels import Boxes, Panel, TaskGroup, facts, panels
-from rrfp_jax.observe.style import IDLE_LOOKS, TaskLook, shade, text_colour
-from rrfp_jax.schedules import TaskKind
+from rrfp_jax.observe.style import IDLE_LOOKS, shade, text_colour
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
 
 
@@ -32,11 +31,20 @@ def write_page(
     given = list(timelines)
     drawn = panels(given)
     num_shades = max(panel.num_shades for panel in drawn)
-    task_looks = drawn[0].looks
-    looks = [*(TaskGroup(kind, rank) for kind in task_looks for rank in range(num_shades)), *IdleReason]
+    looks: list[dict[str, str]] = []
+    groups: list[TaskGroup | IdleReason] = []
+    for kind, look in drawn[0].looks.items():
+        for rank in range(num_shades):
+            colour = shade(look.colour, rank, num_shades)
+            groups.append(TaskGroup(kind, rank))
+            looks.append({"label": look.label, "kind": kind, "colour": colour, "ink": text_colour(colour)})
+    for reason in IdleReason:
+        idle = IDLE_LOOKS[reason]
+        groups.append(reason)
+        looks.append({"label": f"idle: {idle.label}", "colour": idle.fill, "line": idle.line, "pattern": idle.pattern})
     data = {
-        "looks": [_look(each, num_shades, task_looks) for each in looks],
-        "panels": [_panel(panel, timeline, looks) for panel, (_, timeline) in zip(drawn, given, strict=True)],
+        "looks": looks,
+        "panels": [_panel(panel, timeline, groups) for panel, (_, timeline) in zip(drawn, given, strict=True)],
     }
     packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), level=9)
     text = (resources.files(__package__) / "page.html").read_text(encoding="utf-8")
@@ -46,17 +54,9 @@ def write_page(
         temporary.write_text(text, encoding="utf-8")
 
 
-def _look(group: TaskGroup | IdleReason, num_shades: int, task_looks: Mapping[TaskKind, TaskLook]) -> dict[str, str]:
-    if isinstance(group, TaskGroup):
-        look = task_looks[group.kind]
-        colour = shade(look.colour, group.rank, num_shades)
-        return {"label": look.label, "kind": group.kind, "colour": colour, "ink": text_colour(colour)}
-    idle = IDLE_LOOKS[group]
-    return {"label": f"idle: {idle.label}", "colour": idle.fill, "line": idle.line, "pattern": idle.pattern}
-
-
-def _panel(panel: Panel, timeline: Timeline, looks: Sequence[TaskGroup | IdleReason]) -> dict[str, Any]:
-    groups: list[tuple[TaskGroup | IdleReason, Boxes]] = [*panel.waits.items(), *panel.tasks.items()]
+def _panel(panel: Panel, timeline: Timeline, groups: Sequence[TaskGroup | IdleReason]) -> dict[str, Any]:
+    boxes: list[tuple[TaskGroup | IdleReason, Boxes]] = [*panel.waits.items(), *panel.tasks.items()]
+    by_step = zip(timeline.steps(), timeline.by_step(), strict=True)
     return {
         "caption": panel.caption,
         "rows": [
@@ -64,13 +64,9 @@ def _panel(panel: Panel, timeline: Timeline, looks: Sequence[TaskGroup | IdleRea
             for row in panel.rows
         ],
         "height": panel.height,
-        "facts": {"all": panel.summary(), **{step: facts(one) for step, one in _by_step(timeline)}},
-        "boxes": [[looks.index(group), *_columns(boxes)] for group, boxes in groups],
+        "facts": {"all": panel.summary, **{step: facts(one) for step, one in by_step}},
+        "boxes": [[groups.index(group), *_columns(of_group)] for group, of_group in boxes],
     }
-
-
-def _by_step(timeline: Timeline) -> Iterator[tuple[int, Timeline]]:
-    return zip(timeline.steps(), timeline.by_step(), strict=True)
 
 
 def _columns(boxes: Boxes) -> Iterator[list[int]]:

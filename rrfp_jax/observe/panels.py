@@ -6,7 +6,7 @@ beside the stage. Boxes are grouped by colour, as arrays, because many boxes are
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
@@ -39,10 +39,6 @@ class PanelRow(NamedTuple):
     def middle(self) -> float:
         return self.top + self.height / 2
 
-    @property
-    def bottom(self) -> float:
-        return self.top + self.height
-
 
 @dataclass(frozen=True, kw_only=True)
 class Boxes:
@@ -57,6 +53,8 @@ class Boxes:
     """Chunk of the task; -1 for idle time."""
     microbatch: NDArray[np.int64]
     """Microbatch of the task; -1 for idle time and for tasks that run once per step."""
+    is_beside: bool
+    """Whether they ran on an engine beside a stage."""
 
     def __len__(self) -> int:
         return len(self.step)
@@ -78,8 +76,12 @@ class Panel:
     """One captioned timeline, ready to be drawn."""
 
     caption: str
+    summary: str
+    """The facts of the title line: makespan, bubble fraction, step."""
     num_stages: int
     rows: tuple[PanelRow, ...]
+    height: float
+    """Height of all rows, in heights of a stage's row."""
     looks: Mapping[TaskKind, TaskLook]
     """Looks of all kinds in the drawing, in the order of legends."""
     steps: tuple[int, ...]
@@ -89,59 +91,17 @@ class Panel:
     waits: Mapping[IdleReason, Boxes]
     end_ms: float
     """Last end of a task or of idle time."""
-    makespan_ms: float
-    """Makespan of a step, mean over the steps."""
-    bubble_fraction: float
-    """Bubble of a step, mean over the steps."""
     idle_shares: tuple[float, ...]
     """For each row its idle share of the makespan, mean over the steps: a stage's bubble, or an engine's idle time."""
     step_starts_ms: Mapping[int, Mapping[int, float]]
     """step -> stage -> start of the stage's first task of that step, engines apart."""
 
     @property
-    def height(self) -> float:
-        """Height of all rows, in heights of a stage's row."""
-        return self.rows[-1].bottom
-
-    def is_beside(self, boxes: Boxes) -> bool:
-        """Returns whether boxes of one look ran on an engine."""
-        return bool(len(boxes)) and self.rows[boxes.row[0]].is_beside
-
-    @property
     def num_shades(self) -> int:
         return max(len(chunks) for chunks in self.chunks_of_stage)
 
-    @property
-    def num_boxes(self) -> int:
-        return sum(len(boxes) for boxes in (*self.tasks.values(), *self.waits.values()))
-
-    def visible_kinds(self) -> set[TaskKind]:
-        """Returns the kinds that a reader can see: their boxes take half a pixel of 1,000 on a stage, or more."""
-        found = dict.fromkeys((group.kind for group in self.tasks), 0.0)
-        for group, boxes in self.tasks.items():
-            found[group.kind] += float(boxes.width_ms.sum()) / self.num_stages
-        return {kind for kind, width_ms in found.items() if width_ms >= self.end_ms / 2000 and width_ms > 0} or {
-            group.kind for group in self.tasks
-        }
-
     def colour(self, group: TaskGroup) -> str:
         return shade(self.looks[group.kind].colour, group.rank, self.num_shades)
-
-    def summary(self) -> str:
-        """Returns the facts of the title line: makespan, bubble fraction, step."""
-        text = _facts(self.makespan_ms, self.bubble_fraction)
-        if len(self.steps) == 1:
-            return f"{text} · step {self.steps[0]}"
-        return f"steps {self.steps[0]} to {self.steps[-1]}, mean: {text}"
-
-
-def facts(step: Timeline) -> str:
-    """Returns the makespan and the bubble fraction of one step, as text."""
-    return _facts(step.makespan_s() * 1e3, step.bubble_fraction())
-
-
-def _facts(makespan_ms: float, bubble_fraction: float) -> str:
-    return f"makespan {format_ms(makespan_ms)} · bubble {bubble_fraction:.1%}"
 
 
 def panels(timelines: Iterable[tuple[str, Timeline]]) -> list[Panel]:
@@ -157,13 +117,17 @@ def panels(timelines: Iterable[tuple[str, Timeline]]) -> list[Panel]:
     return found
 
 
-def require_drawable(timeline: Timeline, name: str = "the timeline") -> None:
-    """Raises ValueError with one sentence for a timeline without tasks, or with times that no stage can have."""
+def first_start_s(timeline: Timeline, name: str = "the timeline") -> float:
+    """Returns the zero of every drawn axis: the first start of a task or of idle time.
+
+    Raises ValueError with one sentence for a timeline without tasks, or with times that no stage can have.
+    """
     if not timeline.spans:
         raise ValueError(
             f"{name} holds no task (and {len(timeline.waits)} idle intervals): record at least one step first"
         )
-    for entry in _entries(timeline):
+    entries: list[Span | Wait] = [*timeline.spans, *timeline.waits]
+    for entry in entries:
         if not 0 <= entry.stage < timeline.num_stages:
             raise ValueError(
                 f"{name} has an entry of stage {entry.stage}, but {timeline.num_stages} stages: "
@@ -174,11 +138,13 @@ def require_drawable(timeline: Timeline, name: str = "the timeline") -> None:
                 f"{name} has an entry of stage {entry.stage} that lasts from {entry.start_s} s to {entry.end_s} s: "
                 "give finite times, the start not after the end"
             )
+    return min(entry.start_s for entry in entries)
 
 
-def first_start_s(timeline: Timeline) -> float:
-    """Returns the zero of every drawn axis: the first start of a task or of idle time."""
-    return min(entry.start_s for entry in _entries(timeline))
+def facts(*steps: Timeline) -> str:
+    """Returns the makespan and the bubble fraction of a step, mean over the steps, as text."""
+    makespan_ms = fmean(step.makespan_s() for step in steps) * 1e3
+    return f"makespan {format_ms(makespan_ms)} · bubble {fmean(step.bubble_fraction() for step in steps):.1%}"
 
 
 def format_ms(milliseconds: float) -> str:
@@ -190,43 +156,51 @@ def format_ms(milliseconds: float) -> str:
 
 
 def _panel(caption: str, timeline: Timeline, looks: Mapping[TaskKind, TaskLook]) -> Panel:
-    require_drawable(timeline, f"timeline {caption!r}")
-    zero_s = first_start_s(timeline)
-    chunks_of_stage = _chunks_of_stage(timeline)
-    rows = _rows_of(timeline.num_stages, timeline.spans)
-    steps = tuple(timeline.steps())
-    by_step = timeline.by_step()
+    zero_s, num_stages = first_start_s(timeline, f"timeline {caption!r}"), timeline.num_stages
+    # The rows from top to bottom; a stage's engines stand in the order of their names.
+    engines, rows, top = sorted({(span.stage, span.lane) for span in timeline.beside()}), list[PanelRow](), 0.0
+    for stage in range(num_stages):
+        for lane in (COMPUTE, *(lane for of, lane in engines if of == stage)):
+            rows.append(PanelRow(stage, lane, top, 1.0 if lane == COMPUTE else _THIN))
+            top += rows[-1].height
+    chunks: list[set[int]] = [set() for _ in range(num_stages)]
+    for span in timeline.spans:
+        chunks[span.stage].add(span.task.chunk)
+    chunks_of_stage = tuple(tuple(sorted(found)) for found in chunks)
+    steps, by_step = tuple(timeline.steps()), timeline.by_step()
     starts: dict[int, dict[int, float]] = {step: {} for step in steps}
     for span in sorted(timeline.spans, key=lambda s: s.start_s, reverse=True):
         # In descending order, so that the first start of a stage is the last to be written.
         if not span.is_beside:
-            starts[span.step][span.stage] = _ms(span.start_s, zero_s)
+            starts[span.step][span.stage] = (span.start_s - zero_s) * 1e3
+    tasks: dict[TaskGroup, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        tasks[TaskGroup(span.task.kind, chunks_of_stage[span.stage].index(span.task.chunk))].append(span)
+    waits: dict[IdleReason, list[Wait]] = defaultdict(list)
+    for wait in timeline.waits:
+        if wait.end_s > wait.start_s:
+            waits[wait.reason].append(wait)
+    place = list(looks).index
+    mean = "" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}, mean: "
     return Panel(
         caption=caption,
-        num_stages=timeline.num_stages,
-        rows=rows,
+        summary=mean + facts(*by_step) + (f" · step {steps[0]}" if not mean else ""),
+        num_stages=num_stages,
+        rows=tuple(rows),
+        height=top,
         looks=looks,
         steps=steps,
         chunks_of_stage=chunks_of_stage,
-        tasks=_task_boxes(timeline.spans, chunks_of_stage, zero_s, rows, list(looks)),
-        waits=_wait_boxes(timeline.waits, zero_s, rows),
-        end_ms=_ms(max(entry.end_s for entry in _entries(timeline)), zero_s),
-        makespan_ms=fmean(one.makespan_s() for one in by_step) * 1e3,
-        bubble_fraction=fmean(one.bubble_fraction() for one in by_step),
+        tasks={
+            group: _boxes(tasks[group], zero_s, rows)
+            for group in sorted(tasks, key=lambda group: (place(group.kind), group.rank))
+        },
+        waits={reason: _boxes(waits[reason], zero_s, rows) for reason in IdleReason if reason in waits},
+        end_ms=(max([*(span.end_s for span in timeline.spans), *(wait.end_s for wait in timeline.waits)]) - zero_s)
+        * 1e3,
         idle_shares=tuple(map(fmean, zip(*(_idle_shares(one, rows) for one in by_step), strict=True))),
         step_starts_ms=starts,
     )
-
-
-def _rows_of(num_stages: int, spans: Iterable[Span]) -> tuple[PanelRow, ...]:
-    """Returns the rows from top to bottom; a stage's engines stand in the order of their names."""
-    engines = sorted({(span.stage, span.lane) for span in spans if span.is_beside})
-    rows: list[PanelRow] = []
-    for stage in range(num_stages):
-        for lane in (COMPUTE, *(lane for of, lane in engines if of == stage)):
-            top = rows[-1].bottom if rows else 0.0
-            rows.append(PanelRow(stage, lane, top, 1.0 if lane == COMPUTE else _THIN))
-    return tuple(rows)
 
 
 def _idle_shares(step: Timeline, rows: Sequence[PanelRow]) -> list[float]:
@@ -242,54 +216,17 @@ def _idle_shares(step: Timeline, rows: Sequence[PanelRow]) -> list[float]:
     ]
 
 
-def _entries(timeline: Timeline) -> Iterator[Span | Wait]:
-    yield from timeline.spans
-    yield from timeline.waits
-
-
-def _chunks_of_stage(timeline: Timeline) -> tuple[tuple[int, ...], ...]:
-    chunks: list[set[int]] = [set() for _ in range(timeline.num_stages)]
-    for span in timeline.spans:
-        chunks[span.stage].add(span.task.chunk)
-    return tuple(tuple(sorted(found)) for found in chunks)
-
-
-def _task_boxes(
-    spans: Sequence[Span],
-    chunks_of_stage: Sequence[Sequence[int]],
-    zero_s: float,
-    rows: Sequence[PanelRow],
-    kinds: Sequence[TaskKind],
-) -> dict[TaskGroup, Boxes]:
-    rank_of = [{chunk: rank for rank, chunk in enumerate(chunks)} for chunks in chunks_of_stage]
-    groups: dict[TaskGroup, list[Span]] = defaultdict(list)
-    for span in spans:
-        groups[TaskGroup(span.task.kind, rank_of[span.stage][span.task.chunk])].append(span)
-    ordered = sorted(groups, key=lambda group: (kinds.index(group.kind), group.rank))
-    return {group: _boxes(groups[group], zero_s, rows) for group in ordered}
-
-
-def _wait_boxes(waits: Sequence[Wait], zero_s: float, rows: Sequence[PanelRow]) -> dict[IdleReason, Boxes]:
-    groups: dict[IdleReason, list[Wait]] = defaultdict(list)
-    for wait in waits:
-        if wait.end_s > wait.start_s:
-            groups[wait.reason].append(wait)
-    return {reason: _boxes(groups[reason], zero_s, rows) for reason in IdleReason if reason in groups}
-
-
 def _boxes(entries: Sequence[Span] | Sequence[Wait], zero_s: float, rows: Sequence[PanelRow]) -> Boxes:
     number = {(row.stage, row.lane): at for at, row in enumerate(rows)}
     tasks = [(e.task.chunk, e.task.microbatch) if isinstance(e, Span) else (-1, -1) for e in entries]
     chunk, microbatch = np.array(tasks).T
+    row = np.array([number[e.stage, e.lane if isinstance(e, Span) else COMPUTE] for e in entries])
     return Boxes(
-        row=np.array([number[e.stage, e.lane if isinstance(e, Span) else COMPUTE] for e in entries]),
+        row=row,
         step=np.array([e.step for e in entries]),
-        start_ms=np.array([_ms(e.start_s, zero_s) for e in entries]),
-        end_ms=np.array([_ms(e.end_s, zero_s) for e in entries]),
+        start_ms=np.array([(e.start_s - zero_s) * 1e3 for e in entries]),
+        end_ms=np.array([(e.end_s - zero_s) * 1e3 for e in entries]),
         chunk=chunk,
         microbatch=microbatch,
+        is_beside=rows[row[0]].is_beside,
     )
-
-
-def _ms(time_s: float, zero_s: float) -> float:
-    return (time_s - zero_s) * 1e3

@@ -6,7 +6,7 @@ because pale colours alone are hard to tell apart.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rrfp_jax.schedules import COMPUTE, TaskKind
 from rrfp_jax.schedules.timeline import IdleReason
@@ -25,18 +25,16 @@ _LIGHTEST = 0.62
 """How far the last of a stage's chunks is blended into white."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskLook:
-    """How tasks of one kind are drawn."""
+class TaskLook(NamedTuple):
+    """The look of tasks of one kind."""
 
     colour: str
     label: str
     """Plain words for the legend."""
 
 
-@dataclass(frozen=True)
-class IdleLook:
-    """How idle time of one reason is drawn."""
+class IdleLook(NamedTuple):
+    """The look of idle time of one reason."""
 
     fill: str
     line: str
@@ -109,14 +107,11 @@ def text_colour(colour: str) -> str:
 
 def relative_luminance(colour: str) -> float:
     """Returns the luminance of a colour, from 0 for black to 1 for white (WCAG 2.1)."""
-    red, green, blue = (_linear(channel / 255) for channel in rgb(colour))
+    parts = [channel / 255 for channel in rgb(colour)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
     """Returns the channels of ``#rrggbb``, 0 to 255."""
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
-def _linear(channel: float) -> float:
-    return channel / 12.92 if channel <= 0.04045 else float(((channel + 0.055) / 1.055) ** 2.4)

@@ -20,7 +20,7 @@ from rrfp_jax.commands.training.assembly import chunks_of, make_pipeline
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import evaluation_configs
 from rrfp_jax.commands.training.model_parts import pixel_scale
-from rrfp_jax.commands.training.planned import order_run
+from rrfp_jax.commands.training.planned import check_cut, order_run
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.core import STRICT
 from rrfp_jax.costs.devices import Device, device_of
@@ -108,7 +108,7 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
     ordered = order_run(config)
     grid = Layout(num_stages=layout.num_stages, data=layout.replicas, mesh=layout.meshes)
     process = Process.compile_only(grid, device)
-    ordered.check_cut(config)
+    check_cut(config, ordered)
     pipeline = make_pipeline(config, chunks_of(config, ordered), process, ordered)
     buckets, notes = _buckets(config)
     evaluation, num_microbatches = None, config.data.num_microbatches

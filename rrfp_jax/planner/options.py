@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from rrfp_jax.commands.common.options import CommandParser, offer
-from rrfp_jax.commands.training.presets import preset_names
-from rrfp_jax.commands.training.trust import add_trust_argument
+from rrfp_jax.commands.training.config_sources import add_trust_argument, preset_names
 from rrfp_jax.costs import Noise
 from rrfp_jax.costs.devices import DEVICES
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES

@@ -24,8 +24,7 @@ from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.common.outputs import RUNS
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
-from rrfp_jax.commands.training.presets import preset_names
-from rrfp_jax.commands.training.trust import add_trust_argument
+from rrfp_jax.commands.training.config_sources import add_trust_argument, preset_names
 from rrfp_jax.costs.layer_costs import StageSetting, every_setting
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES
 from rrfp_jax.layout import with_axes_in_order

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rrfp_jax.data import BrokenData
@@ -56,7 +57,7 @@ class AgreedBatches:
         May be called from any thread.
         """
         while True:
-            # a data set of the user's own need not know of samples that are left out
+            # A data set of the user's own need not know of samples that are left out.
             rest = (left_out,) if left_out else ()
             try:
                 return Reading(_patiently(partial(self._dataset.batch, step, reads, *rest)), left_out)
@@ -70,7 +71,7 @@ class AgreedBatches:
                 _LOG.warning("left out: %s", error)
                 left_out |= {sample}
 
-    def agreed(self, step: int, reads: Reads | None, reading: Reading) -> Batch:
+    def _agreed(self, step: int, reads: Reads | None, reading: Reading) -> Batch:
         """Returns the batch of a step once all have read it; raises BrokenData in all processes if one of them
         cannot."""
         while True:
@@ -95,7 +96,7 @@ class AgreedBatches:
 
     def batch(self, step: int, reads: Reads | None) -> Batch:
         """Returns the batch of one step."""
-        return self.agreed(step, reads, self.read(step, reads))
+        return self._agreed(step, reads, self.read(step, reads))
 
     def shown(self, step: int, reads: Reads | None) -> Batch:
         """Returns a batch as this process alone reads it, for its shapes; raises BrokenData if it cannot be read."""
@@ -108,19 +109,12 @@ class AgreedBatches:
     def ahead(self, start_step: int, reads: Reads, num_threads: int) -> Iterator[Iterator[Batch]]:
         """Yields an iterator over the batches of ``start_step`` and all later steps, read ahead; see
         :func:`prefetched`."""
-        with prefetched(_Readings(self), start_step, reads=reads, num_threads=num_threads) as readings:
+        of_steps: Any = SimpleNamespace(batch=self.read, buckets=None)  # readings in the form of a data set
+        with prefetched(of_steps, start_step, reads=reads, num_threads=num_threads) as readings:
             yield (
-                self.agreed(step, reads, reading)  # type: ignore[arg-type]
+                self._agreed(step, reads, reading)  # type: ignore[arg-type]
                 for step, reading in enumerate(readings, start=start_step)
             )
-
-
-class _Readings:
-    """Readings in the form of a data set."""
-
-    def __init__(self, batches: AgreedBatches) -> None:
-        self.batch: Any = batches.read
-        self.buckets = None
 
 
 def _patiently(read: Callable[[], Batch]) -> Batch:
@@ -128,17 +122,12 @@ def _patiently(read: Callable[[], Batch]) -> Batch:
         try:
             return read()
         except Exception as error:
-            if not _may_pass(error):
+            # Only a refusal by the operating system, which has a number, may pass; damaged files stay damaged.
+            cause: BaseException | None = error
+            while cause is not None and not (isinstance(cause, OSError) and cause.errno is not None):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
                 raise
             _LOG.warning("%s; trying again in %g s", error, pause_s)
             time.sleep(pause_s)
     return read()
-
-
-def _may_pass(error: BaseException | None) -> bool:
-    """Returns whether the operating system refused something; errors of libraries on damaged files do not say so."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            return True
-        error = error.__cause__ or error.__context__
-    return False

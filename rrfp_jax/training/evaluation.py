@@ -53,38 +53,62 @@ class EvaluationRow:
     """Seconds from the first batch to the last result; training steps do not count them."""
 
 
-class Evaluator:
-    """Evaluates a pipeline; all processes call the same methods alike.
+class Evaluations:
+    """The evaluations of a run: when they are due, their results, and which checkpoint is the best so far.
+
+    All processes call the same methods alike.
 
     Args:
+        pipeline: the pipeline that evaluates.
         sets: the data sets by name; their batches have as many microbatches as those of training.
-        batches: the number of batches of each set.
+        num_steps: number of steps of the run.
         num_microbatches: the number of microbatches of a batch.
         max_bad: how many samples of a set may be left out because they cannot be read.
     """
 
     def __init__(
         self,
+        config: EvaluationConfig,
         pipeline: Pipeline,
         sets: Mapping[str, Dataset],
         *,
-        batches: int,
+        num_steps: int,
         num_microbatches: int,
         max_bad: int = 0,
     ) -> None:
-        self._pipeline, self._sets, self._max_bad = pipeline, dict(sets), max_bad
-        self._batches, self._num_microbatches = batches, num_microbatches
-        layout = pipeline.layout
+        self._config, self._pipeline, self._sets = config, pipeline, dict(sets)
+        self._num_steps, self._num_microbatches, self._max_bad = num_steps, num_microbatches, max_bad
         self._per_step = batches_per_step(
-            batches, num_chunks=pipeline.placement.num_chunks, num_microbatches=num_microbatches // layout.data
+            config.batches,
+            num_chunks=pipeline.placement.num_chunks,
+            num_microbatches=num_microbatches // pipeline.layout.data,
         )
+        self._done: int | None = None
+        self._best_step: int | None = None
+        self._best_loss = math.inf
         self.stop = self.save = False
         """Whether steps of evaluations have asked to end the run, or to save."""
 
     @property
-    def names(self) -> list[str]:
-        """Names of the sets."""
-        return list(self._sets)
+    def host(self) -> dict[str, Any]:
+        """Plain data that is saved with the state."""
+        best = None if self._best_step is None else self._best_loss
+        return {"done": self._done, "best_step": self._best_step, "best_loss": best}
+
+    def go_on(self, saved: Mapping[str, Any] | None) -> None:
+        """Takes over :attr:`host` as it was saved with the state from which the run goes on; None: there was none."""
+        if saved is not None:
+            self._done, self._best_step = saved.get("done"), saved.get("best_step")
+            self._best_loss = math.inf if saved.get("best_loss") is None else float(saved["best_loss"])
+
+    @property
+    def keep_also(self) -> tuple[int, ...]:
+        """Steps whose checkpoints stay beside the newest ones: the best one so far."""
+        return () if self._best_step is None else (self._best_step,)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether to evaluate after ``step`` steps, unless that has been done."""
+        return step != self._done and self._config.is_due(step, self._num_steps)
 
     def shapes(self) -> EvaluationShapes:
         """Returns the shapes that the pipeline is to be prepared for."""
@@ -97,8 +121,8 @@ class Evaluator:
                 buckets += buckets_of({name: list(leaf) for name, leaf in batch.items()})
         return EvaluationShapes(buckets=buckets, batches=self._per_step)
 
-    def run(self, state: PipelineState) -> list[EvaluationRow] | None:
-        """Evaluates all sets; returns None if a process has asked to end the run meanwhile.
+    def run(self, state: PipelineState) -> list[EvaluationRow]:
+        """Evaluates all sets; returns no rows if a process has asked to end the run meanwhile.
 
         Raises BrokenData in all processes if one of them cannot read a batch.
         """
@@ -106,35 +130,39 @@ class Evaluator:
         for name, dataset in self._sets.items():
             begun_s = time.perf_counter()
             results = self._results(state, dataset)
-            if results is None:
-                return None
+            if self.stop:
+                return []
             seconds = time.perf_counter() - begun_s
-            # a data set of the user's own need not know it
+            # A data set of the user's own need not know how many bytes a token has.
             per_token = getattr(dataset, "bytes_per_token", None)
             rows.append(row_of(state.step - 1, name, results, bytes_per_token=per_token, seconds=seconds))
+        self._done = state.step
+        if self._config.keep_best and rows[0].loss < self._best_loss:
+            self._best_step, self._best_loss = state.step, rows[0].loss
         return rows
 
-    def _results(self, state: PipelineState, dataset: Dataset) -> list[EvaluationResult] | None:
+    def _results(self, state: PipelineState, dataset: Dataset) -> list[EvaluationResult]:
         enqueued: deque[EvaluationMetrics] = deque()
         results: list[EvaluationResult] = []
+
+        def take() -> None:
+            results.append(result := enqueued.popleft().result())
+            self.stop |= result.stop
+            self.save |= result.save
+
         agreed = AgreedBatches(dataset, self._pipeline.process.gather, max_bad=self._max_bad)
-        for first in range(0, self._batches, self._per_step):
-            numbers = range(first, min(self._batches, first + self._per_step))
+        for first in range(0, self._config.batches, self._per_step):
+            numbers = range(first, min(self._config.batches, first + self._per_step))
             batch = self._joined(agreed, numbers)
             if self.stop:
                 break
             enqueued.append(self._pipeline.evaluate(state, batch))
-            # one step runs while the batches of the next are made
+            # One step runs while the batches of the next are made.
             if len(enqueued) > 1:
-                results.append(self._taken(enqueued.popleft()))
-        results += map(self._taken, enqueued)
-        return None if self.stop else results
-
-    def _taken(self, metrics: EvaluationMetrics) -> EvaluationResult:
-        result = metrics.result()
-        self.stop |= result.stop
-        self.save |= result.save
-        return result
+                take()
+        while enqueued:
+            take()
+        return results
 
     def _joined(self, dataset: AgreedBatches, numbers: range) -> Batch:
         """Returns several batches as one, of which each replica reads consecutive microbatches."""
@@ -142,7 +170,7 @@ class Evaluator:
         reads = self._pipeline.reads(each * len(numbers))
         parts = []
         for place, number in enumerate(numbers):
-            # the microbatches that this process reads, counted from the first of their batch
+            # The microbatches that this process reads, counted from the first of their batch.
             own: Reads = {
                 name: range(max(0, wanted.start - place * each), max(0, min(each, wanted.stop - place * each)))
                 for name, wanted in reads.items()
@@ -157,7 +185,7 @@ def batches_per_step(batches: int, *, num_chunks: int, num_microbatches: int) ->
 
     All steps get about equally many. ``num_microbatches`` is a replica's share of a batch.
     """
-    # filling and draining take the time of num_chunks - 1 microbatches
+    # Filling and draining take the time of num_chunks - 1 microbatches
     enough = math.ceil((num_chunks - 1) * (1 - _MOST_IDLE) / _MOST_IDLE / num_microbatches)
     num_steps = math.ceil(batches / min(batches, max(1, enough)))
     return math.ceil(batches / num_steps)
@@ -176,7 +204,7 @@ def row_of(
     sums = {
         each: [result.means.get(each, 0.0) * result.weight for result in results if result.weight] for each in names
     }
-    # counts are whole numbers, which means over the weight have rounded
+    # Counts are whole numbers, which means over the weight have rounded
     counts = {each: sum(map(round, sums.pop(each, ()))) for each in COUNTS}
     means = {each: mean(parts) for each, parts in sums.items()}
     loss = mean([result.loss_sum for result in results]) - math.fsum(means.values())
@@ -193,66 +221,3 @@ def row_of(
         tokens=weight,
         seconds=seconds,
     )
-
-
-class Evaluations:
-    """The evaluations of a run: when they are due, and which checkpoint is the best so far.
-
-    Args:
-        evaluator: runs them.
-        num_steps: number of steps of the run.
-        saved: :attr:`host` as it was saved with the state from which the run goes on; None: it starts.
-    """
-
-    def __init__(
-        self,
-        config: EvaluationConfig,
-        evaluator: Evaluator,
-        num_steps: int,
-        *,
-        saved: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._config, self._evaluator, self._num_steps = config, evaluator, num_steps
-        saved = saved or {}
-        self._done: int | None = saved.get("done")
-        self._best_step: int | None = saved.get("best_step")
-        self._best_loss = math.inf if saved.get("best_loss") is None else float(saved["best_loss"])
-
-    @property
-    def host(self) -> dict[str, Any]:
-        """Plain data that is saved with the state."""
-        best = None if self._best_step is None else self._best_loss
-        return {"done": self._done, "best_step": self._best_step, "best_loss": best}
-
-    @property
-    def keep_also(self) -> tuple[int, ...]:
-        """Steps whose checkpoints stay beside the newest ones."""
-        return () if self._best_step is None else (self._best_step,)
-
-    @property
-    def stop(self) -> bool:
-        """Whether a process has asked to end the run, in an evaluation."""
-        return self._evaluator.stop
-
-    def take_save(self) -> bool:
-        """Returns whether an evaluation has asked to save since the last call."""
-        save, self._evaluator.save = self._evaluator.save, False
-        return save
-
-    def is_due(self, step: int) -> bool:
-        """Returns whether to evaluate after ``step`` steps, unless that has been done."""
-        return step != self._done and self._config.is_due(step, self._num_steps)
-
-    def run(self, state: PipelineState) -> list[EvaluationRow]:
-        """Evaluates all sets; returns no rows if a process has asked to end the run meanwhile."""
-        rows = self._evaluator.run(state)
-        if rows is None:
-            return []
-        self._done = state.step
-        if self._config.keep_best and rows[0].loss < self._best_loss:
-            self._best_step, self._best_loss = state.step, rows[0].loss
-        return rows
-
-    def is_best(self, step: int) -> bool:
-        """Returns whether the state after ``step`` steps is the best so far, and is to be kept."""
-        return step == self._best_step

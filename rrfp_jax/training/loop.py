@@ -1,24 +1,34 @@
-"""The training loop: load, step, record, one step ahead of the results."""
+"""The training loop: load, step, record, one step ahead of the results; with its saves and its trace."""
 
+import logging
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
+import jax
+
+from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, StoredStep, layer_owners
 from rrfp_jax.costs.devices import peak_flops
 from rrfp_jax.data import BrokenData
 from rrfp_jax.data.dataset import BatchContents, contents_of
-from rrfp_jax.observe.metrics import TakesRows
+from rrfp_jax.observe.metrics import MetricsFile
+from rrfp_jax.observe.trackers import TrackedMetrics
 from rrfp_jax.pipeline import Pipeline, PipelineState
+from rrfp_jax.programs.chunk import param_specs
+from rrfp_jax.runtime import StepMetrics
 from rrfp_jax.runtime import StepMetrics, StepResult
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
-from rrfp_jax.training.saving import RunSaver
-from rrfp_jax.training.step_profile import StepProfile
 
-if TYPE_CHECKING:
-    import jax
+_log = logging.getLogger(__name__)
+_AGAIN_S = 60.0
+"""Seconds after a failed save until it is time for the next one."""
+_STOP_AFTER_FAILURE_S = 3.0
+"""How long a trace may take to be written once a run has failed: a hang must not keep the run from ending."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +49,7 @@ class StepRow:
     """Seconds from the end of the step before (the first: from its start) to the end of this one."""
     tokens_per_s: float
     """Loss weight per second: the tokens that are predicted."""
-    tokens_per_s_per_device: float | None
+    tokens_per_s_per_device: float | None = None
     positions_per_s: float
     """Positions of text, image features among them, padding left out."""
     images_per_s: float
@@ -49,11 +59,11 @@ class StepRow:
     """Part of all patches that is padding, 0 to 1."""
     forwards_skipped: int
     """Tasks that did not exist: forwards of chunks for microbatches that lack their inputs, such as encoders'."""
-    model_flops: float | None
+    model_flops: float | None = None
     """Operations that the model needs for this step, nothing computed again (:mod:`rrfp_jax.costs.flops`)."""
-    model_tflops_per_device: float | None
+    model_tflops_per_device: float | None = None
     """Teraflops per second and device: ``model_flops`` over ``step_time_s``."""
-    mfu: float | None
+    mfu: float | None = None
     """Model FLOPs utilisation: the part of the devices' bfloat16 peaks, 0 to 1; None where one of these is not known,
     as of CPUs."""
     bubble_fraction: float
@@ -75,15 +85,6 @@ class StepRow:
     """Peak of each stage's data in host memory, beside that on its devices, in bytes."""
 
 
-class _StepSpeed(NamedTuple):
-    """Speed of one step; None where it is not known."""
-
-    tokens_per_s_per_device: float | None = None
-    model_flops: float | None = None
-    model_tflops_per_device: float | None = None
-    mfu: float | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelSpeed:
     """Compares the operations of the model with the peak of the devices."""
@@ -96,21 +97,163 @@ class ModelSpeed:
     """Operations per second of all of them in bfloat16; None where that of some kind is not known, as of CPUs."""
 
     @classmethod
-    def on(cls, devices: "Iterable[jax.Device]", flops: Callable[[BatchContents], float]) -> Self:
+    def on(cls, devices: Iterable[jax.Device], flops: Callable[[BatchContents], float]) -> Self:
         """Returns the record for these devices, those that are named twice counted once."""
         kinds = [device.device_kind for device in {*devices}]
         peaks = [peak for kind in kinds if (peak := peak_flops(kind)) is not None]
         return cls(flops=flops, num_devices=len(kinds), peak_flops=sum(peaks) if len(peaks) == len(kinds) else None)
 
-    def of_step(self, contents: BatchContents, *, weight: float, step_time_s: float) -> _StepSpeed:
-        """Returns the speed of a step whose loss has this weight."""
+    def of_step(self, contents: BatchContents, *, weight: float, step_time_s: float) -> dict[str, Any]:
+        """Returns the fields of a step's row that tell its speed; its loss has this weight."""
         flops = self.flops(contents)
-        return _StepSpeed(
-            tokens_per_s_per_device=weight / step_time_s / self.num_devices,
-            model_flops=flops,
-            model_tflops_per_device=flops / step_time_s / self.num_devices / 1e12,
-            mfu=None if self.peak_flops is None else flops / (step_time_s * self.peak_flops),
+        return {
+            "tokens_per_s_per_device": weight / step_time_s / self.num_devices,
+            "model_flops": flops,
+            "model_tflops_per_device": flops / step_time_s / self.num_devices / 1e12,
+            "mfu": None if self.peak_flops is None else flops / (step_time_s * self.peak_flops),
+        }
+
+
+class RunSaver:
+    """Saves a pipeline's state at step boundaries, and restores it. All processes call the same methods alike.
+
+    The caller looks in ``checkpoints`` for a state to restore, and closes them at the end.
+
+    Args:
+        directory: the directory of the run's checkpoints, shared by all processes.
+        pipeline: the pipeline, which may have run steps already.
+        every: number of steps from one save to the next; None: steps do not count.
+        minutes: minutes after which a save is due since the last one; None: time does not count.
+        keep: how many committed steps stay.
+        before_commit: called on rank 0 before a step is committed; an error that it raises keeps it from being so.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        pipeline: Pipeline,
+        *,
+        every: int | None,
+        minutes: float | None,
+        keep: int,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._pipeline, self._every, self._minutes = pipeline, every, minutes
+        process, chunks, stages = pipeline.process, pipeline.chunks, pipeline.placement.stage_of_chunk
+        self._layers = {
+            index: ChunkLayers(chunk, pipeline.optimizer, trains=pipeline.trains(index))
+            for index, chunk in enumerate(chunks)
+        }
+        self.checkpoints = Checkpoints(
+            directory,
+            layer_owners(
+                [param_specs(chunk) for chunk in chunks],
+                stages,
+                process.layout,
+                process.devices,
+                shard_optimizer=pipeline.updates.shard_optimizer,
+            ),
+            keep=keep,
+            coordinator=process.peers,
+            before_commit=before_commit,
+            layout={"describe": process.layout.describe(), "stage_of_chunk": list(stages)},
         )
+        self._last_s = time.monotonic()
+        self._last_step: int | None = None
+
+    def restore(self, found: StoredStep) -> PipelineState:
+        """Returns the pipeline's state as it was saved; raises ValueError if model or optimizer differ."""
+        targets = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
+        states = self.checkpoints.restore(found, targets)
+        self._last_step = found.step
+        return self._pipeline.restore(states, found.step)
+
+    def start_from(self, checkpoints: Path) -> PipelineState:
+        """Returns a state before the first step, with the parameters of the newest checkpoint in another directory."""
+        targets = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
+        return self._pipeline.restore(self.checkpoints.start_from(checkpoints, targets), 0)
+
+    def is_time(self) -> bool:
+        """Returns whether enough minutes have passed by the clock of this process."""
+        if self._minutes is None:
+            return False
+        # A save that failed is tried again soon, but not at every step.
+        wait_s = min(60 * self._minutes, _AGAIN_S) if self.checkpoints.has_failed else 60 * self._minutes
+        return time.monotonic() - self._last_s >= wait_s
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the state after ``step`` steps is to be saved whatever the time."""
+        return self._every is not None and step % self._every == 0
+
+    def save(self, state: PipelineState, host: Mapping[str, Any], *, keep_also: Iterable[int] = ()) -> None:
+        """Saves in the background, with plain data; the pipeline may go on once this returns.
+
+        Committed steps of ``keep_also`` stay beside the newest ones.
+        """
+        if state.step == self._last_step:
+            last = self.checkpoints.wait()
+            if last is None or last.failure is None:  # the state was restored from there, or is saved
+                return
+        states = [(self._layers[chunk], each) for chunk, each in self._pipeline.chunk_states(state)]
+        self.checkpoints.save(state.step, states, host, keep_also=keep_also)
+        self._last_s, self._last_step = time.monotonic(), state.step
+
+
+class StepProfile:
+    """Starts and stops :mod:`jax.profiler` between steps, while none is under way in this process.
+
+    The trace is for Perfetto and XProf, and every task in it has its name. A context manager around the loop: a run
+    that ends within the steps leaves the trace of those that it has trained. A trace that fails is named in a warning:
+    it is not worth a run.
+
+    Args:
+        steps: the steps to be traced.
+        folder: the folder of this process; the trace is in a folder of it that is named by the time.
+        name_tasks: makes the stages name their tasks, or stop doing so.
+    """
+
+    def __init__(self, steps: range, folder: Path, name_tasks: Callable[[bool], None]) -> None:
+        self._steps, self._name_tasks, self.folder = steps, name_tasks, folder
+        self._is_tracing = self._is_over = False
+        self.is_written = False
+
+    def is_boundary(self, step: int) -> bool:
+        """Returns whether the trace starts or stops before this step; no step may be under way then."""
+        if self._is_over:
+            return False
+        return step >= self._steps.stop if self._is_tracing else step in self._steps
+
+    def turn(self) -> None:
+        """Starts the trace, or stops it."""
+        try:
+            if self._is_tracing:
+                self._is_tracing, self._is_over = False, True
+                self._name_tasks(False)
+                jax.profiler.stop_trace()
+                self.is_written = True
+            else:
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = 0  # every call of Python would be an event, and cost as much as it takes
+                jax.profiler.start_trace(self.folder, profiler_options=options)
+                self._is_tracing = True
+                self._name_tasks(True)
+        except Exception as error:  # whatever the library raises
+            self._is_over = True
+            _log.warning("the profile in %s is left out: %s", self.folder, " ".join(str(error).split()) or repr(error))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._is_tracing and kind is None:
+            self.turn()
+        elif self._is_tracing:
+            # Writing may hang on what failed, so the run waits only a while for it.
+            thread = threading.Thread(target=self.turn, name="profile", daemon=True)
+            thread.start()
+            thread.join(_STOP_AFTER_FAILURE_S)
 
 
 _Running = tuple[StepMetrics[StepResult], BatchContents, int]
@@ -124,7 +267,6 @@ class TrainingLoop:
         learning_rate: the learning rate of each update, counted without the skipped ones.
         metrics: receives one row per step; None in processes that do not write them.
         on_step: called with every row, for progress displays.
-        timeline_steps: how many of the last steps ``timeline`` keeps.
         saver: saves the state at step boundaries and at the end; None: nothing is saved.
         host_data: plain data that is saved with the state.
         speed: counts operations of the model; None: they are not counted.
@@ -141,9 +283,8 @@ class TrainingLoop:
         pipeline: Pipeline,
         *,
         learning_rate: Callable[[int], Any],
-        metrics: TakesRows | None,
+        metrics: MetricsFile | TrackedMetrics | None,
         on_step: Callable[[StepRow], None],
-        timeline_steps: int = 1,
         saver: RunSaver | None = None,
         host_data: Mapping[str, Any] | None = None,
         speed: ModelSpeed | None = None,
@@ -156,11 +297,12 @@ class TrainingLoop:
     ) -> None:
         self._pipeline, self._learning_rate = pipeline, learning_rate
         self._metrics, self._on_step = metrics, on_step
-        self._timelines: deque[Timeline] = deque(maxlen=timeline_steps)
+        self.timeline = Timeline(pipeline.layout.num_units)
+        """The record of the last step that has ended: the stages that this process hosts, and on the first process,
+        once the loop has ended, all stages."""
         self._saver, self._host_data = saver, dict(host_data or {})
         self._speed, self._profile, self._num_skipped = speed, profile, num_skipped
         self._evaluations, self._on_evaluation = evaluations, on_evaluation
-        self._whole: Timeline | None = None
         self._last_end_s = 0.0
         self._stop_requests = pipeline.process.stop_requests
         self._stop = self._asked_to_save = False
@@ -207,7 +349,7 @@ class TrainingLoop:
                 self._pipeline.prepare(batch)  # so that the first step's time holds no compilation
                 self._last_end_s = time.perf_counter()
             if self._profile is not None and self._profile.is_boundary(state.step):
-                # a trace starts and stops while no step is under way
+                # A trace starts and stops while no step is under way.
                 self._record(running)
                 running = None
                 self._profile.turn()
@@ -216,7 +358,7 @@ class TrainingLoop:
             self._record(running)
             running = enqueued, contents_of(batch), self._num_bad()
             if self._is_boundary(state.step, num_steps) or self._is_evaluated(state.step):
-                # recorded first: the step may ask to stop or to save
+                # Recorded first: the step may ask to stop or to save.
                 self._record(running)
                 running = None
                 if self._is_evaluated(state.step) and not self._stop:
@@ -225,31 +367,17 @@ class TrainingLoop:
                     self._save(state)
         self._record(running)
         if running is not None and self.unreadable is not None and self._saver is not None:
-            # the data ended the loop after a step that is no boundary: nobody knew that it would be the last
+            # The data ended the loop after a step that is no boundary: nobody knew that it would be the last.
             self._save(state)
         self.was_stopped = self._stop and state.step < num_steps
-        if self._timelines.maxlen:
-            self._whole = self._pipeline.process.whole_timeline(self.timeline())
+        self.timeline = self._pipeline.process.whole_timeline(self.timeline)
         return state
-
-    def timeline(self) -> Timeline:
-        """Returns the record of the last steps.
-
-        Once the loop has ended, the first process has it for all stages; otherwise it has the stages that this process
-        hosts.
-        """
-        if self._whole is not None:
-            return self._whole
-        whole = Timeline(self._pipeline.layout.num_units)
-        for timeline in self._timelines:
-            whole.extend(timeline)
-        return whole
 
     def _is_boundary(self, step: int, num_steps: int) -> bool:
         """Returns whether the state after this step is saved; all processes find the same."""
         if self._saver is None:
             return False
-        is_best = self._evaluations is not None and self._evaluations.is_best(step)
+        is_best = self._evaluations is not None and step in self._evaluations.keep_also
         is_last = self._stop or self.unreadable is not None
         return is_last or self._asked_to_save or step == num_steps or self._saver.is_due(step) or is_best
 
@@ -267,9 +395,10 @@ class TrainingLoop:
             if self._metrics is not None:
                 self._metrics.write(asdict(row))
             self._on_evaluation(row)
-        # an evaluation's requests count as those of a step
+        # An evaluation's requests count as those of a step.
         self._stop |= self._evaluations.stop
-        self._asked_to_save |= self._evaluations.take_save()
+        self._asked_to_save |= self._evaluations.save
+        self._evaluations.save = False
         if self._last_end_s:
             self._last_end_s = time.perf_counter()
 
@@ -291,8 +420,8 @@ class TrainingLoop:
         result = metrics.result()
         self._stop |= result.stop
         self._asked_to_save |= result.save
-        self._timelines.append(result.timeline)
-        # from end to end, since steps overlap on the host
+        self.timeline = result.timeline
+        # From end to end, since steps overlap on the host.
         step_time_s = result.ended_s - self._last_end_s
         self._last_end_s = result.ended_s
         learning_rate = float(self._learning_rate(result.step - self._num_skipped))
@@ -302,7 +431,7 @@ class TrainingLoop:
         self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
         self.last_fault = result.fault or self.last_fault
         self._stop |= self.has_diverged
-        speed = _StepSpeed()
+        speed: dict[str, Any] = {}
         if self._speed is not None:
             speed = self._speed.of_step(contents, weight=result.weight, step_time_s=step_time_s)
         row = StepRow(
@@ -318,7 +447,7 @@ class TrainingLoop:
             token_padding=contents.token_padding,
             patch_padding=contents.patch_padding,
             forwards_skipped=result.forwards_skipped,
-            **speed._asdict(),
+            **speed,
             bubble_fraction=result.sums.bubble_fraction(),
             idle_s={str(reason): result.sums.idle_s.get(reason, 0.0) for reason in IdleReason},
             looking_ahead=result.sums.looking_ahead,

@@ -29,7 +29,7 @@ import optax
 from optax import contrib
 
 from rrfp_jax.programs.model_graph import matches
-from rrfp_jax.training.optimizer_config import (
+from rrfp_jax.training.run_config import (
     ADAFACTOR,
     ADAMW,
     CONSTANT,

@@ -1,25 +1,27 @@
-"""Configuration of a run beyond model, data and optimizer: the pipeline's layout and order, the run, its evaluations.
+"""Configuration of a run beyond model and data: pipeline and order, the run, its evaluations, the optimizer.
 
 Plain records, validated once; nothing here imports JAX, so that bad input is refused before anything is loaded.
+
+Each optimizer takes some arguments; one of another optimizer is refused, and one that is not given gets its default. A
+resolved configuration therefore has every number that counts.
 """
 
-import re
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from typing import Any
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields
+from rrfp_jax.bounded_text import shown
+from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields, fill_fields
 from rrfp_jax.layout import TENSOR, checked_axes
-from rrfp_jax.models.cuts import ChunkLayout
-from rrfp_jax.models.vision_config import ENCODER
-from rrfp_jax.observe.trackers.config import read_trackers
+from rrfp_jax.models.chunk_layout import ChunkLayout
+from rrfp_jax.models.encoder_config import ENCODER
+from rrfp_jax.observe.trackers import read_trackers
 from rrfp_jax.runtime.jax_environment import check_flags
-from rrfp_jax.training.step_profile import parse_steps
 
 AUTO_CUT = "auto"
 STRICT_ORDER, FORESIGHT_ORDER, READY_ORDER = ORDERS = ("strict", "foresight", "ready")
-_GROUPED = re.compile(r"([\w-]+):(\d{1,5})")
 _MEMORY = FieldRule("at least 1 byte", lambda value: isinstance(value, str) or value >= 1)
 _INTERVAL = FieldRule("a positive number, or null", POSITIVE.holds)
 _ORDER = FieldRule("strict, foresight or ready", lambda value: value in ORDERS)
@@ -87,16 +89,14 @@ class PipelineConfig:
             )
         for mesh in (self.mesh, self.encoder_mesh):
             checked_axes(mesh or {})
-        if not self.is_auto and self.cut.stages is not None:
-            self._check_stages(self.cut.stages)
-
-    def _check_stages(self, stages: tuple[int, ...]) -> None:
-        """Raises ValueError where the stages that the layout names contradict other keys."""
+        if self.is_auto or self.cut.stages is None:
+            return
+        # The layout names stages, which must not contradict other keys.
         if self.chunks_per_stage is not None:
             raise ValueError("layout says how many chunks a stage has: leave chunks_per_stage out")
-        if max(stages) + 1 != self.num_stages:
+        if (num_stages := max(self.cut.stages) + 1) != self.num_stages:
             raise ValueError(
-                f"layout names {max(stages) + 1} stages and num_stages is {self.num_stages}: give both the same number"
+                f"layout names {num_stages} stages and num_stages is {self.num_stages}: give both the same number"
             )
         if self.encoder_mesh is not None:
             raise ValueError("encoder_mesh is for stages of the encoder's own: leave it, or @ in layout, out")
@@ -126,7 +126,7 @@ class PipelineConfig:
     @property
     def num_devices(self) -> int:
         """Number of devices of the whole run."""
-        return self.num_stages * self.replicas * prod((self.mesh or {}).values())
+        return self.num_stages * self.replicas * math.prod((self.mesh or {}).values())
 
     @property
     def meshes(self) -> list[dict[str, int]]:
@@ -136,12 +136,6 @@ class PipelineConfig:
         if self.encoder_mesh is not None:
             num_own = 1 if self.is_auto else len(self.cut.encoder_layers or (1,))
         return [self.encoder_mesh or mesh] * num_own + [mesh] * (self.num_stages - num_own)
-
-    @property
-    def schedule_and_group(self) -> tuple[str | None, int | None]:
-        """The name of the schedule, and the size of its groups of microbatches if it gives one."""
-        found = _GROUPED.fullmatch(self.schedule or "")
-        return (self.schedule, None) if found is None else (found[1], int(found[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +202,14 @@ class RunConfig:
             raise ValueError(f"seed is {self.seed}: give a number from 0 to {2**32 - 1}")
 
 
+def parse_steps(text: str) -> range:
+    """Returns ``a:b`` as the steps from a on up to but not including b; raises ValueError for anything else."""
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise ValueError(f"profile_steps is {text!r}: give the first step and the one behind the last, such as 10:13")
+    return range(int(first), int(last))
+
+
 _HELD_OUT_SET = "held_out"
 """Name of the only set where none is named: the part of the run's data that is held out."""
 
@@ -245,3 +247,170 @@ class EvaluationConfig:
         if not step:
             return self.at_start
         return step == num_steps or (self.every is not None and step % self.every == 0)
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+ADAMW, LION, SGD, MUON, ADAFACTOR = "adamw", "lion", "sgd", "muon", "adafactor"
+CONSTANT, COSINE, LINEAR, STABLE = "constant", "cosine", "linear", "warmup-stable-decay"
+
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    ADAMW: {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
+    LION: {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1},
+    SGD: {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0},
+    MUON: {
+        "momentum": 0.95,
+        "nesterov": True,
+        "newton_schulz_steps": 5,
+        "consistent_rms": 0.2,
+        "adam_parameters": ("*embedding.table", "*head.kernel", "*positions"),
+        "b1": 0.9,
+        "b2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+    },
+    ADAFACTOR: {
+        "decay_rate": 0.8,
+        "clipping_threshold": 1.0,
+        "multiply_by_parameter_scale": True,
+        "min_dim_size_to_factor": 128,
+        "eps": 1e-30,
+        "weight_decay": 0.0,
+    },
+}
+"""Arguments that each optimizer takes, with their defaults."""
+
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    CONSTANT: {},
+    COSINE: {"final_learning_rate": 0.0, "decay_steps": None},
+    LINEAR: {"final_learning_rate": 0.0, "decay_steps": None},
+    STABLE: {"final_learning_rate": 0.0, "decay_steps": None},
+}
+"""Fields that each schedule takes, with their defaults."""
+
+_NORM = FieldRule("a positive number, or null for no clipping", POSITIVE.holds)
+_DECAY = FieldRule("at least 0 and less than 1", lambda value: 0 <= value < 1)
+_THRESHOLD = FieldRule("at least 1, or 0 for no clipping", lambda value: value == 0 or 1 <= value < math.inf)
+_RULES = {
+    **dict.fromkeys(("eps", "decay_rate"), POSITIVE),
+    **dict.fromkeys(("weight_decay", "consistent_rms"), NOT_NEGATIVE),
+    **dict.fromkeys(("b1", "b2", "momentum"), _DECAY),
+    **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor"), AT_LEAST_1),
+    "clipping_threshold": _THRESHOLD,
+}
+_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("nesterov", "multiply_by_parameter_scale"), bool),
+    **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor"), int),
+    "adam_parameters": tuple,
+}
+"""Types of the arguments that are no real numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters that are updated otherwise than the rest."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    match: tuple[str, ...]
+    """Paths of parameters, such as ``layers.3.mlp.up.kernel``: whole, or their beginning up to a dot, or globs, in
+    which ``*`` matches dots too."""
+    learning_rate_scale: float = 1.0
+    """Factor of the learning rate."""
+    weight_decay: float | None = None
+    """Weight decay of the group's matrices; None: the optimizer's."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, NOT_NEGATIVE, "learning_rate_scale", "weight_decay")
+        if not self.match:
+            raise ValueError("a group of parameters matches nothing: give its match some paths or globs")
+        if self.learning_rate_scale == 1 and self.weight_decay is None:
+            raise ValueError(
+                f"the group {', '.join(self.match)} changes nothing: give it a learning_rate_scale or a weight_decay"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer, its learning rates, and the parameters that it changes.
+
+    Raises ValueError, with the remedy, for an argument that the optimizer does not take.
+    """
+
+    learning_rate: float
+    """The peak learning rate."""
+    name: str = ADAMW
+    """The optimizer: ``adamw``, ``lion``, ``sgd``, ``adafactor``, or ``muon``, which is for matrices and has Adam for
+    the rest."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """The coefficients of the optimizer by name, such as ``{b2: 0.99, weight_decay: 0.01}``; the others keep its
+    defaults. ``rrfp train --print-config`` prints all of them. ``weight_decay`` is decoupled, times the learning rate,
+    and spares vectors (norm scales). ``consistent_rms`` of Muon is the root mean square of the entries of an update, 0
+    for the spectral norm ``sqrt(max(1, columns / rows))``; its ``adam_parameters`` are paths or globs of the matrices
+    that it leaves to Adam."""
+    schedule: str = COSINE
+    """How the rate goes on after the warm-up: ``constant``, down by a ``cosine`` or ``linear``, or
+    ``warmup-stable-decay``, at its peak until it goes down to the end."""
+    warmup_steps: int = 0
+    """The number of steps before the one with the peak; the rate rises evenly, from ``learning_rate / (warmup_steps +
+    1)`` on."""
+    decay_steps: int | None = None
+    """The number of steps that the decay takes: the first ones after the warm-up, with ``warmup-stable-decay`` the last
+    ones of the run. None: all after the warm-up, with ``warmup-stable-decay`` a tenth of the run."""
+    final_learning_rate: float | None = None
+    """The learning rate at the end of the decay, which is the last step unless ``decay_steps`` says otherwise, and from
+    there on. None: 0."""
+    clip_norm: float | None = 1.0
+    """The largest global norm of the gradient. None: no clipping."""
+    freeze: tuple[str, ...] = ()
+    """The layers that never change: names, the part of names before a dot (``vision``), or globs."""
+    shard: bool = False
+    """Whether the replicas share the optimizer state (ZeRO-1); needs ``pipeline.replicas`` of at least 2."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """The parameters with another learning rate or weight decay; of several groups that match, the first one counts."""
+
+    def __post_init__(self) -> None:
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"name is {self.name!r}: give one of {', '.join(OPTIMIZERS)}")
+        known = OPTIMIZERS[self.name]
+        if (odd := next((key for key in self.arguments if key not in known), None)) is not None:
+            raise ValueError(f"arguments has {odd!r}, which {self.name} does not take: it takes {', '.join(known)}")
+        given = {key: value for key, value in self.arguments.items() if value is not None}
+        object.__setattr__(self, "arguments", {key: _checked(key, value) for key, value in {**known, **given}.items()})
+        fill_fields(self, "schedule", "schedule", SCHEDULES)
+        check_fields(self, POSITIVE, "learning_rate")
+        check_fields(self, _NORM, "clip_norm")
+        check_fields(self, NOT_NEGATIVE, "final_learning_rate", "warmup_steps")
+        check_fields(self, AT_LEAST_1, "decay_steps")
+        if self.arguments.get("nesterov") and not self.arguments["momentum"]:
+            raise ValueError("nesterov looks ahead along the momentum, which is 0: give momentum, or nesterov false")
+
+    def num_moments(self, *, is_matrix: bool = True) -> int:
+        """Returns how many numbers the state has for every parameter of a matrix or another array; few more are
+        neglected."""
+        if self.name == MUON:
+            return 1 if is_matrix else 2
+        is_kept = bool(self.arguments.get("momentum"))
+        return {ADAMW: 2, LION: 1, SGD: int(is_kept), ADAFACTOR: 0 if is_matrix else 1}[self.name]
+
+
+def _checked(name: str, value: Any) -> Any:
+    """Returns an argument of an optimizer as its type has it; raises ValueError, with the remedy, if it cannot be."""
+    kind = _KINDS.get(name, float)
+    if kind is tuple:
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
+            raise ValueError(f"{name} is {shown(value)}: give a list of texts")
+        return tuple(listed)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is bool:
+        is_fit, words = isinstance(value, bool), "true or false"
+    elif kind is int:
+        is_fit, words = is_number and value == int(value), "a whole number"
+    else:
+        is_fit, words = is_number, "a number"
+    if not is_fit:
+        raise ValueError(f"{name} is {shown(value)}: give {words}")
+    if (rule := _RULES.get(name)) is not None and not rule.holds(value):
+        raise ValueError(f"{name} is {shown(value)}: give {rule.words}")
+    return kind(value)

@@ -36,16 +36,15 @@ from rrfp_jax.runtime.event_log import PATTERN as LOG_PATTERN
 from rrfp_jax.runtime.event_log import RunLog, log_name, write_log
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.training._run_lock import RunLock
-from rrfp_jax.training.step_profile import PROFILE_FOLDER
 
-CONFIG, METRICS, _PICTURE, TRACE, _FAILURE = (
+CONFIG, METRICS, TRACE, CHECKPOINTS, PROFILE_FOLDER = (
     "config.yaml",
     "metrics.jsonl",
-    "timeline.png",
     "trace.json",
-    "failure.json",
+    "checkpoints",
+    "profile",
 )
-CHECKPOINTS, _DAMAGED = "checkpoints", f"{METRICS}.damaged"
+_PICTURE, _FAILURE = "timeline.png", "failure.json"
 _LOG = logging.getLogger(__name__)
 
 
@@ -62,11 +61,6 @@ class RunDirectory:
         for name in (CONFIG, METRICS, _PICTURE, TRACE, _FAILURE):
             check_file(self.path / name, "the run's file")
 
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the run's checkpoints."""
-        return self.path / CHECKPOINTS
-
     def start(self, config: Mapping[str, Any], *, from_step: int = 0) -> None:
         """Makes the folder if it is missing, writes the configuration, and removes the report of an earlier failure.
 
@@ -76,7 +70,7 @@ class RunDirectory:
         """
         try:
             self._write_text(CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
-            # they would be taken for reports of this run
+            # They would be taken for reports of this run.
             for name in (_FAILURE, *(path.name for path in self.path.glob(LOG_PATTERN))):
                 (self.path / name).unlink(missing_ok=True)
             cut_metrics(self.path / METRICS, _first_row(from_step))
@@ -85,7 +79,17 @@ class RunDirectory:
 
     def leftovers(self) -> list[str]:
         """Returns the names of the files and folders that an earlier run has left here."""
-        names = (CONFIG, METRICS, _DAMAGED, *TRACKER_FILES, PROFILE_FOLDER, _PICTURE, TRACE, _FAILURE, CHECKPOINTS)
+        names = (
+            CONFIG,
+            METRICS,
+            f"{METRICS}.damaged",
+            *TRACKER_FILES,
+            PROFILE_FOLDER,
+            _PICTURE,
+            TRACE,
+            _FAILURE,
+            CHECKPOINTS,
+        )
         kept = (KEPT,) if files_are_kept(self.path) else ()
         logs = sorted(path.name for path in self.path.glob(LOG_PATTERN))
         return [name for name in (*names, *kept, *logs) if (self.path / name).exists()]
@@ -100,7 +104,7 @@ class RunDirectory:
             self.lock.take()
         except OSError as error:
             raise ValueError(f"run_dir {self.path} cannot be made ({error.strerror}): name another folder") from None
-        # under the lock, so that no other run changes the directory before it is cleared
+        # Under the lock, so that no other run changes the directory before it is cleared.
         links = [name for name in self.leftovers() if (self.path / name).is_symlink() and (self.path / name).is_dir()]
         if to_clear and links:
             self.lock.release()
@@ -119,17 +123,13 @@ class RunDirectory:
             else:
                 path.unlink()
 
-    def metrics(self) -> MetricsFile:
-        """Returns the metrics file, opened for appending."""
-        return MetricsFile(self.path / METRICS)
-
     def tracked_metrics(
-        self, config: Mapping[str, Any], trackers: Sequence[TrackerConfig], *, first_step: int
+        self, config: Mapping[str, Any], trackers: Sequence[TrackerConfig] = (), *, first_step: int
     ) -> TrackedMetrics:
         """Returns the metrics file with the trackers that get its rows; ``first_step`` is the next to be trained."""
         first = _first_row(first_step)
         runs = [TrackedRun(path=self.path, config=config, first_step=first, settings=each) for each in trackers]
-        return TrackedMetrics(self.metrics(), runs)
+        return TrackedMetrics(MetricsFile(self.path / METRICS), runs)
 
     def write_timeline(self, timeline: Timeline, caption: str) -> None:
         """Writes the picture and the trace; one that cannot be made is named in a warning: it is not worth a run."""

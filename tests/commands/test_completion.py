@@ -8,7 +8,7 @@ import pytest
 
 from rrfp_jax.commands import config
 from rrfp_jax.commands.main import COMMANDS
-from rrfp_jax.commands.training.presets import preset_names
+from rrfp_jax.commands.training.config_sources import preset_names
 from rrfp_jax.schedules import schedule_names
 
 BASH = shutil.which("bash")

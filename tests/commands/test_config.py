@@ -9,7 +9,7 @@ from rrfp_jax.commands import config
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.common.field_words import field_texts
 from rrfp_jax.commands.training.config import SECTIONS, load_train_config
-from rrfp_jax.commands.training.presets import preset_names
+from rrfp_jax.commands.training.config_sources import preset_names
 
 Captured = pytest.CaptureFixture[str]
 

@@ -10,8 +10,7 @@ import pytest
 
 from rrfp_jax.cluster.rendezvous import JoinRequest, Member, configuration_differences
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.commands.training.mesh_checks import check_meshes
-from rrfp_jax.commands.training.planned import plan_run
+from rrfp_jax.commands.training.planned import check_meshes, plan_run
 from rrfp_jax.models import ExpertsConfig
 
 EXPERTS = ExpertsConfig(num_experts=4, experts_per_token=2)
@@ -54,7 +53,7 @@ def test_a_run_is_refused_before_jax_is_loaded(tmp_path: Path) -> None:
     config = load_train_config("cpu/debug", {"pipeline.mesh": {"fsdp": 3}})
     with pytest.raises(ValueError, match="a microbatch has 4 rows"):
         plan_run(config, tmp_path / "run")
-    program = "import sys, rrfp_jax.commands.training.mesh_checks; sys.exit('jax' in sys.modules)"
+    program = "import sys, rrfp_jax.commands.training.planned; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
-from rrfp_jax.commands.training.model_flops import model_flops
-from rrfp_jax.commands.training.model_parts import cut_language_model
+from rrfp_jax.commands.training.model_parts import cut_language_model, model_flops
 from rrfp_jax.costs.devices import peak_flops
 from rrfp_jax.data.dataset import contents_of
 from rrfp_jax.programs.chunk import param_specs

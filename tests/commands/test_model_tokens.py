@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from rrfp_jax.commands.sampling.prompts import vocabulary_of
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.commands.training.model_tokens import token_notes
+from rrfp_jax.commands.training.data_sets import token_notes
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
 from rrfp_jax.hf.exporting import plan_export, write_export

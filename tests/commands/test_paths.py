@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.commands.training.config_sources import whole_paths
 from rrfp_jax.commands.training.planned import plan_run
 
 MODEL = {"vocab_size": 256, "hidden": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 8}
@@ -51,24 +52,25 @@ def test_a_tilde_is_home_in_every_field_that_is_a_path(home: Path) -> None:
         loaded(data=ROWS, run={"init_from": "~nobody-has-this-name/x"})
 
 
+def saved_data(data: dict[str, Any]) -> dict[str, Any]:
+    return whole_paths(loaded(data=data).as_dict())["data"]
+
+
 def test_what_a_run_saves_has_whole_paths(home: Path) -> None:
     sets = {"sets": {"own": {"path": "home/text.txt"}, "home": {"path": "~/text.txt"}, "rest": {"batch_size": 2}}}
     found = loaded(
         data={"path": "home/text.txt", **ROWS, "held_out": 0.2}, evaluation=sets, run={"init_from": "../imp"}
     )
-    saved = found.as_saved()
+    saved = whole_paths(found.as_dict())
     assert saved["data"]["path"] == str(home / "text.txt")
     assert saved["run"]["init_from"] == str(home.parent / "../imp")
     assert saved["evaluation"]["sets"] == {
         "own": {"path": str(home / "text.txt")}, "home": {"path": str(home / "text.txt")}, "rest": {"batch_size": 2},
     }  # fmt: skip
     assert found.as_dict()["data"]["path"] == "home/text.txt"  # as it was given, for people to read
-    files = loaded(data={"kind": "jsonl", "path": ["a/*.jsonl", "/b"], **ROWS}).as_saved()["data"]
+    files = saved_data({"kind": "jsonl", "path": ["a/*.jsonl", "/b"], **ROWS})
     assert (files["path"], files["tokenizer"]) == ([str(home.parent / "a/*.jsonl"), "/b"], None)
-    assert (
-        loaded(data={"kind": "jsonl", "path": "a", "tokenizer": "bytes", **ROWS}).as_saved()["data"]["tokenizer"]
-        == "bytes"
-    )
+    assert saved_data({"kind": "jsonl", "path": "a", "tokenizer": "bytes", **ROWS})["tokenizer"] == "bytes"
 
 
 def test_nodes_that_have_the_data_at_other_places_agree(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,8 @@ from rrfp_jax.cluster.launch_settings import LaunchSettings
 from rrfp_jax.cluster.output import Output
 from rrfp_jax.commands import launch
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
-from rrfp_jax.commands.training.mesh_checks import check_meshes
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config
-from rrfp_jax.commands.training.planned import ordering_of
+from rrfp_jax.commands.training.planned import check_meshes, ordering_of
 from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs.devices import device_of
 from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED

@@ -9,7 +9,7 @@ import pytest
 from rrfp_jax.commands import train
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.commands.training.presets import preset_names
+from rrfp_jax.commands.training.config_sources import preset_names
 from tests.commands.running import ROOT
 
 OPTIONS = {

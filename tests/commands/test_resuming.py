@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from rrfp_jax.commands.training.assembly import check_same_training
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.commands.training.resuming import check_same_training
 
 
 def saved(**overrides: Any) -> dict[str, Any]:

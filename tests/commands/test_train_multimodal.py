@@ -176,8 +176,8 @@ def test_a_part_of_the_images_is_held_out_for_evaluation(tmp_path: Path) -> None
     assert isinstance(held, ImageText)
     assert 0 < held.num_samples < 20
     assert held.num_samples + planned.dataset.num_samples == 40
-    assert planned.cut is not None
-    assert [chunk.apply_evaluating is not None for chunk in planned.cut.chunks] == [False, False, False, True]
+    assert planned.ordered.cut is not None
+    assert [chunk.apply_evaluating is not None for chunk in planned.ordered.cut.chunks] == [False, False, False, True]
     # pixels are scaled by the encoder, which all sets share
     sections["evaluation"] = {"every": 1, "sets": {"dark": {"images": {"mean": [0.1]}}}}
     with pytest.raises(ValueError, match=r"evaluation.sets.dark: .* leave out mean and std of images"):
@@ -225,7 +225,7 @@ def test_chunks_lie_where_the_configuration_says(
     tmp_path: Path, pipeline: dict[str, Any], stages: tuple[int, ...]
 ) -> None:
     config = load_train_config(changed(tmp_path, {"pipeline": pipeline}), {})
-    assert plan_run(config, tmp_path / "run").order.placement.stage_of_chunk == stages
+    assert plan_run(config, tmp_path / "run").ordered.order.placement.stage_of_chunk == stages
 
 
 def test_the_help_names_the_sections_of_encoders() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.schedules import Task
-from rrfp_jax.training.step_profile import parse_steps
+from rrfp_jax.training.run_config import parse_steps
 from tests.commands.running import run_afresh, run_command
 from tests.commands.test_train_trackers import OPTIONS, end_by, signal
 

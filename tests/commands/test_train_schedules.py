@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rrfp_jax.training.optimizer import learning_rate_schedule
-from rrfp_jax.training.optimizer_config import CONSTANT, SCHEDULES, OptimizerConfig
+from rrfp_jax.training.run_config import CONSTANT, SCHEDULES, OptimizerConfig
 from tests.commands.running import ROOT, run_afresh
 from tests.commands.test_train import DEBUG, SMALL, rows_of
 from tests.environment import of_child

@@ -9,7 +9,7 @@ import pytest
 
 from tests.commands.running import ROOT, run_afresh, run_command, sentence
 from tests.environment import of_child
-from tests.observe.trackers.reading import READERS, assert_equal, by_step, of_file
+from tests.observe.tracker_reading import READERS, assert_equal, by_step, of_file
 
 HANGING = str(Path(__file__).with_name("hanging_train.py"))
 OPTIONS = (

@@ -89,7 +89,7 @@ def test_a_schedule_of_the_command_line_takes_the_place_of_the_files(folder: Pat
 
 
 def test_presets_name_no_code() -> None:
-    from rrfp_jax.commands.training.presets import preset_names
+    from rrfp_jax.commands.training.config_sources import preset_names
 
     for name in preset_names():
         load_train_config(name, {})

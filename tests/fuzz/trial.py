@@ -13,7 +13,7 @@ import numpy as np
 
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.runtime.evaluation import EvaluationShapes
-from rrfp_jax.training.saving import RunSaver
+from rrfp_jax.training.loop import RunSaver
 from tests.fuzz.building import pipeline_of
 from tests.fuzz.comparing import (
     Difference,

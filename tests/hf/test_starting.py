@@ -9,7 +9,7 @@ import yaml
 
 from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
-from rrfp_jax.commands.training.starting import check_init_from
+from rrfp_jax.commands.training.data_sets import check_init_from
 from rrfp_jax.data import TextBytes
 from rrfp_jax.hf.importing import plan_import, write_import
 from rrfp_jax.models import language_model

@@ -10,8 +10,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from rrfp_jax.observe.panels import panels
-from rrfp_jax.observe.picture import draw_timelines, figure_of, idle_keys, task_keys
-from rrfp_jax.observe.rows import share_images
+from rrfp_jax.observe.picture import draw_timelines, figure_of, idle_keys, share_images, task_keys
 from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS, UNEXPLAINED_LABEL, rgb
 from rrfp_jax.schedules import BUILT_IN_KINDS, Task, TaskKind
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
@@ -135,7 +134,7 @@ def test_engines_have_thin_rows_under_their_stage(offloaded: SampleTimeline) -> 
     rows = drawn[0].rows
     lanes = ("compute", "d2h", "h2d")
     assert [(row.stage, row.lane) for row in rows] == [*product((0, 1), lanes), (2, "compute"), (3, "compute")]
-    assert all(below.top == row.bottom for row, below in pairwise(rows))
+    assert all(below.top == row.top + row.height for row, below in pairwise(rows))
     busy_s = sum(span.end_s - span.start_s for span in timeline.beside() if (span.stage, span.lane) == (0, "d2h"))
     assert drawn[0].idle_shares[1] == pytest.approx(1 - busy_s / timeline.makespan_s())
     figure = figure_of(drawn)

@@ -10,8 +10,8 @@ import pytest
 from rrfp_jax.commands import train
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.commands.training.config_sources import find_preset
 from rrfp_jax.commands.training.planned import plan_run
-from rrfp_jax.commands.training.presets import find_preset
 from rrfp_jax.costs import CostBook, CostEntry, LinkCosts, Noise
 from rrfp_jax.planner.cost_file import write_costs
 from rrfp_jax.planner.options import parse_counts, parse_noise

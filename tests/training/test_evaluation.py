@@ -8,7 +8,7 @@ import pytest
 
 from rrfp_jax.checkpoint._records import keep_last
 from rrfp_jax.training import evaluation as module
-from rrfp_jax.training.evaluation import Evaluations, Evaluator, batches_per_step, row_of
+from rrfp_jax.training.evaluation import Evaluations, batches_per_step, row_of
 from rrfp_jax.training.run_config import EvaluationConfig
 
 
@@ -93,45 +93,40 @@ class FakeData:
         return whole if step % 2 else {**whole, "picture": [np.zeros(3)] * 4}
 
 
-def evaluator(pipeline: FakePipeline, batches: int) -> Evaluator:
-    return Evaluator(pipeline, {"a": FakeData(), "b": FakeData()}, batches=batches, num_microbatches=4)  # type: ignore[arg-type, dict-item]
+def evaluations(pipeline: FakePipeline, config: EvaluationConfig) -> Evaluations:
+    sets = {"a": FakeData(), "b": FakeData()}
+    return Evaluations(config, pipeline, sets, num_steps=9, num_microbatches=4)  # type: ignore[arg-type]
 
 
 def test_batches_are_joined_and_each_replica_reads_its_share() -> None:
     pipeline = FakePipeline()
-    rows = evaluator(pipeline, 3).run(SimpleNamespace(step=5))  # type: ignore[arg-type]
+    rows = evaluations(pipeline, EvaluationConfig(batches=3)).run(SimpleNamespace(step=5))  # type: ignore[arg-type]
     joined = [None] * 6 + [12, 13, 20, 21, 22, 23]
     assert pipeline.steps == [joined, joined]
-    assert rows is not None
     assert [(row.step, row.evaluation, row.tokens, row.loss) for row in rows] == [(4, "a", 12, 1.0), (4, "b", 12, 1.0)]
 
 
 def test_a_run_that_is_told_to_stop_does_so_within_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "batches_per_step", lambda *_, **__: 1)
     pipeline = FakePipeline(stop_in=0)
-    stopped = evaluator(pipeline, 50)
-    assert stopped.run(SimpleNamespace(step=5)) is None  # type: ignore[arg-type]
+    stopped = evaluations(pipeline, EvaluationConfig(batches=50))
+    assert stopped.run(SimpleNamespace(step=5)) == []  # type: ignore[arg-type]
     assert len(pipeline.steps) <= 2
     assert stopped.stop
     assert stopped.save
 
 
-class Losses:
-    """An evaluator that finds these."""
+def test_the_best_checkpoint_is_that_of_the_first_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([3.0, 2.0, math.nan, 2.5, 2.1, 1.9])
+    found_loss = {}
 
-    stop = save = False
+    def row_of(step: int, name: str, *_: object, **__: object) -> SimpleNamespace:
+        found_loss[step] = found_loss[step] if step in found_loss else next(losses)
+        return SimpleNamespace(loss=found_loss[step] if name == "a" else -found_loss[step])
 
-    def __init__(self, *losses: float) -> None:
-        self._losses = iter(losses)
-
-    def run(self, _: object) -> list:
-        loss = next(self._losses)
-        return [SimpleNamespace(loss=loss), SimpleNamespace(loss=-loss)]
-
-
-def test_the_best_checkpoint_is_that_of_the_first_set() -> None:
-    config = EvaluationConfig(every=1, keep_best=True)
-    found = Evaluations(config, Losses(3.0, 2.0, math.nan, 2.5), num_steps=9)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "row_of", row_of)
+    config = EvaluationConfig(every=1, batches=1, keep_best=True)
+    found = evaluations(FakePipeline(), config)
     best = []
     for step in (1, 2, 3, 4):
         assert found.is_due(step)
@@ -139,12 +134,12 @@ def test_the_best_checkpoint_is_that_of_the_first_set() -> None:
         assert not found.is_due(step)
         best.append(found.keep_also)
     assert best == [(1,), (2,), (2,), (2,)]
-    again = Evaluations(config, Losses(2.1, 1.9), num_steps=9, saved=found.host)  # type: ignore[arg-type]
+    again = evaluations(FakePipeline(), config)
+    again.go_on(found.host)
     assert not again.is_due(4)
     for step, expected in ((5, 2), (6, 6)):
         again.run(SimpleNamespace(step=step))  # type: ignore[arg-type]
         assert again.keep_also == (expected,)
-        assert again.is_best(expected)
 
 
 def test_what_is_kept_beside_the_newest(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.training.optimizer import learning_rate_schedule, rates_changed
-from rrfp_jax.training.optimizer_config import CONSTANT, COSINE, LINEAR, STABLE, OptimizerConfig
+from rrfp_jax.training.run_config import CONSTANT, COSINE, LINEAR, STABLE, OptimizerConfig
 
 PEAK, FINAL = 0.8, 0.1
 

@@ -84,7 +84,6 @@ def run(tmp_path):
     def run(
         pipeline: FakePipeline,
         num_steps: int,
-        timeline_steps: int = 1,
         stop_at: int | None = None,
         batches=None,
         **options,
@@ -96,7 +95,6 @@ def run(tmp_path):
                 learning_rate=lambda update: update / 10,
                 metrics=metrics,
                 on_step=lambda row: (shown.append(row), loop.stop() if row.step == stop_at else None),
-                timeline_steps=timeline_steps,
                 **options,
             )
             with suppress(RuntimeError):
@@ -128,14 +126,14 @@ def test_one_step_is_enqueued_ahead_of_the_results(run):
     ]  # fmt: skip
 
 
-def test_the_timeline_holds_the_last_steps_that_finished(run):
-    loop, _ = run(FakePipeline(), 4, timeline_steps=2)
-    assert loop.timeline().steps() == [2, 3]
-    loop, rows = run(FakePipeline(failing=2), 4, timeline_steps=2)
-    assert loop.timeline().steps() == [0, 1]
+def test_the_timeline_holds_the_last_step_that_finished(run):
+    loop, _ = run(FakePipeline(), 4)
+    assert loop.timeline.steps() == [3]
+    loop, rows = run(FakePipeline(failing=2), 4)
+    assert loop.timeline.steps() == [1]
     assert [row["step"] for row in rows] == [0, 1]
     loop, _ = run(FakePipeline(failing=0), 4)
-    assert loop.timeline().spans == []
+    assert loop.timeline.spans == []
 
 
 @pytest.mark.parametrize(

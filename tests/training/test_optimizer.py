@@ -13,7 +13,7 @@ from rrfp_jax.checkpoint import ChunkLayers
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.optimizers import check_leafwise
 from rrfp_jax.training.optimizer import check_groups, learning_rate_schedule, make_optimizer
-from rrfp_jax.training.optimizer_config import OPTIMIZERS, OptimizerConfig, ParameterGroup
+from rrfp_jax.training.run_config import OPTIMIZERS, OptimizerConfig, ParameterGroup
 
 SHAPES = {
     "embedding": {"table": (8, 4)},

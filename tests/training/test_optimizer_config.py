@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from rrfp_jax.commands.training.assembly import check_same_training
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.commands.training.resuming import check_same_training
-from rrfp_jax.training.optimizer_config import OPTIMIZERS, OptimizerConfig, ParameterGroup
+from rrfp_jax.training.run_config import OPTIMIZERS, OptimizerConfig, ParameterGroup
 
 DEBUG = "cpu/debug"
 

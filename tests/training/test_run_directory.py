@@ -23,7 +23,7 @@ def test_every_file_of_a_run(tmp_path):
     assert not (tmp_path / "deep").exists()
     assert directory.leftovers() == []
     directory.start({"run": {"steps": 2}})
-    with directory.metrics() as metrics:
+    with directory.tracked_metrics({}, first_step=0) as metrics:
         metrics.write({"step": 0})
         metrics.write({"step": 1})
     directory.write_timeline(TIMELINE, "bf")
@@ -74,7 +74,7 @@ def test_rows_that_a_link_shows_are_copied_and_left_as_they_are(tmp_path):
     directory.path.mkdir()
     (directory.path / "metrics.jsonl").symlink_to(archived)
     directory.start({}, from_step=1)
-    with directory.metrics() as metrics:
+    with directory.tracked_metrics({}, first_step=0) as metrics:
         metrics.write({"step": 1, "loss": 2.0})
     assert archived.read_text() == '{"step": 0}\n{"step": 1}\n{"st'
     assert (directory.path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1, "loss": 2.0}\n'

@@ -10,8 +10,8 @@ import pytest
 
 from rrfp_jax import Chunk, Pipeline, linear
 from rrfp_jax.pipeline import PipelineState
-from rrfp_jax.training import saving
-from rrfp_jax.training.saving import RunSaver
+from rrfp_jax.training import loop
+from rrfp_jax.training.loop import RunSaver
 
 
 def loss(params, inputs, leaves):
@@ -37,7 +37,7 @@ def test_a_save_that_failed_is_no_last_save(pipeline, tmp_path: Path, monkeypatc
         if (problem := problems.pop(0)) is not None:
             raise problem
 
-    monkeypatch.setattr(saving, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(loop, "_AGAIN_S", 0.0)
     saver = RunSaver(tmp_path, pipeline, every=None, minutes=30.0, keep=1, before_commit=before_commit)
     state: PipelineState = pipeline.init(jax.random.key(0))
     with caplog.at_level(logging.WARNING):

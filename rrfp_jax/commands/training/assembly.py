@@ -1,280 +1,56 @@
-"""Assembles a planned run: its model, its pipeline, and the objects that train them."""
+"""A planned run put together: its model, its pipeline, and the objects that train or evaluate them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
 from rrfp_jax.checkpoint import StoredStep, last_committed
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.commands.training.model_flops import model_flops
-from rrfp_jax.commands.training.model_parts import cut_language_model
+from rrfp_jax.commands.training.model_parts import cut_language_model, model_flops
 from rrfp_jax.commands.training.planned import OrderedRun, PlannedRun
-from rrfp_jax.commands.training.resuming import check_same_training
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.hf.model_folder import files_are_kept, keep_files
-from rrfp_jax.observe.metrics import TakesRows
-from rrfp_jax.observe.trackers import TrackedMetrics
-from rrfp_jax.observe.trackers.config import read_trackers
+from rrfp_jax.models.vision_section import encoder_values
+from rrfp_jax.observe.trackers import TrackedMetrics, read_trackers
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk, trained_specs
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.programs.shapes import model_params
+from rrfp_jax.runtime.compile_cache import use_compile_cache
+from rrfp_jax.runtime.operations.offloading import moves_activations
 from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
-from rrfp_jax.runtime.operations import moves_activations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.training.batches import AgreedBatches
-from rrfp_jax.training.evaluation import Evaluations, Evaluator
-from rrfp_jax.training.loop import ModelSpeed, TrainingLoop
+from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
+from rrfp_jax.training.loop import ModelSpeed, RunSaver, StepProfile, TrainingLoop
 from rrfp_jax.training.optimizer import check_groups, learning_rate_schedule, make_optimizer, rates_changed
-from rrfp_jax.training.run_config import RunConfig
-from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, METRICS, RunDirectory
-from rrfp_jax.training.saving import RunSaver
-from rrfp_jax.training.step_profile import StepProfile, parse_steps, profile_folder
+from rrfp_jax.training.run_config import parse_steps
+from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, METRICS, PROFILE_FOLDER, RunDirectory
 
 _DATA_THREADS = 2
 """Threads that decode images or draw them, or run a user's own code."""
 
 
-class Run:
-    """A run that is ready to begin: this process's share of it."""
-
-    def __init__(
-        self,
-        planned: PlannedRun,
-        pipeline: Pipeline,
-        process: Process,
-        directory: RunDirectory,
-        cache: CompileCache | None,
-    ) -> None:
-        self.config, self.dataset, self.pipeline = planned.config, planned.dataset, pipeline
-        self.process, self.directory = process, directory
-        self._training, self._cache = planned.training, cache
-        self._known, self._saved = planned.known, planned.saved
-        self._profile = _profile(self.config.run, process, pipeline, directory.path)
-        settings = self.config.run
-        self.console = TrainingConsole(settings.steps, report_every=settings.report_every, is_quiet=not self.is_first)
-        self.state = PipelineState(0)
-        self._num_skipped = 0
-        # Only data that is decoded, or made by a user's own code, has samples that can be left out.
-        max_bad = getattr(self.config.data, "max_bad_samples", 0)
-        self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad)
-        self._saver: RunSaver | None = None
-        self._evaluator = None if self.config.evaluation is None else make_evaluator(planned, pipeline)
-        self._evaluated: Mapping[str, Any] | None = None
-        """Results of the evaluations before this start, as the checkpoint holds them; None: there are none."""
-        self.is_saved = True
-        """Whether the last checkpoint was committed; known once the run has finished."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process is the one that prints and writes the run's files."""
-        return not self.process.rank
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no step is left."""
-        return self.state.step >= self.config.run.steps
-
-    @property
-    def _reads(self) -> dict[str, range]:
-        """Leaves of a batch that this process reads, each with its range of microbatches."""
-        return self.pipeline.reads(self.config.data.num_microbatches)
-
-    @property
-    def label(self) -> str:
-        """The order, for captions, for example ``bf, window 8``."""
-        order = self.pipeline.order
-        bounds = ",".join(sorted(set(order.bounds), key=float, reverse=True))
-        return f"{order.label}, {'window' if order.footprints is None else 'footprint'} {bounds}"
-
-    def begin(self, *, fresh: bool, force: bool) -> None:
-        """Go on from the newest checkpoint of the run directory, or start over; compile, and write the first files.
-
-        No other run may write there from the first moment on. The files of an earlier run stay untouched until
-        everything else is known to fit. Raises ValueError where it does not, where another run is at work there, and
-        where the checkpoint was saved by another training, unless forced.
-        """
-        settings = self.config.run
-        # The lock comes before the search for a checkpoint: another run could save or clear one in between.
-        self._first_does("run directory is held", lambda: self.directory.hold(to_clear=fresh))
-        self._saver = RunSaver(
-            self.directory.checkpoints,
-            self.pipeline,
-            every=settings.checkpoint_every,
-            minutes=settings.checkpoint_minutes,
-            keep=settings.keep_checkpoints,
-            # A run that seemed dead may have lost the directory to another one, whose checkpoints it must not replace.
-            before_commit=self.directory.lock.check,
-        )
-        found = None if fresh else self._saver.checkpoints.newest()
-        if found is None:
-            self.state = self._initial_state(self._saver)
-        else:
-            self._go_on(self._saver, found, force=force)
-        # The state comes before compiling, which takes minutes: a checkpoint that does not fit is refused at once.
-        with self.console.compiling() as progress:
-            # Step 0 wherever the run goes on: the batch only gives shapes, and all starts compile for the same ones.
-            first = self.batches.shown(0, self._reads)
-            shapes = None if self._evaluator is None else self._evaluator.shapes()
-            self.pipeline.prepare(first, buckets=self.dataset.buckets, evaluation=shapes, progress=progress)
-        if self._cache is not None:
-            self.console.say(self._cache.describe())
-        # Files of an earlier run go last, when nothing can be refused any more.
-        self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
-
-    def _initial_state(self, saver: RunSaver) -> PipelineState:
-        if self.config.run.init_from is None:
-            return self.pipeline.init(jax.random.key(self.config.run.seed))
-        state = saver.start_from(Path(self.config.run.init_from).absolute() / CHECKPOINTS)
-        self.console.say(f"starting from the parameters of {self.config.run.init_from}")
-        return state
-
-    def _start_directory(self, *, fresh: bool) -> None:
-        if fresh and (old := self.directory.leftovers()):
-            self.console.say(f"starting over: removing {', '.join(old)} from {self.directory.path}")
-            self.directory.clear()
-        self.directory.start(self._saved, from_step=self.state.step)
-        self._keep_files()
-        self.console.say(f"the resolved configuration is in {self.directory.path / CONFIG}")
-
-    def _keep_files(self) -> None:
-        """Give the run its own copies of the files that it needs from elsewhere; raises ValueError if it cannot."""
-        known, kind, path = self._known, self.dataset.token_kind, self.directory.path
-        is_other = kind is not None and known.tokens is not None and not kind.is_same(known.tokens)
-        if files_are_kept(path) and not is_other:
-            return
-        if known.has_begun and known.files is None and self.config.run.init_from is not None:
-            return  # an earlier version began this run, and its import is gone
-        try:
-            keep_files(path, known.files, kind or known.tokens)
-        except OSError as error:
-            raise ValueError(f"run_dir {path} cannot be written ({error.strerror}): name another folder") from None
-
-    def _first_does(self, what: str, action: Callable[[], None]) -> None:
-        """Runs ``action`` on rank 0 while the others wait; all ranks raise the ValueError that it raises."""
-        problem = None
-        if self.is_first:
-            try:
-                action()
-            except ValueError as error:
-                problem = str(error)
-        problem = self.process.gather(what, problem)[0]
-        if problem is not None:
-            raise ValueError(problem)
-
-    def _go_on(self, saver: RunSaver, found: StoredStep, *, force: bool) -> None:
-        if not isinstance(found.host.get("config"), dict):
-            raise ValueError(
-                f"{found.path} was not saved by this command: start over with --fresh, or in another run_dir"
-            )
-        # The configurations are compared first: their difference explains a failure of the restore better than shapes.
-        changed = check_same_training(found.host["config"], self._training, force=force)
-        self.state = saver.restore(found)
-        self._num_skipped = int(found.host["num_skipped"])
-        self.batches.num_bad = int(found.host.get("bad_samples", 0))
-        self._evaluated = found.host.get("evaluation")
-        self.console.say(f"going on after {found.step} steps, from {found.path} (saved as {found.layout['describe']})")
-        for difference in changed:
-            self.console.say(f"forced: {difference}")
-        if (steps := found.host["config"]["run"]["steps"]) != self.config.run.steps:
-            now, step = self.config.run.steps, found.step
-            changed_rates = rates_changed(self.config.optimizer, steps, now, step, step - self._num_skipped)
-            self.console.say(f"the run was to have {steps} steps and now has {now}: {changed_rates}")
-
-    def metrics(self) -> TrackedMetrics:
-        """The run's rows, on the first rank: the file, and the trackers that it names."""
-        trackers = read_trackers(self.config.run.trackers)
-        if trackers:
-            names = ", ".join(each.tracker for each in trackers)
-            self.console.say(f"the rows of {self.directory.path / METRICS} also go to {names}")
-        return self.directory.tracked_metrics(self.config.as_dict(), trackers, first_step=self.state.step)
-
-    def loop(self, metrics: TakesRows | None) -> TrainingLoop:
-        """The loop over this run's steps."""
-        return TrainingLoop(
-            self.pipeline,
-            learning_rate=learning_rate_schedule(self.config.optimizer, self.config.run.steps),
-            metrics=metrics,
-            on_step=self.console.show_step,
-            saver=self._saver,
-            host_data={"config": self._training},
-            profile=self._profile,
-            # Rank 0 alone writes rows, and only they tell the speed.
-            speed=ModelSpeed.on(self.process.devices, model_flops(self.config)) if self.is_first else None,
-            num_skipped=self._num_skipped,
-            evaluations=self._evaluations(),
-            on_evaluation=self.console.show_evaluation,
-            max_skipped_in_row=self.config.run.max_skipped_in_row,
-            num_bad=lambda: self.batches.num_bad,
-        )
-
-    def _evaluations(self) -> Evaluations | None:
-        config = self.config.evaluation
-        if config is None or self._evaluator is None:
-            return None
-        return Evaluations(config, self._evaluator, self.config.run.steps, saved=self._evaluated)
-
-    def train(self, loop: TrainingLoop) -> None:
-        """Run all steps that are left, the next batch being made while a step runs; then end in good order."""
-        # Rows of one length are copied from a file. Images and a user's own code may take longer than a step.
-        is_slow = self.config.row_length is None
-        num_threads = _DATA_THREADS if is_slow else 1
-        with (
-            self.batches.ahead(self.state.step, self._reads, num_threads) as batches,
-            self._profile or nullcontext(),
-        ):
-            self.state = loop.run(self.state, batches, self.config.run.steps)
-        if self._profile is not None and self._profile.is_written:
-            self.console.say(f"the trace of steps {self.config.run.profile_steps} is in {self._profile.folder}")
-        # not after an error: closing waits for programs, one of which may hang
-        self.finish()
-
-    def describe_saved(self, *, is_last: bool = False) -> str:
-        """Returns a sentence on which of the steps so far are on the disk; ``is_last``: all that were trained."""
-        step = None if self._saver is None else last_committed(self.directory.checkpoints)
-        if step is None:
-            return "nothing was saved: the same command starts over"
-        if is_last:
-            return f"saved after step {step - 1}; the same command goes on from there"
-        return (
-            f"the last checkpoint holds step {step - 1}, nothing was saved since; the same command goes on from there"
-        )
-
-    def finish(self) -> None:
-        """Wait for the last checkpoint, and leave."""
-        if self._saver is not None:
-            # The last commit needs all processes, so it comes before any of them leaves.
-            last = self._saver.checkpoints.close()
-            self.is_saved = last is None or last.failure is None
-        self.pipeline.close()
-        self.process.finish()
+# -- model and pipeline ------------------------------------------------------------------------------------------------
 
 
-def assemble(planned: PlannedRun) -> Run:
-    """Build model and pipeline; rank 0's run directory becomes that of all processes.
-
-    Raises ValueError, with the remedy, on whatever does not fit.
-    """
-    config, path = planned.config, planned.path
-    # Checks that need no other process come before the others are met: a mistake is told at once, on every rank.
-    chunks = chunks_of(config, planned.ordered)
-    check_groups(config.optimizer, model_params(map(trained_specs, chunks)))
-    cache = use_compile_cache()
-    process = enter_run(planned)
-    pipeline = make_pipeline(config, chunks, process, planned.ordered)
-    # Ranks may be started in different folders, so rank 0 sends its whole path. Alone, the path stays as it was given.
-    path = Path(process.gather("run directory", str(path.absolute()) if process.cluster else str(path))[0])
-    return Run(planned, pipeline, process, RunDirectory(path), cache)
+def chunks_of(config: TrainConfig, ordered: OrderedRun) -> list[Chunk]:
+    """Returns the model, cut for the order's placement; twice if it runs in both directions."""
+    if ordered.cut is not None:
+        return ordered.cut.chunks
+    chunks = cut_language_model(config, ordered.num_chunks)
+    return mirrored(chunks) if ordered.order.graph.shared else chunks
 
 
 def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process, ordered: OrderedRun) -> Pipeline:
-    """The pipeline of a configuration whose order is resolved and whose model is cut."""
+    """Returns the pipeline of a configuration whose order is resolved and whose model is cut."""
     layout, (ordering, order, cut) = config.pipeline, ordered
     return Pipeline(
         chunks,
@@ -294,11 +70,17 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
         ),
         remat=layout.remat,
         seed=config.run.seed,
-        options=runtime_options(config),
+        options=_runtime_options(config),
     )
 
 
-def enter_run(planned: PlannedRun) -> Process:
+def _runtime_options(config: TrainConfig) -> RuntimeOptions:
+    return RuntimeOptions(
+        memory_limit=config.pipeline.memory_limit, progress_deadline_s=config.cluster.progress_deadline_s
+    )
+
+
+def _enter_run(planned: PlannedRun) -> Process:
     """Meet the other processes of a run, and start JAX."""
     config, layout = planned.config, planned.config.pipeline
     return enter(
@@ -314,40 +96,310 @@ def enter_run(planned: PlannedRun) -> Process:
     )
 
 
-def _profile(settings: RunConfig, process: Process, pipeline: Pipeline, path: Path) -> StepProfile | None:
-    """Returns the profile that traces the steps of this process; None where it traces none."""
-    if settings.profile_steps is None or process.rank:
-        return None
-    return StepProfile(
-        parse_steps(settings.profile_steps),
-        profile_folder(path, 0),
-        lambda is_on: pipeline.runtime.name_tasks(is_on),  # noqa: PLW0108 - it runs only later
-    )
-
-
-def make_evaluator(planned: PlannedRun, pipeline: Pipeline) -> Evaluator:
-    """Returns the evaluator of a run's pipeline on its evaluation sets."""
+def _evaluations_of(planned: PlannedRun, pipeline: Pipeline) -> Evaluations | None:
+    """Returns the evaluations of a run's pipeline on its evaluation sets; None if it evaluates nothing."""
     config = planned.config
-    assert config.evaluation is not None
-    return Evaluator(
+    if config.evaluation is None:
+        return None
+    return Evaluations(
+        config.evaluation,
         pipeline,
         planned.evaluation_sets,
-        batches=config.evaluation.batches,
+        num_steps=config.run.steps,
         num_microbatches=config.data.num_microbatches,
         max_bad=getattr(config.data, "max_bad_samples", 0),
     )
 
 
-def runtime_options(config: TrainConfig) -> RuntimeOptions:
-    """Returns the settings of the runtime that a configuration has."""
-    return RuntimeOptions(
-        memory_limit=config.pipeline.memory_limit, progress_deadline_s=config.cluster.progress_deadline_s
-    )
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
-def chunks_of(config: TrainConfig, ordered: OrderedRun) -> list[Chunk]:
-    """The model, cut for the order's placement; twice where it runs in both directions."""
-    if ordered.cut is not None:
-        return ordered.cut.chunks
-    chunks = cut_language_model(config, ordered.num_chunks)
-    return mirrored(chunks) if ordered.order.graph.shared else chunks
+class Run:
+    """A run that is ready to begin: this process's share of it."""
+
+    def __init__(self, planned: PlannedRun) -> None:
+        """Build model and pipeline; rank 0's run directory becomes that of all processes.
+
+        Raises ValueError, with the remedy, on whatever does not fit.
+        """
+        config = planned.config
+        # Checks that need no other process come before the others are met: a mistake is told at once, on every rank.
+        chunks = chunks_of(config, planned.ordered)
+        check_groups(config.optimizer, model_params(map(trained_specs, chunks)))
+        self._cache = use_compile_cache()
+        self.process = process = _enter_run(planned)
+        self.pipeline = make_pipeline(config, chunks, process, planned.ordered)
+        # Ranks may be started in different folders, so rank 0 sends its whole path. Alone, the path stays as given.
+        path = str(planned.path.absolute()) if process.cluster else str(planned.path)
+        self.directory = RunDirectory(Path(process.gather("run directory", path)[0]))
+        self.config, self.dataset = config, planned.dataset
+        self._training, self._known, self._saved = planned.training, planned.known, planned.saved
+        self.is_first = not process.rank
+        """Whether this process is the one that prints and writes the run's files."""
+        self._profile: StepProfile | None = None
+        if self.is_first and config.run.profile_steps is not None:
+            self._profile = StepProfile(
+                parse_steps(config.run.profile_steps),
+                self.directory.path / PROFILE_FOLDER / "rank-0",
+                lambda is_on: self.pipeline.runtime.name_tasks(is_on),  # noqa: PLW0108 - it runs only later
+            )
+        self.console = TrainingConsole(
+            config.run.steps, report_every=config.run.report_every, is_quiet=not self.is_first
+        )
+        self.state = PipelineState(0)
+        self._num_skipped = 0
+        # Only data that is decoded, or made by a user's own code, has samples that can be left out.
+        max_bad = getattr(config.data, "max_bad_samples", 0)
+        self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad)
+        self._saver: RunSaver | None = None
+        self._evaluations = _evaluations_of(planned, self.pipeline)
+        self.is_saved = True
+        """Whether the last checkpoint was committed; known once the run has finished."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step is left."""
+        return self.state.step >= self.config.run.steps
+
+    @property
+    def label(self) -> str:
+        """The order, for captions, for example ``bf, window 8``."""
+        order = self.pipeline.order
+        bounds = ",".join(sorted(set(order.bounds), key=float, reverse=True))
+        return f"{order.label}, {'window' if order.footprints is None else 'footprint'} {bounds}"
+
+    def begin(self, *, fresh: bool, force: bool) -> None:
+        """Go on from the newest checkpoint of the run directory, or start over; compile, and write the first files.
+
+        No other run may write there from the first moment on. The files of an earlier run stay untouched until
+        everything else is known to fit. Raises ValueError where it does not, where another run is at work there, and
+        where the checkpoint was saved by another training, unless forced.
+        """
+        settings = self.config.run
+        # The lock comes before the search for a checkpoint: another run could save or clear one in between.
+        self._first_does("run directory is held", lambda: self.directory.hold(to_clear=fresh))
+        saver = self._saver = RunSaver(
+            self.directory.path / CHECKPOINTS,
+            self.pipeline,
+            every=settings.checkpoint_every,
+            minutes=settings.checkpoint_minutes,
+            keep=settings.keep_checkpoints,
+            # A run that seemed dead may have lost the directory to another one, whose checkpoints it must not replace.
+            before_commit=self.directory.lock.check,
+        )
+        # The state comes before compiling, which takes minutes: a checkpoint that does not fit is refused at once.
+        if (found := None if fresh else saver.checkpoints.newest()) is not None:
+            self._go_on(saver, found, force=force)
+        elif settings.init_from is not None:
+            self.state = saver.start_from(Path(settings.init_from).absolute() / CHECKPOINTS)
+            self.console.say(f"starting from the parameters of {settings.init_from}")
+        else:
+            self.state = self.pipeline.init(jax.random.key(settings.seed))
+        with self.console.compiling() as progress:
+            # Step 0 wherever the run goes on: the batch only gives shapes, and all starts compile for the same ones.
+            first = self.batches.shown(0, self.pipeline.reads(self.config.data.num_microbatches))
+            shapes = None if self._evaluations is None else self._evaluations.shapes()
+            self.pipeline.prepare(first, buckets=self.dataset.buckets, evaluation=shapes, progress=progress)
+        if self._cache is not None:
+            self.console.say(self._cache.describe())
+        # Files of an earlier run go last, when nothing can be refused any more.
+        self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
+
+    def _go_on(self, saver: RunSaver, found: StoredStep, *, force: bool) -> None:
+        if not isinstance(found.host.get("config"), dict):
+            raise ValueError(
+                f"{found.path} was not saved by this command: start over with --fresh, or in another run_dir"
+            )
+        # The configurations are compared first: their difference explains a failure of the restore better than shapes.
+        changed = check_same_training(found.host["config"], self._training, force=force)
+        self.state = saver.restore(found)
+        self._num_skipped = int(found.host["num_skipped"])
+        self.batches.num_bad = int(found.host.get("bad_samples", 0))
+        if self._evaluations is not None:
+            self._evaluations.go_on(found.host.get("evaluation"))
+        self.console.say(f"going on after {found.step} steps, from {found.path} (saved as {found.layout['describe']})")
+        for difference in changed:
+            self.console.say(f"forced: {difference}")
+        if (steps := found.host["config"]["run"]["steps"]) != self.config.run.steps:
+            now, step = self.config.run.steps, found.step
+            changed_rates = rates_changed(self.config.optimizer, steps, now, step, step - self._num_skipped)
+            self.console.say(f"the run was to have {steps} steps and now has {now}: {changed_rates}")
+
+    def _start_directory(self, *, fresh: bool) -> None:
+        """Clear the directory, write the configuration, and give the run its own copies of the model's files."""
+        path, known, kind = self.directory.path, self._known, self.dataset.token_kind
+        if fresh and (old := self.directory.leftovers()):
+            self.console.say(f"starting over: removing {', '.join(old)} from {path}")
+            self.directory.clear()
+        self.directory.start(self._saved, from_step=self.state.step)
+        is_other = kind is not None and known.tokens is not None and not kind.is_same(known.tokens)
+        # A run whose import is gone, and that has no copies, has nothing to copy.
+        is_gone = known.has_begun and known.files is None and self.config.run.init_from is not None
+        if is_other or not (files_are_kept(path) or is_gone):
+            try:
+                keep_files(path, known.files, kind or known.tokens)
+            except OSError as error:
+                raise ValueError(f"run_dir {path} cannot be written ({error.strerror}): name another folder") from None
+        self.console.say(f"the resolved configuration is in {path / CONFIG}")
+
+    def _first_does(self, what: str, action: Callable[[], None]) -> None:
+        """Runs ``action`` on rank 0 while the others wait; all ranks raise the ValueError that it raises."""
+        problem = None
+        if self.is_first:
+            try:
+                action()
+            except ValueError as error:
+                problem = str(error)
+        problem = self.process.gather(what, problem)[0]
+        if problem is not None:
+            raise ValueError(problem)
+
+    def metrics(self) -> TrackedMetrics:
+        """The run's rows, on the first rank: the file, and the trackers that it names."""
+        trackers = read_trackers(self.config.run.trackers)
+        if trackers:
+            names = ", ".join(each.tracker for each in trackers)
+            self.console.say(f"the rows of {self.directory.path / METRICS} also go to {names}")
+        return self.directory.tracked_metrics(self.config.as_dict(), trackers, first_step=self.state.step)
+
+    def loop(self, metrics: TrackedMetrics | None) -> TrainingLoop:
+        """The loop over this run's steps."""
+        return TrainingLoop(
+            self.pipeline,
+            learning_rate=learning_rate_schedule(self.config.optimizer, self.config.run.steps),
+            metrics=metrics,
+            on_step=self.console.show_step,
+            saver=self._saver,
+            host_data={"config": self._training},
+            profile=self._profile,
+            # Rank 0 alone writes rows, and only they tell the speed.
+            speed=ModelSpeed.on(self.process.devices, model_flops(self.config)) if self.is_first else None,
+            num_skipped=self._num_skipped,
+            evaluations=self._evaluations,
+            on_evaluation=self.console.show_evaluation,
+            max_skipped_in_row=self.config.run.max_skipped_in_row,
+            num_bad=lambda: self.batches.num_bad,
+        )
+
+    def train(self, loop: TrainingLoop) -> None:
+        """Run all steps that are left, the next batch being made while a step runs; then end in good order."""
+        # Rows of one length are copied from a file. Images and a user's own code may take longer than a step.
+        num_threads = _DATA_THREADS if self.config.row_length is None else 1
+        reads = self.pipeline.reads(self.config.data.num_microbatches)
+        with self.batches.ahead(self.state.step, reads, num_threads) as batches, self._profile or nullcontext():
+            self.state = loop.run(self.state, batches, self.config.run.steps)
+        if self._profile is not None and self._profile.is_written:
+            self.console.say(f"the trace of steps {self.config.run.profile_steps} is in {self._profile.folder}")
+        # Not after an error: closing waits for programs, one of which may hang.
+        self.finish()
+
+    def describe_saved(self, *, is_last: bool = False) -> str:
+        """Returns a sentence on which of the steps so far are on the disk; ``is_last``: all that were trained."""
+        step = None if self._saver is None else last_committed(self._saver.checkpoints.directory)
+        if step is None:
+            return "nothing was saved: the same command starts over"
+        if is_last:
+            return f"saved after step {step - 1}; the same command goes on from there"
+        return (
+            f"the last checkpoint holds step {step - 1}, nothing was saved since; the same command goes on from there"
+        )
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, and leave."""
+        if self._saver is not None:
+            # The last commit needs all processes, so it comes before any of them leaves.
+            last = self._saver.checkpoints.close()
+            self.is_saved = last is None or last.failure is None
+        self.pipeline.close()
+        self.process.finish()
+
+
+# -- going on ----------------------------------------------------------------------------------------------------------
+
+_DECIDING = ("model", "vision", "projector", "data", "optimizer")
+"""Sections that decide the result of training, beside ``run.seed``."""
+_OF_FILES = ("num_microbatches", "path", "tokenizer", "cache")
+_OF_SAMPLES = ("pack", "image_folder", "text_buckets", "image_buckets", "balance", "gather_text")
+_LAYOUT_ONLY = {
+    "text": ("num_microbatches", "path"),
+    "tokens": _OF_FILES,
+    "jsonl": _OF_FILES,
+    "parquet": _OF_FILES,
+    "image_text": (*_OF_FILES, *_OF_SAMPLES, "max_bad_samples"),
+    "own": ("num_microbatches", "max_bad_samples"),
+}
+"""Keys of data, by its kind, that may change when a run goes on. The way in which a batch is cut and padded changes
+neither its gradient nor the data that comes next; the digest of the data covers text, tokens and tokenizer, wherever
+they lie."""
+
+
+def check_same_training(saved: Mapping[str, Any], given: Mapping[str, Any], *, force: bool) -> list[str]:
+    """Returns the differences that change the result of training, one text each.
+
+    Raises ValueError, naming them, unless ``force`` says that they are meant.
+    """
+    before, now = _deciding(saved), _deciding(given)
+    different = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted({*before, *now})
+        if (before.get(name) or None) != (now.get(name) or None)  # empty is the same as not given
+    ]
+    if different and not force:
+        raise ValueError(
+            f"the checkpoint was saved by another training: {'; '.join(different)}: go back to the saved values, start "
+            "over with --fresh, or go on nevertheless with --force"
+        )
+    return different
+
+
+def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values that decide the result, by ``section.key``."""
+    found = {"run.seed": config.get("run", {}).get("seed")}
+    for section in _DECIDING:
+        values = {**(config.get(section) or {})}
+        if values and section in ("vision", "projector"):
+            # A kind with overrides, and all settings one by one, may be the same encoder.
+            record, given = encoder_values(section, values)
+            values = asdict(record(**given))
+        values |= values.pop("images", None) or {}
+        free = _LAYOUT_ONLY.get(values.get("kind", "text"), ()) if section == "data" else ("shard",)
+        found |= {f"{section}.{name}": value for name, value in values.items() if name not in free}
+    return found
+
+
+# -- evaluating --------------------------------------------------------------------------------------------------------
+
+
+def evaluate_run(planned: PlannedRun, run: Path) -> tuple[int, list[EvaluationRow], bool]:
+    """Evaluates the newest checkpoint of a run, in any layout, on the sets of a configuration.
+
+    Returns the number of steps of the checkpoint, the results of each set, and whether this process is the first.
+    Nothing is written. All processes call it alike. Raises ValueError where there is no checkpoint, or it is of another
+    model.
+    """
+    config, (_, order, cut) = planned.config, planned.ordered
+    use_compile_cache()
+    process = _enter_run(planned)
+    checkpoints = run.absolute() / CHECKPOINTS
+    with Pipeline(
+        chunks_of(config, planned.ordered),
+        placement=order.placement,
+        edges=None if cut is None else cut.edges,
+        process=process,
+        optimizer=optax.identity(),
+        seed=config.run.seed,
+        options=_runtime_options(config),
+        trains=False,
+    ) as pipeline:
+        # The saver's own directory is never made, because nothing is saved.
+        saver = RunSaver(checkpoints.with_name("not-saved"), pipeline, every=None, minutes=None, keep=1)
+        step = process.gather("step", last_committed(checkpoints))[0]
+        state = saver.start_from(checkpoints)
+        evaluations = _evaluations_of(planned, pipeline)
+        assert evaluations is not None
+        first = planned.dataset.batch(0, pipeline.reads(config.data.num_microbatches))
+        pipeline.prepare(first, buckets=planned.dataset.buckets, evaluation=evaluations.shapes())
+        rows = evaluations.run(state)
+        saver.checkpoints.close()
+    process.finish()
+    return step, rows, not process.rank

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from types import UnionType
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -24,9 +24,7 @@ from rrfp_jax.bounded_text import shown
 from rrfp_jax.cluster.config import TRANSPORTS, ClusterConfig
 from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
 from rrfp_jax.commands.common.options import INSTEAD, add_record_options, flag_of, given_texts
-from rrfp_jax.commands.training.paths import at_home, whole_paths
-from rrfp_jax.commands.training.presets import find_config
-from rrfp_jax.commands.training.trust import refuse_code
+from rrfp_jax.commands.training.config_sources import at_home, find_config, refuse_code
 from rrfp_jax.core import FUSED, SPLIT, hint_names
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES as REMATS
 from rrfp_jax.data.data_section import (
@@ -52,11 +50,19 @@ from rrfp_jax.models.vision_config import (
     encoder_section,
     encoder_values,
 )
-from rrfp_jax.observe.trackers.config import TRACKERS
+from rrfp_jax.observe.trackers import TRACKERS
 from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules import schedule_names
-from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
-from rrfp_jax.training.run_config import AUTO_CUT, ORDERS, EvaluationConfig, PipelineConfig, RunConfig
+from rrfp_jax.training.run_config import (
+    AUTO_CUT,
+    OPTIMIZERS,
+    ORDERS,
+    SCHEDULES,
+    EvaluationConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+)
 from rrfp_jax.yaml_text import read_yaml
 
 
@@ -129,25 +135,25 @@ class TrainConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain data, for YAML."""
-        given = {section.name: getattr(self, section.name) for section in fields(self)}
-        return {name: _plain(_section_values(name, record)) for name, record in given.items() if record is not None}
-
-    def as_saved(self) -> dict[str, Any]:
-        """Returns plain data with whole paths, which mean the same wherever they are read."""
-        return whole_paths(self.as_dict())
+        sections = {}
+        for name in (section.name for section in fields(self)):
+            if (record := getattr(self, name)) is None:
+                continue
+            if name == "data":
+                values = section_of(record)
+            else:
+                values = encoder_section(name, record) if name in ("vision", "projector") else asdict(record)
+            sections[name] = _plain(values)
+        return sections
 
     def as_yaml(self) -> str:
         """The text of a file that :func:`load_train_config` reads as the same."""
         return yaml.safe_dump(self.as_dict(), sort_keys=False)
 
 
-def _record_type(kind: Any) -> type:
-    return next(member for member in get_args(kind) or (kind,) if member is not type(None))
-
-
 _MOST_NESTED = 32
 _LONGEST_VALUE = 60
-SECTIONS: dict[str, type] = {section.name: _record_type(section.type) for section in fields(TrainConfig)} | {
+SECTIONS: dict[str, type] = {section.name: kinds_of(section.type)[0] for section in fields(TrainConfig)} | {
     "data": DataSection,
     "vision": VisionSection,
     "projector": ProjectorSection,
@@ -166,6 +172,15 @@ _NULLS = ("null", "Null", "NULL")
 _ITEM = re.compile(r"""\s*(?:'([^']*)'|"([^"]*)"|([^,]*?))\s*(?:,|$)""")
 _OPTIONAL = ("cluster", *_WITH_SECTION)
 """Sections that a file may leave out."""
+_WANTED = {
+    **dict.fromkeys(("int", "finite"), "a whole number"),
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "dataclass": "a mapping",
+}
+"""The kinds of values that fields take, in words, by the beginning of pydantic's name of the error."""
 
 
 def choices_of_options() -> dict[str, Sequence[str]]:
@@ -204,7 +219,7 @@ def load_train_config(path: str, overrides: Mapping[str, Any], *, trust: bool = 
 def read_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     """Read ``path``, a file or the name of a preset, and apply ``overrides``, from ``section.field`` to a value.
 
-    The caller must not run code that the file names, see :mod:`rrfp_jax.commands.training.trust`.
+    The caller must not run code that the file names, see :mod:`rrfp_jax.commands.training.config_sources`.
 
     Raises ValueError, in one sentence, on a missing file, broken YAML, unknown sections or keys, values of a wrong
     type, and values that the records refuse.
@@ -238,9 +253,13 @@ def overrides_of(arguments: Namespace) -> dict[str, Any]:
 def _parse(name: str, text: str) -> Any:
     section, _, key = name.partition(".")
     kind = next(each.type for each in fields(SECTIONS[section]) if each.name == key)
-    if (members := kinds_of(kind)) in ((str,), (tuple[str, ...],)):
-        is_optional = isinstance(kind, UnionType)
-        return _text(text, key, is_optional=is_optional) if members == (str,) else _texts(text, is_optional=is_optional)
+    is_optional, members = isinstance(kind, UnionType), kinds_of(kind)
+    if members == (str,):
+        # A name or a path stays as it is, whatever YAML would make of it: ``try #2``, ``2026-11-26``, ``no``.
+        means_none = not text or (text in _NULLS and not re.search(FOLDERS, key))
+        return None if is_optional and means_none else text
+    if members == (tuple[str, ...],):
+        return None if is_optional and text in ("", *_NULLS) else _texts(text)
     flag = flag_of(SECTIONS, name, QUALIFIED)
     try:
         value = read_yaml(f"[{text}]" if takes_list(kind) and "," in text and not text.startswith("[") else text)
@@ -252,17 +271,8 @@ def _parse(name: str, text: str) -> Any:
     return value
 
 
-def _text(text: str, key: str, *, is_optional: bool) -> str | None:
-    """Returns a name or a path as it is, whatever YAML would make of it: ``try #2``, ``2026-11-26``, ``no``. ``null``
-    is None for an optional field, except for a field that names a folder."""
-    names_folder = re.search(FOLDERS, key) is not None
-    return None if is_optional and (not text or (text in _NULLS and not names_folder)) else text
-
-
-def _texts(text: str, *, is_optional: bool) -> list[str] | None:
+def _texts(text: str) -> list[str]:
     """Returns the items of a list of texts; an item that holds a comma stands in quotes."""
-    if is_optional and text in ("", *_NULLS):
-        return None
     listed = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     found = ("".join(parts) for parts in _ITEM.findall(listed))
     return [item for item in found if item]
@@ -281,8 +291,11 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
         content = read_yaml(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"configuration {path} is not YAML, mend this place: {error}") from None
-    if isinstance(content, dict):
-        content = {name: _nothing_below(path, name) if keys is None else keys for name, keys in content.items()}
+    # A section without keys has no settings, unless leaving it out would mean something else.
+    for name in [name for name, keys in content.items() if keys is None] if isinstance(content, dict) else ():
+        if name in _WITH_SECTION:
+            raise ValueError(f"{path}: the section {name} is empty: give it its keys, or take it out")
+        content[name] = {} if name in SECTIONS else None
     if not isinstance(content, dict) or not all(isinstance(section, dict) for section in content.values()):
         needed = ", ".join(name for name in SECTIONS if name not in _OPTIONAL)
         raise ValueError(f"configuration {path} must hold the sections {needed}, each with its keys")
@@ -295,50 +308,44 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     return content
 
 
-def _nothing_below(path: str, name: str) -> dict[str, Any] | None:
-    """Returns the keys of a section that has none: no settings. Raises ValueError if leaving the section out means
-    something else."""
-    if name in _OPTIONAL and name != "cluster":
-        raise ValueError(f"{path}: the section {name} is empty: give it its keys, or take it out")
-    return {} if name in SECTIONS else None
-
-
 def _section(path: str, name: str, values: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """The record of a section; ``given`` are the values of the command line, ``values`` those of the file."""
+    """Returns the record of a section; ``given`` are the values of the command line, ``values`` those of the file."""
+
+    def refusal(values: Mapping[str, Any]) -> str | None:
+        try:
+            _record(name, values)
+        except ValueError as error:
+            return str(error)
+        return None
+
     try:
         return _record(name, _joined(values, given))
     except ValueError as error:
-        flags = _to_blame(name, values, given, str(error))
+        # The options are to blame that do not fit into the file by themselves; none where the file is refused alike.
+        told, flags = str(error), list[str]()
+        if refusal(values) != told:
+            flags = [key for key in given if refusal(_joined(values, {key: given[key]})) == told] or [*given]
         where = " ".join(f"{flag_of(SECTIONS, f'{name}.{key}', QUALIFIED)} {as_text(given[key])}" for key in flags)
         raise ValueError(f"{where or path}: {error}") from None
 
 
-def _to_blame(name: str, values: Mapping[str, Any], given: Mapping[str, Any], refusal: str) -> list[str]:
-    """The fields of the command line that do not fit into the file; none where it is refused alike without them."""
-    if _refusal(name, values) == refusal:
-        return []
-    return [key for key in given if _refusal(name, _joined(values, {key: given[key]})) == refusal] or [*given]
-
-
-def _refusal(name: str, values: Mapping[str, Any]) -> str | None:
-    try:
-        _record(name, values)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def _record(name: str, values: Mapping[str, Any]) -> Any:
-    kind = SECTIONS[name]
+    kind: Any = SECTIONS[name]
     if name == "data":
-        kind, values = record_values(_listed(values))
+        of_kind = DATA_KINDS[kind_of(values)]
+        takes_several = any(field.name == "path" and takes_list(field.type) for field in fields(of_kind))
+        if takes_several and isinstance(path := values.get("path"), str):
+            values = {**values, "path": _texts(path)}
+        kind, values = record_values(values)
     elif name in ("vision", "projector"):
         kind, values = encoder_values(name, values)
-    types = {field.name: field.type for field in fields(kind)}
+    types, given = {field.name: field.type for field in fields(kind)}, {**values}
+    for key, value in values.items():
+        # A single value stands for a list of one where only lists fit (``trackers: wandb``).
+        if takes_list(types[key]) and not {int, str} & set(kinds_of(types[key])):
+            given[key] = [value] if isinstance(value, int | float | str | dict) else value
     try:
-        record: Any = TypeAdapter(kind).validate_python(
-            at_home(name, {key: _one_or_many(types[key], values[key]) for key in values})
-        )
+        record = TypeAdapter(kind).validate_python(at_home(name, given))
     except ValidationError as error:
         raise ValueError(_sentence(name, error)) from None
     for key, value in asdict(record).items():
@@ -353,20 +360,6 @@ def _joined(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
         if isinstance(old := values.get(key), Mapping) and isinstance(new := given.get(key), Mapping):
             joined[key] = {**old, **new}
     return joined
-
-
-def _listed(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the section of data with its ``path`` as a list where the kind takes several."""
-    path, kind = values.get("path"), DATA_KINDS[kind_of(values)]
-    several = any(field.name == "path" and takes_list(field.type) for field in fields(kind))
-    return {**values, "path": _texts(path, is_optional=False)} if several and isinstance(path, str) else values
-
-
-def _section_values(name: str, record: Any) -> dict[str, Any]:
-    """Returns the keys of a section and their values."""
-    if name == "data":
-        return section_of(record)
-    return encoder_section(name, record) if name in ("vision", "projector") else asdict(record)
 
 
 def _check_is_kept(name: str, value: Any, depth: int = 0) -> None:
@@ -400,12 +393,6 @@ def _briefly(value: Any) -> str:
     return text if len(text) < _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
-def _one_or_many(kind: Any, value: Any) -> Any:
-    """Returns a list of one for a single value where only several fit (``trackers: wandb``)."""
-    is_list = takes_list(kind) and not {int, str} & set(kinds_of(kind))
-    return [value] if is_list and isinstance(value, int | float | str | dict) else value
-
-
 def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[str]) -> None:
     for key in given:
         if key not in known:
@@ -425,26 +412,12 @@ def _sentence(section: str, error: ValidationError) -> str:
         return f"{section}.{'.'.join(map(str, first['loc']))} is missing: add it"
     if first["type"] == "unexpected_keyword_argument":
         return f"{section}.{field} has no key {first['loc'][-1]!r}: take it out"
-    # a field of several types gives one entry per type
-    wanted = dict.fromkeys(_wanted(each["type"]) for each in error.errors() if each["loc"][0] == field)
+    # A field of several types gives one entry per type.
+    kinds = (each["type"].split("_", maxsplit=1)[0] for each in error.errors() if each["loc"][0] == field)
+    wanted = dict.fromkeys(_WANTED.get(kind, "a value of another type") for kind in kinds)
     if [*wanted] == ["text"] and isinstance(first["input"], bool | int | float | date):  # YAML reads some names so
         return f"{section}.{field} is {first['input']}: give text, in quotes"
     return f"{section}.{field} is {shown(first['input'])}: give {' or '.join(wanted)}"
-
-
-def _wanted(kind: str) -> str:
-    """Returns the kind of value that a field takes, in words, from pydantic's name of the error."""
-    whole = "a whole number"
-    names = {
-        "int": whole,
-        "finite": whole,
-        "float": "a number",
-        "bool": "true or false",
-        "string": "text",
-        "tuple": "a list",
-        "dataclass": "a mapping",
-    }
-    return names.get(kind.split("_", maxsplit=1)[0], "a value of another type")
 
 
 def _plain(value: Any) -> Any:

@@ -1,11 +1,12 @@
-"""The model of a run as its configuration describes it: shape, chunks, their stages, and frozen parameters."""
+"""The model of a run as its configuration describes it: shape, chunks, their stages, frozen parameters, operations."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import about_layout
-from rrfp_jax.costs.flops import pairs
+from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, pairs, step_flops
+from rrfp_jax.data.dataset import BatchContents
 from rrfp_jax.layout import CONTEXT
 from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.cuts import ContextCut, balanced_counts
@@ -13,7 +14,7 @@ from rrfp_jax.models.encoder import PixelScale
 from rrfp_jax.models.presets import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_config import OWN_CHUNK, ProjectorConfig, VisionLanguageConfig
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.model_graph import freeze
+from rrfp_jax.programs.model_graph import freeze, matches
 from rrfp_jax.schedules import Edge, Placement
 from rrfp_jax.training.run_config import PipelineConfig
 
@@ -27,7 +28,7 @@ class ModelChunks(NamedTuple):
 
 
 def cut_language_model(config: TrainConfig, num_chunks: int) -> list[Chunk]:
-    """A decoder alone, in so many chunks."""
+    """Returns a decoder alone, in so many chunks."""
     layout, cut = config.pipeline, config.pipeline.cut
     chunks = language_model(config.model).split(
         None if cut.layers else num_chunks,
@@ -42,18 +43,18 @@ def cut_language_model(config: TrainConfig, num_chunks: int) -> list[Chunk]:
 
 
 def context_cut(layout: PipelineConfig) -> ContextCut | None:
-    """How the decoder's sequences are cut; its stages all have one mesh."""
+    """Returns the cut of the decoder's sequences; its stages all have one mesh."""
     devices = (layout.mesh or {}).get(CONTEXT, 1)
     return ContextCut(devices=devices) if devices > 1 else None
 
 
 def pixel_scale(config: TrainConfig) -> PixelScale | None:
-    """How the encoder scales the pixels of image files; None where pictures do not come as bytes."""
+    """Returns the encoder's scale of the pixels of image files; None where pictures do not come as bytes."""
     return None if config.images is None else PixelScale(config.images.mean, config.images.std)
 
 
 def vision_language_config(config: TrainConfig) -> VisionLanguageConfig:
-    """The shape of a model with an encoder."""
+    """Returns the shape of a model with an encoder."""
     assert config.vision is not None
     return VisionLanguageConfig(
         vision=config.vision, projector=config.projector or ProjectorConfig(), decoder=config.model
@@ -61,7 +62,7 @@ def vision_language_config(config: TrainConfig) -> VisionLanguageConfig:
 
 
 def cut_vision_language_model(config: TrainConfig) -> ModelChunks:
-    """Encoder and decoder on the stages that the configuration gives them.
+    """Returns encoder and decoder on the stages that the configuration gives them.
 
     Raises ValueError, with the remedy, for a cut or a placement that does not add up.
     """
@@ -115,19 +116,67 @@ def placement_of(layout: PipelineConfig) -> tuple[Placement, int]:
     return Placement(tuple(stages)), encoder_stages
 
 
+# -- operations --------------------------------------------------------------------------------------------------------
+
+
 def sample_cost(config: TrainConfig) -> Callable[[int, Sequence[int]], float]:
     """Returns a function from a sample's tokens, and the patches of each image, to its forward operations; balancing
     takes them as its cost."""
+    decoder = decoder_sizes(config.model)
     if config.vision is None:
-        decoder = decoder_sizes(config.model)
         return lambda tokens, patches: decoder.whole(tokens, pairs([tokens])).forward
-    sizes, merged = (
-        sizes_of(vision_language_config(config)),
-        (config.projector or ProjectorConfig()).patches_per_feature,
-    )
+    sizes, merged = sizes_of(vision_language_config(config)), _patches_per_feature(config)
 
     def cost(tokens: int, patches: Sequence[int]) -> float:
         seen = sizes.encoder.whole(sum(patches), pairs(patches)) + sizes.projector.whole(sum(patches) / merged)
         return (sizes.decoder.whole(tokens, pairs([tokens])) + seen).forward
 
     return cost
+
+
+def model_flops(config: TrainConfig) -> Callable[[BatchContents], float]:
+    """Returns a function from a batch's contents to the operations of its step, forward and backward.
+
+    :mod:`rrfp_jax.costs.flops` counts them.
+    """
+    layers = _counted_layers(config)
+    return lambda contents: step_flops(
+        layers,
+        Amounts(
+            tokens=contents.tokens,
+            pairs=pairs(contents.token_lengths.tolist(), config.model.sliding_window),
+            patches=contents.patches,
+            patch_pairs=pairs(contents.patch_lengths.tolist()),
+        ),
+    )
+
+
+def _counted_layers(config: TrainConfig) -> list[CountedLayer]:
+    """Returns the layers of the model in its order, the encoder's first, each with its operations."""
+    model, layers = config.model, list[CountedLayer]()
+
+    def add(name: str, flops: Callable[[Amounts], Flops], *, returns_gradient: bool = True) -> None:
+        trains = not any(matches(pattern, name) for pattern in config.optimizer.freeze)
+        layers.append(CountedLayer(flops, trains=trains, returns_gradient=returns_gradient))
+
+    if config.vision is not None:
+        seen, merged = sizes_of(vision_language_config(config)), _patches_per_feature(config)
+        # Nothing lies before the patches, so they need no gradient of their input.
+        add("vision.patches", lambda held: seen.encoder.patches(held.patches), returns_gradient=False)
+        for number in range(config.vision.num_layers_run):
+            add(f"vision.layers.{number}", lambda held: seen.encoder.layer(held.patches, held.patch_pairs))
+        add("projector", lambda held: seen.projector.whole(held.patches / merged))
+    sizes, prefix = decoder_sizes(model), "" if config.vision is None else "decoder."
+    add(f"{prefix}embedding", lambda _: Flops())
+    for number in range(model.num_layers):
+        is_sparse = model.is_sparse(number)
+        add(
+            f"{prefix}layers.{number}",
+            lambda held, is_sparse=is_sparse: sizes.layer(held.tokens, held.pairs, is_sparse=is_sparse),  # type: ignore[misc]
+        )
+    add(f"{prefix}{'embedding' if model.tie_embeddings else 'head'}", lambda held: sizes.head(held.tokens))
+    return layers
+
+
+def _patches_per_feature(config: TrainConfig) -> int:
+    return (config.projector or ProjectorConfig()).patches_per_feature

@@ -1,28 +1,38 @@
-"""A training run as far as it is known before JAX is loaded: its order, its cut and its text, all of them checked.
+"""A training run as far as it is known before JAX is loaded: its meshes, its order, its cut and its data, all checked.
 
 A configuration that does not fit is refused here within a second. The devices, the memory and the other processes are
 checked later.
 """
 
+import difflib
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rrfp_jax.commands.common.ordering import OrderingOptions, parse_ordering
 from rrfp_jax.commands.studies.work import check_fits_graph
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.commands.training.data_sets import RunData, make_data_set, make_evaluation_sets
-from rrfp_jax.commands.training.mesh_checks import check_meshes
-from rrfp_jax.commands.training.model_tokens import KnownModel, known_model
-from rrfp_jax.commands.training.starting import check_init_from
+from rrfp_jax.commands.training.config_sources import whole_paths
+from rrfp_jax.commands.training.data_sets import (
+    KnownModel,
+    RunData,
+    check_init_from,
+    known_model,
+    make_data_set,
+    make_evaluation_sets,
+)
 from rrfp_jax.core import READY, SCHEDULE, STRICT, Order
 from rrfp_jax.core.replicas import microbatches_per_replica
-from rrfp_jax.layout import with_axes_in_order
-from rrfp_jax.models.cuts import ChunkLayout, balanced_counts, plan_cut
-from rrfp_jax.observe.trackers.config import check_installed, read_trackers
+from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR, describe_axes, with_axes_in_order
+from rrfp_jax.models.chunk_layout import ChunkLayout
+from rrfp_jax.models.cuts import balanced_counts, check_divides, check_size, plan_cut
+from rrfp_jax.observe.trackers import check_installed, read_trackers
 from rrfp_jax.schedules import Placement
 from rrfp_jax.training.run_config import PipelineConfig
 from rrfp_jax.training.run_directory import RunDirectory
@@ -30,77 +40,9 @@ from rrfp_jax.training.run_directory import RunDirectory
 if TYPE_CHECKING:
     from rrfp_jax.commands.training.model_parts import ModelChunks
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """A run whose order, cut and data are known and checked."""
-
-    config: TrainConfig
-    path: Path
-    """The run directory."""
-    ordering: OrderingOptions
-    """The order as the user said it."""
-    order: Order
-    """The order of one replica."""
-    dataset: RunData
-    evaluation_sets: Mapping[str, RunData] = field(default_factory=dict)
-    """The evaluation sets of the run, by name."""
-    saved: Mapping[str, Any] = field(default_factory=dict)
-    """The configuration as the run saves it, with whole paths."""
-    known: KnownModel = field(default_factory=KnownModel)
-    """The model that the run begins or goes on with."""
-    cut: "ModelChunks | None" = None
-    """The cut of a vision-language model; None: a language model, which is cut later."""
-
-    @property
-    def ordered(self) -> "OrderedRun":
-        """The part that needs neither data nor devices."""
-        return OrderedRun(self.ordering, self.order, self.cut)
-
-    @property
-    def training(self) -> dict[str, Any]:
-        """The values that decide the result: the configuration, with the data's fingerprint in its section ``data``."""
-        return {**self.saved, "data": {**self.saved["data"], "text": self.dataset.fingerprint}}
-
-    @property
-    def agreed(self) -> dict[str, Any]:
-        """The values that must be the same on all ranks: the configuration, the fingerprints of all data, and the
-        fingerprint of the order's table, which each rank may read from a file of its own."""
-        agreed = self.config.as_dict()
-        agreed["data"]["text"] = self.dataset.fingerprint  # nodes may have it elsewhere
-        agreed["pipeline"] = with_axes_in_order(agreed["pipeline"])
-        for name, dataset in self.evaluation_sets.items():
-            agreed["evaluation"][f"text of {name}"] = dataset.fingerprint
-        if self.order.table is not None:
-            agreed["pipeline"]["rows"] = self.order.table.fingerprint
-        return agreed
-
-
-def plan_run(config: TrainConfig, path: Path, *, fresh: bool = False, force: bool = False) -> PlannedRun:
-    """Resolve the configuration into a planned run; ``path`` becomes the run directory.
-
-    ``fresh``: ignore the contents of the directory; ``force``: data in other tokens than the model's is meant. Raises
-    ValueError, with the remedy, for anything that does not fit.
-    """
-    RunDirectory(path).check()
-    known = known_model(config, path, fresh=fresh)
-    if not known.has_begun:
-        check_init_from(config)
-    check_installed(read_trackers(config.run.trackers))
-    ordered = order_run(config)
-    run = PlannedRun(
-        config=config,
-        path=path,
-        ordering=ordered.ordering,
-        order=ordered.order,
-        dataset=make_data_set(config, known=known, force=force),
-        evaluation_sets=make_evaluation_sets(config, known=known, force=force),
-        saved=config.as_saved(),
-        known=known,
-        cut=ordered.cut,
-    )
-    ordered.check_cut(config)
-    return run
+_log = logging.getLogger(__name__)
+_AXES = (TENSOR, FSDP, EXPERT, CONTEXT)
+"""The axes over which something of a model is cut."""
 
 
 class OrderedRun(NamedTuple):
@@ -118,30 +60,69 @@ class OrderedRun(NamedTuple):
         """Chunks of the model, each of them counted once where the order has two copies."""
         return self.order.placement.num_chunks // (2 if self.order.graph.shared else 1)
 
-    def check_cut(self, config: TrainConfig) -> None:
-        """Raise ValueError where a language model cannot be cut for the order."""
-        if self.cut is not None:
-            return
-        cut, num_layers = config.pipeline.cut, config.model.num_layers
-        if cut.layers is not None and len(cut.layers) != self.num_chunks:
-            raise ValueError(
-                f"layout has {len(cut.layers)} chunks, and the stages and the schedule take {self.num_chunks}: give "
-                "that many"
-            )
-        if cut.layers is None and num_layers % self.num_chunks and self.num_chunks <= num_layers + 2:
-            example = ChunkLayout(layers=tuple(balanced_counts(num_layers, self.num_chunks)))
-            raise ValueError(
-                f"{num_layers} layers do not cut into {self.num_chunks} equal chunks: give layout, for example "
-                f"'{example}', or auto"
-            )
-        with about_layout():
-            plan_cut(
-                num_layers,
-                num_chunks=None if cut.layers else self.num_chunks,
-                layers_per_chunk=cut.layers,
-                embedding_in=cut.embedding_chunk,
-                head_in=cut.head_chunk,
-            )
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A run whose order, cut and data are known and checked."""
+
+    config: TrainConfig
+    path: Path
+    """The run directory."""
+    ordered: OrderedRun
+    dataset: RunData
+    evaluation_sets: Mapping[str, RunData]
+    """The evaluation sets of the run, by name."""
+    saved: Mapping[str, Any]
+    """The configuration as the run saves it, with whole paths, which mean the same wherever they are read."""
+    known: KnownModel
+    """The model that the run begins or goes on with."""
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """The values that decide the result: the configuration, with the data's fingerprint in its section ``data``."""
+        return {**self.saved, "data": {**self.saved["data"], "text": self.dataset.fingerprint}}
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """The values that must be the same on all ranks: the configuration, the fingerprints of all data, and the
+        fingerprint of the order's table, which each rank may read from a file of its own."""
+        agreed = self.config.as_dict()
+        agreed["data"]["text"] = self.dataset.fingerprint  # nodes may have it elsewhere
+        agreed["pipeline"] = with_axes_in_order(agreed["pipeline"])
+        for name, dataset in self.evaluation_sets.items():
+            agreed["evaluation"][f"text of {name}"] = dataset.fingerprint
+        if (table := self.ordered.order.table) is not None:
+            agreed["pipeline"]["rows"] = table.fingerprint
+        return agreed
+
+
+def plan_run(config: TrainConfig, path: Path, *, fresh: bool = False, force: bool = False) -> PlannedRun:
+    """Resolve the configuration into a planned run; ``path`` becomes the run directory.
+
+    ``fresh``: ignore the contents of the directory; ``force``: data in other tokens than the model's is meant. Raises
+    ValueError, with the remedy, for anything that does not fit.
+    """
+    RunDirectory(path).check()
+    known = known_model(config, path, fresh=fresh)
+    if not known.has_begun:
+        check_init_from(config)
+    check_installed(read_trackers(config.run.trackers))
+    ordered = order_run(config)  # before the data, which may take minutes to read
+    planned = PlannedRun(
+        config=config,
+        path=path,
+        ordered=ordered,
+        dataset=make_data_set(config, known=known, force=force),
+        evaluation_sets=make_evaluation_sets(config, known=known, force=force),
+        saved=whole_paths(config.as_dict()),
+        known=known,
+    )
+    # Last: data that does not fit the model says more than a cut that does not.
+    check_cut(config, ordered)
+    return planned
+
+
+# -- the order ---------------------------------------------------------------------------------------------------------
 
 
 def order_run(config: TrainConfig) -> OrderedRun:
@@ -149,15 +130,35 @@ def order_run(config: TrainConfig) -> OrderedRun:
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
     check_meshes(config)
     share = microbatches_per_replica(config.data.num_microbatches, layout.replicas)
-    if config.vision is not None:
-        return _with_vision(config, ordering, share)
-    _refuse_encoder_options(config)
-    return OrderedRun(ordering, order_of(layout, ordering, share), None)
+    if config.vision is None:
+        if layout.encoder_mesh is not None:
+            raise ValueError("encoder_mesh is for models with an encoder: give a section vision, or leave it out")
+        if layout.cut.encoder_layers is not None:
+            raise ValueError(
+                f"layout {layout.layout!r} has an encoder, and the model none: give a section vision, or E first"
+            )
+        return OrderedRun(ordering, order_of(layout, ordering, share), None)
+    # A model that is no chain brings its own graph, for which the table is built; to cut it takes JAX.
+    from rrfp_jax.commands.training.model_parts import cut_vision_language_model
+    from rrfp_jax.programs.model_graph import model_graph
+
+    check_fits_graph([ordering], has_graph=True)
+    cut = cut_vision_language_model(config)
+    order = ordering.resolve(
+        num_stages=layout.num_stages,
+        num_microbatches=share,
+        chunks_per_stage=layout.chunks_per_stage,
+        placement=cut.placement,
+        graph=replace(model_graph(cut.chunks, cut.edges, None), num_microbatches=share),
+    )
+    return OrderedRun(ordering, order, cut)
 
 
 def ordering_of(layout: PipelineConfig) -> OrderingOptions:
     """Returns the order that a configuration asks for. Raises ValueError where it contradicts itself."""
-    schedule, group_size = layout.schedule_and_group
+    schedule, group_size = layout.schedule, None
+    if (grouped := re.fullmatch(r"([\w-]+):(\d{1,5})", schedule or "")) is not None:  # groups of microbatches: gis:2
+        schedule, group_size = grouped[1], int(grouped[2])
     is_guided = schedule is not None and layout.hint in (None, SCHEDULE)
     return parse_ordering(
         schedule=schedule,
@@ -173,7 +174,8 @@ def ordering_of(layout: PipelineConfig) -> OrderingOptions:
 
 
 def order_of(layout: PipelineConfig, ordering: OrderingOptions, num_microbatches: int) -> Order:
-    """The order of a language model's chunks, with so many microbatches. Raises ValueError where it does not fit."""
+    """Returns the order of a language model's chunks, with so many microbatches. Raises ValueError where it does not
+    fit."""
     return ordering.resolve(
         num_stages=layout.num_stages,
         num_microbatches=num_microbatches,
@@ -182,30 +184,28 @@ def order_of(layout: PipelineConfig, ordering: OrderingOptions, num_microbatches
     )
 
 
-def _with_vision(config: TrainConfig, ordering: OrderingOptions, share: int) -> OrderedRun:
-    """A model that is no chain brings its own graph, for which the table is built."""
-    from rrfp_jax.commands.training.model_parts import cut_vision_language_model
-    from rrfp_jax.programs.model_graph import model_graph
-
-    check_fits_graph([ordering], has_graph=True)
-    cut, layout = cut_vision_language_model(config), config.pipeline
-    order = ordering.resolve(
-        num_stages=layout.num_stages,
-        num_microbatches=share,
-        chunks_per_stage=layout.chunks_per_stage,
-        placement=cut.placement,
-        graph=replace(model_graph(cut.chunks, cut.edges, None), num_microbatches=share),
-    )
-    return OrderedRun(ordering, order, cut)
-
-
-def _refuse_encoder_options(config: TrainConfig) -> None:
-    layout = config.pipeline
-    if layout.encoder_mesh is not None:
-        raise ValueError("encoder_mesh is for models with an encoder: give a section vision, or leave it out")
-    if layout.cut.encoder_layers is not None:
+def check_cut(config: TrainConfig, ordered: OrderedRun) -> None:
+    """Raise ValueError where a language model cannot be cut for the order."""
+    if ordered.cut is not None:
+        return
+    cut, num_layers, num_chunks = config.pipeline.cut, config.model.num_layers, ordered.num_chunks
+    if cut.layers is not None and len(cut.layers) != num_chunks:
         raise ValueError(
-            f"layout {layout.layout!r} has an encoder, and the model none: give a section vision, or E first"
+            f"layout has {len(cut.layers)} chunks, and the stages and the schedule take {num_chunks}: give that many"
+        )
+    if cut.layers is None and num_layers % num_chunks and num_chunks <= num_layers + 2:
+        example = ChunkLayout(layers=tuple(balanced_counts(num_layers, num_chunks)))
+        raise ValueError(
+            f"{num_layers} layers do not cut into {num_chunks} equal chunks: give layout, for example "
+            f"'{example}', or auto"
+        )
+    with about_layout():
+        plan_cut(
+            num_layers,
+            num_chunks=None if cut.layers else num_chunks,
+            layers_per_chunk=cut.layers,
+            embedding_in=cut.embedding_chunk,
+            head_in=cut.head_chunk,
         )
 
 
@@ -218,3 +218,60 @@ def about_layout() -> Iterator[None]:
         words = ("encoder_layers_per_chunk", "decoder_layers_per_chunk", "layers_per_chunk")
         text = reduce(lambda text, word: text.replace(word, "layout"), words, str(error))
         raise ValueError(text.replace("embedding_in", "E of layout").replace("head_in", "L of layout")) from None
+
+
+# -- meshes ------------------------------------------------------------------------------------------------------------
+
+
+def check_meshes(config: TrainConfig) -> None:
+    """Raise ValueError for an axis over which nothing is cut, and where layers, experts, rows or positions do not
+    divide. Warns of axes in an order that costs time.
+
+    Only data whose microbatches all have the same rows are looked at. Where samples are packed, the rows of some
+    microbatches may divide and those of others not; the latter are whole on every device.
+    """
+    layout, data = config.pipeline, config.data
+    mesh = layout.mesh or {}
+    _check_axes(mesh, "mesh")
+    check_divides(config.model, mesh.get(TENSOR, 1), mesh.get(EXPERT, 1))
+    if config.vision is not None:
+        of_encoder = layout.encoder_mesh or mesh
+        _check_axes(of_encoder, "encoder_mesh")
+        check_size("vision.mlp_dim", config.vision.mlp_dim, of_encoder.get(TENSOR, 1))
+    if config.row_length is None:
+        return
+    # The rows of a microbatch are cut over both of these axes, its positions over the third.
+    cut, num_rows = tuple(axis for axis in mesh.items() if axis[0] in (FSDP, EXPERT)), data.microbatch_size
+    num_parts = prod(size for _, size in cut)
+    if num_rows % num_parts:
+        larger = (num_rows + -num_rows % num_parts) * data.num_microbatches
+        raise ValueError(
+            f"a microbatch has {num_rows} {'row' if num_rows == 1 else 'rows'} (batch_size / num_microbatches), which "
+            f"{'does' if num_rows == 1 else 'do'} not divide over {describe_axes(cut)}: give batch_size {larger}, "
+            "fewer microbatches, or smaller axes"
+        )
+    length, size = config.row_length, mesh.get(CONTEXT, 1)
+    if length % size:
+        raise ValueError(
+            f"length {length} does not divide over {CONTEXT} {size}: give length {length + -length % size}, or a size "
+            f"of {CONTEXT} that divides {length}"
+        )
+
+
+def _check_axes(mesh: Mapping[str, int], key: str) -> None:
+    odd = next((name for name, size in mesh.items() if name not in _AXES and size > 1), None)
+    if odd is not None:
+        near = difflib.get_close_matches(odd, _AXES, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(
+            f"{key} has an axis {odd!r}, over which nothing of this model is cut: {meant}take {', '.join(_AXES[:-1])} "
+            f"or {_AXES[-1]}"
+        )
+    inner = [name for name, size in mesh.items() if size > 1]
+    if TENSOR in inner[1:]:
+        # Every layer adds up its activations over tensor, and the order of the keys says which devices do it together.
+        _log.warning(
+            "%s names %s after %s, so devices that are no neighbours, on several hosts perhaps, add up the activations "
+            "of every layer: name %s first",
+            *(key, TENSOR, " and ".join(inner[: inner.index(TENSOR)]), TENSOR),
+        )

@@ -8,7 +8,6 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_console, make_table
@@ -22,8 +21,6 @@ _LINE = (
     "step {step:5d}  loss {loss:7.4f}  grad norm {norm:>8}  lr {rate:.2e}  {ms:7.1f} ms  {speed:9,.0f} tokens/s  "
     "{images}bubble {bubble:5.1%}{note}"
 )
-
-
 _COLUMN_GAP = 3
 """Between two columns of a table, in characters."""
 _LINE_EVERY_S = 10.0
@@ -60,14 +57,6 @@ class CompileReport:
 
     def stop(self) -> None:
         self._bar.stop()
-
-
-def _devices(pipeline: Pipeline, unit: int) -> str:
-    """The devices of a unit, or their numbers in the run where they are not here."""
-    if pipeline.process.is_here:
-        return ", ".join(map(str, pipeline.process.devices_of(unit)))
-    numbers = pipeline.layout.devices_of(unit)
-    return f"{min(numbers)}" if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
 
 
 class TrainingConsole:
@@ -116,36 +105,36 @@ class TrainingConsole:
         order, forecast = order or pipeline.order, forecast or pipeline.forecast
         num_params, layout = pipeline.num_params(), pipeline.layout
         self._stages_with_foresight = 0 if order.foresight is None else layout.num_units
-        uses_host = any(each.host_peak for each in forecast)
-        rows = [("stage", "devices", "layers", "parameters", "may hold", "peak memory", *["on host"] * uses_host)]
+        on_host = ["on host"] * any(each.host_peak for each in forecast)
+        rows = [("stage", "devices", "layers", "parameters", "may hold", "peak memory", *on_host)]
         for unit in range(layout.num_units):
-            stage = layout.stage_of(unit)
+            stage, numbers = layout.stage_of(unit), layout.devices_of(unit)
+            devices = f"{min(numbers)}" if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
+            if pipeline.process.is_here:
+                devices = ", ".join(map(str, pipeline.process.devices_of(unit)))
             rows.append(
                 (
                     str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",
-                    _devices(pipeline, unit),
+                    devices,
                     "; ".join(pipeline.chunks[c].name for c in pipeline.placement.chunks_of_stage[stage]),
                     f"{num_params[stage]:,}",
                     order.bounds[unit],
                     format_bytes(forecast[unit].peak),
-                    *[format_bytes(forecast[unit].host_peak)] * uses_host,
+                    *[format_bytes(forecast[unit].host_peak) for _ in on_host],
                 )
             )
-        self._console.print(self._stage_table(rows))
-
-    def _stage_table(self, rows: Sequence[Sequence[str]]) -> Table:
-        """The first row is the heading. On a terminal only the names of layers are shortened, numbers never."""
         table = make_table("stages", *rows[0])
         for row in rows[1:]:
             table.add_row(*row)
         for column in table.columns[3:]:
             column.justify, column.no_wrap = "right", True
         if self._has_bar:
+            # On a terminal only the names of layers are shortened, numbers never.
             layers, others = table.columns[2], [max(map(len, cells)) for cells in zip(*rows, strict=True)]
             taken = sum(others) - others[2] + _COLUMN_GAP * len(others)
             layers.no_wrap, layers.overflow = True, "ellipsis"
             layers.max_width = max(8, self._console.width - taken)
-        return table
+        self._console.print(table)
 
     def show_step(self, row: StepRow) -> None:
         if self._first is None:
@@ -170,6 +159,8 @@ class TrainingConsole:
         )
 
     def _line(self, row: StepRow) -> str:
+        self._saw_images |= row.images_per_s > 0
+        ahead, skipped = self._stages_with_foresight, f"  skipped: {row.fault or 'not finite'}" if row.skipped else ""
         return _LINE.format(
             step=row.step,
             loss=row.loss,
@@ -177,19 +168,10 @@ class TrainingConsole:
             rate=row.learning_rate,
             ms=row.step_time_s * 1e3,
             speed=row.tokens_per_s,
-            images=f"{row.images_per_s:7,.0f} images/s  " if self._has_images(row) else "",
+            images=f"{row.images_per_s:7,.0f} images/s  " if self._saw_images else "",
             bubble=row.bubble_fraction,
-            note=self._ahead(row) + (f"  skipped: {row.fault or 'not finite'}" if row.skipped else ""),
+            note=(f"  ahead {row.looking_ahead}/{ahead}" if ahead else "") + skipped,
         )
-
-    def _has_images(self, row: StepRow) -> bool:
-        """Whether this run has seen an image so far."""
-        self._saw_images |= row.images_per_s > 0
-        return self._saw_images
-
-    def _ahead(self, row: StepRow) -> str:
-        total = self._stages_with_foresight
-        return f"  ahead {row.looking_ahead}/{total}" if total else ""
 
     def __enter__(self) -> Self:
         self._progress.start()

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.observe.trackers import TRACKERS, TrackedMetrics, tracked_metrics
-from rrfp_jax.observe.trackers.config import check_installed, read_trackers
-from rrfp_jax.observe.trackers.services import flat, scalars
+from rrfp_jax.observe import trackers
+from rrfp_jax.observe.trackers import TRACKERS, TrackedMetrics, check_installed, flat, read_trackers, scalars
 from rrfp_jax.training.run_directory import RunDirectory
-from tests.observe.trackers.reading import READERS, assert_equal, by_step, of_file, of_mlflow
+from tests.observe.tracker_reading import READERS, assert_equal, by_step, of_file, of_mlflow
 
 SLOW_TO_LOAD = ("wandb", "mlflow")
 EACH = [pytest.param(name, marks=pytest.mark.slow if name in SLOW_TO_LOAD else ()) for name in TRACKERS]
@@ -73,7 +72,7 @@ def test_a_run_that_starts_over_for_want_of_a_checkpoint_begins_anew(tracker: st
 def test_a_tracker_that_comes_later_gets_the_rows_from_then_on(tracker: str, tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     directory.start(CONFIG)
-    with directory.metrics() as metrics:
+    with directory.tracked_metrics({}, first_step=0) as metrics:
         for step in range(3):
             metrics.write(row(step))
     train(tmp_path, tracker, range(3, 5))
@@ -134,8 +133,8 @@ class Faulty:
 @pytest.fixture
 def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Faulty], TrackedMetrics]:
     def open_with(tracker: Faulty) -> TrackedMetrics:
-        monkeypatch.setattr(tracked_metrics, "SERVICES", {"wandb": lambda run: tracker})
-        monkeypatch.setattr(tracked_metrics, "_CLOSE_S", 0.2)
+        monkeypatch.setattr(trackers, "SERVICES", {"wandb": lambda run: tracker})
+        monkeypatch.setattr(trackers, "_CLOSE_S", 0.2)
         directory = RunDirectory(tmp_path)
         directory.start(CONFIG)
         return directory.tracked_metrics(CONFIG, read_trackers(["wandb"]), first_step=0)
@@ -185,7 +184,7 @@ def test_a_slow_tracker_has_all_rows_when_the_run_ends_and_hears_of_a_failure(
 
 
 def test_names_are_flat_and_numbers_of_evaluations_have_their_set_s() -> None:
-    assert flat({"a": {"b": [1, {"c": None}]}, "d": "x"}) == {"a/b/0": 1, "a/b/1/c": None, "d": "x"}
+    assert dict(flat({"a": {"b": [1, {"c": None}]}, "d": "x"})) == {"a/b/0": 1, "a/b/1/c": None, "d": "x"}
     assert scalars({"step": 3, "loss": 1, "skipped": True, "grad_norm": None}) == {"loss": 1.0, "skipped": 1.0}
     assert scalars(held_out(3)) == {"evaluation/held-out/loss": 1.5, "evaluation/held-out/perplexity": 4.48}
 
@@ -201,11 +200,11 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         read_trackers([{"wandb": {"mode": "sometimes"}}])
     with pytest.raises(ValueError, match="'mode' is no setting of the tracker mlflow: it has project, name, uri"):
         read_trackers([{"mlflow": {"mode": "offline"}}])
-    monkeypatch.setattr("rrfp_jax.observe.trackers.config.find_spec", lambda name: None)
+    monkeypatch.setattr("rrfp_jax.observe.trackers.find_spec", lambda name: None)
     check_installed(())
     with pytest.raises(ValueError, match=r"tracker wandb is not installed: pip install 'rrfp-jax\[trackers\]'"):
         check_installed(read_trackers(("wandb",)))
-    monkeypatch.setattr("rrfp_jax.observe.trackers.config.find_spec", lambda name: name if name == "mlflow" else None)
+    monkeypatch.setattr("rrfp_jax.observe.trackers.find_spec", lambda name: name if name == "mlflow" else None)
     check_installed(read_trackers([{"mlflow": {"uri": "http://elsewhere:5000"}}]))
     with pytest.raises(ValueError, match=r"to write to sqlite, for which .* not installed: pip install mlflow$"):
         check_installed(read_trackers([{"mlflow": {"uri": "sqlite:////data/mlflow.db"}}]))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.observe.trackers.services import scalars
+from rrfp_jax.observe.trackers import scalars
 
 Held = list[tuple[int, dict[str, float]]]
 
