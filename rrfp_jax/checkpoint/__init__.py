@@ -7,13 +7,13 @@ the files of a step and says when old steps are removed.
 
 from rrfp_jax.checkpoint._arrays import named_leaves as named_leaves
 from rrfp_jax.checkpoint._checkpoints import Checkpoints as Checkpoints
+from rrfp_jax.checkpoint._checkpoints import Coordinator as Coordinator
+from rrfp_jax.checkpoint._checkpoints import NotDone as NotDone
 from rrfp_jax.checkpoint._checkpoints import SaveOutcome as SaveOutcome
 from rrfp_jax.checkpoint._chunk_layers import ChunkLayers as ChunkLayers
-from rrfp_jax.checkpoint._joint_calls import Coordinator as Coordinator
-from rrfp_jax.checkpoint._joint_calls import NotDone as NotDone
-from rrfp_jax.checkpoint._layer_writer import LayerWriter as LayerWriter
-from rrfp_jax.checkpoint._layer_writer import ReadLater as ReadLater
+from rrfp_jax.checkpoint._part_writer import LayerWriter as LayerWriter
 from rrfp_jax.checkpoint._part_writer import Owner as Owner
+from rrfp_jax.checkpoint._part_writer import ReadLater as ReadLater
 from rrfp_jax.checkpoint._part_writer import layer_owners as layer_owners
 from rrfp_jax.checkpoint._reader import StoredStep as StoredStep
 from rrfp_jax.checkpoint._reader import newest_step as newest_step

@@ -1,21 +1,28 @@
-"""The checkpoints of a run: saved in the background, committed as a whole, restored into any layout."""
+"""The checkpoints of a run: saved in the background, committed as a whole, restored into any layout.
+
+The ranks of a run save and restore together, by joint calls, without losing each other. A joint call goes through
+phases, and at the end of each all ranks gather. A gathering is named by (call, number, phase). The number advances once
+per call, before anything can fail, and a rank that could not do its share of a phase says so in that phase's gathering.
+So every rank comes to the same gatherings, whoever is slow and whatever fails, and leaves them with the same outcome.
+There is no deadline: a rank that lives is waited for, and one that is lost ends the gathering on all others.
+"""
 
 import logging
 import secrets
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import jax
 
 from rrfp_jax.checkpoint._arrays import OPTIMIZER, PARAMS, ArrayName, HostArray, copy_to_host
 from rrfp_jax.checkpoint._chunk_layers import ChunkLayers
-from rrfp_jax.checkpoint._joint_calls import Coordinator, JointCall, JointCalls, NotDone, SingleProcess, one_line
 from rrfp_jax.checkpoint._part_writer import Owner, PartWriter, parts_of_step
 from rrfp_jax.checkpoint._reader import StoredStep, check_files, frozen_state, open_step, read_arrays
 from rrfp_jax.checkpoint._records import (
@@ -37,6 +44,68 @@ from rrfp_jax.waiting import result_of
 _LOG = logging.getLogger(__name__)
 
 
+# -- joint calls -------------------------------------------------------------------------------------------------------
+
+
+class Coordinator(Protocol):
+    """Brings the ranks of a run together; all make the same calls."""
+
+    rank: int
+
+    def gather(self, name: str, data: Any = None) -> Mapping[int, Any]:
+        """Blocks until every rank has brought plain data, and returns the data of all by rank.
+
+        ``name`` is new for every gathering, and the same on all ranks. Raises ConnectionError if a rank is lost.
+        """
+
+
+class NotDone(ValueError):
+    """Raised if a rank could not do its share; the message is one sentence, and the same on all ranks."""
+
+
+class JointCall:
+    """One thing that all ranks do together, phase by phase."""
+
+    def __init__(self, coordinator: Coordinator, name: str) -> None:
+        self._coordinator, self._name = coordinator, name
+
+    def on_all(self, phase: str, action: Callable[[], Any]) -> list[Any]:
+        """Returns the results of all ranks, which are plain data, by rank.
+
+        Raises NotDone on all ranks if the action of one of them failed.
+        """
+        result, failure, cause = None, None, None
+        try:
+            result = action()
+        except Exception as error:  # whatever it is, the others must hear of it
+            failure, cause = one_line(error), error
+            if not isinstance(error, Unusable):  # which is the same on all ranks
+                failure = f"rank {self._coordinator.rank}: {failure}"
+        gathered = self._coordinator.gather(f"checkpoint {self._name} {phase}", [result, failure])
+        failures = [why for _, (_, why) in sorted(gathered.items()) if why is not None]
+        if failures:
+            raise NotDone(failures[0]) from cause
+        return [gathered[rank][0] for rank in sorted(gathered)]
+
+    def on_first(self, phase: str, action: Callable[[], Any]) -> Any:
+        """Returns rank 0's result of an action that only rank 0 does."""
+        return self.on_all(phase, action if self._coordinator.rank == 0 else lambda: None)[0]
+
+
+def one_line(error: BaseException) -> str:
+    """Returns an error in one line of at most 400 characters."""
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    else:
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if not isinstance(error, OSError | ValueError | RuntimeError):
+            text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-195:]}"
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class SaveOutcome:
     """How a save ended."""
@@ -44,20 +113,6 @@ class SaveOutcome:
     step: int
     failure: str | None
     """Why the step was not committed. None: it was."""
-    duration_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SaveRequest:
-    """A step to save; ``arrays`` and ``host`` are this process's."""
-
-    step: int
-    arrays: Mapping[ArrayName, HostArray]
-    host: Mapping[str, Any]
-    keep_also: frozenset[int]
-    """Steps that stay beside the newest ones."""
-    problem: str | None = None
-    """Why this rank cannot take part."""
 
 
 class Checkpoints:
@@ -68,8 +123,6 @@ class Checkpoints:
         owners: owners by layer, in the model's order; see :func:`rrfp_jax.checkpoint.layer_owners`.
         keep: the number of committed steps that stay.
         coordinator: None for a run of one process.
-        processes: ``jax.process_index()`` of every rank; None: the rank itself, or 0 if each rank runs a JAX of its
-            own.
         layout: written down with every step, for people.
         before_commit: called on rank 0 before a step is committed; an error that it raises prevents the commit.
 
@@ -84,7 +137,6 @@ class Checkpoints:
         *,
         keep: int = 3,
         coordinator: Coordinator | None = None,
-        processes: Sequence[int] | None = None,
         layout: Mapping[str, Any] | None = None,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
@@ -93,14 +145,19 @@ class Checkpoints:
         self.directory, self._owners, self._keep = Path(directory).absolute(), owners, keep
         self._layout = dict(layout or {})
         self._parts = parts_of_step(owners)
-        coordinator = coordinator or SingleProcess()
-        self._rank, self._calls, self._before_commit = coordinator.rank, JointCalls(coordinator), before_commit
+        self._coordinator = coordinator or SimpleNamespace(rank=0, gather=lambda name, data=None: {0: data})
+        self._rank, self._before_commit, self._num_calls = self._coordinator.rank, before_commit, Counter[str]()
         num_ranks = 1 + max(rank for part in self._parts for rank in part.ranks)
-        if processes is None:
-            processes = range(num_ranks) if jax.process_count() > 1 else [0] * num_ranks
+        # ``jax.process_index()`` of every rank: the rank itself, or 0 if each rank runs a JAX of its own.
+        processes = range(num_ranks) if jax.process_count() > 1 else [0] * num_ranks
         self._writer = PartWriter(self._rank, self._parts, processes)
         self._under_way: Future[SaveOutcome] | None = None
-        self._calls.next("leftovers").on_first("removed", lambda: remove_leftovers(self.directory))
+        self._call("leftovers").on_first("removed", lambda: remove_leftovers(self.directory))
+
+    def _call(self, kind: str) -> JointCall:
+        """Returns the next joint call of its kind."""
+        self._num_calls[kind] += 1
+        return JointCall(self._coordinator, f"{kind} {self._num_calls[kind]}")
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -127,17 +184,20 @@ class Checkpoints:
         is then saved by no rank.
         """
         self.wait()
-        call = self._calls.next("save")
-        keep = frozenset(keep_also)
+        call = self._call("save")
+        problem: str | None = "it was interrupted"
+        arrays: dict[ArrayName, HostArray] = {}
         try:
             canonical_json(host)
-            request = _SaveRequest(step=step, arrays=self._copy(states), host=host, keep_also=keep)
+            arrays = self._copy(states)
+            problem = None
         except Exception as error:
-            # This rank still takes part in the call, or the others would wait for it.
-            request = _SaveRequest(step=step, arrays={}, host=host, keep_also=keep, problem=one_line(error))
-            self._under_way = _in_background(lambda: self._save(call, request))
+            problem = one_line(error)
             raise
-        self._under_way = _in_background(lambda: self._save(call, request))
+        finally:
+            # A rank with a problem still takes part in the call, or the others would wait for it.
+            rest: dict[str, Any] = {"keep_also": frozenset(keep_also), "problem": problem}
+            self._under_way = _in_background(lambda: self._save(call, step, arrays, host, **rest))
 
     def wait(self) -> SaveOutcome | None:
         """Blocks until the save under way has ended; returns how the last one ended."""
@@ -172,64 +232,72 @@ class Checkpoints:
             raise ValueError(f"rank {self._rank} is to write {', '.join(missing)}: give the states of their chunks")
         return copy_to_host(arrays, writes)
 
-    def _save(self, call: JointCall, request: _SaveRequest) -> SaveOutcome:
-        """Saves a step, on all ranks, in the background; returns failures, which it logs."""
-        start_s = time.monotonic()
-        try:
-            self._write_and_commit(call, request)
-            failure = None
-        except Exception as error:
-            failure = one_line(error)
-            self._warn(f"step {request.step} was not saved: {failure}")
-        return SaveOutcome(step=request.step, failure=failure, duration_s=time.monotonic() - start_s)
+    def _save(
+        self,
+        call: JointCall,
+        step: int,
+        arrays: Mapping[ArrayName, HostArray],
+        host: Mapping[str, Any],
+        *,
+        keep_also: frozenset[int],
+        problem: str | None,
+    ) -> SaveOutcome:
+        """Saves a step, on all ranks, in the background; returns failures, which it logs.
 
-    def _write_and_commit(self, call: JointCall, request: _SaveRequest) -> None:
-        directory = step_directory(self.directory, request.step)
+        ``problem``: why this rank cannot take part.
+        """
+        directory = step_directory(self.directory, step)
 
         def start() -> str:
-            if request.problem is not None:
-                raise ValueError(request.problem)
+            if problem is not None:
+                raise ValueError(problem)
             if directory.is_symlink():
                 raise ValueError(f"{directory} is a symbolic link, through which nothing is written: remove it")
             return f"data-{secrets.token_hex(4)}"
 
-        # Every attempt writes to a directory of its own, whose name rank 0 chooses.
-        data = call.on_all("start", start)[0]
         try:
-            call.on_all("written", lambda: self._writer.write(directory / data, request.arrays))
-            finished = call.on_all("finished", lambda: self._writer.finish(directory / data, request.arrays))
-            parts = {part: checksum for own in finished for part, checksum in own.items()}
-            call.on_first("committed", lambda: self._commit(request, data, parts))
-        except NotDone:
-            if self._rank == 0:
-                remove_tree(directory / data)
-                with suppress(OSError):
-                    directory.rmdir()  # only if it is empty
-            raise
-        except ConnectionError:
-            # Rank 0 may have committed the step before it was lost: the record says so.
-            if not is_committed(self.directory, request.step, data):
+            # Every attempt writes to a directory of its own, whose name rank 0 chooses.
+            data = call.on_all("start", start)[0]
+            try:
+                call.on_all("written", lambda: self._writer.write(directory / data, arrays))
+                finished = call.on_all("finished", lambda: self._writer.finish(directory / data, arrays))
+                parts = {part: checksum for own in finished for part, checksum in own.items()}
+                commit = {"step": step, "data": data, "parts": parts, "layout": self._layout, "host": dict(host)}
+                call.on_first("committed", lambda: self._commit(Commit(**commit), directory))
+            except NotDone:
+                if self._rank == 0:
+                    remove_tree(directory / data)
+                    with suppress(OSError):
+                        directory.rmdir()  # only if it is empty
                 raise
-        if self._rank == 0:
-            with suppress(OSError):  # the step is committed; files that stay too long are removed after the next one
-                keep_last(self.directory, request.step, self._keep, keep_also=request.keep_also)
+            except ConnectionError:
+                # Rank 0 may have committed the step before it was lost: the record says so.
+                if not is_committed(self.directory, step, data):
+                    raise
+            if self._rank == 0:
+                # The step is committed. Files that stay too long are removed after the next one.
+                with suppress(OSError):
+                    keep_last(self.directory, step, self._keep, keep_also=keep_also)
+        except Exception as error:
+            failure = one_line(error)
+            self._warn(f"step {step} was not saved: {failure}")
+            return SaveOutcome(step=step, failure=failure)
+        return SaveOutcome(step=step, failure=None)
 
-    def _commit(self, request: _SaveRequest, data: str, parts: Mapping[str, str]) -> None:
+    def _commit(self, commit: Commit, directory: Path) -> None:
         """Commits a step on rank 0, once all have written. Raises OSError if the disk does not let it."""
-        directory = step_directory(self.directory, request.step)
-        missing = [part.name for part in self._parts if not (directory / data / f"{part.name}.json").exists()]
+        missing = [part.name for part in self._parts if not (directory / commit.data / f"{part.name}.json").exists()]
         if missing:
             raise OSError(
                 f"{', '.join(missing)} is not in {directory} as rank 0 sees it: checkpoints need a directory that all "
                 "processes share"
             )
         self._before_commit()
-        commit = Commit(step=request.step, data=data, parts=dict(parts), layout=self._layout, host=dict(request.host))
         try:
             commit.write(directory)
         except OSError:
             # The error may have come after the record was in its place.
-            if not is_committed(self.directory, request.step, data):
+            if not is_committed(self.directory, commit.step, commit.data):
                 raise
 
     # -- restoring ---------------------------------------------------------------------------------------------------
@@ -237,7 +305,7 @@ class Checkpoints:
     def newest(self) -> StoredStep | None:
         """Returns the newest step that can be restored, or None; a warning names each newer one that cannot."""
         self.wait()
-        call = self._calls.next("newest")
+        call = self._call("newest")
         for step in call.on_first("steps", lambda: steps_in(self.directory)):
             try:
                 return self._examine(call, step)
@@ -249,7 +317,7 @@ class Checkpoints:
         """Returns a step that can be restored; raises Unusable, a ValueError, if this one cannot."""
         self.wait()
         try:
-            return self._examine(self._calls.next("find"), step)
+            return self._examine(self._call("find"), step)
         except NotDone as problem:
             raise Unusable(str(problem)) from None
 
@@ -272,7 +340,7 @@ class Checkpoints:
                 shared[id(target.optimizer_state)] = {n: leaf for n, leaf in leaves.items() if n[1] == OPTIMIZER}
                 states.append(layers.join(leaves, target))
 
-        self._calls.next("restore").on_all("read", read)
+        self._call("restore").on_all("read", read)
         return states
 
     def start_from(self, directory: Path, targets: Sequence[tuple[ChunkLayers, ChunkState]]) -> list[ChunkState]:
@@ -281,7 +349,7 @@ class Checkpoints:
         Every process reads its own share only. Optimizer states come as specs for the caller to fill in. Raises
         ValueError, on all ranks, if there is no such step, or if the model is another one.
         """
-        call = self._calls.next("start from")
+        call = self._call("start from")
         step = call.on_first("newest", lambda: last_committed(directory))
         if step is None:
             raise Unusable(f"{directory} holds no checkpoint: give the folder of an import, or of a run that saved")

@@ -120,17 +120,14 @@ def _plan_part(optimizer: optax.GradientTransformation, params: Mapping[str, Spe
 def _common_leaf(names: tuple[ArrayName, ...], leaves: Mapping[ArrayName, Any]) -> Any:
     """Returns the array that several layers keep, or a spec if none has one; raises ValueError if they differ."""
     known = [name for name in names if not isinstance(leaves[name], jax.ShapeDtypeStruct)] or names[:1]
-    for name in known[1:]:
-        if not _have_equal_bits(leaves[known[0]], leaves[name]):
+    contents = []
+    for name in known if len(known) > 1 else ():
+        data = jax.random.key_data(leaves[name]) if is_random_key(leaves[name]) else leaves[name]
+        contents.append([np.asarray(shard.data).tobytes() for shard in shards_of(data)])
+    for name, content in zip(known, contents, strict=False):
+        if content != contents[0]:
             raise ValueError(
                 f"the layers of the checkpoint do not belong together: {shown_name(known[0])} and {shown_name(name)} "
                 "differ"
             )
     return leaves[known[0]]
-
-
-def _have_equal_bits(first: Any, second: Any) -> bool:
-    if is_random_key(first):
-        first, second = jax.random.key_data(first), jax.random.key_data(second)
-    shares = zip(shards_of(first), shards_of(second), strict=True)
-    return all(np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes() for a, b in shares)

@@ -1,5 +1,7 @@
 """Writes a step with Orbax: one checkpoint for each part, by the processes that own its layers, from host memory.
 
+A model whose parameters come from elsewhere is written layer by layer instead, so that no model is ever held.
+
 Layers of the same processes are saved together, as one part. Orbax's own handlers do not fit: that for ``jax.Array``
 refuses arrays whose devices all belong to one process as soon as the run has several, that for NumPy arrays writes on
 process 0 only. A handler of one's own is Orbax's public way out; its files are those that Orbax itself would write, and
@@ -9,7 +11,10 @@ plain Orbax reads them.
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +22,22 @@ from typing import Any
 from urllib.parse import quote
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath  # type: ignore[import-untyped]
 from orbax.checkpoint import future, type_handlers
 
-from rrfp_jax.checkpoint._arrays import ArrayName, HostArray, nested, size_batches
-from rrfp_jax.checkpoint._records import PartRecord, sum_tree
+from rrfp_jax.checkpoint._arrays import PARAMS, ArrayName, HostArray, nested, size_batches
+from rrfp_jax.checkpoint._records import Commit, PartRecord, step_directory, sum_tree, sync_directory
 from rrfp_jax.layout import Layout
 from rrfp_jax.private.orbax_names import TENSORSTORE_SETTINGS, build_array_write_spec
 
 # A chunk is read at once, at least: small enough for a share of a large array, large enough for a disk.
 _CHUNK_BYTES = 16 << 20
 _BATCH_BYTES = 256 << 20
-_LOCKING = "file_io_locking"
+# Layer by layer, one array at a time, but for small ones: memory counts more there than speed.
+_LAYER_BATCH_BYTES = 1 << 20
 # With this type, plain Orbax gives NumPy arrays to a reader who names no sharding.
 _TYPE = type_handlers.NumpyHandler().typestr()
 
@@ -118,15 +125,24 @@ class PartWriter:
     def __init__(
         self, rank: int, parts: Sequence[StepPart], processes: Sequence[int], *, batch_bytes: int | None = None
     ) -> None:
-        self._rank = rank
-        batch_bytes = batch_bytes or _BATCH_BYTES
-        self._handlers = {
-            part: _orbax_handler(
-                [processes[other] for other in part.ranks], is_first=rank == part.ranks[0], batch_bytes=batch_bytes
+        self._rank, self._handlers = rank, dict[StepPart, ocp.PyTreeCheckpointHandler]()
+        for part in parts:
+            if rank not in part.ranks:
+                continue
+            active = [processes[other] for other in part.ranks]
+            # Orbax's Checkpointer around the handler would bring processes together by barriers with a deadline of
+            # their own, in which the others are left waiting when one of them fails.
+            self._handlers[part] = ocp.PyTreeCheckpointHandler(
+                use_ocdbt=True,
+                use_compression=False,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    primary_host=active[0], active_processes=set(active)
+                ),
+                type_handler_registry=type_handlers.create_type_handler_registry(
+                    (HostArray, _HostArrayHandler(rank == part.ranks[0], batch_bytes or _BATCH_BYTES)),
+                    (jax.Array, type_handlers.ArrayHandler()),  # none is saved, but Orbax warns if nobody could
+                ),
             )
-            for part in parts
-            if rank in part.ranks
-        }
 
     def write(self, folder: Path, arrays: Mapping[ArrayName, HostArray]) -> None:
         """Writes this process's share of every part into a folder of its own below ``folder``.
@@ -136,10 +152,10 @@ class PartWriter:
         for part, handler in self._handlers.items():
             path = folder / part.name
             path.mkdir(parents=True, exist_ok=True)
-            own = _arrays_of(part, arrays)
+            own = {name: array for name, array in arrays.items() if name[0] in part.layers}
             if not own:  # Orbax refuses to save layers that have no arrays
                 continue
-            with _raised_is_not_logged(), _without_locks():
+            with _around_orbax():
                 handler.save(epath.Path(path), args=ocp.args.PyTreeSave(nested(own)))
 
     def finish(self, folder: Path, arrays: Mapping[ArrayName, HostArray]) -> dict[str, str]:
@@ -150,9 +166,10 @@ class PartWriter:
         written = {}
         for part, handler in self._handlers.items():
             if self._rank == part.ranks[0]:
-                path, own = folder / part.name, _arrays_of(part, arrays)
+                path = folder / part.name
+                own = {name: array for name, array in arrays.items() if name[0] in part.layers}
                 if own:
-                    with _raised_is_not_logged(), _without_locks():
+                    with _around_orbax():
                         handler.finalize(epath.Path(path))
                 shapes = tuple((name, array.dtype.name, array.shape) for name, array in own.items())
                 record = PartRecord(layers=part.layers, arrays=shapes, files=sum_tree(path))
@@ -165,37 +182,10 @@ class PartWriter:
             handler.close()
 
 
-def _arrays_of(part: StepPart, arrays: Mapping[ArrayName, HostArray]) -> dict[ArrayName, HostArray]:
-    own = set(part.layers)
-    return {name: array for name, array in arrays.items() if name[0] in own}
-
-
-def _orbax_handler(processes: Sequence[int], *, is_first: bool, batch_bytes: int) -> ocp.PyTreeCheckpointHandler:
-    """Returns Orbax's handler without its Checkpointer, which would bring processes together by barriers with a
-    deadline of their own, in which the others are left waiting when one of them fails.
-
-    Args:
-        processes: ``jax.process_index()`` of all that write the part, the first of them first.
-        is_first: whether this process is that one, which also writes the metadata of the part as a whole.
-        batch_bytes: bytes that are written at a time.
-    """
-    return ocp.PyTreeCheckpointHandler(
-        use_ocdbt=True,
-        use_compression=False,
-        multiprocessing_options=ocp.options.MultiprocessingOptions(
-            primary_host=processes[0], active_processes=set(processes)
-        ),
-        type_handler_registry=type_handlers.create_type_handler_registry(
-            (HostArray, _HostArrayHandler(primary=is_first, batch_bytes=batch_bytes)),
-            (jax.Array, type_handlers.ArrayHandler()),  # none is saved, but Orbax warns if nobody could
-        ),
-    )
-
-
 class _HostArrayHandler(type_handlers.TypeHandler):
     """Writes this process's pieces of arrays; ``primary`` also writes the metadata of each array as a whole."""
 
-    def __init__(self, *, primary: bool, batch_bytes: int) -> None:
+    def __init__(self, primary: bool, batch_bytes: int) -> None:
         self._primary, self._batch_bytes = primary, batch_bytes
 
     def typestr(self) -> str:
@@ -266,28 +256,90 @@ def chunk_shape(shape: Sequence[int], item_bytes: int, limit_bytes: int) -> list
 
 
 @contextmanager
-def _raised_is_not_logged() -> Iterator[None]:
-    """Silences the tracebacks of errors that Orbax's threads also raise: the caller of save reports them once."""
+def _around_orbax() -> Iterator[None]:
+    """Silences the tracebacks of errors that Orbax's threads also raise, as the caller of save reports them once, and
+    turns off TensorStore's locks on its files, which not every file system has (Lustre without ``flock``).
+
+    No two processes write the same file here: each has a folder of its own, and one process alone merges them.
+    """
 
     def is_new(record: logging.LogRecord) -> bool:
         return "_SignalingThread.run() raised" not in str(record.msg)
 
     log = logging.getLogger("absl")
     log.addFilter(is_new)
+    TENSORSTORE_SETTINGS["file_io_locking"] = {"mode": "none"}
     try:
         yield
     finally:
+        TENSORSTORE_SETTINGS.pop("file_io_locking", None)
         log.removeFilter(is_new)
 
 
-@contextmanager
-def _without_locks() -> Iterator[None]:
-    """Turns off TensorStore's locks on its files, which not every file system has (Lustre without ``flock``).
+# -- layer by layer ----------------------------------------------------------------------------------------------------
 
-    No two processes write the same file here: each has a folder of its own, and one process alone merges them.
+
+@dataclass(frozen=True)
+class ReadLater:
+    """An array that is read when it is written, and not held before or after."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        elements = self.read()
+        return elements if dtype is None else elements.astype(dtype, copy=False)
+
+
+class LayerWriter:
+    """Writes the parameters of a model as a step without optimizer state; every layer is a part of its own.
+
+    Args:
+        root: the folder of the checkpoints; made if it is missing.
+        step: the number of steps that the parameters have been trained here.
+
+    Nothing counts before :meth:`commit`.
     """
-    TENSORSTORE_SETTINGS[_LOCKING] = {"mode": "none"}
-    try:
-        yield
-    finally:
-        TENSORSTORE_SETTINGS.pop(_LOCKING, None)
+
+    def __init__(self, root: Path, step: int = 0) -> None:
+        self._step, self._directory = step, step_directory(root.absolute(), step)
+        self._data = f"data-{secrets.token_hex(4)}"
+        (self._directory / self._data).mkdir(parents=True)
+        self._checksums: dict[str, str] = {}
+
+    def write(self, layer: str, arrays: Mapping[tuple[str, ...], ReadLater]) -> None:
+        """Writes a layer, whose arrays come by their path inside it; memory holds one of them at a time.
+
+        Raises the errors of reading the arrays, and OSError.
+        """
+        part = StepPart(name=part_name(layer), layers=(layer,), ranks=(0,))
+        folder = self._directory / self._data
+        held = {}
+        for path, array in arrays.items():
+            everything = (slice(None),) * len(array.shape)
+            held[layer, PARAMS, *path] = HostArray(array.shape, array.dtype, array.shape, ((everything, array),))
+        writer = PartWriter(0, [part], [0], batch_bytes=_LAYER_BATCH_BYTES)
+        try:
+            writer.write(folder, held)
+            self._checksums |= writer.finish(folder, held)
+        except ValueError as error:
+            if (code := re.search(r"os_error_code='(\d+)'", str(error))) is None:
+                raise
+            # TensorStore reports a refusal by the file system as a ValueError, like every other error.
+            number = int(code[1])
+            raise OSError(number, os.strerror(number), str(folder)) from error
+        finally:
+            writer.close()
+
+    def commit(self, host: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+        """Makes the step count, with plain data beside the arrays."""
+        sync_directory(self._directory / self._data)
+        Commit(step=self._step, data=self._data, parts=self._checksums, layout=dict(layout), host=dict(host)).write(
+            self._directory
+        )

@@ -86,16 +86,29 @@ def read_arrays(
     by_layer: dict[str, dict[ArrayName, Any]] = {}
     arrays: dict[ArrayName, jax.Array] = {}
     for name, spec in specs.items():
-        if spec.size:
-            by_layer.setdefault(name[0], {})[name] = _data_spec(spec)
-        else:
+        if not spec.size:
             arrays[name] = sharded_zeros(spec)
+            continue
+        stored_spec = spec
+        if is_random_key(spec):  # the step holds the data of typed random keys
+            data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
+            stored_spec = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=spec.sharding)
+        by_layer.setdefault(name[0], {})[name] = stored_spec
     for layer, wanted in by_layer.items():
         part = part_of_layer.get(layer)
         if part is None:
             raise Unusable(f"{stored.path} has no layer {layer}: {_REMEDY} (it has {', '.join(part_of_layer)})")
-        _check_specs(stored, stored.parts[part], wanted, as_stored=as_stored)
-        for names in size_batches(((name, _own_bytes(spec)) for name, spec in wanted.items()), _BATCH_BYTES):
+        known, sizes = {name: (dtype, shape) for name, dtype, shape in stored.parts[part].arrays}, {}
+        for name, spec in wanted.items():
+            if (saved := known.get(name)) is None:
+                raise Unusable(f"{stored.path} has no array {shown_name(name)}: {_REMEDY}")
+            here = (np.dtype(spec.dtype).name, tuple(spec.shape))
+            if saved[1] != here[1] or (as_stored and saved[0] != here[0]):
+                was, now = (f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in (saved, here))
+                raise Unusable(f"{shown_name(name)} is {was} in {stored.path} and {now} in this run: {_REMEDY}")
+            shard_bytes = math.prod(spec.sharding.shard_shape(spec.shape)) * np.dtype(spec.dtype).itemsize
+            sizes[name] = shard_bytes * len(spec.sharding.addressable_devices)
+        for names in size_batches(sizes.items(), _BATCH_BYTES):
             arrays |= _read_batch(part, {name: wanted[name] for name in names})
     return {
         name: jax.random.wrap_key_data(arrays[name], impl=jax.random.key_impl(jnp.empty(0, spec.dtype)))
@@ -156,35 +169,6 @@ def stored_param_specs(stored: StoredStep) -> dict[ArrayName, Any]:
         for name, dtype, shape in part.arrays
         if name[1] == PARAMS
     }
-
-
-def _own_bytes(spec: Any) -> int:
-    shard_bytes = math.prod(spec.sharding.shard_shape(spec.shape)) * np.dtype(spec.dtype).itemsize
-    return shard_bytes * len(spec.sharding.addressable_devices)
-
-
-def _check_specs(stored: StoredStep, part: PartRecord, wanted: Mapping[ArrayName, Any], *, as_stored: bool) -> None:
-    def text(dtype: str, shape: Iterable[int]) -> str:
-        return f"{dtype}[{','.join(map(str, shape))}]"
-
-    known = {name: (dtype, shape) for name, dtype, shape in part.arrays}
-    for name, spec in wanted.items():
-        saved = known.get(name)
-        if saved is None:
-            raise Unusable(f"{stored.path} has no array {shown_name(name)}: {_REMEDY}")
-        here = (np.dtype(spec.dtype).name, tuple(spec.shape))
-        if saved[1] != here[1] or (as_stored and saved[0] != here[0]):
-            raise Unusable(
-                f"{shown_name(name)} is {text(*saved)} in {stored.path} and {text(*here)} in this run: {_REMEDY}"
-            )
-
-
-def _data_spec(spec: Any) -> Any:
-    """Returns the spec of the stored array, which holds the data of typed random keys."""
-    if not is_random_key(spec):
-        return spec
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=spec.sharding)
 
 
 def _read_batch(path: Path, specs: Mapping[ArrayName, jax.ShapeDtypeStruct]) -> dict[ArrayName, jax.Array]:

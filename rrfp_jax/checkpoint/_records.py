@@ -63,12 +63,6 @@ def _inside(path: str) -> str:
     return path
 
 
-def _file_name(name: str) -> str:
-    if "/" in name:
-        raise ValueError("is no name")
-    return _inside(name)
-
-
 # A checksum shows that a record is as it was written, not who wrote it: so the records check their form, too.
 
 
@@ -108,7 +102,7 @@ class Commit(BaseModel, frozen=True, strict=True):
     step: int
     data: Annotated[str, Field(pattern=f"^{_DATA}$")]
     """Name of the directory with the parts."""
-    parts: dict[Annotated[str, AfterValidator(_file_name)], str]
+    parts: dict[Annotated[str, Field(pattern="^[^/]*$"), AfterValidator(_inside)], str]
     """Checksum of every part's record."""
     layout: dict[str, Any]
     """Layout of the run that saved, for people."""

@@ -15,7 +15,7 @@ import pytest
 
 from rrfp_jax.checkpoint import Checkpoints, Coordinator, NotDone, Owner
 from rrfp_jax.checkpoint import _checkpoints as module
-from rrfp_jax.checkpoint._joint_calls import one_line
+from rrfp_jax.checkpoint._checkpoints import one_line
 from rrfp_jax.checkpoint._records import is_committed
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.control_plane import Peers
@@ -69,7 +69,7 @@ class Ranks:
     def __init__(self, directory: Path, coordinators: list[Coordinator], **options: Any) -> None:
         self._pool = ThreadPoolExecutor(2)
         self.members: list[Checkpoints] = self.both(
-            lambda rank: Checkpoints(directory, OWNERS, coordinator=coordinators[rank], processes=[0, 0], **options)
+            lambda rank: Checkpoints(directory, OWNERS, coordinator=coordinators[rank], **options)
         )
 
     def both(self, call: Callable[[int], Any]) -> list[Any]:
@@ -210,9 +210,9 @@ def test_what_is_not_heard_of_a_commit_stands_in_its_record(ranks: Ranks, meetin
 def _save_alone(ranks: Ranks, rank: int, step: int) -> str | None:
     """With a coordinator whose other rank comes to every gathering, and brings nothing."""
     member, names = ranks.members[rank], ("start", "written")
-    coordinator = member._calls._coordinator
+    coordinator = member._coordinator
     for name in names:
-        number = member._calls._numbers["save"] + 1
+        number = member._num_calls["save"] + 1
         meetings = coordinator._meetings  # type: ignore[attr-defined]
         meetings._brought[f"checkpoint save {number} {name}"] = {0: ["data-00", None]}
     member.save(step, [trained(PIECES, step)[rank]], {})
@@ -248,7 +248,7 @@ def test_an_error_with_leftovers_reaches_the_others(
 
     def one(rank: int) -> str:
         with pytest.raises(NotDone) as refusal:
-            Checkpoints(tmp_path, OWNERS, coordinator=Rank(rank, meetings), processes=[0, 0])
+            Checkpoints(tmp_path, OWNERS, coordinator=Rank(rank, meetings))
         return str(refusal.value)
 
     assert made.both(one) == [f"rank 0: Permission denied: {tmp_path}"] * 2
