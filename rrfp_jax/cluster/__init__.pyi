@@ -1,5 +1,8 @@
 """The names of this package and where they live; see :mod:`rrfp_jax.first_use`."""
 
+from rrfp_jax.cluster._channel import Handler as Handler
+from rrfp_jax.cluster._channel import PackedHandler as PackedHandler
+from rrfp_jax.cluster._channel import unpacked as unpacked
 from rrfp_jax.cluster._rendezvous_client import LauncherLink as LauncherLink
 from rrfp_jax.cluster._rendezvous_client import meet as meet
 from rrfp_jax.cluster._rendezvous_server import RendezvousFailed as RendezvousFailed
@@ -17,5 +20,4 @@ from rrfp_jax.cluster.peer_network import Traffic as Traffic
 from rrfp_jax.cluster.rendezvous import JoinRequest as JoinRequest
 from rrfp_jax.cluster.rendezvous import Member as Member
 from rrfp_jax.cluster.rendezvous import RunStatus as RunStatus
-from rrfp_jax.cluster.topics import Handler as Handler
 from rrfp_jax.cluster.wire import MalformedMessage as MalformedMessage

@@ -7,28 +7,27 @@ a moment otherwise, so that small messages share one.
 
 Where a link lets other threads send, they may send here as well: queues and running counts are changed, and messages
 put on the wire, under one lock.
+
+A topic may have no handler yet. So the network can start first, and its listeners can be built later, in order, from
+values: messages that have come meanwhile are handed over on subscription, in the order in which they came, before
+anything newer.
 """
 
 import logging
 import struct
 import threading
-from abc import ABC, abstractmethod
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rrfp_jax.cluster._zmq_sockets import QuietLog
-from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, MalformedMessage
+from rrfp_jax.cluster._array_link import ArrayLink
+from rrfp_jax.cluster._direct_link import DirectLink
+from rrfp_jax.cluster._zmq_link import ZmqLink
+from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, MalformedMessage, QuietLog, unpack_plain
 
 _LOG = logging.getLogger(__name__)
-
-DeliverMessage = Callable[[int, bytes, bytes, list[memoryview]], None]
-"""Called on the event loop with the sender's rank, the topic, the header and the frames, which stay valid as long as
-they are referenced."""
-PeerMessage = tuple[int, list[memoryview]]
-"""Rank of the sender, and the head followed by the frames."""
 
 MAX_TOPIC_BYTES = 255
 _HEAD = struct.Struct("<QB")
@@ -39,57 +38,15 @@ _RECEIPT_DELAY_S = 0.05
 _WELCOME_S = 0.005
 _LAST_MESSAGES_S = 3.0
 """Seconds that messages which a rank sent before its farewell may take to arrive."""
+_OVERHEAD_BYTES = 500
+"""Memory that a kept message takes beside its bytes, so that empty ones count too."""
 
+Handler = Callable[[int, dict[str, Any], list[memoryview]], None]
+"""Called on the event loop with the sender's rank, the header and the frames, which stay valid as long as they are
+referenced. May raise :class:`MalformedMessage`: the message is then dropped and logged."""
 
-class MessageLink(ABC):
-    """Carries messages, each a head and frames, in order per rank: ZeroMQ's link, the one for arrays, the direct one.
-
-    Methods are called on the event loop unless a link says otherwise.
-    """
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every peer has been welcomed; private connections are proven before they are opened."""
-        return True
-
-    def welcome(self) -> list[int]:
-        """Returns the ranks that have connected since the last call, and sends the messages that waited for them."""
-        return []
-
-    @abstractmethod
-    def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:
-        """Has ``read`` called on the loop when messages may have arrived, until :meth:`close`."""
-
-    @abstractmethod
-    def connect(self, rank: int, address: str) -> None:
-        """Accepts messages to a rank from now on; they travel once it is connected."""
-
-    @abstractmethod
-    def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
-        """Sends a message; never blocks. A message to a rank that is gone is dropped: its loss is reported anyway."""
-
-    @abstractmethod
-    def receive(self) -> PeerMessage | None:
-        """Returns the next message that has arrived, or None."""
-
-    @abstractmethod
-    def disconnect(self, rank: int) -> None:
-        """Ends the exchange with a rank in both directions."""
-
-    @abstractmethod
-    def close(self, linger_s: float) -> None:
-        """Sends nothing new, and frees everything that can be freed at once."""
-
-
-def call_when_readable(loop: AbstractEventLoop, descriptor: int, read: Callable[[], None]) -> Callable[[], None]:
-    """Has the loop call ``read`` while a descriptor is readable. Returns a function that ends this."""
-    loop.add_reader(descriptor, read)
-
-    def stop() -> None:
-        if not loop.is_closed():
-            loop.remove_reader(descriptor)
-
-    return stop
+PackedHandler = Callable[[int, bytes, list[memoryview]], None]
+"""Called as a :data:`Handler` is, with the header as the bytes that came."""
 
 
 class OutgoingMessage(NamedTuple):
@@ -119,7 +76,7 @@ class SendQueue:
 
     def would_wait(self, num_bytes: int) -> bool:
         """Returns whether a message of this size, offered now, would have to wait."""
-        return bool(self._sent) and (bool(self._waiting) or not self._has_space(num_bytes))
+        return bool(self._sent) and (bool(self._waiting) or self.unconfirmed_bytes + num_bytes > self._limit)
 
     def offer(self, message: OutgoingMessage) -> list[OutgoingMessage]:
         """Adds a message behind all others. Returns the messages to put on the wire now, in order."""
@@ -151,16 +108,15 @@ class SendQueue:
             message = self._sent.popleft()
             self.unconfirmed_bytes -= message.num_bytes
             confirmed.append(message)
-        while self._waiting and self._has_space(self._waiting[0].num_bytes):
-            message = self._waiting.popleft()
+        while waiting := self._waiting:
+            if self._sent and self.unconfirmed_bytes + waiting[0].num_bytes > self._limit:
+                break
+            message = waiting.popleft()
             self._sent.append(message)
             self.waiting_bytes -= message.num_bytes
             self.unconfirmed_bytes += message.num_bytes
             released.append(message)
         return confirmed, released
-
-    def _has_space(self, num_bytes: int) -> bool:
-        return not self._sent or self.unconfirmed_bytes + num_bytes <= self._limit
 
 
 @dataclass
@@ -176,63 +132,69 @@ class Channel:
     """Sends messages to the peers of a link, and delivers theirs.
 
     Args:
-        link: closed here.
-        deliver: called with every message.
+        link: carries messages in order per rank; closed here.
+        topics: gets every message.
         high_water_bytes: largest number of unconfirmed bytes per peer before further messages wait.
     """
 
     def __init__(
-        self, link: MessageLink, loop: AbstractEventLoop, deliver: DeliverMessage, high_water_bytes: int
+        self, link: ZmqLink | ArrayLink | DirectLink, loop: AbstractEventLoop, topics: "Topics", high_water_bytes: int
     ) -> None:
-        self._link, self._loop, self._deliver = link, loop, deliver
+        self._link, self._loop, self._topics = link, loop, topics
         self._high_water = high_water_bytes
-        self._peers: dict[int, _Peer] = {}
+        self.peers: dict[int, _Peer] = {}
+        """The ranks to which messages may be sent, and the messages under way to each."""
+        self.gone: set[int] = set()
+        """Ranks that are lost or have left."""
         self._lock = threading.Lock()
         """Held by the thread that sends."""
-        self._receipts_due = False
-        self._is_closed = self._is_welcoming = False
+        self._receipts_due = self._is_closed = self._is_welcoming = False
         self._garbage = QuietLog(_LOG)
         self.num_sent = self.num_received = self.num_dropped = self.peak_bytes = 0
 
     def open(self) -> None:
         """Begins to receive."""
-        if not self._is_closed:
-            self._link.listen(self._loop, self._read)
-            self._read()
+        if self._is_closed:
+            return
+        if isinstance(self._link, DirectLink):
+            self._link.on_arrival = self._read
+        else:
+            self._loop.add_reader(self._link.descriptor, self._read)
+        self._read()
 
     def close(self, linger_s: float) -> None:
         """Stops receiving; messages under way are sent for up to ``linger_s``."""
         self._is_closed = True
+        if not isinstance(self._link, DirectLink) and not self._loop.is_closed():
+            self._loop.remove_reader(self._link.descriptor)
         self._link.close(linger_s)
 
     def held_bytes(self) -> tuple[int, int]:
         """Returns the bytes that are sent and unconfirmed, and those that wait behind the high-water mark."""
-        queues = [peer.queue for peer in self._peers.values()]
+        queues = [peer.queue for peer in self.peers.values()]
         return sum(q.unconfirmed_bytes for q in queues), sum(q.waiting_bytes for q in queues)
 
-    def add(self, rank: int, address: str) -> None:
+    def add(self, rank: int, address: str = "") -> None:
         """Begins to exchange messages with a rank that listens there."""
-        if not self._is_closed and rank not in self._peers:
-            self._peers[rank] = _Peer(SendQueue(self._high_water))
+        if not self._is_closed and rank not in self.peers and rank not in self.gone:
             self._link.connect(rank, address)
+            self.peers[rank] = _Peer(SendQueue(self._high_water))  # last: from now on other threads may send there
             self._welcome()
             self._loop.call_soon(self._read)  # ZeroMQ wakes only a reader that has found nothing before
 
-    def _welcome(self) -> None:
+    def _welcome(self, *, by_timer: bool = False) -> None:
         """Looks for peers that have connected, again and again until all have: nothing wakes the loop for that."""
-        if not self._is_closed:
+        self._is_welcoming &= not by_timer
+        if isinstance(self._link, ZmqLink) and not self._is_closed:
             self._link.welcome()
-            if not self._link.is_complete and not self._is_welcoming:
+            if self._link.early and not self._is_welcoming:
                 self._is_welcoming = True
-                self._loop.call_later(_WELCOME_S, self._welcome_again)
-
-    def _welcome_again(self) -> None:
-        self._is_welcoming = False
-        self._welcome()
+                self._loop.call_later(_WELCOME_S, lambda: self._welcome(by_timer=True))
 
     def drop(self, rank: int, *, has_left: bool) -> None:
         """Forgets a rank that is gone. Messages that it sent before a farewell may still arrive, and are delivered."""
-        peer = self._peers.get(rank)
+        self.gone.add(rank)
+        peer = self.peers.get(rank)
         if peer is None:
             return
         if has_left:
@@ -241,7 +203,7 @@ class Channel:
                 peer.has_left, peer.queue = True, SendQueue(self._high_water)
             self._loop.call_later(_LAST_MESSAGES_S, self._disconnect, rank)
         else:
-            del self._peers[rank]
+            del self.peers[rank]
             self._disconnect(rank)
 
     def _disconnect(self, rank: int) -> None:
@@ -251,30 +213,29 @@ class Channel:
     # -- sending: on any thread where the link allows it -------------------------------------------------------------
 
     def send(
-        self, rank: int, topic: bytes, header: bytes, frames: Sequence[Any], on_confirmed: Callable[[], None] | None
+        self,
+        rank: int,
+        topic: bytes,
+        header: bytes,
+        frames: Sequence[Any],
+        on_confirmed: Callable[[], None] | None,
+        *,
+        may_drop: bool = False,
     ) -> None:
-        """Sends a message, see :meth:`PeerNetwork.send`."""
+        """Sends a message, see :meth:`PeerNetwork.send_arrays`."""
         # Counted before the lock is taken: the other sender need not wait for that.
         num_bytes = len(header)
         for frame in frames:
             num_bytes += memoryview(frame).nbytes
         with self._lock:
-            peer = self._peers.get(rank)
-            if self._is_closed or peer is None or peer.has_left:
+            peer = self.peers.get(rank)
+            if self._is_closed or peer is None or peer.has_left or (may_drop and peer.queue.would_wait(num_bytes)):
                 self.num_dropped += 1
                 return
             queue = peer.queue
             for message in queue.offer(OutgoingMessage(topic, header, frames, num_bytes, on_confirmed)):
                 self._put(rank, peer, message)
             self.peak_bytes = max(self.peak_bytes, queue.unconfirmed_bytes + queue.waiting_bytes)
-
-    def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
-        """Sends a message, or drops it if it would have to wait."""
-        peer = self._peers.get(rank)
-        if peer is None or peer.queue.would_wait(len(header)):
-            self.num_dropped += 1
-        else:
-            self.send(rank, topic, header, (), None)
 
     def _put(self, rank: int, peer: _Peer, message: OutgoingMessage) -> None:
         # Every message brings a receipt for all that has come, so none of its own is due.
@@ -295,43 +256,45 @@ class Channel:
                 return
             received = self._link.receive()
             if received is None:
-                if not self._receipts_due and any(peer.unreceipted_bytes for peer in self._peers.values()):
+                if not self._receipts_due and any(peer.unreceipted_bytes for peer in self.peers.values()):
                     self._receipts_due = True
                     self._loop.call_later(_RECEIPT_DELAY_S, self._receipt_all)
                 return
-            self._receive(*received)
+            rank, frames = received
+            peer = self.peers.get(rank)
+            if peer is None:
+                self.num_dropped += 1
+                continue
+            try:
+                self._receive(rank, peer, frames)
+            except MalformedMessage as error:
+                self.num_dropped += 1
+                self._garbage.warn("a message from rank %d was dropped: %s", rank, error)
+            if peer.unreceipted_bytes >= _RECEIPT_BYTES and not self._is_closed:
+                self._receipt(rank, peer)
         self._loop.call_soon(self._read)
 
-    def _receive(self, rank: int, frames: list[memoryview]) -> None:
-        peer = self._peers.get(rank)
-        if peer is None:
-            self.num_dropped += 1
-            return
-        try:
-            count, topic, header = _parse(frames)
-            if not peer.has_left:
-                self._confirmed(rank, peer, count)
-            if not topic:
-                return
+    def _receive(self, rank: int, peer: _Peer, frames: list[memoryview]) -> None:
+        size = frames[0].nbytes if frames else 0
+        if not _HEAD.size <= size <= MAX_HEADER_BYTES + _HEAD.size + MAX_TOPIC_BYTES:
+            raise MalformedMessage(f"its head has {size} bytes, where {_HEAD.size} to {MAX_HEADER_BYTES} are read")
+        head = bytes(frames[0])
+        count, num_topic_bytes = _HEAD.unpack_from(head)
+        if not peer.has_left:
+            with self._lock:
+                confirmed, released = peer.queue.confirm(count)
+                for message in released:
+                    self._put(rank, peer, message)
+            for message in confirmed:  # without the lock: a callback may send
+                if message.on_confirmed is not None:
+                    message.on_confirmed()
+        if num_topic_bytes:
             self.num_received += 1
             peer.num_received += 1
             for frame in frames:
                 peer.unreceipted_bytes += frame.nbytes
-            self._deliver(rank, topic, header, frames[1:])
-        except MalformedMessage as error:
-            self.num_dropped += 1
-            self._garbage.warn("a message from rank %d was dropped: %s", rank, error)
-        if peer.unreceipted_bytes >= _RECEIPT_BYTES and not self._is_closed:
-            self._receipt(rank, peer)
-
-    def _confirmed(self, rank: int, peer: _Peer, count: int) -> None:
-        with self._lock:
-            confirmed, released = peer.queue.confirm(count)
-            for message in released:
-                self._put(rank, peer, message)
-        for message in confirmed:  # without the lock: a callback may send
-            if message.on_confirmed is not None:
-                message.on_confirmed()
+            end = _HEAD.size + num_topic_bytes
+            self._topics.deliver(rank, head[_HEAD.size : end], head[end:], frames[1:])
 
     def _receipt(self, rank: int, peer: _Peer) -> None:
         with self._lock:
@@ -341,19 +304,81 @@ class Channel:
 
     def _receipt_all(self) -> None:
         self._receipts_due = False
-        if self._is_closed:
-            return
-        for rank, peer in self._peers.items():
-            if peer.num_receipted < peer.num_received:
+        for rank, peer in self.peers.items():
+            if not self._is_closed and peer.num_receipted < peer.num_received:
                 self._receipt(rank, peer)
 
 
-def _parse(frames: list[memoryview]) -> tuple[int, bytes, bytes]:
-    """Returns the sender's receipt, the topic and the header."""
-    size = frames[0].nbytes if frames else 0
-    if not _HEAD.size <= size <= MAX_HEADER_BYTES + _HEAD.size + MAX_TOPIC_BYTES:
-        raise MalformedMessage(f"its head has {size} bytes, where {_HEAD.size} to {MAX_HEADER_BYTES} are read")
-    data = bytes(frames[0])
-    count, topic_size = _HEAD.unpack_from(data)
-    end = _HEAD.size + topic_size
-    return count, data[_HEAD.size : end], data[end:]
+class Topics:
+    """The handlers of a network, by topic, and the messages of topics without one.
+
+    Args:
+        limit_bytes: largest number of bytes that are kept for topics without a handler; later messages are dropped
+            and logged.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self.handlers: dict[bytes, PackedHandler] = {}
+        self._kept: dict[bytes, deque[tuple[int, bytes, list[memoryview], int]]] = {}
+        self.loop: AbstractEventLoop | None = None
+        """The loop on which messages are handed over, once there is one."""
+        self._garbage = QuietLog(_LOG)
+        self.kept_bytes = self.num_dropped = 0
+
+    def subscribe(self, topic: bytes, handler: PackedHandler) -> None:
+        """Gives a topic's messages to ``handler``, kept ones first; any thread may call it."""
+        if topic in self.handlers:
+            raise ValueError(f"the topic '{topic.decode()}' has a handler: choose another name, or unsubscribe")
+        self.handlers[topic] = handler
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self._hand_over, topic)
+
+    def deliver(self, rank: int, topic: bytes, header: bytes, frames: list[memoryview]) -> None:
+        """Gives a message that has come to its handler, or keeps it; called on the event loop."""
+        handler = self.handlers.get(topic)
+        # While older messages of the topic are kept, a newer one waits behind them, handler or not.
+        if handler is not None and topic not in self._kept:
+            self._give(handler, rank, header, frames)
+            return
+        num_bytes = _OVERHEAD_BYTES + len(header) + sum(frame.nbytes for frame in frames)
+        if self.kept_bytes + num_bytes > self._limit:
+            self.num_dropped += 1
+            why = f"nobody listens to the topic {topic[:40]!r}, and {self.kept_bytes} bytes are kept already"
+            self._garbage.warn("a message from rank %d was dropped: %s", rank, why)
+            return
+        self.kept_bytes += num_bytes
+        self._kept.setdefault(topic, deque()).append((rank, header, frames, num_bytes))
+
+    def _hand_over(self, topic: bytes) -> None:
+        # The handler is looked up for each message: handlers may subscribe and unsubscribe meanwhile.
+        kept = self._kept.get(topic, deque())
+        while kept and (handler := self.handlers.get(topic)):
+            rank, header, frames, num_bytes = kept.popleft()
+            self.kept_bytes -= num_bytes
+            self._give(handler, rank, header, frames)
+        if not kept:
+            self._kept.pop(topic, None)
+
+    def _give(self, handler: PackedHandler, rank: int, header: bytes, frames: list[memoryview]) -> None:
+        try:
+            handler(rank, header, frames)
+        except MalformedMessage as error:
+            self.num_dropped += 1
+            self._garbage.warn("a message from rank %d was dropped: %s", rank, error)
+        except Exception as error:
+            assert self.loop is not None
+            told = f"the handler of a message from rank {rank} failed"
+            self.loop.call_exception_handler({"message": told, "exception": error})
+
+
+def unpacked(handler: Handler) -> PackedHandler:
+    """Returns a handler of packed headers that calls ``handler`` with the header as plain data."""
+
+    def handle(rank: int, packed: bytes, frames: list[memoryview]) -> None:
+        header = unpack_plain(packed)
+        if not isinstance(header, dict):
+            raise MalformedMessage("its header is no dict")
+        handler(rank, header, frames)
+
+    return handle

@@ -18,13 +18,13 @@ from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from rrfp_jax.cluster._channel import PeerMessage
-from rrfp_jax.cluster._private_connections import PrivateLink, ProvenConnection
 from rrfp_jax.cluster.loop_thread import runs_here
-from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, TAG_BYTES, MalformedMessage, Seal
+from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, TAG_BYTES, MalformedMessage, PeerMessage, ProvenConnection, Seal
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 19
@@ -40,7 +40,6 @@ _LENGTHS, _COUNT = struct.Struct("<II"), struct.Struct("<H")
 _CLEAR = 1 << 15
 """Flag added to the number of frames where those follow in the clear."""
 _NO_FRAMES = _COUNT.pack(0)
-_NOTHING = memoryview(b"")
 
 
 def seal_record(seal: Seal, head: bytes, frames: Sequence[Any], *, encrypts: bool) -> tuple[list[Any], int]:
@@ -84,218 +83,195 @@ def open_record(seal: Seal, data: memoryview, begin: int) -> tuple[list[memoryvi
     if end > len(data):
         return None
     body = memoryview(seal.opened(data[begin:middle]))
-    return _record_frames(body, memoryview(bytes(data[middle:end])) if num_clear else _NOTHING), end
-
-
-def _record_frames(body: memoryview, clear: memoryview) -> list[memoryview]:
     (said,) = _COUNT.unpack_from(body) if len(body) >= _COUNT.size else (_CLEAR - 1,)
-    if not said and not clear:
-        return [body[_COUNT.size :]]
+    if not said and not num_clear:
+        return [body[_COUNT.size :]], end
+    # The sizes are sealed, but a rank may be faulty: they are checked before they are used.
     count, is_clear = said % _CLEAR, said >= _CLEAR
-    begin = _COUNT.size + 4 * count
-    if begin > len(body):
+    sizes_end = _COUNT.size + 4 * count
+    if sizes_end > len(body):
         raise MalformedMessage(f"a record of {len(body)} bytes, which names {count} frames")
     sizes = struct.unpack_from(f"<{count}I", body, _COUNT.size)
-    place = clear if is_clear else body
+    place = memoryview(bytes(data[middle:end])) if is_clear else body
     first = len(place) - sum(sizes)
-    if is_clear != bool(clear) or (first if is_clear else first < begin):
-        raise MalformedMessage(f"a record of {len(body)} and {len(clear)} bytes, whose frames take {sum(sizes)}")
+    if is_clear != bool(num_clear) or (first if is_clear else first < sizes_end):
+        raise MalformedMessage(f"a record of {len(body)} and {num_clear} bytes, whose frames take {sum(sizes)}")
     ends = accumulate(sizes, initial=first)
-    return [body[begin : None if is_clear else first], *(place[start:end] for start, end in pairwise(ends))]
+    head = body[sizes_end : None if is_clear else first]
+    return [head, *(place[start:end] for start, end in pairwise(ends))], end
 
 
+@dataclass(eq=False)
 class _DirectConnection:
     """The connection to one rank. Messages that are sent before it stands wait."""
 
-    def __init__(self, *, encrypts: bool) -> None:
-        self.proven: ProvenConnection | None = None
-        self.unsent = bytearray()
-        self._encrypts = encrypts
-        self._early: list[tuple[bytes, Sequence[Any]]] = []
-        self._partial = b""
-
-    def open(self, proven: ProvenConnection) -> None:
-        proven.socket.setblocking(False)
-        self.proven = proven
-        for head, frames in self._early:
-            self.send(head, frames)
-        self._early.clear()
-
-    def send(self, head: bytes, frames: Sequence[Any]) -> None:
-        """Sends a message, or queues it. Raises OSError where the connection has ended."""
-        if self.proven is None:
-            self._early.append((head, frames))
-            return
-        # Sealed even where it has to wait: records must be sealed in the order in which they travel.
-        record, num_bytes = seal_record(self.proven.outgoing, head, frames, encrypts=self._encrypts)
-        num_sent = 0 if self.unsent else self._send(record)
-        if num_sent < num_bytes:
-            self.unsent += b"".join(record)[num_sent:]
-
-    def flush(self) -> None:
-        """Sends waiting bytes as far as the system takes them. Raises OSError."""
-        del self.unsent[: self._send([self.unsent])]
-
-    def _send(self, buffers: list[Any]) -> int:
-        assert self.proven is not None
-        try:
-            return self.proven.socket.sendmsg(buffers)
-        except BlockingIOError:
-            return 0
-
-    def read(self, scratch: memoryview) -> list[list[memoryview]]:
-        """Returns the messages that are complete now. Raises OSError, or MalformedMessage for bytes no peer sends."""
-        assert self.proven is not None
-        try:
-            num_bytes = self.proven.socket.recv_into(scratch)
-        except BlockingIOError:
-            return []
-        if not num_bytes:
-            raise ConnectionError("closed its connection")
-        came = scratch[:num_bytes]
-        # Most reads hold whole records, which are opened where they lie; only the rest of a read is copied.
-        data = memoryview(self._partial + bytes(came)) if self._partial else came
-        messages, begin = [], 0
-        while begin < len(data) and (record := open_record(self.proven.incoming, data, begin)):
-            frames, begin = record
-            messages.append(frames)
-        self._partial = bytes(data[begin:])
-        return messages
-
-    def close(self) -> None:
-        if self.proven is not None:
-            self.proven.socket.close()
+    proven: ProvenConnection | None = None
+    early: list[tuple[bytes, Sequence[Any]]] = field(default_factory=list)
+    unsent: bytearray = field(default_factory=bytearray)
+    is_writing: bool = False
+    """Whether the loop calls when the system takes more bytes."""
+    partial: bytes = b""
+    """Bytes that were read of a record whose end has not come yet."""
 
 
-class DirectLink(PrivateLink):
+class DirectLink:
     """Carries small messages over one connection to each rank. Any thread may call :meth:`send`.
 
     Args:
         encrypts: whether larger frames are sealed too; both sides must agree.
-        broken: called where the connection to a rank has ended, other than by :meth:`disconnect`.
     """
 
-    def __init__(self, loop: AbstractEventLoop, *, encrypts: bool, broken: Callable[[int, str], None]) -> None:
-        self._loop, self._encrypts, self._broken = loop, encrypts, broken
-        self._connections: dict[int, _DirectConnection] = {}
+    def __init__(self, loop: AbstractEventLoop, *, encrypts: bool) -> None:
+        self._loop, self._encrypts = loop, encrypts
+        self.connections: dict[int, _DirectConnection] = {}
         self._lock = threading.Lock()
         """Held by the thread that sends, so that records are sealed and sent in one order."""
-        self._writing: set[int] = set()
         self._ended: list[_DirectConnection] = []
         self._arrived: deque[PeerMessage] = deque()
         self._scratch = memoryview(bytearray(_READ_BYTES))
-        self._wake: Callable[[], None] = lambda: None
+        self.broken: Callable[[int, str], None] = lambda rank, why: None
+        """Called where the connection to a rank has ended, other than by :meth:`disconnect`."""
+        self.on_arrival: Callable[[], None] = lambda: None
+        """Called on the loop when messages may have arrived."""
 
-    def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:  # noqa: ARG002 - it has it
-        self._wake = read
-
-    def connect(self, rank: int, address: str) -> None:  # noqa: ARG002
-        self._connections[rank] = _DirectConnection(encrypts=self._encrypts)
+    def connect(self, rank: int, address: str) -> None:  # noqa: ARG002 - :meth:`open` brings the connection
+        """Accepts messages to a rank from now on; they travel once it is connected."""
+        self.connections[rank] = _DirectConnection()
 
     def open(self, rank: int, connections: Sequence[ProvenConnection]) -> None:
+        """Begins to exchange messages with a rank over this one connection."""
         (proven,) = connections
-        connection = self._connections.get(rank)
+        connection = self.connections.get(rank)
         if connection is None:  # the rank was lost meanwhile
             proven.socket.close()
             return
+        proven.socket.setblocking(False)
         try:
             with self._lock:
-                connection.open(proven)
+                connection.proven = proven
+                for head, frames in connection.early:
+                    self._send(connection, proven, head, frames)
+                connection.early.clear()
         except OSError as error:
             self._lose(rank, connection, error)
         else:
-            self._loop.add_reader(proven.socket.fileno(), self._read, rank, connection)
-            self._flush_later(rank, connection)
+            self._loop.add_reader(proven.socket.fileno(), self._read, rank, connection, proven)
+            self._write(rank, connection)
 
     def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
-        connection = self._connections.get(rank)
+        """Sends a message; never blocks. A message to a rank that is gone is dropped."""
+        connection = self.connections.get(rank)
         if connection is None:
             return
         try:
             with self._lock:
-                connection.send(head, frames)
+                if connection.proven is None:
+                    connection.early.append((head, frames))
+                    return
+                self._send(connection, connection.proven, head, frames)
+            if not connection.unsent:
+                return
+            follows = partial(self._write, rank, connection)
         except OSError as error:
-            # The loop's readers and writers belong to the loop, so it also takes the connection down.
-            self._on_loop(self._lose, rank, connection, error)
-            return
-        if connection.unsent:
-            self._on_loop(self._flush_later, rank, connection)
-
-    def _on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+            follows = partial(self._lose, rank, connection, error)
+        # The loop's readers and writers belong to the loop, so it goes on from here.
         if runs_here(self._loop):
-            call(*arguments)
+            follows()
         else:
             with suppress(RuntimeError):  # the loop was closed: nobody is left to be told
-                self._loop.call_soon_threadsafe(call, *arguments)
+                self._loop.call_soon_threadsafe(follows)
 
-    def _flush_later(self, rank: int, connection: _DirectConnection) -> None:
-        is_current = connection.proven is not None and self._connections.get(rank) is connection
-        if connection.unsent and is_current and rank not in self._writing:
-            assert connection.proven is not None
-            self._writing.add(rank)
-            self._loop.add_writer(connection.proven.socket.fileno(), self._flush, rank, connection)
-
-    def _flush(self, rank: int, connection: _DirectConnection) -> None:
+    def _send(
+        self, connection: _DirectConnection, proven: ProvenConnection, head: bytes, frames: Sequence[Any]
+    ) -> None:
+        # Sealed even where it has to wait: records must be sealed in the order in which they travel.
+        record, num_bytes = seal_record(proven.outgoing, head, frames, encrypts=self._encrypts)
         try:
-            with self._lock:
-                connection.flush()
+            num_sent = 0 if connection.unsent else proven.socket.sendmsg(record)
+        except BlockingIOError:
+            num_sent = 0
+        if num_sent < num_bytes:
+            connection.unsent += b"".join(record)[num_sent:]
+
+    def _write(self, rank: int, connection: _DirectConnection) -> None:
+        """Sends waiting bytes as far as the system takes them, and again once it takes more."""
+        if connection.proven is None or self.connections.get(rank) is not connection:
+            return
+        socket = connection.proven.socket
+        try:
+            with self._lock, suppress(BlockingIOError):
+                del connection.unsent[: socket.send(connection.unsent)]
         except OSError as error:
             self._lose(rank, connection, error)
-        else:
-            if not connection.unsent:
-                self._stop_writing(rank, connection)
-
-    def _stop_writing(self, rank: int, connection: _DirectConnection) -> None:
-        if rank in self._writing:
-            assert connection.proven is not None
-            self._writing.discard(rank)
-            self._loop.remove_writer(connection.proven.socket.fileno())
+            return
+        if connection.unsent and not connection.is_writing:
+            self._loop.add_writer(socket.fileno(), self._write, rank, connection)
+        elif connection.is_writing and not connection.unsent:
+            self._loop.remove_writer(socket.fileno())
+        connection.is_writing = bool(connection.unsent)
 
     def receive(self) -> PeerMessage | None:
+        """Returns the next message that has arrived, or None."""
         return self._arrived.popleft() if self._arrived else None
 
-    def _read(self, rank: int, connection: _DirectConnection) -> None:
+    def _read(self, rank: int, connection: _DirectConnection, proven: ProvenConnection) -> None:
         try:
-            self._arrived.extend((rank, frames) for frames in connection.read(self._scratch))
+            num_bytes = proven.socket.recv_into(self._scratch)
+            if not num_bytes:
+                raise ConnectionError("closed its connection")
+            came, begin = self._scratch[:num_bytes], 0
+            # Most reads hold whole records, which are opened where they lie; only the rest of a read is copied.
+            data = memoryview(connection.partial + bytes(came)) if connection.partial else came
+            while begin < len(data) and (record := open_record(proven.incoming, data, begin)):
+                frames, begin = record
+                self._arrived.append((rank, frames))
+            connection.partial = bytes(data[begin:])
+        except BlockingIOError:
+            return
         except MalformedMessage as error:
             _LOG.warning("the direct connection to rank %d is closed for what came there: %s", rank, error)
             self._lose(rank, connection, error)
         except OSError as error:
             self._lose(rank, connection, error)
-        self._wake()
+        self.on_arrival()
 
     def _lose(self, rank: int, connection: _DirectConnection, why: Exception) -> None:
         if self._end(rank, connection):
-            self._broken(rank, str(why) or repr(why))
+            self.broken(rank, str(why) or repr(why))
 
     def _end(self, rank: int, connection: _DirectConnection) -> bool:
         """Stops reading and writing; the other side learns of it by the end of the connection.
 
         Returns False if the connection has ended before.
         """
-        if self._connections.get(rank) is not connection:
+        if self.connections.get(rank) is not connection:
             return False
-        del self._connections[rank]
+        del self.connections[rank]
         self._ended.append(connection)
         if connection.proven is not None and not self._loop.is_closed():
-            self._stop_writing(rank, connection)
             self._loop.remove_reader(connection.proven.socket.fileno())
+            if connection.is_writing:
+                self._loop.remove_writer(connection.proven.socket.fileno())
         return True
 
     def disconnect(self, rank: int) -> None:
-        if connection := self._connections.get(rank):
-            self._end(rank, connection)
+        """Ends the exchange with a rank in both directions."""
+        connection = self.connections.get(rank)
+        if connection is not None and self._end(rank, connection) and connection.proven is not None:
             with self._lock:
-                connection.close()
+                connection.proven.socket.close()
 
     def close(self, linger_s: float) -> None:  # noqa: ARG002 - connections stand until :meth:`join`
-        for rank, connection in [*self._connections.items()]:
+        """Sends nothing new, and waiting bytes as far as the system takes them at once."""
+        for rank, connection in [*self.connections.items()]:
             self._end(rank, connection)
-            if connection.unsent:
+            if connection.unsent and connection.proven is not None:
                 with suppress(OSError), self._lock:
-                    connection.flush()
+                    connection.proven.socket.send(connection.unsent)
 
     def join(self) -> None:
+        """Ends all connections; called after :meth:`close`, on any thread."""
         for connection in self._ended:
-            with self._lock:
-                connection.close()
+            if connection.proven is not None:
+                with self._lock:
+                    connection.proven.socket.close()

@@ -20,18 +20,32 @@ from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import zmq
 
-from rrfp_jax.cluster._admission import LISTENER_EVENTS, Gate, UnprovenConnections
-from rrfp_jax.cluster._peer_loss import PeerLossCallbacks
 from rrfp_jax.cluster._zmq_link import ZmqLink
-from rrfp_jax.cluster._zmq_sockets import ConnectionEvent, QuietLog, connection_events, monitor_of
-from rrfp_jax.cluster.failure_detector import Broken, FailureDetector, HeartbeatClock, Left, Lost, Suspicion
-from rrfp_jax.cluster.wire import MalformedMessage, field, pack_plain, unpack_plain
+from rrfp_jax.cluster._zmq_sockets import (
+    HANDSHAKE_FAILURES,
+    Gate,
+    UnprovenConnections,
+    connection_events,
+    monitor_of,
+)
+from rrfp_jax.cluster.failure_detector import (
+    Broken,
+    Conclusion,
+    FailureDetector,
+    HeartbeatClock,
+    Left,
+    Lost,
+    Suspicion,
+)
+from rrfp_jax.cluster.wire import MalformedMessage, QuietLog, field, pack_plain, unpack_plain
+from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
-FAREWELL_LINGER_S = 1.0
+_FAREWELL_LINGER_S = 1.0
 _SOON_S = 0.005
 _FAREWELL_S = 0.5
 """Seconds that a farewell may still be on its way after a connection of the same peer has closed, and that a closed
@@ -40,6 +54,8 @@ _REFUSAL_S = 1.0
 """Seconds that a peer may refuse connections at the start; it has been listening since before the rendezvous."""
 _ANSWER_S = 0.3
 """Seconds that a suspected rank has to answer, or a heartbeat's interval where that is less."""
+_MORE_LOSSES_S = 0.3
+"""Seconds within which others may be missed after the first, which may have ended for the loss of one of them."""
 
 
 class Liveness:
@@ -51,24 +67,16 @@ class Liveness:
         data: carries messages; its connections are watched too.
         unproven: the connections that have come to both links.
         deadline_s: see :class:`~rrfp_jax.cluster.failure_detector.HeartbeatClock`.
-        callbacks: told of every conclusion, on this thread.
     """
 
     def __init__(
-        self,
-        link: ZmqLink,
-        gate: Gate,
-        data: ZmqLink,
-        unproven: UnprovenConnections,
-        *,
-        deadline_s: float,
-        callbacks: PeerLossCallbacks,
+        self, link: ZmqLink, gate: Gate, data: ZmqLink, unproven: UnprovenConnections, *, deadline_s: float
     ) -> None:
-        self._rank, self._link, self._gate, self._callbacks = link.rank, link, gate, callbacks
-        self._deadline_s = deadline_s
+        self._rank, self._link, self._gate, self._deadline_s = link.rank, link, gate, deadline_s
         self._monitor, self._data_monitor = monitor_of(link.inbound), monitor_of(data.inbound)
         self._unproven = unproven
-        self._listener_monitors = [monitor_of(each.outbound, LISTENER_EVENTS) for each in (link, data)]
+        listens = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+        self._listener_monitors = [monitor_of(each.outbound, listens) for each in (link, data)]
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waking = threading.Lock()
         self._garbage = QuietLog(_LOG)
@@ -85,21 +93,48 @@ class Liveness:
         self._awaited: set[str] = set()
         """Addresses to which connections do not stand yet."""
         self._unheard: set[int] = set()
-        self._is_connected = False
         self._early: set[str] = set()
         """Addresses whose connections stood before this thread was told of them."""
         self._closed: dict[int, float] = {}
         """Ranks whose heartbeats' connection has closed and was not made anew yet, and until when that is awaited."""
         self._silent_data: dict[int, float] = {}
         """Ranks from which messages no longer come, and until when a farewell is awaited."""
+        self._has_followed, self._num_ranks = False, 0
+        self._is_decided = threading.Event()
+        """Whether all ranks are connected, or one is missed."""
+        self._missed: list[str] = []
+        """Reasons why :meth:`wait_connected` fails."""
+        self.is_mute = False
+        """Whether nobody is told of conclusions any more."""
+        self._drop: Callable[[int, bool], None] = lambda rank, has_left: None
+        self._on_lost: Callable[[int, str], None] = lambda rank, reason: None
+        self._on_left: Callable[[int], None] | None = None
+        self._on_broken: Callable[[str], None] | None = None
         self._running = True
         self._thread = threading.Thread(target=self._run, name="rrfp-liveness", daemon=True)
         self._thread.start()
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
-    def begin(self, loop: AbstractEventLoop, hosts: Sequence[str]) -> None:
-        """Watches this rank's own event loop from now on; ``hosts`` are those of all ranks."""
+    def begin(
+        self,
+        loop: AbstractEventLoop,
+        hosts: Sequence[str],
+        *,
+        drop: Callable[[int, bool], None],
+        lost: Callable[[int, str], None],
+        left: Callable[[int], None] | None,
+        broken: Callable[[str], None] | None,
+    ) -> None:
+        """Watches this rank's own event loop from now on, and tells the callbacks there of conclusions.
+
+        Args:
+            hosts: the host of every rank.
+            drop: called with a rank that is gone, and whether it left in good order, before any other callback.
+            lost, left, broken: see :meth:`PeerNetwork.start`.
+        """
+        self._drop, self._on_lost, self._on_left, self._on_broken = drop, lost, left, broken
+        self._num_ranks = len(hosts)
 
         def begin() -> None:
             self._loop = loop
@@ -110,7 +145,35 @@ class Liveness:
 
     def follow(self, places: Mapping[int, tuple[str, ...]]) -> None:
         """Expects more ranks: the address of each one's heartbeats, then that of its messages, if any."""
-        self._command(lambda: self._follow(places))
+
+        def follow() -> None:
+            self._has_followed = True
+            for rank, addresses in places.items():
+                if rank not in self._detector.present:
+                    continue
+                self._awaited |= {address for address in addresses if address not in self._rank_at} - self._early
+                self._rank_at |= dict.fromkeys(addresses, rank)
+                if rank not in self._watched:
+                    self._watched.add(rank)
+                    self._unheard.add(rank)
+                    self._clock.expect(rank)
+                    self._link.connect(rank, addresses[0])
+
+        self._command(follow)
+
+    def wait_connected(self, timeout_s: float) -> None:
+        """Blocks until every connection stands, and each rank that is watched has been heard.
+
+        Raises:
+            ConnectionError: where a peer is lost or leaves before, or the time is over.
+        """
+        if not wait_for(self._is_decided, timeout_s):
+            raise ConnectionError(
+                f"rank {self._rank} of {self._num_ranks} has not reached all ranks after {timeout_s} s"
+            )
+        if self._missed:
+            time.sleep(_MORE_LOSSES_S)
+            raise ConnectionError(f"rank {self._rank} could not connect to {'; '.join(self._missed)}")
 
     def suspected_by(self, reporter: int, reason: str) -> None:
         """Takes a message by which ``reporter`` takes this rank for lost: heartbeats with that may not get through."""
@@ -136,19 +199,42 @@ class Liveness:
             if self._running:
                 os.eventfd_write(self._wake, 1)
 
+    # -- called on the event loop ------------------------------------------------------------------------------------
+
+    def tell(self, conclusion: Conclusion) -> None:
+        """Drops a rank that is gone, and tells the callbacks."""
+        if self.is_mute:
+            return
+        match conclusion:
+            case Lost(rank, reason):
+                self._drop(rank, False)
+                _LOG.warning("rank %d lost rank %d: %s", self._rank, rank, reason)
+                self._on_lost(rank, reason)
+            case Left(rank):
+                self._drop(rank, True)
+                if self._on_left is not None:
+                    self._on_left(rank)
+            case Broken(text):
+                _LOG.warning("rank %d: %s", self._rank, text)
+                if self._on_broken is not None:
+                    self._on_broken(text)
+                else:
+                    self._on_lost(self._rank, text)
+
     # -- on the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poller = zmq.Poller()
+        poller, pause_s = zmq.Poller(), 0.0
         links = (self._link.inbound, self._link.outbound)
         for readable in (self._gate.socket, *links, self._monitor, self._data_monitor, *self._listener_monitors):
             poller.register(readable, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         try:
             while self._running:
-                poller.poll(1 + round(self._pause_s() * 1000))
-                for monitor in self._listener_monitors:
-                    self._unproven.heed(monitor)
+                poller.poll(1 + round(pause_s * 1000))
+                for event in (each for monitor in self._listener_monitors for each in connection_events(monitor)):
+                    note = self._unproven.came if event["event"] == zmq.EVENT_ACCEPTED else self._unproven.went
+                    note(int(event["value"]), event["endpoint"])
                 # The clock first: whatever is concluded below must not hold a pause of this process against others.
                 self._clock.advance(time.monotonic())
                 self._gate.answer()
@@ -156,28 +242,21 @@ class Liveness:
                     os.eventfd_read(self._wake)
                 while self._commands:
                     self._commands.popleft()()
-                self._look()
+                pause_s = self._look()
         except Exception as error:
             _LOG.exception("the liveness thread of rank %d failed", self._rank)
-            self._callbacks.lost(self._rank, f"its own watch over the others failed: {error!r}")
+            why = f"its own watch over the others failed: {error!r}"
+            self._report(Lost(self._rank, why), f"rank {self._rank}: {why}")
         finally:
-            self._link.close(FAREWELL_LINGER_S)
-            for socket in (self._monitor, self._data_monitor, *self._listener_monitors):
+            self._link.close(_FAREWELL_LINGER_S)
+            for socket in (self._monitor, self._data_monitor, *self._listener_monitors, self._gate.socket):
                 socket.close()
-            self._gate.close()
             with self._waking:  # nobody may write to a descriptor that is closed, and perhaps another's by now
                 self._running = False
                 os.close(self._wake)
 
-    def _pause_s(self) -> float:
-        pauses = [self._clock.interval_s, self._next_beat_s - time.monotonic()]
-        awake_s = self._clock.awake_s
-        pauses += [until_s - awake_s for until_s in (*self._silent_data.values(), *self._closed.values())]
-        if (due_s := self._detector.next_due_s()) is not None:
-            pauses.append(due_s - awake_s)
-        return max(0.0, min(pauses))
-
-    def _look(self) -> None:
+    def _look(self) -> float:
+        """Takes note of everything that has come, concludes, and beats. Returns the seconds until the next look."""
         # A new listener soon hears a heartbeat, from which it knows that it will hear a farewell too.
         if came := self._link.welcome():
             self._listeners.update(came)
@@ -188,31 +267,19 @@ class Liveness:
                 self._handle(event, is_data=monitor is not self._monitor)
         # Everything that has come was heard above, so a peer that is overdue now really is.
         for rank, reason, hangs in self._clock.overdue():
-            self._suspect_rank(rank, reason, is_certain=hangs)
+            self._suspect(Suspicion(self._rank, rank, reason, hangs))
         for rank, until_s in [*self._silent_data.items(), *self._closed.items()]:
             if self._clock.awake_s > until_s:
-                self._suspect_rank(rank, "closed its connection")
+                self._suspect(Suspicion(self._rank, rank, "closed its connection"))
         self._conclude()
+        if self._has_followed and not self._awaited and not self._unheard:
+            self._is_decided.set()
         if time.monotonic() >= self._next_beat_s:
             self._beat()
-
-    def _follow(self, followed: Mapping[int, tuple[str, ...]]) -> None:
-        for rank, places in followed.items():
-            if rank not in self._detector.present:
-                continue
-            self._awaited |= {place for place in places if place not in self._rank_at} - self._early
-            self._rank_at |= dict.fromkeys(places, rank)
-            if rank not in self._watched:
-                self._watched.add(rank)
-                self._unheard.add(rank)
-                self._clock.expect(rank)
-                self._link.connect(rank, places[0])
-        self._check_connected()
-
-    def _check_connected(self) -> None:
-        if not self._awaited and not self._unheard and not self._is_connected:
-            self._is_connected = True
-            self._callbacks.connected()
+        awake_s, due_s = self._clock.awake_s, self._detector.next_due_s()
+        times = [*self._silent_data.values(), *self._closed.values(), *(() if due_s is None else (due_s,))]
+        pauses = [self._clock.interval_s, self._next_beat_s - time.monotonic(), *(each - awake_s for each in times)]
+        return max(0.0, min(pauses))
 
     def _hear(self) -> None:
         while (received := self._link.receive()) is not None:
@@ -227,34 +294,35 @@ class Liveness:
                 continue
             self._clock.hear(rank, blocked_s)
             self._closed.pop(rank, None)
-            if rank in self._unheard:
-                self._unheard.discard(rank)
-                self._check_connected()
+            self._unheard.discard(rank)
             if is_news:
                 self._beat_soon()
         self._conclude()
 
-    def _handle(self, event: ConnectionEvent, *, is_data: bool) -> None:
-        rank, address = self._rank_at.get(event.address), event.address
-        if rank is None:
-            if event.succeeded:
-                self._early.add(address)
-        elif event.succeeded:
+    def _handle(self, event: dict[str, Any], *, is_data: bool) -> None:
+        kind, address = int(event["event"]), event["endpoint"].decode()
+        rank, is_disconnected = self._rank_at.get(address), kind == zmq.EVENT_DISCONNECTED
+        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._awaited.discard(address)
-            self._check_connected()
-        elif rank not in self._detector.present:
+            if rank is None:
+                self._early.add(address)
+        elif rank is None or rank not in self._detector.present:
             return
-        elif event.failed and not event.interrupted:
-            self._suspect_rank(rank, f"it cannot be connected to: {event.failed}", is_certain=True)
-        elif event.unreachable and address in self._awaited:
+        # Without detail the peer went away or was too slow, and ZeroMQ tries again.
+        elif kind & HANDSHAKE_FAILURES and kind != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            why = "its key is not of this run"
+            if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                why = f"it does not speak the protocol with this run's key (ZeroMQ event {event['value']:#x})"
+            self._suspect(Suspicion(self._rank, rank, f"it cannot be connected to: {why}", is_certain=True))
+        elif kind == zmq.EVENT_CLOSED and address in self._awaited:
             if self._clock.awake_s > _REFUSAL_S:
-                self._suspect_rank(rank, "closed: it no longer listens", is_certain=True)
-        elif event.unreachable and not is_data and rank in self._closed:
+                self._suspect(Suspicion(self._rank, rank, "closed: it no longer listens", is_certain=True))
+        elif kind == zmq.EVENT_CLOSED and not is_data and rank in self._closed:
             # The port refuses a connection that was made anew after one had closed: the process is gone.
-            self._suspect_rank(rank, "closed its connection", is_certain=True)
-        elif event.disconnected and is_data:
+            self._suspect(Suspicion(self._rank, rank, "closed its connection", is_certain=True))
+        elif is_disconnected and is_data:
             self._await_farewell(rank)
-        elif event.disconnected:
+        elif is_disconnected:
             until_s = self._clock.awake_s + _FAREWELL_S
             self._hear()  # a farewell came before the end of the same connection
             if rank in self._detector.present:
@@ -265,29 +333,42 @@ class Liveness:
         if rank in self._detector.present:
             self._silent_data.setdefault(rank, self._clock.awake_s + _FAREWELL_S)
 
-    def _suspect_rank(self, rank: int, reason: str, *, is_certain: bool = False) -> None:
-        self._silent_data.pop(rank, None)
-        if rank in self._closed:
-            self._closed[rank] = math.inf  # suspected once; a heartbeat over a new connection still clears it
-        self._suspect(Suspicion(self._rank, rank, reason, is_certain))
-
     def _suspect(self, suspicion: Suspicion) -> None:
+        rank = suspicion.suspect
+        if suspicion.reporter == self._rank:
+            self._silent_data.pop(rank, None)
+            if rank in self._closed:
+                self._closed[rank] = math.inf  # suspected once; a heartbeat over a new connection still clears it
         if self._detector.suspect(suspicion, self._clock.awake_s):
             self._next_beat_s = 0.0
 
     def _conclude(self) -> None:
         for conclusion in self._detector.conclusions(self._clock.awake_s):
-            match conclusion:
-                case Lost(rank, reason):
-                    # The rank still gets heartbeats: if it lives after all, it should hear that it is taken for lost.
-                    self._forget(rank)
-                    self._callbacks.lost(rank, reason)
-                case Left(rank):
-                    self._forget(rank)
+            missed = ""
+            if isinstance(conclusion, Broken):
+                missed = conclusion.text
+            else:
+                rank = conclusion.rank
+                self._silent_data.pop(rank, None)
+                self._closed.pop(rank, None)
+                self._clock.forget(rank)
+                self._link.ignore(rank)
+                # A rank that is lost still gets heartbeats: if it lives after all, it should hear what others think.
+                if isinstance(conclusion, Lost):
+                    missed = f"rank {rank}: {conclusion.reason}"
+                else:
                     self._listeners.discard(rank)
-                    self._callbacks.left(rank)
-                case Broken(text):
-                    self._callbacks.broken(text)
+                    missed = "" if self._missed else f"rank {rank}: it has ended"
+            self._report(conclusion, missed)
+
+    def _report(self, conclusion: Conclusion, missed: str) -> None:
+        # Missed only until all were connected: a later loss is told by the callbacks, and nobody waits any more.
+        if missed and (self._missed or not self._is_decided.is_set()):
+            self._missed.append(missed)
+            self._is_decided.set()
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop was closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(self.tell, conclusion)
 
     def _beat(self, *, leaves: bool = False) -> None:
         self._next_beat_s = time.monotonic() + self._clock.interval_s
@@ -305,9 +386,3 @@ class Liveness:
     def _beat_soon(self) -> None:
         # After a moment, so that one heartbeat takes all news that comes at about the same time.
         self._next_beat_s = min(self._next_beat_s, time.monotonic() + _SOON_S)
-
-    def _forget(self, rank: int) -> None:
-        self._silent_data.pop(rank, None)
-        self._closed.pop(rank, None)
-        self._clock.forget(rank)
-        self._link.ignore(rank)

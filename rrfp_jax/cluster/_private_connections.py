@@ -19,18 +19,16 @@ import asyncio
 import logging
 import secrets
 import socket
-from abc import abstractmethod
-from asyncio import AbstractEventLoop
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rrfp_jax.cluster._channel import Channel, DeliverMessage, MessageLink
-from rrfp_jax.cluster._zmq_sockets import QuietLog
-from rrfp_jax.cluster.config import NetworkSettings
+from rrfp_jax.cluster._array_link import ArrayLink
+from rrfp_jax.cluster._channel import Channel
+from rrfp_jax.cluster._direct_link import DirectLink
+from rrfp_jax.cluster._liveness import Liveness
+from rrfp_jax.cluster.failure_detector import Lost
 from rrfp_jax.cluster.host import unproven_allowed
-from rrfp_jax.cluster.wire import SECRET_BYTES, TAG_BYTES, MalformedMessage, Seal, field
+from rrfp_jax.cluster.wire import SECRET_BYTES, TAG_BYTES, MalformedMessage, ProvenConnection, QuietLog, Seal, field
 
 _LOG = logging.getLogger(__name__)
 NUM_LISTENERS = 2
@@ -50,14 +48,6 @@ take some megabytes, which is right between hosts only."""
 _WANTED, _PORT, _LOCAL, _NAMES, _SECRETS, _ENCRYPTS = "wanted", "port", "local", "names", "secrets", "encrypts"
 
 
-class ProvenConnection(NamedTuple):
-    """A connection to a rank that has proven itself: a blocking socket, and the seals of both directions."""
-
-    socket: socket.socket
-    outgoing: Seal
-    incoming: Seal
-
-
 class _Invited(NamedTuple):
     """A connection that this rank has invited another to make."""
 
@@ -66,53 +56,41 @@ class _Invited(NamedTuple):
     secret: bytes
 
 
-class PrivateLink(MessageLink):
-    """A link over private connections. It needs no addresses: :meth:`open` brings connections that are proven."""
-
-    @abstractmethod
-    def open(self, rank: int, connections: Sequence[ProvenConnection]) -> None:
-        """Begins to exchange messages with a rank over these connections."""
-
-    @abstractmethod
-    def join(self) -> None:
-        """Ends all connections; called after ``close``, on any thread."""
-
-
 class PrivateConnections:
     """The private connections of one kind, to all ranks. Used on the event loop, except for :meth:`join`.
 
     Args:
         purpose: the use of the connections, in messages.
-        host: the address to listen on.
+        rank: this rank.
+        hosts: the address on which each rank listens.
+        link: gets connections that are proven.
+        channel: sends and receives over the link; closed here.
         num_connections: number of connections to each rank.
-        make_link: makes the link. Its argument may be called on any thread when a connection to a rank has ended.
+        encrypts: whether arrays are encrypted; all ranks must agree.
         tell: sends a dict to a rank, whose :meth:`receive` gets it.
-        suspect: called with a rank that has ended a connection.
-        failed: called with a rank that cannot be reached, and the reason.
+        liveness: told of a rank that has ended a connection, and of one that cannot be reached.
     """
 
     def __init__(
         self,
         purpose: str,
         rank: int,
-        host: str,
-        settings: NetworkSettings,
+        hosts: Mapping[int, str],
+        link: ArrayLink | DirectLink,
+        channel: Channel,
         *,
+        loop: asyncio.AbstractEventLoop,
         num_connections: int,
-        make_link: Callable[[Callable[[int, str], None]], PrivateLink],
-        loop: AbstractEventLoop,
-        deliver: DeliverMessage,
+        encrypts: bool,
         tell: Callable[[int, dict[str, Any]], None],
-        suspect: Callable[[int], None],
-        failed: Callable[[int, str], None],
+        liveness: Liveness,
     ) -> None:
-        self._purpose, self._rank, self._host, self._loop = purpose, rank, host.strip("[]"), loop
-        self._num_connections, self._encrypts = num_connections, settings.encrypt_arrays
-        self._tell, self._suspect, self._failed = tell, suspect, failed
-        self._link = make_link(self._broke)
-        self.channel = Channel(self._link, loop, deliver, settings.high_water_bytes)
-        self._ranks: set[int] = set()
-        """Ranks that messages may be sent to, over connections that stand or are being made."""
+        self.purpose, self._rank, self._hosts, self._loop = purpose, rank, hosts, loop
+        self.link, self.channel = link, channel
+        self.num_connections, self._encrypts = num_connections, encrypts
+        self._tell, self._liveness = tell, liveness
+        self.wanted: frozenset[int] = frozenset()
+        """Ranks to which this rank has asked for connections, perhaps on another thread."""
         self._asked: set[int] = set()
         self._listener: socket.socket | None = None
         self._local: socket.socket | None = None
@@ -124,22 +102,21 @@ class PrivateConnections:
         self._max_unproven = min(_MAX_UNPROVEN, unproven_allowed(num_connections))
         self._garbage = QuietLog(_LOG)
         self._is_closed = False
+        link.broken = self._broken
 
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._ranks
+    def want(self, ranks: Iterable[int]) -> None:
+        """Has connections to and from these ranks made, once."""
+        for rank in sorted(ranks):
+            if not self._is_closed and rank not in self.channel.peers and rank not in self.channel.gone:
+                self.channel.add(rank)
+                self._ask(rank)
 
-    def want(self, rank: int) -> None:
-        """Has connections to and from a rank made, once."""
-        if rank not in self._ranks and not self._is_closed:
-            self._add_rank(rank)
-            self._ask(rank)
-
-    def receive(self, rank: int, header: dict[str, Any], host: str) -> None:
-        """Handles the dict that another rank tells; ``host`` is where that rank listens. Raises MalformedMessage."""
+    def receive(self, rank: int, header: dict[str, Any], _: list[memoryview]) -> None:
+        """Handles the dict that another rank tells. Raises MalformedMessage."""
         if self._is_closed:
             return
         # The other rank may send as soon as its side stands, so this side expects its messages from now on.
-        self._add_rank(rank)
+        self.channel.add(rank)
         if header.get(_WANTED) is True and self._rank < rank:
             self._ask(rank)
             return
@@ -154,13 +131,9 @@ class PrivateConnections:
         self._asked.add(rank)
         self._made[rank], self._num_wanted[rank] = {}, len(names)
         if field(header, _ENCRYPTS, bool) != self._encrypts:
-            self._failed(rank, "it differs in encrypt_arrays: give all ranks the same settings")
+            self._liveness.tell(Lost(rank, "it differs in encrypt_arrays: give all ranks the same settings"))
             return
-        self._spawn(self._accept_invitation(rank, local, (host.strip("[]"), port), [*zip(names, keys, strict=True)]))
-
-    def drop(self, rank: int, *, has_left: bool) -> None:
-        """Ends the connections to a rank that is gone."""
-        self.channel.drop(rank, has_left=has_left)
+        self._spawn(self._accept_invitation(rank, local, port, [*zip(names, keys, strict=True)]))
 
     def close(self, linger_s: float) -> None:
         """Makes no more connections, and sends nothing new. The event loop may be closed."""
@@ -175,14 +148,6 @@ class PrivateConnections:
                     proven.socket.close()
         self.channel.close(linger_s)
 
-    def join(self) -> None:
-        """Ends the connections; called after :meth:`close`, on any thread, when their other ends have been told."""
-        self._link.join()
-
-    def _add_rank(self, rank: int) -> None:
-        self.channel.add(rank, "")
-        self._ranks.add(rank)  # last: from now on other threads may send there
-
     def _ask(self, rank: int) -> None:
         if rank not in self._asked:
             self._asked.add(rank)
@@ -192,18 +157,14 @@ class PrivateConnections:
             else:
                 self._tell(rank, {_WANTED: True})
 
-    def _broke(self, rank: int, why: str) -> None:
-        # Called on the thread of a connection.
-        with suppress(RuntimeError):  # the loop was closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(self._broken, rank, why)
-
     def _broken(self, rank: int, why: str) -> None:
+        # Called on the thread of a connection.
         if not self._is_closed:
-            _LOG.debug("rank %d: a connection for %s with rank %d ended: %s", self._rank, self._purpose, rank, why)
-            self._suspect(rank)
+            _LOG.debug("rank %d: a connection for %s with rank %d ended: %s", self._rank, self.purpose, rank, why)
+            self._liveness.connection_ended(rank)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+        task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -224,20 +185,22 @@ class PrivateConnections:
         if len(made) == self._num_wanted[rank]:
             for each in made.values():
                 each.socket.setblocking(True)
-            self._link.open(rank, [made[index] for index in sorted(made)])
+            self.link.open(rank, [made[index] for index in sorted(made)])
 
     # -- the lower rank listens and invites --------------------------------------------------------------------------
 
     def _invite(self, rank: int) -> None:
         if self._listener is None:
-            self._listener = socket.create_server((self._host, 0), family=_family(self._host), backlog=_MAX_UNPROVEN)
+            host = self._hosts[self._rank].strip("[]")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, 0), family=family, backlog=_MAX_UNPROVEN)
             self._listener.setblocking(False)
-            self._local = _listen_locally()
+            self._local = _local_socket(b"\0rrfp-" + secrets.token_hex(_NAME_BYTES).encode(), listens=True)
             for listener in filter(None, (self._listener, self._local)):
                 self._spawn(self._accept(listener))
-        self._made[rank], self._num_wanted[rank] = {}, self._num_connections
+        self._made[rank], self._num_wanted[rank] = {}, self.num_connections
         names, keys = [], []
-        for index in range(self._num_connections):
+        for index in range(self.num_connections):
             names.append(secrets.token_bytes(_NAME_BYTES))
             keys.append(secrets.token_bytes(SECRET_BYTES))
             self._invited[names[-1]] = _Invited(rank, index, keys[-1])
@@ -246,17 +209,25 @@ class PrivateConnections:
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
-            await _readable(listener.fileno())
+            # Not by ``loop.sock_accept``: where that is cancelled it may already have accepted a connection, which then
+            # nobody closes. Here a task that is cancelled has accepted none.
+            came = asyncio.Event()
+            self._loop.add_reader(listener.fileno(), came.set)
+            try:
+                await came.wait()
+            finally:
+                self._loop.remove_reader(listener.fileno())
             try:
                 connection, _ = listener.accept()
             except BlockingIOError:  # whoever came is gone
                 continue
             except OSError as error:  # the stranger has gone again, or no more files may be open
-                self._garbage.warn("a connection for %s could not be accepted: %s", self._purpose, error)
+                self._garbage.warn("a connection for %s could not be accepted: %s", self.purpose, error)
                 await asyncio.sleep(_RETRY_S)
                 continue
             task = self._spawn(self._admit(connection))
-            task.add_done_callback(partial(_close_if_cancelled, connection))
+            # A task may be cancelled before its first line runs, so it cannot close the connection itself.
+            task.add_done_callback(lambda task, end=connection: end.close() if task.cancelled() else None)  # type: ignore[misc]
             self._unproven[task] = None
             task.add_done_callback(lambda task: self._unproven.pop(task, None))
             # Strangers must not use up the descriptors of this process: the oldest unproven connection is closed.
@@ -271,125 +242,71 @@ class PrivateConnections:
         try:
             connection.setblocking(False)
             async with asyncio.timeout(_PROOF_S):
-                invited, proven = await self._prove(connection)
+                said = await _read(connection, _NAME_BYTES + _PROOF_BYTES)
+                name = said[:_NAME_BYTES]
+                invited = self._invited.get(name)
+                if invited is None:
+                    raise MalformedMessage("nobody was invited under its name")
+                proven = self._ready(connection, invited.secret, invited.rank)
+                if proven.incoming.opened(said[_NAME_BYTES:]) != name:
+                    raise MalformedMessage("its name is not what it has sealed")
+                # An invitation is good for one connection: a recorded conversation that is replayed finds it used up.
+                if self._invited.pop(name, None) is None:
+                    raise MalformedMessage("another connection has come under its name")
+                await self._loop.sock_sendall(connection, proven.outgoing.closed(name))
         except (OSError, TimeoutError, MalformedMessage) as error:
-            self._garbage.warn("a connection for %s was refused: %s", self._purpose, str(error) or "it said nothing")
+            self._garbage.warn("a connection for %s was refused: %s", self.purpose, str(error) or "it said nothing")
             connection.close()
-        except BaseException:  # cancelled, by :meth:`close` or to make way for another
-            connection.close()
-            raise
         else:
             self._add_connection(invited.rank, invited.number, proven)
 
-    async def _prove(self, connection: socket.socket) -> tuple[_Invited, ProvenConnection]:
-        said = await _read(connection, _NAME_BYTES + _PROOF_BYTES)
-        name = said[:_NAME_BYTES]
-        invited = self._invited.get(name)
-        if invited is None:
-            raise MalformedMessage("nobody was invited under its name")
-        proven = self._ready(connection, invited.secret, invited.rank)
-        if proven.incoming.opened(said[_NAME_BYTES:]) != name:
-            raise MalformedMessage("its name is not what it has sealed")
-        # An invitation is good for one connection: a recorded conversation that is replayed finds it used up.
-        if self._invited.pop(name, None) is None:
-            raise MalformedMessage("another connection has come under its name")
-        await asyncio.get_running_loop().sock_sendall(connection, proven.outgoing.closed(name))
-        return invited, proven
-
     # -- the higher rank connects ------------------------------------------------------------------------------------
 
-    async def _accept_invitation(
-        self, rank: int, local: bytes, remote: tuple[str, int], invited: list[tuple[bytes, bytes]]
-    ) -> None:
+    async def _accept_invitation(self, rank: int, local: bytes, port: int, invited: list[tuple[bytes, bytes]]) -> None:
+        host = self._hosts[rank].strip("[]")
         for index, (name, secret) in enumerate(invited):
+            connection = _local_socket(local, listens=False)
             try:
                 async with asyncio.timeout(_CONNECT_S):
-                    proven = await self._connect(rank, local, remote, name, secret)
-            except (OSError, TimeoutError, MalformedMessage) as error:
+                    if connection is None:
+                        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+                        connection.setblocking(False)
+                        await self._loop.sock_connect(connection, (host, port))
+                    proven = self._ready(connection, secret, rank)
+                    await self._loop.sock_sendall(connection, name + proven.outgoing.closed(name))
+                    if proven.incoming.opened(await _read(connection, _PROOF_BYTES)) != name:
+                        raise MalformedMessage("who listens there does not know the secret")
+            except BaseException as error:
+                if connection is not None:
+                    connection.close()
+                if not isinstance(error, OSError | TimeoutError | MalformedMessage):
+                    raise
                 why = str(error) or f"nobody answered within {_CONNECT_S:g} s"
-                host, port = remote
-                self._failed(rank, f"no connection for {self._purpose} to {host}:{port}: {why}")
+                self._liveness.tell(Lost(rank, f"no connection for {self.purpose} to {host}:{port}: {why}"))
                 return
             self._add_connection(rank, index, proven)
 
-    async def _connect(
-        self, rank: int, local: bytes, remote: tuple[str, int], name: bytes, secret: bytes
-    ) -> ProvenConnection:
-        loop = asyncio.get_running_loop()
-        connection = _connected_locally(local) or socket.socket(_family(remote[0]), socket.SOCK_STREAM)
-        try:
-            if connection.family != socket.AF_UNIX:
-                connection.setblocking(False)
-                await loop.sock_connect(connection, remote)
-            proven = self._ready(connection, secret, rank)
-            await loop.sock_sendall(connection, name + proven.outgoing.closed(name))
-            if proven.incoming.opened(await _read(connection, _PROOF_BYTES)) != name:
-                raise MalformedMessage("who listens there does not know the secret")
-        except BaseException:
-            connection.close()
-            raise
-        return proven
 
+def _local_socket(name: bytes, *, listens: bool) -> socket.socket | None:
+    """Returns a local socket that listens under an abstract name, which goes with it, or is connected to that.
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-async def _readable(listener: int) -> None:
-    """Returns once a connection waits at a listening socket, given by its file descriptor.
-
-    A cancelled ``loop.sock_accept`` may already have accepted a connection, which then nobody closes. Here whoever is
-    cancelled has accepted none.
+    Returns None where the system allows no such name, or nobody listens there, or too many ask at once.
     """
-    loop = asyncio.get_running_loop()
-    waits = loop.create_future()
-
-    def wake() -> None:
-        if not waits.done():
-            waits.set_result(None)
-
-    loop.add_reader(listener, wake)
     try:
-        await waits
-    finally:
-        loop.remove_reader(listener)
-
-
-def _close_if_cancelled(connection: socket.socket, task: "asyncio.Task[None]") -> None:
-    """Closes the connection of a task that was cancelled, perhaps before its first line ran."""
-    if task.cancelled():
-        connection.close()
-
-
-def _listen_locally() -> socket.socket | None:
-    """Listens under an abstract name, which goes with the socket. Returns None where the system allows no such name."""
-    try:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError:
         return None
+    end.setblocking(False)
     try:
-        listener.bind(b"\0rrfp-" + secrets.token_hex(_NAME_BYTES).encode())
-        listener.listen(_MAX_UNPROVEN)
+        if listens:
+            end.bind(name)
+            end.listen(_MAX_UNPROVEN)
+        else:
+            end.connect(name)
     except OSError:
-        listener.close()
+        end.close()
         return None
-    listener.setblocking(False)
-    return listener
-
-
-def _connected_locally(name: bytes) -> socket.socket | None:
-    """Returns a connection to the local socket; None where nobody listens there, or too many ask at once."""
-    try:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    except OSError:
-        return None
-    connection.setblocking(False)
-    try:
-        connection.connect(name)
-    except OSError:
-        connection.close()
-        return None
-    return connection
+    return end
 
 
 async def _read(connection: socket.socket, size: int) -> bytes:

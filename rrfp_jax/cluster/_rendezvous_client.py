@@ -20,7 +20,13 @@ from rrfp_jax.cluster._rendezvous_server import (
     WAITING_S,
     RendezvousFailed,
 )
-from rrfp_jax.cluster._zmq_sockets import connect_as, connect_socket, connection_events, monitor_of, new_socket
+from rrfp_jax.cluster._zmq_sockets import (
+    HANDSHAKE_FAILURES,
+    connect_socket,
+    connection_events,
+    monitor_of,
+    new_socket,
+)
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.rendezvous import JoinRequest, LauncherReport, Member, ProcessEnding, RunStatus
 from rrfp_jax.cluster.wire import MalformedMessage, pack_plain, unpack_plain
@@ -201,9 +207,8 @@ class _Client:
         """Numbers of failures in a row."""
         self.is_connected = self.was_woken = False
         self.linger_ms = 0
-        connect_as(self._socket, key.pair(MEMBER_ROLE), key.pair(SERVER_ROLE).public)
         try:
-            connect_socket(self._socket, address)
+            connect_socket(self._socket, address, key.pair(MEMBER_ROLE), key.pair(SERVER_ROLE).public)
         except zmq.ZMQError as error:
             self.close()
             raise ValueError(f"'{address}' is no address of a rendezvous: give tcp://host:port") from error
@@ -216,7 +221,15 @@ class _Client:
         """Returns the next answer before ``until_s``, at most a moment later, or None."""
         left_s = min(MOMENT_S, max(0.0, until_s - time.monotonic()))
         ready = dict(self._poller.poll(round(left_s * 1000) + 1))
-        self.was_woken = self._monitor in ready and self._has_connected()
+        was_connected = self.is_connected
+        for event in connection_events(self._monitor):
+            kind = int(event["event"])
+            self.is_connected = kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.num_refused += bool(kind & HANDSHAKE_FAILURES)
+            self.num_unreached += kind == zmq.EVENT_CLOSED
+            if self.is_connected:
+                self.num_refused = self.num_unreached = 0
+        self.was_woken = self.is_connected and not was_connected
         if self._wake_fd is not None and self._wake_fd in ready:
             self.was_woken = bool(os.read(self._wake_fd, 4096))
         if self._socket not in ready:
@@ -226,14 +239,6 @@ class _Client:
         except MalformedMessage:
             return None
         return answer if isinstance(answer, dict) else None
-
-    def _has_connected(self) -> bool:
-        was_connected = self.is_connected
-        for event in connection_events(self._monitor):
-            self.is_connected = event.succeeded
-            self.num_refused = 0 if event.succeeded else self.num_refused + (event.failed is not None)
-            self.num_unreached = 0 if event.succeeded else self.num_unreached + event.unreachable
-        return self.is_connected and not was_connected
 
     def close(self) -> None:
         self._monitor.close()

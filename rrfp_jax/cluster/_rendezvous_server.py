@@ -18,10 +18,16 @@ from dataclasses import replace
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from rrfp_jax.cluster._admission import Gate, UnprovenConnections
-from rrfp_jax.cluster._zmq_sockets import WATCHED_EVENTS, bind_socket, monitor_of, new_socket, serve_as
+from rrfp_jax.cluster._zmq_sockets import (
+    WATCHED_EVENTS,
+    Gate,
+    UnprovenConnections,
+    bind_socket,
+    connection_events,
+    monitor_of,
+    new_socket,
+)
 from rrfp_jax.cluster.config import LOOPBACK
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.rendezvous import (
@@ -92,8 +98,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         self._unproven = UnprovenConnections(num_ranks)
         try:
             self._socket.maxmsgsize = MAX_HEADER_BYTES
-            serve_as(self._socket, key.pair(SERVER_ROLE))
-            self.address = bind_socket(self._socket, interface, port)
+            self.address = bind_socket(self._socket, key.pair(SERVER_ROLE), interface, port)
         except ValueError:
             self._free()
             raise
@@ -181,7 +186,12 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                     self._commands.popleft()  # afterwards: :meth:`is_settled` must not find it gone and undone
                 self._receive()
                 # Messages come before the clock: a rank that came in time is not missing because this thread was late.
-                self._look_at_clock()
+                waited_s = time.monotonic() - self._started_s
+                if waited_s > self._deadline_s:
+                    self._rules.expire(self._deadline_s)
+                if waited_s > self._waiting_s and not self._rules.is_decided:
+                    self._notice(f"waiting for {name_ranks(self._rules.missing())} ({waited_s:.0f} s)")
+                    self._waiting_s *= 2
                 self._announce()
         except Exception as error:
             _LOG.exception("the rendezvous failed")
@@ -190,14 +200,6 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             self._rules.give_up("the launcher has ended the run")
             self._announce(is_last=True)
             self._free()
-
-    def _look_at_clock(self) -> None:
-        waited_s = time.monotonic() - self._started_s
-        if waited_s > self._deadline_s:
-            self._rules.expire(self._deadline_s)
-        if waited_s > self._waiting_s and not self._rules.is_decided:
-            self._notice(f"waiting for {name_ranks(self._rules.missing())} ({waited_s:.0f} s)")
-            self._waiting_s *= 2
 
     def _receive(self) -> None:
         while True:
@@ -272,8 +274,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
 
         ZeroMQ tells a connection's descriptor as it comes and as it goes, and its fault just before it goes.
         """
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+        for event in connection_events(self._monitor):
             kind, value = event["event"], event["value"]
             if kind == zmq.EVENT_ACCEPTED:
                 self._hosts[value] = self._unproven.came(value, event["endpoint"])
@@ -301,7 +302,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
     def _free(self) -> None:
         self._monitor.close()
         self._socket.close(linger=_LINGER_MS)
-        self._gate.close()
+        self._gate.socket.close()
         self._wake_read.close()
         self._wake_write.close()
         self._context.term()

@@ -6,26 +6,22 @@ to addresses of its run. A receiver greets when it connects; from then on the se
 rank. Everything is encrypted, and both ends are proven in the handshake (CURVE).
 """
 
-from asyncio import AbstractEventLoop
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import zmq
 
-from rrfp_jax.cluster._admission import UnprovenConnections
-from rrfp_jax.cluster._channel import MessageLink, PeerMessage, call_when_readable
 from rrfp_jax.cluster._zmq_sockets import (
+    UnprovenConnections,
     ZmqContext,
     bind_socket,
-    connect_as,
     connect_socket,
     new_socket,
-    rank_of,
     rank_role,
-    serve_as,
 )
 from rrfp_jax.cluster.keys import RunKey
+from rrfp_jax.cluster.wire import PeerMessage
 
 _COPY_BELOW_BYTES = 1 << 16
 """Smaller frames are copied into ZeroMQ's own memory, which costs less than to be told when they have been sent."""
@@ -45,7 +41,7 @@ _NO_WAIT = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-class ZmqLink(MessageLink):
+class ZmqLink:
     """Carries messages over ZeroMQ. Used on one thread, which may be another than the event loop's.
 
     Args:
@@ -63,29 +59,25 @@ class ZmqLink(MessageLink):
         self.inbound.reconnect_ivl = _RECONNECT_MS
         # A stranger can make this process hold no more than a few short messages.
         self.outbound.maxmsgsize, self.outbound.rcvhwm = _GREETING_BYTES, _GREETINGS
-        serve_as(self.outbound, key.pair(rank_role(rank)))
-        self.address = bind_socket(self.outbound, interface)
+        self.address = bind_socket(self.outbound, key.pair(rank_role(rank)), interface)
+        self.descriptor = int(self.inbound.fd)
+        """Readable when something has changed, which may be that a message has come."""
+        self.early: dict[int, list[tuple[bytes, Sequence[Any]]]] = {}
+        """Messages to ranks that have not connected yet."""
         self._senders: dict[bytes, int] = {}
         self._places: dict[int, str] = {}
         self._receivers: dict[int, bytes] = {}
-        self._early: dict[int, list[tuple[bytes, Sequence[Any]]]] = {}
-        """Messages to ranks that have not connected yet."""
-        self._stop_reading: Callable[[], None] = lambda: None
-
-    def listen(self, loop: AbstractEventLoop, read: Callable[[], None]) -> None:
-        descriptor = self.inbound.fd  # tells of changes only
-        assert isinstance(descriptor, int)
-        self._stop_reading = call_when_readable(loop, descriptor, read)
 
     def connect(self, rank: int, address: str) -> None:
+        """Accepts messages to a rank from now on; they travel once it has connected as well."""
         name = rank_role(rank).encode()
         self._senders[name], self._places[rank] = rank, address
         if rank not in self._receivers:
-            self._early[rank] = []
-        # Both options hold for the next connection of the socket: the keys, and the name under which it is known here.
-        connect_as(self.inbound, self.key.pair(rank_role(self.rank)), self.key.pair(rank_role(rank)).public)
+            self.early[rank] = []
+        # The option holds for the next connection of the socket: it is the name under which it is known here.
         self.inbound.setsockopt(zmq.CONNECT_ROUTING_ID, name)
-        connect_socket(self.inbound, address)
+        keys = self.key.pair(rank_role(self.rank)), self.key.pair(rank_role(rank)).public
+        connect_socket(self.inbound, address, *keys)
         self.greet(rank)
 
     def greet(self, rank: int) -> None:
@@ -94,6 +86,7 @@ class ZmqLink(MessageLink):
             self.inbound.send_multipart([rank_role(rank).encode(), _HELLO], zmq.NOBLOCK)
 
     def welcome(self) -> list[int]:
+        """Returns the ranks that have connected since the last call, and sends the messages that waited for them."""
         came: list[int] = []
         while True:
             try:
@@ -102,23 +95,21 @@ class ZmqLink(MessageLink):
                 return came
             except ValueError:  # a stranger's message of several frames
                 continue
-            # The handshake has proven the role; the gate has told ZeroMQ, and ZeroMQ tells us.
+            # The handshake has proven the role; the gate, which admits ranks alone, has told ZeroMQ, and that tells us.
             role = frame.get("User-Id")
-            rank = rank_of(role) if isinstance(role, str) else None
-            if rank is not None:
-                self._unproven.has_proven(frame.get(zmq.SRCFD))
-                self._receivers[rank] = name.bytes
-                for head, frames in self._early.pop(rank, ()):
-                    self.send(rank, head, frames)
-                came.append(rank)
-
-    @property
-    def is_complete(self) -> bool:
-        return not self._early
+            if not isinstance(role, str):
+                continue
+            rank = int(role.removeprefix("rank "))
+            self._unproven.has_proven(frame.get(zmq.SRCFD))
+            self._receivers[rank] = name.bytes
+            for head, frames in self.early.pop(rank, ()):
+                self.send(rank, head, frames)
+            came.append(rank)
 
     def disconnect(self, rank: int) -> None:
+        """Ends the exchange with a rank in both directions."""
         self._receivers.pop(rank, None)
-        self._early.pop(rank, None)
+        self.early.pop(rank, None)
         self.ignore(rank)
 
     def ignore(self, rank: int) -> None:
@@ -128,10 +119,11 @@ class ZmqLink(MessageLink):
                 self.inbound.disconnect(place)
 
     def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
+        """Sends a message; never blocks. A message to a rank that is gone is dropped: its loss is reported anyway."""
         name = self._receivers.get(rank)
         if name is None:
-            if rank in self._early:
-                self._early[rank].append((head, frames))
+            if rank in self.early:
+                self.early[rank].append((head, frames))
             return
         # Where the connection is gone, the first frame raises (ROUTER_MANDATORY).
         try:
@@ -146,6 +138,7 @@ class ZmqLink(MessageLink):
             return
 
     def receive(self) -> PeerMessage | None:
+        """Returns the next message that has arrived, or None."""
         try:
             name = self.inbound.recv(_NO_WAIT)
         except zmq.Again:
@@ -155,10 +148,9 @@ class ZmqLink(MessageLink):
             frame = self.inbound.recv(_NO_WAIT, copy=False)
             frames.append(frame.buffer)
             if not frame.more:
-                break
-        return self._senders[name], frames
+                return self._senders[name], frames
 
     def close(self, linger_s: float) -> None:
-        self._stop_reading()
+        """Closes both sockets; ZeroMQ sends messages under way for up to ``linger_s``."""
         self.outbound.close(linger=round(linger_s * 1000))
         self.inbound.close(linger=0)

@@ -1,35 +1,38 @@
-"""ZeroMQ sockets with the settings that all of ours share, and the events of their connections."""
+"""ZeroMQ sockets whose peers prove their roles: their settings, whom they admit, and the events of connections."""
 
-import logging
-import time
-from typing import Any, NamedTuple
+import os
+import socket as sockets
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from rrfp_jax.cluster.config import WILDCARDS
+from rrfp_jax.cluster.host import unproven_allowed
 from rrfp_jax.cluster.keys import KeyPair
+from rrfp_jax.cluster.wire import QuietLog
 
 ZmqContext = zmq.Context[zmq.Socket[bytes]]
 ZmqSocket = zmq.Socket[bytes]
 
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+WATCHED_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _HANDSHAKE_MS = 10_000
 """Time within which a process that has connected must prove itself."""
-
-_OUTCOMES = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-WATCHED_EVENTS = _OUTCOMES | _FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_ADMISSION = "inproc://zeromq.zap.01"
+"""Address at which ZeroMQ asks about connections."""
+_NUM_FRAMES, _VERSION = 7, b"1.0"
 
 
 def rank_role(rank: int) -> str:
     """Returns the role under which a rank proves its key."""
     return f"rank {rank}"
-
-
-def rank_of(role: str) -> int | None:
-    """Returns the rank of a role that :func:`rank_role` made; None for any other text."""
-    number = role.removeprefix("rank ")
-    return int(number) if number.isdecimal() and rank_role(int(number)) == role else None
 
 
 def new_socket(context: ZmqContext, kind: int) -> ZmqSocket:
@@ -42,22 +45,13 @@ def new_socket(context: ZmqContext, kind: int) -> ZmqSocket:
     return socket
 
 
-def serve_as(socket: ZmqSocket, pair: KeyPair) -> None:
-    """Makes a socket a CURVE server; its context needs a :class:`~rrfp_jax.cluster._admission.Gate`."""
-    socket.curve_server = 1
-    socket.curve_publickey, socket.curve_secretkey = pair
+def bind_socket(socket: ZmqSocket, pair: KeyPair, interface: str, port: int | None = None) -> str:
+    """Listens on an interface as a CURVE server, by default on a free port. Returns the address to connect to.
 
-
-def connect_as(socket: ZmqSocket, pair: KeyPair, server_key: bytes) -> None:
-    """Makes the next connections of a socket prove ``pair`` and accept only the holder of ``server_key``."""
-    socket.curve_publickey, socket.curve_secretkey = pair
-    socket.curve_serverkey = server_key
-
-
-def bind_socket(socket: ZmqSocket, interface: str, port: int | None = None) -> str:
-    """Listens on an interface, by default on a free port. Returns the address to connect to.
+    The socket's context needs a :class:`Gate`.
 
     Args:
+        pair: the keys that this process proves.
         interface: an address of this host or the name of a network interface (``eth0``).
 
     Raises:
@@ -65,6 +59,8 @@ def bind_socket(socket: ZmqSocket, interface: str, port: int | None = None) -> s
     """
     if interface in WILDCARDS:
         raise ValueError(f"the interface is '{interface}': name one that peers can reach, by its address or as 'eth0'")
+    socket.curve_server = 1
+    socket.curve_publickey, socket.curve_secretkey = pair
     if ":" in interface:
         socket.ipv6 = 1
         interface = f"[{interface.strip('[]')}]"
@@ -81,28 +77,16 @@ def bind_socket(socket: ZmqSocket, interface: str, port: int | None = None) -> s
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 
-def connect_socket(socket: ZmqSocket, address: str) -> None:
-    """Connects to an address that :func:`bind_socket` returned.
+def connect_socket(socket: ZmqSocket, address: str, pair: KeyPair, server_key: bytes) -> None:
+    """Connects to an address that :func:`bind_socket` returned, where only the holder of ``server_key`` is accepted.
 
     A name is looked up by IPv4 alone, since ZeroMQ tries one kind of address only.
     """
+    socket.curve_publickey, socket.curve_secretkey = pair
+    socket.curve_serverkey = server_key
     if "[" in address:
         socket.ipv6 = 1
     socket.connect(address)
-
-
-class ConnectionEvent(NamedTuple):
-    """An event of a connection; ``address`` is the peer's where this side connected.
-
-    ``failed`` is the reason of a failed handshake; ``interrupted`` says that ZeroMQ tries again.
-    """
-
-    address: str
-    succeeded: bool = False
-    disconnected: bool = False
-    unreachable: bool = False
-    failed: str | None = None
-    interrupted: bool = False
 
 
 def monitor_of(socket: ZmqSocket, events: int = WATCHED_EVENTS) -> ZmqSocket:
@@ -112,47 +96,133 @@ def monitor_of(socket: ZmqSocket, events: int = WATCHED_EVENTS) -> ZmqSocket:
     return monitor
 
 
-def connection_events(monitor: ZmqSocket) -> list[ConnectionEvent]:
-    """Returns the events that wait on a monitor."""
-    events = []
+def connection_events(monitor: ZmqSocket) -> Iterator[dict[str, Any]]:
+    """Yields the events that wait on a monitor: ``event``, ``value``, and ``endpoint``, the address as bytes."""
     while monitor.poll(0):
-        message = recv_monitor_message(monitor, zmq.NOBLOCK)
-        kind = int(message["event"])
-        events.append(
-            ConnectionEvent(
-                address=bytes(message["endpoint"]).decode(),
-                succeeded=kind == zmq.EVENT_HANDSHAKE_SUCCEEDED,
-                disconnected=kind == zmq.EVENT_DISCONNECTED,
-                unreachable=kind == zmq.EVENT_CLOSED,
-                failed=_why(kind, int(message["value"])) if kind & _FAILURES else None,
-                interrupted=kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-            )
-        )
-    return events
+        yield dict(recv_monitor_message(monitor, zmq.NOBLOCK))
 
 
-def _why(kind: int, value: int) -> str:
-    if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return "its key is not of this run"
-    if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-        return f"it does not speak the protocol with this run's key (ZeroMQ event {value:#x})"
-    return "it went away or was too slow during the handshake"
+class Gate:
+    """Admits the holders of known keys, by ZeroMQ's authentication protocol (RFC 27).
+
+    ZeroMQ asks the gate about every connection to a CURVE server of its context, after the client has proved that it
+    holds the secret half of the key it shows. Without a gate any key would do, so the gate is opened first, and its
+    socket is closed last.
+
+    Args:
+        context: the context whose connections are judged.
+        roles: the role of each admitted public key. ZeroMQ attaches it to every message as its ``User-Id``: the proven
+            sender. (A routing identity proves nothing: clients choose it, and the gate is not told.)
+        log: told of connections that are refused.
+    """
+
+    def __init__(self, context: ZmqContext, roles: Mapping[bytes, str], log: QuietLog | None = None) -> None:
+        self._log = log
+        self._roles = {key: role.encode() for key, role in roles.items()}
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.bind(_ADMISSION)
+
+    def answer(self) -> None:
+        """Judges the connections that wait; called when ``socket`` is readable."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            separator = frames.index(b"")
+            route, request = frames[: separator + 1], frames[separator + 1 :]
+            is_curve = len(request) == _NUM_FRAMES and request[0] == _VERSION and request[5] == b"CURVE"
+            role = self._roles.get(z85.encode(request[6])) if is_curve else None
+            if role is None and self._log is not None:
+                where = request[3].decode(errors="replace") if len(request) > 3 else "somewhere"
+                self._log.warn("a connection from %s was refused: its key is not of this run", where)
+            status = [b"400", b"not of this run", b""] if role is None else [b"200", b"OK", role]
+            self.socket.send_multipart([*route, _VERSION, request[1], *status, b""], zmq.NOBLOCK)
 
 
-class QuietLog:
-    """Logs warnings that a stranger could cause at will: one per ``interval_s``, and counts the others."""
+_Ends = tuple[str, int, int]
+"""Host and port of the other end, and the port here. They differ for every connection, while descriptors come again."""
 
-    def __init__(self, logger: logging.Logger, interval_s: float = 5.0) -> None:
-        self._logger, self._interval_s = logger, interval_s
-        self._next_s = 0.0
-        self._num_silent = 0
 
-    def warn(self, text: str, *values: Any) -> None:
-        """Writes the warning, or counts it for the next line."""
-        now = time.monotonic()
-        if now < self._next_s:
-            self._num_silent += 1
-            return
-        more = f" ({self._num_silent} more since the last line)" if self._num_silent else ""
-        self._next_s, self._num_silent = now + self._interval_s, 0
-        self._logger.warning(text + more, *values)
+class UnprovenConnections:
+    """Bounds the connections of listening ZeroMQ sockets whose other ends have proven nothing: the oldest is ended.
+
+    ZeroMQ accepts every connection, and drops one that has not proven itself after the handshake's deadline. Until then
+    each holds a descriptor, so a stranger could use up all descriptors of the process, and leave none for files and
+    other connections. ZeroMQ tells the descriptor of a connection as it comes and as it goes, and the descriptor over
+    which a message came. To end a connection, this class shuts it down, which ZeroMQ takes for the other end's doing.
+    Any thread may call it.
+
+    Args:
+        num_ranks: the number of ranks of the run: so many may have to prove themselves at once.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._most = unproven_allowed(num_ranks)
+        self._lock = threading.Lock()
+        self._present: dict[tuple[bytes, int], _Ends] = {}
+        """The ends of present connections, by listener and descriptor: a listener may report that its connection has
+        gone only after another listener has accepted one with the same descriptor."""
+        self._since: dict[_Ends, int] = {}
+        """The descriptors of connections that have proven nothing, the oldest first."""
+        self._proven: set[_Ends] = set()
+        """The ends that have proven themselves, perhaps before this object was told that they came."""
+        # A second descriptor of a connection keeps others from getting its number meanwhile. It is reserved from the
+        # start, since there may be no other left.
+        self._idle = os.open(os.devnull, os.O_RDONLY)
+        self._second = os.dup(self._idle)
+
+    def came(self, descriptor: int, listener: bytes) -> str | None:
+        """Adds a connection that a listener has accepted. Returns its host, or None if it is gone already."""
+        with self._lock:
+            ends = self._ends(descriptor)
+            if ends is None or ends[2] != int(listener.rpartition(b":")[2]):  # closed, and another has its number
+                return None
+            self._present[listener, descriptor] = ends
+            if ends not in self._proven:
+                self._since[ends] = descriptor
+                if len(self._since) > self._most:
+                    oldest = next(iter(self._since))
+                    self._ends(self._since.pop(oldest), to_shut=oldest)
+            return ends[0]
+
+    def went(self, descriptor: int, listener: bytes) -> None:
+        """Removes a connection that the listener had accepted and that is closed."""
+        with self._lock:
+            ends = self._present.pop((listener, descriptor), None)
+            if ends is not None:
+                self._since.pop(ends, None)
+                self._proven.discard(ends)
+
+    def has_proven(self, descriptor: int) -> None:
+        """Marks a connection over which a message has come, so that its other end has the run's key."""
+        with self._lock:
+            ends = self._ends(descriptor)
+            if ends is not None:
+                self._since.pop(ends, None)
+                self._proven.add(ends)
+
+    def _ends(self, descriptor: int, *, to_shut: _Ends | None = None) -> _Ends | None:
+        """Returns the ends of a connection, which is shut down if they are ``to_shut``; None if it does not exist."""
+        with suppress(OSError):
+            os.dup2(descriptor, self._second, inheritable=False)
+            connection = sockets.socket(fileno=self._second)
+            try:
+                if connection.family not in (sockets.AF_INET, sockets.AF_INET6):
+                    return None
+                host, number, *_ = connection.getpeername()
+                ends = (host, number, connection.getsockname()[1])
+                if ends == to_shut:
+                    connection.shutdown(sockets.SHUT_RDWR)
+                return ends
+            finally:
+                connection.detach()
+                os.dup2(self._idle, self._second, inheritable=False)
+        return None
+
+    def close(self) -> None:
+        """Frees the reserved descriptors."""
+        with self._lock:
+            os.close(self._second)
+            os.close(self._idle)

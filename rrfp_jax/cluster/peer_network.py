@@ -10,23 +10,20 @@ from typing import Any
 
 import zmq
 
-from rrfp_jax.cluster._admission import Gate, UnprovenConnections
-from rrfp_jax.cluster._array_connections import ArrayLink
-from rrfp_jax.cluster._channel import MAX_TOPIC_BYTES, Channel
+from rrfp_jax.cluster._array_link import ArrayLink
+from rrfp_jax.cluster._channel import MAX_TOPIC_BYTES, Channel, Handler, PackedHandler, Topics, unpacked
 from rrfp_jax.cluster._direct_link import MAX_FRAMES, DirectLink
 from rrfp_jax.cluster._liveness import Liveness
-from rrfp_jax.cluster._peer_loss import PeerLossCallbacks
 from rrfp_jax.cluster._private_connections import NUM_LISTENERS, PrivateConnections
 from rrfp_jax.cluster._zmq_link import ZmqLink
-from rrfp_jax.cluster._zmq_sockets import QuietLog, rank_role
+from rrfp_jax.cluster._zmq_sockets import Gate, UnprovenConnections, rank_role
 from rrfp_jax.cluster.config import NetworkSettings, PeerAddress, host_of
 from rrfp_jax.cluster.failure_detector import watched
 from rrfp_jax.cluster.host import FILES_FOR_MESSAGES, FILES_OF_NETWORK, require_descriptors
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.loop_thread import runs_here
 from rrfp_jax.cluster.rendezvous import name_ranks
-from rrfp_jax.cluster.topics import Handler, PackedHandler, Topics, unpacked
-from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, pack_plain
+from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, QuietLog, pack_plain
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,8 +33,6 @@ thread that has them sends them itself, where a thread of an array connection wo
 that computes only after some milliseconds."""
 _CLOSE_TIMEOUT_S = 5.0
 _PAUSE_S = 0.01
-_ARRAYS, _DIRECT = "lanes", "direct"
-"""Topics under which private connections are agreed on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +54,12 @@ class Traffic:
 class PeerNetwork:
     """This rank's place in the network. It listens from the start, so its address can be given to the rendezvous.
 
-    There are four ways to send. All return at once, and drop messages to a rank that is gone:
+    There are two ways to send. Both return at once, and drop messages to a rank that is gone:
 
-    ====================  ============  ===================================  ==========================================
-    method                called on     order                                use
-    ====================  ============  ===================================  ==========================================
-    :meth:`send`          event loop    after earlier messages of ``send``   control messages: a dict, perhaps frames
-    :meth:`send_arrays`   event loop    among large, and among small data    data of any size, by the quickest way
-    :meth:`send_at_once`  any thread    among small data                     small data of a stage; refuses if it cannot
-    :meth:`send_if_room`  any thread    among small data                     hints that may be lost, never queued
-    ====================  ============  ===================================  ==========================================
-
-    Another thread calls the first two by :meth:`on_loop`.
+    * :meth:`send`, on the event loop: control messages, each a dict and perhaps frames, in order;
+    * :meth:`send_arrays`, on any thread: data of any size, by the quickest way, in order among large and among small
+      data; perhaps hints, which are dropped where they would have to wait. (:meth:`send_at_once` sends small data of a
+      stage, or says that it cannot.)
 
     Args:
         rank, num_ranks: this process among all.
@@ -82,18 +71,18 @@ class PeerNetwork:
             raise ValueError(f"rank {rank} of {num_ranks}: ranks count from 0 to {num_ranks - 1}")
         self.rank, self.num_ranks = rank, num_ranks
         self._settings = settings = settings or NetworkSettings()
-        self._connections: frozenset[int] = frozenset()
+        self.array_connections = settings.array_connections
+        """Number of connections over which the arrays between two ranks travel."""
+        self.connections: frozenset[int] = frozenset()
+        """The ranks that messages can be exchanged with."""
         self._places: dict[int, tuple[str, str]] = {}
         """Addresses of every other rank's heartbeats and messages."""
-        self._hosts: dict[int, str] = {}
         self._channels: list[Channel] = []
         """Channels for messages in order, for arrays, and for small data directly; empty before the start."""
         self._arrays: PrivateConnections | None = None
         self._direct: PrivateConnections | None = None
-        self._wanted: dict[str, frozenset[int]] = {_ARRAYS: frozenset(), _DIRECT: frozenset()}
         self._topics = Topics(settings.high_water_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._losses = PeerLossCallbacks(rank, num_ranks, self._drop)
         self._is_closed = False
         require_descriptors(FILES_OF_NETWORK, "the network of a run")
         self._context, self._unproven = zmq.Context(), UnprovenConnections(num_ranks)
@@ -105,28 +94,13 @@ class PeerNetwork:
                 ZmqLink(self._context, rank, key, settings.interface, self._unproven) for _ in range(2)
             )
             self._liveness = Liveness(
-                heartbeats,
-                gate,
-                self._link,
-                self._unproven,
-                deadline_s=settings.silence_deadline_s,
-                callbacks=self._losses,
+                heartbeats, gate, self._link, self._unproven, deadline_s=settings.silence_deadline_s
             )
         except (ValueError, zmq.ZMQError):
             self._context.destroy(linger=0)
             self._unproven.close()
             raise
         self.address = PeerAddress(heartbeats=heartbeats.address, messages=self._link.address)
-
-    @property
-    def connections(self) -> frozenset[int]:
-        """The ranks that messages can be exchanged with."""
-        return self._connections
-
-    @property
-    def array_connections(self) -> int:
-        """Number of connections over which the arrays between two ranks travel."""
-        return self._settings.array_connections
 
     # -- starting and closing: on any thread -------------------------------------------------------------------------
 
@@ -165,86 +139,65 @@ class PeerNetwork:
             raise ValueError(
                 f"connections name {sorted(peers - all_others)}: ranks count from 0 to {self.num_ranks - 1}"
             )
+        hosts_of_ranks = {self.rank: host_of(self.address)}
         for rank in sorted(all_others):
             if (address := addresses.get(rank)) is None:
                 raise ValueError(f"no address for rank {rank}: give those of all {self.num_ranks} ranks")
             self._places[rank] = address.heartbeats, address.messages
-            self._hosts[rank] = host_of(address)
-        # The callbacks and topics come before anything that may call them: the liveness thread runs already.
-        self._losses.start(loop, lost, left, broken)
-        self._loop = loop
-        self._topics.start(loop)
+            hosts_of_ranks[rank] = host_of(address)
+        # The topics come before anything that may deliver: the liveness thread runs already.
+        self._loop = self._topics.loop = loop
         settings = self._settings
 
-        def array_link(broken: Callable[[int, str], None]) -> ArrayLink:
-            return ArrayLink(encrypts=settings.encrypt_arrays, keep_bytes=settings.high_water_bytes, broken=broken)
+        def private(topic: str, purpose: str, link: ArrayLink | DirectLink, num_connections: int) -> PrivateConnections:
+            made = PrivateConnections(
+                purpose,
+                self.rank,
+                hosts_of_ranks,
+                link,
+                Channel(link, loop, self._topics, settings.high_water_bytes),
+                loop=loop,
+                num_connections=num_connections,
+                encrypts=settings.encrypt_arrays,
+                tell=lambda rank, header: self.send(rank, topic, header),
+                liveness=self._liveness,
+            )
+            self.subscribe(topic, made.receive)
+            return made
 
-        def direct_link(broken: Callable[[int, str], None]) -> DirectLink:
-            return DirectLink(loop, encrypts=settings.encrypt_arrays, broken=broken)
-
-        make = partial(
-            PrivateConnections,
-            rank=self.rank,
-            host=host_of(self.address),
-            settings=settings,
-            loop=loop,
-            deliver=self._topics.deliver,
-            suspect=self._liveness.connection_ended,
-            failed=self._losses.lose,
-        )
-        # The lambdas look ``send`` up for each message.
-        self._arrays = make(
-            "arrays",
-            num_connections=settings.array_connections,
-            make_link=array_link,
-            tell=lambda rank, header: self.send(rank, _ARRAYS, header),
-        )
-        self._direct = make(
-            "messages",
-            num_connections=1,
-            make_link=direct_link,
-            tell=lambda rank, header: self.send(rank, _DIRECT, header),
-        )
-        for topic, private in ((_ARRAYS, self._arrays), (_DIRECT, self._direct)):
-            self.subscribe(topic, partial(self._told_of_connections, private))
-        messages = Channel(self._link, loop, self._topics.deliver, settings.high_water_bytes)
+        arrays = ArrayLink(encrypts=settings.encrypt_arrays, keep_bytes=settings.high_water_bytes)
+        direct = DirectLink(loop, encrypts=settings.encrypt_arrays)
+        self._arrays = private("lanes", "arrays", arrays, settings.array_connections)
+        self._direct = private("direct", "messages", direct, 1)
+        messages = Channel(self._link, loop, self._topics, settings.high_water_bytes)
         self._channels = [messages, self._arrays.channel, self._direct.channel]
         # The failure detector must know all hosts before the first connection is watched.
-        self._liveness.begin(
-            loop, hosts or [host_of(addresses.get(rank, self.address)) for rank in range(self.num_ranks)]
-        )
-        self._connect(peers, watched(self.rank, self.num_ranks))
+        named = hosts or [hosts_of_ranks[rank] for rank in range(self.num_ranks)]
+        self._liveness.begin(loop, named, drop=self._drop, lost=lost, left=left, broken=broken)
+        only_watched = watched(self.rank, self.num_ranks) - peers
+        self.connect(peers, only_watched=only_watched)
         for channel in self._channels:
             loop.call_soon_threadsafe(channel.open)
 
-    def _told_of_connections(
-        self, private: PrivateConnections, rank: int, header: dict[str, Any], _: list[memoryview]
-    ) -> None:
-        private.receive(rank, header, self._hosts[rank])
-
-    def connect(self, ranks: Iterable[int]) -> None:
+    def connect(self, ranks: Iterable[int], *, only_watched: frozenset[int] = frozenset()) -> None:
         """Begins to exchange messages with more ranks, each of which must name this one likewise.
 
         Messages may be sent at once, and travel when both ranks have connected.
+
+        Args:
+            only_watched: ranks that only heartbeats are exchanged with.
 
         Raises:
             ValueError: where the system lets this process open too few files.
         """
         self._started()
-        self._connect(frozenset(ranks) - {self.rank})
-
-    def _connect(self, ranks: frozenset[int], only_watched: frozenset[int] = frozenset()) -> None:
-        new = ranks - self._connections
-        only_watched -= ranks
+        new = frozenset(ranks) - {self.rank} - self.connections
         num_files = 2 * len(only_watched) + FILES_FOR_MESSAGES * len(new)
         require_descriptors(num_files, f"connections to {len(new)} of {self.num_ranks} ranks")
-        self._connections |= new
+        self.connections |= new
         self._liveness.follow({r: self._places[r] for r in new} | {r: self._places[r][:1] for r in only_watched})
-        self.on_loop(self._add, new)
-
-    def _add(self, ranks: frozenset[int]) -> None:
-        for rank in sorted(ranks - self._losses.gone):
-            self._channels[0].add(rank, self._places[rank][1])
+        for rank in sorted(new):
+            self.on_loop(self._channels[0].add, rank, self._places[rank][1])
 
     def open_array_connections(self, ranks: Iterable[int]) -> None:
         """Has large arrays to and from these ranks take connections of their own; also again.
@@ -254,31 +207,25 @@ class PeerNetwork:
         Raises:
             ValueError: where the system lets this process open too few files.
         """
-        self._open(_ARRAYS, ranks, "arrays to and from", self._settings.array_connections)
+        self._open(self._arrays, ranks)
 
     def open_direct_connections(self, ranks: Iterable[int]) -> None:
         """Has small data to and from these ranks take a connection that the event loop itself serves.
 
         It is used as :meth:`open_array_connections` is.
         """
-        self._open(_DIRECT, ranks, "messages to and from", 1)
+        self._open(self._direct, ranks)
 
-    def _open(self, topic: str, ranks: Iterable[int], what: str, num_connections: int) -> None:
-        new = frozenset(ranks) - self._wanted[topic] - {self.rank}
-        if not new:
-            return
-        # Noted first, so that a second call asks for the others alone.
-        self._wanted[topic] |= new
-        require_descriptors(NUM_LISTENERS + num_connections * len(new), f"{what} {len(new)} ranks")
-        self.connect(new)
-        private = self._arrays if topic == _ARRAYS else self._direct
+    def _open(self, private: PrivateConnections | None, ranks: Iterable[int]) -> None:
+        self._started()
         assert private is not None
-
-        def want() -> None:
-            for rank in sorted(new - self._losses.gone):
-                private.want(rank)
-
-        self.call_soon(want)
+        if new := frozenset(ranks) - private.wanted - {self.rank}:
+            # Noted first, so that a second call asks for the others alone.
+            private.wanted |= new
+            num_files = NUM_LISTENERS + private.num_connections * len(new)
+            require_descriptors(num_files, f"{private.purpose} to and from {len(new)} ranks")
+            self.connect(new)
+            self.call_soon(partial(private.want, new))
 
     def wait_connected(self, timeout_s: float) -> None:
         """Blocks until every connection stands; called on another thread than the loop's.
@@ -286,7 +233,7 @@ class PeerNetwork:
         Raises:
             ConnectionError: where a peer is lost or leaves before, or the time is over.
         """
-        self._losses.wait_connected(timeout_s)
+        self._liveness.wait_connected(timeout_s)
 
     def close(self, linger_s: float = 1.0) -> None:
         """Sends messages under way for up to ``linger_s``, says farewell, and frees sockets, threads and ports.
@@ -299,30 +246,27 @@ class PeerNetwork:
         loop, done = self._loop, threading.Event()
         # The channels belong to the loop. On the loop itself nothing can be awaited, and without one nothing is sent.
         if loop is None or not loop.is_running() or runs_here(loop):
-            self._shut(linger_s, done)
+            self._shut(linger_s, done, waits=False)
         else:
-            loop.call_soon_threadsafe(self._shut_soon, linger_s, done)
+            loop.call_soon_threadsafe(self._shut, linger_s, done)
         if not done.wait(_CLOSE_TIMEOUT_S + linger_s):
             _LOG.warning("the event loop is busy: the network of rank %d ends with its process", self.rank)
             return
         self._liveness.stop(_CLOSE_TIMEOUT_S)
         for private in filter(None, (self._arrays, self._direct)):
-            private.join()  # after the farewell, so that nobody takes it for a connection that broke
+            private.link.join()  # after the farewell, so that nobody takes it for a connection that broke
         self._context.term()
         self._unproven.close()
 
-    def _shut_soon(self, linger_s: float, done: threading.Event) -> None:
-        """Closes once nothing waits behind the high-water mark, and all arrays have arrived."""
+    def _shut(self, linger_s: float, done: threading.Event, *, waits: bool = True) -> None:
+        """Closes, with ``waits`` once nothing waits behind the high-water mark and all arrays have arrived."""
         # ZeroMQ lingers by itself; private connections do not, so their messages are awaited here.
         held = [num_bytes for channel in self._channels[1:] for num_bytes in channel.held_bytes()]
-        if linger_s > 0 and (self.traffic().waiting_bytes or any(held)):
-            self._started().call_later(_PAUSE_S, self._shut_soon, linger_s - _PAUSE_S, done)
-        else:
-            self._shut(max(linger_s, 0.0), done)
-
-    def _shut(self, linger_s: float, done: threading.Event) -> None:
-        self._is_closed = True
-        self._losses.close()
+        if waits and linger_s > 0 and (self.traffic().waiting_bytes or any(held)):
+            self._started().call_later(_PAUSE_S, self._shut, linger_s - _PAUSE_S, done)
+            return
+        linger_s = max(linger_s, 0.0)
+        self._is_closed = self._liveness.is_mute = True
         if not self._channels:
             self._link.close(0)
         else:
@@ -346,7 +290,7 @@ class PeerNetwork:
 
     def unsubscribe(self, topic: str | bytes) -> None:
         """Keeps the messages of a topic for the next handler; the bytes that wait for one are bounded."""
-        self._topics.unsubscribe(topic.encode() if isinstance(topic, str) else topic)
+        self._topics.handlers.pop(topic.encode() if isinstance(topic, str) else topic, None)
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Has the event loop make a call in a later turn."""
@@ -360,6 +304,33 @@ class PeerNetwork:
         else:
             loop.call_soon_threadsafe(call, *arguments)
 
+    def send_arrays(
+        self,
+        rank: int,
+        topic: bytes,
+        header: bytes,
+        frames: Sequence[Any] = (),
+        on_confirmed: Callable[[], None] | None = None,
+        *,
+        may_drop: bool = False,
+    ) -> None:
+        """Sends data, whose header is bytes of the sender's own making, up to 1 MiB.
+
+        Large data take the connections of :meth:`open_array_connections`, small data that of
+        :meth:`open_direct_connections`; other messages neither wait for them there nor keep their place before or
+        behind them. Where none was opened, data travel in order with the messages of :meth:`send`.
+
+        Args:
+            may_drop: whether the message may be lost: it is dropped where it would have to wait behind the high-water
+                mark.
+        """
+        if self.send_at_once(rank, topic, header, frames, on_confirmed, may_drop=may_drop):
+            return
+        self._check(rank, topic, header)
+        is_apart = self._arrays is not None and rank in self._arrays.channel.peers and _is_large(frames)
+        channel = self._channels[1 if is_apart else 0]
+        self.on_loop(partial(channel.send, rank, topic, header, frames, on_confirmed, may_drop=may_drop))
+
     def send_at_once(
         self,
         rank: int,
@@ -367,26 +338,19 @@ class PeerNetwork:
         header: bytes,
         frames: Sequence[Any] = (),
         on_confirmed: Callable[[], None] | None = None,
+        *,
+        may_drop: bool = False,
     ) -> bool:
-        """Sends small data over the direct connection of a rank.
+        """Sends small data over the direct connection of a rank, as :meth:`send_arrays` does.
 
-        Returns whether there is one and the data are small; otherwise nothing was sent, and the loop has to.
+        Returns whether there is one and the data are small; otherwise nothing was sent.
         """
-        # Membership is added last on the loop, so a rank that is seen here can be sent to from this thread.
-        if self._direct is None or rank not in self._direct or len(frames) > MAX_FRAMES:
+        if self._direct is None or rank not in self._direct.channel.peers or len(frames) > MAX_FRAMES:
             return False
         if _is_large(frames) or len(header) > MAX_HEADER_BYTES:
             return False
-        self._direct.channel.send(rank, topic, header, frames, on_confirmed)
+        self._direct.channel.send(rank, topic, header, frames, on_confirmed, may_drop=may_drop)
         return True
-
-    def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
-        """Sends a message that may be lost: it is dropped where it would have to wait behind the high-water mark."""
-        self._check(rank, topic, header)
-        if self._direct is not None and rank in self._direct:
-            self._direct.channel.send_if_room(rank, topic, header)
-        else:
-            self.on_loop(self._channels[0].send_if_room, rank, topic, header)
 
     def suspected_by(self, reporter: int, reason: str) -> None:
         """Takes a message by which ``reporter`` takes this rank for lost: all are told that the network broke."""
@@ -410,43 +374,17 @@ class PeerNetwork:
             frames: contiguous buffers, which must not change until the message is confirmed.
             on_confirmed: called on the loop once the peer has received the message.
         """
-        self._send_in_order(rank, topic.encode(), pack_plain(header), frames, on_confirmed)
-
-    def send_arrays(
-        self,
-        rank: int,
-        topic: bytes,
-        header: bytes,
-        frames: Sequence[Any] = (),
-        on_confirmed: Callable[[], None] | None = None,
-    ) -> None:
-        """Sends data, whose header is bytes of the sender's own making, up to 1 MiB.
-
-        Large data take the connections of :meth:`open_array_connections`, small data that of
-        :meth:`open_direct_connections`; other messages neither wait for them there nor keep their place before or
-        behind them. Where none was opened, data travel in order with the messages of :meth:`send`.
-        """
-        if self.send_at_once(rank, topic, header, frames, on_confirmed):
-            return
-        if self._arrays is not None and rank in self._arrays and _is_large(frames):
-            self._arrays.channel.send(rank, topic, header, frames, on_confirmed)
-        else:
-            self._send_in_order(rank, topic, header, frames, on_confirmed)
-
-    def _send_in_order(
-        self, rank: int, topic: bytes, header: bytes, frames: Sequence[Any], on_confirmed: Callable[[], None] | None
-    ) -> None:
-        self._check(rank, topic, header)
-        self._channels[0].send(rank, topic, header, frames, on_confirmed)
+        name, packed = topic.encode(), pack_plain(header)
+        self._check(rank, name, packed)
+        self._channels[0].send(rank, name, packed, frames, on_confirmed)
 
     def _check(self, rank: int, topic: bytes, header: bytes) -> None:
         """Raises ValueError for a message that cannot be sent."""
-        if not self._channels:
-            self._started()
-        if rank not in self._connections:
+        self._started()
+        if rank not in self.connections:
             raise ValueError(
                 f"rank {self.rank} of {self.num_ranks} cannot send to rank {rank}: it has connections to "
-                f"{name_ranks(self._connections)}; name others when the network is started, on both sides"
+                f"{name_ranks(self.connections)}; name others when the network is started, on both sides"
             )
         if not 0 < len(topic) <= MAX_TOPIC_BYTES:
             name = topic[:40].decode(errors="replace")

@@ -75,7 +75,7 @@ class Peers:
         The announcement travels beside data, for which it never waits: where data queue up, it is dropped.
         """
         header = _UNIT.pack(unit) + pack_key(MessageKey(step, message))
-        self.network.send_if_room(self.layout.ranks_of(unit)[0], _TASK, header)
+        self.network.send_arrays(self.layout.ranks_of(unit)[0], _TASK, header, may_drop=True)
 
     def step_ended_here(self, step: int, sums: StepSums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
         """Adds a step that the units of this rank have ended; see :meth:`StatisticsReduction.add`."""

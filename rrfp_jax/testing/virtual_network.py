@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rrfp_jax.cluster.topics import Handler, PackedHandler, unpacked
+from rrfp_jax.cluster import Handler, PackedHandler, unpacked
 from rrfp_jax.cluster.wire import pack_plain
 
 
@@ -100,13 +100,17 @@ class VirtualRank:
         """Sends a message, with its header packed as for a socket."""
         self._send(rank, topic.encode(), pack_plain(header), frames)
 
-    def send_arrays(self, rank: int, topic: bytes, header: bytes, frames: Sequence[Any]) -> None:
+    def send_arrays(
+        self,
+        rank: int,
+        topic: bytes,
+        header: bytes,
+        frames: Sequence[Any] = (),
+        *,
+        may_drop: bool = False,  # noqa: ARG002 - no message waits here
+    ) -> None:
         """Sends a message whose header is the sender's own bytes; here it keeps its place."""
         self._send(rank, topic, header, frames)
-
-    def send_if_room(self, rank: int, topic: bytes, header: bytes) -> None:
-        """Sends a message of the sender's own bytes; there is always room here."""
-        self._send(rank, topic, header, ())
 
     def _send(self, rank: int, topic: bytes, packed: bytes, frames: Sequence[Any]) -> None:
         if rank not in self.connections:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.cluster import MalformedMessage, NetworkSettings, RunKey
-from rrfp_jax.cluster._array_parts import ALIGNMENT, BufferPool, MessageAssembly, cut_message
+from rrfp_jax.cluster._array_link import ALIGNMENT, BufferPool, MessageAssembly, cut_message
 from rrfp_jax.cluster.wire import SECRET_BYTES, TAG_BYTES, Seal
 from tests.cluster.mesh import PATIENCE_S, Node, eventually, nodes, running_loop
 
@@ -199,7 +199,7 @@ def test_who_leaves_while_another_does_not_read_is_not_taken_for_cut_off() -> No
         for rank, other in ((1, second), (2, third)):
             first.send_arrays(rank, {"number": 0}, [bytes(1 << 18)])
             assert eventually(lambda other=other: len(other.got) == 1)
-        assembly: Any = third.network._arrays._link._peers[0].assembly  # type: ignore[union-attr]
+        assembly: Any = third.network._arrays.link.peers[0].assembly  # type: ignore[union-attr]
         with assembly._lock:
             first.send_arrays(2, {"number": 1}, [bytes(64 << 20)])
             first.network.close(linger_s=1.0)
@@ -229,8 +229,8 @@ def test_a_connection_for_arrays_that_ends_between_ranks_that_live_is_named() ->
     with array_nodes() as (first, second):
         first.send_arrays(1, {"number": 0}, [bytes(1 << 20)])
         assert eventually(lambda: len(second.got) == 1)
-        connection = first.network._arrays._link._peers[1].connections[0]
-        connection._socket.shutdown(socket.SHUT_RDWR)
+        connection = first.network._arrays.link.peers[1].connections[0]
+        connection.socket.shutdown(socket.SHUT_RDWR)
         text = "rank 0 and rank 1 lost sight of each other: a connection within 127.0.0.1"
         assert eventually(lambda: bool(first.broken and second.broken))
         assert {*first.broken, *second.broken} == {text}
@@ -244,10 +244,10 @@ def test_within_a_host_arrays_and_small_messages_take_local_sockets() -> None:
         members[0].send_arrays(1, {"number": 0}, [bytes(1 << 18)])
         assert eventually(lambda: len(members[1].got) == 1)
         for network in (member.network for member in members):
-            (peer,) = network._arrays._link._peers.values()
-            assert {each._socket.family for each in peer.connections} == {socket.AF_UNIX}
-            assert eventually(lambda network=network: network._direct._link._connections[1 - network.rank].proven)
-            (direct,) = network._direct._link._connections.values()
+            (peer,) = network._arrays.link.peers.values()
+            assert {each.socket.family for each in peer.connections} == {socket.AF_UNIX}
+            assert eventually(lambda network=network: network._direct.link.connections[1 - network.rank].proven)
+            (direct,) = network._direct.link.connections.values()
             assert direct.proven.socket.family == socket.AF_UNIX
 
 

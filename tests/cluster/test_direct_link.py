@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.cluster._direct_link import CLEAR_BYTES, MAX_FRAME_BYTES, MAX_FRAMES, DirectLink, open_record, seal_record
-from rrfp_jax.cluster._private_connections import ProvenConnection
-from rrfp_jax.cluster.wire import SECRET_BYTES, MalformedMessage, Seal, pack_plain
+from rrfp_jax.cluster.wire import SECRET_BYTES, MalformedMessage, ProvenConnection, Seal, pack_plain
 from tests.cluster.mesh import Node, eventually, nodes
 
 both_ways = pytest.mark.parametrize("encrypts", [True, False], ids=["encrypted", "clear"])
@@ -28,14 +27,12 @@ class Pair:
     def __init__(self, loop: asyncio.AbstractEventLoop, *, encrypts: bool) -> None:
         self.ends = socket.socketpair()
         self.broken: list[tuple[int, str]] = []
-        self.links = [
-            DirectLink(loop, encrypts=encrypts, broken=lambda rank, why: self.broken.append((rank, why)))
-            for _ in range(2)
-        ]
+        self.links = [DirectLink(loop, encrypts=encrypts) for _ in range(2)]
         self.loop = loop
         self._got: list[list[list[bytes]]] = [[], []]
         for rank, link in enumerate(self.links):
-            link.listen(loop, partial(self._drain, rank))
+            link.on_arrival = partial(self._drain, rank)
+            link.broken = lambda rank, why: self.broken.append((rank, why))
             link.connect(1 - rank, "")
 
     def open(self, rank: int) -> None:
@@ -107,9 +104,9 @@ def test_what_the_system_does_not_take_waits_and_keeps_its_order(encrypts: bool)
     with pair(encrypts=encrypts) as made:
         for head, *frames in sent:
             made.links[0].send(1, head, frames)
-        assert made.links[0]._connections[1].unsent, "the system took everything: send more"
+        assert made.links[0].connections[1].unsent, "the system took everything: send more"
         assert made.received(1, len(sent)) == sent
-        assert not made.links[0]._connections[1].unsent
+        assert not made.links[0].connections[1].unsent
 
 
 def test_what_is_sent_before_both_are_connected_waits() -> None:
@@ -307,7 +304,7 @@ def test_one_that_ends_between_ranks_that_live_is_named() -> None:
         first.send_arrays(1, {"number": 0}, [b"x"])
         assert eventually(lambda: len(second.got) == 1)
         own: Any = first.network._direct
-        own._link._connections[1].proven.socket.shutdown(socket.SHUT_RDWR)
+        own.link.connections[1].proven.socket.shutdown(socket.SHUT_RDWR)
         text = "rank 0 and rank 1 lost sight of each other: a connection within 127.0.0.1"
         assert eventually(lambda: bool(first.broken and second.broken))
         assert {*first.broken, *second.broken} == {text}

@@ -28,8 +28,7 @@ from rrfp_jax.cluster import (
     meet,
 )
 from rrfp_jax.cluster import host as host_limits
-from rrfp_jax.cluster._admission import UnprovenConnections
-from rrfp_jax.cluster._zmq_sockets import rank_role
+from rrfp_jax.cluster._zmq_sockets import UnprovenConnections, rank_role
 from rrfp_jax.cluster.rendezvous import LauncherReport, ProcessEnding
 from rrfp_jax.cluster.wire import pack_plain, unpack_plain
 from rrfp_jax.records import from_plain, to_plain
@@ -192,7 +191,7 @@ def test_a_member_hears_only_what_is_for_its_own_rank() -> None:
         first = members[0].network
         key, link = first._link.key, first._link
         pair, server = key.pair(rank_role(2)), key.pair(rank_role(0)).public
-        assert eventually(lambda: link.is_complete)
+        assert eventually(lambda: not link.early)
         before = link._receivers[2]
         with stranger(first.address.messages, zmq.DEALER, pair=pair, server=server, identity=b"rank 1") as listener:
             listener.send(b"hello")
@@ -247,7 +246,7 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
         members[0].got.clear()
 
         def rave() -> None:
-            for link in (mad._link, mad._arrays._link, mad._direct._link):
+            for link in (mad._link, mad._arrays.link, mad._direct.link):
                 for head, frames in mad_heads():
                     link.send(0, head, frames)
             done.set()

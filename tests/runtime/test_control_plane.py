@@ -124,7 +124,7 @@ def test_announcements_reach_the_leader_of_a_unit(peers: list[Peers]) -> None:
 def test_an_announcement_that_cannot_be_is_dropped(peers: list[Peers], garbage: bytes) -> None:
     leader = Recorder()
     on_loop(peers[0], lambda: peers[0].attach(leader))
-    on_loop(peers[2], lambda: peers[2].network.send_if_room(0, b"task", garbage))
+    on_loop(peers[2], lambda: peers[2].network.send_arrays(0, b"task", garbage, may_drop=True))
     assert eventually(lambda: peers[0].network.traffic().num_dropped == 1)
     assert not leader.announced
 
