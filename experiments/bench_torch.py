@@ -26,7 +26,7 @@ from rich.console import Console
 from experiments.bench_torch_ranks import add_size_arguments, resolve_entries
 from experiments.torch_comparison import Row, Setting, measure, rows_of
 from experiments.turns import printed_by
-from rrfp_jax.cluster.launch_settings import BINDINGS
+from rrfp_jax.cluster.config import BINDINGS
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser

@@ -59,7 +59,7 @@ def pair(way: Way, sizes: Sequence[int], main: Callable[["Stage", Connection], N
 
 def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None:
     from rrfp_jax.cluster.child_processes import rank_cores
-    from rrfp_jax.cluster.child_reaper import bind_to_cores
+    from rrfp_jax.cluster.child_script import bind_to_cores
     from rrfp_jax.cluster.loop_thread import LoopThread
     from rrfp_jax.commands.common.process import use_cpu
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from rrfp_jax.cluster import child_reaper
+from rrfp_jax.cluster import child_script
 from rrfp_jax.cluster.child_processes import rank_cores
 
 _ROOT = Path(__file__).parents[1]
@@ -88,7 +88,7 @@ def torch_processes(
 
     They keep to cores as the launcher's ranks do with this ``bind``, and end with this process, however that ends.
     """
-    tie = (sys.executable, "-I", "-S", child_reaper.__file__, str(os.getpid()))
+    tie = (sys.executable, "-I", "-S", child_script.__file__, str(os.getpid()))
     path = shutil.which(python) or python
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -96,7 +96,7 @@ def torch_processes(
     with _stderr() as said:
         try:
             for rank, cores in enumerate(rank_cores(bind, num_ranks)):
-                keeps_to = ",".join(map(str, cores)) or child_reaper.UNBOUND
+                keeps_to = ",".join(map(str, cores)) or child_script.UNBOUND
                 numbers = (str(rank), str(num_ranks), str(port))
                 members.append(LineProcess((*tie, keeps_to, path, *program, *numbers), said))
             yield members

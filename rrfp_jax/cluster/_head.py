@@ -4,15 +4,15 @@ import select
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rrfp_jax.cluster import LauncherLink, RendezvousServer, RunKey
-from rrfp_jax.cluster.as_module import python_module
-from rrfp_jax.cluster.certificates import SERVICE_SECURITY, service_security
-from rrfp_jax.cluster.child_processes import ASKING, Child, Guardian, LauncherEvents
-from rrfp_jax.cluster.config import LOOPBACK, Address
-from rrfp_jax.cluster.launch_settings import LaunchSettings
-from rrfp_jax.cluster.output import Output
+from rrfp_jax.cluster.child_processes import ASKING, Child, Guardian, LauncherEvents, Output
+from rrfp_jax.cluster.child_script import python_module
+from rrfp_jax.cluster.config import LOOPBACK, Address, LaunchSettings
+from rrfp_jax.cluster.coordination_service import SERVICE_SECURITY, service_security
+from rrfp_jax.cluster.host import listens_on
 
 _SERVICE = "coordination"
 _READY_TIMEOUT_S = 60.0
@@ -52,7 +52,9 @@ class RunHead:
         """Frees sockets and processes, after the ranks have ended: JAX aborts ranks that lose the service."""
         self.board.close()
         if self.service is not None:
-            self.service.close_stdin()
+            assert self.service.stdin is not None
+            with suppress(BrokenPipeError):
+                self.service.stdin.close()
             if not self.service.join(_STOP_TIMEOUT_S):
                 self.service.kill()
                 self.service.join(_STOP_TIMEOUT_S)
@@ -77,7 +79,7 @@ def host_head(launcher: LauncherParts, key: RunKey) -> RunHead:
     except ValueError as error:
         raise HeadFailed(f"the rendezvous {error}") from error
     host = server.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    port = 0 if place is None else place.next_port().port
+    port = 0 if place is None else place.port + 1
     module = "rrfp_jax.cluster.coordination_service"
     service = Child(
         python_module(module, host, str(port), str(settings.num_ranks)),
@@ -118,13 +120,14 @@ def join_head(launcher: LauncherParts, key: RunKey, attempt: int) -> RunHead:
     except HeadFailed:
         link.close()
         raise
-    return RunHead(rendezvous=f"tcp://{place}", coordinator=str(place.next_port()), interface=interface, board=link)
+    coordinator = str(Address(host=place.host, port=place.port + 1))
+    return RunHead(rendezvous=f"tcp://{place}", coordinator=coordinator, interface=interface, board=link)
 
 
 def _interface(settings: LaunchSettings) -> str | None:
     # Looked up for each attempt: before a restart, names may lead elsewhere, or nowhere.
     try:
-        return settings.listens_on()
+        return listens_on(settings)
     except ValueError as error:
         raise HeadFailed(str(error)) from error
 

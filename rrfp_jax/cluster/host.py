@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rrfp_jax.cluster.config import INTERFACE
+from rrfp_jax.cluster.config import INTERFACE, LaunchSettings
 
 _PAUSE_S = 0.5
 _MOST_FILES = 1 << 20
@@ -56,6 +56,22 @@ def own_address(host: str, port: int) -> str:
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
             probe.connect(place)
             return str(probe.getsockname()[0])
+
+
+def listens_on(settings: LaunchSettings) -> str | None:
+    """Returns the interface that a launcher's node listens on where it is not loopback.
+
+    Raises:
+        ValueError: where the head's name is unknown, out of reach, or leads to loopback while others shall come.
+    """
+    if settings.interface is not None or settings.head is None:
+        return settings.interface
+    host, port = settings.head.host, settings.head.port
+    if not settings.hosts_head:
+        return own_address(host, port)
+    if settings.shares_key:
+        refuse_misleading_name(host, port)
+    return address_of(host, port)
 
 
 def is_misleading(host: str, port: int) -> bool:

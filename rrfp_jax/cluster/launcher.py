@@ -11,35 +11,46 @@ A launcher stays until the ends of all ranks of the run are known to all launche
 waits for others no longer than ``grace_s`` after its own ranks have ended, and not for launchers that are gone, or were
 not there when the time to come together was over. A supervisor is a launcher without ranks: it stays until it is told
 to stop, or the run cannot go on.
+
+**To blame.** When a process dies, the others notice and end too, with codes that only say so; they may even be seen to
+end first. So the cause is the earliest ending of the least derived kind: a reason of its own; told to stop (7); could
+not come together (6); lost another (5); ended by the launcher. A process that a signal killed closes its connections a
+moment before it can be seen to end, and others may take that for a failed task of their own: among endings of about the
+same time it is to blame. If the coordination service died first, no rank is to blame: JAX aborts them all.
 """
 
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from datetime import datetime
-from functools import partial
 
+from rrfp_jax import exit_codes as codes
 from rrfp_jax.cluster import RunKey, RunStatus
-from rrfp_jax.cluster._endings import STOOD_STILL, Endings, meaning
 from rrfp_jax.cluster._head import HeadFailed, LauncherParts, RunHead, host_head, join_head
-from rrfp_jax.cluster.as_module import python_module
 from rrfp_jax.cluster.child_processes import (
     ASKING,
     Child,
     Guardian,
     LauncherEvent,
     LauncherEvents,
+    Output,
     RankEnded,
-    Signalled,
     rank_cores,
+    rank_environment,
 )
-from rrfp_jax.cluster.config import COORDINATOR, NUM_RANKS, RENDEZVOUS, STARTED, Membership
-from rrfp_jax.cluster.launch_settings import OWN_COMMANDS, LaunchSettings, rank_environment
-from rrfp_jax.cluster.output import Output
+from rrfp_jax.cluster.child_script import python_module
+from rrfp_jax.cluster.config import (
+    COORDINATOR,
+    NUM_RANKS,
+    OWN_COMMANDS,
+    RENDEZVOUS,
+    STARTED,
+    LaunchSettings,
+    Membership,
+)
 from rrfp_jax.cluster.rendezvous import ProcessEnding, name_ranks
-from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PREEMPTED, START_FAILED
 
 _RESTART_S = 1.0
 """Pause before a restart, so that a run that fails at once does not spin."""
@@ -56,6 +67,33 @@ _ABORT_S = 0.15
 _FAREWELL_S = 2.0
 """Seconds that a supervisor tells ranks that come late of a failure."""
 _NOT_STOPPED = "did not end by itself"
+_STOOD_STILL = "stood still (SIGSTOP)"
+"""Reason for which a launcher ended a rank that others had taken for lost."""
+_ABORTED = codes.SIGNALLED + signal.SIGABRT
+_SAME_TIME_S = 1.0
+_DERIVATION = {codes.PREEMPTED: 1, codes.START_FAILED: 2, codes.PEER_LOST: 3}
+"""Degree to which an exit code only follows from other ranks' ends; other codes have a reason of their own, 0."""
+_LATE_SIGNALS = (signal.SIGABRT, signal.SIGTERM)
+"""Signals that may end a process because another has ended: JAX aborts, and a watcher terminates."""
+_MEANINGS = {
+    codes.DONE: "done",
+    codes.INTERNAL_ERROR: "internal error",
+    codes.BAD_INPUT: "bad input",
+    codes.NO_PROGRESS: "no progress",
+    codes.TASK_FAILED: "a task failed",
+    codes.PEER_LOST: "lost another rank",
+    codes.START_FAILED: "could not come together with the others",
+    codes.PREEMPTED: "preempted, state saved",
+    codes.DATA_UNREADABLE: "data could not be read, state saved",
+    codes.NOT_FINITE: "too many steps were not finite, state saved",
+    codes.INTERRUPTED: "interrupted",
+}
+_LIMITED = (127, _ABORTED, codes.SIGNALLED + signal.SIGSEGV)
+"""Exit codes with which JAX ends where the system gives it no more memory or threads."""
+_LIMITS = (
+    "  a crash without a message of its own is mostly lack of memory or threads: look at ulimit -v and -u, and at the "
+    "limits of the container"
+)
 
 
 def launch(
@@ -84,7 +122,12 @@ def launch(
             else:
                 key = RunKey(shared.mac_key(f"attempt {number}")) if number else shared
             code = _Attempt(parts, number, key).run()
-            may_restart = code not in (DONE, BAD_INPUT, NOT_FINITE, INTERRUPTED)  # these would end alike again
+            may_restart = code not in (
+                codes.DONE,
+                codes.BAD_INPUT,
+                codes.NOT_FINITE,
+                codes.INTERRUPTED,
+            )  # these would end alike again
             if number == settings.max_restarts or not may_restart or _is_stopped(events, output, code):
                 break
             output.say(f"restart {number + 1} of at most {settings.max_restarts}")
@@ -137,8 +180,8 @@ class _Attempt:
             self._output.say(f"error: {error}")
             stopped_by = self._events.stopped_by
             if stopped_by is None:
-                return START_FAILED
-            return INTERRUPTED if stopped_by == signal.SIGINT else PREEMPTED
+                return codes.START_FAILED
+            return codes.INTERRUPTED if stopped_by == signal.SIGINT else codes.PREEMPTED
         try:
             self._start(head)
             while not self._is_over(head):
@@ -155,7 +198,7 @@ class _Attempt:
             head.close()
             self._output.drain(_DRAIN_S)
         if self._settings.supervises and self._endings.service is None and self._endings.missing():
-            return START_FAILED if self._status.failure else DONE
+            return codes.START_FAILED if self._status.failure else codes.DONE
         for line in self._endings.summary(lambda rank: self._output.last_error(f"rank {rank}")):
             self._output.say(line)
         return self._endings.code()
@@ -175,7 +218,7 @@ class _Attempt:
                 python_module(*self._settings.command),
                 {**self._parts.environment, **membership.environment(), **self._key.environment()},
                 self._parts.guardian,
-                partial(self._ended, rank),
+                lambda code, at_s, rank=rank: self._events.put(RankEnded(rank, code, at_s)),  # type: ignore[misc]
                 cores=cores,
                 holds=ASKING if self._settings.command[0] == OWN_COMMANDS else (),  # our commands let them in
             )
@@ -188,9 +231,6 @@ class _Attempt:
             self._output.tell(
                 f"{NUM_RANKS}={num_ranks}\n{RENDEZVOUS}={head.rendezvous}\n{COORDINATOR}={head.coordinator}"
             )
-
-    def _ended(self, rank: int, code: int, at_s: float) -> None:
-        self._events.put(RankEnded(rank, code, at_s))
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -206,8 +246,8 @@ class _Attempt:
                 head.board.ended(rank, code, at_s=at_s, by_launcher=reason)
             case RunStatus():
                 self._read(event)
-            case Signalled(number):
-                self._signalled(number)
+            case signal.Signals():
+                self._signalled(event)
         if self._failed_s is None and self._endings.has_failed():
             self._failed_s = time.monotonic()
 
@@ -216,7 +256,7 @@ class _Attempt:
         self._status = status
         if status.service is not None and self._endings.service is None:
             self._endings.service = status.service
-            ended = f"the coordination service ended with {meaning(status.service.code)}"
+            ended = f"the coordination service ended with {_meaning(status.service.code)}"
             self._output.say(f"{ended}: JAX now aborts all ranks")
         self._endings.by_rank.update(status.endings)
         if self._met_failure_s is None and (status.failure is not None or self._endings.service is not None):
@@ -224,8 +264,8 @@ class _Attempt:
             if self._settings.supervises and status.failure is not None:
                 self._output.say(status.failure)
 
-    def _signalled(self, number: int) -> None:
-        name = signal.Signals(number).name
+    def _signalled(self, number: signal.Signals) -> None:
+        name = number.name
         self._num_stops += 1
         if not self._alive:
             self._is_given_up = True
@@ -282,7 +322,7 @@ class _Attempt:
             self._asked_s = time.monotonic()
             for rank, child in self._alive.items():
                 self._give_reason(rank, _NOT_STOPPED)
-                child.terminate()
+                child.kill(signal.SIGTERM, signal.SIGCONT)  # a group that is stopped must go on to end
 
     def _end(self, ranks: Iterable[int], reason: str) -> None:
         for rank in ranks:
@@ -291,7 +331,7 @@ class _Attempt:
 
     def _give_reason(self, rank: int, reason: str) -> None:
         # The first reason stands: later ones follow from it.
-        self._reasons.setdefault(rank, STOOD_STILL if self._alive[rank].is_stopped() else reason)
+        self._reasons.setdefault(rank, _STOOD_STILL if self._alive[rank].is_stopped() else reason)
 
     def _is_over(self, head: RunHead) -> bool:
         """Returns whether no rank runs here, and there is no news to wait for."""
@@ -307,3 +347,107 @@ class _Attempt:
         if missing:
             return not head.board.may_hear_of(missing, may_come=self._num_stops == 0)
         return head.board.is_settled()
+
+
+def _meaning(code: int) -> str:
+    """Returns a process's exit code in words."""
+    if code in _MEANINGS:
+        return f"code {code}, {_MEANINGS[code]}" if code else _MEANINGS[code]
+    try:
+        return f"code {code}, killed by {signal.Signals(code - codes.SIGNALLED).name}"
+    except ValueError:
+        return f"code {code}"
+
+
+class Endings:
+    """Ends of the ``num_ranks`` ranks of a run, as far as they are known."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.by_rank: dict[int, ProcessEnding] = {}
+        self.service: ProcessEnding | None = None
+        """End of the coordination service, if it came before those of the ranks."""
+
+    def missing(self) -> list[int]:
+        """Returns the ranks whose end is not known."""
+        return [rank for rank in range(self._num_ranks) if rank not in self.by_rank]
+
+    def has_failed(self) -> bool:
+        """Returns whether the service or any rank is known to have failed."""
+        return self.service is not None or any(ending.code for ending in self.by_rank.values())
+
+    def is_services(self) -> bool:
+        """Returns whether the coordination service is to blame, since no rank had a reason of its own before."""
+        # A loss or an abort before the service's end may already have come of it: connections close first.
+        earlier = [e for e in self.by_rank.values() if self.service is not None and e.at_s < self.service.at_s]
+        return self.service is not None and all(e.code in (codes.DONE, codes.PEER_LOST, _ABORTED) for e in earlier)
+
+    def cause(self) -> int | None:
+        """Returns the rank to blame; None where no failure is known."""
+        failed = {rank: ending for rank, ending in self.by_rank.items() if ending.code != codes.DONE}
+        if not failed:
+            return None
+        degrees = {r: 4 if e.by_launcher else _DERIVATION.get(e.code, 0) for r, e in failed.items()}
+        first = min(failed, key=lambda rank: (degrees[rank], failed[rank].at_s, rank))
+        # A process that a signal killed out of the blue is seen to end a moment after others have noticed.
+        soon_s = failed[first].at_s + _SAME_TIME_S
+        killed = [
+            rank
+            for rank, ending in failed.items()
+            if not ending.by_launcher
+            and ending.code > codes.SIGNALLED
+            and ending.code - codes.SIGNALLED not in _LATE_SIGNALS
+            and ending.at_s < soon_s
+        ]
+        return min(killed, key=lambda rank: failed[rank].at_s, default=first)
+
+    def code(self) -> int:
+        """Returns the exit code of the run."""
+        if self.is_services():
+            return _ABORTED
+        if (cause := self.cause()) is not None:
+            return self.by_rank[cause].code
+        return codes.PEER_LOST if self.missing() else codes.DONE
+
+    def summary(self, last_error: Callable[[int], str | None] = lambda rank: None) -> list[str]:
+        """Returns one line that names the cause, and one per kind of ending.
+
+        The line of a crash has the last error that its rank told of, as far as ``last_error`` knows it.
+        """
+        cause, missing = self.cause(), self.missing()
+        last_s = max((ending.at_s for ending in self.by_rank.values()), default=0.0)
+        if not self.has_failed() and not missing:
+            return [f"{name_ranks(self.by_rank)} ended well, the last after {last_s:.1f} s"]
+        if not self.has_failed():
+            others = "; all others ended well" if self.by_rank else ""
+            return [f"nothing was heard of {name_ranks(missing)}{others}"]
+        lines = []
+        if self.service is not None and self.is_services():
+            why = f"the coordination service ({_meaning(self.service.code)}), without which JAX aborts all ranks"
+            lines.append(f"the run failed after {self.service.at_s:.1f} s: {why}")
+        elif cause is not None:
+            ending = self.by_rank[cause]
+            how_it_ended = "was stopped" if ending.code == codes.PREEMPTED else "failed"
+            why = f"rank {cause} ({_how(ending)})"
+            still = [rank for rank, other in self.by_rank.items() if other.by_launcher == _STOOD_STILL]
+            if still and ending.code == codes.PEER_LOST:
+                how_it_ended, why = "failed", f"{name_ranks(still)} {_STOOD_STILL}"
+            lines.append(f"the run {how_it_ended} after {ending.at_s:.1f} s: {why}")
+        # One line for each kind of end, not for each of perhaps thousands of ranks.
+        ways: dict[str, list[int]] = {}
+        for rank in sorted(self.by_rank):
+            ways.setdefault(_how(self.by_rank[rank]), []).append(rank)
+        for how, ranks in ways.items():
+            lines.append(f"  {name_ranks(ranks)}: {how} (by {max(self.by_rank[rank].at_s for rank in ranks):.1f} s)")
+        if missing:
+            lines.append(f"  {name_ranks(missing)}: not heard of")
+        if cause is None or self.is_services() or self.code() not in _LIMITED:
+            return lines
+        said = last_error(cause)
+        return [*lines, _LIMITS if said is None else f"  rank {cause} said last: {said}"]
+
+
+def _how(ending: ProcessEnding) -> str:
+    """Returns the end in words."""
+    text = _meaning(ending.code)
+    return f"{ending.by_launcher}: the launcher ended it ({text})" if ending.by_launcher else text

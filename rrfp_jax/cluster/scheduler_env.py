@@ -11,30 +11,64 @@ from dataclasses import dataclass
 
 from rrfp_jax.cluster.config import Address
 
-PORT = "RRFP_PORT"
-DEFAULT_PORT = 8476
+_PORT, _DEFAULT_PORT = "RRFP_PORT", 8476
 _LAST_PORT = (1 << 16) - 2
 """Largest port of a head: the coordination service takes the next one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerEnv:
-    """A launcher's place as a scheduler's variables give it; None where they say nothing."""
+class NodePlace:
+    """A launcher's place among those of a run; None where its options, or the variables, say nothing."""
 
-    scheduler: str
-    variables: tuple[str, ...]
-    """Names of the variables that were read."""
     num_nodes: int | None = None
     node_rank: int | None = None
-    head_host: str | None = None
-    head_port: int = DEFAULT_PORT
+    head: Address | None = None
     num_processes: int | None = None
     """Number of processes on each node."""
 
-    def __post_init__(self) -> None:
-        if self.num_nodes is not None and self.node_rank is not None and self.node_rank >= self.num_nodes:
-            names = " and ".join(self.variables)
-            raise ValueError(f"{names} say node {self.node_rank} of {self.num_nodes}: nodes count from 0")
+    def completed(self, environ: Mapping[str, str]) -> "tuple[NodePlace, str]":
+        """Returns the place with missing values from the environment, and a line that says where each came from.
+
+        Raises:
+            ValueError: where nothing is found, or not enough.
+        """
+        found, source = read_scheduler_env(environ)
+        # Options win over the environment, one by one: a user may know better about the head alone.
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        full = NodePlace(**(vars(found) | given))
+        options = {"num_nodes": "--nodes", "node_rank": "--node-rank", "num_processes": "--processes", "head": "--head"}
+        lacks = [option for name, option in options.items() if getattr(full, name) is None]
+        if full.num_nodes == 1:
+            # On one node the run meets on loopback, which needs no name and no free port from the scheduler.
+            lacks = [option for option in lacks if option != "--head"]
+            full = NodePlace(**(vars(full) | {"head": self.head}))
+        if lacks:
+            raise ValueError(f"{source} does not say all that is needed: give {', '.join(lacks)}")
+        where = "" if full.head is None else f", head {full.head}"
+        told = (
+            f"node {full.node_rank} of {full.num_nodes}{where}, processes on each: {full.num_processes}; from {source}"
+        )
+        return full, told + (f"; as given: {', '.join(options[name] for name in given)}" if given else "")
+
+
+def read_scheduler_env(environ: Mapping[str, str]) -> tuple[NodePlace, str]:
+    """Returns the place that the first scheduler gives whose variables are set, and its name with these variables.
+
+    Raises:
+        ValueError: where there is none, or its variables are incomplete or contradict each other.
+    """
+    for name, (marks, reader) in SOURCES.items():
+        if any(environ.get(mark) for mark in marks):
+            read = _Variables(environ)
+            place, names = reader(read), list(dict.fromkeys(read.names))
+            if place.num_nodes is not None and place.node_rank is not None and place.node_rank >= place.num_nodes:
+                told = " and ".join(names)
+                raise ValueError(f"{told} say node {place.node_rank} of {place.num_nodes}: nodes count from 0")
+            return place, f"{name} ({', '.join(names)})"
+    known = "; ".join(f"{name}: {' or '.join(marks)}" for name, (marks, _) in SOURCES.items())
+    raise ValueError(
+        f"--from-environment finds no scheduler's variables here ({known}): give --nodes, --node-rank, --head"
+    )
 
 
 class _Variables:
@@ -59,20 +93,21 @@ class _Variables:
             return None if text is None else int(text)
         raise ValueError(f"{self.names[-1]} is '{text}': a number is needed; give the launcher's options instead")
 
-    def port(self, *names: str) -> int:
-        """Returns the first of these, or of ``RRFP_PORT``, that is set, or the default port."""
-        port = self.number(*names, PORT)
-        if port is not None and not 0 < port <= _LAST_PORT:
-            raise ValueError(f"{self.names[-1]} is {port}: give a port from 1 to {_LAST_PORT}")
-        return DEFAULT_PORT if port is None else port
-
     def agreed(self, *names: str) -> int | None:
-        """Returns the number that all of these have that are set. Raises ValueError where they differ."""
+        """Returns the number that all of these have that are set. Raises ValueError where they differ, or none is."""
         said = {name: number for name in names if (number := self.number(name)) is not None}
         if len(set(said.values())) > 1:
             listed = " and ".join(f"{name}={number}" for name, number in said.items())
             raise ValueError(f"{listed} contradict each other: unset what is wrong")
-        return next(iter(said.values()), None)
+        self.need(next(iter(said.values()), None), *names)
+        return next(iter(said.values()))
+
+    def head(self, host: str, *ports: str) -> Address:
+        """Returns the head on this host, at the first of these ports, or of ``RRFP_PORT``, or the default port."""
+        port = self.number(*ports, _PORT)
+        if port is not None and not 0 < port <= _LAST_PORT:
+            raise ValueError(f"{self.names[-1]} is {port}: give a port from 1 to {_LAST_PORT}")
+        return Address(host=host, port=_DEFAULT_PORT if port is None else port)
 
     def need(self, value: str | int | None, *names: str) -> None:
         """Raises ValueError where the value of these variables is None."""
@@ -80,41 +115,28 @@ class _Variables:
             raise ValueError(f"{' and '.join(self.names)} set, but not {' or '.join(names)}: set it, or give options")
 
 
-def _open_mpi(read: _Variables) -> SchedulerEnv:
+def _open_mpi(read: _Variables) -> NodePlace:
     num_nodes, node_rank = read.number("OMPI_COMM_WORLD_SIZE"), read.number("OMPI_COMM_WORLD_RANK")
     read.need(node_rank, "OMPI_COMM_WORLD_RANK")
     if (beside := read.number("OMPI_COMM_WORLD_LOCAL_SIZE")) not in (None, 1):
         raise ValueError(
             f"OMPI_COMM_WORLD_LOCAL_SIZE is {beside}: one launcher is needed on each node: mpirun --map-by ppr:1:node"
         )
-    return SchedulerEnv(
-        scheduler="Open MPI",
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        head_port=read.port(),
-        variables=tuple(read.names),
-    )
+    return NodePlace(num_nodes=num_nodes, node_rank=node_rank)
 
 
-def _skypilot(read: _Variables) -> SchedulerEnv:
+def _skypilot(read: _Variables) -> NodePlace:
     hosts = (read.text("SKYPILOT_NODE_IPS") or "").split()
     node_rank, said = read.number("SKYPILOT_NODE_RANK"), read.number("SKYPILOT_NUM_NODES")
     read.need(hosts[0] if hosts else None, "SKYPILOT_NODE_IPS")
     read.need(node_rank, "SKYPILOT_NODE_RANK")
     if said not in (None, len(hosts)):
         raise ValueError(f"SKYPILOT_NUM_NODES is {said}, but SKYPILOT_NODE_IPS has {len(hosts)} lines: unset one")
-    return SchedulerEnv(
-        scheduler="SkyPilot",
-        num_nodes=len(hosts),
-        node_rank=node_rank,
-        head_host=hosts[0],
-        head_port=read.port(),
-        num_processes=read.number("SKYPILOT_NUM_GPUS_PER_NODE") or None,
-        variables=tuple(read.names),
-    )
+    processes = read.number("SKYPILOT_NUM_GPUS_PER_NODE") or None
+    return NodePlace(num_nodes=len(hosts), node_rank=node_rank, head=read.head(hosts[0]), num_processes=processes)
 
 
-def _slurm(read: _Variables) -> SchedulerEnv:
+def _slurm(read: _Variables) -> NodePlace:
     num_nodes = read.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     node_rank = read.number("SLURM_NODEID")
     hosts = read.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
@@ -133,35 +155,21 @@ def _slurm(read: _Variables) -> SchedulerEnv:
             f"SLURM runs {tasks} tasks on {num_nodes} node{'' if num_nodes == 1 else 's'} ({read.names[-1]}): one "
             f"launcher is needed on each node: srun --nodes {num_nodes} --ntasks {num_nodes} --ntasks-per-node 1"
         )
-    return SchedulerEnv(
-        scheduler="SLURM",
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        head_host=None if hosts is None else first_host(hosts),
-        head_port=read.port(),
-        num_processes=read.number("SLURM_GPUS_ON_NODE") or None,
-        variables=tuple(read.names),
-    )
+    head, processes = None if hosts is None else read.head(first_host(hosts)), read.number("SLURM_GPUS_ON_NODE") or None
+    return NodePlace(num_nodes=num_nodes, node_rank=node_rank, head=head, num_processes=processes)
 
 
-def _torch_elastic(read: _Variables) -> SchedulerEnv:
+def _kubeflow(read: _Variables) -> NodePlace:
     num_nodes, node_rank = read.number("PET_NNODES"), read.number("PET_NODE_RANK")
-    host = read.text("PET_MASTER_ADDR")
+    host, said = read.text("PET_MASTER_ADDR"), read.text("PET_NPROC_PER_NODE")
     read.need(num_nodes, "PET_NNODES")
     read.need(node_rank, "PET_NODE_RANK")
-    processes = read.text("PET_NPROC_PER_NODE")
-    return SchedulerEnv(
-        scheduler="Kubeflow (PET)",
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        head_host=host,
-        head_port=read.port("PET_MASTER_PORT"),
-        num_processes=int(processes) if processes is not None and processes.isdecimal() else None,  # or auto, gpu
-        variables=tuple(read.names),
-    )
+    processes = int(said) if said is not None and said.isdecimal() else None  # or auto, gpu
+    head = None if host is None else read.head(host, "PET_MASTER_PORT")
+    return NodePlace(num_nodes=num_nodes, node_rank=node_rank, head=head, num_processes=processes)
 
 
-def _jax(read: _Variables) -> SchedulerEnv:
+def _jax(read: _Variables) -> NodePlace:
     place = read.text("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_IP")
     read.need(place, "JAX_COORDINATOR_ADDRESS")
     assert place is not None
@@ -171,52 +179,26 @@ def _jax(read: _Variables) -> SchedulerEnv:
         host, port = match[1] or match[3], int(text) if (text := match[2] or match[4]) else None
     # Kubeflow's trainer and JAX name the same numbers; both may be set, and then must agree.
     num_nodes, node_rank = read.agreed("NNODES", "JAX_NUM_PROCESSES"), read.agreed("NODE_RANK", "JAX_PROCESS_ID")
-    read.need(num_nodes, "NNODES", "JAX_NUM_PROCESSES")
-    read.need(node_rank, "NODE_RANK", "JAX_PROCESS_ID")
     said = read.number("JAX_COORDINATOR_PORT")
     if port is not None and said not in (None, port):
         raise ValueError(f"{where}={place} and JAX_COORDINATOR_PORT={said} contradict each other: unset what is wrong")
-    if port is None:
-        port = read.port("JAX_COORDINATOR_PORT") if said is None else said
-    return SchedulerEnv(
-        scheduler="JAX's variables",
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        head_host=host,
-        head_port=port,
-        variables=tuple(dict.fromkeys(read.names)),
-    )
+    port = said if port is None else port
+    head = read.head(host) if port is None else Address(host=host, port=port)
+    return NodePlace(num_nodes=num_nodes, node_rank=node_rank, head=head)
 
 
-def _kubernetes(read: _Variables) -> SchedulerEnv:
-    node_rank = read.number("JOB_COMPLETION_INDEX")
-    return SchedulerEnv(scheduler="Kubernetes", node_rank=node_rank, head_port=read.port(), variables=tuple(read.names))
-
-
-SOURCES: dict[str, tuple[tuple[str, ...], Callable[[_Variables], SchedulerEnv]]] = {
+SOURCES: dict[str, tuple[tuple[str, ...], Callable[[_Variables], NodePlace]]] = {
     "Open MPI": (("OMPI_COMM_WORLD_SIZE",), _open_mpi),
     "SkyPilot": (("SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"), _skypilot),
     "SLURM": (("SLURM_JOB_ID",), _slurm),
-    "Kubeflow": (("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"), _torch_elastic),
+    "Kubeflow": (("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"), _kubeflow),
     "JAX": (("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_IP", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"), _jax),
-    "Kubernetes": (("JOB_COMPLETION_INDEX",), _kubernetes),
+    "Kubernetes": (
+        ("JOB_COMPLETION_INDEX",),
+        lambda read: NodePlace(node_rank=read.number("JOB_COMPLETION_INDEX")),
+    ),
 }
 """Schedulers in the order in which they are looked for: the variables by which each is known, and its reader."""
-
-
-def read_scheduler_env(environ: Mapping[str, str]) -> SchedulerEnv:
-    """Returns the place that the first scheduler gives whose variables are set.
-
-    Raises:
-        ValueError: where there is none, or its variables are incomplete or contradict each other.
-    """
-    for marks, reader in SOURCES.values():
-        if any(environ.get(mark) for mark in marks):
-            return reader(_Variables(environ))
-    known = "; ".join(f"{name}: {' or '.join(marks)}" for name, (marks, _) in SOURCES.items())
-    raise ValueError(
-        f"--from-environment finds no scheduler's variables here ({known}): give --nodes, --node-rank, --head"
-    )
 
 
 def first_host(names: str) -> str:
@@ -230,53 +212,3 @@ def first_host(names: str) -> str:
     if not re.fullmatch(r"[\w.-]+", host) or re.search(r"\[\d+x\d", first):
         raise ValueError(f"the first host of SLURM's list '{names}' cannot be told: give --head HOST:PORT")
     return host
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodePlace:
-    """A launcher's place among those of a run, as far as its options give it; None where they do not."""
-
-    num_nodes: int | None = None
-    node_rank: int | None = None
-    head: Address | None = None
-    num_processes: int | None = None
-    """Number of processes on each node."""
-
-    def _options(self) -> dict[str, object]:
-        return {
-            "--nodes": self.num_nodes,
-            "--node-rank": self.node_rank,
-            "--head": self.head,
-            "--processes": self.num_processes,
-        }
-
-    def completed(self, environ: Mapping[str, str]) -> "tuple[NodePlace, str]":
-        """Returns the place with missing values from the environment, and a line that says where each came from.
-
-        Raises:
-            ValueError: where nothing is found, or not enough.
-        """
-        found = read_scheduler_env(environ)
-        # Options win over the environment, one by one: a user may know better about the head alone.
-        head = None if found.head_host is None else Address(host=found.head_host, port=found.head_port)
-        full = NodePlace(
-            num_nodes=found.num_nodes if self.num_nodes is None else self.num_nodes,
-            node_rank=found.node_rank if self.node_rank is None else self.node_rank,
-            head=head if self.head is None else self.head,
-            num_processes=found.num_processes if self.num_processes is None else self.num_processes,
-        )
-        read = ", ".join(found.variables)
-        needs_no_head = full.num_nodes == 1
-        lacks = [option for option, value in full._options().items() if value is None and option != "--head"]
-        if full.head is None and not needs_no_head:
-            lacks.append("--head")
-        if lacks:
-            names = " and ".join(found.variables)
-            raise ValueError(f"{found.scheduler} ({names}) does not say all that is needed: give {', '.join(lacks)}")
-        if needs_no_head and self.head is None:
-            # On one node the run meets on loopback, which needs no name and no free port from the scheduler.
-            full = NodePlace(num_nodes=1, node_rank=full.node_rank, num_processes=full.num_processes)
-        where = "" if full.head is None else f", head {full.head}"
-        place = f"node {full.node_rank} of {full.num_nodes}{where}, processes on each: {full.num_processes}"
-        given = [option for option, value in self._options().items() if value is not None]
-        return full, f"{place}; from {found.scheduler} ({read})" + (f"; as given: {', '.join(given)}" if given else "")

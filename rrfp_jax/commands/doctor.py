@@ -35,7 +35,7 @@ import psutil
 from rich.text import Text
 
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.cluster.as_module import python_module
+from rrfp_jax.cluster.child_script import python_module
 from rrfp_jax.cluster.config import (
     ATTEMPT,
     COORDINATOR,
@@ -47,9 +47,9 @@ from rrfp_jax.cluster.config import (
     RENDEZVOUS,
     Address,
     ClusterConfig,
+    LaunchSettings,
 )
-from rrfp_jax.cluster.host import addresses_of, is_misleading, ranks_served
-from rrfp_jax.cluster.launch_settings import LaunchSettings
+from rrfp_jax.cluster.host import addresses_of, is_misleading, listens_on, ranks_served
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
@@ -345,7 +345,7 @@ def _route_to(head: Address, addresses: list[str], interface: str | None, figure
     try:
         rank = 0 if is_own else 1
         settings = LaunchSettings(command=("-",), num_processes=1, num_nodes=2, node_rank=rank, head=head)
-        own = interface or settings.listens_on() or LOOPBACK
+        own = interface or listens_on(settings) or LOOPBACK
     except ValueError as error:
         return _problem(str(error), "give an address that this host has a route to", **figures)
     if ip_address(addresses[0]).is_loopback and interface is None:

@@ -35,11 +35,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from rrfp_jax.cluster import RunKey
-from rrfp_jax.cluster.config import INTERFACE, Address
-from rrfp_jax.cluster.host import await_name, require_descriptors
-from rrfp_jax.cluster.launch_settings import BINDINGS, OWN_COMMANDS, PREFIXES, LaunchSettings
+from rrfp_jax.cluster.child_processes import Output
+from rrfp_jax.cluster.config import BINDINGS, INTERFACE, OWN_COMMANDS, PREFIXES, Address, LaunchSettings
+from rrfp_jax.cluster.host import await_name, listens_on, require_descriptors
 from rrfp_jax.cluster.launcher import launch
-from rrfp_jax.cluster.output import Output
 from rrfp_jax.cluster.scheduler_env import NodePlace
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
@@ -61,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = _settings(arguments, os.environ, output)
         if arguments.from_environment and settings.head is not None and settings.interface is None:
             await_name(settings.head.host, settings.start_deadline_s, output.say)
-        settings.listens_on()
+        listens_on(settings)
         shared = RunKey.from_environment() if settings.shares_key else None
         num_started = 0 if settings.supervises else settings.num_processes
         require_descriptors(_FILES_OF_A_RANK * num_started, "a launcher and its ranks")

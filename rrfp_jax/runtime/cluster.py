@@ -27,7 +27,8 @@ from rrfp_jax.cluster import (
     RunKey,
     meet,
 )
-from rrfp_jax.cluster.certificates import SERVICE_SECURITY, service_security, service_warning
+from rrfp_jax.cluster.config import ClusterConfig, Membership, host_of
+from rrfp_jax.cluster.coordination_service import SERVICE_SECURITY, service_security, service_warning
 from rrfp_jax.cluster.config import (
     ATTEMPT,
     COORDINATOR,

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from rrfp_jax.cluster.config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS, Membership
+from rrfp_jax.cluster.coordination_service import tls_credentials
 from rrfp_jax.cluster.certificates import rank_credentials
-from rrfp_jax.cluster.config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.costs.devices import SHARE_OF_GPU
@@ -224,8 +225,8 @@ def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, 
     """Makes this process number ``rank`` of ``num_ranks`` to JAX; returns when all have connected.
 
     If JAX can, it proves to the service that it has the run key, and the service to it
-    (:mod:`rrfp_jax.cluster.certificates`). A connection that breaks later ends the process at once with SIGABRT, so the
-    service must outlive the ranks.
+    (:mod:`rrfp_jax.cluster.coordination_service`). A connection that breaks later ends the process at once with
+    SIGABRT, so the service must outlive the ranks.
 
     Raises:
         RuntimeError: if JAX has started its backends, or is connected.
@@ -242,7 +243,7 @@ def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, 
             use_compression=True,
             heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
             shutdown_on_destruction=False,  # else a process would wait at its end for all others, which may have died
-            **rank_credentials(key, rank),
+            **tls_credentials(key, rank),
         )
         client.connect()
     global_state.client, global_state.process_id, global_state.num_processes = client, rank, num_ranks

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-from rrfp_jax.cluster import certificates
-from rrfp_jax.cluster.certificates import (
+from rrfp_jax.cluster import coordination_service
+from rrfp_jax.cluster.coordination_service import (
     OPEN,
     SECURED,
-    rank_credentials,
-    service_credentials,
     service_security,
     service_warning,
+    tls_credentials,
 )
 from rrfp_jax.cluster.keys import RunKey
 
@@ -26,7 +25,7 @@ KEY, OTHER = RunKey(bytes(32)), RunKey(bytes(31) + b"\1")
 
 @pytest.fixture(autouse=True)
 def jax_secures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificates, "version", lambda _: "0.11.2")
+    monkeypatch.setattr(coordination_service, "version", lambda _: "0.11.2")
 
 
 def side(purpose: int, files: dict[str, Any]) -> ssl.SSLContext:
@@ -52,18 +51,16 @@ def shake_hands(client: dict[str, Any], server: dict[str, Any]) -> None:
 
 
 def test_two_processes_that_have_the_key_believe_each_other():
-    shake_hands(rank_credentials(KEY, 3), service_credentials(KEY))
+    shake_hands(tls_credentials(KEY, 3), tls_credentials(KEY))
 
 
 @pytest.mark.parametrize(
     ("client", "server"),
     [
-        pytest.param(rank_credentials, lambda key: service_credentials(OTHER), id="a service of another run"),
-        pytest.param(lambda key, rank: rank_credentials(OTHER, rank), service_credentials, id="a rank of another run"),
-        pytest.param(rank_credentials, lambda key: rank_credentials(key, 0), id="a rank in place of the service"),
-        pytest.param(
-            lambda key, rank: service_credentials(key), service_credentials, id="a service in place of a rank"
-        ),
+        pytest.param(tls_credentials, lambda key: tls_credentials(OTHER), id="a service of another run"),
+        pytest.param(lambda key, rank: tls_credentials(OTHER, rank), tls_credentials, id="a rank of another run"),
+        pytest.param(tls_credentials, lambda key: tls_credentials(key, 0), id="a rank in place of the service"),
+        pytest.param(lambda key, rank: tls_credentials(key), tls_credentials, id="a service in place of a rank"),
     ],
 )
 def test_nobody_else_is_believed(client, server):
@@ -76,7 +73,7 @@ def certificate(path: str) -> x509.Certificate:
 
 
 def test_each_side_asks_for_the_name_of_the_other():
-    service, rank = service_credentials(KEY), rank_credentials(KEY, 12)
+    service, rank = tls_credentials(KEY), tls_credentials(KEY, 12)
     for own, other in ((service, rank), (rank, service)):
         extension = certificate(own["mtls_cert_file"]).extensions.get_extension_for_class(x509.SubjectAlternativeName)
         (name,) = extension.value.get_values_for_type(x509.UniformResourceIdentifier)
@@ -87,7 +84,7 @@ def test_each_side_asks_for_the_name_of_the_other():
 
 
 def test_they_are_valid_whatever_the_clock_says():
-    files = rank_credentials(KEY, 0)
+    files = tls_credentials(KEY, 0)
     for path in (files["mtls_cert_file"], files["mtls_ca_file"]):
         made = certificate(path)
         assert made.not_valid_before_utc <= datetime(1970, 1, 1, tzinfo=UTC)
@@ -95,7 +92,7 @@ def test_they_are_valid_whatever_the_clock_says():
 
 
 def test_every_host_makes_the_same_authority_and_a_key_of_its_own():
-    one, two, other = rank_credentials(KEY, 0), rank_credentials(KEY, 0), rank_credentials(OTHER, 0)
+    one, two, other = tls_credentials(KEY, 0), tls_credentials(KEY, 0), tls_credentials(OTHER, 0)
 
     def public(files: dict[str, Any], name: str) -> object:
         return certificate(files[name]).public_key()
@@ -106,7 +103,7 @@ def test_every_host_makes_the_same_authority_and_a_key_of_its_own():
 
 def test_nothing_lies_on_a_disk_and_no_child_inherits_it():
     for name in ("mtls_cert_file", "mtls_key_file", "mtls_ca_file"):
-        path = Path(str(service_credentials(KEY)[name]))
+        path = Path(str(tls_credentials(KEY)[name]))
         assert os.readlink(path).startswith("/memfd:rrfp-")
         assert not os.get_inheritable(int(path.name))
 
@@ -125,14 +122,14 @@ def test_nothing_lies_on_a_disk_and_no_child_inherits_it():
     ],
 )
 def test_what_an_older_jax_cannot_do_is_left_out(monkeypatch, version: str, security: str):
-    monkeypatch.setattr(certificates, "version", lambda _: version)
+    monkeypatch.setattr(coordination_service, "version", lambda _: version)
     assert service_security() == security
-    assert bool(rank_credentials(KEY, 0)) == bool(service_credentials(KEY)) == (security == SECURED)
+    assert bool(tls_credentials(KEY, 0)) == bool(tls_credentials(KEY)) == (security == SECURED)
 
 
 def test_an_open_service_is_told_of_where_other_hosts_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert service_warning("10.0.0.1:8001", "10.0.0.1") is None
-    monkeypatch.setattr(certificates, "version", lambda _: "0.10.2")
+    monkeypatch.setattr(coordination_service, "version", lambda _: "0.10.2")
     assert service_warning("127.0.0.1:8001", "127.0.0.1") is None
     assert service_warning("[::1]:8001", "::1") is None
     for own in ("10.0.0.1", "fe80::1%eth0"):

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rrfp_jax.cluster.child_processes import LauncherEvents, Signalled
+from rrfp_jax.cluster.child_processes import LauncherEvents
 
 
 @pytest.fixture
@@ -17,9 +17,9 @@ def hang_up_again():
 
 @pytest.mark.usefixtures("hang_up_again")
 @pytest.mark.parametrize(
-    ("before", "event"), [(signal.SIG_DFL, Signalled(signal.SIGHUP)), (signal.SIG_IGN, None)], ids=["plain", "nohup"]
+    ("before", "event"), [(signal.SIG_DFL, signal.SIGHUP), (signal.SIG_IGN, None)], ids=["plain", "nohup"]
 )
-def test_a_terminal_that_hangs_up_ends_no_run_under_nohup(before: signal.Handlers, event: Signalled | None):
+def test_a_terminal_that_hangs_up_ends_no_run_under_nohup(before: signal.Handlers, event: signal.Signals | None):
     signal.signal(signal.SIGHUP, before)
     with LauncherEvents() as events:
         os.kill(os.getpid(), signal.SIGHUP)

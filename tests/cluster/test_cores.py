@@ -1,34 +1,42 @@
-"""The core_shares of the cores that the ranks of a node get, and what happens where a system refuses them."""
+"""The shares of the cores that the ranks of a node get, and what happens where a system refuses them."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.cluster import child_processes, child_reaper
-from rrfp_jax.cluster.child_processes import core_shares, rank_cores
-from rrfp_jax.cluster.launch_settings import LaunchSettings
+from rrfp_jax.cluster import child_processes, child_script
+from rrfp_jax.cluster.child_processes import rank_cores
+from rrfp_jax.cluster.config import LaunchSettings
 
 CORES = st.lists(st.integers(0, 300), min_size=1, max_size=64, unique=True)
 
 
+def dealt_out(cores: list[int], num_ranks: int) -> list[tuple[int, ...]]:
+    """What each rank gets of these cores, where the system says nothing of how they lie."""
+    unknown = patch.object(child_processes, "_TOPOLOGY", "/no/such/{}")
+    with unknown, patch.object(os, "sched_getaffinity", lambda _: set(cores)):
+        return rank_cores("cores", num_ranks)
+
+
 @given(cores=CORES, data=st.data())
 def test_enough_cores_are_all_shared_out_evenly_and_in_order(cores: list[int], data: st.DataObject):
-    dealt = core_shares(cores, data.draw(st.integers(1, len(cores)), label="num_ranks"))
-    assert [core for share in dealt for core in share] == cores  # all of them, each once, neighbours together
+    dealt = dealt_out(cores, data.draw(st.integers(1, len(cores)), label="num_ranks"))
+    assert [core for share in dealt for core in share] == sorted(cores)  # all of them, each once, neighbours together
     sizes = [len(share) for share in dealt]
     assert max(sizes) - min(sizes) <= 1
 
 
 @given(cores=CORES, num_more=st.integers(1, 40))
 def test_ranks_take_too_few_cores_in_turn(cores: list[int], num_more: int):
-    dealt = core_shares(cores, len(cores) + num_more)
+    dealt = dealt_out(cores, len(cores) + num_more)
     assert len(dealt) == len(cores) + num_more
-    assert all(share == (cores[rank % len(cores)],) for rank, share in enumerate(dealt))
+    assert all(share == (sorted(cores)[rank % len(cores)],) for rank, share in enumerate(dealt))
 
 
 def describe(folder: Path, sockets: dict[int, int], siblings: dict[int, str]) -> str:
@@ -83,22 +91,22 @@ def test_a_refused_binding_keeps_no_rank_from_starting(monkeypatch):
     asked = []
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: asked.append(cores))
-    child_reaper.bind_to_cores({0})
+    child_script.bind_to_cores({0})
     assert asked == [{0}]
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    child_reaper.bind_to_cores({0})
+    child_script.bind_to_cores({0})
 
 
 @pytest.mark.parametrize("is_bound", [True, False])
 def test_threads_of_the_program_inherit_the_binding(is_bound: bool):
-    cores = str(min(os.sched_getaffinity(0))) if is_bound else child_reaper.UNBOUND
+    cores = str(min(os.sched_getaffinity(0))) if is_bound else child_script.UNBOUND
     policy = "SCHED_BATCH" if is_bound else "SCHED_OTHER"
     shown = (
         "import os, threading; "
         f"show = lambda: print(sorted(os.sched_getaffinity(0)), os.sched_getscheduler(0) == os.{policy}); "
         "thread = threading.Thread(target=show); thread.start(); thread.join()"
     )
-    script = [sys.executable, "-I", "-S", child_reaper.__file__, str(os.getpid()), cores]
+    script = [sys.executable, "-I", "-S", child_script.__file__, str(os.getpid()), cores]
     ended = subprocess.run([*script, sys.executable, "-c", shown], capture_output=True, text=True, check=True)
     expected = [int(cores)] if is_bound else sorted(os.sched_getaffinity(0))
     assert ended.stdout == f"{expected} True\n"

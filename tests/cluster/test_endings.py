@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.cluster._endings import Endings
+from rrfp_jax.cluster.launcher import Endings
 from rrfp_jax.cluster.rendezvous import ProcessEnding
 
 

@@ -13,14 +13,12 @@ from queue import SimpleQueue
 
 import pytest
 
-from rrfp_jax.cluster import RendezvousServer, RunKey, child_processes
+from rrfp_jax.cluster import RendezvousServer, RunKey, _head, child_processes
 from rrfp_jax.cluster._head import HeadFailed, _ready_port
-from rrfp_jax.cluster.child_processes import Child, Guardian, LauncherEvents
-from rrfp_jax.cluster.config import Address
+from rrfp_jax.cluster.child_processes import Child, Guardian, LauncherEvents, Output
+from rrfp_jax.cluster.config import Address, LaunchSettings
 from rrfp_jax.cluster.host import Unreachable
-from rrfp_jax.cluster.launch_settings import LaunchSettings
 from rrfp_jax.cluster.launcher import launch
-from rrfp_jax.cluster.output import Output
 from rrfp_jax.exit_codes import INTERRUPTED, PREEMPTED, START_FAILED
 
 
@@ -39,7 +37,7 @@ def test_a_request_to_stop_ends_the_wait_for_the_coordination_service():
         assert child.join(5.0)
         for pipe in (child.stdout, child.stderr):
             pipe.close()
-        child.close_stdin()
+        child.stdin.close()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, PREEMPTED)])
@@ -59,7 +57,7 @@ def test_a_heads_name_that_is_gone_after_it_was_reached_ends_the_attempt_in_a_se
     def is_gone(_: LaunchSettings) -> None:
         raise Unreachable("the head node0 is unknown")
 
-    monkeypatch.setattr(LaunchSettings, "listens_on", is_gone)
+    monkeypatch.setattr(_head, "listens_on", is_gone)
     key, told = RunKey.generate(), io.BytesIO()
     with RendezvousServer(2, key) as server:
         head = Address.parse(server.address.removeprefix("tcp://"))

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.cluster.config import Address, Membership
-from rrfp_jax.cluster.host import Unreachable, address_of, await_name, is_misleading, own_address
-from rrfp_jax.cluster.launch_settings import LaunchSettings
+from rrfp_jax.cluster.config import Address, LaunchSettings, Membership
+from rrfp_jax.cluster.host import Unreachable, address_of, await_name, is_misleading, listens_on, own_address
 
 _RESOLVE = socket.getaddrinfo
 
@@ -41,11 +40,10 @@ def test_a_name_that_leads_to_loopback_is_refused_with_the_remedy(names: dict[st
     supervisor = LaunchSettings(command=(), num_processes=2, head=head)
     for settings in (first, supervisor):
         with pytest.raises(ValueError, match=said):
-            settings.listens_on()
-    assert (
-        LaunchSettings(command=("m",), num_processes=1, num_nodes=2, head=head, interface="ib0").listens_on() == "ib0"
-    )
-    assert LaunchSettings(command=("m",), num_processes=1, head=head).listens_on() == "127.0.1.1"  # nobody else comes
+            listens_on(settings)
+    named = LaunchSettings(command=("m",), num_processes=1, num_nodes=2, head=head, interface="ib0")
+    assert listens_on(named) == "ib0"
+    assert listens_on(LaunchSettings(command=("m",), num_processes=1, head=head)) == "127.0.1.1"  # nobody else comes
 
 
 def test_a_rank_on_the_heads_host_meets_at_an_address_instead() -> None:

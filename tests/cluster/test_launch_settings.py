@@ -2,8 +2,9 @@
 
 import pytest
 
-from rrfp_jax.cluster.config import Address
-from rrfp_jax.cluster.launch_settings import LaunchSettings, rank_environment
+from rrfp_jax.cluster.child_processes import rank_environment
+from rrfp_jax.cluster.config import Address, LaunchSettings
+from rrfp_jax.cluster.host import listens_on
 
 
 def test_addresses():
@@ -22,18 +23,18 @@ def test_ranks_are_dealt_out_node_by_node():
     supervisor = LaunchSettings(command=(), num_processes=3, head=head)
     assert (list(supervisor.local_ranks()), supervisor.num_ranks, supervisor.shares_key) == ([], 3, True)
     alone = LaunchSettings(command=("m",), num_processes=3)
-    assert (alone.hosts_head, alone.shares_key, alone.listens_on()) == (True, False, None)
+    assert (alone.hosts_head, alone.shares_key, listens_on(alone)) == (True, False, None)
 
 
 def test_the_interface_is_what_reaches_the_head():
     head = Address.parse("localhost:29400")
     common = {"command": ("m",), "num_processes": 1, "num_nodes": 2, "head": head}
-    assert LaunchSettings(**common, node_rank=0).listens_on() in ("127.0.0.1", "::1")
-    assert LaunchSettings(**common, node_rank=1).listens_on() in ("127.0.0.1", "::1")
-    assert LaunchSettings(**common, node_rank=1, interface="eth7").listens_on() == "eth7"
+    assert listens_on(LaunchSettings(**common, node_rank=0)) in ("127.0.0.1", "::1")
+    assert listens_on(LaunchSettings(**common, node_rank=1)) in ("127.0.0.1", "::1")
+    assert listens_on(LaunchSettings(**common, node_rank=1, interface="eth7")) == "eth7"
     lost = LaunchSettings(**common | {"head": Address.parse("no.such.host.invalid:1")}, node_rank=1)
     with pytest.raises(ValueError, match=r"no\.such\.host\.invalid:1 is unknown or out of reach"):
-        lost.listens_on()
+        listens_on(lost)
 
 
 @pytest.mark.parametrize("wildcard", ["0.0.0.0", "[::]", "*"])

@@ -7,8 +7,8 @@ from typing import BinaryIO
 
 import pytest
 
-from rrfp_jax.cluster.launch_settings import LaunchSettings
-from rrfp_jax.cluster.output import Output
+from rrfp_jax.cluster.child_processes import Output
+from rrfp_jax.cluster.config import LaunchSettings
 
 
 class Terminal(io.BytesIO):

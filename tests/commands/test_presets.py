@@ -17,8 +17,8 @@ import yaml
 
 from rrfp_jax.byte_sizes import format_bytes, parse_bytes
 from rrfp_jax.cluster import RunKey
-from rrfp_jax.cluster.launch_settings import LaunchSettings
-from rrfp_jax.cluster.output import Output
+from rrfp_jax.cluster.child_processes import Output
+from rrfp_jax.cluster.config import LaunchSettings
 from rrfp_jax.commands import launch
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.model_parts import cut_language_model, cut_vision_language_model, vision_language_config

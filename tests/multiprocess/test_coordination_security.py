@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rrfp_jax.cluster.certificates import SECURED, service_security
+from rrfp_jax.cluster.coordination_service import SECURED, service_security
 from rrfp_jax.cluster.keys import RunKey
 from tests.environment import of_child
 from tests.multiprocess.launching import PROGRAMS, ROOT, eventually, launched

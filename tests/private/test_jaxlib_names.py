@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from rrfp_jax.cluster.certificates import SECURED, service_security
+from rrfp_jax.cluster.coordination_service import SECURED, service_security
 from rrfp_jax.private import jaxlib_names
 from rrfp_jax.private.jaxlib_names import JAXLIB_NAMES
 from tests.environment import of_child
@@ -16,7 +16,7 @@ from tests.private.canaries import assert_kept
 SERVE_AND_CONNECT = """
 import socket, sys
 
-from rrfp_jax.cluster.certificates import rank_credentials, service_credentials
+from rrfp_jax.cluster.coordination_service import tls_credentials
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.private.jaxlib_names import *
 
@@ -25,12 +25,12 @@ with socket.socket() as probe:
     address = "127.0.0.1:%d" % probe.getsockname()[1]
 key = RunKey.generate()
 service = get_distributed_runtime_service(
-    address, 1, heartbeat_timeout=3600, shutdown_timeout=5, **service_credentials(key)
+    address, 1, heartbeat_timeout=3600, shutdown_timeout=5, **tls_credentials(key)
 )
 print("served", flush=True)
 client = get_distributed_runtime_client(
     address, 0, init_timeout=10, use_compression=True, heartbeat_timeout=3600, shutdown_on_destruction=False,
-    **rank_credentials(key, 0),
+    **tls_credentials(key, 0),
 )
 client.connect()
 client.key_value_set("name", "value")

@@ -8,7 +8,7 @@ followed by ``-with-KEY`` for certificates of another run key; ``join-and-tell``
 import os
 import sys
 
-from rrfp_jax.cluster.certificates import rank_credentials
+from rrfp_jax.cluster.coordination_service import tls_credentials
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.private.jaxlib_names import get_distributed_runtime_client, get_distributed_runtime_service
 
@@ -24,7 +24,7 @@ def serve(address: str) -> None:
 
 def intrude(address: str, node: int, how: str) -> None:
     way, _, key = how.partition("-with-")
-    credentials = rank_credentials(RunKey.from_text(key), node) if key else {}
+    credentials = tls_credentials(RunKey.from_text(key), node) if key else {}
     client = get_distributed_runtime_client(
         address, node, init_timeout=_PATIENCE_S, shutdown_on_destruction=False, **credentials
     )
