@@ -17,7 +17,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ from rrfp_jax.core.dispatch import AUTO, parse_dispatch
 from rrfp_jax.core.replicas import Replication, microbatches_per_replica
 from rrfp_jax.schedules import bits
 from rrfp_jax.schedules.timeline import Timeline
+from rrfp_jax.simulation import Links, both_directions
 from rrfp_jax.simulation.costs import constant, for_graph
-from rrfp_jax.simulation.links import Links, both_directions
 from rrfp_jax.simulation.result import RunMetrics, bottleneck, memory_figures, run_metrics
 
 EMULATED_STEP = StepRules(updates=False, agreement=Agreement.ALL)
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     metrics = run_metrics(emulation.timeline, emulation.step_ms)
     figures: dict[str, Any] = {
-        **metrics.as_dict(),
+        **asdict(metrics),
         "dispatch_overhead_ms": dispatch_overhead_ms(emulation.timeline, durations_ms),
         **process_figures(process, emulation),
     }

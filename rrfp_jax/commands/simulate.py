@@ -15,7 +15,7 @@ With ``--json`` the last line on stdout is one JSON object; with ``--compare`` i
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -176,7 +176,7 @@ class _Candidate:
         timeline, graph, placement = simulation.timeline, self.order.graph, self.order.placement
         self.timeline: Timeline = timeline
         metrics = run_metrics(timeline, simulation.step_ms)
-        result = metrics.as_dict()
+        result = asdict(metrics)
         result["peak_memory"] = peak_memory(timeline, graph, placement, scenario.memory_weights)
         result |= memory_figures(timeline, graph, placement)
         if any(metrics.engine_busy):

@@ -22,7 +22,7 @@ from rrfp_jax.core.replicas import replicated_graph, replicated_placement, repli
 from rrfp_jax.core.stage_setup import EVALUATION, StageSetup, outputs_ahead
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, ScheduleTable, Task
-from rrfp_jax.schedules.validation import check_orders, execution_order
+from rrfp_jax.schedules.table import check_orders, execution_order
 
 READY = "ready"
 STRICT = "strict"
@@ -300,8 +300,12 @@ class Ordering:
         graph = replace(graph, split=self._split(placement), ops=ops)
         if self.schedule is not None and self.follows_table:
             _check_names_all(self.schedule, graph)
-            if self._keeps_to_table:
-                _check_runs(self.schedule, graph)
+            # The table, without the tasks that this pipeline lacks, must be able to run entry by entry.
+            if self._keeps_to_table and self.schedule.graph == graph:
+                self.schedule.validate()
+            elif self._keeps_to_table:
+                rows = present_rows(self.schedule.orders, graph)
+                check_orders(self.schedule.name, self.schedule.placement, graph, rows)
         if not isinstance(self.window, str):
             self._windows(placement.num_stages)
             self._footprints(placement, graph, 1)
@@ -453,9 +457,3 @@ def _check_names_all(table: ScheduleTable, graph: PipelineGraph) -> None:
             f"schedule {table.name!r} does not name {len(unnamed)} tasks of this pipeline ({some}): "
             "take a schedule with its chunks, microbatches and backward"
         )
-
-
-def _check_runs(table: ScheduleTable, graph: PipelineGraph) -> None:
-    """Raise ValueError if the table, without the tasks that this pipeline lacks, cannot run entry by entry."""
-    if not (table.was_validated and table.graph == graph):
-        check_orders(table.name, table.placement, graph, present_rows(table.orders, graph))

@@ -3,7 +3,8 @@
 A table is run strictly, used as a hint, or simulated.
 """
 
-# Its import registers the schedules.
+# Their import registers the schedules.
+from rrfp_jax.schedules import _zb_auto as _zb_auto
 from rrfp_jax.schedules import published as published
 from rrfp_jax.schedules._csv_form import from_csv as from_csv
 from rrfp_jax.schedules._csv_form import read_csv as read_csv

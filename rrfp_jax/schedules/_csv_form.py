@@ -84,7 +84,15 @@ def from_csv(
     operations that the graph does not have, and whatever :meth:`ScheduleTable.validate` finds.
     """
     own = frozenset(op.letter for op in graph.ops) if graph is not None else frozenset()
-    rows = tuple(tuple(_cells(name, stage, line, own)) for stage, line in enumerate(_lines(name, text)))
+    try:
+        lines = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ValueError(
+            f"table {name!r} is no CSV ({error}): write one line per stage, for example 0F0,0F1,0B0"
+        ) from None
+    while lines and not any(cell.strip() for cell in lines[-1]):
+        lines.pop()  # a last line without any cell is the file's end, not a stage
+    rows = tuple(tuple(_cells(name, stage, line, own)) for stage, line in enumerate(lines))
     lowered = sorted({word for match in _LOWERED.finditer(text) if (word := match.group(1)) not in own})
     if lowered:
         _log.info("table %r: its %s are left out, stages send and keep what they need", name, ", ".join(lowered))
@@ -110,53 +118,36 @@ def from_csv(
         raise ValueError(
             f"table {name!r} has {len(rows)} lines for {placement.num_stages} stages: write one line per stage"
         )
-    if graph is None:
-        graph = _graph(placement, tasks)
-    elif not graph.split:
-        graph = replace(graph, split=_split_chunks(tasks))
+    if graph is None or not graph.split:
+        split = frozenset(task.chunk for task in tasks if task.kind in (TaskKind.I, TaskKind.W))
+        graph = replace(graph or _graph(placement, tasks), split=split)
     return ScheduleTable(name, placement, graph, tuple(tuple(_halved(row, graph)) for row in rows)).validate()
 
 
-def _lines(name: str, text: str) -> list[list[str]]:
-    """Returns the cells line by line. A last line without any cell is the file's end, not a stage."""
-    try:
-        lines = list(csv.reader(io.StringIO(text)))
-    except csv.Error as error:
-        raise ValueError(
-            f"table {name!r} is no CSV ({error}): write one line per stage, for example 0F0,0F1,0B0"
-        ) from None
-    while lines and not any(cell.strip() for cell in lines[-1]):
-        lines.pop()
-    return lines
-
-
 def _cells(name: str, stage: int, line: Sequence[str], own: Container[str]) -> Iterator[Task | None]:
+    """Yields the tasks of one line. Raises ValueError, naming row and column, for a cell that is none."""
     for column, cell in enumerate(line):
         if not cell:
             yield None
             continue
+        place = f"table {name!r}, stage {stage}, column {column}"
         if len(cell) > _LONGEST_CELL:
-            raise ValueError(
-                f"table {name!r}, stage {stage}, column {column}: {shown(cell)} is not a task: write one, such as 2F5"
-            )
+            raise ValueError(f"{place}: {shown(cell)} is not a task: write one, such as 2F5")
         lowered = _LOWERED.fullmatch(cell.strip())
         if lowered and lowered.group(1) not in own:
             continue
         overlapped = _OVERLAPPED.fullmatch(cell.strip())
-        for part in overlapped.group(1).split(";") if overlapped else [cell]:
-            yield _task(f"table {name!r}, stage {stage}, column {column}", part.strip())
-
-
-def _task(place: str, text: str) -> Task | None:
-    if not text:
-        return None
-    try:
-        task = Task.parse(text)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
-    if task.kind in (TaskKind.R, TaskKind.U):
-        raise ValueError(f"{place}: {text!r} runs once per step and is not part of a table: remove it")
-    return task
+        for text in map(str.strip, overlapped.group(1).split(";") if overlapped else [cell]):
+            if not text:
+                yield None
+                continue
+            try:
+                task = Task.parse(text)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+            if task.kind in (TaskKind.R, TaskKind.U):
+                raise ValueError(f"{place}: {text!r} runs once per step and is not part of a table: remove it")
+            yield task
 
 
 def _halved(row: Sequence[Task | None], graph: PipelineGraph) -> Iterator[Task | None]:
@@ -190,11 +181,5 @@ def _graph(placement: Placement, tasks: Sequence[Task]) -> PipelineGraph:
     halves = [{t.microbatch for t in tasks if (t.chunk >= half) == up} for up in (False, True)]
     mirrored = not odd and placement.stage_of_chunk == placement.stage_of_chunk[::-1]
     if mirrored and halves[0].isdisjoint(halves[1]):
-        graph = opposite_chains(half, halves[0], num_microbatches)
-    else:
-        graph = chain(placement.num_chunks, num_microbatches)
-    return replace(graph, split=_split_chunks(tasks))
-
-
-def _split_chunks(tasks: Sequence[Task]) -> frozenset[int]:
-    return frozenset(task.chunk for task in tasks if task.kind in (TaskKind.I, TaskKind.W))
+        return opposite_chains(half, halves[0], num_microbatches)
+    return chain(placement.num_chunks, num_microbatches)

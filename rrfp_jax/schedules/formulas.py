@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from rrfp_jax.schedules.published.looped import gis_group_size
-from rrfp_jax.schedules.published.one_chunk import eager_windows
-from rrfp_jax.schedules.registry import build_schedule, chunks_per_stage, schedule_entry
+from rrfp_jax.schedules.published import eager_windows, gis_group_size
+from rrfp_jax.schedules.registry import build_schedule, schedule_entry
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.slots import SlotLengths, execute, per_stage
 
@@ -50,7 +49,7 @@ class Sizes:
         return cls(
             p=request.num_stages,
             m=request.num_microbatches,
-            v=chunks_per_stage(name, request),
+            v=schedule_entry(name).chunks_for(request),
             f=lengths.forward,
             i=lengths.input_gradient,
             w=lengths.weight_gradient,
@@ -300,7 +299,7 @@ def compare(name: str, request: ScheduleRequest, lengths: SlotLengths) -> Levels
         schedule=name,
         published_rate=_rate(name, sizes, published=True) if is_chain else None,
         fitted_rate=_rate(name, sizes, published=False) if is_chain else None,
-        table_rate=execute(table, per_stage(table, lengths, parts)).bubble_rate,
+        table_rate=execute(table, per_stage(table, lengths, parts)).timeline.bubble_fraction(),
         formula_peak=None if peak is None else max(peak.peak(sizes, stage) for stage in range(sizes.p)),
         table_peak=max(table.peak_activations(parts)),
     )

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import NamedTuple
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import COUNTABLE, check_fields, check_types, is_whole
-from rrfp_jax.schedules._graph_operations import GraphOperations
-from rrfp_jax.schedules.operations import COMPUTE, Op
+from rrfp_jax.schedules.operations import COMPUTE, GraphOperations, Op
 from rrfp_jax.schedules.tasks import Task, TaskKind
 
 _MOST_PAIRS = 1 << 20
@@ -47,6 +47,22 @@ class Edge(NamedTuple):
     carries_gradient: bool = True
     is_optional: bool = False
     """Whether ``target`` also runs microbatches that skip ``source``, for example those without images."""
+
+
+class _Topology(NamedTuple):
+    """Neighbours of each chunk, ascending, and whether it has a backward."""
+
+    before: tuple[tuple[int, ...], ...]
+    after: tuple[tuple[int, ...], ...]
+    required: tuple[tuple[int, ...], ...]
+    """Predecessors of which a microbatch must have at least one."""
+    optional: tuple[tuple[int, ...], ...]
+    """Predecessors that a microbatch may skip although it runs on the chunk."""
+    gradients_to: tuple[tuple[int, ...], ...]
+    """Predecessors to which the chunk returns a gradient."""
+    gradients_from: tuple[tuple[int, ...], ...]
+    """Successors that return a gradient to the chunk."""
+    has_backward: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -131,81 +147,60 @@ class PipelineGraph:
     def _check_feeding(self, chunks: Iterable[int]) -> None:
         """Raises ValueError where a pair of these chunks lacks an input or a reader that its chunk needs."""
         for chunk in chunks:
-            present, required = self.present(chunk), self.required_predecessors(chunk)
-            hungry = present & ~self._present_in_any(required, or_else=present)
+            present, required, readers = self.present(chunk), self.required_predecessors(chunk), self.successors(chunk)
+            hungry = present & ~reduce(or_, map(self.present, required), 0) if required else 0
             if hungry:
                 raise ValueError(
                     f"microbatch {next(bits(hungry))} skips chunk {required[0]}, and chunk {chunk} is left without any "
                     "input: skip that one too, keep one of its predecessors, or make the edge optional"
                 )
-            unread = present & ~self._present_in_any(self.successors(chunk), or_else=present)
+            unread = present & ~reduce(or_, map(self.present, readers), 0) if readers else 0
             if unread:
                 raise ValueError(
                     f"nobody reads the output of chunk {chunk} for microbatch {next(bits(unread))}: skip it there too"
                 )
-
-    def _present_in_any(self, chunks: tuple[int, ...], *, or_else: int) -> int:
-        if not chunks:
-            return or_else
-        present = 0
-        for chunk in chunks:
-            present |= self.present(chunk)
-        return present
 
     @cached_property
     def operations(self) -> GraphOperations:
         """The operations with everything that they wait for and move."""
         return GraphOperations(self)
 
-    # The properties below are worked out once per graph, on first use: dependencies() reads them for every task.
-
     @cached_property
     def _masks(self) -> dict[int, int]:
         return dict(self.absent)
 
     @cached_property
-    def _neighbours(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """The predecessors of each chunk, and its successors."""
-        before: list[list[int]] = [[] for _ in range(self.num_chunks)]
-        after: list[list[int]] = [[] for _ in range(self.num_chunks)]
-        for source, target, *_ in sorted(self.edges):
+    def _topology(self) -> _Topology:
+        # Worked out once per graph, on first use: dependencies() reads it for every task.
+        chunks = range(self.num_chunks)
+        edges = [Edge(*edge) for edge in sorted(self.edges)]
+        before: list[list[int]] = [[] for _ in chunks]
+        after: list[list[int]] = [[] for _ in chunks]
+        for source, target, *_ in edges:
             before[target].append(source)
             after[source].append(target)
-        return tuple(map(tuple, before)), tuple(map(tuple, after))
-
-    @cached_property
-    def _gradient_neighbours(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """For each chunk the predecessors that get a gradient from it, and the successors that return one to it."""
-        chunks = range(self.num_chunks)
-        before = tuple(tuple(p for p in self.predecessors(c) if self._passes_gradient(p, c)) for c in chunks)
-        after = tuple(tuple(s for s in self.successors(c) if self._passes_gradient(c, s)) for c in chunks)
-        return before, after
-
-    @cached_property
-    def _optional_edges(self) -> frozenset[tuple[int, int]]:
-        return frozenset((e.source, e.target) for e in self.edges if e.is_optional)
-
-    @cached_property
-    def _gradient_edges(self) -> frozenset[tuple[int, int]]:
-        return frozenset((e.source, e.target) for e in self.edges if e.carries_gradient)
-
-    @cached_property
-    def _backward_chunks(self) -> tuple[bool, ...]:
-        """Whether each chunk has a backward.
-
-        It has one if a gradient reaches it, because it computes a loss or a successor returns one, and if somebody
-        wants that gradient: the chunk itself, which trains, or a chunk before it that does.
-        """
-        # Ascending for the wishes, since a chunk passes its predecessors' wish on; descending for the gradients, which
-        # come from behind. Edges lead to larger chunks, so one pass each is enough.
-        wants = [c not in self.frozen for c in range(self.num_chunks)]
-        for chunk in range(self.num_chunks):
-            wants[chunk] |= any((p, chunk) in self._gradient_edges and wants[p] for p in self.predecessors(chunk))
-        has = [wants[c] and not self.successors(c) for c in range(self.num_chunks)]
-        for chunk in reversed(range(self.num_chunks)):
-            reached = any((chunk, s) in self._gradient_edges and has[s] for s in self.successors(chunk))
-            has[chunk] |= wants[chunk] and reached
-        return tuple(has)
+        optional = {(e.source, e.target) for e in edges if e.is_optional}
+        carrying = {(e.source, e.target) for e in edges if e.carries_gradient}
+        # A chunk has a backward if a gradient reaches it, because it computes a loss or a successor returns one, and if
+        # somebody wants that gradient: the chunk itself, which trains, or a chunk before it that does. Ascending for
+        # the wishes, since a chunk passes its predecessors' wish on; descending for the gradients, which come from
+        # behind. Edges lead to larger chunks, so one pass each is enough.
+        wants = [c not in self.frozen for c in chunks]
+        for c in chunks:
+            wants[c] |= any((p, c) in carrying and wants[p] for p in before[c])
+        has = [wants[c] and not after[c] for c in chunks]
+        for c in reversed(chunks):
+            has[c] |= wants[c] and any((c, s) in carrying and has[s] for s in after[c])
+        carrying = {(a, b) for a, b in carrying if has[a] and has[b]}
+        return _Topology(
+            before=tuple(map(tuple, before)),
+            after=tuple(map(tuple, after)),
+            required=tuple(tuple(p for p in before[c] if (p, c) not in optional) for c in chunks),
+            optional=tuple(tuple(p for p in before[c] if (p, c) in optional) for c in chunks),
+            gradients_to=tuple(tuple(p for p in before[c] if (p, c) in carrying) for c in chunks),
+            gradients_from=tuple(tuple(s for s in after[c] if (c, s) in carrying) for c in chunks),
+            has_backward=tuple(has),
+        )
 
     @cached_property
     def _sharing(self) -> dict[int, tuple[int, ...]]:
@@ -219,31 +214,27 @@ class PipelineGraph:
 
     def predecessors(self, chunk: int) -> tuple[int, ...]:
         """Returns the chunks whose output ``chunk`` reads, ascending."""
-        return self._neighbours[0][chunk]
+        return self._topology.before[chunk]
 
     def successors(self, chunk: int) -> tuple[int, ...]:
         """Returns the chunks that read the output of ``chunk``, ascending."""
-        return self._neighbours[1][chunk]
+        return self._topology.after[chunk]
 
     def required_predecessors(self, chunk: int) -> tuple[int, ...]:
         """Returns the predecessors of which a microbatch must have at least one, ascending."""
-        return tuple(p for p in self.predecessors(chunk) if (p, chunk) not in self._optional_edges)
+        return self._topology.required[chunk]
 
     def optional_predecessors(self, chunk: int) -> tuple[int, ...]:
         """Returns the predecessors that a microbatch may skip although it runs on ``chunk``, ascending."""
-        return tuple(p for p in self.predecessors(chunk) if (p, chunk) in self._optional_edges)
+        return self._topology.optional[chunk]
 
     def gradient_successors(self, chunk: int) -> tuple[int, ...]:
         """Returns the successors that return a gradient to ``chunk``, ascending."""
-        return self._gradient_neighbours[1][chunk]
+        return self._topology.gradients_from[chunk]
 
     def gradient_predecessors(self, chunk: int) -> tuple[int, ...]:
         """Returns the predecessors to which ``chunk`` returns a gradient, ascending."""
-        return self._gradient_neighbours[0][chunk]
-
-    def _passes_gradient(self, source: int, target: int) -> bool:
-        has = self._backward_chunks
-        return has[source] and has[target] and (source, target) in self._gradient_edges
+        return self._topology.gradients_to[chunk]
 
     def range_of(self, chunk: int) -> range:
         """Returns the microbatches that belong to ``chunk``, absent ones included."""
@@ -265,15 +256,15 @@ class PipelineGraph:
     def has_backward(self, chunk: int) -> bool:
         """Whether gradients pass through the chunk. One that needs none or gets none, such as a frozen encoder, has F
         tasks only."""
-        return self._backward_chunks[chunk]
+        return self._topology.has_backward[chunk]
 
     def reads_ahead(self, chunk: int) -> bool:
         """Whether the chunk runs F alone, for chunks that read its output: only their pace holds it back."""
-        return not self._backward_chunks[chunk] and bool(self.successors(chunk))
+        return not self._topology.has_backward[chunk] and bool(self.successors(chunk))
 
     def trains(self, chunk: int) -> bool:
         """Whether the chunk adds up gradients of its own parameters and updates them."""
-        return self._backward_chunks[chunk] and chunk not in self.frozen
+        return self._topology.has_backward[chunk] and chunk not in self.frozen
 
     def microbatches(self, chunk: int) -> tuple[int, ...]:
         """Returns the microbatches that exist for ``chunk``, ascending."""
@@ -312,7 +303,8 @@ class PipelineGraph:
 
     def lane(self, kind: TaskKind) -> str:
         """Returns the engine that tasks of this kind keep busy."""
-        return self.operations.lane(kind) if self.ops else COMPUTE
+        op = self.operations.by_letter.get(kind) if self.ops else None
+        return COMPUTE if op is None else op.lane
 
     def tasks(self, chunks: Iterable[int] | None = None) -> Iterator[Task]:
         """Yields the tasks with a microbatch (F, B, I, W and operations) of these chunks, or of all."""
@@ -335,28 +327,22 @@ class PipelineGraph:
 
         For R and U these are the tasks with a microbatch alone; see the rules in :mod:`rrfp_jax.schedules.tasks`.
         """
-        if not self.ops:
-            return self._built_in_dependencies(task)
-        if task.kind in self.operations.by_letter:
-            return self.operations.dependencies(task)
-        return (*self._built_in_dependencies(task), *self.operations.before(task))
-
-    def _built_in_dependencies(self, task: Task) -> tuple[Task, ...]:
         kind, chunk, m = task
+        if self.ops and kind in self.operations.by_letter:
+            return self.operations.dependencies(task)
+        needed: tuple[Task, ...]
         if kind is TaskKind.F:
-            return tuple(Task(TaskKind.F, p, m) for p in self.predecessors(chunk) if self.exists(p, m))
-        if kind is TaskKind.W:
-            return (Task(TaskKind.I, chunk, m),)
-        if kind in (TaskKind.B, TaskKind.I):
+            needed = tuple(Task(TaskKind.F, p, m) for p in self.predecessors(chunk) if self.exists(p, m))
+        elif kind is TaskKind.W:
+            needed = (Task(TaskKind.I, chunk, m),)
+        elif kind in (TaskKind.B, TaskKind.I):
             gradients = (s for s in self.gradient_successors(chunk) if self.exists(s, m))
-            return (
-                Task(TaskKind.F, chunk, m),
-                *(Task(self.input_gradient_kind(s), s, m) for s in gradients),
-            )
-        sharing = (chunk,) if kind is TaskKind.U else self.sharing(chunk)
-        return tuple(
-            Task(self.accumulating_kind(c), c, i) for c in sharing if self.trains(c) for i in self.microbatches(c)
-        )
+            needed = (Task(TaskKind.F, chunk, m), *(Task(self.input_gradient_kind(s), s, m) for s in gradients))
+        else:
+            sharing = (chunk,) if kind is TaskKind.U else self.sharing(chunk)
+            trained = [(c, self.accumulating_kind(c)) for c in sharing if self.trains(c)]
+            needed = tuple(Task(last, c, i) for c, last in trained for i in self.microbatches(c))
+        return (*needed, *self.operations.before(task)) if self.ops else needed
 
     def memory_effect(self, task: Task) -> tuple[float, float]:
         """Returns the memory that a task takes as it starts and frees as it ends.

@@ -1,4 +1,4 @@
-"""Operations of one's own: work that a schedule orders beside F, B, I, W, R and U.
+"""Operations of one's own: work that a schedule orders beside F, B, I, W, R and U; and the operations of one graph.
 
 An operation belongs to a graph (``PipelineGraph.ops``). Wherever it exists it is a task like any other: validated,
 drawn, simulated, ranked, run, and written ``2O5``. Six things define it:
@@ -20,15 +20,19 @@ Piper's directives (arXiv 2606.11169) and the actions of ``torch.distributed.pip
 where it is issued, or without memory; an offload that is taken back too soon gains nothing.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
-from math import inf
+from fractions import Fraction
+from math import inf, lcm
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.field_rules import check_types, is_whole
-from rrfp_jax.schedules.tasks import BUILT_IN, Task
+from rrfp_jax.schedules.tasks import BUILT_IN, NO_MICROBATCH, Task, TaskKind
+
+if TYPE_CHECKING:
+    from rrfp_jax.schedules.graph import PipelineGraph
 
 COMPUTE = "compute"
 """The lane on which all built-in tasks run."""
@@ -102,20 +106,17 @@ class Op:
         if self.letter in self.after or self.letter in self.before:
             raise ValueError(f"{where} comes after or before itself: name another kind")
         object.__setattr__(self, "keeps_inputs", self.keeps_inputs or self.remakes_stash)
-        self._check_values(where)
-        if self.remakes_stash and not {"B", "I"}.intersection(self.before):
-            raise ValueError(f"{where} makes what the backward needs: let it come before B")
-        if self.per is not Per.MICROBATCH and (self.holds or self.frees or self.pairs is not None):
-            raise ValueError(f"{where} runs once per {self.per}: memory and pairs are for operations per microbatch")
-
-    def _check_values(self, where: str) -> None:
-        for name in ("holds", "frees", "ms"):
-            if not 0 <= getattr(self, name) < inf:
-                raise ValueError(f"{where}: {name} is {getattr(self, name)}, give 0 or more")
+        wrong = next((name for name in ("holds", "frees", "ms") if not 0 <= getattr(self, name) < inf), None)
+        if wrong is not None:
+            raise ValueError(f"{where}: {wrong} is {getattr(self, wrong)}, give 0 or more")
         if not is_whole(self.lead) or self.lead < 0:
             raise ValueError(f"{where}: lead is {self.lead}, give a whole number of tasks, 0 or more")
         if not (self.run is None or callable(self.run)):
             raise ValueError(f"{where}: run is {self.run!r}, give a function of its context, or None")
+        if self.remakes_stash and not {"B", "I"}.intersection(self.before):
+            raise ValueError(f"{where} makes what the backward needs: let it come before B")
+        if self.per is not Per.MICROBATCH and (self.holds or self.frees or self.pairs is not None):
+            raise ValueError(f"{where} runs once per {self.per}: memory and pairs are for operations per microbatch")
 
     @property
     def is_beside(self) -> bool:
@@ -140,46 +141,292 @@ class Op:
         return self.pairs is None or (chunk, microbatch) in self.pairs
 
 
-def order_with_operations(letters: Sequence[str], ops: Sequence[Op]) -> tuple[str, ...]:
+def _order_with_operations(letters: Sequence[str], ops: Sequence[Op]) -> tuple[str, ...]:
     """Returns ``letters``, which are in an order in which they can run, with operations per microbatch put among them.
 
     An operation that comes before a kind stands right before it, any other right behind the last kind that it comes
     after. Raises ValueError where operations wait for each other, or for a kind that the chunk does not have.
     """
-    order = list(letters)
-    left = list(ops)
+    order, left = list(letters), list(ops)
     while left:
-        placed = next((op for op in left if _place(op, order) is not None), None)
+        placed = next((op for op in left if {*op.after, *op.before} <= {*order}), None)
         if placed is None:
-            raise ValueError(_why_unplaced(left, order))
-        order.insert(_place(placed, order) or 0, placed.letter)
+            known = {op.letter for op in left}
+            for op in left:
+                stranger = next((kind for kind in (*op.after, *op.before) if kind not in {*order, *known}), None)
+                if stranger is not None:
+                    raise ValueError(
+                        f"operation {op.letter!r} names {stranger!r}, which its chunk does not have: name some of "
+                        f"{', '.join(order)}"
+                    )
+            raise ValueError(
+                f"operations {', '.join(sorted(known))} wait for each other: let one of them come after built-in kinds "
+                "alone"
+            )
+        earliest = 1 + max((order.index(kind) for kind in placed.after), default=-1)
+        latest = min((order.index(kind) for kind in placed.before), default=len(order))
+        if earliest > latest:
+            raise ValueError(
+                f"operation {placed.letter!r} comes after {', '.join(placed.after)} and before "
+                f"{', '.join(placed.before)}, which run the other way round: exchange them"
+            )
+        order.insert(latest if placed.before else earliest, placed.letter)
         left.remove(placed)
     return tuple(order)
 
 
-def _place(op: Op, order: Sequence[str]) -> int | None:
-    """Returns the operation's place in the order; None while a kind that it names has no place yet."""
-    if not {*op.after, *op.before} <= {*order}:
-        return None
-    earliest = 1 + max((order.index(kind) for kind in op.after), default=-1)
-    latest = min((order.index(kind) for kind in op.before), default=len(order))
-    if earliest > latest:
-        raise ValueError(
-            f"operation {op.letter!r} comes after {', '.join(op.after)} and before "
-            f"{', '.join(op.before)}, which run the other way round: exchange them"
-        )
-    return latest if op.before else earliest
+_FINEST = 1000
+"""Memory is counted in parts of an activation not finer than this."""
+_ONCE = ("R", "U")
+_MICROBATCHES = "all microbatches"
 
 
-def _why_unplaced(ops: Sequence[Op], order: Sequence[str]) -> str:
-    letters = {op.letter for op in ops}
-    for op in ops:
-        for kind in (*op.after, *op.before):
-            if kind not in order and kind not in letters:
-                return (
-                    f"operation {op.letter!r} names {kind!r}, which its chunk does not have: "
-                    f"name some of {', '.join(order)}"
+class GraphOperations:
+    """The operations of a graph, resolved for its chunks: the tasks that they wait for, and the memory that they
+    move."""
+
+    def __init__(self, graph: "PipelineGraph") -> None:
+        self.graph = graph
+        self.by_letter = {op.letter: op for op in graph.ops}
+        self._parts = {
+            op.letter: [Fraction(part).limit_denominator(_FINEST) for part in (op.holds, op.frees)] for op in graph.ops
+        }
+        """The memory that each operation takes and frees, in parts of an activation."""
+        self.unit = lcm(*(part.denominator for parts in self._parts.values() for part in parts))
+        """The number of units of memory in one activation."""
+        self.moves_memory = any(op.moves_memory for op in graph.ops)
+        """Whether some operation takes or frees memory."""
+        self._waits: dict[Task, list[Task]] = {}
+        for task, anchor in (wait for op in graph.ops for wait in sorted(op.waits)):
+            self._waits.setdefault(task, []).append(anchor)
+        self._on_chunk: list[list[Op]] = []
+        """The operations of each chunk, with ``after`` and ``before`` in the kinds that this chunk has."""
+        for chunk in range(graph.num_chunks):
+            first, last = graph.input_gradient_kind(chunk), graph.accumulating_kind(chunk)
+
+            def fitted(kinds: tuple[str, ...], backward: TaskKind, is_one: bool = first is last) -> tuple[str, ...]:
+                return tuple(backward if kind == "B" or (is_one and kind in "IW") else kind for kind in kinds)
+
+            self._on_chunk.append(
+                [
+                    replace(op, after=fitted(op.after, last), before=fitted(op.before, first))
+                    for op in graph.ops
+                    if op.is_on(chunk, graph.num_chunks)
+                ]
+            )
+        self._orders: dict[int, tuple[TaskKind, ...]] = {}
+        self._taken: dict[tuple[int, int], int] = {}
+
+    def check(self) -> None:
+        """Raises ValueError where an operation does not fit the graph."""
+        graph, num_chunks = self.graph, self.graph.num_chunks
+        if len(self.by_letter) < len(graph.ops):
+            letters = [op.letter for op in graph.ops]
+            twice = next(letter for letter in letters if letters.count(letter) > 1)
+            raise ValueError(f"two operations have the letter {twice!r}: give each its own")
+        for op in graph.ops:
+            strays = [c for c in op.chunks or () if not 0 <= c < num_chunks]
+            if strays:
+                raise ValueError(f"operation {op.letter!r} is on chunk {strays[0]}: there are {num_chunks} chunks")
+            chunks = [c for c in range(num_chunks) if op.is_on(c, num_chunks)]
+            if not chunks:
+                raise ValueError(f"operation {op.letter!r} is on no chunk: give it at least one")
+            is_around_backward = op.per is Per.MICROBATCH and not {"B", "I", "W"}.isdisjoint((*op.after, *op.before))
+            without = [c for c in chunks if is_around_backward and not graph.has_backward(c)]
+            if without:
+                raise ValueError(
+                    f"operation {op.letter!r} goes with the backward of chunk {without[0]}, which has none, as nothing "
+                    f"there or before it trains, or no gradient reaches it: leave {without} out of its chunks, or "
+                    "build the table for the graph of this model"
                 )
-    return (
-        f"operations {', '.join(sorted(letters))} wait for each other: let one of them come after built-in kinds alone"
-    )
+            for chunk, m in op.pairs or ():
+                if not (0 <= chunk < num_chunks and 0 <= m < graph.num_microbatches):
+                    raise ValueError(f"operation {op.letter!r}: the graph has no chunk {chunk} with microbatch {m}")
+        for chunk in range(num_chunks):
+            self.kinds(chunk)
+            self._check_memory(chunk)
+            self._check_once(chunk)
+
+    def _check_memory(self, chunk: int) -> None:
+        checked = set[tuple[str, ...]]()
+        for m in self.graph.microbatches(chunk):
+            existing = self._existing(chunk, m)
+            letters = tuple(op.letter for op in existing)
+            if letters in checked:
+                continue  # microbatches with the same operations have the same memory
+            checked.add(letters)
+            if any(op.moves_memory for op in existing) and not self.graph.has_backward(chunk):
+                raise ValueError(f"chunk {chunk} keeps nothing, since it has no backward: no operation may move it")
+            forward_takes = self.effect(Task(TaskKind.F, chunk, m))[0]
+            if forward_takes < 0:
+                raise ValueError(
+                    f"operations on chunk {chunk} take more memory than it keeps of a microbatch: let them hold at "
+                    "most 1 more than they free"
+                )
+            emptied = self._emptied(chunk, m, existing)
+            if emptied in self.by_letter:
+                raise ValueError(
+                    f"operation {emptied!r} frees more than chunk {chunk} may hold of a microbatch by then: let it "
+                    "come after what takes that, or free less"
+                )
+            if forward_takes > self.unit:
+                freed = next(op.letter for op in existing if op.frees > op.holds)
+                raise ValueError(
+                    f"operation {freed!r} frees what nothing takes back, and the backward of chunk {chunk} needs all "
+                    "of it: let one before B hold as much"
+                )
+            if emptied is not None:
+                late = next(op.letter for op in existing if op.holds > op.frees)
+                raise ValueError(
+                    f"operation {late!r} may take memory behind the backward of chunk {chunk}, where nothing frees it: "
+                    "let it come before B, or free as much as it holds"
+                )
+
+    def _emptied(self, chunk: int, microbatch: int, existing: Iterable[Op]) -> str | None:
+        """Returns a kind of task after which memory is below zero in some order in which the pair's tasks can run."""
+        if not any(op.moves_memory for op in existing):
+            return None
+        kinds = [kind for kind in self.kinds(chunk) if self.has(kind, chunk, microbatch)]
+        built_in = self.graph.built_in_kinds(chunk)
+        before: dict[TaskKind, set[TaskKind]] = {}
+        change: dict[TaskKind, int] = {}
+        for kind in kinds:
+            task = Task(kind, chunk, microbatch)
+            if kind in self.by_letter:
+                before[kind] = {needed.kind for needed in self.dependencies(task) if needed[1:] == task[1:]}
+            else:
+                ops = (needed.kind for needed in self.before(task) if needed.microbatch >= 0)
+                before[kind] = {*built_in[: built_in.index(kind)], *ops}
+            takes, gives = self.effect(task)
+            change[kind] = takes - gives
+        # The sets of ended tasks are few (at most 2 to the number of kinds), and memory depends on the set alone.
+        done, seen = [frozenset[TaskKind]()], set[frozenset[TaskKind]]()
+        while done:
+            ended = done.pop()
+            for kind in kinds:
+                after = ended | {kind}
+                if kind not in ended and before[kind] <= ended and after not in seen:
+                    if sum(change[k] for k in after) < 0:
+                        return kind
+                    seen.add(after)
+                    done.append(after)
+        return None
+
+    def _check_once(self, chunk: int) -> None:
+        """Raises ValueError unless each operation once per chunk or step comes before or after all microbatches."""
+        graph = self.graph
+        own = {op.letter: op for op in graph.ops if op.per is not Per.MICROBATCH and op.is_on(chunk, graph.num_chunks)}
+        if not own:
+            return
+        backward = ("B", "I", "W") if graph.has_backward(chunk) else ()
+        with_microbatch = {*self.kinds(chunk), *backward}
+        known = {*own, *with_microbatch, *(_ONCE if graph.trains(chunk) else ())}
+        follows: dict[str, set[str]] = {letter: set() for letter in (_MICROBATCHES, *known)}
+        follows[_MICROBATCHES].add("R")
+        follows.setdefault("R", set()).add("U")
+        for letter, op in own.items():
+            for name in (*op.after, *op.before):
+                if name not in known:
+                    raise ValueError(
+                        f"operation {letter!r} names {name!r}, which chunk {chunk} does not have: "
+                        f"name some of {', '.join(sorted(known - {letter}))}"
+                    )
+            for name in op.after:
+                follows[_MICROBATCHES if name in with_microbatch else name].add(letter)
+            follows[letter] |= {_MICROBATCHES if name in with_microbatch else name for name in op.before}
+        for letter, op in own.items():
+            reached, left = set[str](), [letter]
+            while left:
+                new = follows.get(left.pop(), set()) - reached
+                reached |= new
+                left += new
+            if letter in reached:
+                raise ValueError(
+                    f"operation {letter!r} runs once per {op.per}, and on chunk {chunk} it would come both after and "
+                    "before the tasks of all microbatches, or after and before R or U: leave out one of the two"
+                )
+
+    def _existing(self, chunk: int, microbatch: int) -> list[Op]:
+        """Returns the operations per microbatch that this pair has."""
+        return [op for op in self._on_chunk[chunk] if op.per is Per.MICROBATCH and op.exists(chunk, microbatch)]
+
+    def kinds(self, chunk: int) -> tuple[TaskKind, ...]:
+        """Returns all kinds of tasks that microbatches have on a chunk, in an order in which they can run."""
+        found = self._orders.get(chunk)
+        if found is None:
+            per_microbatch = [op for op in self._on_chunk[chunk] if op.per is Per.MICROBATCH]
+            try:
+                order = _order_with_operations(self.graph.built_in_kinds(chunk), per_microbatch)
+            except ValueError as error:
+                raise ValueError(f"chunk {chunk}: {error}") from None
+            found = self._orders[chunk] = tuple(map(TaskKind, order))
+        return found
+
+    def has(self, kind: TaskKind, chunk: int, microbatch: int) -> bool:
+        """Whether a pair of the graph has a task of one of its chunk's kinds."""
+        op = self.by_letter.get(kind)
+        return op is None or op.exists(chunk, microbatch)
+
+    def remakes_stash(self, chunk: int) -> bool:
+        """Whether an operation recomputes the residuals of a chunk, so that its F keeps only its inputs."""
+        return any(op.remakes_stash for op in self._on_chunk[chunk])
+
+    def once(self, chunks: Iterable[int]) -> Iterator[Task]:
+        """Yields the tasks of operations that run once per chunk or step, on these chunks."""
+        for chunk in chunks:
+            for op in self._on_chunk[chunk]:
+                if op.per is not Per.MICROBATCH:
+                    yield Task(TaskKind(op.letter), chunk)
+
+    def before(self, task: Task) -> Iterator[Task]:
+        """Yields the tasks of operations on the same chunk that must finish before this task, of any kind, starts."""
+        kind, chunk, m = task
+        ops = [op for op in self._on_chunk[chunk] if kind in op.before and op.letter != kind]
+        yield from (
+            Task(TaskKind(op.letter), chunk, m)
+            for op in ops
+            if op.per is Per.MICROBATCH and m >= 0 and op.exists(chunk, m)
+        )
+        yield from (Task(TaskKind(op.letter), chunk) for op in ops if op.per is not Per.MICROBATCH)
+
+    def dependencies(self, task: Task) -> tuple[Task, ...]:
+        """Returns the tasks that must finish before an operation's task starts."""
+        kind, chunk, m = task
+        own = next(op for op in self._on_chunk[chunk] if op.letter == kind)
+        anchors = [
+            anchor
+            for anchor in self._waits.get(task, ())
+            if anchor.microbatch < 0 or (self.graph.exists(anchor.chunk, anchor.microbatch) and self.has(*anchor))
+        ]
+        if own.per is Per.MICROBATCH:
+            after = (Task(TaskKind(k), chunk, m) for k in own.after if self.has(TaskKind(k), chunk, m))
+            return (*after, *self.before(task), *anchors)
+        found = anchors
+        for letter in map(TaskKind, own.after):
+            op = self.by_letter.get(letter)
+            if letter in _ONCE or (op is not None and op.per is not Per.MICROBATCH):
+                found.append(Task(letter, chunk, NO_MICROBATCH))
+            elif letter in self.kinds(chunk):
+                present = (i for i in self.graph.microbatches(chunk) if self.has(letter, chunk, i))
+                found += [Task(letter, chunk, i) for i in present]
+            else:
+                raise ValueError(f"an operation names {letter!r}, which chunk {chunk} does not have")
+        return (*found, *self.before(task))
+
+    def effect(self, task: Task) -> tuple[int, int]:
+        """Returns the memory that a task takes as it starts and frees as it ends, in parts of :attr:`unit`.
+
+        The chunk must have a backward.
+        """
+        kind, chunk, m = task
+        if kind in self._parts:
+            holds, frees = self._parts[kind]
+            return int(holds * self.unit), int(frees * self.unit)
+        if kind is not TaskKind.F:
+            return 0, self.unit if kind is self.graph.accumulating_kind(chunk) else 0
+        takes = self._taken.get((chunk, m))
+        if takes is None:  # all that no operation takes later
+            parts = [self._parts[op.letter] for op in self._existing(chunk, m)]
+            moved = sum((holds - frees for holds, frees in parts), Fraction(0))
+            takes = self._taken[chunk, m] = int((1 - moved) * self.unit)
+        return takes, 0

@@ -1,6 +1,8 @@
-"""The registry: how a description gets a name, in the library or in a user's file, and how a table is built by name.
+"""The registry: how a description gets a name, in the library or in a user's file, and how a table is built from it.
 
-::
+A description is a pure function of a :class:`~rrfp_jax.schedules.language.stage.Stage`. One that a user wrote is called
+twice for every stage, both calls must give the same order, and its code is bounded and explained. Operations that a
+description does not name are put into its rows by their own ``lead`` (:mod:`rrfp_jax.schedules.table`)::
 
     @schedule("my-schedule", shape=ONE_EACH, source="where it is published")
     def my_schedule(s: Stage) -> TaskOrder:
@@ -10,23 +12,31 @@
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from inspect import isfunction
+from itertools import zip_longest
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, TypeVar
 
 from rrfp_jax.field_rules import typed
-from rrfp_jax.schedules._description import Description, located, table_of, told
+from rrfp_jax.schedules.language.blocks import block
+from rrfp_jax.schedules.language.orders import TaskOrder
 from rrfp_jax.schedules.language.rule import Rule
-from rrfp_jax.schedules.language.stage import Stage, WholeBackward
-from rrfp_jax.schedules.operations import Op
+from rrfp_jax.schedules.language.stage import Described, Mistake, Quickest, Stage, WholeBackward
+from rrfp_jax.schedules.operations import Op, Per
 from rrfp_jax.schedules.request import ANY, ScheduleRequest, ScheduleShape
-from rrfp_jax.schedules.table import ScheduleTable
+from rrfp_jax.schedules.slots import execute
+from rrfp_jax.schedules.table import ScheduleTable, some, with_operations
 from rrfp_jax.schedules.tasks import linear
+
+Description = Callable[[Stage], Described]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +79,15 @@ class ScheduleEntry:
         """Returns the stages with which the description is called."""
         p, m, v = request.num_stages, request.num_microbatches, self.chunks_for(request)
         if request.graph is None:
-            placement = located(self.name, None, lambda: self.shape.placement(p, v))
-            graph = located(self.name, None, lambda: self.shape.graph(p, v, m))
+            placement = _located(self.name, None, lambda: self.shape.placement(p, v))
+            graph = _located(self.name, None, lambda: self.shape.graph(p, v, m))
         else:
             placement, graph = request.placement or linear(request.graph.num_chunks), request.graph
         split_chunks = frozenset(range(graph.num_chunks)) if split else frozenset()
         graph = replace(graph, split=split_chunks)
         own = self.ops
         if callable(own):
-            own = _checked(self.name, located(self.name, 0, partial(own, Stage(0, placement, graph, request))))
+            own = _checked(self.name, _located(self.name, 0, partial(own, Stage(0, placement, graph, request))))
         graph = replace(graph, ops=(*graph.ops, *own))
         return [Stage(i, placement, graph, request) for i in range(p)]
 
@@ -127,16 +137,6 @@ def _checked(name: str, ops: Iterable[Any]) -> tuple[Op, ...]:
     return found
 
 
-@contextmanager
-def _registering() -> Iterator[dict[str, ScheduleEntry]]:
-    """Collects the schedules registered in this context instead of adding them to the known ones."""
-    _collecting.append({})
-    try:
-        yield _collecting[-1]
-    finally:
-        _collecting.pop()
-
-
 def schedule_names() -> tuple[str, ...]:
     """Returns all names of schedules, sorted."""
     return tuple(sorted(KNOWN))
@@ -150,13 +150,16 @@ def is_schedule(name: str) -> bool:
 def schedule_entry(name: str | Description) -> ScheduleEntry:
     """Returns the entry of a schedule: by its name, as ``FILE.py:NAME``, or by the function that describes it.
 
-    Raises ValueError with the known names.
+    Raises ValueError, with the known names, where there is none or a file cannot be imported.
     """
     if callable(name):
         known = (entry for entry in KNOWN.values() if entry.describe is name)
         return next(known, ScheduleEntry(name=getattr(name, "__name__", "mine"), describe=name, any_graph=True))
     if is_in_file(name):
-        return _entry_in_file(name)
+        found = _named(name)
+        if isinstance(found, Rule):
+            raise ValueError(f"{name} is a rule: give it as a hint, or describe a table with its .frozen()")
+        return replace(found, name=name)
     if name not in KNOWN:
         near = difflib.get_close_matches(name, KNOWN, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
@@ -206,14 +209,6 @@ def is_in_file(name: str) -> bool:
     return _IN_FILE.fullmatch(name) is not None
 
 
-def _entry_in_file(name: str) -> ScheduleEntry:
-    """Returns the schedule of this name. Raises ValueError where there is none or the file cannot be imported."""
-    found = _named(name)
-    if isinstance(found, Rule):
-        raise ValueError(f"{name} is a rule: give it as a hint, or describe a table with its .frozen()")
-    return replace(found, name=name)
-
-
 def rule_in_file(name: str) -> Rule:
     """Returns the rule of this name. Raises ValueError as for a schedule."""
     found = _named(name)
@@ -252,11 +247,15 @@ def _contents(path: str, _: int) -> dict[str, ScheduleEntry | Rule]:
     # sys.modules all the same, since dataclasses and pickle look a class's module up there.
     module = ModuleType(f"rrfp_schedules_{Path(path).stem}")
     sys.modules[module.__name__] = module
-    with _registering() as registered, _beside(Path(path).resolve().parent):
-        try:
+    registered: dict[str, ScheduleEntry] = {}
+    _collecting.append(registered)  # the file's schedules are not known by their names everywhere
+    try:
+        with _beside(Path(path).resolve().parent):
             exec(compile(text, path, "exec"), module.__dict__)
-        except (Exception, SystemExit) as error:
-            raise ValueError(f"cannot import {path}: {told(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"cannot import {path}: {_told(error)}") from error
+    finally:
+        _collecting.pop()
     of_function = {entry.describe: entry for entry in registered.values()}
     found: dict[str, ScheduleEntry | Rule] = {**registered}
     for name, value in vars(module).items():
@@ -281,3 +280,148 @@ def _beside(folder: Path) -> Iterator[None]:
             file = getattr(sys.modules[name], "__file__", None)
             if file is not None and Path(file).parent == folder:
                 del sys.modules[name]
+
+
+# -- from a description to a table -------------------------------------------------------------------------------------
+
+
+def table_of(name: str, describe: Description, stages: Sequence[Stage], *, weights_fill: bool = False) -> ScheduleTable:
+    """Returns the validated table. Raises ValueError, naming stage and place, for a mistake in the description."""
+    code: CodeType | None = getattr(getattr(describe, "func", describe), "__code__", None)
+    is_users = code is not None and not code.co_filename.startswith(_OTHERS)
+    remedies: dict[type, str] = {
+        Rule: "a rule, which says what a running stage starts: add .frozen() for a table",
+        block: "a block of one microbatch: add .every(slots)",
+        list: "a list: write given(...) around it",
+    }
+
+    def made() -> ScheduleTable:
+        described = []
+        for stage in stages:
+            call = partial(describe, stage)
+            one: Any = _located(name, stage.i, partial(_bounded, call) if is_users else call)
+            if not isinstance(one, Described):
+                what = remedies.get(type(one), f"{one!r}: return an order, for example rounds(F.ahead(1), B)")
+                raise ValueError(f"schedule {name!r}, stage {stage.i} gives {what}")
+            described.append(one)
+        return _table(name, stages, described)
+
+    # A description that draws random numbers, or keeps state between calls, would give each process of a run another
+    # table. The golden tests show that the library's own do neither.
+    table = made()
+    again = made() if is_users else table
+    for stage, (row, other) in enumerate(zip(table.orders, again.orders, strict=True)):
+        differing = next((n for n, (a, b) in enumerate(zip_longest(row, other)) if a != b), None)
+        if differing is not None:
+            raise ValueError(
+                f"schedule {name!r}, stage {stage}: called twice, it gives other orders from {differing} on: let it "
+                "depend on the stage alone"
+            )
+    if weights_fill:
+        table = replace(table, weights_fill=True, hint=table.hint and replace(table.hint, weights_fill=True))
+    return table.validate()
+
+
+def _located(name: str, stage: int | None, made: Callable[[], _T]) -> _T:
+    """Returns the function's result. An error becomes a ValueError that names the schedule and, if known, the stage."""
+    try:
+        return made()
+    except Mistake as mistake:
+        at = mistake.stage if stage is None else stage
+        raise ValueError(f"schedule {name!r}, stage {at}: {mistake}") from mistake
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ValueError) and not _in_line(error):
+            raise  # raised by this library, whose errors name place and remedy themselves
+        place = f"schedule {name!r}" if stage is None else f"schedule {name!r}, stage {stage}"
+        raise ValueError(f"{place}: {error if isinstance(error, _Endless) else _told(error)}") from error
+
+
+def _table(name: str, stages: Sequence[Stage], made: Sequence[Described]) -> ScheduleTable:
+    first = made[0]
+    family = TaskOrder if isinstance(first, TaskOrder) else type(first)
+    for i, each in enumerate(made):
+        if not isinstance(each, family):
+            raise ValueError(
+                f"schedule {name!r}, stage {i} gives a {type(each).__name__}, stage 0 a {type(first).__name__}: "
+                "make the orders of all stages in one way"
+            )
+    quick = [each for each in made if isinstance(each, Quickest)]
+    if quick:
+        many = [len(one.alternatives) for one in quick]
+        if min(many) < max(many):
+            fewest = many.index(min(many))
+            raise ValueError(
+                f"schedule {name!r}, stage {fewest} chooses among fewer orders than others: give all alike"
+            )
+        tables = [_table(name, stages, each) for each in zip(*(one.alternatives for one in quick), strict=True)]
+        length, hop = stages[0].lengths, stages[0].asked.comm_ms
+        # The first of equal ones: min() keeps it, and as a hint the first alternative ranks in any case.
+        best = min(tables, key=lambda table: execute(table, length, hop=hop).makespan)
+        return best if best is tables[0] else replace(best, hint=tables[0])
+    graph = stages[0].graph
+    if isinstance(first, TaskOrder):
+        rows = [_located(name, s.i, partial(order.on, s)) for s, order in zip(stages, made, strict=True)]  # type: ignore[attr-defined]
+    else:  # operations go into the finished rows
+        stages = [replace(stage, graph=replace(graph, ops=())) for stage in stages]
+        for s, each in zip(stages, made, strict=True):
+            _located(name, s.i, partial(each.check, s, first))
+        rows = _located(name, None, partial(first.orders, stages, made))
+    named = {task.kind for row in rows for task in row} if graph.ops else set()
+    unnamed = [op for op in graph.ops if op.letter not in named and op.per is Per.MICROBATCH]
+    graph = replace(graph, ops=tuple(op for op in graph.ops if op not in unnamed))
+    for stage, row in zip(stages, rows, strict=True):
+        if len(row) >= graph.num_tasks(stage.chunks):
+            continue  # whatever it may hold instead of a task, validation refuses
+        there = set(row)
+        missing = [task for task in graph.tasks(stage.chunks) if task not in there]
+        if missing:
+            raise ValueError(f"schedule {name!r}, stage {stage.i} leaves out {some(missing)}: {first.remedy(missing)}")
+    table = ScheduleTable.from_orders(name, stages[0].placement, graph, rows)
+    return with_operations(table, unnamed) if unnamed else table
+
+
+MOST_LINES = 5_000_000
+"""The largest number of lines that one call of a description may run, which takes some seconds."""
+_OTHERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<")
+"""Beginnings of the names of files with code of this library, of Python, or of no file."""
+
+
+class _Endless(Exception):
+    """Raised when a call has run more lines than it may."""
+
+
+def _bounded(call: Callable[[], _T]) -> _T:
+    """Returns the result of a user's function. Raises :class:`_Endless` once it has run :data:`MOST_LINES` lines.
+
+    The library's own code has no bound, and neither has a call that a debugger follows.
+    """
+    if sys.gettrace() is not None:
+        return call()
+    left = MOST_LINES
+
+    def follow(_: FrameType, event: str, __: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left < 0:
+            raise _Endless(f"it has run {MOST_LINES} lines and goes on: let its loops end")
+        return follow
+
+    # A trace function is the only way to stop a loop in code that never comes back.
+    sys.settrace(lambda frame, *_: None if frame.f_code.co_filename.startswith(_OTHERS) else follow)
+    try:
+        return call()
+    finally:
+        sys.settrace(None)
+
+
+def _told(error: BaseException) -> str:
+    """Returns the error's type and text, and the line of the user's code that raised it."""
+    if isinstance(error, SyntaxError):
+        return f"{error.msg} in line {error.lineno}"
+    return f"{type(error).__name__}{_in_line(error)}: {error}"
+
+
+def _in_line(error: BaseException) -> str:
+    """Returns the last line of the user's code that an error passed, as text; empty if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_OTHERS)]
+    return f" in line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""

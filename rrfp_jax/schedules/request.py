@@ -52,20 +52,20 @@ class ScheduleRequest:
         if self.graph is None and self.placement is not None:
             raise ValueError("a placement is for the chunks of a graph: give the graph too")
         if self.graph is not None:
-            _check_graph(self, self.graph, self.placement or linear(self.graph.num_chunks))
+            self._check_graph(self.graph, self.placement or linear(self.graph.num_chunks))
 
-
-def _check_graph(request: ScheduleRequest, graph: PipelineGraph, placement: Placement) -> None:
-    if graph.num_chunks != placement.num_chunks:
-        raise ValueError(
-            f"the graph has {graph.num_chunks} chunks, the placement {placement.num_chunks}: give each chunk a stage"
-        )
-    if placement.num_stages != request.num_stages:
-        raise ValueError(
-            f"the chunks lie on {placement.num_stages} stages, not on {request.num_stages}: give both the same number"
-        )
-    if graph.num_microbatches != request.num_microbatches:
-        raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {request.num_microbatches}")
+    def _check_graph(self, graph: PipelineGraph, placement: Placement) -> None:
+        if graph.num_chunks != placement.num_chunks:
+            raise ValueError(
+                f"the graph has {graph.num_chunks} chunks, the placement {placement.num_chunks}: give each chunk a "
+                "stage"
+            )
+        if placement.num_stages != self.num_stages:
+            raise ValueError(
+                f"the chunks lie on {placement.num_stages} stages, not on {self.num_stages}: give both the same number"
+            )
+        if graph.num_microbatches != self.num_microbatches:
+            raise ValueError(f"the graph has {graph.num_microbatches} microbatches, not {self.num_microbatches}")
 
 
 @dataclass(frozen=True)
@@ -99,31 +99,27 @@ def place_in_unit(p: int, m: int, microbatch: int) -> tuple[int, bool, int]:
     return unit, place >= half, place % half
 
 
-def _check_even(p: int, m: int) -> None:
+def _opposite(p: int, m: int, down: Callable[[int], bool]) -> PipelineGraph:
+    """Returns two opposite chains of p chunks; ``down`` says of a microbatch whether it goes down the stages."""
     for what, number in (("num_stages", p), ("num_microbatches", m)):
         if number % 2:
             raise ValueError(
                 f"chimera sends half of the microbatches each way through the same stages, so {what} ({number}) "
                 f"must be even: give {what}={number + 1}" + (f" or {number - 1}" if number > 1 else "")
             )
-
-
-def _two_ways(p: int, _: int, m: int) -> PipelineGraph:
-    _check_even(p, m)
-    return opposite_chains(p, [i for i in range(m) if not place_in_unit(p, m, i)[1]], m)
-
-
-def _alternating(p: int, _: int, m: int) -> PipelineGraph:
-    _check_even(p, m)
-    return opposite_chains(p, range(0, m, 2), m)
+    return opposite_chains(p, filter(down, range(m)), m)
 
 
 ONE_EACH = ScheduleShape("one chunk per stage", lambda p, v: linear(p), chunks_per_stage=1)
 LOOPED = ScheduleShape("looped: chunk c on stage c mod p", looped, fixed_chunks=False)
 V = ScheduleShape("V: stage s owns chunks s and 2p-1-s", lambda p, v: v_shaped(p))
 WAVES = ScheduleShape("waves: down and up the stages, chunks_per_stage / 2 times", _waves, fixed_chunks=False)
-TWO_WAYS = ScheduleShape("two copies of p chunks in opposite directions", lambda p, v: bidirectional(p), _two_ways)
-ALTERNATING = replace(TWO_WAYS, graph=_alternating)
+TWO_WAYS = ScheduleShape(
+    "two copies of p chunks in opposite directions",
+    lambda p, v: bidirectional(p),
+    lambda p, v, m: _opposite(p, m, lambda i: not place_in_unit(p, m, i)[1]),
+)
+ALTERNATING = replace(TWO_WAYS, graph=lambda p, v, m: _opposite(p, m, lambda i: i % 2 == 0))
 """Two copies in opposite directions, between which the microbatches alternate."""
 ANY = ScheduleShape("looped, one chunk per stage", looped, chunks_per_stage=1, fixed_chunks=False)
 """The shape of a description that is registered without one."""

@@ -8,17 +8,18 @@ The start of a task is the longest path to it in the graph whose edges are the d
 cross stages) and the stage's order; the execution below visits the tasks in a topological order of that graph.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from rrfp_jax.schedules.graph import PipelineGraph
 from rrfp_jax.schedules.operations import COMPUTE
-from rrfp_jax.schedules.table import ScheduleTable, relative_sizes
-from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
+from rrfp_jax.schedules.table import ScheduleTable, execution_order, relative_sizes
+from rrfp_jax.schedules.tasks import Task, TaskKind
 from rrfp_jax.schedules.timeline import Span, Timeline
-from rrfp_jax.schedules.validation import execution_order
+
+if TYPE_CHECKING:
+    from rrfp_jax.schedules.language.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -61,23 +62,8 @@ class SlotTable:
 
     @property
     def makespan(self) -> float:
-        """The time from the first start to the last end over all stages."""
+        """The time from the first start to the last end over all stages. The timeline has the bubble."""
         return self.timeline.makespan_s()
-
-    @property
-    def cost(self) -> float:
-        """The longest stage, from its own first start to its own last end."""
-        return self.timeline.cost_s()
-
-    @property
-    def bubble_rate(self) -> float:
-        """``(cost - mean work of a stage) / cost``: zero for a parallelogram (the zero-bubble papers)."""
-        return self.timeline.bubble_fraction()
-
-    @property
-    def idle_fraction(self) -> float:
-        """The idle part of all stages during the makespan, as GPipe, Chimera and Hanayo count it."""
-        return sum(self.timeline.stage_bubbles()) / self.table.num_stages
 
     def aligned(self, slot: float = 1.0) -> ScheduleTable:
         """Returns the table with empty cells: column k starts at ``k * slot``, and empty cells follow a longer task.
@@ -85,24 +71,18 @@ class SlotTable:
         Raises ValueError if a start is no multiple of the slot, or the column of a task is taken: by one that runs at
         the same time on an engine, or that takes no time.
         """
-        return ScheduleTable(
-            self.table.name,
-            self.table.placement,
-            self.table.graph,
-            tuple(tuple(self._cells(order, slot)) for order in self.table.orders),
-        )
-
-    def _cells(self, order: tuple[Task, ...], slot: float) -> Iterator[Task | None]:
-        column = 0
-        for task in order:
-            start = self.spans[task][0] / slot
-            if start != int(start):
-                raise ValueError(f"{task} starts at {start} slots of {slot}: give a slot that divides all lengths")
-            if start < column:
-                raise ValueError(f"{task} has no cell of its own, since slot {start:g} is taken: draw the table")
-            yield from [None] * (int(start) - column)
-            yield task
-            column = int(start) + 1
+        rows = []
+        for order in self.table.orders:
+            row: list[Task | None] = []
+            for task in order:
+                start = self.spans[task][0] / slot
+                if start != int(start):
+                    raise ValueError(f"{task} starts at {start} slots of {slot}: give a slot that divides all lengths")
+                if start < len(row):
+                    raise ValueError(f"{task} has no cell of its own, since slot {start:g} is taken: draw the table")
+                row += [*[None] * (int(start) - len(row)), task]
+            rows.append(tuple(row))
+        return ScheduleTable(self.table.name, self.table.placement, self.table.graph, tuple(rows))
 
 
 def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, hop: float = 0.0) -> SlotTable:
@@ -141,17 +121,8 @@ def execute(table: ScheduleTable, length: Callable[[Task], float] = EQUAL, *, ho
     return SlotTable(table, spans)
 
 
-class PlacedGraph(Protocol):
-    """A placement and a graph: a table, or a stage of a description."""
-
-    @property
-    def placement(self) -> Placement: ...
-    @property
-    def graph(self) -> PipelineGraph: ...
-
-
 def per_stage(
-    pipeline: PlacedGraph, lengths: Callable[[Task], float], chunk_parts: Sequence[float] = ()
+    pipeline: "ScheduleTable | Stage", lengths: Callable[[Task], float], chunk_parts: Sequence[float] = ()
 ) -> Callable[[Task], float]:
     """Returns the lengths of a whole stage, cut for its chunks: equally, or in the proportions of ``chunk_parts``.
 

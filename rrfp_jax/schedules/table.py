@@ -1,21 +1,31 @@
-"""The table of a schedule: for every stage, the order of its tasks; and operations put into such a table.
+"""The table of a schedule: for every stage, the order of its tasks; its checks; and operations put into such a table.
 
 A table is one thing used in three ways: run strictly (each stage waits for its next entry), used as a hint (the rank
 in the table breaks ties among ready tasks), and simulated. It says nothing about time: an empty cell only shows where
 the construction left a gap, and execution ignores it.
+
+The checks ask whether every task is there once, on its stage, and whether strict execution can finish. Strict execution
+is monotone: a stage runs its next entry once everything it waits for has finished, and finishing a task never blocks
+another. So one execution decides the question for all, and where it stops, each blocked stage's next entry waits for a
+task that lies behind the next entry of another blocked stage. Following these waits leads into a cycle, which is the
+reason named.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from rrfp_jax.field_rules import check_types, typed, with_type
 from rrfp_jax.schedules.graph import PipelineGraph
 from rrfp_jax.schedules.operations import COMPUTE, Op, Per
-from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
-from rrfp_jax.schedules.validation import check_orders, out_of_order, peak_in_flight
+from rrfp_jax.schedules.tasks import BUILT_IN_KINDS, Placement, Task, TaskKind
+
+_Orders = Sequence[Sequence[Task]]
+_new_task = tuple.__new__
+"""Makes a task in 0.4 of the time that its constructor takes."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +103,20 @@ class ScheduleTable:
         """
         return check_orders(self.name, self.placement, self.graph, self.orders)
 
-    @property
-    def was_validated(self) -> bool:
-        """Whether :meth:`validate` has found nothing wrong."""
-        return "execution" in self.__dict__
-
     def peak_in_flight(self) -> tuple[int, ...]:
         """Returns the most microbatches that each stage holds at once, from the first F there to the last B or W."""
-        return tuple(peak_in_flight(order) for order in self.orders)
+        peaks = []
+        for order in self.orders:
+            last = {task.microbatch: position for position, task in enumerate(order)}
+            held: set[int] = set()
+            peak = 0
+            for position, task in enumerate(order):
+                held.add(task.microbatch)
+                peak = max(peak, len(held))
+                if last[task.microbatch] == position:
+                    held.remove(task.microbatch)
+            peaks.append(peak)
+        return tuple(peaks)
 
     def peak_activations(self, chunk_parts: Sequence[float] = ()) -> tuple[float, ...]:
         """Returns the most activations that each stage holds at once.
@@ -138,16 +154,19 @@ class ScheduleTable:
 
     def check_accumulation(self) -> None:
         """Raises ValueError unless every chunk adds up its gradients in microbatch order."""
-        found = out_of_order(self.graph, self.orders)
-        if found is not None:
-            raise ValueError(
-                f"schedule {self.name!r} runs {found[0]} before {found[1]}, and deterministic runs add gradients up in "
-                "microbatch order: take a schedule with its backwards in that order, or only rank by it (ready, with "
-                "footprint off)"
-            )
-
-    def __iter__(self) -> Iterator[tuple[Task | None, ...]]:
-        return iter(self.rows)
+        for order in self.orders:
+            latest: dict[int, Task] = {}
+            for task in order:
+                if not self.graph.has_backward(task.chunk) or task.kind is not self.graph.accumulating_kind(task.chunk):
+                    continue
+                before = latest.setdefault(task.chunk, task)
+                if before.microbatch > task.microbatch:
+                    raise ValueError(
+                        f"schedule {self.name!r} runs {before} before {task}, and deterministic runs add gradients up "
+                        "in microbatch order: take a schedule with its backwards in that order, or only rank by it "
+                        "(ready, with footprint off)"
+                    )
+                latest[task.chunk] = task
 
 
 def relative_sizes(chunk_parts: Sequence[float], num_chunks: int) -> tuple[float, ...]:
@@ -158,6 +177,167 @@ def relative_sizes(chunk_parts: Sequence[float], num_chunks: int) -> tuple[float
     if len(chunk_parts) != num_chunks:
         raise ValueError(f"{len(chunk_parts)} chunk parts for {num_chunks} chunks: give one per chunk")
     return tuple(part * num_chunks / sum(chunk_parts) for part in chunk_parts)
+
+
+# -- checks of orders --------------------------------------------------------------------------------------------------
+
+
+def check_orders(name: str, placement: Placement, graph: PipelineGraph, orders: _Orders) -> tuple[Task, ...]:
+    """Returns all tasks in an order in which they can finish. Raises ValueError, naming the table, at the first defect
+    that keeps these orders from running."""
+    expected = all_needed(graph)
+    for stage, order in enumerate(orders):
+        for task in order:
+            if task not in expected:
+                raise ValueError(f"table {name!r}, stage {stage}: {why_unknown(task, graph)}")
+            if placement.stage_of_chunk[task.chunk] != stage:
+                raise ValueError(
+                    f"table {name!r}, stage {stage}: {task} belongs to stage {placement.stage_of_chunk[task.chunk]}, "
+                    f"which owns chunk {task.chunk}: move it to that row"
+                )
+    # Sets and counts tell whether anything is wrong; only then is it worth searching for the tasks to name.
+    there = {task for order in orders for task in order}
+    if len(there) < sum(map(len, orders)):
+        counts = Counter(task for order in orders for task in order)
+        duplicated = [task for task, count in counts.items() if count > 1]
+        raise ValueError(f"table {name!r} runs {some(duplicated)} more than once: keep one entry each")
+    if len(there) < len(expected):
+        missing = [task for task in graph.tasks() if task not in there]
+        stages = sorted({placement.stage_of_chunk[task.chunk] for task in missing})
+        raise ValueError(f"table {name!r} misses {some(missing)}: add what is missing to the rows of stages {stages}")
+    finished, position = execution_order(graph, orders)
+    heads = {
+        stage: order[at] for stage, (order, at) in enumerate(zip(orders, position, strict=True)) if at < len(order)
+    }
+    if heads:
+        raise ValueError(f"table {name!r} {_why_blocked(placement, graph, heads, set(finished))}")
+    return tuple(finished)
+
+
+def _why_blocked(placement: Placement, graph: PipelineGraph, heads: dict[int, Task], done: set[Task]) -> str:
+    """Returns the reason why no stage can run its next entry, with the remedy; ``heads`` has these entries."""
+    stage_of = placement.stage_of_chunk
+    stage = min(heads)
+    path: dict[int, tuple[Task, Task]] = {}
+    while stage not in path:
+        task = heads[stage]
+        needed = next(d for d in _needed_tasks(graph, task) if d not in done)
+        path[stage] = (task, needed)
+        stage = stage_of[needed.chunk]
+    stages = list(path)
+    cycle = [path[s] for s in stages[stages.index(stage) :]]
+    if len(cycle) == 1:
+        task, needed = cycle[0]
+        return (
+            f"breaks a dependency: stage {stage_of[task.chunk]} runs {task} before {needed}, for which it waits; "
+            "exchange them"
+        )
+    links = []
+    for (task, needed), (head, _) in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+        waits = f"{task} on stage {stage_of[task.chunk]} waits for {needed}"
+        if needed != head:
+            waits += f", which stage {stage_of[head.chunk]} runs only after {head}"
+        links.append(waits)
+    return f"deadlocks: {'; '.join(links)}; reorder one of these stages to break the cycle"
+
+
+def some(tasks: Sequence[Task]) -> str:
+    """Returns the first five tasks, and the number of further ones, as text."""
+    shown = ", ".join(map(str, tasks[:5]))
+    return shown if len(tasks) <= 5 else f"{shown} and {len(tasks) - 5} more"
+
+
+def _needed_tasks(graph: PipelineGraph, task: Task) -> tuple[Task, ...]:
+    """Returns the dependencies of a task that appear in a table. An operation that runs once per step is replaced by
+    its own dependencies."""
+    needed = graph.dependencies(task)
+    if graph.ops and any(one.microbatch < 0 for one in needed):
+        return tuple(d for one in needed for d in ((one,) if one.microbatch >= 0 else _needed_tasks(graph, one)))
+    return needed
+
+
+@lru_cache(maxsize=2)
+def all_needed(graph: PipelineGraph) -> Mapping[Task, tuple[Task, ...]]:
+    """Returns :func:`_needed_tasks` of each task, kept for the next table of the graph: a search makes many of them."""
+    if graph.ops:
+        return {task: _needed_tasks(graph, task) for task in graph.tasks()}
+    # Without operations the same is put together chunk by chunk, in a third of the time: a table of 98,304 tasks waits
+    # for little else. The tests compare it with `graph.dependencies`.
+    chunks = range(graph.num_chunks)
+    forwards = [{m: _new_task(Task, (TaskKind.F, c, m)) for m in graph.microbatches(c)} for c in chunks]
+    kinds = [graph.input_gradient_kind(c) for c in chunks]
+    gradients = [
+        {m: _new_task(Task, (kinds[c], c, m)) for m in forwards[c]} if graph.has_backward(c) else {} for c in chunks
+    ]
+    needed: dict[Task, tuple[Task, ...]] = {}
+    for chunk in chunks:
+        inputs = [forwards[p] for p in graph.predecessors(chunk)]
+        returned = [gradients[s] for s in graph.gradient_successors(chunk)]
+        has_weights = graph.accumulating_kind(chunk) is TaskKind.W
+        for m, forward in forwards[chunk].items():
+            needed[forward] = tuple([each[m] for each in inputs if m in each])
+            if gradients[chunk]:
+                gradient = gradients[chunk][m]
+                needed[gradient] = (forward, *[each[m] for each in returned if m in each])
+                if has_weights:
+                    needed[_new_task(Task, (TaskKind.W, chunk, m))] = (gradient,)
+    return needed
+
+
+def execution_order(graph: PipelineGraph, orders: _Orders) -> tuple[list[Task], list[int]]:
+    """Runs the orders strictly. Returns the tasks in an order in which they can finish, and each stage's position."""
+    finished: list[Task] = []
+    done: set[Task] = set()
+    waiting: dict[Task, list[int]] = {}
+    position = [0] * len(orders)
+    runnable = list(range(len(orders)))
+    needed = all_needed(graph)
+    # A stage runs until its next entry is blocked, and is looked at again only once the blocker has finished: so every
+    # entry is tried at most once per dependency, however many stages there are.
+    while runnable:
+        stage = runnable.pop()
+        order = orders[stage]
+        while position[stage] < len(order):
+            task = order[position[stage]]
+            for blocker in needed[task]:
+                if blocker not in done:
+                    waiting.setdefault(blocker, []).append(stage)
+                    break
+            else:
+                done.add(task)
+                finished.append(task)
+                position[stage] += 1
+                if task in waiting:
+                    runnable.extend(waiting.pop(task))
+                continue
+            break
+    return finished, position
+
+
+def why_unknown(task: Task, graph: PipelineGraph) -> str:
+    """Returns the reason why a table of this graph cannot have a task, with the remedy."""
+    kind, chunk, m = task
+    num_chunks, num_microbatches = graph.num_chunks, graph.num_microbatches
+    if m < 0:
+        why = "runs once per step and is not part of a table: remove it"
+    elif chunk >= num_chunks:
+        why = f"names chunk {chunk}, but there are {num_chunks}: use 0..{num_chunks - 1}"
+    elif m >= num_microbatches:
+        why = f"names microbatch {m}, but there are {num_microbatches}: use 0..{num_microbatches - 1}"
+    elif not graph.exists(chunk, m):
+        why = f"does not exist, because microbatch {m} skips chunk {chunk}: remove it"
+    elif kind not in BUILT_IN_KINDS:
+        known = ", ".join(graph.kinds(chunk))
+        why = f"is an operation that chunk {chunk} does not have there: use {known}, or add it to the graph"
+    elif not graph.has_backward(chunk):
+        why = f"does not exist, because no gradient reaches chunk {chunk}: remove it"
+    else:
+        kinds = "I and W" if chunk in graph.split else "B"
+        why = f"does not exist, because the backward of chunk {chunk} runs as {kinds}: write {kinds}"
+    return f"{task} {why}"
+
+
+# -- operations --------------------------------------------------------------------------------------------------------
 
 
 @typed
@@ -173,7 +353,14 @@ def with_operations(table: ScheduleTable, ops: Iterable[Op]) -> ScheduleTable:
     not fit the table's graph.
     """
     added = tuple(ops)
-    _check_waits(added, table)
+    stage_of, chunks = table.placement.stage_of_chunk, range(table.graph.num_chunks)
+    for op in added:
+        for task, other in sorted(op.waits):
+            if other.chunk not in chunks or task.chunk not in chunks or stage_of[task.chunk] != stage_of[other.chunk]:
+                raise ValueError(
+                    f"operation {op.letter!r}: {task} waits for {other}, which is not on its stage: name a task of its "
+                    "own stage"
+                )
     graph = replace(table.graph, ops=(*table.graph.ops, *added))
     rows = []
     # An operation finds its place by those that it names, so these go into the row first.
@@ -182,27 +369,16 @@ def with_operations(table: ScheduleTable, ops: Iterable[Op]) -> ScheduleTable:
         letters = {op.letter for op in left}
         in_turn.append(next(op for op in left if not letters.intersection((*op.after, *op.before))))
         left.remove(in_turn[-1])
-    for chunks, order in zip(table.placement.chunks_of_stage, table.orders, strict=True):
+    for own, order in zip(table.placement.chunks_of_stage, table.orders, strict=True):
         row = list(order)
         for op in in_turn:
-            on = [c for c in chunks if op.is_on(c, graph.num_chunks)]
+            on = [c for c in own if op.is_on(c, graph.num_chunks)]
             for chunk, m in [(c, m) for c in on for m in graph.microbatches(c) if op.exists(c, m)]:
                 task = Task(TaskKind(op.letter), chunk, m)
                 row.insert(_place(task, op, row, graph), task)
         rows.append(tuple(row))
     hint = None if table.hint is None else with_operations(table.hint, added)
     return replace(table, graph=graph, rows=tuple(rows), hint=hint).validate()
-
-
-def _check_waits(ops: Iterable[Op], table: ScheduleTable) -> None:
-    stage_of, chunks = table.placement.stage_of_chunk, range(table.graph.num_chunks)
-    for op in ops:
-        for task, other in sorted(op.waits):
-            if other.chunk not in chunks or task.chunk not in chunks or stage_of[task.chunk] != stage_of[other.chunk]:
-                raise ValueError(
-                    f"operation {op.letter!r}: {task} waits for {other}, which is not on its stage: name a task of its "
-                    "own stage"
-                )
 
 
 def _place(task: Task, op: Op, row: list[Task], graph: PipelineGraph) -> int:

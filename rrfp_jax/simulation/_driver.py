@@ -34,12 +34,15 @@ from rrfp_jax.core import (
 from rrfp_jax.core.events import record
 from rrfp_jax.schedules import COMPUTE, Absences, Task, lanes_beside
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
-from rrfp_jax.simulation._transfers import TransferContext, VirtualTime, make_transfers
 from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
-from rrfp_jax.simulation.links import Communication, Links
-
-_OCCUPIED = IdleReason.INPUT
-"""The recorded reason for the time in which its own transfer holds up a stage (blocking and rendezvous)."""
+from rrfp_jax.simulation.links import (
+    AsyncTransfers,
+    BlockingTransfers,
+    Communication,
+    Links,
+    RendezvousTransfers,
+    VirtualTime,
+)
 
 ArbiterLog = list[tuple[Event, tuple[Instruction, ...]]]
 """The events that one arbiter was given, each with its answer, in order."""
@@ -118,7 +121,9 @@ def simulate(
     for pairs in absent:
         arbiters[0].graph.skipping(pairs)
     driver = _Driver(arbiters, costs, machine, num_steps, record_events=record_events, absent=absent)
-    driver.run()
+    for step in range(num_steps):
+        driver.run_step(step)
+    driver.queue.run()
     return Simulation(
         timeline=driver.timeline,
         step_ends_ms=tuple(driver.step_ends_ms),
@@ -231,17 +236,14 @@ class _Driver:
         self._may_lose = machine.links.announce_loss > 0
         self._announcements_ms: list[dict[int, float]] = [{} for _ in arbiters]
         """The time of announcements, by sending and receiving stage."""
-        self.transfers = make_transfers(
-            machine.communication,
-            TransferContext(
-                queue=self.queue,
-                links=machine.links,
-                arbiters=arbiters,
-                deliver=self.deliver,
-                is_computing=self.is_computing,
-            ),
-        )
-
+        self.transfers: AsyncTransfers
+        parts = self.queue, machine.links, self.deliver
+        if machine.communication is Communication.ASYNC:
+            self.transfers = AsyncTransfers(*parts)
+        elif machine.communication is Communication.BLOCKING:
+            self.transfers = BlockingTransfers(*parts, arbiters)
+        else:
+            self.transfers = RendezvousTransfers(*parts, arbiters, lambda stage: bool(self.stages[stage].dispatched))
         self._carry_out: dict[type[Instruction], Callable[[int, Any], None]] = {
             RunTask: self._dispatch,
             Send: self.transfers.send,
@@ -253,18 +255,17 @@ class _Driver:
         for stage, start_ms in enumerate(starts_ms or [0.0] * len(arbiters)):
             self.queue.post(start_ms, self._start_step, stage, 0)
 
-    def run(self) -> None:
-        """Runs all steps."""
-        for step in range(self.num_steps):
-            self.run_step(step)
-        self.queue.run()
-
     def run_step(self, step: int) -> None:
         """Runs until this step has ended on every stage."""
         while self._unfinished[step] and self.queue.run():
             pass
         if self._unfinished[step]:
-            raise RuntimeError("the simulated run cannot end:\n" + "\n".join(self._report()))
+            lines = [
+                f"  stage {index}: {waiting}"
+                for index, stage in enumerate(self.stages)
+                for waiting in stage.arbiter.waiting()[:3]
+            ]
+            raise RuntimeError("the simulated run cannot end:\n" + "\n".join(lines))
 
     def deliver(self, index: int, event: Event) -> None:
         """Hands an event to an arbiter, and carries out its instructions."""
@@ -279,9 +280,6 @@ class _Driver:
             self._start_task(index, stage)
         if self._keeps_record and (stage.awaits_input or not stage.dispatched):
             self._note_idle(index, stage)
-
-    def is_computing(self, index: int) -> bool:
-        return bool(self.stages[index].dispatched)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -337,12 +335,19 @@ class _Driver:
 
     def _dispatch(self, index: int, instruction: RunTask) -> None:
         stage = self.stages[index]
-        if self._beside and instruction.task.kind in self._beside:
-            self._run_beside(index, stage, instruction)
+        step, task = instruction
+        if self._beside and task.kind in self._beside:
+            # An operation on an engine beside compute, which is free: no host and no order of the device delay it.
+            start_ms = self.queue.now_ms
+            end_ms = start_ms + stage.times.duration_ms(step, task)
+            if self._keeps_record:
+                span = Span(step, index, task, start_ms / 1e3, end_ms / 1e3, self._beside[task.kind])
+                self.timeline.spans.append(span)
+            self.queue.post(end_ms, self.deliver, index, TaskFinished(step, end_ms / 1e3, task))
             return
         stage.holds = False
         stage.host_free_ms = max(stage.host_free_ms, self.queue.now_ms) + self._host_ms
-        stage.dispatched.append((stage.host_free_ms, instruction.step, instruction.task))
+        stage.dispatched.append((stage.host_free_ms, step, task))
         if stage.answers:
             stage.timer.latency((stage.host_free_ms - self.queue.now_ms) / 1e3)  # type: ignore[union-attr]
         if len(stage.dispatched) == 1:
@@ -370,18 +375,6 @@ class _Driver:
         if self._keeps_record:
             self.timeline.spans.append(record(Span, (step, index, task, start_ms / 1e3, end_ms / 1e3, COMPUTE)))
         self.queue.post(end_ms, self._end_task, index)
-
-    def _run_beside(self, index: int, stage: _Stage, instruction: RunTask) -> None:
-        """Runs an operation on an engine beside compute, which is free."""
-        (step, task), start_ms = instruction, self.queue.now_ms
-        end_ms = start_ms + stage.times.duration_ms(step, task)
-        lane = self._beside[task.kind]
-        if self._keeps_record:
-            self.timeline.spans.append(Span(step, index, task, start_ms / 1e3, end_ms / 1e3, lane))
-        self.queue.post(end_ms, self._end_beside, index, instruction)
-
-    def _end_beside(self, index: int, run: RunTask) -> None:
-        self.deliver(index, TaskFinished(run.step, self.queue.now_ms / 1e3, run.task))
 
     def _decide(self, index: int, run: RunTask) -> None:
         stage = self.stages[index]
@@ -412,7 +405,8 @@ class _Driver:
         if stage.is_over:
             self._set_idle(index, stage, None)
             return
-        reason = stage.arbiter.idle_reason() or _OCCUPIED
+        # A stage that is held up by its own transfer (blocking and rendezvous) counts as waiting for an input.
+        reason = stage.arbiter.idle_reason() or IdleReason.INPUT
         self._set_idle(index, stage, (stage.arbiter.step, reason))
 
     def _set_idle(self, index: int, stage: _Stage, idle: tuple[int, IdleReason] | None) -> None:
@@ -423,9 +417,3 @@ class _Driver:
             step, reason = stage.idle
             self.timeline.waits.append(Wait(step, index, stage.idle_since_ms / 1e3, now_ms / 1e3, reason))
         stage.idle, stage.idle_since_ms = idle, now_ms
-
-    def _report(self) -> list[str]:
-        lines = []
-        for index, stage in enumerate(self.stages):
-            lines += [f"  stage {index}: {waiting}" for waiting in stage.arbiter.waiting()[:3]]
-        return lines

@@ -16,7 +16,7 @@ forward, bounds nothing.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from math import inf, isfinite
@@ -52,7 +52,7 @@ def at_least_ms(durations_ms: Array, sleeps: InjectedSleeps | None) -> Array:
     if sleeps is None:
         return durations_ms
     longer = durations_ms.copy()
-    longer[..., :2] += sleeps.at_least_ms()
+    longer[..., :2] += sleeps.factors * sleeps.base_ms  # whatever ran before
     return longer
 
 
@@ -75,19 +75,18 @@ def lower_bound(
         operations_ms: durations of operations by their letters; by default an operation's own ``ms``.
     """
     links = links or Links()
-    lanes_ms: dict[tuple[int, str], float] = {}
     if graph.ops:
-        found = path_bounds(graph, placement, durations_ms, links=links, host_ms=host_ms, operations_ms=operations_ms)
-        longest_ms, lanes_ms = found.critical_path_ms, found.lanes_ms
-        stages = tuple(lanes_ms.pop((stage, COMPUTE), 0.0) for stage in range(placement.num_stages))
+        longest_ms, lanes_ms = path_bounds(
+            graph, placement, durations_ms, links=links, host_ms=host_ms, operations_ms=operations_ms
+        )
     else:
-        paths = _Paths(graph, placement, durations_ms, links, host_ms)
-        longest_ms, stages = paths.critical_path_ms(), tuple(map(paths.stage_ms, placement.chunks_of_stage))
+        longest_ms, lanes_ms = _array_bounds(graph, placement, durations_ms, links, host_ms)
     # The host's time before the very first task lies before the first start.
+    less_ms = {lane: max(0.0, lane_ms - host_ms) for lane, lane_ms in lanes_ms.items()}
     return LowerBound(
         critical_path_ms=max(0.0, longest_ms - host_ms),
-        stage_ms=tuple(max(0.0, stage_ms - host_ms) for stage_ms in stages),
-        engine_ms={engine: max(0.0, engine_ms - host_ms) for engine, engine_ms in lanes_ms.items()},
+        stage_ms=tuple(less_ms.pop((stage, COMPUTE), 0.0) for stage in range(placement.num_stages)),
+        engine_ms=less_ms,
     )
 
 
@@ -115,98 +114,65 @@ def one_way_ms(durations_ms: Array) -> float:
     return float(stage_free[-1])
 
 
-class _Paths:
-    """The longest paths that lead to the start of an F (heads) and those that begin at a task's end (tails).
-
-    All arrays are [chunks, microbatches]; entries of pairs that do not exist mean nothing.
-    """
-
-    def __init__(
-        self, graph: PipelineGraph, placement: Placement, durations_ms: Array, links: Links, host_ms: float
-    ) -> None:
-        self.graph, self.stage_of, self.links = graph, placement.stage_of_chunk, links
-        chunks = range(graph.num_chunks)
-        self.exists = np.array([[graph.exists(c, m) for m in range(graph.num_microbatches)] for c in chunks])
-        split = np.array([[graph.accumulating_kind(c) is TaskKind.W] for c in chunks])
-        forward, input_gradient, weight_gradient = np.moveaxis(for_graph(durations_ms[np.newaxis], graph)[0], -1, 0)
-        self.forward = forward + host_ms
-        self.weight = np.where(split, weight_gradient + host_ms, 0.0)
-        self.backward = input_gradient + host_ms + np.where(split, 0.0, weight_gradient)
-        shape = self.forward.shape
-        self.forward_head = np.zeros(shape)
-        self.forward_tail, self.backward_tail = np.zeros(shape), np.zeros(shape)
-        for c in chunks:
-            for p in graph.predecessors(c):
-                ends = self.forward_head[p] + self.forward[p] + self._transfer(MessageKind.ACTIVATION, p, c)
-                _raise(self.forward_head[c], ends, self.exists[p])
-        self._find_tails()
-
-    def critical_path_ms(self) -> float:
-        whole = self.forward_head + self.forward + self.forward_tail
-        return float(np.where(self.exists, whole, 0.0).max())
-
-    def stage_ms(self, chunks: tuple[int, ...]) -> float:
-        """Returns fill, work and drain of the stage that owns these chunks.
-
-        A stage's first task is an F. Its last is one that leads to no other task of its chunk.
-        """
-        rows = list(chunks)
-        exists = self.exists[rows]
-        if not exists.any():
-            return 0.0
-        trained = [c for c in rows if self.graph.has_backward(c)]
-        work = self.forward[rows][exists].sum()
-        work += (self.backward + self.weight)[trained][self.exists[trained]].sum()
-        fill = self.forward_head[rows][exists].min()
-        return float(fill + work + min(self._drains(rows)))
-
-    def _drains(self, rows: list[int]) -> Iterable[float]:
-        for chunk in rows:
-            exists = self.exists[chunk]
-            if exists.any():
-                if not self.graph.has_backward(chunk):
-                    yield float(self.forward_tail[chunk][exists].min())
-                else:
-                    ends_with_weights = self.graph.accumulating_kind(chunk) is TaskKind.W
-                    yield 0.0 if ends_with_weights else float(self.backward_tail[chunk][exists].min())
-
-    def _find_tails(self) -> None:
-        # Backwards go by ascending chunk here: a chunk's backward leads on to those of its predecessors, whose tails
-        # are known by then. Forwards follow by descending chunk: each leads to its own backward and to its successors.
-        graph = self.graph
-        for c in range(graph.num_chunks):
-            self.backward_tail[c] = self.weight[c]
-            for p in graph.gradient_predecessors(c):
-                rest = self._transfer(MessageKind.GRADIENT, c, p) + self.backward[p] + self.backward_tail[p]
-                _raise(self.backward_tail[c], rest, self.exists[p])
-        for c in reversed(range(graph.num_chunks)):
-            if graph.has_backward(c):
-                self.forward_tail[c] = self.backward[c] + self.backward_tail[c]
-            for s in graph.successors(c):
-                rest = self._transfer(MessageKind.ACTIVATION, c, s) + self.forward[s] + self.forward_tail[s]
-                _raise(self.forward_tail[c], rest, self.exists[s])
-
-    def _transfer(self, kind: MessageKind, source: int, target: int) -> float:
-        a, b = self.stage_of[source], self.stage_of[target]
-        return 0.0 if a == b else self.links.transfer_ms(kind, a, b)
-
-
-def _raise(values: Array, candidates: Array, exists: NDArray[np.bool_]) -> None:
-    """Raises values in place to the candidates, at the places where the other task exists."""
-    np.maximum(values, candidates, out=values, where=exists)
-
-
 _Lane = tuple[int, str]
 """A stage, and compute or an engine beside it."""
+_PathBounds = tuple[float, dict[_Lane, float]]
+"""The critical path; and fill, work and drain of every lane of a stage that has work. In milliseconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PathBounds:
-    """Bounds of a step whose graph has operations, in milliseconds."""
+def _array_bounds(
+    graph: PipelineGraph, placement: Placement, durations_ms: Array, links: Links, host_ms: float
+) -> _PathBounds:
+    """Returns the bounds of a graph without operations, from arrays over all microbatches at once.
 
-    critical_path_ms: float
-    lanes_ms: dict[_Lane, float]
-    """Fill, work and drain of every lane of a stage that has work between the first start and the last end."""
+    They follow from the longest paths that lead to the start of an F (heads) and those that begin at a task's end
+    (tails). All arrays are [chunks, microbatches]; entries of pairs that do not exist mean nothing.
+    """
+    chunks, stage_of = range(graph.num_chunks), placement.stage_of_chunk
+    exists = np.array([[graph.exists(c, m) for m in range(graph.num_microbatches)] for c in chunks])
+    split = np.array([[graph.accumulating_kind(c) is TaskKind.W] for c in chunks])
+    forward, input_gradient, weight_gradient = np.moveaxis(for_graph(durations_ms[np.newaxis], graph)[0], -1, 0)
+    forward = forward + host_ms
+    weight = np.where(split, weight_gradient + host_ms, 0.0)
+    backward = input_gradient + host_ms + np.where(split, 0.0, weight_gradient)
+    head, forward_tail, backward_tail = (np.zeros(forward.shape) for _ in range(3))
+
+    def transfer(kind: MessageKind, source: int, target: int) -> float:
+        a, b = stage_of[source], stage_of[target]
+        return 0.0 if a == b else links.transfer_ms(kind, a, b)
+
+    for c in chunks:
+        for p in graph.predecessors(c):
+            ends = head[p] + forward[p] + transfer(MessageKind.ACTIVATION, p, c)
+            np.maximum(head[c], ends, out=head[c], where=exists[p])
+    # Backwards go by ascending chunk here: a chunk's backward leads on to those of its predecessors, whose tails are
+    # known by then. Forwards follow by descending chunk: each leads to its own backward and to its successors.
+    for c in chunks:
+        backward_tail[c] = weight[c]
+        for p in graph.gradient_predecessors(c):
+            rest = transfer(MessageKind.GRADIENT, c, p) + backward[p] + backward_tail[p]
+            np.maximum(backward_tail[c], rest, out=backward_tail[c], where=exists[p])
+    for c in reversed(chunks):
+        if graph.has_backward(c):
+            forward_tail[c] = backward[c] + backward_tail[c]
+        for s in graph.successors(c):
+            rest = transfer(MessageKind.ACTIVATION, c, s) + forward[s] + forward_tail[s]
+            np.maximum(forward_tail[c], rest, out=forward_tail[c], where=exists[s])
+    lanes_ms: dict[_Lane, float] = {}
+    for stage, own in enumerate(map(list, placement.chunks_of_stage)):
+        if not exists[own].any():
+            continue
+        trained = [c for c in own if graph.has_backward(c)]
+        work = forward[own][exists[own]].sum() + (backward + weight)[trained][exists[trained]].sum()
+        # A stage's first task is an F. Its last is one that leads to no other task of its chunk.
+        last = {c: backward_tail if graph.has_backward(c) else forward_tail for c in own}
+        drains = [
+            0.0 if graph.has_backward(c) and split[c, 0] else float(last[c][c][exists[c]].min())
+            for c in own
+            if exists[c].any()
+        ]
+        lanes_ms[stage, COMPUTE] = float(head[own][exists[own]].min() + work + min(drains))
+    return float(np.where(exists, head + forward + forward_tail, 0.0).max()), lanes_ms
 
 
 def path_bounds(
@@ -239,13 +205,11 @@ def path_bounds(
     of_lane: dict[_Lane, list[Task]] = defaultdict(list)
     for task in between:
         of_lane[placement.stage_of_chunk[task.chunk], graph.lane(task.kind)].append(task)
-    return _PathBounds(
-        critical_path_ms=max(heads[task] + lasts_ms[task] + tails[task] for task in between),
-        lanes_ms={
-            lane: min(heads[t] for t in tasks) + sum(lasts_ms[t] for t in tasks) + min(tails[t] for t in tasks)
-            for lane, tasks in of_lane.items()
-        },
-    )
+    lanes_ms = {
+        lane: min(heads[t] for t in tasks) + sum(lasts_ms[t] for t in tasks) + min(tails[t] for t in tasks)
+        for lane, tasks in of_lane.items()
+    }
+    return max(heads[task] + lasts_ms[task] + tails[task] for task in between), lanes_ms
 
 
 def task_lengths_ms(

@@ -89,10 +89,6 @@ class InjectedSleeps:
     factors: Durations
     """[steps, chunks, microbatches, 2] for F and B (or I): ``alpha (0.5 + U(0, 1))``, or 0 where none is injected."""
 
-    def at_least_ms(self) -> Durations:
-        """Returns the shortest length of each sleep, whatever ran before: [steps, chunks, microbatches, 2]."""
-        return self.factors * self.base_ms
-
 
 def paper(level: SleepLevel, shape: tuple[int, ...], rng: np.random.Generator) -> InjectedSleeps:
     """Draws the sleeps for durations of this shape ([steps, chunks, microbatches, 3])."""
@@ -141,19 +137,6 @@ class Costs:
                 raise ValueError(f"operation {letters!r} takes {milliseconds} ms: give 0 or more")
 
 
-class _Steps(dict[int, dict[TaskKind, list[list[float]]]]):
-    """Durations as [step][kind][chunk][microbatch]; each step is made when it is first read."""
-
-    def __init__(self, durations_ms: Durations) -> None:
-        super().__init__()
-        self._durations_ms = durations_ms
-
-    def __missing__(self, step: int) -> dict[TaskKind, list[list[float]]]:
-        of_kinds = of_tasks(self._durations_ms[step : step + 1])
-        self[step] = found = {kind: of_steps[0] for kind, of_steps in of_kinds.items()}
-        return found
-
-
 class StageTimes:
     """Durations of the tasks of one stage, asked for in the order in which the tasks start.
 
@@ -164,6 +147,7 @@ class StageTimes:
     __slots__ = (
         "_average_ms",
         "_base_ms",
+        "_durations_ms",
         "_factors",
         "_num_given",
         "_operations_ms",
@@ -174,7 +158,9 @@ class StageTimes:
 
     def __init__(self, costs: Costs, ops: Iterable[Op] = ()) -> None:
         self._operations_ms = {op.letter: costs.operations_ms.get(op.letter, op.ms) for op in ops}
-        self._steps, self._num_given = _Steps(costs.durations_ms), len(costs.durations_ms)
+        self._durations_ms, self._num_given = costs.durations_ms, len(costs.durations_ms)
+        self._steps: dict[int, dict[TaskKind, list[list[float]]]] = {}
+        """Durations as [step][kind][chunk][microbatch]; each step is made when it is first read."""
         num_chunks = costs.durations_ms.shape[1]
         self._reduce_ms = _by_chunk(costs.reduce_ms, num_chunks)
         self._update_ms = _by_chunk(costs.update_ms, num_chunks)
@@ -189,7 +175,12 @@ class StageTimes:
             return self._operations_ms[kind]
         if microbatch < 0:
             return (self._reduce_ms if kind is TaskKind.R else self._update_ms)[chunk]
-        compute_ms = self._steps[step % self._num_given][kind][chunk][microbatch]
+        number = step % self._num_given
+        of_kinds = self._steps.get(number)
+        if of_kinds is None:
+            made = of_tasks(self._durations_ms[number : number + 1])
+            of_kinds = self._steps[number] = {kind: of_steps[0] for kind, of_steps in made.items()}
+        compute_ms = of_kinds[kind][chunk][microbatch]
         if not self._factors or kind is TaskKind.W:
             return compute_ms
         self._average_ms = EMA_KEPT * self._average_ms + (1 - EMA_KEPT) * compute_ms

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,23 +29,6 @@ class Optimum:
     at_least_ms: float
     """No order is better than this; equal to ``makespan_ms`` if that is proven optimal."""
     is_proven: bool
-
-
-class _Wait(NamedTuple):
-    earlier: Task
-    later: Task
-    transfer: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Problem:
-    """The case in whole units of time, their greatest common divisor taken out."""
-
-    graph: PipelineGraph
-    placement: Placement
-    durations: dict[Task, int]
-    waits: list[_Wait]
-    units_per_ms: float
 
 
 def find_optimum(
@@ -77,20 +60,42 @@ def find_optimum(
         raise ImportError(
             "the true optimum needs OR-tools, which is not installed: pip install 'rrfp-jax[optimum]'"
         ) from error
-    problem = _problem(graph, placement, durations_ms, links or Links())
+    links = links or Links()
+    in_units = {task: round(ms * _UNITS_PER_MS) for task, ms in task_lengths_ms(graph, durations_ms, {}).items()}
+    waits = [
+        (earlier, task, round(transfer_ms(earlier, task, placement, links) * _UNITS_PER_MS))
+        for task in in_units
+        for earlier in graph.dependencies(task)
+        if earlier in in_units
+    ]
+    # Whole units of time, their greatest common divisor taken out: the solver's domains stay small.
+    common = gcd(*in_units.values(), *(transfer for *_, transfer in waits)) or 1
+    durations = {task: duration // common for task, duration in in_units.items()}
+    horizon = sum(durations.values()) + sum(transfer // common for *_, transfer in waits)
+
     model = cp_model.CpModel()
-    starts = _add_tasks(model, problem)
+    starts = {task: model.new_int_var(0, horizon, str(task)) for task in durations}
+    of_lane: dict[tuple[int, str], list[Task]] = defaultdict(list)
+    for task in durations:
+        of_lane[placement.stage_of_chunk[task.chunk], graph.lane(task.kind)].append(task)
+    for tasks in of_lane.values():
+        model.add_no_overlap(
+            model.new_fixed_size_interval_var(starts[task], durations[task], f"run {task}") for task in tasks
+        )
+    for earlier, later, transfer in waits:
+        model.add(starts[later] >= starts[earlier] + durations[earlier] + transfer // common)
     if windows is not None:
-        _add_windows(model, starts, problem, windows)
-    makespan = model.new_int_var(0, _horizon(problem), "makespan")
+        _add_windows(model, starts, durations, horizon=horizon, placement=placement, windows=windows)
+
+    makespan = model.new_int_var(0, horizon, "makespan")
     counted = {task: start for task, start in starts.items() if is_counted(graph, task)}
     first: Any = 0
     if len(counted) < len(starts):  # tasks that do not count may run before all that do
-        first = model.new_int_var(0, _horizon(problem), "first start")
+        first = model.new_int_var(0, horizon, "first start")
         for start in counted.values():
             model.add(first <= start)
     for task, start in counted.items():
-        model.add(makespan >= start + problem.durations[task] - first)
+        model.add(makespan >= start + durations[task] - first)
     if (durations_ms == durations_ms[:, :1]).all() and graph.is_full:
         # Equal microbatches can be renumbered: fixing their order on the first chunk loses no makespan, and spares the
         # solver all permutations of the same order.
@@ -105,61 +110,34 @@ def find_optimum(
         raise ValueError(
             f"the solver found no order of {len(starts)} tasks in {time_limit_s} s: give it more time, or fewer tasks"
         )
+    units_per_ms = _UNITS_PER_MS / common
     return Optimum(
-        makespan_ms=solver.objective_value / problem.units_per_ms,
-        at_least_ms=solver.best_objective_bound / problem.units_per_ms,
+        makespan_ms=solver.objective_value / units_per_ms,
+        at_least_ms=solver.best_objective_bound / units_per_ms,
         is_proven=status == cp_model.OPTIMAL,
     )
 
 
-def _problem(graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], links: Links) -> _Problem:
-    durations = {task: round(ms * _UNITS_PER_MS) for task, ms in task_lengths_ms(graph, durations_ms, {}).items()}
-    waits = [
-        _Wait(earlier, task, round(transfer_ms(earlier, task, placement, links) * _UNITS_PER_MS))
-        for task in durations
-        for earlier in graph.dependencies(task)
-        if earlier in durations
-    ]
-    common = gcd(*durations.values(), *(wait.transfer for wait in waits)) or 1
-    return _Problem(
-        graph=graph,
-        placement=placement,
-        durations={task: duration // common for task, duration in durations.items()},
-        waits=[wait._replace(transfer=wait.transfer // common) for wait in waits],
-        units_per_ms=_UNITS_PER_MS / common,
-    )
-
-
-def _horizon(problem: _Problem) -> int:
-    return sum(problem.durations.values()) + sum(wait.transfer for wait in problem.waits)
-
-
-def _add_tasks(model: Any, problem: _Problem) -> dict[Task, Any]:
-    horizon = _horizon(problem)
-    starts = {task: model.new_int_var(0, horizon, str(task)) for task in problem.durations}
-    of_lane: dict[tuple[int, str], list[Task]] = defaultdict(list)
-    for task in problem.durations:
-        of_lane[problem.placement.stage_of_chunk[task.chunk], problem.graph.lane(task.kind)].append(task)
-    for tasks in of_lane.values():
-        model.add_no_overlap(
-            model.new_fixed_size_interval_var(starts[task], problem.durations[task], f"run {task}") for task in tasks
-        )
-    for earlier, later, transfer in problem.waits:
-        model.add(starts[later] >= starts[earlier] + problem.durations[earlier] + transfer)
-    return starts
-
-
-def _add_windows(model: Any, starts: dict[Task, Any], problem: _Problem, windows: Sequence[int]) -> None:
+def _add_windows(
+    model: Any,
+    starts: dict[Task, Any],
+    durations: dict[Task, int],
+    *,
+    horizon: int,
+    placement: Placement,
+    windows: Sequence[int],
+) -> None:
     """Bounds the microbatches that a stage holds, each from the start of its first task to the end of its last."""
-    graph, horizon = problem.graph, _horizon(problem)
-    for chunks, window in zip(problem.placement.chunks_of_stage, windows, strict=True):
+    for chunks, window in zip(placement.chunks_of_stage, windows, strict=True):
+        of_microbatch: dict[int, list[Task]] = defaultdict(list)
+        for task in durations:
+            if task.microbatch >= 0 and task.chunk in chunks:
+                of_microbatch[task.microbatch].append(task)
         held = []
-        for microbatch in range(graph.num_microbatches):
-            tasks = [task for task in problem.durations if task.microbatch == microbatch and task.chunk in chunks]
-            if tasks:
-                first, last, length = (model.new_int_var(0, horizon, "") for _ in range(3))
-                for task in tasks:
-                    model.add(first <= starts[task])
-                    model.add(last >= starts[task] + problem.durations[task])
-                held.append(model.new_interval_var(first, length, last, ""))
+        for tasks in of_microbatch.values():
+            first, last, length = (model.new_int_var(0, horizon, "") for _ in range(3))
+            for task in tasks:
+                model.add(first <= starts[task])
+                model.add(last >= starts[task] + durations[task])
+            held.append(model.new_interval_var(first, length, last, ""))
         model.add_cumulative(held, [1] * len(held), window)

@@ -2,10 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
-from typing import Any
 
 from rrfp_jax.core.memory import memory_effect, memory_unit
 from rrfp_jax.schedules import PipelineGraph, Placement, TaskKind
@@ -47,10 +46,6 @@ class RunMetrics:
         """Per stage: the share of the makespan in which it waited for an engine."""
         makespan_ms = self.makespan_ms_mean
         return [idle.get(IdleReason.ENGINE, 0.0) / makespan_ms if makespan_ms else 0.0 for idle in self.idle_ms]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the fields for ``json.dumps``."""
-        return asdict(self)
 
 
 def run_metrics(timeline: Timeline, step_ms: Sequence[float]) -> RunMetrics:
@@ -108,10 +103,6 @@ class MemoryWeights:
                 f"{self.weight_gradient}: make F the sum of the other two"
             )
 
-    def freed_by(self, kind: TaskKind) -> float:
-        """Returns the memory that a backward task of this kind frees."""
-        return {TaskKind.I: self.input_gradient, TaskKind.W: self.weight_gradient}.get(kind, self.forward)
-
 
 _DEFAULT_WEIGHTS = MemoryWeights()
 
@@ -140,6 +131,7 @@ def peak_memory(
     in which the chunks keep memory; empty: equal.
     """
     sizes = relative_sizes(chunk_parts, graph.num_chunks)
+    frees_of = {TaskKind.I: weights.input_gradient, TaskKind.W: weights.weight_gradient}
     changes: list[list[tuple[float, int, float]]] = [[] for _ in range(placement.num_stages)]
     moves_memory = bool(graph.ops) and graph.operations.moves_memory
     for span in timeline.spans:
@@ -153,8 +145,15 @@ def peak_memory(
             if span.task.kind is TaskKind.F:
                 changes[span.stage].append((span.start_s, 1, weights.forward * sizes[span.task.chunk]))
             else:
-                freed = weights.freed_by(span.task.kind) * sizes[span.task.chunk]
+                freed = frees_of.get(span.task.kind, weights.forward) * sizes[span.task.chunk]
                 changes[span.stage].append((span.end_s, 0, -freed))
+    return _most_held(changes, graph, placement)
+
+
+def _most_held(
+    changes: list[list[tuple[float, int, float]]], graph: PipelineGraph, placement: Placement
+) -> list[float]:
+    """Returns each stage's peak of (time, 0 for ends and 1 for starts, change of memory), in microbatches."""
     return [
         max(accumulate((change for _, _, change in sorted(of_stage)), initial=0.0))
         / graph.passes_per_microbatch(chunks)
@@ -204,11 +203,7 @@ def host_peaks(timeline: Timeline, graph: PipelineGraph, placement: Placement) -
                 for letter, op in frees.items()
                 if letter in back[kind].after and op.exists(chunk, m)
             ]
-    return [
-        max(accumulate((change for _, _, change in sorted(of_stage)), initial=0.0))
-        / graph.passes_per_microbatch(chunks)
-        for of_stage, chunks in zip(changes, placement.chunks_of_stage, strict=True)
-    ]
+    return _most_held(changes, graph, placement)
 
 
 def bottleneck(

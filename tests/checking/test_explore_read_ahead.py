@@ -9,7 +9,7 @@ import pytest
 from rrfp_jax.core import HINTS, Agreement, AheadBound, GroupProtocol, StageArbiter, StepRules
 from rrfp_jax.core.memory import ReadAhead, Window, holding_turns, peak_of_turns, turns_of_table
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement, Task, TaskKind, linear, looped
-from rrfp_jax.schedules.validation import execution_order
+from rrfp_jax.schedules.table import execution_order
 from tests.checking.guided import guided, random_rows
 from tests.model_checker import CheckError, Explorer, Setting, explore, replay
 from tests.model_checker.catalogue import PIPELINE_ONLY, ahead_settings, small_graphs

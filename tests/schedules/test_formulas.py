@@ -53,7 +53,7 @@ def test_generated_tables_are_valid_and_obey_their_formulas(
         if formula.where.holds(sizes):
             largest = formula.where.text.endswith("largest stage")
             assert max(peaks) == max(bounds) if largest else peaks == pytest.approx(bounds)
-    rate = execute(table, per_stage(table, lengths)).bubble_rate
+    rate = execute(table, per_stage(table, lengths)).timeline.bubble_fraction()
     for bubble in bubble_formulas(name):
         expected = bubble.rate(sizes)
         if expected is not None and (name, bubble.published) not in ESTIMATES:

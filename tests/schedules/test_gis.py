@@ -4,7 +4,7 @@ import pytest
 
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, chain, looped, to_csv
 from rrfp_jax.schedules.language import Stage
-from rrfp_jax.schedules.published.looped import gis_group_size, gis_order
+from rrfp_jax.schedules.published import gis_group_size, gis_order
 from rrfp_jax.schedules.slots import EQUAL, execute, per_stage
 
 
@@ -18,7 +18,7 @@ def table(p: int, m: int, v: int, size: int) -> ScheduleTable:
 def bubble(rows: ScheduleTable) -> float:
     """In passes of a chunk with F = I = W."""
     work = 3 * rows.graph.num_microbatches * len(rows.placement.chunks_of_stage[0])
-    return execute(rows).cost - work
+    return execute(rows).timeline.cost_s() - work
 
 
 def test_the_smallest_groups_by_hand() -> None:

@@ -19,9 +19,9 @@ from rrfp_jax.schedules import (
     linear,
     to_csv,
 )
-from rrfp_jax.schedules.language.stage import hops_to_loss
+from rrfp_jax.schedules.language import Stage
 from rrfp_jax.schedules.registry import schedules_of_any_graph
-from rrfp_jax.schedules.validation import check_orders
+from rrfp_jax.schedules.table import check_orders
 
 NAMES = schedules_of_any_graph()
 
@@ -69,7 +69,8 @@ def test_every_graph_has_a_table_that_runs_to_its_end(pipeline, name):
 @given(pipelines())
 def test_a_chunk_holds_one_microbatch_more_than_its_hops_to_the_loss(pipeline):
     graph, placement = pipeline
-    hops = hops_to_loss(placement, graph)
+    stage = Stage(0, placement, graph, ScheduleRequest(num_stages=placement.num_stages, num_microbatches=1))
+    hops = [stage.hops(chunk) for chunk in range(graph.num_chunks)]
     deepest = max((depth for chunk, depth in enumerate(hops) if graph.has_backward(chunk)), default=0)
     for name in ("1f1b", "1f1b-split", "zb-h1"):
         table = build(name, graph, placement)
@@ -103,7 +104,8 @@ def test_what_a_step_lacks_is_skipped_without_a_deadlock(pipeline, name, data):
 
 def test_1f1b_with_two_encoders_warms_up_by_the_longest_way():
     table = build("1f1b", TWO_ENCODERS)
-    assert hops_to_loss(linear(5), TWO_ENCODERS) == (3, 2, 2, 1, 0)
+    stage = Stage(0, linear(5), TWO_ENCODERS, ScheduleRequest(num_stages=5, num_microbatches=4))
+    assert [stage.hops(chunk) for chunk in range(5)] == [3, 2, 2, 1, 0]
     assert table.peak_in_flight() == (4, 3, 3, 2, 1)
     assert to_csv(table) == (
         "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n"

@@ -8,8 +8,7 @@ from itertools import count
 import pytest
 
 from rrfp_jax.schedules import Op, ScheduleRequest, TaskKind, linear, schedule
-from rrfp_jax.schedules import _description as description
-from rrfp_jax.schedules._description import Description
+from rrfp_jax.schedules import registry as description
 from rrfp_jax.schedules.language import (
     B,
     F,
@@ -28,7 +27,7 @@ from rrfp_jax.schedules.language import (
     stream,
     turns,
 )
-from rrfp_jax.schedules.registry import ScheduleEntry
+from rrfp_jax.schedules.registry import Description, ScheduleEntry
 from rrfp_jax.schedules.request import ONE_EACH, ScheduleShape, V
 
 CALLS: Iterator[int] = count()

@@ -2,13 +2,14 @@
 
 import csv
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry
-from rrfp_jax.schedules._description import table_of
 from rrfp_jax.schedules.language import B, F, Stage, rule
 from rrfp_jax.schedules.language.rule import Frozen
+from rrfp_jax.schedules.registry import table_of
 from rrfp_jax.schedules.slots import BACKWARD_AS_FORWARD, EQUAL, SlotLengths, SlotTable, execute, per_stage
 
 GOLDEN = Path(__file__).parents[2] / "experiments" / "paper" / "published" / "zero_bubble.csv"
@@ -35,15 +36,15 @@ def measured(row: dict[str, str], name: str, memory_limit: float | None = None) 
 @pytest.mark.parametrize("row", zero_bubble_rows(), ids=lambda row: f"{row['model']}-{row['num_microbatches']}")
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
 def test_the_zero_bubble_papers_rates_to_four_decimals(name: str, row: dict[str, str]) -> None:
-    assert f"{measured(row, name).bubble_rate:.4f}" == row[f"bubble_{name.replace('-', '_')}"]
+    assert f"{measured(row, name).timeline.bubble_fraction():.4f}" == row[f"bubble_{name.replace('-', '_')}"]
 
 
 @pytest.mark.parametrize("row", zero_bubble_rows(), ids=lambda row: f"{row['model']}-{row['num_microbatches']}")
 def test_the_automatic_schedule_beats_the_handcrafted_ones_at_their_memory(row: dict[str, str]) -> None:
     h1, h2 = measured(row, "zb-h1"), measured(row, "zb-h2")
-    assert measured(row, "zb-auto", memory_limit=8).bubble_rate <= h1.bubble_rate + 1e-12
-    assert measured(row, "zb-auto", memory_limit=15).bubble_rate <= h2.bubble_rate + 1e-12
-    rates = [measured(row, "zb-auto", memory_limit=limit).bubble_rate for limit in (8, 12, 16, 24)]
+    assert measured(row, "zb-auto", memory_limit=8).timeline.bubble_fraction() <= h1.timeline.bubble_fraction() + 1e-12
+    assert measured(row, "zb-auto", memory_limit=15).timeline.bubble_fraction() <= h2.timeline.bubble_fraction() + 1e-12
+    rates = [measured(row, "zb-auto", memory_limit=limit).timeline.bubble_fraction() for limit in (8, 12, 16, 24)]
     assert rates == sorted(rates, reverse=True)
 
 
@@ -56,7 +57,7 @@ def test_controllable_memory_peaks_and_bubbles(num_stages: int) -> None:
     for name, peak in peaks.items():
         table = build_schedule(name, ScheduleRequest(num_stages=p, num_microbatches=m))
         assert max(table.peak_activations()) == peak
-        bubble = execute(table).cost - 6 * m
+        bubble = execute(table).timeline.cost_s() - 6 * m
         assert bubble <= parts[name] * one_f_one_b, "the published part of 1F1B's bubble"
         assert bubble >= parts[name] * one_f_one_b - 4, "only boundary effects save more"
 
@@ -73,13 +74,17 @@ def greedy_chimera(under_way: int) -> ScheduleTable:
 
 def test_chimera_with_8_stages_and_16_microbatches_16_or_26_percent() -> None:
     published = build_schedule("chimera", ScheduleRequest(num_stages=8, num_microbatches=16))
-    assert execute(published, BACKWARD_AS_FORWARD).idle_fraction == pytest.approx(6 / 38), "16%: the formula, B = F"
-    assert execute(published, EQUAL).idle_fraction == pytest.approx(18 / 66), "27%: the same order, B = 2F"
+    assert fmean(execute(published, BACKWARD_AS_FORWARD).timeline.stage_bubbles()) == pytest.approx(6 / 38), (
+        "16%: the formula, B = F"
+    )
+    assert fmean(execute(published, EQUAL).timeline.stage_bubbles()) == pytest.approx(18 / 66), (
+        "27%: the same order, B = 2F"
+    )
     registered = build_schedule("greedy-chimera", ScheduleRequest(num_stages=8, num_microbatches=16))
     for table in (registered, *map(greedy_chimera, (10, 12, 16))):
         greedy = execute(table, EQUAL)
         assert greedy.makespan == 65, "26%: a greedy merge, B = 2F"
-        assert f"{greedy.idle_fraction:.2f}" == "0.26"
+        assert f"{fmean(greedy.timeline.stage_bubbles()):.2f}" == "0.26"
 
 
 def test_hanayo_with_two_waves_is_14_percent_faster_than_chimera_at_8_stages_and_8_microbatches() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 
 import networkx as nx
 import pytest
@@ -64,16 +65,16 @@ def test_measures_of_a_table_that_fits_on_one_hand() -> None:
     slots = gpipe()
     gap = " " * 12
     assert drawing(slots).splitlines() == [f"0F0 0F1 {gap}0B0 --- 0B1 ---", "    1F0 1F1 1B0 --- 1B1 ---"]
-    assert (slots.makespan, slots.cost) == (9.0, 9.0)
-    assert slots.bubble_rate == pytest.approx(3 / 9)
-    assert slots.idle_fraction == pytest.approx(3 / 9)
+    assert (slots.makespan, slots.timeline.cost_s()) == (9.0, 9.0)
+    assert slots.timeline.bubble_fraction() == pytest.approx(3 / 9)
+    assert fmean(slots.timeline.stage_bubbles()) == pytest.approx(3 / 9)
     assert slots.timeline.peak_in_flight() == [2, 2]
 
 
 def test_a_parallelogram_has_no_bubble_but_idle_time() -> None:
     slots = execute(build_schedule("zb-h2", ScheduleRequest(num_stages=4, num_microbatches=8)))
-    assert slots.bubble_rate == 0.0
-    assert slots.idle_fraction == pytest.approx(3 / 27)
+    assert slots.timeline.bubble_fraction() == 0.0
+    assert fmean(slots.timeline.stage_bubbles()) == pytest.approx(3 / 27)
 
 
 def test_aligned_cells_show_the_starts() -> None:

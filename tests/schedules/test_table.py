@@ -18,7 +18,7 @@ from rrfp_jax.schedules import (
     linear,
     opposite_chains,
 )
-from rrfp_jax.schedules.validation import all_needed
+from rrfp_jax.schedules.table import all_needed
 
 
 def table(*rows: str, graph: PipelineGraph | None = None, placement: Placement | None = None) -> ScheduleTable:

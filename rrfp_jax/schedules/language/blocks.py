@@ -26,46 +26,41 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rrfp_jax.schedules.language._order import OrderRow, TaskOrder
-from rrfp_jax.schedules.language._streams import Stream
+from rrfp_jax.schedules.language.orders import OrderRow, Stream, TaskOrder
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, is_number
 from rrfp_jax.schedules.tasks import Task, TaskKind
 
-_Starts = dict[Task, float]
-"""The slot in which each task starts."""
 
-
-def _by_start(at: Callable[[Stage], _Starts]) -> TaskOrder:
-    def write(row: OrderRow) -> None:
-        taken: dict[float, Task] = {}
-        for task, slot in at(row.stage).items():
-            if not is_number(slot):
-                raise Mistake(f"{task} starts at {slot!r}: give the number of a slot")
-            if slot in taken:
-                raise Mistake(f"{taken[slot]} and {task} both start in slot {slot:g}: shift one of them")
-            taken[slot] = task
-        for slot in sorted(taken):
-            row.put(*taken[slot])
-
-    return TaskOrder(write)
+def _write_by_start(row: OrderRow, starts: Mapping[Task, Any]) -> None:
+    taken: dict[float, Task] = {}
+    for task, slot in starts.items():
+        if not is_number(slot):
+            raise Mistake(f"{task} starts at {slot!r}: give the number of a slot")
+        if slot in taken:
+            raise Mistake(f"{taken[slot]} and {task} both start in slot {slot:g}: shift one of them")
+        taken[slot] = task
+    for slot in sorted(taken):
+        row.put(*taken[slot])
 
 
 def slots(at: Callable[[Task], float]) -> TaskOrder:
     """Returns the order of all tasks of the stage by the slot that ``at`` gives each."""
     if not callable(at):
         raise Mistake(f"slots take a function of a task, not {at!r}: write block(...).every(n) for a mapping")
-    return _by_start(lambda stage: {task: at(task) for task in stage.graph.tasks(stage.chunks)})
+    return TaskOrder(
+        lambda row: _write_by_start(row, {task: at(task) for task in row.stage.graph.tasks(row.stage.chunks)})
+    )
 
 
+@dataclass(frozen=True)
 class RepeatedBlock(TaskOrder):
     """The passes of microbatch m on a stage, ``period * m`` slots after those of microbatch 0."""
 
-    def __init__(self, passes: Mapping[Stream, int], period: int) -> None:
-        super().__init__(_by_start(self.starts).write)
-        self.passes, self.period = passes, period
+    passes: Mapping[Stream, int]
+    period: int
 
-    def starts(self, stage: Stage) -> _Starts:
-        """Returns all tasks with their slots."""
+    def starts(self, stage: Stage) -> dict[Task, int]:
+        """Returns all tasks with the slots in which they start."""
         return {
             Task(TaskKind(part), chunk, m): start + self.period * m
             for stream, start in self.passes.items()
@@ -73,6 +68,10 @@ class RepeatedBlock(TaskOrder):
             for part in stage.parts(stream.kind, chunk)
             for m in stage.graph.microbatches(chunk)
         }
+
+    def write(self, row: OrderRow) -> None:
+        """Appends all tasks by their slots."""
+        _write_by_start(row, self.starts(row.stage))
 
     def packed(self) -> "PackedBlock":
         """Returns the packed order: W in free slots, warm-up and drain as early as the block's memory allows."""
@@ -100,6 +99,9 @@ class block:
         return RepeatedBlock(self.passes, slots)
 
 
+F, I, W = TaskKind.F, TaskKind.I, TaskKind.W  # noqa: E741 - the field's letters
+
+
 @dataclass(frozen=True)
 class PackedBlock(Described):
     """A packed block: an order that all stages make together."""
@@ -107,49 +109,42 @@ class PackedBlock(Described):
     block: RepeatedBlock
 
     def orders(self, stages: Sequence[Stage], made: Sequence["PackedBlock"]) -> list[list[Task]]:
-        """Returns the orders of all stages, whose blocks are packed together."""
-        return pack_blocks(stages[0], [each.block.starts(stage) for each, stage in zip(made, stages, strict=True)])
+        """Returns the orders of all stages, whose blocks are packed together, by the five steps of the paper."""
+        starts = [each.block.starts(stage) for each, stage in zip(made, stages, strict=True)]
+        for i, slots in enumerate(starts):
+            if any(task.kind is W for task in slots):
+                raise Mistake("packed() gives W their slots itself: let the block hold F and I alone", i)
+            for slot, together in groupby(sorted(slots, key=slots.__getitem__), slots.__getitem__):
+                first, *others = together
+                if others:
+                    raise Mistake(f"{first} and {others[0]} both start in slot {slot:g}: shift one of them", i)
+        grid = _Grid(stages[0], starts)
+        grid.fill_weights()
+        steady_from = max(slot for task, slot in grid.slots[0].items() if task.kind is not W and task.microbatch == 0)
+        steady_to = grid.last_begins()
+        grid.reorder(lambda slot: slot < steady_from or slot > steady_to)
+        grid.squeeze()
+        # Squeezing has changed the distances that W filled, so the drain is packed once more without them.
+        steady_to = grid.last_begins()
+        grid.slots = [{task: slot for task, slot in slots.items() if task.kind is not W} for slots in grid.slots]
+        grid.reorder(lambda slot: slot > steady_to)
+        grid.fill_weights()
+        grid.squeeze()
+        orders = []
+        for slots in grid.slots:
+            order = sorted(slots, key=slots.__getitem__)
+            inputs = [task for task in order if task.kind is I]
+            # The n-th W is that of the n-th I.
+            orders.append([inputs[t.microbatch]._replace(kind=W) if t.kind is W else t for t in order])
+        return orders
 
     def remedy(self, missing: Sequence[Task]) -> str:
         """Returns the passes that the blocks lack, as a remedy."""
         return f"let the block hold {' and '.join(dict.fromkeys(t.kind for t in missing if t.kind != TaskKind.W))} too"
 
 
-F, I, W = TaskKind.F, TaskKind.I, TaskKind.W  # noqa: E741 - the field's letters
-
-
 def _weight(number: int) -> Task:
     return Task(W, -1, number)
-
-
-def pack_blocks(stage: Stage, starts: Sequence[dict[Task, float]]) -> list[list[Task]]:
-    """Returns the orders of all stages from the slots of their F and I; ``stage`` is any of them."""
-    for i, slots in enumerate(starts):
-        if any(task.kind is W for task in slots):
-            raise Mistake("packed() gives W their slots itself: let the block hold F and I alone", i)
-        for slot, together in groupby(sorted(slots, key=slots.__getitem__), slots.__getitem__):
-            first, *others = together
-            if others:
-                raise Mistake(f"{first} and {others[0]} both start in slot {slot:g}: shift one of them", i)
-    grid = _Grid(stage, [{task: int(slot) for task, slot in slots.items()} for slots in starts])
-    grid.fill_weights()
-    steady_from = max(slot for task, slot in grid.slots[0].items() if task.kind is not W and task.microbatch == 0)
-    steady_to = grid.last_begins()
-    grid.reorder(lambda slot: slot < steady_from or slot > steady_to)
-    grid.squeeze()
-    # Squeezing has changed the distances that W filled, so the drain is packed once more without them.
-    steady_to = grid.last_begins()
-    grid.drop_weights()
-    grid.reorder(lambda slot: slot > steady_to)
-    grid.fill_weights()
-    grid.squeeze()
-    return [_named(sorted(slots, key=slots.__getitem__)) for slots in grid.slots]
-
-
-def _named(order: list[Task]) -> list[Task]:
-    """Returns the order with the n-th W named after the n-th I."""
-    inputs = [task for task in order if task.kind is I]
-    return [inputs[task.microbatch]._replace(kind=W) if task.kind is W else task for task in order]
 
 
 class _Grid:
@@ -182,10 +177,6 @@ class _Grid:
                     given, waiting = given + 1, waiting - 1
                 slot += 1
 
-    def drop_weights(self) -> None:
-        for stage, slots in enumerate(self.slots):
-            self.slots[stage] = {task: slot for task, slot in slots.items() if task.kind is not W}
-
     def squeeze(self) -> None:
         """Keeps every stage's order, and starts every task as early as that allows."""
         free = [0] * len(self.slots)
@@ -197,7 +188,7 @@ class _Grid:
     def reorder(self, may_move: Callable[[int], bool]) -> None:
         """Moves tasks whose slot may move to the earliest free slot that does not raise the grid's peak memory."""
         memories = [_Memory({slot: task.kind for task, slot in slots.items()}) for slots in self.slots]
-        limit = max(memory.peak() for memory in memories)
+        limit = max(held for memory in memories for held, _ in memory.states)
         for stage, task in self._by_slot():
             now = self.slots[stage][task]
             if not may_move(now):
@@ -239,9 +230,6 @@ class _Memory:
         self.states = [(0, 0)]
         for slot in range(max(kind_at) + 1):
             self.states.append(self._step(self.states[-1], kind_at.get(slot)))
-
-    def peak(self) -> int:
-        return max(held for held, _ in self.states)
 
     def move(self, old: int, new: int, limit: int) -> bool:
         """Moves the task in slot ``old`` to the earlier slot ``new``, unless that is taken or exceeds the limit."""

@@ -12,14 +12,13 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rrfp_jax.schedules.graph import PipelineGraph
-from rrfp_jax.schedules.language._order import TaskOrder
-from rrfp_jax.schedules.language._streams import Stream
+from rrfp_jax.schedules.language.orders import Stream, TaskOrder
 from rrfp_jax.schedules.language.stage import Described, Mistake, Stage, check_number, is_number
+from rrfp_jax.schedules.table import all_needed
 from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
-from rrfp_jax.schedules.validation import all_needed, dependants
 
 RuleKey = Callable[[Task], tuple[int, ...]]
 WORDS: dict[str, Callable[[Task], int]] = {
@@ -203,7 +202,9 @@ class _RuleChoice:
         self.entered: set[int] = set()
 
     def choose(self, stage: int, ready: Set[Task]) -> Task | None:
-        rule = self.made[stage].rule
+        """Returns the task that a free stage starts next, among ``ready`` ones with the oldest first. None leaves the
+        stage idle until a task ends."""
+        rule, forwards = self.made[stage].rule, self.forwards[stage]
         admitted = [task for task in ready if self._admits(stage, task)]
         # Kinds without a lane come last, so that no task is left over for want of one.
         named = {kind for lane in rule.lanes for kind in lane}
@@ -212,10 +213,17 @@ class _RuleChoice:
             lane = [task for task in admitted if task.kind in kinds]
             if lane:
                 self.turn[stage] = turn
-                return self._start(stage, min(lane, key=rule.key))
+                task = min(lane, key=rule.key)
+                takes, frees = self.graph.memory_effect(task)
+                self.held[stage] += takes - frees
+                self.entered.add(task.microbatch)
+                if forwards and task.kind is TaskKind.F:
+                    forwards.popleft()
+                return task
         return None
 
     def finished(self, task: Task) -> None:
+        """Hears that a task has ended."""
         self.unfinished[task.microbatch] -= 1
         if self.unfinished[task.microbatch] == 0:
             self.entered.remove(task.microbatch)
@@ -228,32 +236,13 @@ class _RuleChoice:
         holding, forwards = self.made[stage].holding, self.forwards[stage]
         return (holding is None or self.held[stage] < holding) and (not forwards or forwards[0] == task)
 
-    def _start(self, stage: int, task: Task) -> Task:
-        takes, frees = self.graph.memory_effect(task)
-        self.held[stage] += takes - frees
-        self.entered.add(task.microbatch)
-        if self.forwards[stage] and task.kind is TaskKind.F:
-            self.forwards[stage].popleft()
-        return task
-
 
 _ROUNDING = 1e-9
 """Ends that lie no further apart are one moment: sums of lengths differ in their last bits."""
 
 
-class _Choice(Protocol):
-    """Chooses the task that a free stage starts."""
-
-    def choose(self, stage: int, ready: Set[Task]) -> Task | None:
-        """Returns the task that a free stage starts next, among ``ready`` ones with the oldest first. None leaves the
-        stage idle until a task ends."""
-
-    def finished(self, task: Task) -> None:
-        """Hears that a task has ended."""
-
-
 def list_orders(
-    placement: Placement, graph: PipelineGraph, rule: _Choice, *, length: Callable[[Task], float], hop: float = 0.0
+    placement: Placement, graph: PipelineGraph, rule: _RuleChoice, *, length: Callable[[Task], float], hop: float = 0.0
 ) -> list[list[Task]]:
     """Returns the orders of the stages, up to the moment when nothing runs and the rule starts nothing.
 
@@ -267,7 +256,9 @@ def list_orders(
         for stage in range(placement.num_stages):
             task = None if run.busy[stage] else rule.choose(stage, run.ready[stage].keys())
             if task is not None:
-                run.start(task, length(task))
+                del run.ready[stage][task]
+                run.busy[stage] = True
+                heapq.heappush(run.coming, (run.now + length(task), True, task))
                 orders[stage].append(task)
         if not run.coming:
             return orders
@@ -280,23 +271,21 @@ class _Run:
 
     def __init__(self, placement: Placement, graph: PipelineGraph, hop: float) -> None:
         self.stage_of, self.hop = placement.stage_of_chunk, hop
-        self.after = dependants(graph)
-        self.missing = {task: len(needed) for task, needed in all_needed(graph).items()}
+        self.after: dict[Task, list[Task]] = {}
+        """The tasks that wait for each task that has any."""
+        self.missing: dict[Task, int] = {}
         self.ready: list[dict[Task, None]] = [{} for _ in range(placement.num_stages)]
         """Ready tasks of each stage, the one that has been ready for longest first."""
-        for task, count in self.missing.items():
-            if count == 0:
+        for task, needed in all_needed(graph).items():
+            self.missing[task] = len(needed)
+            for before in needed:
+                self.after.setdefault(before, []).append(task)
+            if not needed:
                 self.ready[self.stage_of[task.chunk]][task] = None
         self.busy = [False] * placement.num_stages
         self.now = 0.0
         self.coming: list[tuple[float, bool, Task]] = []
         """A heap of (time, whether the task ends then; else one of its inputs arrives, task)."""
-
-    def start(self, task: Task, length: float) -> None:
-        stage = self.stage_of[task.chunk]
-        del self.ready[stage][task]
-        self.busy[stage] = True
-        heapq.heappush(self.coming, (self.now + length, True, task))
 
     def advance(self) -> list[Task]:
         """Goes on to the next moment. Returns the tasks that end then."""
@@ -304,21 +293,18 @@ class _Run:
         ended = []
         while self.coming and self.coming[0][0] <= self.now + _ROUNDING:
             _, is_end, task = heapq.heappop(self.coming)
-            if is_end:
-                ended.append(task)
-                self._end(task)
-            else:
+            if not is_end:
                 self._arrive(task)
+                continue
+            ended.append(task)
+            stage = self.stage_of[task.chunk]
+            self.busy[stage] = False
+            for follower in self.after.get(task, ()):
+                if self.hop and self.stage_of[follower.chunk] != stage:
+                    heapq.heappush(self.coming, (self.now + self.hop, False, follower))
+                else:
+                    self._arrive(follower)
         return ended
-
-    def _end(self, task: Task) -> None:
-        stage = self.stage_of[task.chunk]
-        self.busy[stage] = False
-        for follower in self.after.get(task, ()):
-            if self.hop and self.stage_of[follower.chunk] != stage:
-                heapq.heappush(self.coming, (self.now + self.hop, False, follower))
-            else:
-                self._arrive(follower)
 
     def _arrive(self, task: Task) -> None:
         """Counts one more input of a task, which is ready after its last one."""

@@ -85,7 +85,13 @@ class Stage:
 
     @cached_property
     def _hops(self) -> tuple[int, ...]:
-        return hops_to_loss(self.placement, self.graph)
+        """For every chunk the longest way to a chunk without successors, in hops from one stage to another."""
+        stage_of, graph = self.placement.stage_of_chunk, self.graph
+        hops = [0] * graph.num_chunks
+        for chunk in reversed(range(graph.num_chunks)):
+            ways = (hops[s] + (stage_of[s] != stage_of[chunk]) for s in graph.successors(chunk))
+            hops[chunk] = max(ways, default=0)
+        return tuple(hops)
 
     def check_own(self, chunk: int) -> None:
         """Raises :class:`Mistake` unless the chunk is one of the stage's."""
@@ -113,16 +119,6 @@ class Stage:
             meant = f"did you mean {near[0]}? " if near else ""
             raise Mistake(f"no microbatch has a task of kind {kind!r}: {meant}the kinds are {', '.join(known)}")
         return (kind,) if kind in graph.kinds(chunk) else ()
-
-
-def hops_to_loss(placement: Placement, graph: PipelineGraph) -> tuple[int, ...]:
-    """Returns for every chunk the longest way to a chunk without successors, in hops from one stage to another."""
-    hops = [0] * graph.num_chunks
-    for chunk in reversed(range(graph.num_chunks)):
-        here = placement.stage_of_chunk[chunk]
-        ways = (hops[s] + (placement.stage_of_chunk[s] != here) for s in graph.successors(chunk))
-        hops[chunk] = max(ways, default=0)
-    return tuple(hops)
 
 
 def is_number(given: Any) -> bool:

@@ -12,7 +12,6 @@ A stage always runs at least as many F as its successor. The best of the eight s
 """
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
@@ -49,24 +48,19 @@ def _best(request: ScheduleRequest) -> list[list[Task]]:
     limit = 2.0 * request.num_stages if request.memory_limit is None else request.memory_limit
     if limit < 1:
         raise ValueError(f"memory_limit {limit} does not hold a single microbatch: give at least 1")
-    settings = [_Flags(*flags) for flags in product((True, False), repeat=3)]
-    return min((_Heuristic(request, limit, flags) for flags in settings), key=lambda run: run.cost).orders
-
-
-@dataclass(frozen=True)
-class _Flags:
-    eager: bool
-    patient: bool
-    greedy: bool
+    runs = (_Heuristic(request, limit, *flags) for flags in product((True, False), repeat=3))
+    # The cost is the longest stage, from first start to last end.
+    return min(runs, key=lambda run: max(end - begin for begin, end in zip(run.begin, run.end, strict=True))).orders
 
 
 class _Heuristic:
     """One run: per stage the order so far, its end, its bubble since the first F, and the memory held."""
 
-    def __init__(self, request: ScheduleRequest, limit: float, flags: _Flags) -> None:
+    def __init__(self, request: ScheduleRequest, limit: float, eager: bool, patient: bool, greedy: bool) -> None:
         self.p, self.m = request.num_stages, request.num_microbatches
         self.times = dict(zip((F, I, W), request.durations_ms, strict=True))
-        self.comm, self.limit, self.flags = request.comm_ms, limit, flags
+        self.comm, self.limit = request.comm_ms, limit
+        self.eager, self.patient, self.greedy = eager, patient, greedy
         self.memory = {F: 1.0, I: -request.input_gradient_frees, W: request.input_gradient_frees - 1.0}
         self.orders: list[list[Task]] = [[] for _ in range(self.p)]
         self.count = [{F: 0, I: 0, W: 0} for _ in range(self.p)]
@@ -82,30 +76,15 @@ class _Heuristic:
             while self._pending(stage):
                 self._put(stage, W)
 
-    @property
-    def cost(self) -> float:
-        """The longest stage, from first start to last end."""
-        return max(end - begin for begin, end in zip(self.begin, self.end, strict=True))
-
     def _warm_up(self) -> None:
         for stage in range(self.p):
             self._put(stage, F)
-        extra = self._extra_forwards()
-        for stage in range(self.p):
-            if stage > 0:
-                extra[stage] = min(extra[stage], max(0, extra[stage - 1] - 1))
-            for _ in range(extra[stage]):
-                self._put(stage, F)
-        for stage in reversed(range(self.p)):
-            self._put(stage, I)
-
-    def _extra_forwards(self) -> list[int]:
-        """Returns how many more F fit on each stage before its first I, worked out from the last stage backwards."""
+        # How many more F fit on each stage before its first I, worked out from the last stage backwards.
         extra = [0] * self.p
         arrival = self.end[-1] + self.times[I]
         for stage in reversed(range(self.p - 1)):
             end, arrival = self.end[stage], arrival + self.comm
-            slack = self.times[F] if self.flags.eager else 0.0
+            slack = self.times[F] if self.eager else 0.0
             while (
                 extra[stage] + 1 < self.m
                 and self.held[stage] + extra[stage] + 1 <= self.limit
@@ -114,7 +93,13 @@ class _Heuristic:
                 extra[stage] += 1
                 end += self.times[F]
             arrival = max(end, arrival) + self.times[I]
-        return extra
+        for stage in range(self.p):
+            if stage > 0:
+                extra[stage] = min(extra[stage], max(0, extra[stage - 1] - 1))
+            for _ in range(extra[stage]):
+                self._put(stage, F)
+        for stage in reversed(range(self.p)):
+            self._put(stage, I)
 
     def _round(self) -> None:
         run = [self._wants_forward(stage) for stage in range(self.p)]
@@ -137,25 +122,23 @@ class _Heuristic:
         done = self.count[stage][F]
         if done == self.m:
             return False
-        if not self.flags.patient or stage == self.p - 1 or done < self.count[stage + 1][F] + 2:
+        if not self.patient or stage == self.p - 1 or done < self.count[stage + 1][F] + 2:
             return True
         next_input_gradient = self.end[stage + 1] + self.times[F] + self.times[I] + self.comm
         wait = next_input_gradient - self.end[stage]
-        if self.times[F] + self._num_weights_in_the_way(stage) * self.times[W] <= wait:
+        # W that must run before the memory holds another F are in the way too.
+        excess = self.held[stage] + 1 - self.limit
+        num_weights = math.ceil(excess / -self.memory[W] - _ROUNDING) if excess > _ROUNDING else 0
+        if self.times[F] + num_weights * self.times[W] <= wait:
             return True
         return wait > max(self.bubble) - self.bubble[stage]
-
-    def _num_weights_in_the_way(self, stage: int) -> int:
-        """Returns how many W must run before the memory holds another F."""
-        excess = self.held[stage] + 1 - self.limit
-        return math.ceil(excess / -self.memory[W] - _ROUNDING) if excess > _ROUNDING else 0
 
     def _fill(self, stage: int, arrival: float) -> None:
         """Runs W while the stage waits for its next input."""
         while self._pending(stage) and self.end[stage] + self.times[W] <= arrival + _ROUNDING:
             self._put(stage, W)
         wait = arrival - self.end[stage]
-        worst = self.flags.greedy or wait > max(self.bubble) - self.bubble[stage]
+        worst = self.greedy or wait > max(self.bubble) - self.bubble[stage]
         if worst and wait > _ROUNDING and self._pending(stage):
             self._put(stage, W)
 
