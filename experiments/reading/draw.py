@@ -32,8 +32,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.data.held_out import is_held_out
 from rrfp_jax.data.image_text import MARKER
+from rrfp_jax.data.sample_order import is_held_out
 from rrfp_jax.data.text_bytes import read_corpus
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.observe.output_files import replacing

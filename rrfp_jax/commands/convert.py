@@ -25,7 +25,7 @@ from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import return_large_blocks, use_cpu
-from rrfp_jax.data.tokens.header import TOKENIZER
+from rrfp_jax.data.tokens import TOKENIZER
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.hf.model_folder import CARRIED, MODEL
 from rrfp_jax.models.config import DTYPES

@@ -121,7 +121,6 @@ def _check_action(arguments: argparse.Namespace) -> None:
 
 def _options(arguments: argparse.Namespace) -> "TokenizeOptions":
     from rrfp_jax.data.tokenizing import TokenizeOptions
-    from rrfp_jax.data.tokenizing.inputs import TEXT_SUFFIXES
 
     if arguments.train and arguments.tokenizer not in ("bytes", "train"):
         raise ValueError("train makes a tokenizer: leave --tokenizer out")
@@ -130,7 +129,7 @@ def _options(arguments: argparse.Namespace) -> "TokenizeOptions":
         vocab_size=arguments.vocab_size,
         end_of_document=arguments.end_of_document,
         column=arguments.column,
-        suffixes=tuple(filter(None, arguments.suffixes.split(","))) if arguments.suffixes else TEXT_SUFFIXES,
+        suffixes=tuple(filter(None, arguments.suffixes.split(","))) if arguments.suffixes else TokenizeOptions.suffixes,
         reads_special=arguments.read_special,
         train_bytes=parse_bytes(arguments.train_on, "train-on"),
     )

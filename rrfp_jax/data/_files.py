@@ -1,10 +1,13 @@
-"""Links that lead out of a data folder are refused, and locks end with the process that holds them."""
+"""Files of a data folder in one order on all machines, links out of it refused, and locks that end with a process."""
 
 import errno
 import fcntl
 import os
 from pathlib import Path
-from typing import IO
+from typing import IO, Never
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+"""Errors of file systems without locks: Lustre that is mounted without ``flock``, and some of FUSE."""
 
 
 def check_inside(path: Path, folder: Path) -> None:
@@ -14,22 +17,32 @@ def check_inside(path: Path, folder: Path) -> None:
     inside.
     """
     target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
-    if target.is_relative_to(root) or any(target.is_relative_to(blobs) for blobs in _blobs(root)):
-        return
+    snapshots = [above.parent for above in (root, *root.parents) if above.parent.name == "snapshots"]
+    if not any(target.is_relative_to(each) for each in (root, *(each.parent / "blobs" for each in snapshots))):
+        raise ValueError(
+            f"{path} is a link to {target}, which is not in {folder}: put the file itself there, or name the folder "
+            "that it is in"
+        )
+
+
+def paths_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
+    """Returns the files below a folder, and its links to folders, which are not followed, by their relative paths.
+
+    Folders that are hidden or named in ``skipped`` are left out. Raises ValueError for a folder that cannot be read.
+    """
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root, onerror=refuse_unreadable):
+        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+        found += (Path(folder, name) for name in names)
+        found += (path for name in subfolders if (path := Path(folder, name)).is_symlink())
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def refuse_unreadable(error: OSError) -> Never:
+    """Raises the ValueError for a file or a folder that cannot be read."""
     raise ValueError(
-        f"{path} is a link to {target}, which is not in {folder}: put the file itself there, or name the folder that "
-        "it is in"
-    )
-
-
-def _blobs(root: Path) -> list[Path]:
-    """Returns the folders in which the hub's cache keeps the files of the snapshot that a folder is, or is in."""
-    repositories = [above.parent.parent for above in (root, *root.parents) if above.parent.name == "snapshots"]
-    return [repository / "blobs" for repository in repositories]
-
-
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""Errors of file systems without locks: Lustre that is mounted without ``flock``, and some of FUSE."""
+        f"cannot read {error.filename} ({error.strerror}): make it readable, or move it out of the data folder"
+    ) from error
 
 
 def try_lock(file: IO[str], remedy: str) -> bool:

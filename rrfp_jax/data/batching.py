@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from rrfp_jax.data.balancing import Groups, balanced, samples_in_order, spread_by_cost
-from rrfp_jax.data.batching_config import BatchingConfig
 from rrfp_jax.data.buckets import (
     CutSizes,
     Packing,
@@ -30,17 +29,9 @@ from rrfp_jax.data.buckets import (
     rounded_up,
     smallest_fitting,
 )
+from rrfp_jax.data.config import ImageTextConfig
 from rrfp_jax.data.dataset import Batch, BucketSpecs, Reads
-from rrfp_jax.data.packing import (
-    PatchFormat,
-    Sample,
-    Shape,
-    index_leaf,
-    leaf_specs,
-    patches_leaf,
-    place_leaves,
-    text_leaves,
-)
+from rrfp_jax.data.packing import PatchFormat, Sample, Shape, image_leaves, leaf_specs, text_leaves
 
 Cost = Callable[[int, Sequence[int]], float]
 """(tokens, patches of each image) -> the cost of a sample, a positive number."""
@@ -92,7 +83,7 @@ class Batching:
 
     def __init__(
         self,
-        config: BatchingConfig,
+        config: ImageTextConfig,
         patch_format: PatchFormat,
         limits: Limits,
         survey: Sequence[Sequence[Sample]],
@@ -111,9 +102,16 @@ class Batching:
         self.image_length = _row_length(
             config.image_length, limits.largest_image, "image_length", "patches, the largest image", block
         )
-        self._largest = self._largest_size(limits)
-        microbatches = list(chain.from_iterable(map(self.divide, survey)))
-        self._pairs = self._choose([each.size for each in microbatches], has_text_only=limits.has_text_only)
+        # A size that holds any microbatch cut in order.
+        num, text = config.microbatch_size, self.length
+        if config.pack:
+            text = most_rows(num, longest=limits.longest, total=limits.tokens, capacity=self.length)
+        images = most_rows(
+            limits.images, longest=limits.largest_image, total=limits.patches, capacity=self.image_length
+        )
+        self._largest = (text, images)
+        sizes = [each.size for samples in survey for each in self.divide(samples)]
+        self._pairs = self._choose(sizes, has_text_only=limits.has_text_only)
         self.shapes = [self._shape(pair) for pair in self._pairs]
 
     @cached_property
@@ -121,23 +119,15 @@ class Batching:
         """All shapes of a microbatch as leaves."""
         return [leaf_specs(shape, self._format) for shape in self.shapes]
 
-    def _largest_size(self, limits: Limits) -> SizePair:
-        """Returns a size that holds any microbatch cut in order."""
-        num, text = self._config.microbatch_size, self.length
-        if self._config.pack:
-            text = most_rows(num, longest=limits.longest, total=limits.tokens, capacity=self.length)
-        return text, most_rows(
-            limits.images, longest=limits.largest_image, total=limits.patches, capacity=self.image_length
-        )
-
     def _choose(self, sizes: Sequence[SizePair], *, has_text_only: bool) -> tuple[SizePair, ...]:
-        text, images = self._largest
-        multiple = self._cut.rows if self._config.pack else lcm(_MULTIPLE, self._cut.length)
-        texts = best_buckets([size[0] for size in sizes], self._config.text_buckets, multiple=multiple, largest=text)
+        """Returns the buckets for microbatches of these sizes, and for the largest that may come."""
+        config, (text, images) = self._config, self._largest
+        multiple = self._cut.rows if config.pack else lcm(_MULTIPLE, self._cut.length)
+        texts = best_buckets([size[0] for size in sizes], config.text_buckets, multiple=multiple, largest=text)
         rows = [size[1] for size in sizes if size[1]]
         image_rows: tuple[int, ...] = ()
         if images:
-            image_rows = best_buckets(rows, self._config.image_buckets, multiple=self._cut.image_rows, largest=images)
+            image_rows = best_buckets(rows, config.image_buckets, multiple=self._cut.image_rows, largest=images)
         always = [(text, images)] + ([(text, 0)] if has_text_only else [])
         return occurring_pairs(sizes, texts, image_rows, always=always)
 
@@ -222,29 +212,20 @@ class Batching:
         It is called only for the patches that ``reads`` asks for. All other leaves are always whole: they are small,
         and describe the contents of the batch.
         """
-        leaves = [
-            self._leaves(samples, microbatch, patches if reads is None or number in reads.get("patches", ()) else None)
-            for number, microbatch in enumerate(self.divide(samples))
-        ]
+        made: list[dict[str, Any]] = []
+        for number, (members, places, image_places, size) in enumerate(self.divide(samples)):
+            bucket = self._pairs.index(smallest_fitting(size, self._pairs))
+            shape, own = self.shapes[bucket], [samples[member] for member in members]
+            leaves: dict[str, Any] = text_leaves(own, places, shape)
+            if shape.image_rows:
+                leaves["patches"] = self.buckets[bucket]["patches"]  # the shape, where they are not made
+                of_images = None
+                if reads is None or number in reads.get("patches", ()):
+                    of_images = (patches(each, image) for each in members for image in range(len(samples[each].images)))
+                leaves |= image_leaves(own, places, image_places, shape, self._format, patches=of_images)
+            made.append(leaves)
         names = dict.fromkeys(chain(*self.buckets))
-        return {name: [of_one.get(name) for of_one in leaves] for name in names}
-
-    def _leaves(self, samples: Sequence[Sample], microbatch: Microbatch, patches: Patches | None) -> dict[str, Any]:
-        """Returns all leaves of a microbatch; of ``patches`` the shape only, where they are not made."""
-        bucket = self._pairs.index(smallest_fitting(microbatch.size, self._pairs))
-        shape, members, merge = self.shapes[bucket], microbatch.members, self._format.merge
-        own = [samples[member] for member in members]
-        leaves: dict[str, Any] = text_leaves(own, microbatch.places, shape)
-        if not shape.image_rows:
-            return leaves
-        leaves["image_index"] = index_leaf(own, microbatch.places, microbatch.image_places, shape, merge)
-        leaves["patches"] = self.buckets[bucket]["patches"]
-        leaves |= place_leaves(own, microbatch.image_places, shape, self._format)
-        if patches is not None:
-            numbers = [(member, image) for member in members for image in range(len(samples[member].images))]
-            made = (patches(*number) for number in numbers)
-            leaves["patches"] = patches_leaf(made, microbatch.image_places, shape, self._format)
-        return leaves
+        return {name: [leaves.get(name) for leaves in made] for name in names}
 
 
 def _row_length(given: int | None, needed: int, name: str, what: str, multiple: int) -> int:

@@ -19,14 +19,12 @@ holds ``capacity // longest`` sequences or more. From these two follows the most
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import lcm, prod
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
 
 SizePair = tuple[int, int]
@@ -127,8 +125,7 @@ _ROW_AXES = (FSDP, EXPERT)
 """Mesh axes over which the rows of a microbatch are cut."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutSizes:
+class CutSizes(NamedTuple):
     """The number of which each size of a microbatch is to be a multiple."""
 
     rows: int = 1
@@ -138,19 +135,6 @@ class CutSizes:
     image_length: int = 1
     """Length of rows of images, in features."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, AT_LEAST_1, "rows", "length", "image_rows", "image_length")
-
-
-def rounded_up(size: int, multiple: int) -> int:
-    """Returns the least multiple that is not below ``size``."""
-    return -(-size // multiple) * multiple
-
-
-def _row_parts(mesh: Mapping[str, int]) -> int:
-    """Returns the number of parts into which the rows of a microbatch are cut on a mesh."""
-    return prod(mesh.get(axis, 1) for axis in _ROW_AXES)
-
 
 def cut_sizes(mesh: Mapping[str, int], encoder_mesh: Mapping[str, int] | None = None) -> CutSizes:
     """Returns the multiples for a decoder's stages on ``mesh``, and an encoder's on ``encoder_mesh`` (None: the same).
@@ -159,13 +143,19 @@ def cut_sizes(mesh: Mapping[str, int], encoder_mesh: Mapping[str, int] | None = 
     (:mod:`rrfp_jax.models.cuts`). Features of images pass from one mesh to the other, and are cut on both.
     """
     meshes = [mesh, mesh if encoder_mesh is None else encoder_mesh]
+    rows = [prod(each.get(axis, 1) for axis in _ROW_AXES) for each in meshes]
     context = mesh.get(CONTEXT, 1)
     return CutSizes(
-        rows=_row_parts(mesh),
+        rows=rows[0],
         length=2 * context if context > 1 else 1,
-        image_rows=lcm(*map(_row_parts, meshes)),
+        image_rows=lcm(*rows),
         image_length=lcm(*(each.get(CONTEXT, 1) for each in meshes)),
     )
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    """Returns the least multiple that is not below ``size``."""
+    return -(-size // multiple) * multiple
 
 
 class Packing(NamedTuple):

@@ -19,9 +19,11 @@ in an order that follows from (seed, epoch) alone.
 import difflib
 import hashlib
 import logging
-from collections.abc import Callable, Container
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from posixpath import normpath
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,27 +32,25 @@ from numpy.typing import NDArray
 from rrfp_jax.data._files import check_inside
 from rrfp_jax.data.batching import Batching, Cost, Limits
 from rrfp_jax.data.buckets import CutSizes
+from rrfp_jax.data.config import ImageTextConfig
 from rrfp_jax.data.dataset import Batch, BrokenData, BucketSpecs, Reads
-from rrfp_jax.data.held_out import (
+from rrfp_jax.data.images import TextWriter, fitting_grid, read_bytes, size_of_image
+from rrfp_jax.data.packing import IMAGE_TOKEN, Grid, PatchFormat, Sample, Text, make_sample, patches_of
+from rrfp_jax.data.sample_order import (
     HELD_OUT,
     TRAIN,
     Part,
-    group_keys,
     is_held_out,
-    most_together,
+    items_of,
+    places_of_step,
     refuse_nothing_held_out,
 )
-from rrfp_jax.data.image_text_config import ImageTextConfig
-from rrfp_jax.data.images import TextWriter, fitting_grid, read_bytes, size_of_image
-from rrfp_jax.data.packing import IMAGE_TOKEN, Grid, PatchFormat, Sample, Text, make_sample, patches_of
-from rrfp_jax.data.sample_order import comes_again, items_of
-from rrfp_jax.data.token_kind import BYTE_TOKENS
+from rrfp_jax.data.tokenizer_files import BYTE_TOKENS
 from rrfp_jax.record_files import parse_json
 
 MARKER = "<image>"
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_END = b"\0"
 _MOST_IMAGES = 1 << 12
 """Largest number of images that a line may have; each of them is opened before the first step."""
 _SURVEYED_SAMPLES = 2048
@@ -75,13 +75,13 @@ class ImageText:
         cut: the numbers of which the sizes of microbatches are multiples.
         writer: turns the text into tokens; None: tokens are bytes.
 
-    Attributes: ``config``; ``num_samples`` and ``num_images`` of the part; ``shapes``, all that a microbatch can have;
-    ``largest_grid``, the most rows and the most columns of patches that an image has.
+    Attributes: ``config``; ``num_samples`` and ``num_images`` of the part; ``shapes``, all that a microbatch can have,
+    and ``buckets``, the same as leaves; ``largest_grid``, the most rows and the most columns of patches that an image
+    has; ``counts_once``, whether a sample that has come before has no weight, as in evaluations.
     Raises ValueError, with the remedy, naming the line and the file, for anything that cannot be used.
     """
 
     counts_once = False
-    """Whether a sample that has come before has no weight, as in evaluations."""
 
     def __init__(
         self,
@@ -96,11 +96,13 @@ class ImageText:
         self.config, self._writer, self._num_bad = config, writer, 0
         self.vocab_size, self.token_kind = (256, BYTE_TOKENS) if writer is None else (writer.vocab_size, writer.kind)
         path = _at_home(config.path)
-        content = _read(path)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"cannot read {path} ({error.strerror}): give the path of a JSONL file") from error
         self._folder = path.parent if config.image_folder is None else _at_home(config.image_folder)
         self._lines = self._lines_of(content, part)
         self.num_samples, self.num_images = len(self._lines), sum(len(line.files) for line in self._lines)
-        self._check_number(path, part)
         image_token = IMAGE_TOKEN if writer is None else writer.image_token
         self._samples = [make_sample(line.parts, config.merge, image_token) for line in self._lines]
         grids = [grid for sample in self._samples for grid in sample.images] or [Grid(0, 0)]
@@ -110,31 +112,48 @@ class ImageText:
         digest = hashlib.sha256(content + told.encode()).hexdigest()[:16]
         self.fingerprint = f"{self.num_samples} samples with {self.num_images} images, SHA-256 {digest}"
         self.largest_grid = Grid(max(grid.rows for grid in grids), max(grid.columns for grid in grids))
-        self._check_lengths()
         self._format = PatchFormat(
             config.channels * config.patch_size**2, config.merge, is_packed=config.image_size is None, dtype=np.uint8
         )
+        limits = self._limits()
         num_steps = -(-min(_SURVEYED_SAMPLES, self.num_samples) // config.batch_size)
         survey = [self.samples(step) for step in range(num_steps)]
-        self._batching = Batching(config, self._format, self._limits(), survey, cost, cut=cut)
+        self._batching = Batching(config, self._format, limits, survey, cost, cut=cut)
         self.shapes = self._batching.shapes
+
+    @property
+    def buckets(self) -> list[BucketSpecs]:
+        return self._batching.buckets
+
+    # -- the lines of the file --------------------------------------------------------------------------------------
 
     def _lines_of(self, content: bytes, part: Part) -> list[_Line]:
         """Returns the lines of the part; of others no image file is looked at."""
-        fraction = self.config.held_out
+        config = self.config
         lines = [
             (number, fields)
             for number, line in enumerate(content.splitlines(), start=1)
             if line.strip() and (fields := self._spared(self._fields, number, line)) is not None
         ]
-        keys = group_keys(fields for _, fields in lines) if fraction else [""] * len(lines)
-        self._shared = most_together(keys) if fraction else ""
+        keys, shared = _group_keys(fields for _, fields in lines) if config.held_out else ([""] * len(lines), "")
         found = [
             self._spared(self._line, number, fields)
             for (number, fields), key in zip(lines, keys, strict=True)
-            if (part == HELD_OUT) == is_held_out(key, fraction)
+            if (part == HELD_OUT) == is_held_out(key, config.held_out)
         ]
-        return [line for line in found if line is not None]
+        own = [line for line in found if line is not None]
+        if part == HELD_OUT and not own:
+            raise ValueError(
+                f"held_out {config.held_out} holds back not one sample of {_at_home(config.path)}{shared}: give more "
+                "lines, or a larger held_out"
+            )
+        if part == TRAIN and len(own) < config.batch_size:
+            what = f"{len(own)} samples" if not config.held_out else f"{len(own)} samples that are not held out{shared}"
+            raise ValueError(
+                f"{_at_home(config.path)} holds {what}, fewer than batch_size {config.batch_size}: give more lines, or "
+                "a smaller batch_size"
+            )
+        return own
 
     def _spared(self, make: Callable[[int, Any], _T], number: int, given: Any) -> _T | None:
         """Returns the result of ``make`` for a line, or None if the line is bad and one more bad line is allowed."""
@@ -147,53 +166,8 @@ class ImageText:
             _LOG.warning("left out: %s", error)
             return None
 
-    def _check_number(self, path: Path, part: Part) -> None:
-        config, num = self.config, self.num_samples
-        if part == HELD_OUT and not num:
-            raise ValueError(
-                f"held_out {config.held_out} holds back not one sample of {path}{self._shared}: give more lines, or a "
-                "larger held_out"
-            )
-        if part == TRAIN and num < config.batch_size:
-            what = f"{num} samples" if not config.held_out else f"{num} samples that are not held out{self._shared}"
-            raise ValueError(
-                f"{path} holds {what}, fewer than batch_size {config.batch_size}: give more lines, or a smaller "
-                "batch_size"
-            )
-
-    def _line(self, number: int, fields: dict[str, Any]) -> _Line:
-        files = [self._folder / name for name in fields["images"]]
-        for file in files:
-            if file.is_symlink() and file.is_file():
-                try:
-                    check_inside(file, self._folder)
-                except ValueError as error:
-                    raise self._refusal(number, f"names an image outside: {error}") from None
-        grids = [self._grid(number, file) for file in files]
-        pieces = fields.get("text", fields.get("prompt", "")).split(MARKER)
-        if len(pieces) == 1:
-            pieces = [""] * len(files) + pieces
-        if len(pieces) != len(files) + 1:
-            raise self._refusal(
-                number, f"has {len(files)} images and {len(pieces) - 1} times {MARKER}: make them equal"
-            )
-        if not fields.get("target", "".join(pieces)):
-            raise self._refusal(number, "has no text to predict: give it some, or remove the line")
-        return _Line(number, self._parts(number, pieces, fields.get("target", ""), grids), files)
-
-    def _parts(self, number: int, pieces: list[str], target: str, grids: list[Grid]) -> list[Text | Grid]:
-        if self._writer is not None:
-            try:
-                return [*self._writer.parts(pieces, target, grids, self.config.merge), self._writer.closing()]
-            except ValueError as error:
-                raise self._refusal(number, str(error)) from None
-        parts: list[Text | Grid] = []
-        for piece, grid in zip(pieces, [*grids, None], strict=True):
-            parts += [Text(piece.encode(), float(not target))] if piece else []
-            parts += [grid] if grid is not None else []
-        return [*parts, *([Text(target.encode(), 1)] if target else []), Text(_END, 1)]
-
     def _fields(self, number: int, line: bytes) -> dict[str, Any]:
+        """Returns the fields of a line, ``images`` always among them."""
         try:
             fields = parse_json(line)
         except ValueError as error:
@@ -218,22 +192,58 @@ class ImageText:
             raise self._refusal(number, "has half a character (a lone surrogate): mend or remove it") from None
         return own
 
+    def _line(self, number: int, fields: dict[str, Any]) -> _Line:
+        files, target = [self._folder / name for name in fields["images"]], fields.get("target", "")
+        grids = []
+        for file in files:
+            if file.is_symlink() and file.is_file():
+                try:
+                    check_inside(file, self._folder)
+                except ValueError as error:
+                    raise self._refusal(number, f"names an image outside: {error}") from None
+            try:
+                grids.append(image_grid(self.config, file))
+            except ValueError as error:
+                raise self._of_file(number, file, error) from error
+        pieces = fields.get("text", fields.get("prompt", "")).split(MARKER)
+        if len(pieces) == 1:
+            pieces = [""] * len(files) + pieces
+        if len(pieces) != len(files) + 1:
+            raise self._refusal(
+                number, f"has {len(files)} images and {len(pieces) - 1} times {MARKER}: make them equal"
+            )
+        if not fields.get("target", "".join(pieces)):
+            raise self._refusal(number, "has no text to predict: give it some, or remove the line")
+        if self._writer is not None:
+            try:
+                parts = [*self._writer.parts(pieces, target, grids, self.config.merge), self._writer.closing]
+            except ValueError as error:
+                raise self._refusal(number, str(error)) from None
+            return _Line(number, parts, files)
+        parts = []
+        for piece, grid in zip(pieces, [*grids, None], strict=True):
+            parts += [Text(piece.encode(), float(not target))] if piece else []
+            parts += [grid] if grid is not None else []
+        parts += [Text(target.encode(), 1)] if target else []
+        return _Line(number, [*parts, Text(b"\0", 1)], files)
+
     def _refusal(self, number: int, what: str) -> ValueError:
         return ValueError(f"line {number} of {self.config.path} {what}")
 
     def _of_file(self, number: int, file: Path, error: ValueError) -> ValueError:
         return ValueError(f"image {file}, of line {number} of {self.config.path}, {error}")
 
-    def _grid(self, number: int, file: Path) -> Grid:
-        try:
-            return image_grid(self.config, file)
-        except ValueError as error:
-            raise self._of_file(number, file, error) from error
+    def _limits(self) -> Limits:
+        """Returns the limits by the largest samples, as many as a microbatch has when cut in order.
 
-    def _check_lengths(self) -> None:
+        Where a step spans several epochs, one sample may come as often. Raises ValueError, naming the line, for a
+        sample or an image that is larger than the configuration allows.
+        """
+        config = self.config
+        largest_images = [max(sample.patches, default=0) for sample in self._samples]
         for name, most, sizes in (
-            ("length", self.config.length, [sample.length for sample in self._samples]),
-            ("image_length", self.config.image_length, [max(sample.patches, default=0) for sample in self._samples]),
+            ("length", config.length, [sample.length for sample in self._samples]),
+            ("image_length", config.image_length, largest_images),
         ):
             if most is not None and max(sizes) > most:
                 longest = int(np.argmax(sizes))
@@ -242,45 +252,35 @@ class ImageText:
                     self._lines[longest].number,
                     f"is {sizes[longest]} {what}, more than {name} {most}: give at least that, or shorten the line",
                 )
-
-    def _limits(self) -> Limits:
-        """Returns the limits by the largest samples, as many as a microbatch has when cut in order.
-
-        Where a step spans several epochs, one sample may come as often.
-        """
-        num = self.config.microbatch_size
-        often = self._samples * (1 + -(-self.config.batch_size // self.num_samples))
+        often = self._samples * (1 + -(-config.batch_size // self.num_samples))
         lengths = sorted((sample.length for sample in often), reverse=True)
         images = sorted((len(sample.images) for sample in often), reverse=True)
         patches = sorted((sum(sample.patches) for sample in often), reverse=True)
         return Limits(
             longest=lengths[0],
-            tokens=sum(lengths[:num]),
-            largest_image=max(max(sample.patches, default=0) for sample in self._samples),
-            images=sum(images[:num]),
-            patches=sum(patches[:num]),
+            tokens=sum(lengths[: config.microbatch_size]),
+            largest_image=max(largest_images),
+            images=sum(images[: config.microbatch_size]),
+            patches=sum(patches[: config.microbatch_size]),
             has_text_only=not images[-1],
         )
 
-    @property
-    def buckets(self) -> list[BucketSpecs]:
-        """All shapes that a microbatch can have."""
-        return self._batching.buckets
+    # -- batches ----------------------------------------------------------------------------------------------------
 
     def _numbers(self, step: int) -> list[int]:
         config = self.config
         return items_of(step, batch_size=config.batch_size, num=self.num_samples, seed=config.seed).tolist()
 
-    def samples(self, step: int) -> list[Sample]:
-        """The samples of ``step``, whatever microbatches they come into."""
-        numbers = self._numbers(step)
-        samples = [self._samples[number] for number in numbers]
-        if not self.counts_once:
-            return samples
-        again = comes_again(step, len(numbers), self.num_samples)
+    def samples(self, step: int, left_out: Container[int] = ()) -> list[Sample]:
+        """Returns the samples of ``step``, whatever microbatches they come into; those in ``left_out``, by their
+        numbers in the step, count nothing."""
+        again = places_of_step(step, self.config.batch_size) >= self.num_samples
+        samples = [self._samples[number] for number in self._numbers(step)]
         return [
-            replace(sample, weights=np.zeros_like(sample.weights)) if once_more else sample
-            for sample, once_more in zip(samples, again, strict=True)
+            replace(sample, weights=np.zeros_like(sample.weights))
+            if place in left_out or (self.counts_once and again[place])
+            else sample
+            for place, sample in enumerate(samples)
         ]
 
     def batch(self, step: int, reads: Reads | None = None, left_out: Container[int] = ()) -> Batch:
@@ -309,11 +309,7 @@ class ImageText:
                 broken.sample = sample
                 raise broken from error
 
-        counted = [
-            replace(sample, weights=np.zeros_like(sample.weights)) if place in left_out else sample
-            for place, sample in enumerate(self.samples(step))
-        ]
-        return self._batching.leaves(counted, patches, reads)
+        return self._batching.leaves(self.samples(step, left_out), patches, reads)
 
 
 def image_grid(config: ImageTextConfig, file: Path) -> Grid:
@@ -342,8 +338,46 @@ def _at_home(name: str) -> Path:
         raise ValueError(f"{name} begins with a ~ that names nobody's folder: write the path in full") from error
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror}): give the path of a JSONL file") from error
+def _group_keys(samples: Iterable[Mapping[str, Any]]) -> tuple[list[str], str]:
+    """Returns for every sample, given by its fields, the key that decides whether its group is held out.
+
+    Samples that share an image, directly or by way of others, are one group, so an image of a sample that is asked
+    about is never trained on. The fate of a group follows from the names of its own images, so data that is added
+    elsewhere changes nothing: the key is the first of the lists of images of the group, as text; of a sample without
+    images its own text.
+
+    Also returns words for a refusal where more than half of the samples are one group; empty otherwise.
+    """
+    samples = list(samples)
+    above: dict[str, str] = {}  # names that belong together, as a disjoint-set forest (Galler and Fischer 1964)
+
+    def root(name: str) -> str:
+        up = above.setdefault(name, name)
+        while up != name:
+            above[name] = above[up]
+            name, up = up, above[up]
+        return name
+
+    for fields in samples:
+        names = [normpath(name) for name in fields["images"]]
+        for name in names:
+            above[root(name)] = root(names[0])
+    keys: list[str] = []
+    first: dict[str, str] = {}
+    for fields in samples:
+        key = "\n".join(fields["images"]) or "\n".join(fields[name] for name in sorted(fields.keys() - {"images"}))
+        keys.append(key)
+        if fields["images"]:
+            group = root(normpath(fields["images"][0]))
+            first[group] = min(first.get(group, key), key)
+    found = [
+        first[root(normpath(fields["images"][0]))] if fields["images"] else key
+        for fields, key in zip(samples, keys, strict=True)
+    ]
+    most = max(Counter(found).values(), default=0)
+    if most <= max(1, len(found) // 2):
+        return found, ""
+    return (
+        found,
+        f" ({most} of {len(found)} share images with one another, so they are held out together or not at all)",
+    )

@@ -20,15 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from rrfp_jax.data.packing import Grid, Text
-from rrfp_jax.data.token_kind import TokenKind
-from rrfp_jax.data.tokenizer_files import (
-    first_line,
-    load,
-    lost_part,
-    raise_unless_of_library,
-    size_of,
-    unknown_of,
-)
+from rrfp_jax.data.tokenizer_files import TokenKind, library_reason, load, lost_part, size_of, unknown_of
 from rrfp_jax.record_files import parse_json
 
 Image.MAX_IMAGE_PIXELS = None
@@ -57,13 +49,6 @@ def size_of_image(path: Path, max_pixels: int) -> tuple[int, int]:
 def _is_photograph(image: Image.Image) -> bool:
     """Returns whether a camera may have noted which side is up; of other formats that would mean to decode them."""
     return image.format in {"JPEG", "MPO"}
-
-
-def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Returns grey of 16 bits in 8; ``convert`` would make white of all but the darkest."""
-    if image.mode not in _SIXTEEN_BITS:
-        return image
-    return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 0xFFFF) // 257).astype(np.uint8))
 
 
 @contextmanager
@@ -121,7 +106,11 @@ def read_colours(path: Path, *, channels: int, max_pixels: int) -> Image.Image:
 
 
 def _colours(image: Image.Image, channels: int) -> Image.Image:
-    upright = ImageOps.exif_transpose(image) if _is_photograph(image) else _in_8_bits(image)
+    upright = image
+    if _is_photograph(image):
+        upright = ImageOps.exif_transpose(image)
+    elif image.mode in _SIXTEEN_BITS:  # ``convert`` would make white of all but the darkest
+        upright = Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 0xFFFF) // 257).astype(np.uint8))
     return upright.convert("L" if channels == 1 else "RGB")
 
 
@@ -146,7 +135,8 @@ class TextWriter:
         marks: the words that stand for an image; None: the model is shown no images.
         opens: whether a text begins with the opening tokens of the tokenizer's file, as imported models know it.
 
-    Attributes: ``kind``; ``vocab_size``; ``end`` and ``image_token``.
+    Attributes: ``kind``; ``vocab_size``; ``image_token``; ``closing``, the part that closes a sample; ``told``, the
+    settings that decide the tokens of a text.
     Raises ValueError, with the remedy, if the file is no tokenizer, or has no token for images.
     """
 
@@ -160,15 +150,16 @@ class TextWriter:
         plain = {**parse_json(data), "post_processor": None}
         self._plain = load(json.dumps(plain).encode(), str(kind.file))
         self._unknown, self.vocab_size = unknown_of(self._tokenizer), size_of(self._tokenizer)
-        self.end = kind.ends[0]
-        self.image_token = self.end if marks is None else marks.feature
-        self._mark = None if marks is None else (marks.before, self._word(marks.feature), marks.behind)
-
-    def _word(self, feature: int) -> str:
-        word: str | None = self._tokenizer.id_to_token(feature)
-        if word is None:
-            raise ValueError(f"{self._file} has no token {feature}, which stands for images: {_REMEDY}")
-        return word
+        self._end = kind.ends[0]
+        self.closing = Text(np.array([self._end], np.int32), 1)
+        self.image_token, self._mark = self._end, None
+        if marks is not None:
+            self.image_token = marks.feature
+            word: str | None = self._tokenizer.id_to_token(marks.feature)
+            if word is None:
+                raise ValueError(f"{self._file} has no token {marks.feature}, which stands for images: {_REMEDY}")
+            self._mark = (marks.before, word, marks.behind)
+        self.told = (kind.tokenizer.sha256, self._end, self._mark, opens)
 
     def parts(self, pieces: Sequence[str], answer: str, grids: Sequence[Grid], merge: int) -> list[Text | Grid]:
         """Returns the parts of a sample: ``pieces`` of a text with the images between them, and an answer at the end.
@@ -176,9 +167,13 @@ class TextWriter:
         Text of the answer counts in the loss; without an answer all text does, except the words that stand for images.
         Raises ValueError, in words that follow the name of the sample, if the tokenizer cannot write it.
         """
+        if grids and self._mark is None:
+            raise ValueError(f"has images, and {self._file} has no token that stands for them: leave them out")
         text, is_image = pieces[0], [False] * len(pieces[0])
-        for grid, piece in zip(grids, pieces[1:], strict=True):
-            shown = self._shown(grid.num_patches // merge**2)
+        sizes = [grid.num_patches // merge**2 for grid in grids]
+        for num_features, piece in zip(sizes, pieces[1:], strict=True):
+            before, word, behind = self._mark or ("", "", "")
+            shown = before + word * num_features + behind
             text, is_image = text + shown + piece, is_image + [True] * len(shown) + [False] * len(piece)
         # A token that reaches into the answer belongs to it: it cannot be read before the answer is known.
         first = len(text) if answer else 0
@@ -186,49 +181,28 @@ class TextWriter:
         try:
             whole, plain = self._tokenizer.encode(text, add_special_tokens=self._opens), self._plain.encode(text)
         except BaseException as error:
-            raise_unless_of_library(error)
-            raise ValueError(f"cannot be written by {self._file} ({first_line(error)}): change it") from None
+            raise ValueError(f"cannot be written by {self._file} ({library_reason(error)}): change it") from None
         if (lost := lost_part(self._tokenizer, text, plain, self._unknown)) is not None:
             raise ValueError(f"has {lost!r}, for which {self._file} has no token: take it out")
         ids = np.array(whole.ids, np.int32)
         weights = np.zeros(len(whole.ids), np.float32)
         is_own = ~np.array(whole.special_tokens_mask, bool) if self._opens else np.ones(len(whole.ids), bool)
         weights[is_own] = [end > max(first, start) and not is_image[end - 1] for start, end in plain.offsets]
-        if len(ids) and ids[-1] == self.end and not is_own[-1]:  # this token closes every sample anyway
+        if len(ids) and ids[-1] == self._end and not is_own[-1]:  # this token closes every sample anyway
             ids, weights = ids[:-1], weights[:-1]
-        return self._cut(ids, weights, grids, merge)
-
-    def _shown(self, num_features: int) -> str:
-        """Returns the words that stand in the text for an image of ``num_features`` features."""
-        if self._mark is None:
-            raise ValueError(f"has images, and {self._file} has no token that stands for them: leave them out")
-        before, word, behind = self._mark
-        return before + word * num_features + behind
-
-    def _cut(self, tokens: np.ndarray, weights: np.ndarray, grids: Sequence[Grid], merge: int) -> list[Text | Grid]:
-        """Returns stretches of one weight each, and images in place of their features."""
-        sizes = [grid.num_patches // merge**2 for grid in grids]
-        is_feature = tokens == self.image_token if sizes else np.zeros(len(tokens), bool)
+        is_feature = ids == self.image_token if sizes else np.zeros(len(ids), bool)
         if is_feature.sum() != sum(sizes):
             raise ValueError(
                 f"becomes {is_feature.sum()} tokens for images whose features are {sum(sizes)}: {_REMEDY}, and leave "
                 "its token for images out of the text"
             )
-        image = np.full(len(tokens), -1)
+        # Stretches of one weight each become parts, and images stand in place of their features.
+        image = np.full(len(ids), -1)
         image[is_feature] = np.repeat(np.arange(len(sizes)), sizes)
         changes = 1 + np.flatnonzero((np.diff(image) != 0) | (np.diff(weights) != 0))
         parts: list[Text | Grid] = []
-        for start, stop in zip([0, *changes], [*changes, len(tokens)], strict=True):
+        for start, stop in zip([0, *changes], [*changes, len(ids)], strict=True):
             if start < stop:
                 number = image[start]
-                parts.append(grids[number] if number >= 0 else Text(tokens[start:stop], float(weights[start])))
+                parts.append(grids[number] if number >= 0 else Text(ids[start:stop], float(weights[start])))
         return parts
-
-    @property
-    def told(self) -> tuple[object, ...]:
-        """The settings that decide the tokens of a text."""
-        return self.kind.tokenizer.sha256, self.end, self._mark, self._opens
-
-    def closing(self) -> Text:
-        """Returns the part that closes a sample."""
-        return Text(np.array([self.end], np.int32), 1)

@@ -9,16 +9,23 @@ import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rrfp_jax.data.config import OwnDataConfig
 from rrfp_jax.data.dataset import Batch, BrokenData, BucketSpecs, Reads
-from rrfp_jax.data.held_out import HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
-from rrfp_jax.data.own_data_config import OwnDataConfig
-from rrfp_jax.data.sample_order import check_step, items_at
+from rrfp_jax.data.sample_order import (
+    HELD_OUT,
+    TRAIN,
+    Part,
+    items_at,
+    num_trained,
+    places_of_step,
+    refuse_nothing_held_out,
+)
 
 _DTYPES: dict[str, type] = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
 _OF_PACKED: dict[str, type] = {"positions": np.int32, "segments": np.int32}
@@ -38,14 +45,14 @@ class OwnData:
         part: the elements that are trained on, or those that are held out.
 
     Attributes: ``config``; ``num_elements`` of the part; ``vocab_size``; ``is_packed``; ``fingerprint``: its own, if it
-    has a text of that name, else its length and a digest of the first element.
+    has a text of that name, else its length and a digest of the first element; ``counts_once``, whether an element that
+    has come before has no weight, as in evaluations; ``token_kind``, None, because the data set does not say which
+    tokens its numbers stand for.
     Raises ValueError, with the remedy, where there is no such object, or its first element does not fit.
     """
 
     counts_once = False
-    """Whether an element that has come before has no weight, as in evaluations."""
     token_kind = None
-    """None, because the data set does not say which tokens its numbers stand for."""
 
     def __init__(self, config: OwnDataConfig, vocab_size: int, part: Part = TRAIN) -> None:
         refuse_nothing_held_out(part, config.held_out)
@@ -63,15 +70,11 @@ class OwnData:
         self._shape: tuple[int, ...] | None = None
         self._blank = first = self._element(0)
         self._shape = first["tokens"].shape
-        self.fingerprint = self._own_fingerprint(num_all, first)
         self._blank = {**first, "weights": np.zeros_like(first["weights"])}
-
-    def _own_fingerprint(self, num_all: int, first: _Element) -> str:
-        own = getattr(self._elements, "fingerprint", None)
-        if isinstance(own, str):
-            return own
-        digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in first.values())).hexdigest()[:16]
-        return f"{num_all} elements, SHA-256 of the first {digest}"
+        self.fingerprint = getattr(self._elements, "fingerprint", None)
+        if not isinstance(self.fingerprint, str):
+            digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in first.values())).hexdigest()[:16]
+            self.fingerprint = f"{num_all} elements, SHA-256 of the first {digest}"
 
     @property
     def buckets(self) -> list[BucketSpecs]:
@@ -88,38 +91,31 @@ class OwnData:
         set is not asked for elements of microbatches of which nothing is read, unless they have ``segments``. Raises
         BrokenData, naming the element, if one fails or does not fit.
         """
-        check_step(step)
-        config, size = self.config, self.config.microbatch_size
-        places = np.arange(step * config.batch_size, (step + 1) * config.batch_size)
-        shuffled = items_at(places, num=self.num_elements, seed=config.seed) if config.shuffle else places
-        numbers = (shuffled % self.num_elements).reshape(config.num_microbatches, size).tolist()
-        needed = [
-            reads is None or self.is_packed or any(number in reads.get(name, ()) for name in self._dtypes)
-            for number in range(config.num_microbatches)
-        ]
-        again = (places >= self.num_elements).reshape(config.num_microbatches, size)
+        config = self.config
+        places = places_of_step(step, config.batch_size)
+        items = items_at(places, num=self.num_elements, seed=config.seed) if config.shuffle else places
+        numbers, again = (items % self.num_elements).tolist(), places >= self.num_elements
         spec = self.buckets[0]
-        microbatches: Sequence[Mapping[str, Any]] = [
-            self._microbatch(numbers[index], again[index], index * size, left_out) if is_needed else spec
-            for index, is_needed in enumerate(needed)
-        ]
-        leaves = {name: [microbatch[name] for microbatch in microbatches] for name in self._dtypes}
-        return {name: np.stack(leaf) for name, leaf in leaves.items()} if all(needed) else leaves
-
-    def _microbatch(
-        self, numbers: Sequence[int], again: NDArray[np.bool_], first: int, left_out: Container[int]
-    ) -> _Element:
-        elements: list[_Element] = []
-        for place, number in enumerate(numbers, start=first):
-            try:
-                elements.append(self._blank if place in left_out else self._element(number))
-            except BrokenData as error:
-                error.sample = place
-                raise
-        leaves = {name: np.stack([element[name] for element in elements]) for name in self._dtypes}
-        if self.counts_once:
-            leaves["weights"][again] = 0
-        return leaves
+        microbatches: list[Mapping[str, Any]] = []
+        for start in range(0, config.batch_size, config.microbatch_size):
+            number = start // config.microbatch_size
+            if reads is not None and not self.is_packed and all(number not in reads.get(n, ()) for n in self._dtypes):
+                microbatches.append(spec)
+                continue
+            elements: list[_Element] = []
+            for place in range(start, start + config.microbatch_size):
+                try:
+                    elements.append(self._blank if place in left_out else self._element(numbers[place]))
+                except BrokenData as error:
+                    error.sample = place
+                    raise
+            leaves = {name: np.stack([element[name] for element in elements]) for name in self._dtypes}
+            if self.counts_once:
+                leaves["weights"][again[start : start + config.microbatch_size]] = 0
+            microbatches.append(leaves)
+        batch = {name: [microbatch[name] for microbatch in microbatches] for name in self._dtypes}
+        is_whole = all(microbatch is not spec for microbatch in microbatches)
+        return {name: np.stack(leaf) for name, leaf in batch.items()} if is_whole else batch
 
     def _element(self, number: int) -> _Element:
         """Returns element ``number`` of the part, checked."""
@@ -167,7 +163,16 @@ class OwnData:
 def _found(config: OwnDataConfig) -> Any:
     """Returns the data set that the configuration names; raises ValueError where there is none."""
     module, _, name = config.object.partition(":")
-    _refuse_pythons_own(config.object, module)
+
+    def is_pythons_own(module: str) -> bool:
+        return module.partition(".")[0] in sys.stdlib_module_names
+
+    # Python's own library holds no data set, but much that does harm when it is called.
+    refusal = ValueError(
+        f"object {config.object} is of Python's standard library: name a class, function or data set of yours"
+    )
+    if is_pythons_own(module):
+        raise refusal
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -175,13 +180,14 @@ def _found(config: OwnDataConfig) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
         if isinstance(found, type) or not hasattr(found, "__getitem__"):
-            _refuse_pythons_own(config.object, getattr(found, "__module__", None) or "builtins")
+            if is_pythons_own(getattr(found, "__module__", None) or "builtins"):
+                raise refusal
             found = found(**config.arguments)
         elif config.arguments:
             raise ValueError("it is a data set already and takes no arguments")
-    except _PythonsOwn as error:
-        raise ValueError(str(error)) from None
     except Exception as error:  # whatever somebody else's code raises
+        if error is refusal:
+            raise
         raise ValueError(
             f"{config.object} cannot be had ({type(error).__name__}: {error}): mend object or arguments"
         ) from error
@@ -192,14 +198,3 @@ def _found(config: OwnDataConfig) -> Any:
             "a length and elements by number, such as a grain.MapDataset"
         )
     return found
-
-
-class _PythonsOwn(ValueError):
-    """A name of the standard library in place of a data set."""
-
-
-def _refuse_pythons_own(name: str, module: str) -> None:
-    """Raise _PythonsOwn for a name of Python's own library: it holds no data set, but much that does harm when
-    called."""
-    if module.partition(".")[0] in sys.stdlib_module_names:
-        raise _PythonsOwn(f"object {name} is of Python's standard library: name a class, function or data set of yours")

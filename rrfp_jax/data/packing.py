@@ -164,7 +164,7 @@ def leaf_specs(shape: Shape, patch_format: PatchFormat) -> BucketSpecs:
 
 
 def text_leaves(samples: Sequence[Sample], places: Packing, shape: Shape) -> dict[str, NDArray[Any]]:
-    """Returns the ``_TEXT_LEAVES`` of a microbatch, int32 and ``weights`` float32, each ``[rows, length]``; padding is
+    """Returns the leaves of text of a microbatch, int32 and ``weights`` float32, each ``[rows, length]``; padding is
     0."""
     leaves = {
         name: np.zeros((shape.rows, shape.length), np.float32 if name == "weights" else np.int32)
@@ -181,10 +181,23 @@ def text_leaves(samples: Sequence[Sample], places: Packing, shape: Shape) -> dic
     return leaves
 
 
-def index_leaf(
-    samples: Sequence[Sample], places: Packing, image_places: Packing, shape: Shape, merge: int
-) -> NDArray[np.int32]:
-    """Returns ``image_index`` of a microbatch, int32 ``[rows, length]``; -1 where a token's own embedding stands."""
+def image_leaves(
+    samples: Sequence[Sample],
+    places: Packing,
+    image_places: Packing,
+    shape: Shape,
+    patch_format: PatchFormat,
+    *,
+    patches: Iterable[NDArray[Any]] | None,
+) -> dict[str, NDArray[Any]]:
+    """Returns the leaves of images of a microbatch.
+
+    They are ``image_index``, int32 ``[rows, length]``, -1 where a token's own embedding stands; ``patch_segments``, and
+    of packed images ``patch_rows`` and ``patch_columns``, int32 ``[image_rows, image_length]``; and ``patches``
+    ``[image_rows, image_length, patch_dim]`` from those of each image, left out where ``patches`` is None. Padding of
+    all but ``image_index`` is 0.
+    """
+    merge, images = patch_format.merge, (shape.image_rows, shape.image_length)
     index = np.full((shape.rows, shape.length), -1, np.int32)
     image = 0
     for number, sample in enumerate(samples):
@@ -197,33 +210,21 @@ def index_leaf(
             image += 1
         at = slice(places.offsets[number], places.offsets[number] + sample.length)
         index[places.rows[number], at] = np.where(sample.features < 0, -1, np.concatenate(features)[sample.features])
-    return index
-
-
-def place_leaves(
-    samples: Sequence[Sample], image_places: Packing, shape: Shape, patch_format: PatchFormat
-) -> dict[str, NDArray[np.int32]]:
-    """Returns ``patch_segments``, and of packed images ``patch_rows`` and ``patch_columns``, int32 ``[image_rows,
-    image_length]``; padding is 0."""
-    names = ("patch_segments", *_PLACES)
-    leaves = {name: np.zeros((shape.image_rows, shape.image_length), np.int32) for name in names}
+    leaves: dict[str, NDArray[Any]] = {"image_index": index}
+    names = ("patch_segments", *(_PLACES if patch_format.is_packed else ()))
+    leaves |= {name: np.zeros(images, np.int32) for name in names}
     grids = [grid for sample in samples for grid in sample.images]
     for segment, image in _segments(image_places):
         row, start = image_places.rows[image], image_places.offsets[image]
         at = slice(start, start + grids[image].num_patches)
         leaves["patch_segments"][row, at] = segment
-        leaves["patch_rows"][row, at], leaves["patch_columns"][row, at] = places_of(grids[image], patch_format.merge)
-    return leaves if patch_format.is_packed else {"patch_segments": leaves["patch_segments"]}
-
-
-def patches_leaf(
-    patches: Iterable[NDArray[Any]], image_places: Packing, shape: Shape, patch_format: PatchFormat
-) -> NDArray[Any]:
-    """Returns ``patches`` of a microbatch, ``[image_rows, image_length, patch_dim]``, from those of each image."""
-    leaf = np.zeros((shape.image_rows, shape.image_length, patch_format.patch_dim), patch_format.dtype)
-    for values, row, start in zip(patches, image_places.rows, image_places.offsets, strict=True):
-        leaf[row, start : start + len(values)] = values
-    return leaf
+        if patch_format.is_packed:
+            leaves["patch_rows"][row, at], leaves["patch_columns"][row, at] = places_of(grids[image], merge)
+    if patches is not None:
+        leaves["patches"] = np.zeros((*images, patch_format.patch_dim), patch_format.dtype)
+        for values, row, start in zip(patches, image_places.rows, image_places.offsets, strict=True):
+            leaves["patches"][row, start : start + len(values)] = values
+    return leaves
 
 
 def _segments(places: Packing) -> Sequence[tuple[int, int]]:

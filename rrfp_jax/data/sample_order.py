@@ -23,6 +23,8 @@ would have been joined before; so ``a_(i+1) >= a_i + a_(i-1)``, and the ancestor
 are at most 1, 1, 1/2, 1/3, 1/5, 1/8 ... Their sum is below 3.36. So after any number of samples **a source is off by at
 most 1/2 of a sample where there are two, by 1 where there are three, and by less than 1.7 whatever their number and
 weights**.
+
+**Parts.** A fraction of the items may be held out for evaluation, at the end of the data or by a checksum of each item.
 """
 
 import hashlib
@@ -31,10 +33,15 @@ from fractions import Fraction
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from math import lcm
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+
+Part = Literal["train", "held_out"]
+TRAIN: Part = "train"
+HELD_OUT: Part = "held_out"
 
 _ROUNDS = 8
 _LEAST_BITS = 5
@@ -42,24 +49,45 @@ _LEAST_BITS = 5
 _BYTES_PER_KEY = 8
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 """Odd numbers that mix well (Steele, Lea and Flood 2014)."""
+_SAFE = 2**62  # whole numbers up to here leave int64 a reserve
+
+
+# --------------------------------------------------------------------------------------------------------------- parts
+
+
+def num_trained(num: int, held_out: float) -> int:
+    """Returns how many of ``num`` items are trained on where the fraction ``held_out``, rounded up, is held out."""
+    return int(num * (1 - Fraction(str(held_out))))
+
+
+def is_held_out(key: str, fraction: float) -> bool:
+    """Returns whether the sample with this key is held out: by the key's CRC-32 alone, so the same in every run and on
+    every machine, whatever else the data holds."""
+    return crc32(key.encode(errors="surrogatepass")) < fraction * 2**32
+
+
+def refuse_nothing_held_out(part: Part, held_out: float) -> None:
+    """Raise ValueError where the part that is held out is asked for, and none is."""
+    if part == HELD_OUT and not held_out:
+        raise ValueError("held_out is 0, so nothing is kept for evaluation: give a fraction, for example 0.01")
+
+
+# -------------------------------------------------------------------------------------------------------------- epochs
+
+
+def places_of_step(step: int, batch_size: int) -> NDArray[np.int64]:
+    """Returns the numbers in the run of a step's items, ``[batch_size]``; raises ValueError for a negative step.
+
+    Of a data set with ``num`` items, those from number ``num`` on have come before.
+    """
+    if step < 0:
+        raise ValueError(f"step is {step}: give 0 or more")
+    return np.arange(step * batch_size, (step + 1) * batch_size)
 
 
 def items_of(step: int, *, batch_size: int, num: int, seed: int) -> NDArray[np.int64]:
     """Returns which of ``num`` items step ``step`` takes, ``[batch_size]``. Raises ValueError for a negative step."""
-    check_step(step)
-    return items_at(np.arange(step * batch_size, (step + 1) * batch_size), num=num, seed=seed)
-
-
-def comes_again(step: int, batch_size: int, num: int) -> NDArray[np.bool_]:
-    """Returns which of a step's items, ``[batch_size]``, have come before in the run, as all have after the first
-    ``num``."""
-    return np.arange(step * batch_size, (step + 1) * batch_size) >= num
-
-
-def check_step(step: int) -> None:
-    """Raises ValueError for a negative step."""
-    if step < 0:
-        raise ValueError(f"step is {step}: give 0 or more")
+    return items_at(places_of_step(step, batch_size), num=num, seed=seed)
 
 
 def items_at(numbers: NDArray[np.int64], *, num: int, seed: int, source: int = 0) -> NDArray[np.int64]:
@@ -70,21 +98,18 @@ def items_at(numbers: NDArray[np.int64], *, num: int, seed: int, source: int = 0
     epochs, places = np.divmod(numbers, num)
     different, which = np.unique(epochs, return_inverse=True)
     keys = np.array([_keys(seed, source, epoch) for epoch in different.tolist()])[which].T
-    return _permuted(places.astype(np.uint64), keys, num).astype(np.int64)
-
-
-def _permuted(items: NDArray[np.uint64], keys: NDArray[np.uint64], num: int) -> NDArray[np.uint64]:
-    """Returns ``items`` ``[n]``, permuted in place with the ``keys`` ``[rounds, n]`` of each."""
+    items = places.astype(np.uint64)
     num_bits = max(_LEAST_BITS, (num - 1).bit_length())
     outside = np.arange(len(items))
-    while len(outside):
-        items[outside] = _passed_once(items[outside], keys[:, outside], num_bits)
+    while len(outside):  # cycle walking
+        items[outside] = _permuted(items[outside], keys[:, outside], num_bits)
         outside = outside[items[outside] >= num]
-    return items
+    return items.astype(np.int64)
 
 
-def _passed_once(items: NDArray[np.uint64], keys: NDArray[np.uint64], num_bits: int) -> NDArray[np.uint64]:
-    """Returns the items permuted among the numbers of ``num_bits`` bits, each by its own keys."""
+def _permuted(items: NDArray[np.uint64], keys: NDArray[np.uint64], num_bits: int) -> NDArray[np.uint64]:
+    """Returns items ``[n]`` permuted among the numbers of ``num_bits`` bits, each by its own ``keys`` ``[rounds,
+    n]``."""
     low = num_bits // 2
     halves = [items & np.uint64((1 << low) - 1), items >> np.uint64(low)]
     unused = [np.uint64(64 - low), np.uint64(64 - (num_bits - low))]
@@ -104,7 +129,7 @@ def _keys(seed: int, source: int, epoch: int) -> NDArray[np.uint64]:
     return np.frombuffer(digest, "<u8").astype(np.uint64)
 
 
-_SAFE = 2**62
+# ------------------------------------------------------------------------------------------------------------ mixtures
 
 
 class _Node(NamedTuple):
@@ -127,7 +152,15 @@ class Mixture:
             raise ValueError(f"the weights are {list(weights)}: give at least one, each above 0")
         exact = [Fraction(str(weight)) for weight in weights]  # 0.1 means a tenth
         unit = lcm(*(weight.denominator for weight in exact))
-        self._tree = _tree([int(weight * unit) for weight in exact])
+        # Of equally heavy nodes the older ones are joined first, so that the tree is the same everywhere.
+        heap: list[tuple[int, int, _Node | int]]
+        heap = [(int(weight * unit), number, number) for number, weight in enumerate(exact)]
+        heapify(heap)
+        for number in range(len(exact), 2 * len(exact) - 1):
+            (right_weight, _, right), (left_weight, _, left) = heappop(heap), heappop(heap)
+            weight = left_weight + right_weight
+            heappush(heap, (weight, number, _Node(weight, left_weight, left, right)))
+        self._tree = heap[0][2]
 
     def sources(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the source of each sample ``start`` to ``start + count - 1`` of the run, and how many samples that
@@ -139,28 +172,12 @@ class Mixture:
             if isinstance(node, int):
                 sources[at], numbers[at] = node, np.arange(before, before + len(at))
                 continue
-            gone_left, goes_left = _left(node, before, len(at))
+            # round(m * left / weight) in whole numbers, halves upwards; the part before the first sample may be huge
+            gone_left, rest = divmod(2 * before * node.left_weight + node.weight, 2 * node.weight)
+            is_small = 2 * node.weight * (len(at) + 2) < _SAFE
+            steps = np.arange(len(at) + 1, dtype=np.int64 if is_small else object)
+            more = (steps * (2 * node.left_weight) + rest) // (2 * node.weight)
+            goes_left = np.diff(more).astype(bool)
             waiting.append((node.left, gone_left, at[goes_left]))
             waiting.append((node.right, before - gone_left, at[~goes_left]))
         return sources, numbers
-
-
-def _tree(weights: Sequence[int]) -> _Node | int:
-    """Returns Huffman's tree; of equally heavy nodes the older ones are joined first."""
-    heap: list[tuple[int, int, _Node | int]] = [(weight, number, number) for number, weight in enumerate(weights)]
-    heapify(heap)
-    for number in range(len(weights), 2 * len(weights) - 1):
-        (right_weight, _, right), (left_weight, _, left) = heappop(heap), heappop(heap)
-        weight = left_weight + right_weight
-        heappush(heap, (weight, number, _Node(weight, left_weight, left, right)))
-    return heap[0][2]
-
-
-def _left(node: _Node, before: int, count: int) -> tuple[int, NDArray[np.bool_]]:
-    """Returns how many of the first ``before`` samples went left, and which of the next ``count`` do."""
-    # round(m * left / weight) in whole numbers, halves upwards; the part before the first sample may be huge
-    gone_left, rest = divmod(2 * before * node.left_weight + node.weight, 2 * node.weight)
-    is_small = 2 * node.weight * (count + 2) < _SAFE
-    steps = np.arange(count + 1, dtype=np.int64 if is_small else object)
-    more = (steps * (2 * node.left_weight) + rest) // (2 * node.weight)
-    return gone_left, np.diff(more).astype(bool)

@@ -9,68 +9,30 @@ on (seed, epoch) alone (:mod:`rrfp_jax.data.sample_order`).
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data._files import check_inside
+from rrfp_jax.data._files import check_inside, paths_below, refuse_unreadable
+from rrfp_jax.data.config import TextConfig
 from rrfp_jax.data.dataset import Batch, Reads
-from rrfp_jax.data.held_out import A_FRACTION, HELD_OUT, TRAIN, Part, num_trained, refuse_nothing_held_out
-from rrfp_jax.data.sample_order import comes_again, items_of
-from rrfp_jax.data.token_kind import BYTE_TOKENS
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
+from rrfp_jax.data.sample_order import (
+    HELD_OUT,
+    TRAIN,
+    Part,
+    items_of,
+    num_trained,
+    places_of_step,
+    refuse_nothing_held_out,
+)
+from rrfp_jax.data.tokenizer_files import BYTE_TOKENS
 
 VOCAB_SIZE = 256
 """Number of different tokens: one per byte value."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextConfig:
-    """A byte-level text data set.
-
-    Raises ValueError, with the remedy, for values that do not describe one.
-    """
-
-    path: str | None = None
-    """A text file, or a folder that is searched recursively. None: the running Python's own standard library."""
-    suffixes: tuple[str, ...] = (".py", ".txt", ".md", ".rst")
-    """Endings of the files that are read from a folder."""
-    max_bytes: int = 64 * 2**20
-    """How much text is read at most, in bytes: the files in order of their names, the last one in part."""
-    length: int
-    """Tokens per sequence; a token is a byte."""
-    batch_size: int
-    """Sequences per step, over all microbatches."""
-    num_microbatches: int
-    """Equal parts into which a step's sequences are cut; divides ``batch_size``."""
-    held_out: float = 0.0
-    """Fraction of the text, at its end, that is never trained on but kept for evaluation."""
-    seed: int = 0
-    """Decides the order of the sequences."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, AT_LEAST_1, "max_bytes", "length", "batch_size", "num_microbatches")
-        check_fields(self, NOT_NEGATIVE, "seed")
-        check_fields(self, A_FRACTION, "held_out")
-        if not self.suffixes:
-            raise ValueError("suffixes is empty, so no file would be read: give at least one, for example '.txt'")
-        if self.batch_size % self.num_microbatches:
-            divisors = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
-            larger = self.batch_size + -self.batch_size % self.num_microbatches
-            raise ValueError(
-                f"batch_size {self.batch_size} does not divide into {self.num_microbatches} microbatches: "
-                f"give num_microbatches out of {divisors}, or batch_size {larger}"
-            )
-
-    @property
-    def microbatch_size(self) -> int:
-        """Sequences per microbatch."""
-        return self.batch_size // self.num_microbatches
+_NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
+"""Folders below the standard library that hold its tests or packages installed beside it."""
 
 
 class TextBytes:
@@ -80,7 +42,8 @@ class TextBytes:
         part: the windows that are trained on, or those that are held out.
 
     Attributes: ``config``; ``num_bytes`` of text that was read; ``num_windows`` of the part (sequences per epoch);
-    ``vocab_size``.
+    ``vocab_size``; ``counts_once``, whether a window that has come in an earlier place has no weight, as in
+    evaluations; ``buckets``, None, since all microbatches have one shape.
     Raises ValueError, with the remedy, when the text cannot be read, or does not fill one batch to train on, or a
     window that is held out.
     """
@@ -89,7 +52,7 @@ class TextBytes:
     bytes_per_token = 1.0
     token_kind = BYTE_TOKENS
     counts_once = False
-    """Whether a window that has come in an earlier place has no weight, as in evaluations."""
+    buckets = None
 
     def __init__(self, config: TextConfig, part: Part = TRAIN) -> None:
         refuse_nothing_held_out(part, config.held_out)
@@ -121,53 +84,43 @@ class TextBytes:
         """The text in a few words, the same wherever the text is: its size and a digest."""
         return f"{self.num_bytes} bytes, SHA-256 {hashlib.sha256(self._text.data).hexdigest()[:16]}"
 
-    buckets = None
-    """All microbatches are of one shape."""
-
     def batch(self, step: int, reads: Reads | None = None) -> Batch:  # noqa: ARG002 - all is in memory anyway
-        """The batch of ``step`` (0, 1, ...): ``tokens``, ``targets`` (int32) and ``weights`` (float32).
+        """Returns the batch of ``step`` (0, 1, ...): ``tokens``, ``targets`` (int32) and ``weights`` (float32).
 
         Each is ``[num_microbatches, microbatch_size, length]``, whatever is read of it. Safe to call from any thread.
         """
-        length, seed = self.config.length, self.config.seed
-        items = items_of(step, batch_size=self.config.batch_size, num=self.num_windows, seed=seed)
-        starts = self._first + items * length
-        leaves = _token_leaves(self._text[starts[:, None] + np.arange(length + 1)], self.config.num_microbatches)
+        config = self.config
+        items = items_of(step, batch_size=config.batch_size, num=self.num_windows, seed=config.seed)
+        starts = self._first + items * config.length
+        windows = self._text[starts[:, None] + np.arange(config.length + 1)]
+        weights = np.ones((config.batch_size, config.length), np.float32)
         if self.counts_once:
-            leaves["weights"].reshape(len(items), length)[comes_again(step, len(items), self.num_windows)] = 0
-        return leaves
-
-
-def _token_leaves(windows: NDArray[np.uint8], num_microbatches: int) -> Batch:
-    """Next-token prediction on ``windows``, uint8 ``[sequences, length + 1]``.
-
-    Returns ``tokens`` and ``targets``, int32, and ``weights``, float32 ones, each ``[num_microbatches, sequences /
-    num_microbatches, length]``; the target of a position is the token after it.
-    """
-    sequences, length = windows.shape[0], windows.shape[1] - 1
-    shape = (num_microbatches, sequences // num_microbatches, length)
-    return {
-        "tokens": windows[:, :-1].astype(np.int32).reshape(shape),
-        "targets": windows[:, 1:].astype(np.int32).reshape(shape),
-        "weights": np.ones(shape, np.float32),
-    }
-
-
-_NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
-"""Folders below the standard library that hold its tests or packages installed beside it."""
+            weights[places_of_step(step, config.batch_size) >= self.num_windows] = 0
+        # The target of a position is the token after it.
+        leaves = {
+            "tokens": windows[:, :-1].astype(np.int32),
+            "targets": windows[:, 1:].astype(np.int32),
+            "weights": weights,
+        }
+        shape = (config.num_microbatches, config.microbatch_size, config.length)
+        return {name: leaf.reshape(shape) for name, leaf in leaves.items()}
 
 
 def read_corpus(path: str | None, *, suffixes: tuple[str, ...], max_bytes: int) -> NDArray[np.uint8]:
-    """Read at most ``max_bytes`` bytes of text, uint8 ``[num_bytes]``; arguments as in ``TextConfig``.
+    """Returns at most ``max_bytes`` bytes of text, uint8 ``[num_bytes]``; arguments as in ``TextConfig``.
 
     Raises ValueError, with the remedy, when there is nothing to read or a file cannot be read.
     """
     parts: list[bytes] = []
     num_bytes = 0
     for file in corpus_files(path, suffixes):
-        part = _read(file, max_bytes - num_bytes) + b"\0"
-        parts.append(part)
-        num_bytes += len(part)
+        try:
+            with file.open("rb") as stream:
+                # A read of a given size takes that much memory, so it is never more than the file has.
+                parts.append(stream.read(min(max_bytes - num_bytes, os.fstat(stream.fileno()).st_size)) + b"\0")
+        except OSError as error:
+            refuse_unreadable(error)
+        num_bytes += len(parts[-1])
         if num_bytes >= max_bytes:
             break
     return np.frombuffer(b"".join(parts), dtype=np.uint8)[:max_bytes]
@@ -186,8 +139,8 @@ def corpus_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
         raise ValueError(
             f"data folder {root} does not exist: give an existing file or folder, or none for the standard library"
         )
-    skipped = _NOT_LIBRARY if path is None else frozenset()
-    files = [file for file in _walk(root, skipped) if file.name.endswith(suffixes) and file.is_file()]
+    below = paths_below(root, _NOT_LIBRARY if path is None else frozenset())
+    files = [file for file in below if file.name.endswith(suffixes) and file.is_file()]
     for file in files if path is not None else ():
         if file.is_symlink():
             check_inside(file, root)
@@ -195,24 +148,4 @@ def corpus_files(path: str | None, suffixes: tuple[str, ...]) -> list[Path]:
         raise ValueError(
             f"data folder {root} holds no file ending in {', '.join(suffixes)}: give another folder or other suffixes"
         )
-    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
-    for folder, subfolders, names in os.walk(root, onerror=_refuse):
-        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
-        yield from (Path(folder, name) for name in names)
-
-
-def _read(file: Path, max_bytes: int) -> bytes:
-    try:
-        with file.open("rb") as stream:
-            return stream.read(min(max_bytes, os.fstat(stream.fileno()).st_size))
-    except OSError as error:
-        _refuse(error)
-
-
-def _refuse(error: OSError) -> Never:
-    raise ValueError(
-        f"cannot read {error.filename} ({error.strerror}): make it readable, or move it out of the data folder"
-    ) from error
+    return files

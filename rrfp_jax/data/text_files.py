@@ -17,13 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rrfp_jax.data._files import check_inside, try_lock
-from rrfp_jax.data.held_out import TRAIN, Part
+from rrfp_jax.data._sources import LINES, ROWS, Source, find_sources
+from rrfp_jax.data.config import JsonlConfig, ParquetConfig, TokensConfig
+from rrfp_jax.data.sample_order import TRAIN, Part
 from rrfp_jax.data.token_data import Tokens
 from rrfp_jax.data.tokenizer_files import MODEL_FILES, TOKENIZER_CONFIG, tokenizer_file
-from rrfp_jax.data.tokenizing import TokenizeOptions, tokenize
-from rrfp_jax.data.tokenizing.inputs import LINES, PLAIN_BYTES, ROWS, Source, find_sources
-from rrfp_jax.data.tokens.header import HEADER
-from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig, TextFilesConfig, TokensConfig
+from rrfp_jax.data.tokenizing import PLAIN_BYTES, TokenizeOptions, tokenize
+from rrfp_jax.data.tokens import HEADER
 
 _VERSION = 1  # part of the digest; to be raised when the same files would give other tokens
 _KINDS = {JsonlConfig: (LINES, "JSON lines (.jsonl)"), ParquetConfig: (ROWS, "Parquet (.parquet)")}
@@ -43,58 +43,47 @@ def tokens_of_files(config: JsonlConfig | ParquetConfig, part: Part = TRAIN, *, 
     taken too long, and as :class:`Tokens` does.
     """
     sources = _sources(config)
-    cache = _cache_folder(config)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = Path(config.cache).expanduser() if config.cache is not None else Path(home, "rrfp", "tokens")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"cannot make the folder {cache} for tokens ({error.strerror}): name another one with cache"
+        ) from None
     options = TokenizeOptions(
         tokenizer=config.tokenizer or PLAIN_BYTES, end_of_document=config.end_of_document, column=config.column
     )
-    target = cache / _digest_of_all(sources, options, cache)
+    target = cache.absolute() / _digest_of_all(sources, options, cache)
     if not (target / HEADER).is_file():
         with _set_locked(target, _WAIT_MINUTES, say):
             if not (target / HEADER).is_file():  # another process may have made it meanwhile
                 say(f"tokenising {len(sources)} files into {target}, once for all later starts")
                 tokenize([source.path for source in sources], target, options)
-    shared = {name: getattr(config, name) for name in ("length", "batch_size", "num_microbatches", "pack")}
-    found = TokensConfig(path=(str(target),), held_out=config.held_out, seed=config.seed, **shared)
-    return Tokens(found, part)
+    names = ("length", "batch_size", "num_microbatches", "pack", "held_out", "seed")
+    return Tokens(TokensConfig(path=(str(target),), **{name: getattr(config, name) for name in names}), part)
 
 
-def _sources(config: TextFilesConfig) -> list[Source]:
+def _sources(config: JsonlConfig | ParquetConfig) -> list[Source]:
     """Returns the files to read, in order; raises ValueError if there are none, or if one is of another kind."""
     kind, kind_name = _KINDS[type(config)]
     found: list[Source] = []
     for pattern in config.path:
-        for path in _matching(pattern):
-            sources, _ = find_sources([path], ())
-            own = [source for source in sources if source.kind == kind]
+        given = os.path.expanduser(pattern)
+        paths = [given]
+        if glob.has_magic(given) and not os.path.exists(given):
+            paths = sorted(glob.glob(given, recursive=True))
+            if not paths:
+                raise ValueError(f"no file matches {pattern}: give the paths of existing files")
+            for link in map(Path, paths):
+                if link.is_symlink() and link.is_file():  # nobody has named this file itself
+                    check_inside(link, link.parent)
+        for path in paths:
+            own = [source for source in find_sources([path], ())[0] if source.kind == kind]
             if not own:
                 raise ValueError(f"{path} holds no {kind_name}: give other files, or another section for them")
             found += own
     return found
-
-
-def _matching(pattern: str) -> list[str]:
-    given = os.path.expanduser(pattern)
-    if not glob.has_magic(given) or os.path.exists(given):
-        return [given]
-    found = sorted(glob.glob(given, recursive=True))
-    if not found:
-        raise ValueError(f"no file matches {pattern}: give the paths of existing files")
-    for path in map(Path, found):
-        if path.is_symlink() and path.is_file():  # nobody has named this file itself
-            check_inside(path, path.parent)
-    return found
-
-
-def _cache_folder(config: TextFilesConfig) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(config.cache).expanduser() if config.cache is not None else Path(home, "rrfp", "tokens")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"cannot make the folder {folder} for tokens ({error.strerror}): name another one with cache"
-        ) from None
-    return folder.absolute()
 
 
 def _digest_of_all(sources: Sequence[Source], options: TokenizeOptions, cache: Path) -> str:

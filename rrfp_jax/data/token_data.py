@@ -3,26 +3,37 @@
 Sample ``n`` of the run is of the source that :class:`Mixture` gives it, and there the row that the order of an epoch
 (:mod:`rrfp_jax.data.sample_order`) has at its place. A source that is used up begins its next epoch while others are
 still in their first. So there is no state: batch ``n`` is the same in every layout and after every restart.
+
+A token set is cut into rows, each found by its number. *Windows* follow each other in the text and are all full; a
+document may begin in one and end in another. *Packed rows* hold whole documents, in their order, as many as fit; the
+rest of the row is padding. A document that is longer than a row is cut, and its last part shares a row with the next
+ones. So a row is a stretch of the text too, and one number says where it begins: the index has that and the first
+document of each row, 16 bytes for thousands of tokens, made by one pass over the ends of documents.
 """
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rrfp_jax.data.config import RowsConfig, TokensConfig
 from rrfp_jax.data.dataset import Batch, Reads
-from rrfp_jax.data.held_out import TRAIN, Part
-from rrfp_jax.data.sample_order import Mixture, check_step, items_at
-from rrfp_jax.data.token_kind import kind_of_set
-from rrfp_jax.data.token_rows import RowLayouts, token_rows
-from rrfp_jax.data.tokenizer_files import tokenizer_file
-from rrfp_jax.data.tokens import TokenSet
-from rrfp_jax.data.tokens.header import BYTE_TOKENIZER
-from rrfp_jax.data.tokens_config import TokensConfig
+from rrfp_jax.data.sample_order import (
+    HELD_OUT,
+    TRAIN,
+    Mixture,
+    Part,
+    items_at,
+    num_trained,
+    places_of_step,
+    refuse_nothing_held_out,
+)
+from rrfp_jax.data.tokenizer_files import kind_of_set, tokenizer_file
+from rrfp_jax.data.tokens import BYTE_TOKENIZER, TokenSet
 
 _READ_WHERE_NEEDED = ("tokens", "targets")  # leaves that are read from the disk, by the processes that need them
+_BLOCK = 1 << 18  # documents whose ends are read at a time
 
 
 class Tokens:
@@ -33,43 +44,57 @@ class Tokens:
 
     Attributes: ``config``; ``num_rows`` of the part; ``vocab_size``: every token is less; ``fingerprint`` of all token
     sets; ``is_packed``; ``bytes_per_token``, None where a tokenizer made them; ``token_kind``, the kind of the tokens;
-    ``notes``, sentences about the token sets.
+    ``notes``, sentences about the token sets; ``counts_once``, whether a row that has come before has no weight, as in
+    evaluations; ``buckets``, None, since all microbatches have one shape.
 
     Raises ValueError, with the remedy, if a token set cannot be used, has no row, or was made by another tokenizer than
     the configuration names or than the others were made by.
     """
 
     buckets = None
-    """None, since all microbatches have one shape."""
     counts_once = False
-    """Whether a row that has come before has no weight, as in evaluations."""
 
     def __init__(self, config: TokensConfig, part: Part = TRAIN) -> None:
         self.config, self.is_packed = config, config.pack
         self._sets = [TokenSet(path) for path in config.path]
         self._check_tokenizers()
         self._rows = [token_rows(tokens, config, part) for tokens in self._sets]
-        weights = config.weights or [rows.num for rows in self._rows]
-        self._mixture = Mixture(weights)
+        self._mixture = Mixture(config.weights or [rows.num for rows in self._rows])
         self.num_rows = sum(rows.num for rows in self._rows)
-        self.vocab_size = max(tokens.vocab_size for tokens in self._sets)
-        is_bytes = all(tokens.header.tokenizer.sha256 is None for tokens in self._sets)
-        self.bytes_per_token = 1.0 if is_bytes else None
+        headers = [tokens.header for tokens in self._sets]
+        self.vocab_size = max(header.vocab_size for header in headers)
+        self.bytes_per_token = 1.0 if all(header.tokenizer.sha256 is None for header in headers) else None
         self.fingerprint = "; ".join(tokens.fingerprint for tokens in self._sets)
-        self.token_kind = kind_of_set(self._sets[0].path, self._sets[0].header)
+        self.token_kind = kind_of_set(self._sets[0].path, headers[0])
         notes = ((tokens.path, tokens.header.unknown_note) for tokens in self._sets)
         self.notes = [f"{path}: {note}" for path, note in notes if note is not None]
 
     def _check_tokenizers(self) -> None:
-        names = [tokens.header.tokenizer for tokens in self._sets]
-        if self.config.tokenizer is not None:
-            _check_tokenizer(self.config.tokenizer, self._sets)
-        other = next((number for number, name in enumerate(names) if name.sha256 != names[0].sha256), None)
-        if other is not None:
-            raise ValueError(
-                f"token set {self._sets[other].path} was made by the tokenizer {names[other].name}, and "
-                f"{self._sets[0].path} by {names[0].name}, another one: tokenize all with one tokenizer"
-            )
+        """Raises ValueError if a token set was made by another tokenizer than the given one, or than the first."""
+        wanted, first = self.config.tokenizer, self._sets[0]
+        if wanted is not None:
+            digest, path = None, tokenizer_file(wanted)
+            if wanted != BYTE_TOKENIZER.name:
+                try:
+                    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+                except OSError as error:
+                    raise ValueError(
+                        f"cannot read the tokenizer {path} ({error.strerror}): give the path of a tokenizer.json, or "
+                        "bytes"
+                    ) from None
+            for tokens in self._sets:
+                if tokens.header.tokenizer.sha256 != digest:
+                    raise ValueError(
+                        f"token set {tokens.path} was made by the tokenizer {tokens.header.tokenizer.name}, and the "
+                        f"configuration names {wanted}, another one: give the one that made it, or tokenize the text "
+                        "anew"
+                    )
+        for tokens in self._sets:
+            if tokens.header.tokenizer.sha256 != first.header.tokenizer.sha256:
+                raise ValueError(
+                    f"token set {tokens.path} was made by the tokenizer {tokens.header.tokenizer.name}, and "
+                    f"{first.path} by {first.header.tokenizer.name}, another one: tokenize all with one tokenizer"
+                )
 
     def batch(self, step: int, reads: Reads | None = None) -> Batch:
         """Returns the batch of ``step`` (0, 1, ...).
@@ -81,79 +106,165 @@ class Tokens:
         that are read come from the disk; a list of them has the shapes of the others. Safe to call from any thread.
         Raises BrokenData if a file is damaged.
         """
-        check_step(step)
-        config = self.config
-        sources, numbers, again = self._places(step)
+        config, size = self.config, self.config.batch_size
+        sources, numbers = self._mixture.sources(int(places_of_step(step, size)[0]), size)
         wanted = {
             name: [reads is None or number in reads.get(name, ()) for number in range(config.num_microbatches)]
             for name in _READ_WHERE_NEEDED
         }
-        rows = self._read(sources, numbers, np.any([*wanted.values()], axis=0).repeat(config.microbatch_size))
-        leaves = self._layouts(sources, numbers)
-        if self.counts_once:
-            leaves["weights"][again] = 0
+        is_read = np.any([*wanted.values()], axis=0).repeat(config.microbatch_size)
+        rows = np.zeros((size, config.length + 1), np.int32)
+        leaves: dict[str, NDArray[Any]] = {}
+        for source in np.unique(sources).tolist():
+            own, of_source = sources == source, self._rows[source]
+            items = items_at(numbers[own], num=of_source.num, seed=config.seed, source=source)
+            layouts = of_source.layouts(items)
+            if self.counts_once:
+                layouts["weights"][numbers[own] >= of_source.num] = 0
+            for name, leaf in layouts.items():
+                leaves.setdefault(name, np.zeros((size, config.length), leaf.dtype))[own] = leaf
+            if is_read[own].any():
+                rows[own & is_read] = of_source.tokens(items[is_read[own]])
         leaves |= {"tokens": rows[:, :-1], "targets": rows[:, 1:] * (leaves["weights"] > 0)}
         shape = (config.num_microbatches, config.microbatch_size, config.length)
-        whole = {name: leaf.reshape(shape) for name, leaf in leaves.items()}
-        return whole | {name: _where_read(whole[name], wanted[name]) for name in wanted}
+        batch: Batch = {name: leaf.reshape(shape) for name, leaf in leaves.items()}
+        for name, is_kept in wanted.items():
+            if not all(is_kept):
+                import jax
 
-    def _places(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Returns (source, number of the row in it, whether it has come before) of every row of a batch, each
-        ``[batch_size]``."""
-        size, seed = self.config.batch_size, self.config.seed
-        sources, numbers = self._mixture.sources(step * size, size)
-        again = numbers >= np.array([rows.num for rows in self._rows])[sources]
-        for source in np.unique(sources).tolist():
-            own = sources == source
-            numbers[own] = items_at(numbers[own], num=self._rows[source].num, seed=seed, source=source)
-        return sources, numbers, again
+                spec = jax.ShapeDtypeStruct(shape[1:], batch[name].dtype)
+                batch[name] = [part if kept else spec for part, kept in zip(batch[name], is_kept, strict=True)]
+        return batch
 
-    def _read(
-        self, sources: NDArray[np.int64], numbers: NDArray[np.int64], is_read: NDArray[np.bool_]
-    ) -> NDArray[np.int32]:
-        """Returns the rows that are read, ``[batch_size, length + 1]``, with zeros in place of the others."""
-        rows = np.zeros((len(sources), self.config.length + 1), np.int32)
-        for source in np.unique(sources[is_read]).tolist():
-            own = is_read & (sources == source)
-            rows[own] = self._rows[source].tokens(numbers[own])
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+class _Windows:
+    """Rows of ``length`` tokens of a part, one after the other; ``num`` of them. The first begins at token
+    ``_first``."""
+
+    def __init__(self, tokens: TokenSet, config: RowsConfig, part: Part) -> None:
+        self._tokens, self._length, self._first = tokens, config.length, 0
+        # The last token of the last window still needs a target.
+        self.num = num_trained(max(0, tokens.num_tokens - 1) // config.length, config.held_out)
+        if part == HELD_OUT:
+            self._first = self.num * config.length + 1  # the token before is the target of the last window trained on
+            self.num = max(0, tokens.num_tokens - self._first - 1) // config.length
+
+    def tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Returns the rows of these numbers with the token after each, ``[rows, length + 1]``; padding is 0."""
+        return self._tokens.windows(self._first + numbers * self._length, self._length + 1).astype(np.int32)
+
+    def layouts(self, numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Returns ``weights`` ``[rows, length]`` of ones, since windows go on across documents."""
+        return {"weights": np.ones((len(numbers), self._length), np.float32)}
+
+
+class _PackedRows:
+    """Rows of whole documents of a part, ``num`` of them.
+
+    ``_starts`` ``[rows + 1]`` has the beginning of each row and the end of the part; ``_documents`` ``[rows + 1]`` the
+    first document of each row, and one more than the last document.
+    """
+
+    def __init__(self, tokens: TokenSet, config: RowsConfig, part: Part) -> None:
+        self._tokens, self._length = tokens, config.length
+        # The first document that begins in the last fraction of the tokens, and all after it, are held out.
+        num_train = num_trained(tokens.num_tokens, config.held_out)
+        first_held_out = tokens.num_documents
+        if num_train < tokens.num_tokens:
+            first_held_out = tokens.document_at(num_train)
+            first_held_out += tokens.document(first_held_out)[0] < num_train
+        first, stop = (0, first_held_out) if part == TRAIN else (first_held_out, tokens.num_documents)
+        self._starts, self._documents = row_index(tokens, config.length, first, stop)
+        self.num = len(self._starts) - 1
+
+    def tokens(self, numbers: NDArray[np.int64]) -> NDArray[np.int32]:
+        starts, stops = self._starts[numbers], self._starts[numbers + 1]
+        rows = np.zeros((len(numbers), self._length + 1), np.int32)
+        is_inside = starts + self._length < self._tokens.num_tokens
+        rows[is_inside] = self._tokens.windows(starts[is_inside], self._length + 1)
+        for row in np.flatnonzero(~is_inside).tolist():
+            own = self._tokens.tokens(int(starts[row]), self._tokens.num_tokens)
+            rows[row, : len(own)] = own
+        is_padding = np.arange(self._length + 1) >= (stops - starts)[:, None]
+        is_padding[:, -1] = stops - starts < self._length  # rows that are not full end with a document
+        rows[is_padding] = 0
         return rows
 
-    def _layouts(self, sources: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Returns the leaves that are the same in every process, ``[batch_size, length]``."""
-        shape = (len(sources), self.config.length)
-        if not self.is_packed:
-            return {"weights": np.ones(shape, np.float32)}
-        leaves = {name: np.empty(shape, np.float32 if name == "weights" else np.int32) for name in RowLayouts._fields}
-        for source in np.unique(sources).tolist():
-            own = sources == source
-            for name, leaf in self._rows[source].layouts(numbers[own])._asdict().items():
-                leaves[name][own] = leaf
-        return leaves
+    def layouts(self, numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Returns the places of documents in the rows of these numbers, each ``[rows, length]``.
+
+        ``positions``, int32, count from 0 in each document; ``segments``, int32, number the documents of a row from 1;
+        ``weights``, float32, are 1 if the next token is of the same document. All are 0 in padding.
+        """
+        places = np.arange(self._length, dtype=np.int32)
+        is_token = places < (self._starts[numbers + 1] - self._starts[numbers])[:, None]
+        begins = np.zeros((len(numbers), self._length + 1), bool)
+        begins[:, 0] = True
+        for row, number in enumerate(numbers.tolist()):
+            first, following = self._documents[number : number + 2].tolist()
+            # The document that the next row begins with may begin in this one.
+            ends = self._tokens.document_ends(first, min(following + 1, self._tokens.num_documents))
+            ends = ends - self._starts[number]
+            begins[row, ends[(ends > 0) & (ends <= self._length)]] = True
+        begins, is_last = begins[:, :-1], begins[:, 1:]
+        positions = places - np.maximum.accumulate(np.where(begins, places, np.int32(0)), axis=1)
+        return {
+            "positions": positions * is_token,
+            "segments": np.cumsum(begins, axis=1, dtype=np.int32) * is_token,
+            "weights": (is_token & ~is_last).astype(np.float32),
+        }
 
 
-def _where_read(leaf: NDArray[Any], is_read: Sequence[bool]) -> Any:
-    """Returns the whole leaf, or a list with shapes in place of the microbatches that are not read."""
-    if all(is_read):
-        return leaf
-    import jax
+def row_index(tokens: TokenSet, length: int, first: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns beginnings and first documents of the rows of documents ``first`` to ``stop - 1``, ``[rows + 1]`` each.
 
-    spec = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-    return [part if kept else spec for part, kept in zip(leaf, is_read, strict=True)]
+    The last beginning is the end of all rows, the last document is ``stop``.
+
+    Raises BrokenData if ends of documents do not ascend.
+    """
+    starts, documents = [], []
+    end = tokens.document(first - 1)[1] if first else 0
+    at = first
+    while at < stop:
+        until = min(stop, at + max(_BLOCK, 2 * length))
+        ends = tokens.document_ends(at, until)
+        begins = np.concatenate([[end], ends[:-1]])
+        last_pieces = begins + (ends - begins - 1) // length * length
+        # Each document that begins a row is found from the one before it.
+        following = np.searchsorted(ends, last_pieces + length, side="right").tolist()
+        leaders = [0]
+        while (further := following[leaders[-1]]) < len(following):
+            leaders.append(further)
+        # The last one begins a row that documents of the next block may share.
+        own = np.array(leaders if until == stop else leaders[:-1])
+        num_pieces = (last_pieces[own] - begins[own]) // length + 1
+        piece = np.arange(num_pieces.sum()) - (np.cumsum(num_pieces) - num_pieces).repeat(num_pieces)
+        starts.append(begins[own].repeat(num_pieces) + piece * length)
+        documents.append((own + at).repeat(num_pieces))
+        if until == stop:
+            end = int(ends[-1])
+            break
+        assert len(leaders) > 1, "a block has documents enough for more than a row"
+        end = int(begins[leaders[-1]])
+        at += leaders[-1]
+    return np.concatenate([*starts, [end]]).astype(np.int64), np.concatenate([*documents, [stop]]).astype(np.int64)
 
 
-def _check_tokenizer(wanted: str, sets: Sequence[TokenSet]) -> None:
-    """Raises ValueError if a token set was made by another tokenizer than this one."""
-    digest, path = None, tokenizer_file(wanted)
-    if wanted != BYTE_TOKENIZER.name:
-        try:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        except OSError as error:
-            raise ValueError(
-                f"cannot read the tokenizer {path} ({error.strerror}): give the path of a tokenizer.json, or bytes"
-            ) from None
-    for tokens in sets:
-        if tokens.header.tokenizer.sha256 != digest:
-            raise ValueError(
-                f"token set {tokens.path} was made by the tokenizer {tokens.header.tokenizer.name}, and the "
-                f"configuration names {wanted}, another one: give the one that made it, or tokenize the text anew"
-            )
+def token_rows(tokens: TokenSet, config: RowsConfig, part: Part) -> _Windows | _PackedRows:
+    """Returns the rows of a part; raises ValueError, with the remedy, if there is none, or none to train on is full."""
+    refuse_nothing_held_out(part, config.held_out)
+    rows = (_PackedRows if config.pack else _Windows)(tokens, config, part)
+    is_too_short = part == TRAIN and tokens.num_tokens < config.length  # however the text is packed
+    if rows.num and not is_too_short:
+        return rows
+    held = f"token set {tokens.path} has {tokens.num_tokens} tokens in {tokens.num_documents} documents"
+    if not config.held_out or is_too_short:
+        raise ValueError(f"{held}, not enough for a row of {config.length}: give more text, or a smaller length")
+    where = "held out" if part == HELD_OUT else "left to train on"
+    raise ValueError(
+        f"{held}, and with held_out {config.held_out} not one row of {config.length} is {where}: give more text, "
+        "another held_out, or a smaller length"
+    )

@@ -1,21 +1,24 @@
-"""Tokenizers: files of the ``tokenizers`` library, or nothing but the bytes of UTF-8.
+"""Tokenizers, files of the ``tokenizers`` library or nothing but the bytes of UTF-8, and the tokens that numbers mean.
 
 A text is tokenised as it stands: settings of the file for cutting, padding, dropping merges at random, or tokens that
 open a text are not applied, for those are no part of the text.
+
+A data set has a kind of tokens, and so has a model: an import by the tokenizer that came with it, a run by the data
+that it was trained on; both must agree. Two kinds are the same if one tokenizer made them. The tokenizer's file may be
+written in another way, as by a library that saves it again: only the way it cuts a text, and the number of each token,
+count.
 """
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rrfp_jax.data.dataset import BrokenData
-from rrfp_jax.data.tokens.header import BYTE_TOKENIZER, TOKENIZER
+from rrfp_jax.data.tokens import BYTE_TOKENIZER, TOKENIZER, FileDigest, TokenizerName, TokenSetHeader
 from rrfp_jax.record_files import parse_json, read_bounded, read_record
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -25,60 +28,18 @@ _INNER = ("", "hugging-face", "tokenizer")  # places of tokenizer.json in a fold
 _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _MOST_BYTES, _MOST_GROWTH = 1 << 27, 100
 _THREADS = "TOKENIZERS_PARALLELISM"
+# Parts of a tokenizer.json that do not decide which tokens a text has.
+_NOT_OF_TOKENS = ("version", "truncation", "padding", "post_processor", "decoder")
 
 
-class ByteEncoder:
-    """An encoder whose tokens are bytes."""
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Returns the bytes of every text, uint8 ``[bytes]`` each."""
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-
-class FileEncoder:
-    """The encoder of a tokenizer.json. Its special tokens in a text are plain text, unless ``reads_special``."""
-
-    def __init__(self, data: bytes, *, reads_special: bool, name: str = TOKENIZER) -> None:
-        self._name = name
-        self._tokenizer = load(data, name)
-        self._tokenizer.encode_special_tokens = not reads_special
-        self._loses = _may_lose(self._tokenizer)
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Returns the tokens of every text, uint32 ``[tokens]`` each; raises BrokenData for text that would be lost."""
-        try:
-            encode = self._tokenizer.encode_batch if self._loses else self._tokenizer.encode_batch_fast
-            encoded = encode(texts, add_special_tokens=False)
-        except BaseException as error:
-            raise_unless_of_library(error)
-            raise BrokenData(
-                f"the tokenizer {self._name} cannot encode the text ({first_line(error)}): take one for any text, or "
-                "leave this one out"
-            ) from error
-        for text, each in zip(texts, encoded, strict=True) if self._loses else ():
-            if (lost := lost_part(self._tokenizer, text, each, None)) is not None:
-                raise BrokenData(
-                    f"the tokenizer has no token for {lost!r}, which would vanish: take a tokenizer for any character, "
-                    "one with a token for the unknown, or other texts"
-                )
-        return [np.array(each.ids, np.uint32) for each in encoded]
-
-
-Encoder = ByteEncoder | FileEncoder
-
-
-def raise_unless_of_library(error: BaseException) -> None:
-    """Raises an error again if a library in Rust cannot have raised it.
+def library_reason(error: BaseException) -> str:
+    """Returns the first line of a message of a library in Rust; raises any other error again.
 
     Such a library raises Exception, or PanicException, which is no Exception, if its own code has given up: for example
     a pattern that takes too many steps on a text.
     """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of a library's message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -135,10 +96,8 @@ def load(data: bytes, name: str) -> Any:
         tokenizer = Tokenizer.from_str(data.decode())
         growth = _growth(tokenizer)
     except BaseException as error:
-        raise_unless_of_library(error)
-        raise ValueError(
-            f"{name} is no file of the tokenizers library ({first_line(error)}): name a tokenizer.json"
-        ) from None
+        reason = library_reason(error)
+        raise ValueError(f"{name} is no file of the tokenizers library ({reason}): name a tokenizer.json") from None
     if growth > _MOST_GROWTH:
         raise ValueError(f"{name} writes {growth} letters for one before it makes tokens: name another tokenizer.json")
     tokenizer.no_truncation()
@@ -175,8 +134,10 @@ def _end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
         if number is None:
             raise ValueError(f"{file} has no token {named!r}: name one of its tokens with --end-of-document")
         return number
-    configured = _configured_end(file.parent / TOKENIZER_CONFIG)
-    if configured is not None:
+    configured = _object(file.parent / TOKENIZER_CONFIG).get("eos_token")
+    if isinstance(configured, dict):
+        configured = configured.get("content")
+    if isinstance(configured, str):
         number = tokenizer.token_to_id(configured)
         if number is None:
             raise ValueError(
@@ -218,7 +179,7 @@ def unknown_of(tokenizer: Any) -> int | None:
     return number
 
 
-def _may_lose(tokenizer: Any) -> bool:
+def may_lose(tokenizer: Any) -> bool:
     """Returns whether characters can vanish without a trace: neither an unknown token nor bytes stand for them."""
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -237,24 +198,24 @@ def lost_part(tokenizer: Any, text: str, encoded: Any, unknown: int | None) -> s
 
     Text that the tokenizer leaves out on purpose is not lost.
     """
+
+    def is_kept(character: str) -> bool:
+        # Anything may be stripped before a text becomes tokens: accents, for one.
+        normal = character if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(character)
+        return bool(normal.strip())
+
     is_covered = [character.isspace() for character in text]
     for token, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
         if token == unknown and start < end:
             return text[start:end]
         is_covered[start:end] = [True] * (end - start)
     missing = (text[at] for at, covered in enumerate(is_covered) if not covered)
-    lost = next((character for character in missing if _is_kept(tokenizer, character)), None)
+    lost = next((character for character in missing if is_kept(character)), None)
     if lost is None:
         return None
     # The library counts on past a character that it drops: the offsets tell that one is lost, but not which.
-    alone = (each for each in dict.fromkeys(text) if _is_kept(tokenizer, each))
+    alone = (each for each in dict.fromkeys(text) if is_kept(each))
     return next((each for each in alone if not tokenizer.encode(each, add_special_tokens=False).ids), lost)
-
-
-def _is_kept(tokenizer: Any, character: str) -> bool:
-    """Returns whether anything is left of a character before it becomes tokens: accents, for one, may be stripped."""
-    normal = character if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(character)
-    return bool(normal.strip())
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -264,13 +225,6 @@ def _object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _configured_end(path: Path) -> str | None:
-    token = _object(path).get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 @contextmanager
@@ -285,3 +239,73 @@ def threads_of_tokenizers(are_on: bool) -> Iterator[None]:
             del os.environ[_THREADS]
         else:
             os.environ[_THREADS] = before
+
+
+# --------------------------------------------------------------------------------------------------- kinds of tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenKind:
+    """The tokens that numbers stand for."""
+
+    tokenizer: TokenizerName
+    """The tokenizer that made them."""
+    ends: tuple[int, ...] = ()
+    """Tokens at which a text ends; the first of them closes the documents of a data set."""
+    file: Path | None = None
+    """The tokenizer.json. None: tokens are bytes."""
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether a token is a byte of UTF-8."""
+        return self.tokenizer.sha256 is None
+
+    def is_same(self, other: "TokenKind") -> bool:
+        """Returns whether numbers stand for the same tokens in both kinds."""
+        if self.tokenizer.sha256 == other.tokenizer.sha256:
+            return True
+        if self.file is None or other.file is None:
+            return False
+        mine, theirs = _token_parts(self.file), _token_parts(other.file)
+        return mine is not None and mine == theirs
+
+    def __str__(self) -> str:
+        return "bytes" if self.is_bytes else f"those of the tokenizer {self.file or self.tokenizer.name}"
+
+
+BYTE_TOKENS = TokenKind(tokenizer=BYTE_TOKENIZER)
+"""The kind of tokens that are bytes; none of them ends a text."""
+
+
+def kind_of_file(file: Path, ends: tuple[int, ...] = ()) -> TokenKind:
+    """Returns the kind of a tokenizer.json; raises ValueError, with the remedy, if the file cannot be read."""
+    try:
+        digest = FileDigest.of_file(file).sha256
+    except OSError as error:
+        raise ValueError(
+            f"tokenizer {file} cannot be read ({error.strerror}): make it readable, or name another"
+        ) from None
+    return TokenKind(tokenizer=TokenizerName(name=TOKENIZER, sha256=digest), ends=ends, file=file)
+
+
+def kind_of_set(folder: Path, header: TokenSetHeader) -> TokenKind:
+    """Returns the kind of the token set in ``folder``."""
+    file = None if header.tokenizer.sha256 is None else folder / TOKENIZER
+    return TokenKind(tokenizer=header.tokenizer, ends=(header.end_of_document,), file=file)
+
+
+@lru_cache(maxsize=8)
+def _token_parts(file: Path) -> str | None:
+    """Returns the parts that decide tokens, as text that is the same however the file is written.
+
+    Returns None if the file holds no tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        # The library reads older forms of the file, such as merges as text, and writes its own form.
+        parts = json.loads(Tokenizer.from_str(file.read_text(encoding="utf-8")).to_str())
+    except BaseException as error:
+        library_reason(error)
+        return None
+    return json.dumps({name: part for name, part in parts.items() if name not in _NOT_OF_TOKENS}, sort_keys=True)

@@ -21,9 +21,17 @@ from typing import Any
 
 import yaml
 
-from rrfp_jax.data.token_kind import BYTE_TOKENS, TokenKind, kind_of_file, kind_of_set
-from rrfp_jax.data.tokenizer_files import TOKENIZER_CONFIG, ends_of_model, read_tokenizer, tokenizer_file
-from rrfp_jax.data.tokens.header import TOKENIZER, read_header
+from rrfp_jax.data.tokenizer_files import (
+    BYTE_TOKENS,
+    TOKENIZER_CONFIG,
+    TokenKind,
+    ends_of_model,
+    kind_of_file,
+    kind_of_set,
+    read_tokenizer,
+    tokenizer_file,
+)
+from rrfp_jax.data.tokens import TOKENIZER, read_header
 from rrfp_jax.hf._tensor_names import fits
 from rrfp_jax.hf.model_sections import ModelSections, model_differences
 from rrfp_jax.hf.new_folder import copy_file, new_folder

@@ -13,7 +13,7 @@ from rrfp_jax.commands import train
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.data import ImageText
-from rrfp_jax.data.held_out import is_held_out
+from rrfp_jax.data.sample_order import is_held_out
 from tests.commands.running import run_afresh
 from tests.drawn_words import preset_data
 

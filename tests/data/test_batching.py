@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.data.batching import Batching, Limits
-from rrfp_jax.data.batching_config import BatchingConfig
 from rrfp_jax.data.buckets import cut_sizes
+from rrfp_jax.data.config import ImageTextConfig
 from rrfp_jax.data.dataset import contents_of
 from rrfp_jax.data.packing import Grid, PatchFormat, Text, make_sample
 
@@ -29,7 +29,7 @@ def drawn(seed, num=12):
 
 
 def batching(survey=(), cost=None, cut=None, **changes):
-    config = BatchingConfig(**({"batch_size": 12, "num_microbatches": 4} | changes))
+    config = ImageTextConfig(path="unread", **({"batch_size": 12, "num_microbatches": 4} | changes))
     num = config.microbatch_size
     limits = Limits(LONGEST, num * LONGEST, LARGEST, num * 3, num * 3 * LARGEST, has_text_only=True)
     return Batching(config, PatchFormat(16, 2, is_packed=True), limits, survey, cost, cut=cut)

@@ -136,11 +136,6 @@ def test_sizes_are_rounded_up() -> None:
     assert [rounded_up(size, 4) for size in (0, 1, 4, 5)] == [0, 4, 4, 8]
 
 
-def test_what_is_no_multiple_is_refused() -> None:
-    with pytest.raises(ValueError, match="rows"):
-        CutSizes(rows=0)
-
-
 LENGTHS = st.lists(st.integers(1, 16), max_size=30)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rrfp_jax.data import text_files
+from rrfp_jax.data.config import JsonlConfig, ParquetConfig
 from rrfp_jax.data.text_files import tokens_of_files
-from rrfp_jax.data.tokens_config import JsonlConfig, ParquetConfig
 from tests.environment import of_child
 
 TEXTS = [f"document {number} " * (1 + number % 3) for number in range(20)]
@@ -125,7 +125,7 @@ def test_of_several_processes_one_tokenises(folder):
     code = (
         "import sys\n"
         "from rrfp_jax.data.text_files import tokens_of_files\n"
-        "from rrfp_jax.data.tokens_config import JsonlConfig\n"
+        "from rrfp_jax.data.config import JsonlConfig\n"
         "if __name__ == '__main__':\n"
         f"    config = JsonlConfig(path=({str(folder / '*.jsonl')!r},), **{ROWS!r})\n"
         "    data = tokens_of_files(config, say=print)\n"

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rrfp_jax.data import token_rows as module
-from rrfp_jax.data.token_rows import row_index, token_rows
-from rrfp_jax.data.tokens_config import TokensConfig
+from rrfp_jax.data import token_data as module
+from rrfp_jax.data.config import TokensConfig
+from rrfp_jax.data.token_data import row_index, token_rows
 from tests.data.token_sets import token_set
 
 LENGTH = 11
@@ -52,16 +52,16 @@ def test_packed_rows_are_the_text_with_positions_and_segments_by_document(tokens
         for number in numbers:
             segment = position = 0
             for place in range(LENGTH):
-                if not layouts.segments[number, place]:
-                    assert not any(leaf[number, place] for leaf in layouts)
+                if not layouts["segments"][number, place]:
+                    assert not any(leaf[number, place] for leaf in layouts.values())
                     assert not content[number, place:].any()
                     continue
                 at = len(seen)
                 is_new = not place or at in bounds
                 segment, position = segment + is_new, 0 if is_new else position + 1
                 assert content[number, place] == text[at]
-                assert (layouts.segments[number, place], layouts.positions[number, place]) == (segment, position)
-                assert layouts.weights[number, place] == (at + 1 not in bounds)
+                assert (layouts["segments"][number, place], layouts["positions"][number, place]) == (segment, position)
+                assert layouts["weights"][number, place] == (at + 1 not in bounds)
                 if at + 1 not in bounds:
                     assert content[number, place + 1] == text[at + 1]
                 seen.append(at)
@@ -72,7 +72,8 @@ def test_packed_rows_are_the_text_with_positions_and_segments_by_document(tokens
 def test_windows_follow_each_other_and_those_held_out_share_no_token_with_the_others(tokens):
     text = tokens.tokens(0, tokens.num_tokens).astype(int).tolist()
     train, held_out = (token_rows(tokens, config(tokens), part) for part in ("train", "held_out"))
-    assert train.layouts(np.arange(2)) is None
+    (weights,) = train.layouts(np.arange(2)).values()
+    assert weights.tolist() == [[1.0] * LENGTH] * 2
     windows = train.tokens(np.arange(train.num))
     for number, window in enumerate(windows.tolist()):
         assert window == text[number * LENGTH : (number + 1) * LENGTH + 1]

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from rrfp_jax.data.tokens import TokenSet, write_token_set
-from rrfp_jax.data.tokens.header import (
+from rrfp_jax.data.tokens import (
     BYTE_TOKENIZER,
-    DOCUMENTS,
     HEADER,
-    TOKENS,
     FileDigest,
+    TokenSet,
     TokenSetHeader,
-    header_bytes,
+    _header_bytes,
+    write_token_set,
 )
 
 VOCAB = 90
@@ -29,10 +28,10 @@ def token_set(path: Path, lengths: Sequence[int], seed: int = 0) -> TokenSet:
 def sparse_set(path: Path, num_tokens: int, num_documents: int) -> None:
     """Equally long documents of zeros that take no room on the disk; the digests are none."""
     path.mkdir()
-    with (path / TOKENS).open("wb") as file:
+    with (path / "tokens.bin").open("wb") as file:
         file.truncate(2 * num_tokens)
     ends = np.arange(1, num_documents + 1, dtype="<u8") * (num_tokens // num_documents)
-    ends.tofile(path / DOCUMENTS)
+    ends.tofile(path / "documents.bin")
     header = TokenSetHeader(
         dtype="uint16",
         num_tokens=num_tokens,
@@ -45,4 +44,4 @@ def sparse_set(path: Path, num_tokens: int, num_documents: int) -> None:
         sources=None,
         text_column=None,
     )
-    (path / HEADER).write_bytes(header_bytes(header))
+    (path / HEADER).write_bytes(_header_bytes(header))

@@ -14,8 +14,8 @@ from PIL import Image
 
 from rrfp_jax.commands.sampling.generating import TokenPrompt
 from rrfp_jax.data.buckets import pack_rows
+from rrfp_jax.data.config import ImageTextConfig
 from rrfp_jax.data.image_text import MARKER, byte_patches, image_grid
-from rrfp_jax.data.image_text_config import ImageTextConfig
 from rrfp_jax.data.images import TextWriter, read_colours
 from rrfp_jax.data.packing import (
     IMAGE_TOKEN,
@@ -23,13 +23,11 @@ from rrfp_jax.data.packing import (
     PatchFormat,
     Shape,
     Text,
-    index_leaf,
+    image_leaves,
     make_sample,
-    patches_leaf,
     patches_of,
-    place_leaves,
 )
-from rrfp_jax.data.tokenizer_files import first_line, load, lost_part, raise_unless_of_library, unknown_of
+from rrfp_jax.data.tokenizer_files import library_reason, load, lost_part, unknown_of
 from rrfp_jax.hf.image_settings import ImageSettings, read_image_settings, read_image_tokens
 from rrfp_jax.hf.model_folder import CARRIED, ModelFolder
 from rrfp_jax.hf.tensor_files import read_json
@@ -91,9 +89,8 @@ class Tokenizer:
         try:
             encoded = self._tokenizer.encode(text, add_special_tokens=self._opens)
         except BaseException as error:
-            raise_unless_of_library(error)
             raise ValueError(
-                f"the tokenizer cannot write the prompt ({first_line(error)}): give it other words"
+                f"the tokenizer cannot write the prompt ({library_reason(error)}): give it other words"
             ) from None
         if (lost := lost_part(self._tokenizer, text, encoded, self._unknown)) is not None:
             raise ValueError(f"the tokenizer has no token for {lost!r} of the prompt: take it out")
@@ -201,16 +198,8 @@ def prompt_with_images(
     length = max(grid.num_patches for grid in grids)
     places, own_row = pack_rows([grid.num_patches for grid in grids], length), pack_rows([sample.length], sample.length)
     shape = Shape(1, sample.length, places.num_rows, length)
-    leaves: dict[str, NDArray[Any]] = {
-        "image_index": index_leaf([sample], own_row, places, shape, data.merge),
-        "patches": patches_leaf(
-            [_patches(data, image, grid) for image, grid in zip(images, grids, strict=True)],
-            places,
-            shape,
-            patch_format,
-        ),
-        **place_leaves([sample], places, shape, patch_format),
-    }
+    patches = [_patches(data, image, grid) for image, grid in zip(images, grids, strict=True)]
+    leaves = image_leaves([sample], own_row, places, shape, patch_format, patches=patches)
     check_image_index(model, {**leaves, "tokens": sample.tokens[None]}, "the prompt")
     return TokenPrompt(tokens=sample.tokens, image_leaves=leaves)
 

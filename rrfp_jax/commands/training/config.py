@@ -27,18 +27,18 @@ from rrfp_jax.commands.common.options import INSTEAD, add_record_options, flag_o
 from rrfp_jax.commands.training.config_sources import at_home, find_config, refuse_code
 from rrfp_jax.core import FUSED, SPLIT, hint_names
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES as REMATS
-from rrfp_jax.data.data_section import (
+from rrfp_jax.data.config import (
     DATA_KINDS,
     DataSection,
     DataSetConfig,
+    ImageTextConfig,
+    OwnDataConfig,
+    RowsConfig,
+    TextConfig,
     kind_of,
     record_values,
     section_of,
 )
-from rrfp_jax.data.image_text_config import ImageTextConfig
-from rrfp_jax.data.own_data_config import OwnDataConfig
-from rrfp_jax.data.text_bytes import TextConfig
-from rrfp_jax.data.tokens_config import RowsConfig
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.vision_config import (
     PROJECTOR_KINDS,

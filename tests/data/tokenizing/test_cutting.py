@@ -2,16 +2,16 @@
 
 import pytest
 
-from rrfp_jax.data.tokenizing import _text_parts
-from rrfp_jax.data.tokenizing._text_parts import cut_near, cut_text, segments
+from rrfp_jax.data import _documents
+from rrfp_jax.data._documents import cut_near, cut_text, segments
 
 PROSE = "".join(f"Line {n} of it, süß.\n\n  and more\nof that\t\n" for n in range(60))
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(_text_parts, "SEGMENT_BYTES", 64)
-    monkeypatch.setattr(_text_parts, "_NEAR_BYTES", 48)
+    monkeypatch.setattr(_documents, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(_documents, "_NEAR_BYTES", 48)
 
 
 def read_from(data):

@@ -10,11 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rrfp_jax.data import BrokenData
-from rrfp_jax.data.tokenizing import _file_readers, _text_parts
-from rrfp_jax.data.tokenizing._pieces import survey
-from rrfp_jax.data.tokenizing._text_parts import TextSpan, files_forgotten, parts_in
-from rrfp_jax.data.tokenizing.inputs import TEXT_SUFFIXES, find_sources
+from rrfp_jax.data import BrokenData, _documents, _sources
+from rrfp_jax.data._documents import TextSpan, parts_in
+from rrfp_jax.data._pieces import survey
+from rrfp_jax.data._sources import TEXT_SUFFIXES, files_forgotten, find_sources
 
 TEXTS = ["one", "", "two\nlines", "süß " * 9, "x" * 70, "\u2028last\\"]
 
@@ -69,7 +68,7 @@ def test_zeros_behind_a_gzip_file_are_no_damage(tmp_path, zeros, members):
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n \n"])
 def test_lines_are_read_once_wherever_spans_begin(tmp_path, suffix, ending, monkeypatch):
-    monkeypatch.setattr(_file_readers, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(_sources, "BLOCK_BYTES", 7)
     data = ending.join(json.dumps({"n": 1, "text": text}) for text in TEXTS).encode()
     for end in (b"", ending.encode()):
         path = write(tmp_path / f"a.jsonl{suffix}", data + end)
@@ -80,18 +79,18 @@ def test_lines_are_read_once_wherever_spans_begin(tmp_path, suffix, ending, monk
 
 
 def test_a_compressed_file_is_begun_anew_where_one_goes_far_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(_file_readers, "_KEPT_BYTES", 16)
-    monkeypatch.setattr(_file_readers, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(_sources, "_KEPT_BYTES", 16)
+    monkeypatch.setattr(_sources, "BLOCK_BYTES", 8)
     data = os.urandom(400).hex().encode()
-    stream = _file_readers.bytes_of(str(write(tmp_path / "a.gz", data)), "gzip")
+    stream = _sources.bytes_of(str(write(tmp_path / "a.gz", data)), "gzip")
     for start in (0, 100, 99, 300, 290, 5, 799, 800, 900, 0):
         assert stream.read(start, 50) == data[start : start + 50]
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_a_file_of_text_is_one_document_wherever_spans_begin(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(_text_parts, "SEGMENT_BYTES", 16)
-    monkeypatch.setattr(_text_parts, "_NEAR_BYTES", 12)
+    monkeypatch.setattr(_documents, "SEGMENT_BYTES", 16)
+    monkeypatch.setattr(_documents, "_NEAR_BYTES", 12)
     for text in ("Süß ist der\nMorgen, und" * 9, "ö" * 33, "x", "", "\n" * 40):
         path = write(tmp_path / f"a.txt{suffix}", text.encode())
         for step in (16, 48):
@@ -160,7 +159,7 @@ def test_a_row_or_column_that_is_no_text_is_named(tmp_path):
 
 def test_a_damaged_file_is_named(tmp_path):
     data = gzip.compress(GOOD * 1000)
-    refused(write_raw(tmp_path / "a.jsonl.gz", data[:-9]), "is damaged (Truncated compressed stream)")
+    refused(write_raw(tmp_path / "a.jsonl.gz", data[:-9]), "is damaged (Compressed file ended before")
     refused(write_raw(tmp_path / "a.jsonl.gz", data + b"nothing"), "is damaged (")
     refused(write_raw(tmp_path / "a.jsonl.gz", b"nothing"), "is damaged (")
     refused(write_raw(tmp_path / "a.jsonl.gz", b""), "is damaged (it is empty)")

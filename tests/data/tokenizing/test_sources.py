@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from rrfp_jax.data.tokenizing.inputs import LINES, ROWS, TEXT, TEXT_SUFFIXES, find_sources
+from rrfp_jax.data._sources import LINES, ROWS, TEXT, TEXT_SUFFIXES, find_sources
 
 
 @pytest.fixture

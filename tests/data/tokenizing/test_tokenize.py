@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rrfp_jax.data.tokenizing import TokenizeOptions, _pieces, _text_parts, _workers, tokenize
-from rrfp_jax.data.tokenizing._workers import Worker
+from rrfp_jax.data import _documents, _pieces, tokenizing
+from rrfp_jax.data.tokenizing import TokenizeOptions, Worker, tokenize
 from rrfp_jax.data.tokens import TokenSet
 
 STORIES = [f"Story {n}: the lazy dog, again.\nAnd süß it was." * (n % 4) for n in range(23)]
@@ -19,8 +19,8 @@ STORIES = [f"Story {n}: the lazy dog, again.\nAnd süß it was." * (n % 4) for n
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Dozens of pieces of a few kilobytes; workers in this process."""
-    monkeypatch.setattr(_text_parts, "SEGMENT_BYTES", 64)
-    monkeypatch.setattr(_text_parts, "_NEAR_BYTES", 32)
+    monkeypatch.setattr(_documents, "SEGMENT_BYTES", 64)
+    monkeypatch.setattr(_documents, "_NEAR_BYTES", 32)
     monkeypatch.setattr(_pieces, "PIECE_BYTES", 256)
 
 
@@ -87,7 +87,7 @@ def test_neither_pieces_nor_folders_nor_workers_change_a_byte(folder, tmp_path, 
     monkeypatch.setattr(_pieces, "PIECE_BYTES", 64)
     tokenize([elsewhere], tmp_path / "one", options, workers=1)
     assert contents(tmp_path / "one") == contents(tmp_path / "set")
-    monkeypatch.setattr(_text_parts, "SEGMENT_BYTES", 1 << 20)  # as in other processes
+    monkeypatch.setattr(_documents, "SEGMENT_BYTES", 1 << 20)  # as in other processes
     monkeypatch.setattr(_pieces, "PIECE_BYTES", 1 << 20)
     tokenize([elsewhere], tmp_path / "two", options, workers=2)
     assert contents(tmp_path / "two") == contents(tmp_path / "set")
@@ -380,8 +380,8 @@ def test_documents_are_whole_where_a_text_goes_over_many_pieces(tmp_path):
 def test_the_tokens_of_a_piece_are_written_some_at_a_time(folder, tmp_path, monkeypatch, tokenizer_file):
     options = TokenizeOptions(tokenizer=str(tokenizer_file))
     tokenize([folder], tmp_path / "whole", options, workers=1)
-    monkeypatch.setattr(_workers, "_BLOCK_TOKENS", 10)
-    monkeypatch.setattr(_workers, "_BATCH_TEXTS", 1)
+    monkeypatch.setattr(tokenizing, "_BLOCK_TOKENS", 10)
+    monkeypatch.setattr(tokenizing, "_BATCH_TEXTS", 1)
     tokenize([folder], tmp_path / "set", options, workers=1)
     assert contents(tmp_path / "set") == contents(tmp_path / "whole")
 

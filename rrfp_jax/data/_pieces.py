@@ -13,31 +13,26 @@ import json
 import os
 import secrets
 import shutil
-import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rrfp_jax.data._documents import SEGMENT_BYTES, TextSpan
 from rrfp_jax.data._files import try_lock
-from rrfp_jax.data.tokenizing._file_readers import count_rows, decompressed_blocks, unreadable
-from rrfp_jax.data.tokenizing._text_parts import SEGMENT_BYTES, TextSpan
-from rrfp_jax.data.tokenizing.inputs import ROWS, Source
-from rrfp_jax.data.tokens.header import FileDigest
+from rrfp_jax.data._sources import ROWS, Source, count_rows, decompressed_size, unreadable
+from rrfp_jax.data.tokens import FileDigest
 
 PIECE_BYTES = 4 * SEGMENT_BYTES
 _MOST_ROWS = 1 << 14  # of a piece: a column that repeats itself is larger than its file says
 _MARK, _PIECES = "work.json", "pieces"
 _MARK_TEXT = '{"format": "unfinished rrfp-jax token set", "version": 1}\n'
-_VERSION = 3  # part of the names of pieces, so that those of another version are made anew
-# Head of a block in a file: number of tokens, number of ends, span, and CRC-32 of the data behind it. A head without
-# tokens ends the file.
-_HEAD = struct.Struct("<QQQI")
+_VERSION = 4  # part of the names of pieces, so that those of another version are made anew
 
 
 class SurveyedSource(NamedTuple):
@@ -97,7 +92,7 @@ def survey(
         if source.kind == ROWS:
             length, num_bytes = count_rows(source.path, column)
         elif source.compression is not None:
-            length = num_bytes = sum(map(len, decompressed_blocks(source.path, source.compression)))
+            length = num_bytes = decompressed_size(source.path, source.compression)
         return SurveyedSource(source, digest, length, num_bytes, stamp)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="survey") as executor:
@@ -120,38 +115,30 @@ def stamp_of(path: str) -> tuple[int, int]:
 
 def cut_into_pieces(surveyed: Sequence[SurveyedSource]) -> list[TextPiece]:
     """Returns the pieces of all sources, in order; small sources share a piece."""
-    pieces: list[TextPiece] = []
-    waiting: list[tuple[TextSpan, int, int]] = []
-    num_waiting_bytes = 0
-    for number, each in enumerate(surveyed):
-        for span, num_bytes in _spans(each):
-            if waiting and num_waiting_bytes + num_bytes > PIECE_BYTES:
-                pieces.append(_piece(waiting, surveyed))
-                waiting, num_waiting_bytes = [], 0
-            waiting.append((span, number, num_bytes))
-            num_waiting_bytes += num_bytes
-    return [*pieces, _piece(waiting, surveyed)] if waiting else pieces
-
-
-def _spans(surveyed: SurveyedSource) -> Iterator[tuple[TextSpan, int]]:
-    """Yields the spans of a source, each with its approximate bytes of text."""
-    source, _, length, num_bytes, _ = surveyed
-    size = PIECE_BYTES
-    if source.kind == ROWS:
-        size = max(1, min(_MOST_ROWS, PIECE_BYTES * length // max(num_bytes, 1)))
-    for start in range(0, max(length, 1), size):
-        stop = min(start + size, length)
-        yield TextSpan(source, start, stop, length), num_bytes * (stop - start) // max(length, 1)
-
-
-def _piece(spans: Sequence[tuple[TextSpan, int, int]], surveyed: Sequence[SurveyedSource]) -> TextPiece:
-    content = [
-        (surveyed[number].digest.sha256, span.source.kind, span.source.compression, span.start, span.stop)
-        for span, number, _ in spans
-    ]
-    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-    every_span, numbers, sizes = zip(*spans, strict=True)
-    return TextPiece(every_span, numbers, sum(sizes), key)
+    groups: list[list[tuple[TextSpan, int, int]]] = []  # spans, the numbers of their sources, and their bytes
+    num_group_bytes = 0
+    for number, (source, _, length, num_source_bytes, _) in enumerate(surveyed):
+        size = PIECE_BYTES
+        if source.kind == ROWS:
+            size = max(1, min(_MOST_ROWS, PIECE_BYTES * length // max(num_source_bytes, 1)))
+        for start in range(0, max(length, 1), size):
+            stop = min(start + size, length)
+            num_bytes = num_source_bytes * (stop - start) // max(length, 1)
+            if not groups or num_group_bytes + num_bytes > PIECE_BYTES:
+                groups.append([])
+                num_group_bytes = 0
+            groups[-1].append((TextSpan(source, start, stop, length), number, num_bytes))
+            num_group_bytes += num_bytes
+    pieces = []
+    for group in groups:
+        content = [
+            (surveyed[number].digest.sha256, span.source.kind, span.source.compression, span.start, span.stop)
+            for span, number, _ in group
+        ]
+        key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
+        spans, numbers, sizes = zip(*group, strict=True)
+        pieces.append(TextPiece(spans, numbers, sum(sizes), key))
+    return pieces
 
 
 # ------------------------------------------------------------------------------------------------------------- keeping
@@ -159,7 +146,8 @@ def _piece(spans: Sequence[tuple[TextSpan, int, int]], surveyed: Sequence[Survey
 
 @contextmanager
 def work_folder(out: Path) -> Iterator[Path]:
-    """Makes and locks the work folder of the token set ``out`` for the block, which gets its path.
+    """Makes and locks the work folder of the token set ``out`` for the block, which gets its path; removes it after
+    the block, but after an error only if it keeps nothing.
 
     Raises ValueError, with the remedy, if something else stands there, or if another process works in it.
     """
@@ -179,13 +167,9 @@ def work_folder(out: Path) -> Iterator[Path]:
         except BaseException:
             kept = {path.name for path in folder.rglob("*")} - {_MARK, _PIECES}
             if not kept:  # there is nothing to go on with
-                remove_work_folder(folder)
+                shutil.rmtree(folder, ignore_errors=True)
             raise
-
-
-def remove_work_folder(folder: Path) -> None:
-    """Removes the work folder with all that it keeps."""
-    shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class DamagedPiece(ValueError):
@@ -205,44 +189,29 @@ class PieceFiles:
         digest = hashlib.sha256(f"{self._settings}\n{key}".encode()).hexdigest()[:32]
         return self._folder / f"{digest}.piece"
 
-    def write(self, key: str, blocks: Iterable[TokenBlock]) -> int:
-        """Keeps a piece, whose blocks are written as they come; returns the number of its tokens."""
-        num_tokens = 0
+    def write(self, key: str, blocks: Iterable[TokenBlock]) -> None:
+        """Keeps a piece, whose blocks are written as they come."""
         target = self.path_of(key)
         temporary = target.with_suffix(f".{secrets.token_hex(4)}.part")
         try:
-            with temporary.open("wb") as file:
-                for tokens, ends, span in blocks:
-                    payload = tokens.astype(self._dtype).tobytes() + ends.astype("<i8").tobytes()
-                    file.write(_HEAD.pack(len(tokens), len(ends), span, zlib.crc32(payload)) + payload)
-                    num_tokens += len(tokens)
-                file.write(_HEAD.pack(0, 0, 0, 0))
+            with ZipFile(temporary, "w") as file:
+                for number, (tokens, ends, span) in enumerate(blocks):
+                    file.writestr(f"{number}/{span}/tokens", tokens.astype(self._dtype).tobytes())
+                    file.writestr(f"{number}/{span}/ends", ends.astype("<i8").tobytes())
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
-        return num_tokens
 
     def read(self, key: str) -> Iterator[TokenBlock]:
         """Yields the blocks of a kept piece; raises DamagedPiece, at any of them, if the piece is not whole."""
         try:
-            with self.path_of(key).open("rb") as file:
-                # The sizes in a head are compared with the rest of the file before memory is asked for by them.
-                left = os.fstat(file.fileno()).st_size
-                while True:
-                    num_tokens, num_ends, span, checksum = _HEAD.unpack(file.read(_HEAD.size))
-                    num_token_bytes = num_tokens * self._dtype.itemsize
-                    left -= _HEAD.size + num_token_bytes + 8 * num_ends
-                    if left < 0 or not num_tokens:
-                        break
-                    payload = file.read(num_token_bytes + 8 * num_ends)
-                    if zlib.crc32(payload) != checksum:
-                        break
-                    tokens = np.frombuffer(payload, self._dtype, num_tokens)
-                    yield TokenBlock(tokens, np.frombuffer(payload, "<i8", num_ends, num_token_bytes), span)
-        except (OSError, struct.error):
-            left = -1
-        if left or num_tokens:
-            raise DamagedPiece(f"{self.path_of(key)} is not whole")
+            with ZipFile(self.path_of(key)) as file:  # which compares checksums
+                for name in file.namelist()[::2]:
+                    tokens = np.frombuffer(file.read(name), self._dtype)
+                    ends = np.frombuffer(file.read(f"{name.removesuffix('tokens')}ends"), "<i8")
+                    yield TokenBlock(tokens, ends, int(name.split("/")[1]))
+        except (OSError, EOFError, ValueError, KeyError, RuntimeError, BadZipFile):
+            raise DamagedPiece(f"{self.path_of(key)} is not whole") from None
 
     def holds(self, key: str) -> bool:
         """Returns whether a piece is kept, and whole."""

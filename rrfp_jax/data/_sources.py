@@ -1,4 +1,7 @@
-"""Reads the files that hold documents: bytes by position, decompressed if need be, and the texts of Parquet rows.
+"""Files of documents: which ones, in which order, and their bytes by position or the texts of their Parquet rows.
+
+Files of a folder come in the order of their relative paths and are named by them, so that the same folder gives the
+same token set on every machine.
 
 A compressed file, or a Parquet file, is best read forward. So the bytes or rows that were read last are kept for a
 while, and a worker whose pieces come in ascending order decodes a file once.
@@ -8,12 +11,22 @@ import gzip
 import os
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
+from rrfp_jax.data._files import check_inside, paths_below
 from rrfp_jax.data.dataset import BrokenData
 
+TEXT, LINES, ROWS = "text", "lines", "rows"
+"""Kinds of files: one document; a JSON object with a document in each line; a Parquet row for each document."""
+TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
+_LINES = (".jsonl", ".ndjson", ".json")
+_ROWS = (".parquet", ".pq")
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 LONGEST_DOCUMENT_BYTES = 1 << 25
 """Largest size of a document that is one line or one row of a file, which is held as a whole; plain text has no such
 bound."""
@@ -28,55 +41,103 @@ _OF_DICTIONARIES, _FOLDED = {"PLAIN_DICTIONARY", "RLE_DICTIONARY"}, {"DELTA_BYTE
 _MOST_UNFOLDED = 100
 
 
-def unreadable(path: str, error: Exception) -> BrokenData:
-    """Returns the error for a file that cannot be read."""
-    reason = (isinstance(error, OSError) and error.strerror) or str(error).split("\n", maxsplit=1)[0]
-    return BrokenData(f"{path} cannot be read ({reason}): mend it, or leave it out")
+@dataclass(frozen=True)
+class Source:
+    """One file that holds documents."""
+
+    name: str
+    """The path relative to the input that it was found in."""
+    path: str
+    kind: str
+    """``text``, ``lines`` or ``rows``."""
+    compression: str | None
+    """pyarrow's name for the compression. None: the file is not compressed as a whole."""
+
+
+def find_sources(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[str]) -> tuple[list[Source], list[Path]]:
+    """Returns the sources in files and folders, and the files of folders that were left out for their suffixes.
+
+    ``suffixes`` are the endings of plain text. Hidden files and folders are skipped, links to folders not followed. Of
+    several folders, names begin with that of the folder. Raises ValueError, with the remedy, if an input is missing, of
+    no known kind, or holds nothing, and for a link in a folder to a file outside of it. The files that were left out
+    include links to folders, and anything that is no file.
+    """
+    if not inputs:
+        raise ValueError("there is no input: name files or folders of text, JSON lines or Parquet")
+    known = (
+        f"plain text ends in {', '.join(suffixes)} (--suffixes names others), JSON lines in {', '.join(_LINES)}, both "
+        f"also in {', '.join(_COMPRESSIONS)} behind it, and Parquet in {', '.join(_ROWS)}"
+    )
+    found: list[Source] = []
+    left_out: list[Path] = []
+    for given in inputs:
+        root = Path(given).expanduser()
+        if not root.exists():
+            raise ValueError(f"input {root} does not exist: name an existing file or folder")
+        if not root.is_dir():
+            if not root.is_file():
+                raise ValueError(f"input {root} is no file, and is read several times: write what it gives into one")
+            source = _source(root, root.name, suffixes)
+            if source is None:
+                raise ValueError(f"{root} is of no known kind: {known}")
+            found.append(source)
+            continue
+        prefix = "" if len(inputs) == 1 else f"{root.absolute().name}/"
+        num_before = len(found)
+        for path in paths_below(root):
+            if path.name.startswith("."):
+                continue
+            if path.is_file() and path.is_symlink():
+                check_inside(path, root)
+            source = _source(path, prefix + path.relative_to(root).as_posix(), suffixes) if path.is_file() else None
+            if source is None:
+                left_out.append(path)
+            else:
+                found.append(source)
+        if len(found) == num_before:
+            raise ValueError(f"folder {root} holds no file of a known kind: {known}")
+    return found, left_out
+
+
+def _source(path: Path, name: str, suffixes: Sequence[str]) -> Source | None:
+    compression = _COMPRESSIONS.get(path.suffix.lower())
+    bare = path.name.lower() if compression is None else path.stem.lower()
+    if bare.endswith(_LINES):
+        kind = LINES
+    elif bare.endswith(_ROWS) and compression is None:  # it is compressed inside
+        kind = ROWS
+    elif bare.endswith(tuple(suffix.lower() for suffix in suffixes)):
+        kind = TEXT
+    else:
+        return None
+    return Source(name, str(path), kind, compression)
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes
 
 
-class _PlainBytes:
-    """The bytes of a file."""
+class _SourceBytes:
+    """The bytes of a file, decompressed if need be."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        weakref.finalize(self, os.close, self._descriptor)
-
-    def read(self, start: int, num_bytes: int) -> bytes:
-        """Returns ``num_bytes`` bytes from ``start``, or fewer at the end of the file."""
-        blocks = []
-        while num_bytes > 0:
-            try:
-                block = os.pread(self._descriptor, num_bytes, start)
-            except OSError as error:
-                raise unreadable(self._path, error) from error
-            if not block:
-                break
-            blocks.append(block)
-            start, num_bytes = start + len(block), num_bytes - len(block)
-        return b"".join(blocks)
-
-
-class _CompressedBytes:
-    """The decompressed bytes of a compressed file."""
-
-    def __init__(self, path: str, compression: str) -> None:
+    def __init__(self, path: str, compression: str | None) -> None:
         self._path, self._compression = path, compression
         self._begin()
 
     def _begin(self) -> None:
-        self._stream = _open_compressed(self._path, self._compression)
+        self._stream = _open_stream(self._path, self._compression)
+        self._close = weakref.finalize(self, self._stream.close)
         self._kept, self._offset = bytearray(), 0
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Returns ``num_bytes`` decompressed bytes from ``start``, or fewer at the end."""
+        """Returns ``num_bytes`` bytes from ``start``, or fewer at the end of the file."""
+        if self._compression is None:
+            try:
+                self._stream.seek(start)
+                return self._stream.read(num_bytes)
+            except OSError as error:
+                raise unreadable(self._path, error) from error
         if start < self._offset:
+            self._close()
             self._begin()
         while self._offset + len(self._kept) < start + num_bytes:
             block = _read_block(self._stream, self._path)
@@ -90,27 +151,29 @@ class _CompressedBytes:
         return bytes(self._kept[start - self._offset : start - self._offset + num_bytes])
 
 
-@lru_cache(maxsize=1)
-def bytes_of(path: str, compression: str | None) -> _PlainBytes | _CompressedBytes:
-    """Returns the bytes of a file; the file of the last call stays open."""
-    return _PlainBytes(path) if compression is None else _CompressedBytes(path, compression)
+bytes_of = lru_cache(maxsize=1)(_SourceBytes)
+"""Returns the bytes of a file, by path and compression; the file of the last call stays open."""
 
 
-def decompressed_blocks(path: str, compression: str) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a file; raises BrokenData, with the remedy, if it is damaged."""
-    stream = _open_compressed(path, compression)
+def decompressed_size(path: str, compression: str) -> int:
+    """Returns the number of decompressed bytes of a file; raises BrokenData, with the remedy, if it is damaged."""
+    stream, size = _open_stream(path, compression), 0
     while block := _read_block(stream, path):
-        yield block
+        size += len(block)
+    stream.close()
+    return size
 
 
-def _open_compressed(path: str, compression: str) -> Any:
+def _open_stream(path: str, compression: str | None) -> Any:
     import pyarrow as pa
 
     try:
+        if compression is None:
+            return open(path, "rb")
         if os.stat(path).st_size == 0:
             raise BrokenData(f"{path} is damaged (it is empty): mend it, or leave it out")
-        stream = pa.CompressedInputStream(pa.OSFile(path), compression)
-        return _PaddedGzip(path, stream) if compression == "gzip" else stream
+        # Python's reader is as fast as pyarrow's, and takes files that are padded with zeros, as on tapes.
+        return gzip.open(path) if compression == "gzip" else pa.CompressedInputStream(pa.OSFile(path), compression)
     except OSError as error:
         raise unreadable(path, error) from error
 
@@ -118,46 +181,36 @@ def _open_compressed(path: str, compression: str) -> Any:
 def _read_block(stream: Any, path: str) -> bytes:
     try:
         return stream.read(BLOCK_BYTES)
-    except (OSError, ValueError) as error:  # pyarrow's errors are of both kinds
+    except (OSError, ValueError, EOFError, zlib.error) as error:  # pyarrow's errors are of the first two kinds
         raise BrokenData(f"{path} is damaged ({error}): mend it, or leave it out") from error
 
 
-class _PaddedGzip:
-    """Reads a gzip file that may be padded with zeros, as on tapes; pyarrow accepts no zeros after the last member."""
+def unreadable(path: str, error: Exception) -> BrokenData:
+    """Returns the error for a file that cannot be read."""
+    reason = (isinstance(error, OSError) and error.strerror) or str(error).split("\n", maxsplit=1)[0]
+    return BrokenData(f"{path} cannot be read ({reason}): mend it, or leave it out")
 
-    def __init__(self, path: str, stream: Any) -> None:
-        self._path, self._stream, self._position = path, stream, 0
 
-    def read(self, num_bytes: int) -> bytes:
-        try:
-            block = self._stream.read(num_bytes)
-        except OSError as error:
-            # Python's own reader is slower, so it reads only from here on; if it finds damage as well, there is some.
-            try:
-                other = gzip.open(self._path)  # noqa: SIM115 - later reads go on with it
-                for start in range(0, self._position, BLOCK_BYTES):
-                    other.read(min(BLOCK_BYTES, self._position - start))
-                block = other.read(num_bytes)
-            except (OSError, EOFError, zlib.error):
-                raise error from None
-            self._stream = other
-        self._position += len(block)
-        return block
+@contextmanager
+def files_forgotten() -> Iterator[None]:
+    """Closes files that were read before the block, and in it: a path may name another file by the next time."""
+    try:
+        bytes_of.cache_clear()
+        _forward_rows.cache_clear()
+        yield
+    finally:
+        bytes_of.cache_clear()
+        _forward_rows.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-class _RowCounts(NamedTuple):
-    """The number of rows of a file, and about how many bytes of text they have."""
+def count_rows(path: str, column: str) -> tuple[int, int]:
+    """Returns the number of rows of a Parquet file, and about how many bytes of text they have, by the file's foot.
 
-    num_rows: int
-    num_bytes: int
-
-
-def count_rows(path: str, column: str) -> _RowCounts:
-    """Returns the counts in the foot of a Parquet file; raises ValueError, with the remedy, unless it has such a column
-    of text."""
+    Raises ValueError, with the remedy, unless it has such a column of text.
+    """
     import pyarrow.types as kinds
 
     with _opened(path) as file:
@@ -173,7 +226,7 @@ def count_rows(path: str, column: str) -> _RowCounts:
         if not (kinds.is_string(value) or kinds.is_large_string(value) or kinds.is_string_view(value)):
             raise ValueError(f"{path} has {kind} in column {column!r} where text is expected: name another --column")
         num_bytes = sum(chunk.total_uncompressed_size for chunk in _column_chunks(metadata, column))
-        return _RowCounts(metadata.num_rows, num_bytes)
+        return metadata.num_rows, num_bytes
 
 
 def row_texts(path: str, column: str, start: int, stop: int) -> Iterator[tuple[int, str]]:
@@ -181,7 +234,7 @@ def row_texts(path: str, column: str, start: int, stop: int) -> Iterator[tuple[i
 
     Raises BrokenData, with file and row, for a row that is no text, or for text without bounds.
     """
-    rows = forward_rows(path, column)
+    rows = _forward_rows(path, column)
     left = rows.most_bytes(start, stop)
     for number, value in rows.between(start, stop):
         if value is None:
@@ -266,10 +319,7 @@ class _ForwardRows:
             ) from error
 
 
-@lru_cache(maxsize=1)
-def forward_rows(path: str, column: str) -> _ForwardRows:
-    """Returns the rows of a file; the file of the last call stays open."""
-    return _ForwardRows(path, column)
+_forward_rows = lru_cache(maxsize=1)(_ForwardRows)  # the file of the last call stays open
 
 
 def _column_chunks(metadata: Any, column: str) -> Iterator[Any]:

@@ -9,19 +9,20 @@ character is taken.
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rrfp_jax.bounded_text import shown
-from rrfp_jax.data.dataset import BrokenData
-from rrfp_jax.data.tokenizing._file_readers import (
+from rrfp_jax.data._sources import (
     BLOCK_BYTES,
+    LINES,
     LONGEST_DOCUMENT_BYTES,
+    ROWS,
+    TEXT,
+    Source,
     bytes_of,
-    forward_rows,
     row_texts,
 )
-from rrfp_jax.data.tokenizing.inputs import LINES, ROWS, TEXT, Source
+from rrfp_jax.data.dataset import BrokenData
 from rrfp_jax.record_files import parse_json
 
 SEGMENT_BYTES = 1 << 20
@@ -59,15 +60,25 @@ class TextPart(NamedTuple):
 
 def parts_in(span: TextSpan, column: str) -> Iterator[TextPart]:
     """Yields the parts of a span's documents in order; raises BrokenData, with file and row, if there is no text."""
-    if span.source.kind == TEXT:
-        yield from _file_parts(span)
+    source, start, stop, length = span
+    if source.kind != TEXT:
+        texts = _line_texts(span, column) if source.kind == LINES else row_texts(source.path, column, start, stop)
+        for place, text in texts:
+            *parts, last = cut_text(text)
+            yield from (TextPart(part, False, place) for part in parts)
+            yield TextPart(last, True, place)
         return
-    source, start, stop, _ = span
-    texts = _line_texts(span, column) if source.kind == LINES else row_texts(source.path, column, start, stop)
-    for place, text in texts:
-        *parts, last = cut_text(text)
-        yield from (TextPart(part, False, place) for part in parts)
-        yield TextPart(last, True, place)
+    if length == 0:
+        yield TextPart("", True)
+    for begin, data in segments(bytes_of(source.path, source.compression).read, start, stop, length):
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            raise BrokenData(
+                f"{source.path} is no text in UTF-8 (byte 0x{data[error.start]:02x} at {begin + error.start}): convert "
+                "it, or leave it out"
+            ) from None
+        yield TextPart(text if begin else text.removeprefix(_BYTE_ORDER), begin + len(data) == length)
 
 
 def document_name(source: Source, place: int) -> str:
@@ -84,18 +95,6 @@ def document_name(source: Source, place: int) -> str:
         block = read(offset, min(BLOCK_BYTES, place - offset))
         number, offset = number + block.count(b"\n"), offset + len(block)
     return f"{source.path}, line {number}"
-
-
-@contextmanager
-def files_forgotten() -> Iterator[None]:
-    """Closes files that were read before the block, and in it: a path may name another file by the next time."""
-    try:
-        bytes_of.cache_clear()
-        forward_rows.cache_clear()
-        yield
-    finally:
-        bytes_of.cache_clear()
-        forward_rows.cache_clear()
 
 
 # ------------------------------------------------------------------------------------------------------------- cutting
@@ -137,62 +136,33 @@ def cut_text(text: str) -> list[str]:
     return [part.decode() for _, part in parts]
 
 
-# ---------------------------------------------------------------------------------------------------------- plain text
-
-
-def _file_parts(span: TextSpan) -> Iterator[TextPart]:
-    source, start, stop, length = span
-    stream = bytes_of(source.path, source.compression)
-    if length == 0:
-        yield TextPart("", True)
-    for begin, data in segments(stream.read, start, stop, length):
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            raise BrokenData(
-                f"{source.path} is no text in UTF-8 (byte 0x{data[error.start]:02x} at {begin + error.start}): convert "
-                "it, or leave it out"
-            ) from None
-        yield TextPart(text if begin else text.removeprefix(_BYTE_ORDER), begin + len(data) == length)
-
-
 # ---------------------------------------------------------------------------------------------------------- JSON lines
 
 
 def _line_texts(span: TextSpan, column: str) -> Iterator[tuple[int, str]]:
     """Yields the place and the text of each line that begins in the span."""
     source, start, stop, _ = span
-    stream = bytes_of(source.path, source.compression)
+    read = bytes_of(source.path, source.compression).read
     # The byte before the span tells whether a line begins with the span.
     begin = max(start - 1, 0)
-    data = stream.read(begin, stop - begin)
+    data = read(begin, stop - begin)
     if start:
         first = data.find(b"\n", 0, stop - begin - 1) + 1
         if not first:  # one line covers the whole span, and belongs to a span before
             return
         data, begin = data[first:], begin + first
-    if not data.endswith(b"\n"):
-        data += _rest_of_line(source, stream.read, begin + len(data), begin + data.rfind(b"\n") + 1)
+    last = begin + data.rfind(b"\n") + 1
+    # The last line may go on behind the span.
+    while not data.endswith(b"\n") and (block := read(begin + len(data), BLOCK_BYTES)):
+        if begin + len(data) - last > LONGEST_DOCUMENT_BYTES:  # no more of it is read
+            raise _too_long(source, last)
+        data += block[: block.find(b"\n") + 1] or block
     for line in data.split(b"\n"):
         if len(line) > LONGEST_DOCUMENT_BYTES:
             raise _too_long(source, begin)
         if line and not line.isspace():
             yield begin, _text_of_line(line, column, source, begin)
         begin += len(line) + 1
-
-
-def _rest_of_line(source: Source, read: _ReadBytes, position: int, begin: int) -> bytes:
-    """Returns the bytes from ``position`` to the end of the line, which begins at ``begin``."""
-    blocks = []
-    while block := read(position, BLOCK_BYTES):
-        if position - begin > LONGEST_DOCUMENT_BYTES:
-            raise _too_long(source, begin)
-        line, found, _ = block.partition(b"\n")
-        blocks.append(line)
-        if found:
-            break
-        position += len(block)
-    return b"".join(blocks)
 
 
 def _too_long(source: Source, position: int) -> BrokenData:
@@ -208,14 +178,15 @@ def _text_of_line(line: bytes, column: str, source: Source, position: int) -> st
         remedy = _ONE_PER_LINE if line.strip() in (b"[", b"{") else "mend or remove it"
         raise _refusal(source, position, f"is no JSON ({reason}): {remedy}") from None
     if not isinstance(row, dict):
-        remedy = _ONE_PER_LINE if isinstance(row, list) else "mend or remove it"
-        raise _refusal(source, position, f"is {_kind_of(row)} where an object is expected: {remedy}")
+        kind, remedy = _KINDS.get(type(row), "null"), _ONE_PER_LINE if isinstance(row, list) else "mend or remove it"
+        raise _refusal(source, position, f"is {kind} where an object is expected: {remedy}")
     if column not in row:
         listed = ", ".join(name if len(name) < 50 else shown(name) for name in list(row)[:8]) or "none"
         raise _refusal(source, position, f"has no column {column!r} (it has {listed}): name one with --column")
     text = row[column]
     if not isinstance(text, str):
-        words = f"has {_kind_of(text)} in column {column!r} where text is expected: mend or remove it, or name another"
+        kind = _KINDS.get(type(text), "null")
+        words = f"has {kind} in column {column!r} where text is expected: mend or remove it, or name another"
         raise _refusal(source, position, words)
     # JSON can name half a character, which no tokenizer can take; only an escape can, so most lines are not encoded.
     if b"\\u" in line or not line.isascii():
@@ -225,10 +196,6 @@ def _text_of_line(line: bytes, column: str, source: Source, position: int) -> st
             words = f"has half a character in column {column!r} (a lone surrogate): mend or remove it"
             raise _refusal(source, position, words) from None
     return text
-
-
-def _kind_of(value: Any) -> str:
-    return _KINDS.get(type(value), "null")
 
 
 def _refusal(source: Source, position: int, words: str) -> BrokenData:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.data import BrokenData
-from rrfp_jax.data.tokens import TokenSet, token_set, write_token_set
+from rrfp_jax.data.tokens import TokenSet, write_token_set
 
 
 def drawn_documents(num, vocab_size, longest=9, seed=0):
@@ -49,11 +49,9 @@ def test_tokens_are_read_as_they_were_written(tmp_path, vocab_size, dtype):
         tokens.check()
 
 
-@pytest.mark.parametrize(("kept", "block"), [(4096, 4096), (3, 4), (1, 1), (7, 1)])
-def test_documents_are_found_at_every_place(tmp_path, monkeypatch, kept, block):
-    monkeypatch.setattr(token_set, "_NUM_KEPT", kept)
-    monkeypatch.setattr(token_set, "_BLOCK_ENDS", block)
-    documents = drawn_documents(61, 256)
+@pytest.mark.parametrize("num", [1, 2, 61])
+def test_documents_are_found_at_every_place(tmp_path, num):
+    documents = drawn_documents(num, 256)
     write_token_set(tmp_path / "set", documents)
     bounds = np.cumsum([0, *(len(document) + 1 for document in documents)]).tolist()
     with TokenSet(tmp_path / "set") as tokens:
