@@ -22,7 +22,7 @@ from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.process import use_cpu
-from rrfp_jax.programs.split import SplitBackward, split_backward
+from rrfp_jax.programs.splitting import SplitBackward, split_backward
 
 
 class Case(NamedTuple):

@@ -4,10 +4,10 @@ from rrfp_jax.core import Ordering as Ordering
 from rrfp_jax.layout import Layout as Layout
 from rrfp_jax.pipeline import Pipeline as Pipeline
 from rrfp_jax.pipeline import PipelineState as PipelineState
+from rrfp_jax.programs.chunk import ApplyLayers as ApplyLayers
 from rrfp_jax.programs.chunk import Chunk as Chunk
+from rrfp_jax.programs.chunk import InitLayers as InitLayers
 from rrfp_jax.programs.chunk import microbatch_key as microbatch_key
-from rrfp_jax.programs.layers import ApplyLayers as ApplyLayers
-from rrfp_jax.programs.layers import InitLayers as InitLayers
 from rrfp_jax.programs.model_graph import freeze as freeze
 from rrfp_jax.programs.model_graph import mirrored as mirrored
 from rrfp_jax.programs.remat import one_layer as one_layer

@@ -19,8 +19,7 @@ import pytest
 
 from rrfp_jax.layout import Layout
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.layers import ApplyLayers, InitLayers
+from rrfp_jax.programs.chunk import ApplyLayers, Chunk, InitLayers
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import linear, looped
 from tests.pipelines import make_pipeline

@@ -1,6 +1,6 @@
 """Operations and bytes of one layer for one microbatch on one device, by plain arithmetic from a layer's widths.
 
-The bytes follow from the arrays that the chunk programs keep (:mod:`rrfp_jax.programs.split`): between F and the
+The bytes follow from the arrays that the chunk programs keep (:mod:`rrfp_jax.programs.splitting`): between F and the
 backward, per token and in the dtype of computing unless said otherwise,
 
 =========  =========================================================================================================

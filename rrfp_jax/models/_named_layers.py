@@ -6,7 +6,7 @@ of the chunk or stage that holds the layer. Parameters, checkpoints and initial 
 values nor the result depend on the cut.
 
 In its chunk a layer has a name of its own besides, so that chunks of as many layers of the same shapes are of one kind
-(:mod:`rrfp_jax.programs.layers`).
+(:mod:`rrfp_jax.programs.chunk`).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from rrfp_jax.programs.chunk import Chunk, Params
-from rrfp_jax.programs.layers import ApplyLayers, InitLayers, name_number
+from rrfp_jax.programs.chunk import ApplyLayers, Chunk, InitLayers, Params, name_number
 
 _LayerBuilder = Callable[[Any, nnx.Rngs], nnx.Module]
 """Makes a layer from a configuration."""

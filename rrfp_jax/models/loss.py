@@ -38,7 +38,7 @@ from jax.sharding import get_abstract_mesh
 from rrfp_jax.costs.layer_sizes import HEAD_BLOCK_BYTES
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR
 from rrfp_jax.programs.remat import KEPT_ALWAYS
-from rrfp_jax.programs.splitting.widening import widens
+from rrfp_jax.programs.splitting.joined import widens
 
 ANSWERS = "answers"
 """Named sum: the number of answers."""

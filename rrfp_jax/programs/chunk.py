@@ -27,8 +27,9 @@ key
     so that the randomness of a layer does not depend on where the model is cut.
 kinds
     Chunks that compute the same function of parameters of the same shapes are of one kind, and share their programs.
-    Differences within a kind, such as names and numbers of layers, are given beside the function: see
-    :mod:`rrfp_jax.programs.layers`.
+    Functions that know the global names of their layers, ``layers.3`` say, differ from chunk to chunk though they
+    compute the same; so a chunk may give functions that know names of their own, beside the layers that they stand
+    for, and numbers that come in as data: :class:`InitLayers`, :class:`ApplyLayers`.
 outputs
     Any pytree of arrays. A chunk without successors returns ``(loss_sum, weight)``, two float32 scalars: the loss
     summed (not averaged) over the microbatch, and its weight, for example the number of tokens. It may return a third
@@ -40,9 +41,11 @@ frozen, and without a gradient
     either.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -51,7 +54,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rrfp_jax.field_rules import check_types, is_whole, with_type
-from rrfp_jax.programs.layers import InitLayers, KeyedByLayer, OwnFunction, specs_of
+from rrfp_jax.programs.sameness import identity
 
 Params = dict[str, Any]
 """Parameters of a chunk: layer name -> pytree of arrays."""
@@ -75,6 +78,121 @@ class Loss(NamedTuple):
     named_sums: Mapping[str, Any] = MappingProxyType({})
 
 
+@dataclass(frozen=True, eq=False)
+class ForLayers:
+    """A function of a chunk, written for layers by names of its own, and which layers of the model they are.
+
+    ``init=InitLayers(init, names, numbers)`` and ``apply=ApplyLayers(apply, names, numbers)`` are the functions of a
+    chunk like any other. Chunks whose ``function`` is the same are of one kind, whatever names and numbers they have.
+    """
+
+    function: Callable[..., Any]
+    """``init(key, *, numbers)``, or ``apply(params, inputs, leaves, *, key, numbers)``; both know own names only."""
+    names: dict[str, str]
+    """The names of layers in the model by those that ``function`` knows."""
+    numbers: Any = ()
+    """A pytree of NumPy arrays that tells this chunk from others of its kind: for example the numbers of its layers,
+    from which random keys derive. They have the same shapes for all chunks of a kind."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """Equal for functions that differ in names and in the values of their numbers alone."""
+        numbers = tuple((number.shape, number.dtype) for number in jax.tree.leaves(self.numbers))
+        return identity(self.function), tuple(self.names), numbers, jax.tree.structure(self.numbers)
+
+
+class InitLayers(ForLayers):
+    """The ``init`` of a chunk."""
+
+    def __call__(self, key: jax.Array) -> dict[str, Any]:
+        layers = self.function(key, numbers=self.numbers)
+        return {name: layers[own] for own, name in self.names.items()}
+
+
+class ApplyLayers(ForLayers):
+    """The ``apply`` of a chunk."""
+
+    def __call__(self, params: dict[str, Any], inputs: Any, leaves: Any, *, key: Any = None) -> Any:
+        own = {own: params[name] for own, name in self.names.items()}
+        return self.function(own, inputs, leaves, key=key, numbers=self.numbers)
+
+
+_of_one_layer: ContextVar[bool] = ContextVar("of_one_layer", default=False)
+
+
+@dataclass(frozen=True)
+class KeyedByLayer:
+    """The ``init`` of a chunk that knows no numbers, with a random key of its own for every layer.
+
+    All chunks get one key. So that layers of equal shapes do not start from equal values, ``function`` is called once
+    for every layer, with the layer's name folded into the key, and only that layer of its result is taken. It is the
+    layer's name, not the chunk's, so the values do not depend on where the model is cut; for the same reason an
+    ``init`` that calls those of other chunks hands them the key of the layer, into which they fold no name again.
+    """
+
+    function: Callable[[jax.Array], dict[str, Any]]
+
+    def __call__(self, key: jax.Array) -> dict[str, Any]:
+        if _of_one_layer.get():
+            return self.function(key)
+        names = _traced(self.function)
+        token = _of_one_layer.set(True)
+        try:
+            return {name: self.function(jax.random.fold_in(key, name_number(name)))[name] for name in names}
+        finally:
+            _of_one_layer.reset(token)
+
+
+def name_number(name: str) -> int:
+    """Returns the number that stands for a name in random keys.
+
+    CRC-32 is used because it is the same in every process and Python version, which ``hash(str)`` is not.
+    """
+    return zlib.crc32(name.encode())
+
+
+class OwnFunction:
+    """A chunk's ``init`` or ``apply`` as programs take it: parameters go by the function's own names, and the numbers
+    are an argument. For a function that is not written for layers, own names are the model's, and numbers are ``()``.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        layers = function if isinstance(function, InitLayers | ApplyLayers) else None
+        self._function = function if layers is None else layers.function
+        self._names: dict[str, str] | None = None if layers is None else layers.names
+        self.numbers: Any = () if layers is None else layers.numbers
+        self.kind: Hashable = identity(function) if layers is None else layers.kind
+        """Equal for chunks whose functions are the same."""
+
+    def __call__(self, *args: Any, numbers: Any, **kwargs: Any) -> Any:
+        if self._names is None:
+            return self._function(*args, **kwargs)
+        return self._function(*args, **kwargs, numbers=numbers)
+
+    def to_own(self, layers: dict[str, Any]) -> dict[str, Any]:
+        """Returns layers, all or some, by the function's own names."""
+        if self._names is None:
+            return layers
+        return {own: layers[name] for own, name in self._names.items() if name in layers}
+
+    def to_model(self, layers: dict[str, Any]) -> dict[str, Any]:
+        """Returns layers, all or some, by their names in the model."""
+        if self._names is None:
+            return layers
+        return {name: layers[own] for own, name in self._names.items() if own in layers}
+
+
+_specs_of_kinds: dict[Hashable, Any] = {}
+"""Shapes of parameters by the kind of the ``init`` that makes them; emptied once it has 256 entries."""
+
+
+def _traced(init: Callable[[jax.Array], Any]) -> Any:
+    return jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """A consecutive part of a model with its own parameters."""
@@ -83,7 +201,7 @@ class Chunk:
     """The name in tables and errors, for example ``layers 0-1``."""
     init: Callable[[jax.Array], Params]
     """``init(key) -> params``, from a typed key. It is called once for every layer, with a key into which the layer's
-    name is folded, and returns that layer; but an :class:`rrfp_jax.programs.layers.InitLayers` gets the key itself."""
+    name is folded, and returns that layer; but an :class:`InitLayers` gets the key itself."""
     apply: Callable[..., Any]
     """The forward, ``apply(params, inputs, leaves, *, key) -> outputs``."""
     leaves: tuple[str, ...] = ()
@@ -125,12 +243,15 @@ class Chunk:
 
     @cached_property
     def _param_specs(self) -> Any:
-        return specs_of(self.init)
-
-    @property
-    def own_init(self) -> OwnFunction:
-        """The function ``init``, as programs take it."""
-        return OwnFunction(self.init)
+        init = self.init
+        if not isinstance(init, InitLayers):
+            return _traced(init.function if isinstance(init, KeyedByLayer) else init)
+        # a model of many layers asks once for each kind, since every trace takes milliseconds
+        if (specs := _specs_of_kinds.get(init.kind)) is None:
+            if len(_specs_of_kinds) >= 256:
+                _specs_of_kinds.clear()
+            specs = _specs_of_kinds[init.kind] = _traced(partial(init.function, numbers=init.numbers))
+        return OwnFunction(init).to_model(specs)
 
     @cached_property
     def own(self) -> OwnFunction:
@@ -176,17 +297,13 @@ def microbatch_key(
     whole step, not within a replica. Works inside and outside of jit, with equal bits. Raises ValueError for other
     numbers.
     """
-    numbers = [_counter(*each) for each in (("seed", seed), ("step", step), ("microbatch", microbatch))]
+    numbers, given = [], dict[str, Any](seed=seed, step=step, microbatch=microbatch)
+    for name, value in given.items():
+        is_array = isinstance(value, jax.Array | np.ndarray) and not value.shape
+        if not (is_array and jnp.issubdtype(value.dtype, jnp.integer)) and not (is_whole(value) and 0 <= value < 2**32):
+            raise ValueError(f"{name} is {with_type(value)}: give a whole number from 0 to {2**32 - 1}")
+        numbers.append(jnp.asarray(value, jnp.uint32))
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(numbers[0]), numbers[1]), numbers[2])
-
-
-def _counter(name: str, value: Any) -> jax.Array:
-    is_array = (
-        isinstance(value, jax.Array | np.ndarray) and not value.shape and jnp.issubdtype(value.dtype, jnp.integer)
-    )
-    if not is_array and not (is_whole(value) and 0 <= value < 2**32):
-        raise ValueError(f"{name} is {with_type(value)}: give a whole number from 0 to {2**32 - 1}")
-    return jnp.asarray(value, jnp.uint32)
 
 
 def check_chunks(chunks: Any) -> tuple[Chunk, ...]:

@@ -3,8 +3,9 @@
 Nothing here is compiled, and nothing depends on devices but the layout. So one plan serves all units of the chunk, and
 all chunks of its kind.
 
-All functions of a plan come from one trace of ``apply`` and its pullback (:mod:`rrfp_jax.programs.split`), whether the
-backward stays in one piece or is split. A chunk that computes the loss gets its output gradient, ones, like any other.
+All functions of a plan come from one trace of ``apply`` and its pullback (:mod:`rrfp_jax.programs.splitting`), whether
+the backward stays in one piece or is split. A chunk that computes the loss gets its output gradient, ones, like any
+other.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -31,8 +32,8 @@ from rrfp_jax.programs.residuals import (
 from rrfp_jax.programs.sameness import ProgramStore, identity
 from rrfp_jax.programs.shapes import ChunkShapes, arrange_inputs, describe_chunk
 from rrfp_jax.programs.specs import Specs, gradient_spec, pick, spec_of
-from rrfp_jax.programs.split import SplitBackward, split_backward
-from rrfp_jax.programs.splitting.widening import widens
+from rrfp_jax.programs.splitting import SplitBackward, split_backward
+from rrfp_jax.programs.splitting.joined import widens
 from rrfp_jax.schedules import PipelineGraph
 
 
@@ -47,7 +48,7 @@ class ChunkPlan:
     trained: tuple[str, ...]
     """The parameters among them that get gradients, and accumulators."""
     operands: Specs
-    """``(inputs, leaves, (counters, numbers))``; see :class:`rrfp_jax.programs.layers.ForLayers` for the numbers."""
+    """``(inputs, leaves, (counters, numbers))``; see :class:`rrfp_jax.programs.chunk.ForLayers` for the numbers."""
     outputs: Specs
     """The outputs of the forward."""
     output_grads: Specs

@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 
 from rrfp_jax.programs.shardings import passing
 from rrfp_jax.programs.specs import Specs, num_bytes
-from rrfp_jax.programs.split import SplitBackward
+from rrfp_jax.programs.splitting import SplitBackward
 
 
 class Residuals(NamedTuple):

@@ -19,9 +19,8 @@ import optax
 from jax.sharding import Sharding
 
 from rrfp_jax.field_rules import with_type
-from rrfp_jax.programs.chunk import Chunk, Params, param_specs, trained_specs
+from rrfp_jax.programs.chunk import Chunk, OwnFunction, Params, param_specs, trained_specs
 from rrfp_jax.programs.compiling import shared_program
-from rrfp_jax.programs.layers import OwnFunction
 from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import holders
 from rrfp_jax.programs.shardings import (
@@ -256,7 +255,7 @@ def _initial_params(
     params: Params = {}
     for group in layer_groups(chunk, param_specs(chunk)):
         owner = chunks[holders(chunks, group[0])[0]] if group[0] in chunk.shared else chunk
-        own = owner.own_init
+        own = OwnFunction(owner.init)
         at = own.to_own(pick(at_params, group))
         place = (tuple(jax.tree.leaves(at)), jax.tree.structure(at))
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rrfp_jax.models import loss as module
 from rrfp_jax.models.loss import HeadLoss
 from rrfp_jax.programs.remat import Remat, rematerialised
-from rrfp_jax.programs.split import SplitBackward, split_backward
+from rrfp_jax.programs.splitting import SplitBackward, split_backward
 from tests.programs.splitting.flops import dot_flops
 
 BATCH, LENGTH, HIDDEN, WORDS = 4, 14, 6, 40

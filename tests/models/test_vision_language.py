@@ -11,7 +11,7 @@ import pytest
 from rrfp_jax.models import vision_language_model
 from rrfp_jax.models.encoder import merged_squares
 from rrfp_jax.models.loss import token_loss
-from rrfp_jax.programs.chunk import param_specs
+from rrfp_jax.programs.chunk import OwnFunction, param_specs
 from rrfp_jax.schedules import Edge, PipelineGraph
 from tests.models.encoder_reference import (
     AUDIO,
@@ -145,7 +145,7 @@ def test_equal_chunks_are_of_one_kind():
         small_model(SIGLIP, num_layers=4), encoder_layers_per_chunk=[0, 1, 1, 1],
         decoder_layers_per_chunk=[1, 1, 1, 1], projector_in="own",
     )  # fmt: skip
-    kinds = [(chunk.own.kind, chunk.own_init.kind) for chunk in graph.chunks]
+    kinds = [(chunk.own.kind, OwnFunction(chunk.init).kind) for chunk in graph.chunks]
     same = [[other for other, kind in enumerate(kinds) if kind == own] for own in kinds]
     assert same[1] == [1, 2]
     assert same[6] == [6, 7]

@@ -21,22 +21,31 @@ microbatches between two updates. Free nodes are not worth a copy. The *derived*
 that is not free and read by one that is not both fixed and unfree, that is, where the fixed part of a program meets the
 rest. Values made of constants alone (masks, position tables) are left to the compiler, which folds them into each
 program.
+
+Weight gradients are not rounded before they are added up
+---------------------------------------------------------
+The gradient of a float32 parameter that is cast to bfloat16 for a product is a product in bfloat16, then a cast back to
+float32. Products add up in float32 anyway. So the rounding in between is left out: the product makes float32, and the
+compiler can add it to the accumulator in the same kernel, where it would write the rounded gradient and read it again.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import get_abstract_mesh
 
-from rrfp_jax.programs.splitting.ir import Apply, Block, Loop, Node, Operand, Var, is_fixed, variables
-from rrfp_jax.programs.splitting.liveness import slice_nodes
+from rrfp_jax.layout import other_axes
+from rrfp_jax.programs.splitting.ir import Apply, Loop, Node, Operand, Var, is_fixed, slice_nodes, variables
 from rrfp_jax.programs.splitting.lowering import Traced, lower, new_var
 from rrfp_jax.programs.splitting.rules import is_free
-from rrfp_jax.programs.splitting.widening import widen_products
+from rrfp_jax.programs.target import current_target
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,7 +96,7 @@ def join_programs(traced: Traced, *, widens: bool = False) -> Joined:
     known: dict[Hashable, Node] = {}
     twins: _Twins = {}
     forward = _merge_fixed(forward, known, twins)
-    results = _renamed(results, twins)
+    results = [twins.get(result, result) for result in results]
     outputs, residuals = results[: len(traced.outputs.specs)], results[len(traced.outputs.specs) :]
 
     pairs = zip(traced.outputs.specs, traced.outputs.differentiable, strict=True)
@@ -95,10 +104,10 @@ def join_programs(traced: Traced, *, widens: bool = False) -> Joined:
     backward: list[Node] = []
     gradients = lower(traced.backward, [*residuals, *cotangents], backward)
     backward = _merge_fixed(backward, known, twins)
-    gradients = _renamed(gradients, twins)
+    gradients = [twins.get(gradient, gradient) for gradient in gradients]
     num_params = sum(traced.params.differentiable)
     if widens:
-        backward, of_params = widen_products(backward, gradients[:num_params])
+        backward, of_params = _widen_products(backward, gradients[:num_params])
         gradients = [*of_params, *gradients[num_params:]]
 
     live = slice_nodes([*_redone(forward, residuals), *backward], gradients)
@@ -118,18 +127,16 @@ def _redone(forward: list[Node], residuals: list[Operand]) -> list[Node]:
     redone: set[Node] = set()
     for residual in variables(residuals):
         shown = residual
-        while (maker := makers.get(shown)) is not None and (source := _free_source(maker)) is not None:
+        while (maker := makers.get(shown)) is not None:
+            # a free node is done again where it shows one array that is no larger than its output
+            sources = [operand for operand in variables(maker.inputs) if not operand.fixed]
+            if len(sources) != 1 or not isinstance(maker.operation, Apply) or not is_free(maker):
+                break
+            if sources[0].num_bytes > maker.outputs[0].num_bytes:
+                break
             redone.add(maker)
-            shown = source
+            (shown,) = sources
     return [node for node in forward if node in redone or _is_fixed_node(node)]
-
-
-def _free_source(node: Node) -> Var | None:
-    """Returns the one array that a free node shows, if it is no larger than the node's output."""
-    sources = [operand for operand in variables(node.inputs) if not operand.fixed]
-    if len(sources) != 1 or not isinstance(node.operation, Apply) or not is_free(node):
-        return None
-    return sources[0] if sources[0].num_bytes <= node.outputs[0].num_bytes else None
 
 
 def _is_fixed_node(node: Node) -> bool:
@@ -147,7 +154,7 @@ def _merge_fixed(nodes: Iterable[Node], known: dict[Hashable, Node], twins: _Twi
     """Returns the nodes without those that repeat a fixed node of `known` or of their own; extends both maps."""
     kept = []
     for original in nodes:
-        node = replace(original, inputs=tuple(_renamed(original.inputs, twins)))
+        node = replace(original, inputs=tuple([twins.get(operand, operand) for operand in original.inputs]))
         signature = _signature(node, {}) if _is_fixed_node(node) else None
         if signature is None:
             kept.append(node)
@@ -159,43 +166,33 @@ def _merge_fixed(nodes: Iterable[Node], known: dict[Hashable, Node], twins: _Twi
     return kept
 
 
-def _renamed(operands: Sequence[Operand], twins: _Twins) -> list[Operand]:
-    return [twins.get(operand, operand) for operand in operands]
-
-
 def _signature(node: Node, names: _Names) -> Hashable | None:
     """Returns a key that is equal for nodes that do the same, None for a node that cannot be compared."""
-    operation = _operation_key(node)
-    return None if operation is None else (operation, tuple(_name(operand, names) for operand in node.inputs))
-
-
-def _operation_key(node: Node) -> Hashable | None:
     operation = node.operation
+    key: Hashable
     if operation.effectful:
         return None
     if isinstance(operation, Loop):
-        body = _body_key(operation.body)
+        inner: dict[Operand, Hashable] = {value: number for number, value in enumerate(operation.body.inputs)}
+        lines = []
+        for each in operation.body.nodes:
+            lines.append(_signature(each, inner))
+            for output in each.outputs:
+                inner[output] = len(inner)
+        if None in lines:
+            return None
         kind = (operation.num_constants, operation.num_carries, operation.length, operation.reverse, operation.unroll)
-        return None if body is None else ("loop", kind, operation.batched, body)
-    if not isinstance(operation, Apply):
+        outputs = tuple(_name(operand, inner) for operand in operation.body.outputs)
+        key = ("loop", kind, operation.batched, tuple(lines), outputs)
+    elif isinstance(operation, Apply):
+        try:
+            key = (operation.name, tuple(sorted(operation.params.items())), repr(operation.context))
+            hash(key)
+        except TypeError:  # a parameter that can neither be ordered nor hashed
+            return None
+    else:
         return None
-    try:
-        params = tuple(sorted(operation.params.items()))
-        hash(params)
-    except TypeError:
-        return None
-    return operation.name, params, repr(operation.context)
-
-
-def _body_key(block: Block) -> Hashable | None:
-    names: dict[Operand, Hashable] = {value: number for number, value in enumerate(block.inputs)}
-    lines = []
-    for node in block.nodes:
-        lines.append(_signature(node, names))
-        for output in node.outputs:
-            names[output] = len(names)
-    outputs = [_name(operand, names) for operand in block.outputs]
-    return None if None in lines else (tuple(lines), tuple(outputs))
+    return key, tuple(_name(operand, names) for operand in node.inputs)
 
 
 def _name(operand: Operand, names: _Names) -> Hashable:
@@ -206,3 +203,79 @@ def _name(operand: Operand, names: _Names) -> Hashable:
     if isinstance(array, jax.Array) or np.size(array) != 1:
         return "constant", id(array)
     return "literal", str(getattr(array, "dtype", type(array))), np.asarray(array).tobytes()
+
+
+# -- weight gradients in the dtype in which they are added up ----------------------------------------------------------
+
+_MOVES = frozenset({"reshape", "squeeze", "expand_dims", "transpose"})
+"""The operations that may stand between a product and the cast: they move elements, of any dtype."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _LoneProduct(Apply):
+    """A product that is not joined with others that read the same operand.
+
+    XLA joins such products on GPUs (those of queries, keys and values, say), and then adds their parts to the
+    accumulators in kernels of their own.
+    """
+
+    def run(self, *arrays: Any) -> Sequence[Any]:
+        return super().run(*jax.lax.optimization_barrier(arrays))
+
+
+def widens() -> bool:
+    """Whether products that are gradients of parameters make float32 in what is being traced.
+
+    Where devices hold other rows each, they add up their gradients for every microbatch: rounded ones are half the
+    bytes. XLA has no products of bfloat16 that make float32 for some shapes on CPUs.
+    """
+    return current_target().platform != "cpu" and not other_axes(get_abstract_mesh().shape)
+
+
+def _widen_products(nodes: Sequence[Node], gradients: Sequence[Operand]) -> tuple[list[Node], list[Operand]]:
+    """Returns nodes and ``gradients`` in which products have the wider dtype to which they would be cast.
+
+    A value that is read elsewhere too stays as it is, and so do the products of a loop's passes.
+    """
+    makers: dict[Operand, Node] = {output: node for node in nodes for output in node.outputs}
+    readers: Counter[Operand] = Counter(operand for node in nodes for operand in variables(node.inputs))
+    readers.update(variables(gradients))
+    renewed: dict[Node, Node | None] = {}
+    results: list[Operand] = []
+    for gradient in gradients:
+        shown = gradient
+        for node in _chain(gradient, makers, readers):
+            operation, made = node.operation, node.outputs[0]
+            assert isinstance(operation, Apply)
+            assert isinstance(gradient, Var)
+            if operation.name == "convert_element_type":
+                renewed[node] = None
+                continue
+            wide = Var(made.shape, gradient.dtype, made.fixed, made.varying)
+            if operation.name == "dot_general":
+                params = {**operation.params, "preferred_element_type": np.dtype(gradient.dtype)}
+                product = _LoneProduct(**vars(operation) | {"params": params})
+                renewed[node] = Node(product, node.inputs, (wide,))
+            else:
+                renewed[node] = Node(operation, (shown,), (wide,))
+            shown = wide
+        results.append(shown)
+    return [new for node in nodes if (new := renewed.get(node, node)) is not None], results
+
+
+def _chain(gradient: Operand, makers: Mapping[Operand, Node], readers: Mapping[Operand, int]) -> list[Node]:
+    """Returns the nodes from a product to the gradient, with one cast to its dtype among them; none without such."""
+    chain: list[Node] = []
+    shown, casts = gradient, 0
+    while (node := makers.get(shown)) is not None and readers[shown] == 1 and isinstance(node.operation, Apply):
+        chain.append(node)
+        if node.operation.name == "dot_general":
+            dtypes = {operand.dtype for operand in variables(node.inputs)}
+            return chain[::-1] if casts == 1 and dtypes == {node.outputs[0].dtype} else []
+        if node.operation.name == "convert_element_type":
+            source = str(getattr(node.inputs[0], "dtype", None))
+            casts += source in ("bfloat16", "float16") and str(node.outputs[0].dtype) == "float32"
+        elif node.operation.name not in _MOVES:
+            return []
+        (shown,) = node.inputs
+    return []

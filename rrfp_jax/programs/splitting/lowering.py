@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -29,13 +30,16 @@ from rrfp_jax.programs.splitting.ir import (
     Loop,
     Node,
     Operand,
+    Outlet,
     Port,
     Sharded,
     ShardingConstraint,
     Var,
     is_fixed,
+    loop_parts,
+    restrict,
+    sharded_parts,
 )
-from rrfp_jax.programs.splitting.liveness import Stack, loop_parts, restrict, sharded_parts
 from rrfp_jax.programs.splitting.rules import can_batch
 
 # -- tracing -----------------------------------------------------------------------------------------------------------
@@ -57,13 +61,21 @@ class Structure:
 
         `wanted`, a boolean or a tree of them that is a prefix of `tree`, may deny inexact leaves their gradient.
         """
-        paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        specs = tuple(_spec(leaf) for _, leaf in paths)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
         choice = jax.tree.leaves(jax.tree.broadcast(wanted, tree))
-        mask = tuple(
+        specs = []
+        for _, leaf in leaves:
+            spec = leaf
+            if not isinstance(leaf, jax.ShapeDtypeStruct):
+                aval, sharding = jax.typeof(leaf), getattr(leaf, "sharding", None)
+                placed = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+                spec = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=placed)
+            specs.append(spec)
+        mask = [
             bool(chosen) and jnp.issubdtype(spec.dtype, jnp.inexact) for chosen, spec in zip(choice, specs, strict=True)
-        )
-        return cls(name, treedef, specs, tuple(jax.tree_util.keystr(path) for path, _ in paths), mask)
+        ]
+        paths = tuple(jax.tree_util.keystr(path) for path, _ in leaves)
+        return cls(name, treedef, tuple(specs), paths, tuple(mask))
 
     def flatten(self, tree: Any) -> list[Any]:
         """Returns the leaves of `tree`; raises `ValueError` if it is not like the one that was traced."""
@@ -80,26 +92,16 @@ class Structure:
     def flatten_gradient(self, tree: Any) -> list[Any]:
         """Returns the leaves of a gradient for the differentiable leaves; the others may be None or anything."""
         leaves = self.treedef.flatten_up_to(tree)
-        picked = []
-        for leaf, spec, path, wanted in zip(leaves, self.specs, self.paths, self.differentiable, strict=True):
-            if wanted:
-                _check(f"gradient of {self.name}{path}", leaf, spec)
-                picked.append(leaf)
-        return picked
+        for leaf, spec, path in compress(zip(leaves, self.specs, self.paths, strict=True), self.differentiable):
+            _check(f"gradient of {self.name}{path}", leaf, spec)
+        return list(compress(leaves, self.differentiable))
 
-    def unflatten_gradient(self, gradients: Sequence[Any]) -> Any:
-        """Returns the gradient as a tree of this structure, with None in place of leaves that have none."""
-        rest = iter(gradients)
-        return jax.tree.unflatten(self.treedef, [next(rest) if wanted else None for wanted in self.differentiable])
-
-
-def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    aval = jax.typeof(leaf)
-    sharding = getattr(leaf, "sharding", None)
-    placed = sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=placed)
+    def unflatten(self, picked: Sequence[Any], others: Sequence[Any] | None = None) -> Any:
+        """Returns a tree of this structure: its differentiable leaves are `picked`, the rest those of `others`, which
+        has an entry for every leaf, or None."""
+        rest, others = iter(picked), [None] * len(self.specs) if others is None else others
+        pairs = zip(others, self.differentiable, strict=True)
+        return self.treedef.unflatten([next(rest) if wanted else other for other, wanted in pairs])
 
 
 def _check(name: str, leaf: Any, spec: jax.ShapeDtypeStruct) -> None:
@@ -130,15 +132,12 @@ def trace(
     at_inputs = Structure.of("inputs", inputs, input_gradients)
 
     def run(params_leaves: Sequence[Any], inputs_leaves: Sequence[Any]) -> tuple[Any, Any]:
-        def differentiable(params_picked: Sequence[Any], inputs_picked: Sequence[Any]) -> Any:
-            merged_params = _merge(params_leaves, params_picked, at_params.differentiable)
-            merged_inputs = _merge(inputs_leaves, inputs_picked, at_inputs.differentiable)
-            return fn(at_params.treedef.unflatten(merged_params), at_inputs.treedef.unflatten(merged_inputs))
-
         return jax.vjp(
-            differentiable,
-            _pick(params_leaves, at_params.differentiable),
-            _pick(inputs_leaves, at_inputs.differentiable),
+            lambda params_picked, inputs_picked: fn(
+                at_params.unflatten(params_picked, params_leaves), at_inputs.unflatten(inputs_picked, inputs_leaves)
+            ),
+            list(compress(params_leaves, at_params.differentiable)),
+            list(compress(inputs_leaves, at_inputs.differentiable)),
         )
 
     forward, (outputs, pullback) = jax.make_jaxpr(run, return_shape=True)(list(at_params.specs), list(at_inputs.specs))
@@ -147,25 +146,12 @@ def trace(
     residuals, treedef = jax.tree.flatten(pullback)
 
     def pull(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        rest = iter(cotangents)
-        leaves = [
-            next(rest) if wanted else np.zeros(spec.shape, jax.dtypes.float0)
-            for spec, wanted in zip(at_outputs.specs, at_outputs.differentiable, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, residuals)(jax.tree.unflatten(at_outputs.treedef, leaves))
+        zeros = [np.zeros(spec.shape, jax.dtypes.float0) for spec in at_outputs.specs]
+        return jax.tree.unflatten(treedef, residuals)(at_outputs.unflatten(cotangents, zeros))
 
-    cotangents = _pick(at_outputs.specs, at_outputs.differentiable)
+    cotangents = list(compress(at_outputs.specs, at_outputs.differentiable))
     backward = jax.make_jaxpr(pull)(residuals, cotangents)
     return Traced(forward=forward, backward=backward, params=at_params, inputs=at_inputs, outputs=at_outputs)
-
-
-def _pick(leaves: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    return [leaf for leaf, wanted in zip(leaves, mask, strict=True) if wanted]
-
-
-def _merge(leaves: Sequence[Any], picked: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    rest = iter(picked)
-    return [next(rest) if wanted else leaf for leaf, wanted in zip(leaves, mask, strict=True)]
 
 
 # -- lowering ----------------------------------------------------------------------------------------------------------
@@ -195,7 +181,7 @@ def lower(
 
 def new_var(aval: Any, fixed: bool, unchecked: frozenset[str] = frozenset()) -> Var:
     """Returns a variable for an abstract value or spec."""
-    return Var(aval.shape, aval.dtype, fixed=fixed, varying=jaxprs.varying_axes(aval) | unchecked)
+    return Var(tuple(aval.shape), aval.dtype, fixed, jaxprs.varying_axes(aval) | unchecked)
 
 
 def _lower_equation(
@@ -212,10 +198,8 @@ def _lower_equation(
         return inputs
     if name == "optimization_barrier":
         return _barrier(inputs, nodes)
-    if name == "scan" and not jaxprs.holds_references(equation):
-        return _lower_scan(equation, inputs, nodes, unchecked)
-    if name == "shard_map" and not jaxprs.holds_references(equation):
-        return _lower_shard_map(equation, inputs, nodes, unchecked)
+    if name in ("scan", "shard_map") and not jaxprs.holds_references(equation):
+        return (_lower_scan if name == "scan" else _lower_shard_map)(equation, inputs, nodes, unchecked)
     effectful = jaxprs.effectful(equation)
     fixed = all(map(is_fixed, inputs)) and not effectful
     operation = Apply(primitive=equation.primitive, params=equation.params, context=equation.ctx, effectful=effectful)
@@ -229,7 +213,7 @@ def _constrain(shardings: Sequence[Any], operands: list[Operand], nodes: list[No
     for index, sharding in enumerate(shardings):
         operand = operands[index]
         if isinstance(sharding, jax.sharding.Sharding) and isinstance(operand, Var):
-            result = Var(operand.shape, operand.dtype, fixed=operand.fixed, varying=operand.varying)
+            result = Var(operand.shape, operand.dtype, operand.fixed, operand.varying)
             nodes.append(Node(ShardingConstraint(sharding), (operand,), (result,)))
             results[index] = result
     return results
@@ -238,13 +222,14 @@ def _constrain(shardings: Sequence[Any], operands: list[Operand], nodes: list[No
 def _barrier(operands: list[Operand], nodes: list[Node]) -> list[Operand]:
     # a fixed value needs no barrier: whatever reads it reads another operand too, and waits for that one
     held = [operand for operand in operands if isinstance(operand, Var) and not operand.fixed]
-    released = {value: Var(value.shape, value.dtype, fixed=False, varying=value.varying) for value in held}
+    released = {value: Var(value.shape, value.dtype, False, value.varying) for value in held}
     if released:
         nodes.append(Node(Barrier(), tuple(released), tuple(released.values())))
     return [released.get(operand, operand) if isinstance(operand, Var) else operand for operand in operands]
 
 
 def _lower_scan(equation: Any, inputs: list[Operand], nodes: list[Node], unchecked: frozenset[str]) -> list[Operand]:
+    """Appends a loop without the stacks that repeat one of its inputs or another stack, and a loop for fixed ones."""
     params, (num_constants, num_carries) = equation.params, jaxprs.scan_shape(equation)
     carries = range(num_constants, num_constants + num_carries)
     entries = [
@@ -262,16 +247,12 @@ def _lower_scan(equation: Any, inputs: list[Operand], nodes: list[Node], uncheck
         num_constants=num_constants, num_carries=num_carries, length=params["length"],
         reverse=params["reverse"], unroll=params["unroll"], effectful=any(n.operation.effectful for n in body),
     )  # fmt: skip
-    return _emit_loop(Node(loop, tuple(inputs), tuple(outputs)), loop, nodes)
-
-
-def _emit_loop(whole: Node, loop: Loop, nodes: list[Node]) -> list[Operand]:
-    """Appends a loop without the stacks that repeat one of its inputs or another stack, and a loop for fixed ones."""
+    whole = Node(loop, tuple(inputs), tuple(outputs))
     parts = loop_parts(whole, loop)
     known: dict[Operand, Operand] = {entry.inner: entry.outer for entry in parts.slices}
     forwarded: dict[Var, Operand] = {}
-    varied: list[Stack] = []
-    fixed: list[Stack] = []
+    varied: list[Outlet] = []
+    fixed: list[Outlet] = []
     for stack in parts.stacks:
         if stack.inner in known:
             forwarded[stack.outer] = known[stack.inner]
@@ -279,15 +260,15 @@ def _emit_loop(whole: Node, loop: Loop, nodes: list[Node]) -> list[Operand]:
         known[stack.inner] = stack.outer
         (fixed if stack.outer.fixed else varied).append(stack)
     kept = {s.outer for s in varied} | {c.final for c in parts.carries}
-    keep = [output in kept for output in whole.outputs]
+    keep = [output in kept for output in outputs]
     if any(keep) or loop.effectful:
         nodes.append(restrict(whole, keep))
     if fixed:
-        lone = restrict(whole, [output in {s.outer for s in fixed} for output in whole.outputs], keep_effects=False)
+        lone = restrict(whole, [output in {s.outer for s in fixed} for output in outputs], keep_effects=False)
         assert isinstance(lone.operation, Loop)
         lone_parts = loop_parts(lone, lone.operation)
         nodes.append(lone_parts.node(lone.operation, lone.operation.body.nodes, batched=can_batch(lone.operation.body)))
-    return [forwarded.get(output, output) for output in whole.outputs]
+    return [forwarded.get(output, output) for output in outputs]
 
 
 def _lower_shard_map(
@@ -320,7 +301,7 @@ def _lower_shard_map(
         else:
             known[outlet.inner, outlet.port.spec] = outlet.outer
     for fixed in (False, True):
-        keep = [output.fixed == fixed and output not in forwarded for output in whole.outputs]
+        keep = [output.fixed == fixed and output not in forwarded for output in outputs]
         if any(keep) or (sharded.effectful and not fixed):
             nodes.append(restrict(whole, keep, keep_effects=not fixed))
-    return [forwarded.get(output, output) for output in whole.outputs]
+    return [forwarded.get(output, output) for output in outputs]

@@ -47,23 +47,31 @@ already. It is unique: the vertices that the source still reaches when the flow 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from rrfp_jax.programs.splitting.ir import Barrier, Loop, Node, Operand, Sharded, Var, is_fixed, variables
-from rrfp_jax.programs.splitting.liveness import (
+from jax.sharding import PartitionSpec
+
+from rrfp_jax.programs.splitting.ir import (
+    Barrier,
     Inlet,
-    LoopInput,
+    Loop,
+    Node,
+    Operand,
     Outlet,
-    ShardedParts,
-    Stack,
+    Port,
+    Sharded,
+    Var,
     close_over_carries,
+    is_fixed,
     loop_parts,
     restrict,
     sharded_parts,
     slice_nodes,
+    variables,
 )
 from rrfp_jax.programs.splitting.rules import can_batch, is_free, is_heavy
 
@@ -153,13 +161,16 @@ def _split_loop(node: Node, loop: Loop, keep: Sequence[bool]) -> list[Node]:
         loop.body.nodes, *_sides(loop.body.outputs, closed),
         prices=prices, late=frozenset(carry.before for carry in then),
     )  # fmt: skip
-    stacks = {value: value.stacked(loop.length) for value in body.crossing if value not in entries}
-    crossing = [Stack(inner, outer) for inner, outer in stacks.items()]
-    first = replace(parts, carries=now, stacks=[*kept_stacks, *crossing])
+    stacks = {
+        value: Var((loop.length, *value.shape), value.dtype, value.fixed, value.varying)
+        for value in body.crossing
+        if value not in entries
+    }
+    first = replace(parts, carries=now, stacks=[*kept_stacks, *(Outlet(*pair) for pair in stacks.items())])
     second = replace(
         parts,
         carries=[carry._replace(after=after) for carry, after in zip(then, body.outputs, strict=False)],
-        slices=[*parts.slices, *(LoopInput(outer, inner) for inner, outer in stacks.items())],
+        slices=[*parts.slices, *(Inlet(outer, inner) for inner, outer in stacks.items())],
         stacks=[
             stack._replace(inner=inner) for stack, inner in zip(left_stacks, body.outputs[len(then) :], strict=True)
         ],
@@ -179,11 +190,15 @@ def _split_sharded(node: Node, sharded: Sharded, keep: Sequence[bool]) -> list[N
     inlets: list[Inlet] = []
     for value in body.crossing:
         if value not in prices:
-            outer, port = sharded.crossing(value)
+            # a row of a global array for the piece of every shard that may differ
+            axes = tuple(axis for axis in sharded.mesh.axis_names if axis in value.varying & sharded.axes)
+            num_rows = math.prod(int(sharded.mesh.shape[axis]) for axis in axes)
+            outer = Var((num_rows, *value.shape), value.dtype, False, value.varying - sharded.axes)
+            port = Port(PartitionSpec(axes) if axes else PartitionSpec(None), stacked=True)
             outlets.append(Outlet(value, outer, port))
             inlets.append(Inlet(outer, value, port))
-    first: ShardedParts = replace(parts, outlets=[*kept, *outlets])
-    second: ShardedParts = replace(
+    first = replace(parts, outlets=[*kept, *outlets])
+    second = replace(
         parts,
         inlets=[*parts.inlets, *inlets],
         outlets=[outlet._replace(inner=inner) for outlet, inner in zip(left, body.outputs, strict=True)],
@@ -202,7 +217,7 @@ def _sides(entries: Sequence[Any], keep: Sequence[bool]) -> tuple[list[Any], lis
 
 def _minimum_cut(
     nodes: Sequence[Node],
-    urgent: Collection[Var],
+    urgent: set[Var],
     second: Sequence[Operand],
     prices: Mapping[Var, int],
     late: Collection[Var],
@@ -212,11 +227,6 @@ def _minimum_cut(
     `nodes` are all but barriers, in order, `urgent` the values that I must compute, `second` the outputs of W; `prices`
     and `late` are as in `partition`.
     """
-
-    def is_exclusive(node: Node) -> bool:
-        """Whether the node belongs to the rest and must run on one side only."""
-        return not _is_repeatable(node) and not any(output in urgent for output in node.outputs)
-
     graph = FlowGraph()
     source, sink = "source", "sink"
     graph.add_edge(source, sink, 0)
@@ -238,7 +248,8 @@ def _minimum_cut(
             maker = makers.get(operand)
             if operand in late:
                 graph.add_edge(node, operand)
-            elif not is_urgent and maker is not None and is_exclusive(maker):
+            elif not (is_urgent or maker is None or _is_repeatable(maker) or urgent.intersection(maker.outputs)):
+                # both belong to the rest, and the maker runs on one side only
                 graph.add_edge(node, maker)
         if not is_urgent and is_heavy(node):
             graph.add_edge(node, sink)
@@ -306,30 +317,28 @@ class FlowGraph:
         return depths
 
     def _push(self, start: int, end: int, depths: list[int], nexts: list[int]) -> int:
-        """Sends flow along one shortest path with capacity left; returns how much, 0 if there is none."""
+        """Sends flow along one shortest path with capacity left; returns how much, 0 if there is none.
+
+        `nexts` has for every vertex how many of its edges lead nowhere any more.
+        """
         path: list[int] = []
         vertex = start
         while vertex != end:
-            edge = self._next_edge(vertex, depths, nexts)
-            if edge is not None:
-                path.append(edge)
-                vertex = self._heads[edge]
-            elif path:
-                vertex = self._heads[path.pop() ^ 1]
+            edges = self._edges[vertex]
+            while nexts[vertex] < len(edges):
+                edge = edges[nexts[vertex]]
+                if self._left[edge] > 0 and depths[self._heads[edge]] == depths[vertex] + 1:
+                    path.append(edge)
+                    vertex = self._heads[edge]
+                    break
                 nexts[vertex] += 1
             else:
-                return 0
+                if not path:
+                    return 0
+                vertex = self._heads[path.pop() ^ 1]
+                nexts[vertex] += 1
         pushed = min(self._left[edge] for edge in path)
         for edge in path:
             self._left[edge] -= pushed
             self._left[edge ^ 1] += pushed
         return pushed
-
-    def _next_edge(self, vertex: int, depths: list[int], nexts: list[int]) -> int | None:
-        edges = self._edges[vertex]
-        while nexts[vertex] < len(edges):
-            edge = edges[nexts[vertex]]
-            if self._left[edge] > 0 and depths[self._heads[edge]] == depths[vertex] + 1:
-                return edge
-            nexts[vertex] += 1
-        return None

@@ -15,8 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rrfp_jax.programs.splitting.ir import Apply, Block, Loop, Node, Operand, Sharded, Var
-from rrfp_jax.programs.splitting.liveness import close_over_carries, loop_parts, sharded_parts, slice_nodes
+from rrfp_jax.programs.splitting.ir import (
+    Apply,
+    Block,
+    Loop,
+    Node,
+    Operand,
+    Sharded,
+    Var,
+    close_over_carries,
+    loop_parts,
+    sharded_parts,
+    slice_nodes,
+)
 
 _FREE = frozenset([
     *("bitcast_convert_type", "broadcast_in_dim", "copy", "expand_dims", "iota", "pcast", "pvary", "random_unwrap"),
@@ -52,10 +63,10 @@ def is_heavy(node: Node) -> bool:
     operation = node.operation
     if isinstance(operation, Loop | Sharded):
         return any(is_heavy(inner) for inner in operation.body.nodes)
-    return operation.name in _HEAVY or is_opaque(node)
+    return operation.name in _HEAVY or _is_opaque(node)
 
 
-def is_opaque(node: Node) -> bool:
+def _is_opaque(node: Node) -> bool:
     """Whether the node holds jaxprs or kernels that stay whole."""
     operation = node.operation
     if not isinstance(operation, Apply):
@@ -69,16 +80,15 @@ def can_batch(body: Block) -> bool:
         if isinstance(node.operation, Loop):
             if not can_batch(node.operation.body):
                 return False
-        elif isinstance(node.operation, Sharded) or node.operation.effectful or is_opaque(node):
+        elif isinstance(node.operation, Sharded) or node.operation.effectful or _is_opaque(node):
             return False
     return True
 
 
 def light_outputs(nodes: Sequence[Node], first: Sequence[Operand], second: Sequence[Operand]) -> list[bool]:
     """Says for each output of `second` whether it needs no heavy node beyond those that `first` need."""
-    needed = slice_nodes(nodes, first).needed
     marked: set[Operand] = set()
-    _mark(nodes, needed, marked)
+    _mark(nodes, slice_nodes(nodes, first).needed, marked)
     return [operand not in marked for operand in second]
 
 
@@ -88,28 +98,25 @@ def _mark(nodes: Sequence[Node], needed: set[Var], marked: set[Operand]) -> None
         keep = [output in needed for output in node.outputs]
         operation = node.operation
         if isinstance(operation, Loop):
-            _mark_loop(node, operation, keep, marked)
+            parts = loop_parts(node, operation)
+            needed_inside = close_over_carries(parts, operation, keep)[1].needed if any(keep) else set[Var]()
+            inner: set[Operand] = {e.inner for e in (*parts.constants, *parts.slices) if e.outer in marked}
+            inner |= {carry.before for carry in parts.carries if carry.start in marked}
+            while True:
+                _mark(operation.body.nodes, needed_inside, inner)
+                # a pass reads the carries that the pass before has made of marked values
+                more = {carry.before for carry in parts.carries if carry.after in inner} - inner
+                if not more:
+                    break
+                inner |= more
+            results = zip(operation.body.outputs, node.outputs, strict=True)
+            marked.update(outer for after, outer in results if after in inner)
         elif isinstance(operation, Sharded):
-            parts = sharded_parts(node, operation)
-            wanted = [outlet.inner for outlet, kept in zip(parts.outlets, keep, strict=True) if kept]
+            shards = sharded_parts(node, operation)
+            wanted = [outlet.inner for outlet, kept in zip(shards.outlets, keep, strict=True) if kept]
             needed_inside = slice_nodes(operation.body.nodes, wanted).needed if wanted else set[Var]()
-            inner: set[Operand] = {inlet.inner for inlet in parts.inlets if inlet.outer in marked}
+            inner = {inlet.inner for inlet in shards.inlets if inlet.outer in marked}
             _mark(operation.body.nodes, needed_inside, inner)
-            marked.update(outlet.outer for outlet in parts.outlets if outlet.inner in inner)
+            marked.update(outlet.outer for outlet in shards.outlets if outlet.inner in inner)
         elif not any(keep) and (is_heavy(node) or any(operand in marked for operand in node.inputs)):
             marked.update(node.outputs)
-
-
-def _mark_loop(node: Node, loop: Loop, keep: Sequence[bool], marked: set[Operand]) -> None:
-    parts = loop_parts(node, loop)
-    needed = close_over_carries(parts, loop, keep)[1].needed if any(keep) else set[Var]()
-    inner: set[Operand] = {e.inner for e in (*parts.constants, *parts.slices) if e.outer in marked}
-    inner |= {carry.before for carry in parts.carries if carry.start in marked}
-    while True:
-        _mark(loop.body.nodes, needed, inner)
-        # a pass reads the carries that the pass before has made of marked values
-        more = {carry.before for carry in parts.carries if carry.after in inner} - inner
-        if not more:
-            break
-        inner |= more
-    marked.update(outer for after, outer in zip(loop.body.outputs, node.outputs, strict=True) if after in inner)

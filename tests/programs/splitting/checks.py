@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rrfp_jax.programs.split import SplitBackward, split_backward
+from rrfp_jax.programs.splitting import SplitBackward, split_backward
 from tests.programs.splitting.zoo import Example
 
 

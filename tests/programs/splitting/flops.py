@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 
-from rrfp_jax.programs.split import SplitBackward
+from rrfp_jax.programs.splitting import SplitBackward
 from tests.programs.splitting.checks import output_gradient, reference
 from tests.programs.splitting.zoo import Example
 

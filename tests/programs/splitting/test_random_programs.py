@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.programs.split import split_backward
+from rrfp_jax.programs.splitting import split_backward
 from tests.programs.splitting.checks import check_split
 from tests.programs.splitting.flops import dot_flops, fused_work, split_work
 from tests.programs.splitting.random_programs import Program, make_example, programs

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rrfp_jax.programs.split import split_backward
+from rrfp_jax.programs.splitting import split_backward
 from tests.programs.splitting.checks import assert_close
 from tests.programs.splitting.zoo import ZOO, Example, block, block_params
 

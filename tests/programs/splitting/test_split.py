@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from rrfp_jax.programs.split import split_backward
+from rrfp_jax.programs.splitting import split_backward
 from tests.programs.splitting.checks import (
     assert_close,
     check_split,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rrfp_jax.programs.split import split_backward
+from rrfp_jax.programs.splitting import split_backward
 
 ROWS, WIDTH = 40, 8
 

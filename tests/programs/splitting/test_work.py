@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rrfp_jax.programs.split import split_backward
+from rrfp_jax.programs.splitting import split_backward
 from tests.programs.splitting.flops import dot_flops, fused_work, split_work, xla_flops
 from tests.programs.splitting.zoo import ZOO, Example, block, stack_blocks
 
