@@ -42,7 +42,7 @@ from rrfp_jax.core import (
     TaskFinished,
     ready,
 )
-from rrfp_jax.layout import Layout
+from rrfp_jax.layout import CONTROL_DEGREE, Layout
 from rrfp_jax.programs.agreement import StageReport, agree, merged
 from rrfp_jax.runtime.control_plane import Peers, control_neighbours
 from rrfp_jax.runtime.failure import Failure, FailureReport, StageState, TaskFailed
@@ -51,7 +51,6 @@ from rrfp_jax.runtime.tree_collectives import StepStatistics
 from rrfp_jax.schedules import PipelineGraph, Placement, chain, linear
 from rrfp_jax.schedules.timeline import StepSums
 from rrfp_jax.testing.virtual_network import VirtualNetwork, VirtualRank
-from rrfp_jax.tree import CONTROL_DEGREE
 
 NUM_RANKS = (16, 64, 256, 1024, 4096)
 NUM_STEPS = 5

@@ -32,9 +32,9 @@ from rrfp_jax.commands.studies.machine import RULES, parse_jitter
 from rrfp_jax.core import Order
 from rrfp_jax.core.foresight import ForesightRules
 from rrfp_jax.observe.output_files import check_file
-from rrfp_jax.pools import end_with_parent
 from rrfp_jax.simulation import Costs, Links, Machine, both_directions, constant, for_steps, peak_memory, simulate
 from rrfp_jax.simulation.costs import Durations
+from rrfp_jax.waiting import end_with_parent
 
 
 class Group(NamedTuple):

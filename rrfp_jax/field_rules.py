@@ -169,17 +169,17 @@ def _rule(hint: Any) -> FieldRule:
         return FieldRule(words, lambda value: any(rule.holds(value) for rule in rules))
     if origin is Literal:
         return FieldRule(f"one of {', '.join(map(str, arguments))}", lambda value: value in arguments)
-    if (origin or hint) in _SIMPLE:
-        return _SIMPLE[origin or hint]
-    return _class_rule(hint) if origin is None else _collection_rule(origin, arguments)
-
-
-def _class_rule(kind: Any) -> FieldRule:
-    if getattr(kind, "_is_protocol", False) or isinstance(kind, TypeVar):
-        return _SIMPLE[Any]
-    if hasattr(kind, "_fields"):  # anything with these attributes will do, as in optax
-        return FieldRule(_named(kind), lambda value: all(hasattr(value, field) for field in kind._fields))
-    return FieldRule(_named(kind), lambda value: isinstance(value, kind))
+    says_nothing = getattr(hint, "_is_protocol", False) or isinstance(hint, TypeVar)
+    simple = Any if says_nothing and origin is None else origin or hint
+    if simple in _SIMPLE:
+        return _SIMPLE[simple]
+    if origin is not None:
+        return _collection_rule(origin, arguments)
+    names = getattr(hint, "_fields", None)  # of a named tuple: anything with these attributes will do, as in optax
+    return FieldRule(
+        _named(hint),
+        lambda value: isinstance(value, hint) if names is None else all(hasattr(value, name) for name in names),
+    )
 
 
 _SIMPLE: dict[Any, FieldRule] = {
@@ -191,6 +191,9 @@ _SIMPLE: dict[Any, FieldRule] = {
     float: FieldRule("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     str: FieldRule("text", lambda value: isinstance(value, str)),
 }
+
+
+_PLURALS = {"text": "texts", "anything": "values", "a dictionary": "dictionaries"}
 
 
 def _collection_rule(origin: Any, arguments: tuple[Any, ...]) -> FieldRule:
@@ -212,8 +215,10 @@ def _collection_rule(origin: Any, arguments: tuple[Any, ...]) -> FieldRule:
         )
     if issubclass(origin, Iterable):
         each, kinds = _rule(arguments[0]), {tuple: Sequence, list: Sequence, frozenset: Set}.get(origin, origin)
+        article, _, noun = each.words.partition(" ")
+        plural = _PLURALS.get(each.words) or (f"{noun}s" if article in ("a", "an") else each.words)
         return FieldRule(
-            f"a {'set' if kinds is Set else 'list'} of {_plural(each.words)}",
+            f"a {'set' if kinds is Set else 'list'} of {plural}",
             lambda value: (
                 isinstance(value, kinds)
                 and not isinstance(value, str | bytes)
@@ -227,8 +232,3 @@ def _collection_rule(origin: Any, arguments: tuple[Any, ...]) -> FieldRule:
 def _named(kind: Any) -> str:
     article = "an" if kind.__name__[0] in "AEIOU" else "a"
     return " ".join(filter(None, (article, kind.__name__, _EXAMPLES.get(kind.__name__))))
-
-
-def _plural(words: str) -> str:
-    known = {"text": "texts", "anything": "values", "a dictionary": "dictionaries", "a whole number": "whole numbers"}
-    return known.get(words) or (f"{words.split(' ', 1)[1]}s" if words.startswith(("a ", "an ")) else words)

@@ -1,4 +1,4 @@
-"""Which accelerators this host has, which JAX they call for, and which is installed; found out without JAX.
+"""The accelerators of this host, the JAX that they call for and the one installed, and the limits of its containers.
 
 The standard library is all that is needed here: ``make setup`` runs this file by its path before anything is installed.
 
@@ -15,7 +15,8 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -57,12 +58,23 @@ class Found:
 
 def find_hardware(root: Path = Path("/")) -> Found:
     """Look at NVIDIA's driver, then for TPUs; ``root`` is where ``proc``, ``sys`` and ``dev`` are."""
-    driver, problem = _driver(root)
+    lines, problem = _ask_smi("driver_version")
+    driver = lines[0] if lines and lines[0].partition(".")[0].isdecimal() else None
+    if driver is None and (root / "dev/nvidia0").exists():  # containers may have GPUs without nvidia-smi
+        with suppress(OSError):
+            words = (root / "proc/driver/nvidia/version").read_text().split()
+            driver = next((each for each in words if "." in each and each.replace(".", "").isdecimal()), None)
     if driver is not None:
         fitting = (name for name, oldest in OLDEST_DRIVER.items() if major(driver) >= oldest)
         return Found(next(fitting, CUDA12), f"NVIDIA driver {driver}", driver)
-    if num_tpus := _num_tpus(root):
+    num_tpus = 0
+    for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
+        with suppress(OSError):
+            is_google = vendor.read_text().strip() == _GOOGLE
+            num_tpus += is_google and vendor.with_name("device").read_text().strip() in _TPUS
+    if num_tpus:
         return Found(TPU, f"{num_tpus} TPU chip{'' if num_tpus == 1 else 's'}")
+    problem = problem or f"nvidia-smi ends with code 0: {' '.join(lines)}".rstrip(": .")
     return Found(CPU, f"no NVIDIA GPU ({problem}) and no TPU found")
 
 
@@ -123,14 +135,6 @@ def smallest_gpu_bytes() -> int | None:
     return min(map(int, lines)) * 2**20 if lines and all(line.isdecimal() for line in lines) else None
 
 
-def _driver(root: Path) -> tuple[str | None, str]:
-    """The driver's version where there is a GPU; else why not."""
-    lines, problem = _ask_smi("driver_version")
-    if lines and lines[0].partition(".")[0].isdecimal():
-        return lines[0], ""
-    return _loaded_driver(root), problem or f"nvidia-smi ends with code 0: {' '.join(lines)}".rstrip(": .")
-
-
 def _ask_smi(field: str) -> tuple[list[str], str]:
     """Returns the answer of nvidia-smi, a line for each GPU, without units; or no lines, and why it says nothing."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
@@ -149,26 +153,41 @@ def _ask_smi(field: str) -> tuple[list[str], str]:
     return [], f"nvidia-smi ends with code {done.returncode}" + (f": {told.rstrip('.')}" if told else "")
 
 
-def _loaded_driver(root: Path) -> str | None:
-    """Containers may have GPUs without nvidia-smi."""
-    if not (root / "dev/nvidia0").exists():
-        return None
+# -- limits that Linux control groups, version 1 and 2, put on this process --------------------------------------------
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Returns the bytes that this process's control groups allow, the least of all; None without a limit."""
+    found = [
+        int(text) for text in _group_files(root, "memory", "memory.max", "memory.limit_in_bytes") if text.isdigit()
+    ]
+    return min((limit for limit in found if limit < 1 << 60), default=None)  # version 1 writes a huge number for none
+
+
+def core_quota(root: Path = Path("/")) -> float | None:
+    """Returns the number of cores whose time this process's control groups allow; None without a limit."""
+    old_period = next(_group_files(root, "cpu", "", "cpu.cfs_period_us"), "100000")
+    quotas = (text.partition(" ") for text in _group_files(root, "cpu", "cpu.max", "cpu.cfs_quota_us"))
+    return min((int(q) / int(period or old_period) for q, _, period in quotas if q.isdigit()), default=None)
+
+
+def _group_files(root: Path, controller: str, new_name: str, old_name: str) -> Iterator[str]:
+    """Yields the text of a file in the folders of this process's group and of all groups above it."""
     try:
-        words = (root / "proc/driver/nvidia/version").read_text().split()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return None
-    return next((word for word in words if word.count(".") >= 1 and word.replace(".", "").isdecimal()), None)
-
-
-def _num_tpus(root: Path) -> int:
-    count = 0
-    for vendor in root.glob("sys/bus/pci/devices/*/vendor"):
-        try:
-            is_google = vendor.read_text().strip() == _GOOGLE
-            count += is_google and vendor.with_name("device").read_text().strip() in _TPUS
-        except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", maxsplit=2)
+        if controllers and controller not in controllers.split(","):
             continue
-    return count
+        # A line without controllers is that of version 2, whose groups lie in one tree.
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            file = folder / (old_name if controllers else new_name)
+            if folder.is_relative_to(mount) and file.is_file():
+                yield file.read_text().strip()
 
 
 # -- what `make setup` asks ----------------------------------------------------------------------------------------
@@ -189,7 +208,10 @@ def choose(wanted: str) -> tuple[str, str]:
     found, installed = find_hardware(), installed_accelerators()
     if wanted:
         _check_alone(wanted, installed)
-        return wanted, f"JAX for {wanted}, as ACCELERATOR says{_doubt(wanted, found)}"
+        doubt, oldest = "", OLDEST_DRIVER.get(wanted, 0)
+        if found.driver is not None and major(found.driver) < oldest:  # no error: it may be for another host
+            doubt = f"; note that it needs NVIDIA driver {oldest}, and this host has {found.driver}"
+        return wanted, f"JAX for {wanted}, as ACCELERATOR says{doubt}"
     if found.is_too_old:
         raise ValueError(
             f"{found.why} is {too_old()}: update the driver, or leave the GPU out by 'make setup ACCELERATOR=cpu'"
@@ -216,15 +238,11 @@ def _system_jax() -> str:
         found = version("jax")
     except PackageNotFoundError:
         raise ValueError(f"{sys.base_prefix} has no JAX, and {oldest} or newer is needed: {other}") from None
-    if _release(found) < _release(oldest):
+    # The numbers at the beginning of each version count, as 0.10.2 of 0.10.2.dev3+local.
+    ours, least = (list(map(int, re.findall(r"\d+", re.split(r"[^\d.]", text)[0]))) for text in (found, oldest))
+    if ours < least:
         raise ValueError(f"{sys.base_prefix} has JAX {found}, and {oldest} or newer is needed: {other}")
     return found
-
-
-def _release(text: str) -> list[int]:
-    """Returns the numbers at the beginning of a version, as [0, 10, 2] of ``0.10.2.dev3+local``."""
-    found = re.match(r"\d+(\.\d+)*", text)
-    return [int(part) for part in found[0].split(".")] if found else []
 
 
 def _check_alone(chosen: str, installed: Mapping[str, str]) -> None:
@@ -243,17 +261,6 @@ def _check_alone(chosen: str, installed: Mapping[str, str]) -> None:
         f"the environment holds {held} and is to be for {chosen}, but {reason}: run "
         f"'{replacement(chosen, *others)}'{keep}"
     )
-
-
-def _doubt(wanted: str, found: Found) -> str:
-    """Returns a remark where this host's driver is too old for the accelerator that the user names, else no text.
-
-    It is no error, as the environment may be for another host.
-    """
-    oldest = OLDEST_DRIVER.get(wanted, 0)
-    if found.driver is None or major(found.driver) >= oldest:
-        return ""
-    return f"; note that it needs NVIDIA driver {oldest}, and this host has {found.driver}"
 
 
 def main(wanted: str, file: str) -> int:

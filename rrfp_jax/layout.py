@@ -5,7 +5,9 @@ axes, ``tensor`` and others. Devices are numbered with the first of these axes i
 dealt out to the ranks (processes) in that order, the same number to each. So a rank may host several units, and a unit
 may span several ranks, which then form its *group*.
 
-The axes of a stage's mesh: their names, sizes and order.
+Control messages travel along a tree over places 0 to n - 1, the ranks of a run or of a group, with place 0 as the root.
+With degree d the children of place i are ``d * i + 1`` to ``d * i + d``, as in a heap. So every place computes its
+neighbours from its own number, has at most d + 1 of them, and a message passes at most log_d(n) places each way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,15 +111,6 @@ class Layout:
         check_fields(self, AT_LEAST_1, "num_stages", "data", "tensor", "num_ranks")
         if self.mesh and self.tensor > 1:
             raise ValueError(f"tensor is {self.tensor} beside a mesh: give it in mesh alone")
-        self._check_sizes()
-        if self.num_devices % self.num_ranks:
-            raise ValueError(
-                f"{self.num_stages} stages x data {self.data} x {self.axes} need {self.num_devices} devices, "
-                f"which cannot be dealt out evenly to {self.num_ranks} processes: start a number of processes that "
-                f"divides {self.num_devices}"
-            )
-
-    def _check_sizes(self) -> None:
         if len(self.axes_of_stage) != self.num_stages:
             raise ValueError(
                 f"{len(self.axes_of_stage)} meshes are given for {self.num_stages} stages: give one for each"
@@ -128,6 +121,12 @@ class Layout:
             raise ValueError(
                 f"stage 0 has {describe_axes(self.axes_of_stage[0])}, {sizes[0]} devices, and stage {odd} "
                 f"{describe_axes(self.axes_of_stage[odd])}, {sizes[odd]}: give all stages equally many"
+            )
+        if self.num_devices % self.num_ranks:
+            raise ValueError(
+                f"{self.num_stages} stages x data {self.data} x {self.axes} need {self.num_devices} devices, "
+                f"which cannot be dealt out evenly to {self.num_ranks} processes: start a number of processes that "
+                f"divides {self.num_devices}"
             )
 
     @property
@@ -206,9 +205,8 @@ class Layout:
         wanted = range(rank * self.devices_per_rank, (rank + 1) * self.devices_per_rank)
         if num_devices >= len(wanted):
             return tuple(range(len(wanted)))
-        stages = [
-            len(list(devices)) for _, devices in groupby(wanted, lambda device: device // self._devices_per_stage)
-        ]
+        per_stage = self.data * self.unit_size
+        stages = [len(list(devices)) for _, devices in groupby(wanted, lambda device: device // per_stage)]
         num_sets = num_devices // max(stages)
         if not num_sets:
             raise ValueError(
@@ -217,10 +215,6 @@ class Layout:
             )
         firsts = [number * num_sets // len(stages) * max(stages) for number in range(len(stages))]
         return tuple(first + i for first, size in zip(firsts, stages, strict=True) for i in range(size))
-
-    @property
-    def _devices_per_stage(self) -> int:
-        return self.data * self.unit_size
 
     @cached_property
     def _ranks_of(self) -> tuple[tuple[int, ...], ...]:
@@ -233,3 +227,24 @@ class Layout:
         """Returns the layout in words, as ``2 stages x data 2 x tensor 2 on 4 processes``."""
         processes = "process" if self.num_ranks == 1 else "processes"
         return f"{self.num_stages} stages x data {self.data} x {self.axes} on {self.num_ranks} {processes}"
+
+
+CONTROL_DEGREE = 4
+"""The largest number of children of a place: a wider tree is less deep, and busier at each place."""
+
+
+def parent(place: int, degree: int = CONTROL_DEGREE) -> int | None:
+    """Returns the place above; None for 0, the root."""
+    return (place - 1) // degree if place else None
+
+
+def children(place: int, num_places: int, degree: int = CONTROL_DEGREE) -> range:
+    """Returns the places right below, ascending."""
+    first = degree * place + 1
+    return range(min(first, num_places), min(first + degree, num_places))
+
+
+def neighbours(place: int, num_places: int, degree: int = CONTROL_DEGREE) -> tuple[int, ...]:
+    """Returns the place above, if there is one, and the places right below."""
+    above = parent(place, degree)
+    return (*(() if above is None else (above,)), *children(place, num_places, degree))

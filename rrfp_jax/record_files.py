@@ -1,13 +1,17 @@
 """Read files that may come from anybody: nothing here waits, or grows beyond bounds that the file cannot move.
 
 A file is bounded before it is read, and JSON before it is unfolded: one byte of it may become sixty bytes of Python's
-objects. (:mod:`rrfp_jax.yaml_text` does the same for YAML.)
+objects. YAML is read as people mean it: ``10:13`` is text, and no number to the base of 60 as YAML 1.1 has it. Depth,
+number and size of its values are bounded, and aliases are refused: with them a few lines stand for billions of values,
+which any copy, or a sentence that quotes them, would unfold.
 """
 
 import errno
 import json
 import os
+import re
 import stat
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,12 @@ _LARGEST_BYTES = 1 << 28
 _MOST_VALUES = 10_000_000
 """Largest number of values in any JSON that is read: about a gigabyte of Python's objects, the text included."""
 _MOST_DEPTH = 100
+_MOST_YAML_VALUES, _MOST_YAML_DEPTH = 50_000, 50
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_WHOLE = re.compile(r"[-+]?(0b[01_]+|0[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_REAL = re.compile(
+    r"([-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+)
 
 
 def read_record(path: Path, most_bytes: int = _LARGEST_BYTES) -> tuple[bytes, os.stat_result]:
@@ -55,13 +65,59 @@ def parse_json(data: bytes | str) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    level = [value] if _has_more(value) else []
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(_MOST_DEPTH):
-        level = [each for one in level for each in (one.values() if isinstance(one, dict) else one) if _has_more(each)]
+        below = (each for one in level for each in (one.values() if isinstance(one, dict) else one))
+        level = [each for each in below if isinstance(each, dict | list)]
         if not level:
             return value
     raise ValueError("it is nested too deep")
 
 
-def _has_more(value: Any) -> bool:
-    return isinstance(value, dict | list)
+def read_yaml(text: str) -> Any:
+    """Returns the value of a YAML text.
+
+    Raises yaml.YAMLError if the text is no YAML, or YAML without bounds, and ValueError for dates and numbers that do
+    not exist.
+    """
+    import yaml
+
+    if len(text) > TEXT_BYTES:
+        raise yaml.YAMLError(f"it has more than {TEXT_BYTES:,} characters")
+    return yaml.load(text, _yaml_loader())
+
+
+@cache
+def _yaml_loader() -> Any:
+    """Returns YAML's own loader, except for numbers and for values without bounds.
+
+    The library is imported on first use: most who read records read no YAML.
+    """
+    import yaml
+
+    def refused(why: str, mark: Any) -> yaml.MarkedYAMLError:
+        return yaml.MarkedYAMLError(None, None, why, mark)
+
+    class Loader(yaml.SafeLoader):
+        yaml_implicit_resolvers = {  # noqa: RUF012 - as the base class has it
+            first: [(tag, pattern) for tag, pattern in known if tag not in (_INT, _FLOAT)]
+            for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+        depth = num_values = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            if self.check_event(yaml.AliasEvent):
+                raise refused("an alias (*name) stands here: write the value out", mark)
+            self.depth, self.num_values = self.depth + 1, self.num_values + 1
+            if self.depth > _MOST_YAML_DEPTH:
+                raise refused(f"the value is nested more than {_MOST_YAML_DEPTH} deep", mark)
+            if self.num_values > _MOST_YAML_VALUES:
+                raise refused(f"there are more than {_MOST_YAML_VALUES} values", mark)
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
+    Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
+    Loader.add_implicit_resolver(_FLOAT, _REAL, list("-+0123456789."))
+    return Loader

@@ -7,7 +7,7 @@ value must be of the type that its field is annotated with, and every record's o
 type are made once, so that records may travel in every step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -30,10 +30,18 @@ def to_plain(value: Any) -> Any:
 
 
 @cache
-def _writer(kind: Any) -> Callable[[Any], Any]:
+def _writer(kind: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 - one for each kind
     """Returns the function that makes values of exactly this type plain."""
-    if kind is not Task and issubclass(kind, tuple | list | dict | frozenset):
-        return _collection_writer(kind)
+    if kind in (Task, TaskKind):
+        return str
+    if hasattr(kind, "_fields"):
+        return lambda value: [kind.__name__, *map(to_plain, value)]
+    if issubclass(kind, dict):
+        return lambda value: [[to_plain(key), to_plain(item)] for key, item in value.items()]
+    if issubclass(kind, frozenset):
+        return lambda value: [to_plain(item) for item in sorted(value)]
+    if issubclass(kind, tuple | list):
+        return lambda value: [to_plain(item) for item in value]
     if is_dataclass(kind):
         names = _recorded(kind)
         return lambda value: {name: to_plain(getattr(value, name)) for name in names}
@@ -41,8 +49,6 @@ def _writer(kind: Any) -> Callable[[Any], Any]:
         return lambda value: value.value
     if issubclass(kind, Real) and kind is not bool:  # NumPy's numbers too
         return _plain_integer if issubclass(kind, Integral) else float
-    if kind in (Task, TaskKind):
-        return str
     if kind in (NoneType, str, bool):
         return lambda value: value
     raise TypeError(f"{kind.__name__} is no record and no part of one")
@@ -52,16 +58,6 @@ def _plain_integer(value: Any) -> int | str:
     """Returns the number; beyond 64 bits, where not every reader of plain data follows, as hexadecimal text."""
     number = int(value)
     return number if -(1 << 63) <= number < 1 << 64 else hex(number)
-
-
-def _collection_writer(kind: Any) -> Callable[[Any], Any]:
-    if hasattr(kind, "_fields"):
-        return lambda value: [kind.__name__, *map(to_plain, value)]
-    if issubclass(kind, dict):
-        return lambda value: [[to_plain(key), to_plain(item)] for key, item in value.items()]
-    if issubclass(kind, frozenset):
-        return lambda value: [to_plain(item) for item in sorted(value)]
-    return lambda value: [to_plain(item) for item in value]
 
 
 def from_plain(kind: Any, data: Any) -> Any:
@@ -77,31 +73,40 @@ _Reader = Callable[[Any, str], Any]
 
 
 @cache
-def _reader(kind: Any) -> _Reader:
+def _reader(kind: Any) -> _Reader:  # noqa: PLR0911 - one for each kind
+    """Returns the function that reads values of this annotation."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return _union(arguments)
-    if origin in (frozenset, list) or (origin is tuple and arguments[1:] == (...,)):
-        return _sequence(origin, arguments[0])
-    if origin is dict:
-        return _sequence(dict, tuple.__class_getitem__(arguments))
-    return _tuple(arguments) if origin is tuple else _reader_of_class(kind)
-
-
-def _reader_of_class(kind: Any) -> _Reader:
+    if origin in (frozenset, list, dict) or (origin is tuple and arguments[1:] == (...,)):
+        item = _reader(tuple.__class_getitem__(arguments) if origin is dict else arguments[0])
+        return lambda data, where: origin(item(each, f"an item of {where}") for each in _items(data, None, where))
+    if origin is tuple:
+        readers = [_reader(argument) for argument in arguments]
+        return lambda data, where: tuple(
+            reader(item, f"an item of {where}")
+            for reader, item in zip(readers, _items(data, len(readers), where), strict=True)
+        )
     if kind is Task:
-        return _task
+        return _text("a task", Task.parse)
     if kind is TaskKind:
-        return _task_kind
-    if hasattr(kind, "_fields"):
-        return _named_tuple(kind)
-    if is_dataclass(kind):
-        return _dataclass(kind)
-    return _enum(kind) if issubclass(kind, Enum) else _scalar(kind)
+        return _text("a kind of task", TaskKind)
+    if hasattr(kind, "_fields") or is_dataclass(kind):
+        return _record(kind)
+    if issubclass(kind, Enum):
+        values = [member.value for member in kind]
+        return _text(f"one of {', '.join(map(str, values))}", kind, values)
+    return _scalar(kind)
 
 
 def _refuse(data: Any, expected: str, where: str) -> MalformedRecord:
     return MalformedRecord(f"{where} is {shown(data):.60} where {expected} is expected")
+
+
+def _items(data: Any, number: int | None, where: str) -> list[Any]:
+    if not isinstance(data, list) or number not in (None, len(data)):
+        raise _refuse(data, "a list" if number is None else f"a list of {number}", where)
+    return data
 
 
 def _scalar(kind: type) -> _Reader:
@@ -117,63 +122,37 @@ def _scalar(kind: type) -> _Reader:
     return read
 
 
-def _task(data: Any, where: str) -> Task:
-    if not isinstance(data, str):
-        raise _refuse(data, "a task", where)
-    task: Task = _checked(Task.parse, where, data)
-    return task
-
-
-def _task_kind(data: Any, where: str) -> TaskKind:
-    if not isinstance(data, str):
-        raise _refuse(data, "a kind of task", where)
-    kind: TaskKind = _checked(TaskKind, where, data)
-    return kind
-
-
-def _enum(kind: type[Enum]) -> _Reader:
-    by_value = {member.value: member for member in kind}
-
-    def read(data: Any, where: str) -> Enum:
-        if not isinstance(data, str) or data not in by_value:
-            raise _refuse(data, f"one of {', '.join(map(str, by_value))}", where)
-        return by_value[data]
-
-    return read
-
-
-def _items(data: Any, number: int | None, where: str) -> list[Any]:
-    if not isinstance(data, list) or number not in (None, len(data)):
-        raise _refuse(data, "a list" if number is None else f"a list of {number}", where)
-    return data
-
-
-def _sequence(container: type, item: Any) -> _Reader:
-    reader = _reader(item)
-    return lambda data, where: container(reader(each, f"an item of {where}") for each in _items(data, None, where))
-
-
-def _tuple(kinds: tuple[Any, ...]) -> _Reader:
-    readers = [_reader(kind) for kind in kinds]
-
-    def read(data: Any, where: str) -> tuple[Any, ...]:
-        items = _items(data, len(readers), where)
-        return tuple(reader(item, f"an item of {where}") for reader, item in zip(readers, items, strict=True))
-
-    return read
-
-
-def _named_tuple(kind: Any) -> _Reader:
-    hints = get_type_hints(kind)
-    readers = [(name, _reader(hints[name])) for name in kind._fields]
+def _text(expected: str, make: Callable[[str], Any], known: Collection[str] | None = None) -> _Reader:
+    """Returns the reader of values that ``make`` makes of a text, one of ``known`` if there are any."""
 
     def read(data: Any, where: str) -> Any:
+        if not isinstance(data, str) or (known is not None and data not in known):
+            raise _refuse(data, expected, where)
+        return _checked(make, where, data)
+
+    return read
+
+
+def _record(kind: Any) -> _Reader:
+    """Returns the reader of a named tuple, whose list begins with its name, or of a dataclass."""
+    hints = get_type_hints(kind)
+    is_tuple = hasattr(kind, "_fields")
+    readers = {name: _reader(hints[name]) for name in (kind._fields if is_tuple else _recorded(kind))}
+
+    def read_tuple(data: Any, where: str) -> Any:
         name, *items = _items(data, len(readers) + 1, where)
         if name != kind.__name__:
             raise _refuse(data, kind.__name__, where)
-        return kind(*(reader(item, f"{field} of {name}") for (field, reader), item in zip(readers, items, strict=True)))
+        each = zip(readers.items(), items, strict=True)
+        return kind(*(reader(item, f"{field} of {name}") for (field, reader), item in each))
 
-    return read
+    def read_fields(data: Any, where: str) -> Any:
+        if not isinstance(data, dict) or data.keys() != readers.keys():
+            raise _refuse(data, f"an object with {', '.join(readers)}", where)
+        values = {name: reader(data[name], f"{name} of {kind.__name__}") for name, reader in readers.items()}
+        return _checked(kind, where, **values)
+
+    return read_tuple if is_tuple else read_fields
 
 
 def _union(kinds: tuple[Any, ...]) -> _Reader:
@@ -192,19 +171,6 @@ def _union(kinds: tuple[Any, ...]) -> _Reader:
         if not others:
             raise _refuse(data, " or ".join(named), where)
         return others[0](data, where)
-
-    return read
-
-
-def _dataclass(kind: Any) -> _Reader:
-    hints = get_type_hints(kind)
-    readers = {name: _reader(hints[name]) for name in _recorded(kind)}
-
-    def read(data: Any, where: str) -> Any:
-        if not isinstance(data, dict) or data.keys() != readers.keys():
-            raise _refuse(data, f"an object with {', '.join(readers)}", where)
-        values = {name: reader(data[name], f"{name} of {kind.__name__}") for name, reader in readers.items()}
-        return _checked(kind, where, **values)
 
     return read
 

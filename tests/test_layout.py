@@ -1,10 +1,10 @@
-"""Units, devices and ranks of a layout."""
+"""Units, devices and ranks of a layout, the axes of its meshes, and the tree of control messages."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.layout import Layout
+from rrfp_jax.layout import CONTROL_DEGREE, Layout, children, parent
 
 
 @st.composite
@@ -82,3 +82,59 @@ def test_how_stages_share_devices() -> None:
         Layout(num_stages=4, data=2, tensor=2).shared_devices(0, 3)
     with pytest.raises(ValueError, match=r"data 1 x tensor 2 x fsdp 2 need 4 of their own"):
         Layout(num_stages=4, mesh={"tensor": 2, "fsdp": 2}).shared_devices(0, 3)
+
+
+def test_the_first_axis_is_innermost_and_all_make_a_unit() -> None:
+    layout = Layout(num_stages=2, data=2, mesh={"tensor": 2, "fsdp": 3}, num_ranks=4)
+    assert (layout.unit_size, layout.num_devices) == (6, 24)
+    assert layout.axes_of_stage == ((("tensor", 2), ("fsdp", 3)),) * 2
+    assert layout.devices_of(2) == (6, 7, 8, 9, 10, 11)
+    assert layout.describe() == "2 stages x data 2 x tensor 2 x fsdp 3 on 4 processes"
+    assert Layout(num_stages=1, tensor=4).axes_of_stage == ((("tensor", 4),),)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tensor", "message"),
+    [
+        ({"data": 2}, 1, "mesh has an axis 'data': take another name"),
+        ({"two words": 2}, 1, "mesh has an axis 'two words'"),
+        ({"fsdp": 0}, 1, "mesh has 0 devices along fsdp: give at least 1"),
+        ({"fsdp": 2}, 2, "tensor is 2 beside a mesh: give it in mesh alone"),
+    ],
+)
+def test_meshes_that_are_none_are_refused(mesh: dict[str, int], tensor: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(num_stages=2, mesh=mesh, tensor=tensor)
+
+
+def test_stages_may_have_meshes_of_their_own_of_one_size() -> None:
+    layout = Layout(num_stages=2, mesh=[{"fsdp": 4}, {"tensor": 4}])
+    assert layout.describe() == "2 stages x data 1 x fsdp 4 or tensor 4 on 1 process"
+    with pytest.raises(ValueError, match="stage 0 has fsdp 4, 4 devices, and stage 1 tensor 2, 2: give all stages"):
+        Layout(num_stages=2, mesh=[{"fsdp": 4}, {"tensor": 2}])
+    with pytest.raises(ValueError, match="1 meshes are given for 2 stages: give one for each"):
+        Layout(num_stages=2, mesh=[{"fsdp": 4}])
+
+
+def test_devices_that_do_not_fit_name_all_axes() -> None:
+    with pytest.raises(ValueError, match="2 stages x data 1 x tensor 2 x fsdp 3 need 12 devices"):
+        Layout(num_stages=2, mesh={"tensor": 2, "fsdp": 3}, num_ranks=5)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, CONTROL_DEGREE, 8])
+@pytest.mark.parametrize("num_places", [1, 2, 5, 6, 21, 22, 100])
+def test_every_place_but_the_root_has_one_parent_that_knows_it(num_places: int, degree: int) -> None:
+    below = [child for place in range(num_places) for child in children(place, num_places, degree)]
+    assert below == list(range(1, num_places))
+    assert parent(0, degree) is None
+    for place in range(num_places):
+        assert len(children(place, num_places, degree)) <= degree
+        for child in children(place, num_places, degree):
+            assert parent(child, degree) == place
+
+
+def test_the_way_to_the_root_is_short() -> None:
+    depth, place = 0, 4095
+    while (above := parent(place)) is not None:
+        depth, place = depth + 1, above
+    assert depth == 6

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.paper.question import Measured, Question
 from experiments.paper.rows import Cell, RowFile
-from rrfp_jax.pools import end_with_parent
+from rrfp_jax.waiting import end_with_parent
 
 QUICK, FULL = "quick", "full"
 _LINE_EVERY_S = 20.0

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from rrfp_jax.exit_codes import NO_PROGRESS, PEER_LOST
-from rrfp_jax.pools import end_with_parent, spawning
+from rrfp_jax.waiting import end_with_parent, spawning
 
 _PATIENCE_S = 1800.0
 """Seconds without the end of any job before the study fails; the longest job takes seconds."""

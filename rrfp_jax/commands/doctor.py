@@ -53,9 +53,17 @@ from rrfp_jax.cluster.host import addresses_of, is_misleading, listens_on, ranks
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.control_groups import core_quota, memory_limit
 from rrfp_jax.exit_codes import BAD_INPUT, DONE
-from rrfp_jax.hardware import CPU, PACKAGES, find_hardware, install_command, installed_accelerators, too_old
+from rrfp_jax.hardware import (
+    CPU,
+    PACKAGES,
+    core_quota,
+    find_hardware,
+    install_command,
+    installed_accelerators,
+    memory_limit,
+    too_old,
+)
 from rrfp_jax.observe.output_files import check_folder
 from rrfp_jax.runtime.jax_environment import idle_plugin, two_cudas
 from rrfp_jax.version import __version__

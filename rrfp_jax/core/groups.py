@@ -101,9 +101,9 @@ from rrfp_jax.core.explain import IllegalTransition, illegal_transition
 from rrfp_jax.core.foresight import Estimates
 from rrfp_jax.core.stage_setup import StageSetup
 from rrfp_jax.core.step_plan import StepPlan
+from rrfp_jax.layout import children, parent
 from rrfp_jax.schedules import PipelineGraph, Task, bits
 from rrfp_jax.schedules.timeline import IdleReason
-from rrfp_jax.tree import children, parent
 
 LEADER = 0
 """The member that leads a group."""

@@ -8,7 +8,7 @@ condition that fires by itself and may send messages; it is never dispatched. Th
 * *complete here* and *complete in all replicas*, of a chunk with copies in other replicas: they send to each other
   along a tree of the replicas, up and then down, and R follows;
 * *report*: the stage has done its part of the step's agreement, and the reports of the stages below it in the tree of
-  stages (:mod:`rrfp_jax.tree`) are in; sends one report for all of them to the stage above;
+  stages (:mod:`rrfp_jax.layout`) are in; sends one report for all of them to the stage above;
 * *taken*, of a chunk that reads ahead (:mod:`rrfp_jax.core.memory`): all its readers on other stages have sent their
   receipts, so that the chunk's step ends no sooner;
 * *verdict*: on stage 0, the root, its report is complete; elsewhere, the verdict has arrived from above. Sends it to
@@ -24,8 +24,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from rrfp_jax.core.events import Message, MessageKind
+from rrfp_jax.layout import CONTROL_DEGREE, children, parent
 from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task, TaskKind
-from rrfp_jax.tree import CONTROL_DEGREE, children, parent
 
 LANE = {TaskKind.F: 0, TaskKind.B: 1, TaskKind.I: 1, TaskKind.W: 2, TaskKind.R: 3, TaskKind.U: 3}
 """Ready tasks queue in four lanes: forwards, input gradients, weight gradients, and the tasks of the step's end."""

@@ -36,8 +36,7 @@ from rrfp_jax.hf._tensor_names import fits
 from rrfp_jax.hf.model_sections import ModelSections, model_differences
 from rrfp_jax.hf.new_folder import copy_file, new_folder
 from rrfp_jax.hf.tensor_files import read_json
-from rrfp_jax.record_files import TEXT_BYTES, read_record
-from rrfp_jax.yaml_text import read_yaml
+from rrfp_jax.record_files import TEXT_BYTES, read_record, read_yaml
 
 MODEL, CHECKPOINTS, CARRIED = "model.yaml", "checkpoints", "hugging-face"
 CONFIG = "config.json"

@@ -22,10 +22,9 @@ from rrfp_jax.models.cuts import ChunkLayout
 from rrfp_jax.planner.analytic_costs import analytic_book
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.cut_problem import MemoryBudget
-from rrfp_jax.record_files import read_record
+from rrfp_jax.record_files import read_record, read_yaml
 from rrfp_jax.simulation import simulate
 from rrfp_jax.training.run_directory import CONFIG
-from rrfp_jax.yaml_text import read_yaml
 
 _CPU = Device(
     name="cpu",

@@ -15,7 +15,7 @@ import psutil
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_parts import context_cut, pixel_scale, vision_language_config
-from rrfp_jax.control_groups import memory_limit
+from rrfp_jax.hardware import memory_limit
 from rrfp_jax.models import language_model, vision_language_model
 from rrfp_jax.models.cuts import ChunkContents, plan_cut
 from rrfp_jax.models.vision_config import VisionConfig

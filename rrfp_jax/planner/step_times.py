@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from rrfp_jax.core import MessageKind
 from rrfp_jax.costs import CutModel, ModelCosts
+from rrfp_jax.layout import parent
 from rrfp_jax.planner.search_space import Point
 from rrfp_jax.schedules import ScheduleTable, TaskKind
 from rrfp_jax.schedules.table import all_needed
 from rrfp_jax.simulation import lower_bound
 from rrfp_jax.simulation.costs import DURATION_SLOTS, Durations
-from rrfp_jax.tree import parent
 
 StepTimes = NDArray[np.float64]
 """Milliseconds of each draw."""

@@ -16,7 +16,7 @@ from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.cluster.config import host_of
 from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.field_rules import typed
-from rrfp_jax.layout import Layout
+from rrfp_jax.layout import Layout, neighbours
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.control_plane import Peers, StopRequests, control_neighbours
@@ -43,7 +43,6 @@ from rrfp_jax.runtime.transports.transfer import (
 )
 from rrfp_jax.schedules import Placement
 from rrfp_jax.schedules.timeline import Timeline
-from rrfp_jax.tree import neighbours
 
 _LOG = logging.getLogger(__name__)
 _FAREWELL_S = 1.0

@@ -22,6 +22,7 @@ import jax
 from rrfp_jax.core import Message, MessageKind, StepRules
 from rrfp_jax.core.groups import check_engines
 from rrfp_jax.core.replicas import Replication
+from rrfp_jax.layout import children, parent
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree, merged
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.chunk import Loss
@@ -38,7 +39,6 @@ from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.runtime.transports.edges import is_on_host
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
-from rrfp_jax.tree import children, parent
 
 
 @dataclass(kw_only=True)

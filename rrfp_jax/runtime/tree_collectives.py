@@ -1,4 +1,4 @@
-"""Collectives of plain data along the control tree (:mod:`rrfp_jax.tree`): the all-gather, and the step statistics.
+"""Collectives of plain data along the control tree (:mod:`rrfp_jax.layout`): the all-gather, and the step statistics.
 
 In both a rank sends and receives one message per tree neighbour and direction, whatever the size of the run.
 
@@ -22,8 +22,8 @@ from typing import Any
 
 from rrfp_jax.cluster import MalformedMessage, PeerNetwork
 from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
+from rrfp_jax.layout import children, parent
 from rrfp_jax.schedules.timeline import IdleReason, StepSums
-from rrfp_jax.tree import children, parent
 from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)

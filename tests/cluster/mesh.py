@@ -19,7 +19,7 @@ import pytest
 
 from rrfp_jax.cluster import LoopThread, NetworkSettings, PeerAddress, PeerNetwork, RunKey
 from rrfp_jax.cluster.wire import pack_plain
-from rrfp_jax.tree import children, parent
+from rrfp_jax.layout import children, parent
 
 PATIENCE_S = 30.0
 START_S = 60.0

@@ -16,7 +16,7 @@ SIMULATE = ("simulate", "--num-stages", "2", "--num-microbatches", "2")
 RRFP = (sys.executable, "-P", "-m", "rrfp_jax.commands.main")
 POOL = """
 from concurrent.futures import ProcessPoolExecutor
-from rrfp_jax.pools import end_with_parent, spawning
+from rrfp_jax.waiting import end_with_parent, spawning
 if __name__ == "__main__":
     with spawning() as context, ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
         print(pool.submit(abs, -7).result())

@@ -25,7 +25,7 @@ from rrfp_jax.commands.doctor import (
     guarded,
     main,
 )
-from rrfp_jax.control_groups import core_quota, memory_limit
+from rrfp_jax.hardware import core_quota, memory_limit
 from tests.commands.running import ROOT
 from tests.environment import of_child
 from tests.fake_hosts import fake_package, fake_plugin, fake_smi

@@ -3,8 +3,8 @@
 import pytest
 
 from rrfp_jax.core import Agreement, Message, MessageKind, StepRules, stage_plan
+from rrfp_jax.layout import CONTROL_DEGREE
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement, Task, absences, chain, linear, looped
-from rrfp_jax.tree import CONTROL_DEGREE
 from tests.model_checker.catalogue import PIPELINE_ONLY
 
 FORK_JOIN = PipelineGraph(3, 2, (Edge(0, 2), Edge(1, 2)))

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from experiments import bench_control
-from rrfp_jax.tree import CONTROL_DEGREE
+from rrfp_jax.layout import CONTROL_DEGREE
 
 
 def test_messages_and_connections_of_the_busiest_rank_do_not_grow(monkeypatch):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rrfp_jax.tree import children, parent
+from rrfp_jax.layout import children, parent
 from tests.cluster.mesh import Process, processes
 
 NUM_RANKS = 64

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from rrfp_jax.core import GroupHeard, Message, MessageKind, Note, TaskAnnounced, TaskChosen
-from rrfp_jax.layout import Layout
+from rrfp_jax.layout import CONTROL_DEGREE, Layout
 from rrfp_jax.runtime.control_plane import Peers, StopRequests
 from rrfp_jax.runtime.failure import FailureNews
 from rrfp_jax.runtime.tree_collectives import PeerFailed, StepStatistics
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import StepSums
 from rrfp_jax.testing.virtual_network import VirtualNetwork
-from rrfp_jax.tree import CONTROL_DEGREE
 from tests.cluster.mesh import PATIENCE_S, eventually, networks
 
 LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
+from rrfp_jax.layout import CONTROL_DEGREE
 from rrfp_jax.runtime import tree_collectives
 from rrfp_jax.runtime.tree_collectives import TreeAllGather
 from rrfp_jax.testing.virtual_network import VirtualNetwork
-from rrfp_jax.tree import CONTROL_DEGREE
 
 
 def gather(num_ranks: int, data_of, *, to_all: bool = True):
