@@ -53,7 +53,7 @@ from rrfp_jax.data.tokenizer_files import (
 from rrfp_jax.data.tokens import TokenSetHeader, TokenSetWriter, token_dtype
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
-from rrfp_jax.pools import end_with_parent, spawning
+from rrfp_jax.waiting import end_with_parent, spawning
 
 _LOG = logging.getLogger(__name__)
 _TRAINED, PLAIN_BYTES = "train", "bytes"

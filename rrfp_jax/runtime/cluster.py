@@ -27,8 +27,6 @@ from rrfp_jax.cluster import (
     RunKey,
     meet,
 )
-from rrfp_jax.cluster.config import ClusterConfig, Membership, host_of
-from rrfp_jax.cluster.coordination_service import SERVICE_SECURITY, service_security, service_warning
 from rrfp_jax.cluster.config import (
     ATTEMPT,
     COORDINATOR,
@@ -41,6 +39,7 @@ from rrfp_jax.cluster.config import (
     Membership,
     host_of,
 )
+from rrfp_jax.cluster.coordination_service import SERVICE_SECURITY, service_security, service_warning
 from rrfp_jax.cluster.host import await_name, is_misleading, own_address
 from rrfp_jax.cluster.loop_thread import LoopThread
 from rrfp_jax.cluster.rendezvous import name_hosts

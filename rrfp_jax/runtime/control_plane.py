@@ -23,13 +23,12 @@ from rrfp_jax.cluster import MalformedMessage, PeerNetwork
 from rrfp_jax.cluster.failure_detector import watched
 from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
 from rrfp_jax.core import GroupHeard, Message, Note, TaskAnnounced
-from rrfp_jax.layout import Layout, neighbours
+from rrfp_jax.layout import Layout, neighbours, parent
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.failure import FailureNews
 from rrfp_jax.runtime.transports.messages import KEY_BYTES, MessageKey, pack_key, unpack_key
 from rrfp_jax.runtime.tree_collectives import PeerFailed, StatisticsReduction, TreeAllGather
 from rrfp_jax.schedules.timeline import StepSums
-from rrfp_jax.tree import neighbours, parent
 from rrfp_jax.waiting import wait_for
 
 if TYPE_CHECKING:

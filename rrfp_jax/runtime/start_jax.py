@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from rrfp_jax.cluster.config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS, Membership
+from rrfp_jax.cluster.config import GRPC_PROXIES, HEARTBEAT_TIMEOUT_S, PINNED_THREADS
 from rrfp_jax.cluster.coordination_service import tls_credentials
-from rrfp_jax.cluster.certificates import rank_credentials
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.costs.devices import SHARE_OF_GPU

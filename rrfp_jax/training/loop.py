@@ -19,7 +19,6 @@ from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.observe.trackers import TrackedMetrics
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
-from rrfp_jax.runtime import StepMetrics
 from rrfp_jax.runtime import StepMetrics, StepResult
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations

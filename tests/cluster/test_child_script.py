@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rrfp_jax.cluster.child_script import python_module
 
+from rrfp_jax.cluster.child_script import python_module
 from tests.environment import of_child
 
 ROOT = Path(__file__).parents[2]

@@ -16,15 +16,14 @@ from rrfp_jax.commands.training.model_parts import cut_language_model, model_flo
 from rrfp_jax.commands.training.planned import OrderedRun, PlannedRun
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.hf.model_folder import files_are_kept, keep_files
-from rrfp_jax.models.vision_section import encoder_values
+from rrfp_jax.models.vision_config import encoder_values
 from rrfp_jax.observe.trackers import TrackedMetrics, read_trackers
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk, trained_specs
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.programs.shapes import model_params
 from rrfp_jax.runtime.compile_cache import use_compile_cache
-from rrfp_jax.runtime.operations.offloading import moves_activations
-from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
+from rrfp_jax.runtime.operations import moves_activations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.training.batches import AgreedBatches

@@ -50,11 +50,19 @@ from rrfp_jax.models.vision_config import (
     encoder_section,
     encoder_values,
 )
-from rrfp_jax.observe.trackers.config import TRACKERS
+from rrfp_jax.observe.trackers import TRACKERS
 from rrfp_jax.record_files import read_bounded, read_yaml
 from rrfp_jax.schedules import schedule_names
-from rrfp_jax.training.optimizer_config import OPTIMIZERS, SCHEDULES, OptimizerConfig
-from rrfp_jax.training.run_config import AUTO_CUT, ORDERS, EvaluationConfig, PipelineConfig, RunConfig
+from rrfp_jax.training.run_config import (
+    AUTO_CUT,
+    OPTIMIZERS,
+    ORDERS,
+    SCHEDULES,
+    EvaluationConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

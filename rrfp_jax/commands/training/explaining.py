@@ -12,7 +12,7 @@ import yaml
 from rrfp_jax.commands.common.field_words import as_text, field_texts, field_words
 from rrfp_jax.commands.common.options import flag_of, whole_flag, wrap
 from rrfp_jax.commands.training.config import QUALIFIED, SECTIONS, choices_of_options
-from rrfp_jax.commands.training.presets import find_preset, preset_names
+from rrfp_jax.commands.training.config_sources import find_preset, preset_names
 from rrfp_jax.record_files import read_yaml
 
 Given = tuple[str, Mapping[str, Mapping[str, Any]]]

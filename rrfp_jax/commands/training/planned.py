@@ -30,8 +30,7 @@ from rrfp_jax.commands.training.data_sets import (
 from rrfp_jax.core import READY, SCHEDULE, STRICT, Order
 from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR, describe_axes, with_axes_in_order
-from rrfp_jax.models.chunk_layout import ChunkLayout
-from rrfp_jax.models.cuts import balanced_counts, check_divides, check_size, plan_cut
+from rrfp_jax.models.cuts import ChunkLayout, balanced_counts, check_divides, check_size, plan_cut
 from rrfp_jax.observe.trackers import check_installed, read_trackers
 from rrfp_jax.schedules import Placement
 from rrfp_jax.training.run_config import PipelineConfig
