@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +145,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self._on_left: Callable[[int], None] = lambda rank: (
             None if self._losses else self._give_up(rank, "it has ended")
         )
-        self._on_broken: Callable[[str], None] = self._give_up_broken
+        self._on_broken: Callable[[str], None] = partial(self._give_up, None)
         self._broken: str | None = None
         self._losses: dict[int, str] = {}
         self._has_lost = threading.Event()
@@ -267,13 +268,12 @@ class Cluster(AbstractContextManager["Cluster"]):
                     ) from error
             time.sleep(_PAUSE_S)
 
-    def _give_up(self, rank: int, reason: str) -> None:
-        self._losses[rank] = reason
-        self._has_lost.set()
-        self._end_soon()
-
-    def _give_up_broken(self, text: str) -> None:
-        self._broken = text
+    def _give_up(self, rank: int | None, reason: str) -> None:
+        """Ends this process for a rank that was lost, or for the network (None), before anything else listens."""
+        if rank is None:
+            self._broken = reason
+        else:
+            self._losses[rank] = reason
         self._has_lost.set()
         self._end_soon()
 

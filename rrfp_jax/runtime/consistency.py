@@ -1,11 +1,11 @@
 """Checks before the first step that all ranks compute the same: the same programs, and the same state.
 
 Programs: the processes that share a stage compare their programs twice. Before they are compiled
-(:func:`check_same_plans`): if a program spans several processes with GPUs, these time its kernels together while they
+(:func:`planned_work`): if a program spans several processes with GPUs, these time its kernels together while they
 compile it, and wait for each other, under a key that is made of the program. Of two that differ, each would wait for
 hours without a word. XLA could let each process time for itself (``--xla_gpu_shard_autotuning=false``), but then they
 would choose different kernels: the same sum would differ in its last bits from device to device, and collectives might
-be put in different orders. Once they are compiled (:func:`check_same_programs`): do all run the same collectives in the
+be put in different orders. Once they are compiled (:func:`shared_work`): do all run the same collectives in the
 same order?
 
 State (:func:`check_same_state`): all copies of a parameter, and of an optimizer state, must have the same bits.
@@ -21,7 +21,7 @@ error, with its ranks, in every process.
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -58,22 +58,19 @@ _REMEDY = (
 _HOST_MEMORY = ("pinned_host", "unpinned_host")
 
 
-def check_same_plans(model: HostedModel, planned: Plans) -> None:
-    """Raises ValueError, in every process, if some would compile other programs. All processes call it."""
-    _check(model.process, lambda: dict(_planned_work(model, planned)), "plans")
+def check_same_work(process: Process, work: Iterable[tuple[str, dict[str, str]]], name: str) -> None:
+    """Raises ValueError, in every process, if two of them have different texts; narrows the difference down to a line
+    of one text. All processes call it.
 
-
-def check_same_programs(model: HostedModel, programs: HostedPrograms) -> None:
-    """Raises ValueError, in every process, if some would wait in different collectives. All processes call it."""
-    _check(model.process, lambda: dict(_shared_work(model, programs)), "programs")
-
-
-def _check(process: Process, work: Callable[[], _Work], name: str) -> None:
-    """Raises ValueError if two processes have different texts; narrows the difference down to a line of one text."""
+    Args:
+        work: by the name of a unit or stage, the joint work of its processes: texts by name. Made only where a stage
+            spans processes.
+        name: the name of the whole of it: plans, or programs.
+    """
     layout = process.layout
     if all(len(layout.ranks_of_stage(stage)) == 1 for stage in range(layout.num_stages)):
         return
-    own = work()
+    own = dict(work)
     whole = {where: {"": _digest(texts)} for where, texts in own.items()}
     if _difference(process.gather(f"digests of {name}", whole)) is None:
         return
@@ -98,7 +95,8 @@ def _check(process: Process, work: Callable[[], _Work], name: str) -> None:
     )
 
 
-def _planned_work(model: HostedModel, planned: Plans) -> Iterator[tuple[str, dict[str, str]]]:
+def planned_work(model: HostedModel, planned: Plans) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yields the traced programs and rules of units and stages that several processes share."""
     layout = model.process.layout
     for unit in model.process.units:
         if len(layout.ranks_of(unit)) > 1:
@@ -163,7 +161,7 @@ def _chunks_of(model: HostedModel, unit: int) -> list[int]:
     ]
 
 
-def _shared_work(model: HostedModel, programs: HostedPrograms) -> Iterator[tuple[str, dict[str, str]]]:
+def shared_work(model: HostedModel, programs: HostedPrograms) -> Iterator[tuple[str, dict[str, str]]]:
     """Yields the collectives of units that several processes share, and of replicas of a stage that lie in several."""
     layout, stage_of = model.process.layout, model.placement.stage_of_chunk
     for unit in model.process.units:

@@ -12,7 +12,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from zlib import crc32
 
 from rrfp_jax.core import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
@@ -24,7 +23,7 @@ from rrfp_jax.programs.batches import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.target import memory_bytes_of
-from rrfp_jax.runtime.consistency import check_same_plans, check_same_programs, check_same_state
+from rrfp_jax.runtime.consistency import check_same_state, check_same_work, planned_work, shared_work
 from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.evaluation import EvaluationShapes, PreparedEvaluation
 from rrfp_jax.runtime.mailbox import SendArray
@@ -98,7 +97,7 @@ def prepare_pipeline(
             progress,
             max_programs=options.max_programs,
             evaluation=evaluated,
-            check_plans=partial(check_same_plans, model),
+            check_plans=lambda planned: check_same_work(process, planned_work(model, planned), "plans"),
         )
         sizes, of_evaluation, devices = _gather_sizes(process, programs, buckets, evaluated)
         order, forecast = _forecast_order(model, graph, sizes, buckets, ordering)
@@ -107,7 +106,7 @@ def prepare_pipeline(
         check_stages_fit(forecast, limits, is_strict=ordering.consume == STRICT)
         if evaluation is not None:
             check_evaluation_fits(forecast_evaluation(order.evaluating(evaluation.batches), of_evaluation), limits)
-        check_same_programs(model, programs)
+        check_same_work(process, shared_work(model, programs), "programs")
         # The arrays that the programs take beside their arguments are made before the first step.
         for variant in (variant for chunk in programs.chunks.values() for variant in chunk.variants):
             _ = variant.constants

@@ -188,7 +188,21 @@ class Process:
     def devices(self) -> tuple[jax.Device, ...]:
         """Every device of the layout, also those of other processes."""
         if self._devices is None:
-            self._devices = _first_devices(self.layout, self.num_devices)
+            by_rank: dict[int, list[jax.Device]] = {}
+            for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
+                by_rank.setdefault(device.process_index, []).append(device)
+            for rank in range(self.layout.num_ranks):
+                found = by_rank.get(rank, [])
+                if len(found) < self.num_devices:
+                    platform = f" {found[0].platform}" if found else ""
+                    raise ValueError(
+                        f"{self.layout.describe()} need {self.num_devices} devices for each process, but rank {rank} "
+                        f"has {len(found)}{platform} {'device' if len(found) == 1 else 'devices'}: lower the degrees "
+                        f"of parallelism, let stages share devices (run.devices {max(1, len(found))}), or take "
+                        "platform cpu for virtual ones"
+                    )
+            shared = {rank: self.layout.shared_devices(rank, self.num_devices) for rank in range(self.layout.num_ranks)}
+            self._devices = tuple(by_rank[rank][index] for rank, indices in shared.items() for index in indices)
         return self._devices
 
     def devices_of(self, unit: int) -> list[jax.Device]:
@@ -428,21 +442,3 @@ def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:
             for message in (*sent, *plan.arrivals):
                 ways.setdefault(message[:3], message)
     return list(ways.values())
-
-
-def _first_devices(layout: Layout, num_devices: int) -> tuple[jax.Device, ...]:
-    """Returns the layout's devices, of the first ``num_devices`` of every process."""
-    by_rank: dict[int, list[jax.Device]] = {}
-    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
-        by_rank.setdefault(device.process_index, []).append(device)
-    for rank in range(layout.num_ranks):
-        found = by_rank.get(rank, [])
-        if len(found) < num_devices:
-            platform = f" {found[0].platform}" if found else ""
-            raise ValueError(
-                f"{layout.describe()} need {num_devices} devices for each process, but rank {rank} has {len(found)}"
-                f"{platform} {'device' if len(found) == 1 else 'devices'}: lower the degrees of parallelism, let "
-                f"stages share devices (run.devices {max(1, len(found))}), or take platform cpu for virtual ones"
-            )
-    shared = {rank: layout.shared_devices(rank, num_devices) for rank in range(layout.num_ranks)}
-    return tuple(by_rank[rank][index] for rank, indices in shared.items() for index in indices)
