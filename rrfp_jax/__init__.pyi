@@ -17,10 +17,10 @@ from rrfp_jax.runtime import RunFailed as RunFailed
 from rrfp_jax.runtime import StepMetrics as StepMetrics
 from rrfp_jax.runtime import StepResult as StepResult
 from rrfp_jax.runtime import TaskFailed as TaskFailed
+from rrfp_jax.runtime.operations import OperationContext as OperationContext
 from rrfp_jax.runtime.options import RuntimeOptions as RuntimeOptions
 from rrfp_jax.runtime.options import UpdateRules as UpdateRules
 from rrfp_jax.runtime.process import Process as Process
-from rrfp_jax.runtime.stage import OperationContext as OperationContext
 from rrfp_jax.schedules import Edge as Edge
 from rrfp_jax.schedules import Op as Op
 from rrfp_jax.schedules import Placement as Placement

@@ -45,10 +45,10 @@ from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes
 from rrfp_jax.runtime.jax_environment import require_determinism
 from rrfp_jax.runtime.model import HostedModel, HostedState
+from rrfp_jax.runtime.operations import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.prepare import CompiledOnly, Prepared, compile_only, prepare_pipeline
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.stage import check_operations
 from rrfp_jax.runtime.steps import Hold
 from rrfp_jax.schedules import Edge, Placement
 

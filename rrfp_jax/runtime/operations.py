@@ -49,12 +49,13 @@ In deterministic mode all bits are those of a run without: one program runs F an
 own, that makes nothing for the stash; its output may be rounded in another way.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
+from rrfp_jax.core.groups import check_engines
 from rrfp_jax.core.ordering import STRICT
 from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules import COMPUTE, Op, PipelineGraph, ScheduleTable, Task, TaskKind, with_operations
@@ -66,8 +67,10 @@ if TYPE_CHECKING:
 
     from rrfp_jax.programs.batches import Bucket
     from rrfp_jax.programs.chunk import Chunk
+    from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
     from rrfp_jax.programs.remat import Remat
-    from rrfp_jax.runtime.stage import OperationContext
+    from rrfp_jax.programs.state import ChunkState
+    from rrfp_jax.runtime.process import Process
 
 HOST = "pinned_host"
 """JAX's name for host memory that devices copy from and to by themselves."""
@@ -78,6 +81,65 @@ _Pair = tuple[int, int]
 """A chunk and a microbatch."""
 _ROUND_TRIPS = 3
 """Round trips of the copy that must fit into an activation's wait for its backward."""
+
+
+@dataclass(kw_only=True)
+class OperationContext:
+    """One task of an operation (:mod:`rrfp_jax.schedules.operations`), and the state of its chunk at that moment.
+
+    ``Op.run`` is called with it on the thread of its lane: the stage's compute thread, or a thread that the engine has
+    to itself. It launches its work and returns the arrays that are complete when that is done, or None. A method
+    ``check(devices)`` of it, if there is one, is called before anything is compiled, with the devices that it will run
+    on, and raises ValueError where it cannot.
+    """
+
+    step: int
+    task: Task
+    state: "ChunkState"
+    """Parameters, optimizer state and accumulators of the chunk."""
+    stashes: dict[tuple[int, int], Any]
+    """By chunk and microbatch, the arrays kept for the backward."""
+    kept: dict[str, Any] = field(default_factory=dict)
+    """Values that operations keep for the chunk from task to task and from step to step."""
+    programs: "MicrobatchPrograms | None" = None
+    """The compiled programs of the microbatch; None for a task that runs once per step."""
+    owns_inputs: bool = False
+    """Whether the array that the chunk's predecessor sent is held by the stash alone, if it is a part of that."""
+    forward: Callable[[], tuple[Any, Any]] | None = None
+    """Runs the chunk's forward once more on the inputs that were kept, and returns its output, by which it can be
+    waited for, and the stash; None where they were not (:attr:`rrfp_jax.schedules.Op.keeps_inputs`)."""
+
+    @property
+    def stash(self) -> Any:
+        """The tree of arrays that the chunk keeps of the microbatch for its backward; None before it is there, and
+        once the backward has it."""
+        return self.stashes.get((self.task.chunk, self.task.microbatch))
+
+    @stash.setter
+    def stash(self, stash: Any) -> None:
+        self.stashes[self.task.chunk, self.task.microbatch] = stash
+
+
+def operations_of(graph: PipelineGraph) -> Mapping[str, Op]:
+    """Returns the operations of a graph by their letters. Raises ValueError for one that cannot run for real."""
+    for op in graph.ops:
+        if op.run is None:
+            raise ValueError(f"operation {op.letter!r} has no function to run: give it one, or only simulate")
+    return {op.letter: op for op in graph.ops}
+
+
+def check_operations(graph: PipelineGraph, process: "Process") -> None:
+    """Raises ValueError where an operation cannot run, here or on the units that this process hosts."""
+    operations = operations_of(graph)
+    for unit in process.units:
+        check_engines(graph, process.layout.stage_of(unit), len(process.layout.ranks_of(unit)))
+        for op in operations.values():
+            check = getattr(op.run, "check", None)
+            if check is not None:
+                check(process.devices_of(unit))
+
+
+# -- offload ----------------------------------------------------------------------------------------------------------
 
 
 @typed
@@ -145,7 +207,7 @@ def moves_activations(graph: PipelineGraph) -> bool:
 class _StashToHost:
     """Moves a stash to host memory, as ``Op.run`` of the way out."""
 
-    def __call__(self, context: "OperationContext") -> Any:
+    def __call__(self, context: OperationContext) -> Any:
         return _moved(context, to_host=True)
 
     def check(self, devices: "Iterable[jax.Device]") -> None:
@@ -158,7 +220,7 @@ class _StashToHost:
                 )
 
 
-def _moved(context: "OperationContext", *, to_host: bool) -> Any:
+def _moved(context: OperationContext, *, to_host: bool) -> Any:
     """Replaces the arrays of a stash by copies on the other side; returns the copies."""
     import jax  # Here, since schedules are also simulated without JAX.
 
@@ -402,7 +464,7 @@ def part_made(
     return int(100 * min(parts)) / 100
 
 
-def _remake(context: "OperationContext") -> Any:
+def _remake(context: OperationContext) -> Any:
     """Runs the forward once more, and keeps the stash that it makes; returns its output, to wait for."""
     assert context.forward is not None
     output, context.stash = context.forward()

@@ -16,10 +16,9 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime import operations as offloading
-from rrfp_jax.runtime.operations import COPY, device_slots, offload
+from rrfp_jax.runtime.operations import COPY, check_operations, device_slots, offload
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.stage import check_operations
 from rrfp_jax.runtime.stage_threads import Launched
 from rrfp_jax.schedules import Placement, ScheduleRequest, ScheduleTable, Task, build_schedule, linear, looped
 from rrfp_jax.schedules.slots import SlotLengths, execute
