@@ -269,7 +269,7 @@ class Clocks:
         if self._parent is not None and is_known and self._clock() - self._measured_s > _FRESH_S:
             self._measured_s = self._clock()
             self._pings = []
-            self._ask(1)
+            self._ask(1)  # Number 0 is the one that a parent may hold back; it knows its own offset by now.
 
     def _begin(self) -> None:
         self._num_asked += 1

@@ -228,6 +228,7 @@ class PipelineRuntime:
             return all(thread.join(0.0) for thread in self._threads)
         for thread in self._threads:
             thread.ask_to_stop()
+        # A thread may wait for an input that no other will launch any more.
         for actor in self._actors.values():
             actor.give_up()
         until_s = time.perf_counter() + (_STOP_TIMEOUT_S if self.failure.failing is None else _STOP_AFTER_FAILURE_S)

@@ -80,6 +80,7 @@ class EventLog:
         self.entries.append((event, instructions))
         if instructions and isinstance(instructions[-1], FinishStep):
             ended = instructions[-1].step
+            # The next segment begins with all that has come early for its step or later ones.
             events = [*self.segments[-1].early, *(event for event, _ in self.entries)]
             self._open(ended, [event for event in events if event.step > ended])
 

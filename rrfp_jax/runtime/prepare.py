@@ -30,7 +30,7 @@ from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
+from rrfp_jax.runtime.stage import ProgramStage
 from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes, device_limits
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.stage_threads import StageExecutor
@@ -309,15 +309,6 @@ def _stage_maker(
 ) -> Callable[[int, SendArray], StageExecutor]:
     """Returns a function that builds the executor of a hosted unit; the executors take ``state`` over."""
     process, layout = model.process, model.process.layout
-    environment = StageEnvironment(
-        graph=order.graph,
-        placement=order.placement,
-        copies=copies,
-        update_rules=model.updates,
-        step_rules=step_rules,
-        stop_requests=process.stop_requests,
-        in_transit=process.bytes_in_transit,
-    )
     remaking = [TaskKind(op.letter) for op in order.graph.ops if op.remakes_stash]
     # Shared by the hosted units of a stage; without data parallelism there is nothing to share.
     replicas = {
@@ -332,13 +323,19 @@ def _stage_maker(
     def make_stage(unit: int, send_array: SendArray) -> StageExecutor:
         own = {chunk: programs.chunks[chunk] for chunk in order.placement.chunks_of_stage[unit]}
         stage = ProgramStage(
-            environment,
             unit,
             own,
             {chunk: state.chunks[chunk] for chunk in own},
+            graph=order.graph,
+            placement=order.placement,
+            copies=copies,
+            update_rules=model.updates,
+            tree_degree=step_rules.tree_degree,
+            stop_requests=process.stop_requests,
             replicas=replicas.get(layout.stage_of(unit)),
             meter=MemoryMeter(own, process.own_device(unit), remaking),
             send_array=send_array,
+            in_transit=process.bytes_in_transit,
         )
         if wrap is None:
             return stage

@@ -66,7 +66,6 @@ class Process:
         num_devices: the number of devices that each process takes; None: one for each that the layout asks of it. Where
             they are fewer, stages share them.
         transport: the way of arrays between processes: ``auto``, ``sockets`` or ``transfer``.
-        tries_transfer: whether ``auto`` tries transfer servers also where it would not, as on CPU.
         patience_s: seconds for which this process waits at the start for others, which may never come so far.
         on_failure: called on the event loop, beside the futures that fail, when a run is given up.
 
@@ -83,7 +82,6 @@ class Process:
         devices: Sequence[jax.Device] | None = None,
         num_devices: int | None = None,
         transport: Selection = "auto",
-        tries_transfer: bool = False,
         patience_s: float = 3600.0,
         on_failure: Callable[[RunFailed], None] | None = None,
     ) -> None:
@@ -115,7 +113,6 @@ class Process:
         self._selection, self._patience_s, self._on_failure = transport, patience_s, on_failure
         self._devices: tuple[jax.Device, ...] | None = None
         self._runtime: PipelineRuntime | None = None
-        self._tries_transfer = tries_transfer
         self._server: TransferServer | None = None
         self._transport: PipelineTransport | None = None
         """Transport of the runtime that was started last."""
@@ -387,7 +384,7 @@ class Process:
             return ServerProbe(self._server, self.rank, device)
 
         why_not = None
-        if self._selection != "transfer" and not self._tries_transfer:
+        if self._selection != "transfer":
             why_not = why_untried(device.platform, encrypts=self.cluster.config.encrypt_arrays)
         found = try_transfers(self.gather, self.rank, others, why_not or start)
         refused = {pair: why for pair, why in found.items() if why}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rrfp_jax.core import Message, MessageKind, StepRules
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.core.replicas import Replication
 from rrfp_jax.layout import children, parent
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree, merged
@@ -38,24 +38,6 @@ from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.runtime.transports.edges import is_on_host
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageEnvironment:
-    """The pipeline around a stage, alike for all stages of a process."""
-
-    graph: PipelineGraph
-    """The graph of all replicas."""
-    placement: Placement
-    """The placement of all replicas."""
-    copies: Replication
-    """Tells how the numbers of chunks belong to replicas."""
-    update_rules: UpdateRules
-    step_rules: StepRules
-    stop_requests: StopRequests
-    """Requests of single processes, which the verdict tells to all."""
-    in_transit: Callable[[], int] = lambda: 0
-    """Returns how many bytes this process holds of messages to and from others."""
 
 
 @dataclass
@@ -98,31 +80,42 @@ class ProgramStage:
         stage: the number of this unit in the pipeline of all replicas.
         programs: the compiled programs of each chunk of this stage.
         states: parameters, optimizer state and accumulators of each of them; taken over.
+        graph, placement: those of all replicas.
+        copies: tells how the numbers of chunks belong to replicas.
+        update_rules: the treatment of gradients.
+        tree_degree: the most children of a stage in the tree along which reports go up.
+        stop_requests: requests of single processes, which the verdict tells to all.
         replicas: runs R and U for all replicas of the stage together; None: there is only one.
         meter: counts the memory that the stage holds.
         send_array: brings an output into the form in which it travels to a stage.
+        in_transit: returns how many bytes this process holds of messages to and from others.
     """
 
     def __init__(
         self,
-        environment: StageEnvironment,
         stage: int,
         programs: Mapping[int, CompiledChunk],
         states: dict[int, ChunkState],
         *,
+        graph: PipelineGraph,
+        placement: Placement,
+        copies: Replication,
+        update_rules: UpdateRules,
+        tree_degree: int,
+        stop_requests: StopRequests,
         replicas: StageReplicas | None,
         meter: MemoryMeter,
         send_array: SendArray,
+        in_transit: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._environment = environment
-        self._graph, self._placement, self._copies = environment.graph, environment.placement, environment.copies
+        self._graph, self._placement, self._copies = graph, placement, copies
+        self._update_rules, self._stop_requests, self._in_transit = update_rules, stop_requests, in_transit
         self._stage, self._programs, self.states = stage, dict(programs), states
         self._replicas, self._meter, self._send_array = replicas, meter, send_array
         self._replica = self._copies.replica(next(iter(programs)))
         self._mailbox = Mailbox(self._placement, stage, send_array)
         self._steps: dict[int, _Step] = {}
-        degree = environment.step_rules.tree_degree
-        self._above, self._below = parent(stage, degree), children(stage, self._placement.num_stages, degree)
+        self._above, self._below = parent(stage, tree_degree), children(stage, placement.num_stages, tree_degree)
         self._posts_at_once = not any(is_on_host(each.sharding) for each in programs.values())
         """Whether messages leave as their task is launched. Where programs run on the host, other stages get a view of
         a value, for which it must be complete."""
@@ -212,8 +205,8 @@ class ProgramStage:
         """Returns the agreement of a step: computed on stage 0, received from the stage above on all others."""
         state = self._steps[step]
         if state.verdict is None and self._above is None:
-            rules = self._environment.update_rules
-            stop, save = self._environment.stop_requests.decide(self._stage, step)
+            rules = self._update_rules
+            stop, save = self._stop_requests.decide(self._stage, step)
             state.verdict = agree(
                 [self._report(step)],
                 clip_norm=rules.clip_norm,
@@ -307,7 +300,7 @@ class ProgramStage:
         state = self._steps[step]
         bucket = 0 if task.microbatch < 0 else state.batch.buckets[task.microbatch]
         is_remade = bool(state.graph.ops) and self._is_remade(task.chunk, task.microbatch)
-        inbox_bytes = self._mailbox.held_bytes + self._environment.in_transit()
+        inbox_bytes = self._mailbox.held_bytes + self._in_transit()
         self._meter.ran(task, bucket, inbox_bytes, is_remade=is_remade)
 
     def _is_remade(self, chunk: int, microbatch: int) -> bool:
@@ -399,7 +392,7 @@ class ProgramStage:
         before = held_by(state.stashes.get(task[1:]))
         done = op.run(context)
         after = held_by(state.stashes.get(task[1:]))
-        self._meter.begins(before, after, self._mailbox.held_bytes + self._environment.in_transit())
+        self._meter.begins(before, after, self._mailbox.held_bytes + self._in_transit())
         return _Enqueued(done, record=partial(self._meter.ended, before, after))
 
     def _reduce(self, step: int, chunk: int, _: int) -> _Enqueued:

@@ -138,12 +138,14 @@ class StepsUnderWay:
         pending.outcomes[stage] = outcome
         pending.timeline.extend(timeline)
         pending.looking_ahead += looks_ahead
+        # A stage that spans processes is counted by the first of them alone.
         if peers is not None and peers.layout.ranks_of(stage)[0] == peers.rank:
             sums = replace(timeline.sums(), looking_ahead=int(looks_ahead))
             pending.sums = pending.sums.merged(sums, later_s=peers.clocks.offset_s)
             pending.peaks[stage] = outcome.peak_memory_bytes, outcome.peak_host_bytes
         if len(pending.outcomes) < self._num_hosted:
             return
+        # Rank 0 resolves its future once the statistics of all others are here (``ended_everywhere``).
         if peers is None or peers.rank:
             self._resolve(step, None)
         if peers is not None:

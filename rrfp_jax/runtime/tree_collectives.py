@@ -143,6 +143,7 @@ class TreeAllGather:
             gathering.to_all = to_all
         if len(gathering.brought) <= len(self._children):
             return
+        # All children have brought theirs: one message goes up, and nothing of it is kept here.
         whole = b"".join(gathering.brought.values())
         if self._parent is not None:
             self._network.send(self._parent, _GATHER, {"name": name}, [whole])

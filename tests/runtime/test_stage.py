@@ -11,13 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from rrfp_jax.core import Message, MessageKind, StepRules
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
-from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
+from rrfp_jax.runtime.stage import ProgramStage
 from rrfp_jax.schedules import Task, chain, linear
+from rrfp_jax.tree import CONTROL_DEGREE
 from tests.environment import of_child
 
 ROOT = Path(__file__).parents[2]
@@ -33,17 +34,15 @@ def tied_stage(reduce: Any = None) -> ProgramStage:
         updates=SimpleNamespace(reduce=reduce or _add_all),
     )
     stage = ProgramStage(
-        StageEnvironment(
-            graph=graph,
-            placement=linear(2),
-            copies=Replication(num_chunks=2, num_microbatches=1, num_replicas=1),
-            update_rules=UpdateRules(),
-            step_rules=StepRules(),
-            stop_requests=SimpleNamespace(),  # type: ignore[arg-type]
-        ),
         1,
         {1: programs},
         {1: ChunkState({}, (), {"table": np.float32(3)})},
+        graph=graph,
+        placement=linear(2),
+        copies=Replication(num_chunks=2, num_microbatches=1, num_replicas=1),
+        update_rules=UpdateRules(),
+        tree_degree=CONTROL_DEGREE,
+        stop_requests=SimpleNamespace(),  # type: ignore[arg-type]
         replicas=None,
         meter=SimpleNamespace(ran=lambda *_, **__: None),  # type: ignore[arg-type]
         send_array=lambda value, receiver, message, bucket, step: value,

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from rrfp_jax.core import Message, MessageKind, StepRules
+from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.core.replicas import Replication, replicated_graph, replicated_placement
 from rrfp_jax.programs.agreement import StageReport
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
-from rrfp_jax.runtime.stage import ProgramStage, StageEnvironment
+from rrfp_jax.runtime.stage import ProgramStage
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.schedules import Task, TaskKind, chain, looped
+from rrfp_jax.tree import CONTROL_DEGREE
 
 PATIENCE_S = 20.0
 
@@ -115,17 +116,15 @@ def make_stage(
     placement = replicated_placement(looped(1, num_chunks), num_replicas)
     chunks = placement.chunks_of_stage[replica]
     stage = ProgramStage(
-        StageEnvironment(
-            graph=graph,
-            placement=placement,
-            copies=copies,
-            update_rules=UpdateRules(),
-            step_rules=StepRules(lockstep=replicas is not None),
-            stop_requests=SimpleNamespace(decide=lambda stage, step: (False, False)),
-        ),
         replica,
         dict.fromkeys(chunks, programs),
         {chunk: ChunkState({}, (), {}) for chunk in chunks},
+        graph=graph,
+        placement=placement,
+        copies=copies,
+        update_rules=UpdateRules(),
+        tree_degree=CONTROL_DEGREE,
+        stop_requests=SimpleNamespace(decide=lambda stage, step: (False, False)),
         replicas=replicas,
         meter=SimpleNamespace(ran=lambda *_, **__: None),
         send_array=lambda value, receiver, message, bucket, step: value,

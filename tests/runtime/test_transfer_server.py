@@ -74,9 +74,10 @@ def test_a_server_that_no_partner_fetches_from_is_ended(
         spec=Cluster, rank=0, num_ranks=2, config=Mock(encrypt_arrays=False), network=Mock(rank=0, num_ranks=2)
     )
     monkeypatch.setattr(process, "try_transfers", try_transfers)
+    monkeypatch.setattr(process, "why_untried", lambda platform, encrypts: None)
     monkeypatch.setattr(process, "host_of", lambda address: "127.0.0.1")
     layout = Layout(num_stages=2, num_ranks=2)
-    run = Process(layout, cluster, devices=jax.devices()[:2], tries_transfer=True)
+    run = Process(layout, cluster, devices=jax.devices()[:2])
     with caplog.at_level("INFO"):
         assert run._connect_stages(linear(2), [ACTIVATION]) == (frozenset() if why else {1})
     if why:

@@ -187,6 +187,7 @@ class Inbox:
 
     def add_part(self, plan: EdgePlan, key: MessageKey, sender: int, pieces: Sequence[Any]) -> None:
         num_parts = len(plan.incoming)
+        # Most messages have one part, of which nothing need be remembered: the mailbox drops a second delivery.
         if num_parts == 1:
             self._finish(plan, key, {sender: pieces})
             return

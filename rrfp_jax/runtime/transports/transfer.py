@@ -193,8 +193,11 @@ class Transfers:
         self._pulling = Workers("rrfp-pull", _NUM_WAITING, failed)
         self._arrivals = Workers("rrfp-arrivals", 1, failed)
         """Waits for arrays that were delivered before their arrival; in order, as devices copy."""
-        network.subscribe(_OFFER, self._receive_offer)
-        network.subscribe(_CONFIRMATION, lambda sender, header, frames: self._confirmed(header))
+
+    def open(self) -> None:
+        """Takes offers and confirmations from now on, also those that came before."""
+        self._network.subscribe(_OFFER, self._receive_offer)
+        self._network.subscribe(_CONFIRMATION, lambda sender, header, frames: self._confirmed(header))
 
     def prepare(self, plan: EdgePlan) -> None:
         """Compiles the programs that cut and paste an edge's pieces on devices."""
@@ -256,7 +259,7 @@ class Transfers:
         num_bytes = num_bytes_of(plan.incoming[sender])
         self._held.add(received=-num_bytes)
         pieces, payload = came
-        if plan.is_target_on_host:
+        if plan.is_target_on_host:  # It was waited for before, on a thread of its own.
             self._confirm_later(sender, number, num_bytes)
         else:  # the sender must keep the arrays until they are here
             self._arrivals.submit(

@@ -186,7 +186,8 @@ class PipelineTransport:
                 deliver=deliver,
                 failed=failed,
             )
-        # Last, since messages may be waiting.
+            self._transfers.open()
+        # Last, since messages may be waiting, which the loop hands over at once.
         network.subscribe_packed(_PART, self._receive_part)
         network.subscribe_packed(_CONTROL, self._receive_control)
 
@@ -248,6 +249,7 @@ class PipelineTransport:
             return payload
         leaves = plan.flatten(payload)
         if plan.is_in_process:
+            # Nothing is packed: the receiving program gets the arrays themselves, where and how it takes them.
             handed = [move(leaf) for move, leaf in zip(self._moves[plan], leaves, strict=True)]
             return handed[0] if plan.is_single else plan.treedef.unflatten(handed)
         parts = []
@@ -314,7 +316,7 @@ class PipelineTransport:
                 self._network.on_loop(self._send_parts, step, message, payload)
             return
         route = self._routes.of(message)
-        if route.plan is not None:
+        if route.plan is not None:  # Within the process send_array has made the payload that the receiver takes.
             self._deliver(stage, step, message, payload)
             return
         packed: bytes | None = None
@@ -323,6 +325,7 @@ class PipelineTransport:
                 self._deliver(route.target_unit, step, message, payload)
                 continue
             assert self._network is not None
+            # Packed once for all receivers, and not at all where the only one is this rank.
             if packed is None:
                 packed = pack_plain(payload, _MAX_CONTROL_BYTES)
             packet = receiver, _CONTROL, pack_key(MessageKey(step, message)), [packed]
