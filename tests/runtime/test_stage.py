@@ -13,12 +13,12 @@ from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.core.replicas import Replication
+from rrfp_jax.layout import CONTROL_DEGREE
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage import ProgramStage
 from rrfp_jax.schedules import Task, chain, linear
-from rrfp_jax.tree import CONTROL_DEGREE
 from tests.environment import of_child
 
 ROOT = Path(__file__).parents[2]

@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.core.replicas import Replication, replicated_graph, replicated_placement
+from rrfp_jax.layout import CONTROL_DEGREE
 from rrfp_jax.programs.agreement import StageReport
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
@@ -20,7 +21,6 @@ from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage import ProgramStage
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.schedules import Task, TaskKind, chain, looped
-from rrfp_jax.tree import CONTROL_DEGREE
 
 PATIENCE_S = 20.0
 

@@ -328,9 +328,7 @@ class PipelineTransport:
             # Packed once for all receivers, and not at all where the only one is this rank.
             if packed is None:
                 packed = pack_plain(payload, _MAX_CONTROL_BYTES)
-            packet = receiver, _CONTROL, pack_key(MessageKey(step, message)), [packed]
-            if not self._network.send_at_once(*packet):
-                self._network.on_loop(self._network.send_arrays, *packet)
+            self._network.send_arrays(receiver, _CONTROL, pack_key(MessageKey(step, message)), [packed])
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
