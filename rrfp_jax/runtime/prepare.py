@@ -31,7 +31,7 @@ from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage import ProgramStage
-from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes, device_limits
+from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.schedules import PipelineGraph, TaskKind
@@ -239,7 +239,9 @@ def _gather_sizes(
     The processes tell each other, so that all of them come to the same windows, and all refuse a model that does not
     fit. Raises ValueError, in every process, where one was given other buckets, by whose numbers messages go.
     """
-    limits = device_limits([process.own_device(unit) for unit in process.units])
+    devices = [process.own_device(unit) for unit in process.units]
+    # Where units share a device, each gets an equal part of its memory.
+    limits = [limit and limit // devices.count(d) for d in devices for limit in [memory_bytes_of(d)]]
     trained = {chunk: each.sizes for chunk, each in programs.chunks.items()}
     of_chunks = [
         [[chunk, *astuple(chunk_bytes(sizes))] for chunk, sizes in each.items()]

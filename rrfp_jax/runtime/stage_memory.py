@@ -16,7 +16,6 @@ from rrfp_jax.core import Order
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
 from rrfp_jax.programs.microbatch_programs import LEAN_FORWARD
-from rrfp_jax.programs.target import memory_bytes_of
 from rrfp_jax.schedules import Task, TaskKind
 
 _HOST_KINDS = ("pinned_host", "unpinned_host")
@@ -75,13 +74,6 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         moves=sizes.stash_bytes + sizes.kept_inputs_bytes,
         stays=sizes.kept_others_bytes,
     )
-
-
-def device_limits(devices: Sequence[jax.Device]) -> list[int | None]:
-    """Returns the memory of every stage's device in bytes, an equal part where stages share one; None: unknown."""
-    limits = [memory_bytes_of(device) for device in devices]
-    shares = [list(devices).count(device) for device in devices]
-    return [None if limit is None else limit // share for limit, share in zip(limits, shares, strict=True)]
 
 
 class MicrobatchWeights:
