@@ -71,7 +71,7 @@ def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None
     selection, encrypt_arrays = way
     settings = NetworkSettings(encrypt_arrays=encrypt_arrays)
     network = PeerNetwork(rank=rank, num_ranks=2, key=RunKey.from_text(key), settings=settings)
-    pipe.send(network.address.as_dict())
+    pipe.send(vars(network.address))
     thread = LoopThread()
     addresses = {r: PeerAddress(**address) for r, address in enumerate(pipe.recv())}
     network.start(thread.loop, addresses, lost=lambda *_: None)

@@ -16,7 +16,6 @@ from rrfp_jax.cluster.keys import KEY_VARIABLE as KEY_VARIABLE
 from rrfp_jax.cluster.keys import RunKey as RunKey
 from rrfp_jax.cluster.loop_thread import LoopThread as LoopThread
 from rrfp_jax.cluster.peer_network import PeerNetwork as PeerNetwork
-from rrfp_jax.cluster.peer_network import Traffic as Traffic
 from rrfp_jax.cluster.rendezvous import JoinRequest as JoinRequest
 from rrfp_jax.cluster.rendezvous import Member as Member
 from rrfp_jax.cluster.rendezvous import RunStatus as RunStatus

@@ -150,7 +150,7 @@ class Channel:
         """Held by the thread that sends."""
         self._receipts_due = self._is_closed = self._is_welcoming = False
         self._garbage = QuietLog(_LOG)
-        self.num_sent = self.num_received = self.num_dropped = self.peak_bytes = 0
+        self.num_sent = self.num_received = self.num_dropped = 0
 
     def open(self) -> None:
         """Begins to receive."""
@@ -201,13 +201,9 @@ class Channel:
             # Nothing more is sent, and confirmations are of no use; only messages that are on their way still count.
             with self._lock:
                 peer.has_left, peer.queue = True, SendQueue(self._high_water)
-            self._loop.call_later(_LAST_MESSAGES_S, self._disconnect, rank)
+            self._loop.call_later(_LAST_MESSAGES_S, self._link.disconnect, rank)
         else:
             del self.peers[rank]
-            self._disconnect(rank)
-
-    def _disconnect(self, rank: int) -> None:
-        if not self._is_closed:
             self._link.disconnect(rank)
 
     # -- sending: on any thread where the link allows it -------------------------------------------------------------
@@ -232,10 +228,8 @@ class Channel:
             if self._is_closed or peer is None or peer.has_left or (may_drop and peer.queue.would_wait(num_bytes)):
                 self.num_dropped += 1
                 return
-            queue = peer.queue
-            for message in queue.offer(OutgoingMessage(topic, header, frames, num_bytes, on_confirmed)):
+            for message in peer.queue.offer(OutgoingMessage(topic, header, frames, num_bytes, on_confirmed)):
                 self._put(rank, peer, message)
-            self.peak_bytes = max(self.peak_bytes, queue.unconfirmed_bytes + queue.waiting_bytes)
 
     def _put(self, rank: int, peer: _Peer, message: OutgoingMessage) -> None:
         # Every message brings a receipt for all that has come, so none of its own is due.

@@ -260,7 +260,7 @@ class Liveness:
         # A new listener soon hears a heartbeat, from which it knows that it will hear a farewell too.
         if came := self._link.welcome():
             self._listeners.update(came)
-            self._beat_soon()
+            self._next_beat_s = min(self._next_beat_s, time.monotonic() + _SOON_S)
         self._hear()
         for monitor in (self._monitor, self._data_monitor):
             for event in connection_events(monitor):
@@ -296,7 +296,8 @@ class Liveness:
             self._closed.pop(rank, None)
             self._unheard.discard(rank)
             if is_news:
-                self._beat_soon()
+                # After a moment, so that one heartbeat takes all news that comes at about the same time.
+                self._next_beat_s = min(self._next_beat_s, time.monotonic() + _SOON_S)
         self._conclude()
 
     def _handle(self, event: dict[str, Any], *, is_data: bool) -> None:
@@ -382,7 +383,3 @@ class Liveness:
                 self._loop.call_soon_threadsafe(setattr, self, "_loop_asked_s", None)
             except RuntimeError:  # the loop was closed: nobody listens, and close() will follow or the process ends
                 self._loop, self._loop_asked_s = None, None
-
-    def _beat_soon(self) -> None:
-        # After a moment, so that one heartbeat takes all news that comes at about the same time.
-        self._next_beat_s = min(self._next_beat_s, time.monotonic() + _SOON_S)

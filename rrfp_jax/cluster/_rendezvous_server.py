@@ -54,6 +54,7 @@ _STOP_TIMEOUT_S = 5.0
 WAITING_S = 4.0
 """Time after which it is first said who is missing; then after twice as long each time."""
 _MAX_COMPLAINTS, _MAX_NAMELESS = 32, 5
+_NO_RANK = "an end of rank {} of {}"
 _OTHER_KEY = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC)
 
 
@@ -102,11 +103,13 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         except ValueError:
             self._free()
             raise
-        self._routes: dict[bytes, int] = {}
+        self._untold: set[bytes] = set()
+        """Routes to ranks that have joined and do not know the decision."""
         self._launchers: dict[bytes, tuple[LauncherReport, float]] = {}
         """Last reports of other nodes' launchers, and when they were heard."""
+        self._reported: set[bytes] = set()
+        """Routes to launchers whose last report is not answered."""
         self._commands: deque[Callable[[], None]] = deque()
-        self._has_announced = False
         self._status, self._version = RunStatus(), 0
         self._service: ProcessEnding | None = None
         self._complaints: set[str] = set()
@@ -124,7 +127,8 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
 
     def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "") -> None:
         """Reports that a process of this node has ended, now or at ``time.monotonic() == at_s``."""
-        self._check_rank(rank)
+        if not 0 <= rank < self._rules.num_ranks:
+            raise ValueError(_NO_RANK.format(rank, self._rules.num_ranks))
         seconds = (time.monotonic() if at_s is None else at_s) - self._started_s
         ending = ProcessEnding(code=code, at_s=seconds, by_launcher=by_launcher)
         self._command(lambda: self._rules.ended(rank, ending))
@@ -162,10 +166,6 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         self._commands.append(command)
         with suppress(OSError):  # the thread has ended
             self._wake_write.send(b"\0")
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self._rules.num_ranks:
-            raise MalformedMessage(f"an end of rank {rank} of {self._rules.num_ranks}")
 
     # -- on the thread -----------------------------------------------------------------------------------------------
 
@@ -215,55 +215,48 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                     case {"kind": "hello", "hello": data}:
                         self._hear_rank(route.bytes, from_plain(JoinRequest, data))
                     case {"kind": "launcher", "report": data}:
-                        self._hear_launcher(route.bytes, from_plain(LauncherReport, data))
+                        report, now_s = from_plain(LauncherReport, data), time.monotonic()
+                        for rank, ending in report.endings.items():
+                            if not 0 <= rank < self._rules.num_ranks:
+                                raise MalformedMessage(_NO_RANK.format(rank, self._rules.num_ranks))
+                            # Ages, not times, travel: the clocks of hosts need not agree.
+                            self._rules.ended(rank, replace(ending, at_s=now_s - ending.at_s - self._started_s))
+                        self._launchers[route.bytes] = report, now_s
+                        self._reported.add(route.bytes)
                     case _:
                         raise MalformedMessage(f"{said!r:.80} is nothing that the rendezvous answers")
             except (MalformedMessage, MalformedRecord, RecursionError) as error:
                 self._complain(f"a message to the rendezvous was dropped: {error}")
 
     def _hear_rank(self, route: bytes, request: JoinRequest) -> None:
-        was_decided = self._rules.is_decided
         if refusal := self._rules.admit(request):
             self._complain(f"rank {request.member.rank} ({request.member}) is refused: {refusal.splitlines()[0]}")
             self._reply(route, {"kind": "failed", "text": refusal})
             return
-        self._routes[route] = request.member.rank
-        if was_decided:
-            self._reply(route, self._decision())
-        else:
+        self._untold.add(route)
+        if not self._rules.is_decided:
             self._reply(route, {"kind": "waiting", "remaining_s": max(0.0, self._ends_s - time.monotonic())})
 
-    def _hear_launcher(self, route: bytes, report: LauncherReport) -> None:
-        now_s = time.monotonic()
-        for rank, ending in report.endings.items():
-            self._check_rank(rank)
-            # Ages, not times, travel: the clocks of hosts need not agree.
-            self._rules.ended(rank, replace(ending, at_s=now_s - ending.at_s - self._started_s))
-        self._launchers[route] = report, now_s
-        self._send_status(route, report)
-
     def _announce(self, *, is_last: bool = False) -> None:
-        """Tells ranks the decision, once, and launchers every new status."""
-        if self._rules.is_decided and not self._has_announced:
-            for route in self._routes:
-                self._reply(route, self._decision())
-            self._has_announced = True
+        """Tells ranks the decision, and launchers the status if it is new or they have reported."""
+        if self._rules.is_decided:
+            decision: dict[str, Any] = {"kind": "failed", "text": self._rules.failure}
+            if self._rules.members is not None and self._untold:
+                decision = {"kind": "complete", "members": to_plain(self._rules.members)}
+            for route in self._untold:
+                self._reply(route, decision)
+            self._untold.clear()
         status = replace(self._rules.status(), service=self._service, is_last=is_last)
-        if status != self._status:
+        is_new = status != self._status
+        if is_new:
             self._status, self._version = status, self._version + 1
             if self._on_status is not None:
                 self._on_status(status)
-            for route, report in self._present().items():
-                self._send_status(route, report)
-
-    def _decision(self) -> dict[str, Any]:
-        if self._rules.members is None:
-            return {"kind": "failed", "text": self._rules.failure}
-        return {"kind": "complete", "members": to_plain(self._rules.members)}
-
-    def _send_status(self, route: bytes, report: LauncherReport) -> None:
-        news = {"bulletin": to_plain(self._status)} if report.version != self._version else {}
-        self._reply(route, {"kind": "bulletin", "version": self._version, **news})
+        for route, report in self._present().items() if is_new or self._reported else ():
+            if is_new or route in self._reported:
+                news = {"bulletin": to_plain(status)} if report.version != self._version else {}
+                self._reply(route, {"kind": "bulletin", "version": self._version, **news})
+        self._reported.clear()
 
     def _reply(self, route: bytes, said: dict[str, Any]) -> None:
         with suppress(zmq.ZMQError):  # it has gone meanwhile

@@ -218,33 +218,25 @@ LauncherEvent = RankEnded | signal.Signals | RunStatus
 """The end of a rank, a signal that the launcher got, or news of the run."""
 
 
-class LauncherEvents:
+class LauncherEvents(SimpleQueue[LauncherEvent]):
     """The queue by which every event reaches the launcher's main thread.
 
-    While it is entered, on the main thread, it catches signals, except those that the launcher was started to ignore,
-    such as SIGHUP under ``nohup``.
+    Any thread may put events, and a signal may interrupt it. While it is entered, on the main thread, it catches
+    signals, except those that the launcher was started to ignore, such as SIGHUP under ``nohup``.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[LauncherEvent] = SimpleQueue()
+        super().__init__()
         self.stopped_by: int | None = None
         """The first signal that asked the run to end."""
         self._before: dict[int, Any] = {}
 
-    def put(self, event: LauncherEvent) -> None:
-        """Adds an event; any thread may call it, and a signal may interrupt it."""
-        self._queue.put(event)
-
     def next(self, timeout_s: float) -> LauncherEvent | None:
         """Returns the next event, or None if none comes in time."""
         try:
-            return self._queue.get(timeout=timeout_s)
+            return self.get(timeout=timeout_s)
         except Empty:
             return None
-
-    def clear(self) -> None:
-        """Forgets the events of an earlier attempt."""
-        self._queue = SimpleQueue()
 
     def __enter__(self) -> Self:
         def receive(number: int, _frame: FrameType | None) -> None:

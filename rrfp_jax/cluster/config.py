@@ -104,10 +104,6 @@ class PeerAddress:
     heartbeats: str
     messages: str
 
-    def as_dict(self) -> dict[str, str]:
-        """Returns the address as plain data; ``PeerAddress(**data)`` is the way back."""
-        return dict(vars(self))
-
 
 def host_of(address: PeerAddress) -> str:
     """Returns the host, or the address of the interface, where a rank listens."""
@@ -132,10 +128,6 @@ class Address:
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def next_port(self) -> "Address":
-        """Returns the same host with the next port."""
-        return Address(host=self.host, port=self.port + 1)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
@@ -147,6 +139,7 @@ class LaunchSettings:
     """Number of ranks on each node; of a supervisor, of all ranks."""
     num_nodes: int = 1
     node_rank: int = 0
+    """Number of this node; rendezvous and coordination service are on node 0."""
     head: Address | None = None
     """Address on which node 0's launcher hosts the rendezvous and, one port further, the coordination service; None:
     on loopback, on free ports."""
@@ -195,11 +188,6 @@ class LaunchSettings:
     def num_ranks(self) -> int:
         """Number of ranks of the whole run."""
         return self.num_processes * self.num_nodes
-
-    @property
-    def hosts_head(self) -> bool:
-        """Whether rendezvous and coordination service are here."""
-        return self.node_rank == 0
 
     @property
     def shares_key(self) -> bool:

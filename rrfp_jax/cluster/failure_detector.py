@@ -228,7 +228,8 @@ class FailureDetector:
         if rank in self.present:
             if self._broken:
                 self._tell_broken()
-            self._forget(rank)
+            self.present.discard(rank)
+            self._due_s.pop(rank, None)
             self._conclusions.append(Left(rank))
         return True
 
@@ -303,12 +304,9 @@ class FailureDetector:
 
     def _lose(self, rank: int, reason: str) -> None:
         self._lost[rank] = reason
-        self._forget(rank)
-        self._conclusions.append(Lost(rank, reason))
-
-    def _forget(self, rank: int) -> None:
         self.present.discard(rank)
         self._due_s.pop(rank, None)
+        self._conclusions.append(Lost(rank, reason))
 
     def _break(self, one: int, other: int, now_s: float) -> None:
         # Told a moment later, so that one sentence names all pairs that the same fault has cut off.

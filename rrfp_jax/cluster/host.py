@@ -67,7 +67,7 @@ def listens_on(settings: LaunchSettings) -> str | None:
     if settings.interface is not None or settings.head is None:
         return settings.interface
     host, port = settings.head.host, settings.head.port
-    if not settings.hosts_head:
+    if settings.node_rank > 0:
         return own_address(host, port)
     if settings.shares_key:
         refuse_misleading_name(host, port)

@@ -82,7 +82,9 @@ class RunKey:
     def from_file(cls, path: Path) -> "RunKey":
         """Reads a key file. Raises ValueError where it is no regular file, or others may read it."""
         try:
-            with open(path, encoding="ascii", errors="replace", opener=_open_now) as file:
+            # Without waiting: a named pipe, which is refused as no regular file, would wait for a writer for ever.
+            opener = lambda name, flags: os.open(name, flags | os.O_NONBLOCK)  # noqa: E731
+            with open(path, encoding="ascii", errors="replace", opener=opener) as file:
                 # Checked on the open file: its path could lead to another one a moment later.
                 mode = os.fstat(file.fileno()).st_mode
                 if not stat.S_ISREG(mode):
@@ -138,30 +140,14 @@ class RunKey:
         """Returns secret bytes for a purpose (HKDF), which tell nothing of the key or of other purposes."""
         return HKDF(SHA256(), num_bytes, salt=None, info=f"rrfp {purpose}".encode()).derive(self._secret)
 
-    def mac_key(self, purpose: str) -> bytes:
-        """Returns 32 bytes for a message authentication code, different for each purpose and from every key pair."""
-        return _expand(self._secret, f"mac {purpose}")
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RunKey) and hmac.compare_digest(self._secret, other._secret)
-
-    def __hash__(self) -> int:
-        return hash(self._secret)
 
     def __repr__(self) -> str:
         return f"RunKey({hashlib.sha256(b'rrfp fingerprint ' + self._secret).hexdigest()[:8]})"
 
 
-def _open_now(path: str, flags: int) -> int:
-    """Opens without waiting: a named pipe, which is refused as no regular file, would wait for a writer for ever."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _expand(secret: bytes, label: str) -> bytes:
-    return hmac.digest(secret, f"rrfp {label}".encode(), "sha256")
-
-
 @cache
 def _derive(secret: bytes, role: str) -> KeyPair:
-    text = z85.encode(_expand(secret, f"curve {role}"))
+    text = z85.encode(hmac.digest(secret, f"rrfp curve {role}".encode(), "sha256"))
     return KeyPair(public=zmq.curve_public(text), secret=text)

@@ -120,28 +120,20 @@ def launch(
             if shared is None:
                 key = RunKey.generate()
             else:
-                key = RunKey(shared.mac_key(f"attempt {number}")) if number else shared
+                key = RunKey(shared.expand(f"attempt {number}", 32)) if number else shared
             code = _Attempt(parts, number, key).run()
-            may_restart = code not in (
-                codes.DONE,
-                codes.BAD_INPUT,
-                codes.NOT_FINITE,
-                codes.INTERRUPTED,
-            )  # these would end alike again
-            if number == settings.max_restarts or not may_restart or _is_stopped(events, output, code):
+            # These would end alike again.
+            is_final = code in (codes.DONE, codes.BAD_INPUT, codes.NOT_FINITE, codes.INTERRUPTED)
+            if is_final or number == settings.max_restarts:
+                break
+            until_s = time.monotonic() + _RESTART_S
+            while events.stopped_by is None and time.monotonic() < until_s:
+                events.next(_LOOK_S)
+            if events.stopped_by is not None:
+                output.say(f"not restarted after code {code}, since the launcher was told to stop")
                 break
             output.say(f"restart {number + 1} of at most {settings.max_restarts}")
         return code
-
-
-def _is_stopped(events: LauncherEvents, output: Output, code: int) -> bool:
-    """Waits for the pause before a restart. Returns whether somebody asked the launcher to stop."""
-    until_s = time.monotonic() + _RESTART_S
-    while events.stopped_by is None and time.monotonic() < until_s:
-        events.next(_LOOK_S)
-    if events.stopped_by is not None:
-        output.say(f"not restarted after code {code}, since the launcher was told to stop")
-    return events.stopped_by is not None
 
 
 class _Attempt:
@@ -170,9 +162,10 @@ class _Attempt:
 
     def run(self) -> int:
         """Starts, watches and ends everything. Returns the exit code of the run."""
-        self._events.clear()  # an earlier attempt's ranks may still have ended in it
+        while not self._events.empty():  # an earlier attempt's ranks may still have ended in it
+            self._events.get()
         try:
-            if self._settings.hosts_head:
+            if self._settings.node_rank == 0:
                 head = host_head(self._parts, self._key)
             else:
                 head = join_head(self._parts, self._key, self._number)
@@ -246,8 +239,20 @@ class _Attempt:
                 head.board.ended(rank, code, at_s=at_s, by_launcher=reason)
             case RunStatus():
                 self._read(event)
-            case signal.Signals():
-                self._signalled(event)
+            case signal.Signals(name=name):
+                self._num_stops += 1
+                if self._num_stops > 1 and event == signal.SIGINT and self._alive:
+                    self._output.say(f"{name}: told to stop again, all ranks of this node are ended now")
+                    self._ask_to_end()
+                else:
+                    if not self._alive:
+                        self._is_given_up = True
+                    elif self._num_stops == 1:
+                        self._output.say(
+                            f"{name} is passed on to the ranks of this node; Ctrl-C (SIGINT) ends them at once"
+                        )
+                    for child in self._alive.values():
+                        child.pass_on(event)
         if self._failed_s is None and self._endings.has_failed():
             self._failed_s = time.monotonic()
 
@@ -264,74 +269,50 @@ class _Attempt:
             if self._settings.supervises and status.failure is not None:
                 self._output.say(status.failure)
 
-    def _signalled(self, number: signal.Signals) -> None:
-        name = number.name
-        self._num_stops += 1
-        if not self._alive:
-            self._is_given_up = True
-        elif self._num_stops > 1 and number == signal.SIGINT:
-            self._output.say(f"{name}: told to stop again, all ranks of this node are ended now")
-            self._ask_to_end()
-            return
-        elif self._num_stops == 1:
-            self._output.say(f"{name} is passed on to the ranks of this node; Ctrl-C (SIGINT) ends them at once")
-        for child in self._alive.values():
-            child.pass_on(number)
-
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _press(self) -> None:
         """Asks, then forces, the ranks to end that do not end by themselves."""
         now_s = time.monotonic()
         if self._met_failure_s is not None:
-            self._end_hopeless(now_s - self._met_failure_s)
-        if self._failed_s is None and self._stands_still(now_s):
-            self._failed_s = now_s  # nothing has failed, but nobody is left who could notice
+            # These ranks have nothing to report.
+            if self._endings.service is not None and now_s > self._met_failure_s + _ABORT_S:
+                self._end(self._alive, "had lost the coordination service")
+            # After a moment only: a rank that fails for the same reason as the others should say so itself.
+            doomed = [rank for rank in self._status.doomed if rank in self._alive and rank not in self._reasons]
+            if doomed and now_s > self._met_failure_s + _LATE_S:
+                occasion = (self._status.failure or "").splitlines()[0]
+                self._output.say(f"{occasion}: {name_ranks(doomed)}, not there yet, will not be waited for")
+                self._end(doomed, "had not come to the others")
+        are_stopped = bool(self._alive) and all(child.is_stopped() for child in self._alive.values())
+        # Where the ranks that are left have all been stopped for a while, nothing has failed, but nobody is left who
+        # could notice.
+        if not are_stopped or len(self._alive) == len(self._settings.local_ranks()):
+            self._still_since_s = None
+        else:
+            self._still_since_s = self._still_since_s or now_s
+            if self._failed_s is None and now_s > self._still_since_s + _STILL_S:
+                self._failed_s = now_s
         if self._asked_s is not None:
             if now_s > self._asked_s + _TERM_S:
                 self._end(self._alive, _NOT_STOPPED)
-        elif self._failed_s is not None and self._alive:
-            # Ranks that are all stopped will not end by themselves, however long they are given.
-            is_late = now_s > self._failed_s + self._settings.grace_s
-            if is_late or all(child.is_stopped() for child in self._alive.values()):
-                self._ask_to_end()
-
-    def _end_hopeless(self, known_s: float) -> None:
-        """Ends the ranks that have nothing to report."""
-        if self._endings.service is not None and known_s > _ABORT_S:
-            self._end(self._alive, "had lost the coordination service")
-        # After a moment only: a rank that fails for the same reason as the others should say so itself.
-        doomed = [rank for rank in self._status.doomed if rank in self._alive and rank not in self._reasons]
-        if doomed and known_s > _LATE_S:
-            occasion = (self._status.failure or "").splitlines()[0]
-            self._output.say(f"{occasion}: {name_ranks(doomed)}, not there yet, will not be waited for")
-            self._end(doomed, "had not come to the others")
-
-    def _stands_still(self, now_s: float) -> bool:
-        """Returns whether the ranks that are left have all been stopped for a while: nobody is there to miss them."""
-        num_ranks = len(self._settings.local_ranks())
-        is_still = 0 < len(self._alive) < num_ranks and all(c.is_stopped() for c in self._alive.values())
-        if not is_still:
-            self._still_since_s = None
-            return False
-        self._still_since_s = self._still_since_s or now_s
-        return now_s > self._still_since_s + _STILL_S
+            return
+        # Ranks that are all stopped will not end by themselves, however long they are given.
+        may_wait = self._failed_s is None or now_s <= self._failed_s + self._settings.grace_s
+        if self._alive and self._failed_s is not None and (are_stopped or not may_wait):
+            self._ask_to_end()
 
     def _ask_to_end(self) -> None:
         if self._asked_s is None:
             self._asked_s = time.monotonic()
-            for rank, child in self._alive.items():
-                self._give_reason(rank, _NOT_STOPPED)
-                child.kill(signal.SIGTERM, signal.SIGCONT)  # a group that is stopped must go on to end
+            self._end(self._alive, _NOT_STOPPED, signal.SIGTERM, signal.SIGCONT)  # a stopped group must go on to end
 
-    def _end(self, ranks: Iterable[int], reason: str) -> None:
+    def _end(self, ranks: Iterable[int], reason: str, *signals: int) -> None:
+        """Sends signals, by default SIGKILL, to the groups of these ranks."""
         for rank in ranks:
-            self._give_reason(rank, reason)
-            self._alive[rank].kill()
-
-    def _give_reason(self, rank: int, reason: str) -> None:
-        # The first reason stands: later ones follow from it.
-        self._reasons.setdefault(rank, _STOOD_STILL if self._alive[rank].is_stopped() else reason)
+            # The first reason stands: later ones follow from it.
+            self._reasons.setdefault(rank, _STOOD_STILL if self._alive[rank].is_stopped() else reason)
+            self._alive[rank].kill(*signals)
 
     def _is_over(self, head: RunHead) -> bool:
         """Returns whether no rank runs here, and there is no news to wait for."""

@@ -29,11 +29,6 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether calls are still carried out."""
-        return self._thread.is_alive()
-
     def call(self, function: Callable[..., _T], *args: Any, timeout_s: float | None = None) -> _T:
         """Calls ``function(*args)`` on the loop. Returns its result or raises its error; any thread may call this.
 
@@ -66,7 +61,12 @@ class LoopThread:
             self.loop.close()
 
     def _run(self) -> None:
-        _preempt_others()
+        # This thread may preempt the others of its process as it wakes, where binding makes all wait their turn. Its
+        # turns are short, and all wait for them; ZeroMQ's thread would keep it waiting while it copies a large array.
+        if sys.platform == "linux":
+            with suppress(OSError):  # refused by a sandbox
+                if os.sched_getscheduler(0) == os.SCHED_BATCH:
+                    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         self.loop.run_forever()
 
 
@@ -76,15 +76,3 @@ def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
-
-
-def _preempt_others() -> None:
-    """Lets this thread preempt the others of its process as it wakes, where binding makes all wait their turn.
-
-    Its turns are short, and all wait for them; ZeroMQ's thread would keep it waiting while it copies a large array.
-    """
-    if sys.platform != "linux":
-        return
-    with suppress(OSError):  # refused by a sandbox
-        if os.sched_getscheduler(0) == os.SCHED_BATCH:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

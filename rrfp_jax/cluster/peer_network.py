@@ -4,7 +4,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -33,22 +32,6 @@ thread that has them sends them itself, where a thread of an array connection wo
 that computes only after some milliseconds."""
 _CLOSE_TIMEOUT_S = 5.0
 _PAUSE_S = 0.01
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Numbers of messages that a :class:`PeerNetwork` has exchanged, and bytes that it still holds."""
-
-    num_sent: int
-    num_received: int
-    num_dropped: int
-    """Malformed messages, and messages to ranks that are gone."""
-    unconfirmed_bytes: int
-    """Bytes that are sent, but not confirmed yet."""
-    waiting_bytes: int
-    """Bytes that wait behind the high-water mark."""
-    peak_bytes: int
-    """Most bytes that were held for any one peer, unconfirmed and waiting together."""
 
 
 class PeerNetwork:
@@ -261,8 +244,9 @@ class PeerNetwork:
     def _shut(self, linger_s: float, done: threading.Event, *, waits: bool = True) -> None:
         """Closes, with ``waits`` once nothing waits behind the high-water mark and all arrays have arrived."""
         # ZeroMQ lingers by itself; private connections do not, so their messages are awaited here.
-        held = [num_bytes for channel in self._channels[1:] for num_bytes in channel.held_bytes()]
-        if waits and linger_s > 0 and (self.traffic().waiting_bytes or any(held)):
+        held = [channel.held_bytes() for channel in self._channels]
+        is_busy = any(waiting for _, waiting in held) or any(unconfirmed for unconfirmed, _ in held[1:])
+        if waits and linger_s > 0 and is_busy:
             self._started().call_later(_PAUSE_S, self._shut, linger_s - _PAUSE_S, done)
             return
         linger_s = max(linger_s, 0.0)
@@ -391,18 +375,6 @@ class PeerNetwork:
             raise ValueError(f"the topic '{name}' has {len(topic)} bytes: give 1 to {MAX_TOPIC_BYTES}")
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(f"a header has {len(header)} bytes, at most {MAX_HEADER_BYTES} travel: use frames")
-
-    def traffic(self) -> Traffic:
-        """Returns the numbers of messages so far, and the bytes that are held now."""
-        held = [channel.held_bytes() for channel in self._channels]
-        return Traffic(
-            num_sent=sum(channel.num_sent for channel in self._channels),
-            num_received=sum(channel.num_received for channel in self._channels),
-            num_dropped=self._topics.num_dropped + sum(channel.num_dropped for channel in self._channels),
-            unconfirmed_bytes=sum(unconfirmed for unconfirmed, _ in held),
-            waiting_bytes=sum(waiting for _, waiting in held),
-            peak_bytes=max((channel.peak_bytes for channel in self._channels), default=0),
-        )
 
     def _drop(self, rank: int, has_left: bool) -> None:
         for channel in self._channels:

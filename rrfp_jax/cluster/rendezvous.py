@@ -28,7 +28,7 @@ class Member:
     host: str
     pid: int
     address: dict[str, str]
-    """Addresses on which its sockets listen (``PeerAddress.as_dict()``)."""
+    """Addresses on which its sockets listen (the fields of its :class:`PeerAddress`)."""
     boot: str = ""
     """Identifier of the boot of the member's host; empty if the system has none."""
     token: str = _TOKEN

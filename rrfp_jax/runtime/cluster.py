@@ -100,7 +100,7 @@ def join(
         rank=membership.rank,
         host=socket.gethostname(),
         pid=os.getpid(),
-        address=network.address.as_dict(),
+        address=vars(network.address),
         boot=boot,
     )
     # Ranks with other versions, flags or settings of JAX may compile different programs, and then wait for each other,

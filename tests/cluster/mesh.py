@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -57,6 +57,25 @@ def ipv6() -> str:
         except OSError:
             pytest.skip("this host has no IPv6")
     return "::1"
+
+
+class Traffic(NamedTuple):
+    """Messages that a network has exchanged or dropped, and bytes that it holds: sent and unconfirmed, and waiting."""
+
+    num_received: int
+    num_dropped: int
+    unconfirmed_bytes: int
+    waiting_bytes: int
+
+
+def traffic(network: PeerNetwork) -> Traffic:
+    channels, held = network._channels, [channel.held_bytes() for channel in network._channels]
+    return Traffic(
+        num_received=sum(channel.num_received for channel in channels),
+        num_dropped=network._topics.num_dropped + sum(channel.num_dropped for channel in channels),
+        unconfirmed_bytes=sum(unconfirmed for unconfirmed, _ in held),
+        waiting_bytes=sum(waiting for _, waiting in held),
+    )
 
 
 class Node:
@@ -144,7 +163,7 @@ def live(rank: int, num_ranks: int, key: str, settings: dict[str, Any], pipe: Co
     )
     sums = lambda frames: [(frame.nbytes, int(np.frombuffer(frame, np.uint8).sum())) for frame in frames]  # noqa: E731
     network.subscribe("note", lambda source, header, frames: report("note", source, header, sums(frames)))
-    report("address", network.address.as_dict())
+    report("address", vars(network.address))
     addresses = {r: PeerAddress(**address) for r, address in pipe.recv().items()}
     with running_loop() as loop:
         network.start(

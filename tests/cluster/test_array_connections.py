@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rrfp_jax.cluster import MalformedMessage, NetworkSettings, RunKey
 from rrfp_jax.cluster._array_link import ALIGNMENT, BufferPool, MessageAssembly, cut_message
 from rrfp_jax.cluster.wire import SECRET_BYTES, TAG_BYTES, Seal
-from tests.cluster.mesh import PATIENCE_S, Node, eventually, nodes, running_loop
+from tests.cluster.mesh import PATIENCE_S, Node, eventually, nodes, running_loop, traffic
 
 both_ways = pytest.mark.parametrize("encrypt_arrays", [True, False], ids=["encrypted", "clear"])
 
@@ -143,7 +143,7 @@ def test_arrays_of_every_size_arrive_both_ways_aligned_and_in_order(
                     array = np.frombuffer(frame, np.uint8)
                     np.testing.assert_array_equal(array, pattern(size, 10 * header["step"] + i))
                     assert not size or array.ctypes.data % ALIGNMENT == 0
-            assert member.network.traffic().unconfirmed_bytes == 0
+            assert traffic(member.network).unconfirmed_bytes == 0
 
 
 def test_one_side_is_enough_and_messages_do_not_wait_for_arrays() -> None:
@@ -180,7 +180,7 @@ def test_above_the_mark_arrays_wait_and_a_buffer_is_owned_until_it_has_arrived()
         assert eventually(lambda: len(second.got) == 24)
         assert [frames[0][0] for _, _, frames in second.got] == list(range(24))
         assert eventually(lambda: gc.collect() >= 0 and not any(reference() is not None for reference in references))
-        assert first.network.traffic().waiting_bytes == 0
+        assert traffic(first.network).waiting_bytes == 0
 
 
 def test_closing_sends_arrays_that_wait_first() -> None:
@@ -370,8 +370,8 @@ def test_invitations_that_cannot_be_are_dropped(caplog: pytest.LogCaptureFixture
         for change in ({"port": 0}, {"names": []}, {"names": [b""]}, {"secrets": [bytes(31)]}, {"names": ["x"]}):
             first.network.on_loop(first.network.send, 1, "lanes", good | change)
         second.network.on_loop(second.network.send, 0, "lanes", good)  # only the lower rank invites
-        assert eventually(lambda: second.network.traffic().num_dropped == 5)
-        assert eventually(lambda: first.network.traffic().num_dropped == 1)
+        assert eventually(lambda: traffic(second.network).num_dropped == 5)
+        assert eventually(lambda: traffic(first.network).num_dropped == 1)
         time.sleep(0.1)
         assert first.lost == second.lost == {}
         assert "invites to connections that cannot be" in caplog.text

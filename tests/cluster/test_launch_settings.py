@@ -8,7 +8,7 @@ from rrfp_jax.cluster.host import listens_on
 
 
 def test_addresses():
-    assert str(Address.parse("node-1:29400").next_port()) == "node-1:29401"
+    assert str(Address.parse("node-1:29400")) == "node-1:29400"
     assert str(Address.parse("[fe80::1]:80")) == "[fe80::1]:80"
     for text in ("node", "node:", ":80", "node:0", "node:65535", "node:x"):
         with pytest.raises(ValueError, match="give HOST:PORT"):
@@ -19,11 +19,11 @@ def test_ranks_are_dealt_out_node_by_node():
     head = Address.parse("127.0.0.1:29400")
     node = LaunchSettings(command=("m",), num_processes=3, num_nodes=4, node_rank=2, head=head)
     assert list(node.local_ranks()) == [6, 7, 8]
-    assert (node.num_ranks, node.hosts_head, node.shares_key) == (12, False, True)
+    assert (node.num_ranks, node.shares_key) == (12, True)
     supervisor = LaunchSettings(command=(), num_processes=3, head=head)
     assert (list(supervisor.local_ranks()), supervisor.num_ranks, supervisor.shares_key) == ([], 3, True)
     alone = LaunchSettings(command=("m",), num_processes=3)
-    assert (alone.hosts_head, alone.shares_key, listens_on(alone)) == (True, False, None)
+    assert (alone.shares_key, listens_on(alone)) == (False, None)
 
 
 def test_the_interface_is_what_reaches_the_head():

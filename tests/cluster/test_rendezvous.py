@@ -351,7 +351,7 @@ def test_from_the_rendezvous_to_the_first_message() -> None:
     with RendezvousServer(num_ranks, key) as server, ThreadPoolExecutor(3) as pool, running_loop() as loop:
 
         def enter(node: Node) -> None:
-            said = hello(node.network.rank, num_ranks, address=node.network.address.as_dict())
+            said = hello(node.network.rank, num_ranks, address=vars(node.network.address))
             book = meet(server.address, said, key)
             node.start(loop, {member.rank: PeerAddress(**member.address) for member in book})
             node.network.wait_connected(5.0)

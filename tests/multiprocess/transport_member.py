@@ -45,7 +45,7 @@ class Member:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        pipe.send(self.network.address.as_dict())
+        pipe.send(vars(self.network.address))
         addresses = {r: PeerAddress(**address) for r, address in enumerate(pipe.recv())}
         self.network.start(self._loop, addresses, lost=lambda *_: None)
         self.network.wait_connected(PATIENCE_S)

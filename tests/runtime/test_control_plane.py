@@ -19,7 +19,7 @@ from rrfp_jax.runtime.tree_collectives import PeerFailed, StepStatistics
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import StepSums
 from rrfp_jax.testing.virtual_network import VirtualNetwork
-from tests.cluster.mesh import PATIENCE_S, eventually, networks
+from tests.cluster.mesh import PATIENCE_S, eventually, networks, traffic
 
 LAYOUT = Layout(num_stages=1, tensor=3, num_ranks=3)
 CHOSEN = TaskChosen(2, Task.parse("0B1"), 1)
@@ -124,7 +124,7 @@ def test_an_announcement_that_cannot_be_is_dropped(peers: list[Peers], garbage: 
     leader = Recorder()
     on_loop(peers[0], lambda: peers[0].attach(leader))
     on_loop(peers[2], lambda: peers[2].network.send_arrays(0, b"task", garbage, may_drop=True))
-    assert eventually(lambda: peers[0].network.traffic().num_dropped == 1)
+    assert eventually(lambda: traffic(peers[0].network).num_dropped == 1)
     assert not leader.announced
 
 
@@ -271,7 +271,7 @@ def test_a_note_that_is_none_is_dropped(peers: list[Peers]) -> None:
     header = {"unit": 0, "step": 1, "member": 1, "note": ["Nonsense", 1]}
     peers[1].network.on_loop(peers[1].network.send, 0, "note", header)
     peers[1].network.on_loop(peers[1].network.send, 0, "outcome", {"step": "zero"}, [b""])
-    assert eventually(lambda: peers[0].network.traffic().num_dropped == 2)
+    assert eventually(lambda: traffic(peers[0].network).num_dropped == 2)
     assert not listener.notes
     assert not listener.ended
 

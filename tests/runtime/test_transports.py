@@ -20,7 +20,7 @@ from rrfp_jax.runtime.transports import ArrayEdge
 from rrfp_jax.runtime.transports.edges import EdgePlan
 from rrfp_jax.runtime.transports.messages import MessageKey, pack_key
 from rrfp_jax.runtime.transports.transport import BeginCopy, directly, faster, through_pinned
-from tests.cluster.mesh import eventually
+from tests.cluster.mesh import eventually, traffic
 from tests.runtime.transport_pairs import ACTIVATION, connected, spec_of, unit_sharding
 
 PAIR = Layout(num_stages=2, num_ranks=2)
@@ -326,7 +326,7 @@ def test_garbage_is_dropped(selection: str) -> None:
         assert ranks[1].none_came()
         receiver = ranks[1].network
         assert receiver is not None
-        assert receiver.traffic().num_dropped == (18 if selection == "sockets" else 22)
+        assert traffic(receiver).num_dropped == (18 if selection == "sockets" else 22)
 
 
 def test_a_transport_that_does_not_exist_is_refused() -> None:
@@ -362,7 +362,7 @@ def test_pipelines_follow_each_other_on_one_network(selection: str) -> None:
             ranks[1].renew()
             same(ranks[1].next()[3], value)
         assert ranks[1].none_came()
-        assert [rank.network.traffic().num_dropped for rank in ranks.ranks if rank.network is not None] == [0, 0]
+        assert [traffic(rank.network).num_dropped for rank in ranks.ranks if rank.network is not None] == [0, 0]
 
 
 @each_way
