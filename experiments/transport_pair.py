@@ -66,11 +66,11 @@ def _member(rank: int, key: str, way: Way, play: Play, pipe: Connection) -> None
     if cores := rank_cores("cores", 2)[rank]:
         bind_to_cores(set(cores))
     use_cpu(1)
-    from rrfp_jax.cluster import NetworkSettings, PeerAddress, PeerNetwork, RunKey
+    from rrfp_jax.cluster import ClusterConfig, PeerAddress, PeerNetwork, RunKey
 
     selection, encrypt_arrays = way
-    settings = NetworkSettings(encrypt_arrays=encrypt_arrays)
-    network = PeerNetwork(rank=rank, num_ranks=2, key=RunKey.from_text(key), settings=settings)
+    config = ClusterConfig(encrypt_arrays=encrypt_arrays)
+    network = PeerNetwork(rank=rank, num_ranks=2, key=RunKey.from_text(key), config=config)
     pipe.send(vars(network.address))
     thread = LoopThread()
     addresses = {r: PeerAddress(**address) for r, address in enumerate(pipe.recv())}

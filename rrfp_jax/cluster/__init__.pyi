@@ -9,7 +9,6 @@ from rrfp_jax.cluster._rendezvous_server import RendezvousFailed as RendezvousFa
 from rrfp_jax.cluster._rendezvous_server import RendezvousServer as RendezvousServer
 from rrfp_jax.cluster.config import ClusterConfig as ClusterConfig
 from rrfp_jax.cluster.config import Membership as Membership
-from rrfp_jax.cluster.config import NetworkSettings as NetworkSettings
 from rrfp_jax.cluster.config import PeerAddress as PeerAddress
 from rrfp_jax.cluster.keys import KEY_FILE_VARIABLE as KEY_FILE_VARIABLE
 from rrfp_jax.cluster.keys import KEY_VARIABLE as KEY_VARIABLE

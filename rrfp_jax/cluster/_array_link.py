@@ -342,7 +342,9 @@ class _ArrayPeer:
 
 
 class ArrayLink:
-    """Carries messages over array connections. Used on the event loop, except for :meth:`join`.
+    """Carries messages over array connections. Used as :class:`ZmqLink` is, on the event loop, except for :meth:`join`.
+
+    :meth:`open` brings the connections to a rank.
 
     Args:
         encrypts: whether frames are sealed; heads always are.
@@ -362,11 +364,9 @@ class ArrayLink:
         """Called on the threads of connections, perhaps several times, where one to a rank has ended."""
 
     def connect(self, rank: int, address: str) -> None:  # noqa: ARG002 - :meth:`open` brings the connections
-        """Accepts messages to a rank from now on; they travel once it is connected."""
         self.peers[rank] = _ArrayPeer(MessageAssembly(self._pool, partial(self._complete, rank)))
 
     def open(self, rank: int, connections: Sequence[ProvenConnection]) -> None:
-        """Begins to exchange messages with a rank over these connections."""
         peer = self.peers.get(rank)
         if peer is None:  # the rank was lost meanwhile
             for proven in connections:
@@ -378,14 +378,12 @@ class ArrayLink:
             peer.connections.append(ArrayConnection(name, proven, peer.parts, peer.assembly, **common))
 
     def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
-        """Sends a message; never blocks. A message to a rank that is gone is dropped."""
         if peer := self.peers.get(rank):
             for part in cut_message(peer.num_sent, head, frames, self._part_bytes):
                 peer.parts.put(part)
             peer.num_sent += 1
 
     def receive(self) -> PeerMessage | None:
-        """Returns the next message that has arrived, or None."""
         if not self._arrived:
             with suppress(BlockingIOError):
                 os.eventfd_read(self.descriptor)
@@ -393,7 +391,6 @@ class ArrayLink:
         return self._arrived.popleft() if self._arrived else None
 
     def disconnect(self, rank: int) -> None:
-        """Ends the exchange with a rank in both directions."""
         if peer := self.peers.pop(rank, None):
             for connection in peer.connections:
                 connection.end()

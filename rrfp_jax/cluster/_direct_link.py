@@ -115,7 +115,9 @@ class _DirectConnection:
 
 
 class DirectLink:
-    """Carries small messages over one connection to each rank. Any thread may call :meth:`send`.
+    """Carries small messages over one connection to each rank. Used as :class:`ZmqLink` is, on the event loop.
+
+    Any thread may call :meth:`send`. :meth:`open` brings the connection to a rank.
 
     Args:
         encrypts: whether larger frames are sealed too; both sides must agree.
@@ -135,11 +137,9 @@ class DirectLink:
         """Called on the loop when messages may have arrived."""
 
     def connect(self, rank: int, address: str) -> None:  # noqa: ARG002 - :meth:`open` brings the connection
-        """Accepts messages to a rank from now on; they travel once it is connected."""
         self.connections[rank] = _DirectConnection()
 
     def open(self, rank: int, connections: Sequence[ProvenConnection]) -> None:
-        """Begins to exchange messages with a rank over this one connection."""
         (proven,) = connections
         connection = self.connections.get(rank)
         if connection is None:  # the rank was lost meanwhile
@@ -153,13 +153,12 @@ class DirectLink:
                     self._send(connection, proven, head, frames)
                 connection.early.clear()
         except OSError as error:
-            self._lose(rank, connection, error)
+            self._end(rank, connection, error)
         else:
             self._loop.add_reader(proven.socket.fileno(), self._read, rank, connection, proven)
             self._write(rank, connection)
 
     def send(self, rank: int, head: bytes, frames: Sequence[Any] = ()) -> None:
-        """Sends a message; never blocks. A message to a rank that is gone is dropped."""
         connection = self.connections.get(rank)
         if connection is None:
             return
@@ -173,7 +172,7 @@ class DirectLink:
                 return
             follows = partial(self._write, rank, connection)
         except OSError as error:
-            follows = partial(self._lose, rank, connection, error)
+            follows = partial(self._end, rank, connection, error)
         # The loop's readers and writers belong to the loop, so it goes on from here.
         if runs_here(self._loop):
             follows()
@@ -202,7 +201,7 @@ class DirectLink:
             with self._lock, suppress(BlockingIOError):
                 del connection.unsent[: socket.send(connection.unsent)]
         except OSError as error:
-            self._lose(rank, connection, error)
+            self._end(rank, connection, error)
             return
         if connection.unsent and not connection.is_writing:
             self._loop.add_writer(socket.fileno(), self._write, rank, connection)
@@ -211,7 +210,6 @@ class DirectLink:
         connection.is_writing = bool(connection.unsent)
 
     def receive(self) -> PeerMessage | None:
-        """Returns the next message that has arrived, or None."""
         return self._arrived.popleft() if self._arrived else None
 
     def _read(self, rank: int, connection: _DirectConnection, proven: ProvenConnection) -> None:
@@ -230,36 +228,31 @@ class DirectLink:
             return
         except MalformedMessage as error:
             _LOG.warning("the direct connection to rank %d is closed for what came there: %s", rank, error)
-            self._lose(rank, connection, error)
+            self._end(rank, connection, error)
         except OSError as error:
-            self._lose(rank, connection, error)
+            self._end(rank, connection, error)
         self.on_arrival()
 
-    def _lose(self, rank: int, connection: _DirectConnection, why: Exception) -> None:
-        if self._end(rank, connection):
-            self.broken(rank, str(why) or repr(why))
-
-    def _end(self, rank: int, connection: _DirectConnection) -> bool:
-        """Stops reading and writing; the other side learns of it by the end of the connection.
-
-        Returns False if the connection has ended before.
-        """
+    def _end(self, rank: int, connection: _DirectConnection, why: Exception | None = None) -> None:
+        """Stops reading and writing, for an error if there is one; the other side learns of it by the end of the
+        connection."""
         if self.connections.get(rank) is not connection:
-            return False
+            return
         del self.connections[rank]
         self._ended.append(connection)
         if connection.proven is not None and not self._loop.is_closed():
             self._loop.remove_reader(connection.proven.socket.fileno())
             if connection.is_writing:
                 self._loop.remove_writer(connection.proven.socket.fileno())
-        return True
+        if why is not None:
+            self.broken(rank, str(why) or repr(why))
 
     def disconnect(self, rank: int) -> None:
-        """Ends the exchange with a rank in both directions."""
-        connection = self.connections.get(rank)
-        if connection is not None and self._end(rank, connection) and connection.proven is not None:
-            with self._lock:
-                connection.proven.socket.close()
+        if connection := self.connections.get(rank):
+            self._end(rank, connection)
+            if connection.proven is not None:
+                with self._lock:
+                    connection.proven.socket.close()
 
     def close(self, linger_s: float) -> None:  # noqa: ARG002 - connections stand until :meth:`join`
         """Sends nothing new, and waiting bytes as far as the system takes them at once."""

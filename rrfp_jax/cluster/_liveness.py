@@ -185,12 +185,8 @@ class Liveness:
 
     def stop(self, timeout_s: float) -> None:
         """Says farewell and ends the thread; the gate is closed with it."""
-
-        def end() -> None:
-            self._beat(leaves=True)
-            self._running = False
-
-        self._command(end)
+        self._command(lambda: self._beat(leaves=True))
+        self._command(lambda: setattr(self, "_running", False))
         self._thread.join(timeout_s)
 
     def _command(self, command: Callable[[], None]) -> None:

@@ -28,10 +28,11 @@ _TRANSPORT = FieldRule("auto, sockets or transfer", lambda value: value in TRANS
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The processes of a run, where there are several."""
+    """The processes of a run, where there are several; the same on all of them."""
 
     silence_deadline_s: float = 60.0
-    """Seconds of silence after which another process counts as lost; a closed connection is noticed at once."""
+    """Seconds of silence, or of standstill of its event loop, after which another process counts as lost; a closed
+    connection is noticed at once."""
     start_deadline_s: float = 300.0
     """Seconds that all processes may take to come together, and then the slowest of them to compile."""
     interface: str | None = None
@@ -39,10 +40,11 @@ class ClusterConfig:
     place where the run meets, which is loopback on one machine."""
     encrypt_arrays: bool = True
     """Whether large arrays are encrypted; false is faster, for networks that are trusted. They are then authenticated
-    by their head only, and accelerators may send theirs by transfer servers."""
+    by their head only, so that anybody who controls the network can read and alter them, and accelerators may send
+    theirs by transfer servers."""
     array_connections: int = 2
-    """Number of connections over which the arrays between two processes travel. As many cores encrypt them, and as many
-    threads copy them from devices and to devices."""
+    """Number of connections over which the arrays between two processes travel, each with two threads in either. As
+    many cores encrypt them, and as many threads copy them from devices and to devices."""
     processes_per_device: int = 1
     """Number of processes of a host that share an accelerator; each takes an equal part of its memory."""
     transport: str = "auto"
@@ -67,34 +69,6 @@ class ClusterConfig:
             )
         if self.interface is not None and not self.interface.strip():
             raise ValueError("interface is empty: give an address or a name as eth0, or leave it out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkSettings:
-    """Settings of a :class:`~rrfp_jax.cluster.PeerNetwork`; the same on all ranks."""
-
-    interface: str = LOOPBACK
-    """Address or name (``eth0``) of the network interface to listen on."""
-    silence_deadline_s: float = 60.0
-    """Silence, or standstill of its event loop, after which a peer counts as lost."""
-    high_water_bytes: int = 256 << 20
-    """Largest number of unconfirmed bytes per peer before further messages wait at the sender, and largest number that
-    is kept for topics without a handler."""
-    encrypt_arrays: bool = True
-    """Whether large arrays are encrypted. False leaves all but small ones as they are on the private connections:
-    faster, but anybody who controls the network can read them, and alter them."""
-    array_connections: int = 2
-    """Number of connections over which the arrays between two ranks travel; each takes two threads of either rank. As
-    many threads copy arrays from devices, and as many to them."""
-
-    def __post_init__(self) -> None:
-        if self.silence_deadline_s <= 0 or self.high_water_bytes <= 0:
-            raise ValueError(
-                f"silence_deadline_s is {self.silence_deadline_s} and high_water_bytes {self.high_water_bytes}: "
-                "both must be positive"
-            )
-        if not 1 <= self.array_connections <= MAX_ARRAY_CONNECTIONS:
-            raise ValueError(f"array_connections is {self.array_connections}: give 1 to {MAX_ARRAY_CONNECTIONS}")
 
 
 @dataclass(frozen=True, kw_only=True)

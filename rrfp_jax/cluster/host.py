@@ -33,10 +33,19 @@ class Unreachable(ValueError):
     """The head's name is unknown, out of reach, or leads to loopback; the text says what to give instead."""
 
 
-def address_of(host: str, port: int) -> str:
-    """Returns the address that a name leads to on this host. Raises Unreachable where it is unknown."""
+def address_of(host: str, port: int, *, may_mislead: bool = True) -> str:
+    """Returns the address that a name leads to on this host.
+
+    Raises Unreachable where it is unknown, and unless it ``may_mislead`` where it leads to loopback.
+    """
     with _in_reach(host, port):
-        return addresses_of(host)[0]
+        address = addresses_of(host)[0]
+    if not may_mislead and _is_loopback(address) and not _is_loopback(host):
+        raise Unreachable(
+            f"the name '{host}' leads to {address} on this host, which no other host can reach: set "
+            f"{INTERFACE} (or --interface) to this host's address or interface in the network of the run, such as ib0"
+        )
+    return address
 
 
 def addresses_of(host: str) -> list[str]:
@@ -49,7 +58,7 @@ def own_address(host: str, port: int) -> str:
 
     Raises Unreachable, also for a name that leads to loopback: a head of several hosts is never there.
     """
-    refuse_misleading_name(host, port)
+    address_of(host, port, may_mislead=False)
     with _in_reach(host, port):
         # To connect a datagram socket asks the routing table alone: its own address is the one on the way there.
         kind, _, _, _, place = _look_up(host, port, socket.SOCK_DGRAM)[0]
@@ -69,23 +78,12 @@ def listens_on(settings: LaunchSettings) -> str | None:
     host, port = settings.head.host, settings.head.port
     if settings.node_rank > 0:
         return own_address(host, port)
-    if settings.shares_key:
-        refuse_misleading_name(host, port)
-    return address_of(host, port)
+    return address_of(host, port, may_mislead=not settings.shares_key)
 
 
 def is_misleading(host: str, port: int) -> bool:
     """Returns whether this is a name of this host that leads to loopback, and not loopback's own name or address."""
     return not _is_loopback(host) and _is_loopback(address_of(host, port))
-
-
-def refuse_misleading_name(host: str, port: int) -> None:
-    """Raises Unreachable for a name of this host that leads to loopback."""
-    if is_misleading(host, port):
-        raise Unreachable(
-            f"the name '{host}' leads to {address_of(host, port)} on this host, which no other host can reach: set "
-            f"{INTERFACE} (or --interface) to this host's address or interface in the network of the run, such as ib0"
-        )
 
 
 def await_name(host: str, timeout_s: float, say: Callable[[str], None]) -> None:

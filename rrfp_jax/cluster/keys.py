@@ -140,9 +140,6 @@ class RunKey:
         """Returns secret bytes for a purpose (HKDF), which tell nothing of the key or of other purposes."""
         return HKDF(SHA256(), num_bytes, salt=None, info=f"rrfp {purpose}".encode()).derive(self._secret)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RunKey) and hmac.compare_digest(self._secret, other._secret)
-
     def __repr__(self) -> str:
         return f"RunKey({hashlib.sha256(b'rrfp fingerprint ' + self._secret).hexdigest()[:8]})"
 

@@ -16,7 +16,7 @@ from rrfp_jax.cluster._liveness import Liveness
 from rrfp_jax.cluster._private_connections import NUM_LISTENERS, PrivateConnections
 from rrfp_jax.cluster._zmq_link import ZmqLink
 from rrfp_jax.cluster._zmq_sockets import Gate, UnprovenConnections, rank_role
-from rrfp_jax.cluster.config import NetworkSettings, PeerAddress, host_of
+from rrfp_jax.cluster.config import LOOPBACK, ClusterConfig, PeerAddress, host_of
 from rrfp_jax.cluster.failure_detector import watched
 from rrfp_jax.cluster.host import FILES_FOR_MESSAGES, FILES_OF_NETWORK, require_descriptors
 from rrfp_jax.cluster.keys import RunKey
@@ -47,14 +47,27 @@ class PeerNetwork:
     Args:
         rank, num_ranks: this process among all.
         key: the run's key; every peer proves its own, derived from it, before anything it says is read.
+        config: the same on all ranks, but for the interface to listen on, by default loopback.
+        high_water_bytes: largest number of unconfirmed bytes per peer before further messages wait at the sender, and
+            largest number that is kept for topics without a handler.
     """
 
-    def __init__(self, *, rank: int, num_ranks: int, key: RunKey, settings: NetworkSettings | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        key: RunKey,
+        config: ClusterConfig | None = None,
+        high_water_bytes: int = 256 << 20,
+    ) -> None:
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank {rank} of {num_ranks}: ranks count from 0 to {num_ranks - 1}")
+        if high_water_bytes <= 0:
+            raise ValueError(f"high_water_bytes is {high_water_bytes}: it must be positive")
         self.rank, self.num_ranks = rank, num_ranks
-        self._settings = settings = settings or NetworkSettings()
-        self.array_connections = settings.array_connections
+        self._config, self._high_water = config or ClusterConfig(), high_water_bytes
+        self.array_connections = self._config.array_connections
         """Number of connections over which the arrays between two ranks travel."""
         self.connections: frozenset[int] = frozenset()
         """The ranks that messages can be exchanged with."""
@@ -64,7 +77,7 @@ class PeerNetwork:
         """Channels for messages in order, for arrays, and for small data directly; empty before the start."""
         self._arrays: PrivateConnections | None = None
         self._direct: PrivateConnections | None = None
-        self._topics = Topics(settings.high_water_bytes)
+        self._topics = Topics(high_water_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
         require_descriptors(FILES_OF_NETWORK, "the network of a run")
@@ -73,16 +86,16 @@ class PeerNetwork:
             # The gate comes before anything listens: without one, ZeroMQ would admit any key.
             roles = {key.pair(rank_role(r)).public: rank_role(r) for r in range(num_ranks) if r != rank}
             gate = Gate(self._context, roles, QuietLog(_LOG))
-            heartbeats, self._link = (
-                ZmqLink(self._context, rank, key, settings.interface, self._unproven) for _ in range(2)
-            )
+            interface = self._config.interface or LOOPBACK
+            heartbeats, self._link = (ZmqLink(self._context, rank, key, interface, self._unproven) for _ in range(2))
             self._liveness = Liveness(
-                heartbeats, gate, self._link, self._unproven, deadline_s=settings.silence_deadline_s
+                heartbeats, gate, self._link, self._unproven, deadline_s=self._config.silence_deadline_s
             )
         except (ValueError, zmq.ZMQError):
             self._context.destroy(linger=0)
             self._unproven.close()
             raise
+        self.wait_connected, self.suspected_by = self._liveness.wait_connected, self._liveness.suspected_by
         self.address = PeerAddress(heartbeats=heartbeats.address, messages=self._link.address)
 
     # -- starting and closing: on any thread -------------------------------------------------------------------------
@@ -130,7 +143,7 @@ class PeerNetwork:
             hosts_of_ranks[rank] = host_of(address)
         # The topics come before anything that may deliver: the liveness thread runs already.
         self._loop = self._topics.loop = loop
-        settings = self._settings
+        encrypts, high_water = self._config.encrypt_arrays, self._high_water
 
         def private(topic: str, purpose: str, link: ArrayLink | DirectLink, num_connections: int) -> PrivateConnections:
             made = PrivateConnections(
@@ -138,21 +151,21 @@ class PeerNetwork:
                 self.rank,
                 hosts_of_ranks,
                 link,
-                Channel(link, loop, self._topics, settings.high_water_bytes),
+                Channel(link, loop, self._topics, high_water),
                 loop=loop,
                 num_connections=num_connections,
-                encrypts=settings.encrypt_arrays,
+                encrypts=encrypts,
                 tell=lambda rank, header: self.send(rank, topic, header),
                 liveness=self._liveness,
             )
             self.subscribe(topic, made.receive)
             return made
 
-        arrays = ArrayLink(encrypts=settings.encrypt_arrays, keep_bytes=settings.high_water_bytes)
-        direct = DirectLink(loop, encrypts=settings.encrypt_arrays)
-        self._arrays = private("lanes", "arrays", arrays, settings.array_connections)
+        arrays = ArrayLink(encrypts=encrypts, keep_bytes=high_water)
+        direct = DirectLink(loop, encrypts=encrypts)
+        self._arrays = private("lanes", "arrays", arrays, self.array_connections)
         self._direct = private("direct", "messages", direct, 1)
-        messages = Channel(self._link, loop, self._topics, settings.high_water_bytes)
+        messages = Channel(self._link, loop, self._topics, high_water)
         self._channels = [messages, self._arrays.channel, self._direct.channel]
         # The failure detector must know all hosts before the first connection is watched.
         named = hosts or [hosts_of_ranks[rank] for rank in range(self.num_ranks)]
@@ -209,14 +222,6 @@ class PeerNetwork:
             require_descriptors(num_files, f"{private.purpose} to and from {len(new)} ranks")
             self.connect(new)
             self.call_soon(partial(private.want, new))
-
-    def wait_connected(self, timeout_s: float) -> None:
-        """Blocks until every connection stands; called on another thread than the loop's.
-
-        Raises:
-            ConnectionError: where a peer is lost or leaves before, or the time is over.
-        """
-        self._liveness.wait_connected(timeout_s)
 
     def close(self, linger_s: float = 1.0) -> None:
         """Sends messages under way for up to ``linger_s``, says farewell, and frees sockets, threads and ports.
@@ -335,10 +340,6 @@ class PeerNetwork:
             return False
         self._direct.channel.send(rank, topic, header, frames, on_confirmed, may_drop=may_drop)
         return True
-
-    def suspected_by(self, reporter: int, reason: str) -> None:
-        """Takes a message by which ``reporter`` takes this rank for lost: all are told that the network broke."""
-        self._liveness.suspected_by(reporter, reason)
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 

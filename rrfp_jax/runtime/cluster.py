@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from rrfp_jax.cluster import (
     JoinRequest,
     Member,
-    NetworkSettings,
     PeerAddress,
     PeerNetwork,
     RendezvousFailed,
@@ -83,12 +83,7 @@ def join(
         rank=membership.rank,
         num_ranks=membership.num_ranks,
         key=key,
-        settings=NetworkSettings(
-            interface=membership.interface or config.interface or own_address(host, port),
-            silence_deadline_s=config.silence_deadline_s,
-            encrypt_arrays=config.encrypt_arrays,
-            array_connections=config.array_connections,
-        ),
+        config=replace(config, interface=membership.interface or config.interface or own_address(host, port)),
     )
     if is_misleading(host, port):  # the head is here, and listens on the interface that was named
         membership = membership.meeting_at(host_of(network.address).strip("[]"))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rrfp_jax.cluster import LoopThread, NetworkSettings, PeerAddress, PeerNetwork, RunKey
+from rrfp_jax.cluster import ClusterConfig, LoopThread, PeerAddress, PeerNetwork, RunKey
 from rrfp_jax.cluster.wire import pack_plain
 from rrfp_jax.layout import children, parent
 
@@ -81,8 +81,8 @@ def traffic(network: PeerNetwork) -> Traffic:
 class Node:
     """A network in this process and what it heard."""
 
-    def __init__(self, rank: int, num_ranks: int, key: RunKey, settings: NetworkSettings) -> None:
-        self.network = PeerNetwork(rank=rank, num_ranks=num_ranks, key=key, settings=settings)
+    def __init__(self, rank: int, num_ranks: int, key: RunKey, config: ClusterConfig, **more: Any) -> None:
+        self.network = PeerNetwork(rank=rank, num_ranks=num_ranks, key=key, config=config, **more)
         self.got: list[tuple[int, dict[str, Any], list[memoryview]]] = []
         self.lost: dict[int, str] = {}
         self.left: list[int] = []
@@ -113,8 +113,9 @@ Connections = Callable[[int, int], Iterable[int]]
 @contextmanager
 def nodes(num_ranks: int, *, connections: Connections | None = None, **settings: Any) -> Iterator[list[Node]]:
     """Connected networks in this process, on one loop; ``connections`` of a rank among so many, by default all."""
-    key, made = RunKey.generate(), NetworkSettings(**{"silence_deadline_s": 5.0} | settings)
-    members = [Node(rank, num_ranks, key, made) for rank in range(num_ranks)]
+    more = {name: settings.pop(name) for name in ("high_water_bytes",) if name in settings}
+    key, made = RunKey.generate(), ClusterConfig(**{"silence_deadline_s": 5.0} | settings)
+    members = [Node(rank, num_ranks, key, made, **more) for rank in range(num_ranks)]
     with running_loop() as loop:
         try:
             for rank, member in enumerate(members):
@@ -131,8 +132,8 @@ def nodes(num_ranks: int, *, connections: Connections | None = None, **settings:
 @contextmanager
 def networks(num_ranks: int) -> Iterator[list[PeerNetwork]]:
     """Connected networks in this process, on one loop as the runtime's, to which anything may subscribe."""
-    key, settings, loop = RunKey.generate(), NetworkSettings(silence_deadline_s=5.0), LoopThread()
-    made = [PeerNetwork(rank=rank, num_ranks=num_ranks, key=key, settings=settings) for rank in range(num_ranks)]
+    key, config, loop = RunKey.generate(), ClusterConfig(silence_deadline_s=5.0), LoopThread()
+    made = [PeerNetwork(rank=rank, num_ranks=num_ranks, key=key, config=config) for rank in range(num_ranks)]
     try:
         for network in made:
             network.start(loop.loop, {each.rank: each.address for each in made}, lost=lambda *_: None)
@@ -158,9 +159,7 @@ def live(rank: int, num_ranks: int, key: str, settings: dict[str, Any], pipe: Co
     def report(*event: Any) -> None:
         events.put(event)
 
-    network = PeerNetwork(
-        rank=rank, num_ranks=num_ranks, key=RunKey.from_text(key), settings=NetworkSettings(**settings)
-    )
+    network = PeerNetwork(rank=rank, num_ranks=num_ranks, key=RunKey.from_text(key), config=ClusterConfig(**settings))
     sums = lambda frames: [(frame.nbytes, int(np.frombuffer(frame, np.uint8).sum())) for frame in frames]  # noqa: E731
     network.subscribe("note", lambda source, header, frames: report("note", source, header, sums(frames)))
     report("address", vars(network.address))

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rrfp_jax.cluster import MalformedMessage, NetworkSettings, RunKey
+from rrfp_jax.cluster import ClusterConfig, MalformedMessage, RunKey
 from rrfp_jax.cluster._array_link import ALIGNMENT, BufferPool, MessageAssembly, cut_message
 from rrfp_jax.cluster.wire import SECRET_BYTES, TAG_BYTES, Seal
 from tests.cluster.mesh import PATIENCE_S, Node, eventually, nodes, running_loop, traffic
@@ -209,9 +209,7 @@ def test_who_leaves_while_another_does_not_read_is_not_taken_for_cut_off() -> No
 
 def test_ranks_that_differ_in_encryption_are_told() -> None:
     key = RunKey.generate()
-    members = [
-        Node(rank, 2, key, NetworkSettings(silence_deadline_s=5.0, encrypt_arrays=rank == 0)) for rank in range(2)
-    ]
+    members = [Node(rank, 2, key, ClusterConfig(silence_deadline_s=5.0, encrypt_arrays=rank == 0)) for rank in range(2)]
     with running_loop() as loop:
         for member in members:
             member.start(loop, {n.network.rank: n.network.address for n in members})

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.cluster import NetworkSettings, PeerAddress, RunKey
+from rrfp_jax.cluster import ClusterConfig, PeerAddress, RunKey
 from tests.cluster.mesh import PATIENCE_S, Node, eventually, running_loop
 
 HOSTS = ["HOST0", "HOST0", "HOST1", "HOST1"]
@@ -81,7 +81,7 @@ class Proxy:
 def two_hosts(deadline_s: float = DEADLINE_S) -> Iterator[tuple[list[Node], dict[tuple[int, int], list[Proxy]]]]:
     """Four ranks, and the proxies over which (one, other) connects to what the other says."""
     key = RunKey.generate()
-    members = [Node(rank, 4, key, NetworkSettings(silence_deadline_s=deadline_s)) for rank in range(4)]
+    members = [Node(rank, 4, key, ClusterConfig(silence_deadline_s=deadline_s)) for rank in range(4)]
     between: dict[tuple[int, int], list[Proxy]] = {}
     with running_loop() as loop:
         try:

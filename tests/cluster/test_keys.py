@@ -11,10 +11,10 @@ from rrfp_jax.cluster import KEY_FILE_VARIABLE, KEY_VARIABLE, RunKey
 
 def test_a_key_comes_back_from_the_environment_and_from_a_private_file(tmp_path: Path) -> None:
     key, path = RunKey.generate(), tmp_path / "key"
-    assert RunKey.from_environment(key.environment()) == key
+    assert RunKey.from_environment(key.environment()).text() == key.text()
     key.write(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert RunKey.from_environment({KEY_FILE_VARIABLE: str(path)}) == key
+    assert RunKey.from_environment({KEY_FILE_VARIABLE: str(path)}).text() == key.text()
     with pytest.raises(ValueError, match="exists"):
         key.write(path)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from rrfp_jax.cluster import NetworkSettings, PeerAddress, RunKey
+from rrfp_jax.cluster import ClusterConfig, PeerAddress, RunKey
 from tests.cluster.mesh import Node, processes, running_loop
 
 DEADLINE_S = 1.2
@@ -119,7 +119,7 @@ def test_a_farewell_names_whom_its_sender_has_lost_so_that_the_cause_comes_first
 
 
 def test_a_peer_that_has_died_before_the_start_fails_the_connecting() -> None:
-    node = Node(0, 2, RunKey.generate(), NetworkSettings(silence_deadline_s=30.0))
+    node = Node(0, 2, RunKey.generate(), ClusterConfig(silence_deadline_s=30.0))
     with running_loop() as loop, unused_place() as nowhere:
         node.start(loop, {1: PeerAddress(heartbeats=nowhere, messages=nowhere)})
         started_s = time.monotonic()
@@ -131,7 +131,7 @@ def test_a_peer_that_has_died_before_the_start_fails_the_connecting() -> None:
 
 def test_whoever_is_missed_at_the_start_is_named_with_all_others_that_are() -> None:
     key = RunKey.generate()
-    node, other = (Node(rank, 4, key, NetworkSettings(silence_deadline_s=30.0)) for rank in (0, 3))
+    node, other = (Node(rank, 4, key, ClusterConfig(silence_deadline_s=30.0)) for rank in (0, 3))
     with running_loop() as loop, unused_place() as nowhere, unused_place() as nowhere_else:
         dead = {
             rank: PeerAddress(heartbeats=place, messages=place) for rank, place in ((1, nowhere), (2, nowhere_else))
@@ -148,7 +148,7 @@ def test_whoever_is_missed_at_the_start_is_named_with_all_others_that_are() -> N
 
 
 def test_a_peer_that_never_answers_fails_the_connecting_by_the_deadline() -> None:
-    node = Node(0, 2, RunKey.generate(), NetworkSettings(silence_deadline_s=DEADLINE_S))
+    node = Node(0, 2, RunKey.generate(), ClusterConfig(silence_deadline_s=DEADLINE_S))
     with socket.create_server(("127.0.0.1", 0)) as mute, running_loop() as loop:
         place = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
         node.start(loop, {1: PeerAddress(heartbeats=place, messages=place)})
@@ -158,7 +158,7 @@ def test_a_peer_that_never_answers_fails_the_connecting_by_the_deadline() -> Non
 
 
 def test_a_signal_is_noticed_while_a_peer_is_waited_for() -> None:
-    node = Node(0, 2, RunKey.generate(), NetworkSettings(silence_deadline_s=30.0))
+    node = Node(0, 2, RunKey.generate(), ClusterConfig(silence_deadline_s=30.0))
     other = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
     handler_before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with socket.create_server(("127.0.0.1", 0)) as mute, running_loop() as loop:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rrfp_jax.cluster import NetworkSettings, PeerNetwork, RunKey
+from rrfp_jax.cluster import ClusterConfig, PeerNetwork, RunKey
 from tests.cluster.mesh import PATIENCE_S, eventually, ipv6, nodes, processes, running_loop, traffic, tree_connections
 
 
@@ -157,13 +157,13 @@ def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match="rank 2 of 2: ranks count from 0 to 1"):
         PeerNetwork(rank=2, num_ranks=2, key=key)
     with pytest.raises(ValueError, match=r"interface is '\*': name one"):
-        PeerNetwork(rank=0, num_ranks=2, key=key, settings=NetworkSettings(interface="*"))
+        PeerNetwork(rank=0, num_ranks=2, key=key, config=ClusterConfig(interface="*"))
     with pytest.raises(ValueError, match=r"cannot listen on interface 'nowhere0'"):
-        PeerNetwork(rank=0, num_ranks=2, key=key, settings=NetworkSettings(interface="nowhere0"))
+        PeerNetwork(rank=0, num_ranks=2, key=key, config=ClusterConfig(interface="nowhere0"))
     with pytest.raises(ValueError, match="must be positive"):
-        NetworkSettings(high_water_bytes=0)
+        PeerNetwork(rank=0, num_ranks=2, key=key, high_water_bytes=0)
     with pytest.raises(ValueError, match="array_connections is 0: give 1 to 16"):
-        NetworkSettings(array_connections=0)
+        ClusterConfig(array_connections=0)
     with running_loop() as loop:
         network = PeerNetwork(rank=0, num_ranks=3, key=key)
         with pytest.raises(ValueError, match="call start first"):

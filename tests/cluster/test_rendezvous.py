@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rrfp_jax.cluster import (
+    ClusterConfig,
     JoinRequest,
     LauncherLink,
     Member,
-    NetworkSettings,
     PeerAddress,
     RendezvousFailed,
     RendezvousServer,
@@ -347,7 +347,7 @@ def test_the_port_is_free_again_and_nothing_is_left() -> None:
 
 def test_from_the_rendezvous_to_the_first_message() -> None:
     key, num_ranks = RunKey.generate(), 3
-    members = [Node(rank, num_ranks, key, NetworkSettings()) for rank in range(num_ranks)]
+    members = [Node(rank, num_ranks, key, ClusterConfig()) for rank in range(num_ranks)]
     with RendezvousServer(num_ranks, key) as server, ThreadPoolExecutor(3) as pool, running_loop() as loop:
 
         def enter(node: Node) -> None:

@@ -19,9 +19,9 @@ import pytest
 import zmq
 
 from rrfp_jax.cluster import (
+    ClusterConfig,
     JoinRequest,
     Member,
-    NetworkSettings,
     RendezvousServer,
     RunKey,
     RunStatus,
@@ -205,7 +205,7 @@ def test_a_member_hears_only_what_is_for_its_own_rank() -> None:
 
 
 def test_who_listens_in_place_of_another_is_not_believed() -> None:
-    key, settings = RunKey.generate(), NetworkSettings(silence_deadline_s=1.5)
+    key, settings = RunKey.generate(), ClusterConfig(silence_deadline_s=1.5)
     first, other = Node(0, 2, key, settings), Node(2, 3, key, settings)
     with running_loop() as loop:
         first.start(loop, {1: other.network.address})

@@ -485,7 +485,7 @@ def test_a_new_key_is_readable_by_its_owner_alone_and_serves_as_secret(tmp_path:
     path = tmp_path / "run.key"
     assert launch.main(["--new-key", str(path)]) == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert RunKey.from_environment({"RRFP_RUN_KEY": path.read_text()}) == RunKey.from_file(path)
+    assert RunKey.from_environment({"RRFP_RUN_KEY": path.read_text()}).text() == RunKey.from_file(path).text()
 
 
 def test_the_readme_names_every_preset_and_script() -> None:

@@ -29,7 +29,7 @@ class Member:
     def __init__(
         self, rank: int, num_ranks: int, key: str, selection: str, layout: dict[str, int], pipe: Connection
     ) -> None:
-        from rrfp_jax.cluster import NetworkSettings, PeerAddress, PeerNetwork, RunKey
+        from rrfp_jax.cluster import ClusterConfig, PeerAddress, PeerNetwork, RunKey
         from rrfp_jax.layout import Layout
         from rrfp_jax.runtime.transports.transfer import TransferServer
 
@@ -40,7 +40,7 @@ class Member:
             rank=rank,
             num_ranks=num_ranks,
             key=RunKey.from_text(key),
-            settings=NetworkSettings(silence_deadline_s=PATIENCE_S),
+            config=ClusterConfig(silence_deadline_s=PATIENCE_S),
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from rrfp_jax.cluster import NetworkSettings, PeerNetwork, RunKey
+from rrfp_jax.cluster import ClusterConfig, PeerNetwork, RunKey
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.transports import ArrayEdge, PipelineTransport
@@ -117,9 +117,9 @@ def connected(
 ) -> Iterator[Ranks]:
     """The ranks of a layout; ``edges`` by (kind, source, target). By default nothing small takes another way."""
     key = RunKey.generate()
-    made = NetworkSettings(**{"silence_deadline_s": 20.0} | settings)
+    made = ClusterConfig(**{"silence_deadline_s": 20.0} | settings)
     count = layout.num_ranks
-    networks = [PeerNetwork(rank=r, num_ranks=count, key=key, settings=made) for r in range(count)] if count > 1 else []
+    networks = [PeerNetwork(rank=r, num_ranks=count, key=key, config=made) for r in range(count)] if count > 1 else []
     ranks: list[Rank] = []
     with running_loop() as loop:
         try:
