@@ -41,8 +41,7 @@ class PeerNetwork:
 
     * :meth:`send`, on the event loop: control messages, each a dict and perhaps frames, in order;
     * :meth:`send_arrays`, on any thread: data of any size, by the quickest way, in order among large and among small
-      data; perhaps hints, which are dropped where they would have to wait. (:meth:`send_at_once` sends small data of a
-      stage, or says that it cannot.)
+      data; perhaps hints, which are dropped where they would have to wait.
 
     Args:
         rank, num_ranks: this process among all.
@@ -313,33 +312,17 @@ class PeerNetwork:
             may_drop: whether the message may be lost: it is dropped where it would have to wait behind the high-water
                 mark.
         """
-        if self.send_at_once(rank, topic, header, frames, on_confirmed, may_drop=may_drop):
+        is_large = bool(frames) and sum(memoryview(frame).nbytes for frame in frames) >= LARGE_ARRAY_BYTES
+        is_plain = not is_large and len(frames) <= MAX_FRAMES and len(header) <= MAX_HEADER_BYTES
+        # From this thread, without a turn of the loop. A rank that is seen among the peers can be sent to: it is added
+        # there last.
+        if is_plain and self._direct is not None and rank in self._direct.channel.peers:
+            self._direct.channel.send(rank, topic, header, frames, on_confirmed, may_drop=may_drop)
             return
         self._check(rank, topic, header)
-        is_apart = self._arrays is not None and rank in self._arrays.channel.peers and _is_large(frames)
+        is_apart = is_large and self._arrays is not None and rank in self._arrays.channel.peers
         channel = self._channels[1 if is_apart else 0]
         self.on_loop(partial(channel.send, rank, topic, header, frames, on_confirmed, may_drop=may_drop))
-
-    def send_at_once(
-        self,
-        rank: int,
-        topic: bytes,
-        header: bytes,
-        frames: Sequence[Any] = (),
-        on_confirmed: Callable[[], None] | None = None,
-        *,
-        may_drop: bool = False,
-    ) -> bool:
-        """Sends small data over the direct connection of a rank, as :meth:`send_arrays` does.
-
-        Returns whether there is one and the data are small; otherwise nothing was sent.
-        """
-        if self._direct is None or rank not in self._direct.channel.peers or len(frames) > MAX_FRAMES:
-            return False
-        if _is_large(frames) or len(header) > MAX_HEADER_BYTES:
-            return False
-        self._direct.channel.send(rank, topic, header, frames, on_confirmed, may_drop=may_drop)
-        return True
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
@@ -385,7 +368,3 @@ class PeerNetwork:
         if self._loop is None:
             raise ValueError(f"the network of rank {self.rank} has not started: call start first")
         return self._loop
-
-
-def _is_large(frames: Sequence[Any]) -> bool:
-    return bool(frames) and sum(memoryview(frame).nbytes for frame in frames) >= LARGE_ARRAY_BYTES

@@ -261,7 +261,8 @@ class PipelineTransport:
                 else:
                     part = self._staged(plan, receiver, leaves)
                     # A part that leaves from this thread saves a turn of the event loop, which may be busy.
-                    if step is not None and self._sent_at_once(receiver, MessageKey(step, message, bucket), part):
+                    if step is not None and isinstance(part, PackedPart):
+                        self._send_packed(receiver, MessageKey(step, message, bucket), part)
                         continue
             elif plan in self._own_cuts:
                 part = [cut(leaves[cut.slot.leaf]) for cut in self._own_cuts[plan]]
@@ -291,19 +292,6 @@ class PipelineTransport:
             return PackedPart(*pack_pieces(slots, pieces), num_bytes)
 
         return fetch
-
-    def _sent_at_once(self, receiver: int, key: MessageKey, staged: Any) -> bool:
-        """Sends a staged part, if that can be done now, on the compute thread or the one that waits for its tasks."""
-        if not isinstance(staged, PackedPart):
-            return False
-        assert self._network is not None
-        small, frames, num_bytes = staged
-        confirmed = partial(self.held.add, sent=-num_bytes)
-        self.held.add(sent=num_bytes)  # Before, for it may be confirmed at once.
-        if self._network.send_at_once(receiver, _PART, pack_key(key) + small, frames, confirmed):
-            return True
-        confirmed()
-        return False
 
     # -- in the serial executor --------------------------------------------------------------------------------------
 
@@ -347,9 +335,10 @@ class PipelineTransport:
                 self._transfers.announce(receiver, key, staged)
 
     def _send_packed(self, receiver: int, key: MessageKey, part: PackedPart) -> None:
+        # On any thread.
         assert self._network is not None
         small, frames, num_bytes = part
-        self.held.add(sent=num_bytes)
+        self.held.add(sent=num_bytes)  # Before, for it may be confirmed at once.
         confirmed = partial(self.held.add, sent=-num_bytes)
         self._network.send_arrays(receiver, _PART, pack_key(key) + small, frames, confirmed)
 
