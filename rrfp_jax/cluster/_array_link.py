@@ -160,7 +160,6 @@ class MessageAssembly:
 
 
 def _frames(head: bytes, memory: memoryview) -> list[memoryview]:
-    """Returns the head that the sender gave, and the frames."""
     # The head is sealed, but a rank may be faulty: its numbers are checked before they are used.
     (count,) = _COUNT.unpack_from(head) if len(head) >= _COUNT.size else (-1,)
     begin = _COUNT.size + 8 * count

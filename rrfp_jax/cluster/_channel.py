@@ -153,7 +153,6 @@ class Channel:
         self.num_sent = self.num_received = self.num_dropped = 0
 
     def open(self) -> None:
-        """Begins to receive."""
         if self._is_closed:
             return
         if isinstance(self._link, DirectLink):

@@ -25,22 +25,8 @@ from typing import Any
 import zmq
 
 from rrfp_jax.cluster._zmq_link import ZmqLink
-from rrfp_jax.cluster._zmq_sockets import (
-    HANDSHAKE_FAILURES,
-    Gate,
-    UnprovenConnections,
-    connection_events,
-    monitor_of,
-)
-from rrfp_jax.cluster.failure_detector import (
-    Broken,
-    Conclusion,
-    FailureDetector,
-    HeartbeatClock,
-    Left,
-    Lost,
-    Suspicion,
-)
+from rrfp_jax.cluster._zmq_sockets import HANDSHAKE_FAILURES, Gate, UnprovenConnections, connection_events, monitor_of
+from rrfp_jax.cluster.failure_detector import Broken, Conclusion, FailureDetector, HeartbeatClock, Left, Lost, Suspicion
 from rrfp_jax.cluster.wire import MalformedMessage, QuietLog, field, pack_plain, unpack_plain
 from rrfp_jax.waiting import wait_for
 
@@ -229,8 +215,7 @@ class Liveness:
             while self._running:
                 poller.poll(1 + round(pause_s * 1000))
                 for event in (each for monitor in self._listener_monitors for each in connection_events(monitor)):
-                    note = self._unproven.came if event["event"] == zmq.EVENT_ACCEPTED else self._unproven.went
-                    note(int(event["value"]), event["endpoint"])
+                    self._unproven.heed(event)
                 # The clock first: whatever is concluded below must not hold a pause of this process against others.
                 self._clock.advance(time.monotonic())
                 self._gate.answer()

@@ -20,13 +20,7 @@ from rrfp_jax.cluster._rendezvous_server import (
     WAITING_S,
     RendezvousFailed,
 )
-from rrfp_jax.cluster._zmq_sockets import (
-    HANDSHAKE_FAILURES,
-    connect_socket,
-    connection_events,
-    monitor_of,
-    new_socket,
-)
+from rrfp_jax.cluster._zmq_sockets import HANDSHAKE_FAILURES, connect_socket, connection_events, monitor_of, new_socket
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.rendezvous import JoinRequest, LauncherReport, Member, ProcessEnding, RunStatus
 from rrfp_jax.cluster.wire import MalformedMessage, pack_plain, unpack_plain
@@ -117,13 +111,9 @@ class LauncherLink:
         self._endings = {**self._endings, rank: ProcessEnding(code=code, at_s=at_s, by_launcher=by_launcher)}
         self._wake_write.send(b"\0")
 
-    def is_settled(self) -> bool:
-        """Returns whether the head knows everything that was reported here, or is gone."""
-        return self.is_gone or self._endings.keys() <= self._status.endings.keys()
-
-    def may_hear_of(self, _: Collection[int], *, may_come: bool = True) -> bool:  # noqa: ARG002 - the head is there or not
-        """Returns whether the head may still tell of the ends of other ranks."""
-        return not self.is_gone
+    def is_settled(self, missing: Collection[int] = (), *, may_come: bool = True) -> bool:  # noqa: ARG002 - it is there
+        """Returns whether the head is gone, or knows all that was reported here while no rank is ``missing``."""
+        return self.is_gone or (not missing and self._endings.keys() <= self._status.endings.keys())
 
     def why_not(self) -> str:
         """Returns why the head has not accepted this launcher yet."""
@@ -134,7 +124,6 @@ class LauncherLink:
         return "it answers, but not to this node's run key: give the same to all nodes"
 
     def close(self) -> None:
-        """Says farewell and ends the thread."""
         self._is_closing = True
         self._wake_write.send(b"\0")
         self._thread.join()

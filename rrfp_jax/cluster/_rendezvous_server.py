@@ -30,14 +30,7 @@ from rrfp_jax.cluster._zmq_sockets import (
 )
 from rrfp_jax.cluster.config import LOOPBACK
 from rrfp_jax.cluster.keys import RunKey
-from rrfp_jax.cluster.rendezvous import (
-    JoinRequest,
-    LauncherReport,
-    ProcessEnding,
-    Rendezvous,
-    RunStatus,
-    name_ranks,
-)
+from rrfp_jax.cluster.rendezvous import JoinRequest, LauncherReport, ProcessEnding, Rendezvous, RunStatus, name_ranks
 from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, MalformedMessage, pack_plain, unpack_plain
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
@@ -137,16 +130,19 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         """Reports that the coordination service has ended too early, at ``time.monotonic() == at_s``."""
         self._command(lambda: setattr(self, "_service", ProcessEnding(code=code, at_s=at_s - self._started_s)))
 
-    def may_hear_of(self, ranks: Collection[int], *, may_come: bool = True) -> bool:
-        """Returns whether some of these ranks have a launcher that is present, or ``may_come`` before the deadline."""
-        has_come = {rank for report, _ in list(self._launchers.values()) for rank in report.ranks}
-        is_there = {rank for report in self._present().values() for rank in report.ranks}
-        may_come &= time.monotonic() < self._ends_s
-        return any(rank in is_there or (may_come and rank not in has_come) for rank in ranks)
+    def is_settled(self, missing: Collection[int] = (), *, may_come: bool = True) -> bool:
+        """Returns whether no launcher has to be waited for.
 
-    def is_settled(self) -> bool:
-        """Returns whether all launchers that are present have the latest status."""
-        return not self._commands and all(report.version == self._version for report in self._present().values())
+        A launcher is waited for that is present and starts some of the ``missing`` ranks, or has not the latest status
+        while none is missing; and one that ``may_come`` before the deadline.
+        """
+        present = self._present().values()
+        if not missing:
+            return not self._commands and all(report.version == self._version for report in present)
+        has_come = {rank for report, _ in list(self._launchers.values()) for rank in report.ranks}
+        is_there = {rank for report in present for rank in report.ranks}
+        may_come &= time.monotonic() < self._ends_s
+        return not any(rank in is_there or (may_come and rank not in has_come) for rank in missing)
 
     def _present(self) -> dict[bytes, LauncherReport]:
         since_s = time.monotonic() - SILENT_S
@@ -270,9 +266,9 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         for event in connection_events(self._monitor):
             kind, value = event["event"], event["value"]
             if kind == zmq.EVENT_ACCEPTED:
-                self._hosts[value] = self._unproven.came(value, event["endpoint"])
+                self._hosts[value] = self._unproven.heed(event)
             elif kind == zmq.EVENT_DISCONNECTED:
-                self._unproven.went(value, event["endpoint"])
+                self._unproven.heed(event)
                 host, flaw, self._flaw = self._hosts.pop(value, None), self._flaw, None
                 if flaw is None:
                     continue

@@ -31,7 +31,6 @@ _NUM_FRAMES, _VERSION = 7, b"1.0"
 
 
 def rank_role(rank: int) -> str:
-    """Returns the role under which a rank proves its key."""
     return f"rank {rank}"
 
 
@@ -173,9 +172,18 @@ class UnprovenConnections:
         self._idle = os.open(os.devnull, os.O_RDONLY)
         self._second = os.dup(self._idle)
 
-    def came(self, descriptor: int, listener: bytes) -> str | None:
-        """Adds a connection that a listener has accepted. Returns its host, or None if it is gone already."""
+    def heed(self, event: Mapping[str, Any]) -> str | None:
+        """Adds a connection that a listener has accepted, or removes one that is closed, by its monitor's event.
+
+        Returns the host of a connection that has come, or None if it is gone already.
+        """
+        descriptor, listener = int(event["value"]), event["endpoint"]
         with self._lock:
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                if (gone := self._present.pop((listener, descriptor), None)) is not None:
+                    self._since.pop(gone, None)
+                    self._proven.discard(gone)
+                return None
             ends = self._ends(descriptor)
             if ends is None or ends[2] != int(listener.rpartition(b":")[2]):  # closed, and another has its number
                 return None
@@ -186,14 +194,6 @@ class UnprovenConnections:
                     oldest = next(iter(self._since))
                     self._ends(self._since.pop(oldest), to_shut=oldest)
             return ends[0]
-
-    def went(self, descriptor: int, listener: bytes) -> None:
-        """Removes a connection that the listener had accepted and that is closed."""
-        with self._lock:
-            ends = self._present.pop((listener, descriptor), None)
-            if ends is not None:
-                self._since.pop(ends, None)
-                self._proven.discard(ends)
 
     def has_proven(self, descriptor: int) -> None:
         """Marks a connection over which a message has come, so that its other end has the run's key."""
@@ -222,7 +222,6 @@ class UnprovenConnections:
         return None
 
     def close(self) -> None:
-        """Frees the reserved descriptors."""
         with self._lock:
             os.close(self._second)
             os.close(self._idle)

@@ -170,7 +170,6 @@ class Child:
                     os.killpg(self.pid, number)
 
     def is_stopped(self) -> bool:
-        """Returns whether the process stands still by a signal (SIGSTOP) or under a debugger."""
         with suppress(OSError):
             state = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
             return state.split()[0] in _STOPPED_STATES
@@ -232,7 +231,6 @@ class LauncherEvents(SimpleQueue[LauncherEvent]):
         self._before: dict[int, Any] = {}
 
     def next(self, timeout_s: float) -> LauncherEvent | None:
-        """Returns the next event, or None if none comes in time."""
         try:
             return self.get(timeout=timeout_s)
         except Empty:
@@ -305,7 +303,6 @@ class Output:
         self._write(self._stdout, f"{text}\n".encode())
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until all pipes are closed and copied."""
         for thread in self._threads:
             thread.join(timeout_s)
         self._threads = [thread for thread in self._threads if thread.is_alive()]

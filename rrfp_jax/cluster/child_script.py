@@ -45,7 +45,6 @@ def bind_to_cores(cores: set[int]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Becomes a command, guards a launcher, or runs a module; see the head of this file."""
     if arguments[0] == _MODULE:
         import runpy
 

@@ -160,7 +160,6 @@ class LaunchSettings:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the whole run."""
         return self.num_processes * self.num_nodes
 
     @property
@@ -169,7 +168,6 @@ class LaunchSettings:
         return self.num_nodes > 1 or self.supervises
 
     def local_ranks(self) -> range:
-        """Returns the ranks that this launcher starts."""
         first = self.node_rank * self.num_processes
         return range(first, first + (0 if self.supervises else self.num_processes))
 
@@ -223,7 +221,6 @@ class Membership:
         return variables if self.interface is None else variables | {INTERFACE: self.interface}
 
     def meeting_place(self) -> tuple[str, int]:
-        """Returns host and port of the rendezvous."""
         host, _, port = self.rendezvous.removeprefix("tcp://").rpartition(":")
         return host.strip("[]"), int(port)
 

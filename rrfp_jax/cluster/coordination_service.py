@@ -139,7 +139,6 @@ def _certify(
 
 
 def serve(argv: list[str]) -> int:
-    """Serves until standard input closes. Returns the exit code."""
     host, port, num_ranks = argv[0], int(argv[1]), int(argv[2])
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the service tells of each connection otherwise
     from rrfp_jax.private.jaxlib_names import get_distributed_runtime_service

@@ -79,7 +79,6 @@ class HeartbeatClock:
         self._last_look_s = now_s
 
     def expect(self, rank: int) -> None:
-        """Expects heartbeats of one more peer from now on."""
         self._heard_s[rank] = self.awake_s
 
     def hear(self, rank: int, blocked_s: float) -> None:
@@ -89,7 +88,6 @@ class HeartbeatClock:
             self._blocked_s[rank] = blocked_s
 
     def forget(self, rank: int) -> None:
-        """Expects nothing more of a peer that has left or is lost."""
         self._heard_s.pop(rank, None)
         self._blocked_s.pop(rank, None)
 
@@ -234,7 +232,6 @@ class FailureDetector:
         return True
 
     def conclusions(self, now_s: float) -> list[Conclusion]:
-        """Returns the conclusions since the last call."""
         for rank in [rank for rank, due_s in self._due_s.items() if due_s <= now_s]:
             reasons = [each for (_, who), each in self._suspicions.items() if who == rank]
             # The reason that this rank has seen itself is the one that its user can check.

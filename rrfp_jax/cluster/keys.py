@@ -47,7 +47,6 @@ class RunKey:
 
     @classmethod
     def generate(cls) -> "RunKey":
-        """Returns a fresh key from the operating system's randomness."""
         return cls(secrets.token_bytes(_NUM_BYTES))
 
     @classmethod

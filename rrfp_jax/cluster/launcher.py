@@ -325,13 +325,10 @@ class _Attempt:
         if now_s > self._here_ended_s + self._settings.grace_s:
             return True
         # All launchers return the same code, so each waits until it knows every end, and until the others know its own.
-        if missing:
-            return not head.board.may_hear_of(missing, may_come=self._num_stops == 0)
-        return head.board.is_settled()
+        return head.board.is_settled(missing, may_come=self._num_stops == 0)
 
 
 def _meaning(code: int) -> str:
-    """Returns a process's exit code in words."""
     if code in _MEANINGS:
         return f"code {code}, {_MEANINGS[code]}" if code else _MEANINGS[code]
     try:
@@ -350,11 +347,9 @@ class Endings:
         """End of the coordination service, if it came before those of the ranks."""
 
     def missing(self) -> list[int]:
-        """Returns the ranks whose end is not known."""
         return [rank for rank in range(self._num_ranks) if rank not in self.by_rank]
 
     def has_failed(self) -> bool:
-        """Returns whether the service or any rank is known to have failed."""
         return self.service is not None or any(ending.code for ending in self.by_rank.values())
 
     def is_services(self) -> bool:
@@ -383,7 +378,6 @@ class Endings:
         return min(killed, key=lambda rank: failed[rank].at_s, default=first)
 
     def code(self) -> int:
-        """Returns the exit code of the run."""
         if self.is_services():
             return _ABORTED
         if (cause := self.cause()) is not None:
@@ -429,6 +423,5 @@ class Endings:
 
 
 def _how(ending: ProcessEnding) -> str:
-    """Returns the end in words."""
     text = _meaning(ending.code)
     return f"{ending.by_launcher}: the launcher ended it ({text})" if ending.by_launcher else text

@@ -71,7 +71,6 @@ class LoopThread:
 
 
 def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
-    """Returns whether this thread is in a call of the loop."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:

@@ -151,7 +151,6 @@ class Rendezvous:
         return "\n  ".join([f"the rendezvous failed: {self._occasion}", *awaited, *self._lines])
 
     def status(self) -> RunStatus:
-        """Returns the status for the launchers."""
         doomed = tuple(rank for rank in self._doomed if rank not in self.endings and rank not in self._requests)
         return RunStatus(endings=dict(self.endings), failure=self._first_failure, doomed=doomed)
 
@@ -196,7 +195,6 @@ class Rendezvous:
                 self._doomed = self._awaited.copy()
 
     def expire(self, deadline_s: float) -> None:
-        """Notes that the deadline is over."""
         if not self.is_decided:
             missing = self.missing()
             lines = [f"missing: {name_ranks(missing)}"]
@@ -205,12 +203,10 @@ class Rendezvous:
                 self._doomed = missing
 
     def give_up(self, why: str) -> None:
-        """Waits for no further rank."""
         if not self.is_decided:
             self._occasion = why
 
     def missing(self) -> list[int]:
-        """Returns the ranks that have sent no request."""
         return [rank for rank in range(self.num_ranks) if rank not in self._requests]
 
     def _decide(self, occasion: str, lines: Iterable[str] = (), *, must_fail: bool = False) -> None:

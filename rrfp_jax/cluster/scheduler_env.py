@@ -79,7 +79,6 @@ class _Variables:
         self.names: list[str] = []
 
     def text(self, *names: str) -> str | None:
-        """Returns the first of these that is set."""
         for name in names:
             if value := self._environ.get(name, "").strip():
                 self.names.append(name)
@@ -110,7 +109,6 @@ class _Variables:
         return Address(host=host, port=_DEFAULT_PORT if port is None else port)
 
     def need(self, value: str | int | None, *names: str) -> None:
-        """Raises ValueError where the value of these variables is None."""
         if value is None:
             raise ValueError(f"{' and '.join(self.names)} set, but not {' or '.join(names)}: set it, or give options")
 

@@ -80,7 +80,6 @@ class QuietLog:
         self._logger, self._next_s, self._num_silent = logger, 0.0, 0
 
     def warn(self, text: str, *values: Any) -> None:
-        """Writes the warning, or counts it for the next line."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             self._num_silent += 1
@@ -110,7 +109,6 @@ class Seal:
         return self._number.to_bytes(_NONCE_BYTES, "big")
 
     def closed(self, data: Any) -> bytes:
-        """Returns the sealed form of ``data``."""
         return self._cipher.encrypt(self._nonce(), data, None)
 
     def close_into(self, data: Any, sealed: Any) -> None:

@@ -152,12 +152,16 @@ def test_an_end_that_is_heard_late_is_not_that_of_another_listeners_connection(m
         ends = [held.enter_context(socket.create_connection(listener.getsockname())) for _ in range(2)]
         first, second = [held.enter_context(listener.accept()[0]).fileno() for _ in range(2)]
         here, elsewhere = f"tcp://127.0.0.1:{listener.getsockname()[1]}".encode(), b"tcp://127.0.0.1:1"
-        assert unproven.came(first, here) == "127.0.0.1"
-        unproven.went(first, elsewhere)
-        assert unproven.came(second, here) == "127.0.0.1"
+
+        def heed(kind: int, descriptor: int, listener: bytes) -> str | None:
+            return unproven.heed({"event": kind, "value": descriptor, "endpoint": listener})
+
+        assert heed(zmq.EVENT_ACCEPTED, first, here) == "127.0.0.1"
+        heed(zmq.EVENT_DISCONNECTED, first, elsewhere)
+        assert heed(zmq.EVENT_ACCEPTED, second, here) == "127.0.0.1"
         assert eventually(lambda: is_closed(ends[0]))
         assert not is_closed(ends[1])
-        assert unproven.came(second, elsewhere) is None
+        assert heed(zmq.EVENT_ACCEPTED, second, elsewhere) is None
 
 
 def test_other_keys_are_refused_and_nothing_is_said_to_them(caplog: pytest.LogCaptureFixture) -> None:
