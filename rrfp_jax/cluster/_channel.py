@@ -47,6 +47,8 @@ referenced. May raise :class:`MalformedMessage`: the message is then dropped and
 
 PackedHandler = Callable[[int, bytes, list[memoryview]], None]
 """Called as a :data:`Handler` is, with the header as the bytes that came."""
+_AnyHandler = tuple[Callable[..., None], bool]
+"""A handler, and whether it takes the header as the bytes that came."""
 
 
 class OutgoingMessage(NamedTuple):
@@ -312,18 +314,18 @@ class Topics:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self.handlers: dict[bytes, PackedHandler] = {}
+        self.handlers: dict[bytes, _AnyHandler] = {}
         self._kept: dict[bytes, deque[tuple[int, bytes, list[memoryview], int]]] = {}
         self.loop: AbstractEventLoop | None = None
         """The loop on which messages are handed over, once there is one."""
         self._garbage = QuietLog(_LOG)
         self.kept_bytes = self.num_dropped = 0
 
-    def subscribe(self, topic: bytes, handler: PackedHandler) -> None:
+    def subscribe(self, topic: bytes, handler: Callable[..., None], *, is_packed: bool) -> None:
         """Gives a topic's messages to ``handler``, kept ones first; any thread may call it."""
         if topic in self.handlers:
             raise ValueError(f"the topic '{topic.decode()}' has a handler: choose another name, or unsubscribe")
-        self.handlers[topic] = handler
+        self.handlers[topic] = handler, is_packed
         if self.loop is not None:
             self.loop.call_soon_threadsafe(self._hand_over, topic)
 
@@ -353,9 +355,13 @@ class Topics:
         if not kept:
             self._kept.pop(topic, None)
 
-    def _give(self, handler: PackedHandler, rank: int, header: bytes, frames: list[memoryview]) -> None:
+    def _give(self, handler: _AnyHandler, rank: int, packed: bytes, frames: list[memoryview]) -> None:
+        call, is_packed = handler
         try:
-            handler(rank, header, frames)
+            header = packed if is_packed else unpack_plain(packed)
+            if not is_packed and not isinstance(header, dict):
+                raise MalformedMessage("its header is no dict")
+            call(rank, header, frames)
         except MalformedMessage as error:
             self.num_dropped += 1
             self._garbage.warn("a message from rank %d was dropped: %s", rank, error)
@@ -363,15 +369,3 @@ class Topics:
             assert self.loop is not None
             told = f"the handler of a message from rank {rank} failed"
             self.loop.call_exception_handler({"message": told, "exception": error})
-
-
-def unpacked(handler: Handler) -> PackedHandler:
-    """Returns a handler of packed headers that calls ``handler`` with the header as plain data."""
-
-    def handle(rank: int, packed: bytes, frames: list[memoryview]) -> None:
-        header = unpack_plain(packed)
-        if not isinstance(header, dict):
-            raise MalformedMessage("its header is no dict")
-        handler(rank, header, frames)
-
-    return handle

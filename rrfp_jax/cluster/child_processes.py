@@ -156,18 +156,15 @@ class Child:
         self._thread = threading.Thread(target=self._wait, name=f"rrfp-wait-{self.pid}", daemon=True)
         self._thread.start()
 
-    def pass_on(self, number: int) -> None:
-        """Sends a signal to the process alone, which knows its meaning for the processes that it has started."""
-        with self._reaping:
-            if not self._is_reaped:
-                os.kill(self.pid, number)
+    def kill(self, *numbers: int, alone: bool = False) -> None:
+        """Sends signals, by default SIGKILL, to the whole group.
 
-    def kill(self, *numbers: int) -> None:
-        """Sends signals to the whole group; by default SIGKILL."""
+        With ``alone`` they go to the process, which knows their meaning for the processes that it has started.
+        """
         with self._reaping, suppress(ProcessLookupError, PermissionError):
             for number in numbers or (signal.SIGKILL,):
                 if not self._is_reaped:
-                    os.killpg(self.pid, number)
+                    (os.kill if alone else os.killpg)(self.pid, number)
 
     def is_stopped(self) -> bool:
         with suppress(OSError):

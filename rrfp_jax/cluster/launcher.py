@@ -252,7 +252,7 @@ class _Attempt:
                             f"{name} is passed on to the ranks of this node; Ctrl-C (SIGINT) ends them at once"
                         )
                     for child in self._alive.values():
-                        child.pass_on(event)
+                        child.kill(event, alone=True)
         if self._failed_s is None and self._endings.has_failed():
             self._failed_s = time.monotonic()
 

@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from rrfp_jax.cluster._array_link import ArrayLink
-from rrfp_jax.cluster._channel import MAX_TOPIC_BYTES, Channel, Handler, PackedHandler, Topics, unpacked
+from rrfp_jax.cluster._channel import MAX_TOPIC_BYTES, Channel, Handler, PackedHandler, Topics
 from rrfp_jax.cluster._direct_link import MAX_FRAMES, DirectLink
 from rrfp_jax.cluster._liveness import Liveness
 from rrfp_jax.cluster._private_connections import NUM_LISTENERS, PrivateConnections
@@ -270,11 +270,11 @@ class PeerNetwork:
 
         Messages that have come before are handed over first, in order.
         """
-        self._topics.subscribe(topic.encode(), unpacked(handler))
+        self._topics.subscribe(topic.encode(), handler, is_packed=False)
 
     def subscribe_packed(self, topic: bytes, handler: PackedHandler) -> None:
         """Gives the messages of a topic to ``handler``, with the header as :meth:`send_arrays` took it."""
-        self._topics.subscribe(topic, handler)
+        self._topics.subscribe(topic, handler, is_packed=True)
 
     def unsubscribe(self, topic: str | bytes) -> None:
         """Keeps the messages of a topic for the next handler; the bytes that wait for one are bounded."""

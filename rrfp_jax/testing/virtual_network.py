@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from rrfp_jax.cluster import Handler, PackedHandler, unpacked
-from rrfp_jax.cluster.wire import pack_plain
+from rrfp_jax.cluster import Handler, PackedHandler
+from rrfp_jax.cluster.wire import pack_plain, unpack_plain
 
 
 @dataclass
@@ -77,7 +77,7 @@ class VirtualRank:
 
     def subscribe(self, topic: str, handler: Handler) -> None:
         """Gives the messages of a topic to ``handler``."""
-        self.subscribe_packed(topic.encode(), unpacked(handler))
+        self.subscribe_packed(topic.encode(), lambda rank, packed, frames: handler(rank, unpack_plain(packed), frames))
 
     def subscribe_packed(self, topic: bytes, handler: PackedHandler) -> None:
         """Gives the messages of a topic to ``handler``, with the header as it was sent."""
