@@ -64,4 +64,4 @@ from rrfp_jax.core.plan import StagePlan as StagePlan
 from rrfp_jax.core.plan import StepRules as StepRules
 from rrfp_jax.core.plan import stage_plan as stage_plan
 from rrfp_jax.core.stage_setup import StageSetup as StageSetup
-from rrfp_jax.core.step_plan import StepPlan as StepPlan
+from rrfp_jax.core.stage_setup import StepPlan as StepPlan

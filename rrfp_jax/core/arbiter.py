@@ -62,11 +62,12 @@ reported within the same call, and nothing begins after :class:`FinishStep`. Cou
 messages arrive never shows in the state, and any driver may deliver them in any order.
 """
 
+from bisect import insort
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import NoReturn, Self
 
-from rrfp_jax.core.dispatch import NOTHING, Certainty, Engines
+from rrfp_jax.core.dispatch import AHEAD, HELD, NOTHING, Certainty, Engines, ReadySet
 from rrfp_jax.core.events import (
     Announce,
     ClockTick,
@@ -89,22 +90,18 @@ from rrfp_jax.core.events import (
 )
 from rrfp_jax.core.explain import (
     IllegalTransition,
-    Waiting,
     check_invariants,
     illegal_transition,
     microbatch_story,
     waiting_tasks,
     why_idle,
 )
-from rrfp_jax.core.foresight import Estimates, Foresight, ForesightRules, PendingInputs
+from rrfp_jax.core.foresight import Estimates, Foresight, PendingInputs
 from rrfp_jax.core.hints import Choice, Consumption, Heads
-from rrfp_jax.core.memory import AheadBound, Footprint, ReadAhead, Window, check_weights
-from rrfp_jax.core.plan import DUE, FINISHED, RUNNING, StepRules, end_followers, engine_of, queue_followers
-from rrfp_jax.core.ready_set import AHEAD, HELD, ReadySet
-from rrfp_jax.core.stage_setup import StageSetup, StepMode
-from rrfp_jax.core.step_plan import StepPlan
+from rrfp_jax.core.memory import Footprint, ReadAhead, Window, check_weights
+from rrfp_jax.core.plan import DUE, FINISHED, RUNNING, StepRules, end_followers
+from rrfp_jax.core.stage_setup import StageSetup, StepMode, StepPlan
 from rrfp_jax.schedules import Absences, PipelineGraph, Task
-from rrfp_jax.schedules.timeline import IdleReason
 
 _TAKEN = MessageKind.TAKEN
 _Sends = tuple[tuple[Message, int], ...]
@@ -143,15 +140,25 @@ class StageArbiter:
         "_weights",
         "_window",
         "certain_ahead",
+        "consumption",
+        "evaluates",
         "evaluation_batches",
+        "graph",
         "is_active",
         "placement",
+        "rules",
+        "setup",
         "stage",
         "step",
     )
 
+    graph: PipelineGraph
+    rules: StepRules
+    consumption: Consumption
+    evaluates: bool
+
     def __init__(self, setup: StageSetup) -> None:
-        self.placement, self.stage = setup.placement, setup.stage
+        self.setup, self.placement, self.stage = setup, setup.placement, setup.stage
         self.certain_ahead, self.evaluation_batches = setup.certain_ahead, setup.evaluation_batches
         self.step: int | None = None
         """The present step, or the last one; None before the first."""
@@ -160,8 +167,7 @@ class StageArbiter:
         self._now_s = 0.0
         self._training = StepMode(setup)
         self._evaluation = StepMode(setup.evaluating(), evaluates=True) if setup.evaluation_batches else None
-        self._mode = self._training
-        """The mode of the present step; between steps that of training."""
+        self._go_by(self._training)
         self._prepared = self._mode.full
         """The plan that the next step will probably need."""
         self._foresight = None if setup.foresight is None else setup.foresight.make(self._mode.full.arrival_table)
@@ -212,8 +218,10 @@ class StageArbiter:
         twin = object.__new__(type(self))
         if hasattr(self, "__dict__"):  # attributes that a subclass adds
             twin.__dict__.update(self.__dict__)
-        twin.placement, twin.stage = self.placement, self.stage
+        twin.setup, twin.placement, twin.stage = self.setup, self.placement, self.stage
         twin.certain_ahead, twin.evaluation_batches = self.certain_ahead, self.evaluation_batches
+        twin.graph, twin.rules, twin.consumption = self.graph, self.rules, self.consumption
+        twin.evaluates = self.evaluates
         twin.step, twin.is_active, twin._now_s = self.step, self.is_active, self._now_s
         twin._training, twin._evaluation, twin._mode = self._training, self._evaluation, self._mode
         twin._prepared, twin._ranked, twin._weights = self._prepared, self._ranked, self._weights
@@ -239,10 +247,12 @@ class StageArbiter:
         twin = self.copy()
         twin.step, twin.is_active = after, False
         if twin.evaluates:
-            twin._change(evaluates=False)
+            twin._go_by(twin._training)
+            twin._foresight, twin._resting = twin._resting, None
         twin._early, twin._prepared, twin._weights = {}, twin._mode.full, ()
         twin._pending = PendingInputs()
-        twin._foresight = twin._foresight and twin._foresight.fresh(estimates or Estimates())
+        if twin._foresight is not None:
+            twin._foresight = twin._foresight.rules.make(twin._foresight.table, estimates)
         twin._begin(twin._mode.full)
         return twin
 
@@ -267,48 +277,6 @@ class StageArbiter:
             self._pending.key(),
         )
 
-    # -- the rules of the present step, which are those of training between steps --------------------------------------
-
-    @property
-    def graph(self) -> PipelineGraph:
-        return self._mode.graph
-
-    @property
-    def rules(self) -> StepRules:
-        return self._mode.rules
-
-    @property
-    def consumption(self) -> Consumption:
-        return self._mode.consumption
-
-    @property
-    def limit(self) -> int | None:
-        """How many microbatches the stage may hold; None: as many as come, or as many as the footprint admits."""
-        return self._mode.limit
-
-    @property
-    def capacity(self) -> int | None:
-        """The most that the microbatches held may weigh together, in steps with weights."""
-        return self._mode.capacity
-
-    @property
-    def footprint(self) -> int | None:
-        """How many activations the stage may hold; None: :attr:`limit` counts."""
-        return self._mode.footprint
-
-    @property
-    def read_ahead(self) -> tuple[AheadBound, ...]:
-        """How far chunks that run F only may run ahead."""
-        return self._mode.read_ahead
-
-    @property
-    def evaluates(self) -> bool:
-        return self._mode.evaluates
-
-    @property
-    def foresight_rules(self) -> ForesightRules | None:
-        return None if self._foresight is None else self._foresight.rules
-
     # -- plans made ahead ----------------------------------------------------------------------------------------------
 
     def plan_without(self, absent: Absences, weights: tuple[int, ...] = (), *, evaluates: bool = False) -> StepPlan:
@@ -317,7 +285,7 @@ class StageArbiter:
         ``weights``: the weight of each microbatch of the stage, for a stage with a capacity. Raises ValueError for
         weights that do not fit it, and where the stage was not made for evaluations.
         """
-        mode = self._mode_of(evaluates)
+        mode = self._mode_of(evaluates=evaluates)
         plan = mode.full.without(absent, mode.graph, mode.rules, mode.consumption)
         if not weights:
             return plan
@@ -333,19 +301,19 @@ class StageArbiter:
 
     def graph_of(self, *, evaluates: bool) -> PipelineGraph:
         """Returns the graph of steps of one kind; raises ValueError where the stage was not made for evaluations."""
-        return self._mode_of(evaluates).graph
+        return self._mode_of(evaluates=evaluates).graph
 
-    def _mode_of(self, evaluates: bool) -> StepMode:
+    def _mode_of(self, *, evaluates: bool) -> StepMode:
         if not evaluates:
             return self._training
         if self._evaluation is None:
             raise ValueError(f"stage {self.stage} was not made for steps that evaluate: prepare it for them")
         return self._evaluation
 
-    def _change(self, *, evaluates: bool) -> None:
-        """Go by the mode of the other kind of steps."""
-        self._mode = self._mode_of(evaluates)
-        self._foresight, self._resting = self._resting, self._foresight
+    def _go_by(self, mode: StepMode) -> None:
+        """Go by the rules of this kind of steps; between steps by those of training."""
+        self._mode, self.evaluates = mode, mode.evaluates
+        self.graph, self.rules, self.consumption = mode.graph, mode.rules, mode.consumption
 
     def estimates(self) -> Estimates | None:
         """Returns the averages that foresight has learnt so far; None without foresight."""
@@ -425,13 +393,14 @@ class StageArbiter:
     def _start_step(self, event: StepStarted, out: list[Instruction]) -> None:
         if event.evaluates:
             try:
-                self._change(evaluates=True)
+                self._go_by(self._mode_of(evaluates=True))
             except ValueError as error:
                 raise IllegalTransition(f"step {event.step} was started to evaluate: {error}") from None
+            self._foresight, self._resting = None, self._foresight
         if event.weights:
             try:
                 num_microbatches = len(self._mode.full.plan.tasks_per_microbatch)
-                check_weights(event.weights, num_microbatches, self.capacity, self.stage)
+                check_weights(event.weights, num_microbatches, self._mode.capacity, self.stage)
             except ValueError as error:
                 raise IllegalTransition(f"step {event.step} was started with wrong weights: {error}") from None
         self.step, self.is_active, self._weights = event.step, True, event.weights
@@ -449,7 +418,8 @@ class StageArbiter:
         assert self.step is not None
         self.is_active = False
         if self.evaluates:
-            self._change(evaluates=False)
+            self._go_by(self._training)
+            self._foresight, self._resting = self._resting, None
         out.append(FinishStep(self.step))
 
     # -- arrivals ------------------------------------------------------------------------------------------------------
@@ -463,29 +433,25 @@ class StageArbiter:
             return
         arrived.add(number)
         if self._ahead is not None and message.kind is _TAKEN:
-            self._ahead.hear(message)
+            self._ahead.let_go(message.target, message.microbatch)
         node, waiting, foresight = plan.awaited_by[number], self._waiting, self._foresight
         if foresight is not None:
             foresight.arrived(number, event.time_s)
             self._pending.promised.discard(number)
-            if node in self._pending.awaiting:
-                self._input_came(foresight, node, out)
+            awaiting = self._pending.awaiting
+            if node in awaiting:
+                # The task was handed over before this input; with its last one the device begins it.
+                awaiting[node] -= 1
+                if not awaiting[node]:
+                    del awaiting[node]
+                    position = self._ranked.position[node]
+                    foresight.begun(position, self._now_s)
+                    if self._certainty is None or self._running[0] == node:
+                        self._announce(foresight.announcements(position), out)
                 return
         waiting[node] -= 1
         if not waiting[node]:
             self._make_ready(node, out)
-
-    def _input_came(self, foresight: Foresight, node: int, out: list[Instruction]) -> None:
-        """Count an input of a task that was handed over before; with the last one the device begins the task."""
-        awaiting = self._pending.awaiting
-        awaiting[node] -= 1
-        if awaiting[node]:
-            return
-        del awaiting[node]
-        position = self._ranked.position[node]
-        foresight.begun(position, self._now_s)
-        if self._certainty is None or self._running[0] == node:
-            self._announce(foresight.announcements(position), out)
 
     def _hear_announcement(self, event: TaskAnnounced | InputPromised) -> bool:
         """Take in an announcement, which only foresight uses. Returns whether it may end a hold."""
@@ -530,9 +496,15 @@ class StageArbiter:
             raise illegal_transition(self, f"{task} finished without having been started", task)
         foresight = self._foresight
         if foresight is not None and node in self._pending.awaiting:
-            self._take_as_arrived(foresight, node)
+            # Its inputs were there, then: their messages are still on their way.
+            del self._pending.awaiting[node]
+            for number in foresight.table.inputs_of[node]:
+                if number not in self._arrived:
+                    self._arrived.add(number)
+                    self._pending.promised.discard(number)
+                    foresight.arrived(number, self._now_s)
         if self._engines is not None and plan.lanes[node] < 0:
-            self._engines.running[engine_of(plan.lanes[node])] = NOTHING
+            self._engines.running[-1 - plan.lanes[node]] = NOTHING
         else:
             if self._due is not None:
                 self._settle_due(node, task)
@@ -550,15 +522,6 @@ class StageArbiter:
                 self._free(node, task.microbatch)
         # The followers in the queue counted a due task as ended already.
         self._finish_node(node, dependents if left == RUNNING else end_followers(plan, dependents), out)
-
-    def _take_as_arrived(self, foresight: Foresight, node: int) -> None:
-        """Count the inputs of a task that has ended as arrived: their messages are still on their way."""
-        del self._pending.awaiting[node]
-        for number in foresight.table.inputs_of[node]:
-            if number not in self._arrived:
-                self._arrived.add(number)
-                self._pending.promised.discard(number)
-                foresight.arrived(number, self._now_s)
 
     def _settle_due(self, node: int, task: Task) -> None:
         """Let a task end while one is due: the due one itself, or one that was handed over before it."""
@@ -602,7 +565,8 @@ class StageArbiter:
         self._waiting[node] = DUE
         if plan.tasks[node].microbatch >= 0:
             self._free(node, plan.tasks[node].microbatch)
-        self._count_down(queue_followers(plan, plan.dependents[node]), out)
+        lanes, num_tasks = plan.lanes, len(plan.tasks)
+        self._count_down(tuple([n for n in plan.dependents[node] if n < num_tasks and lanes[n] >= 0]), out)
 
     def _count_down(self, nodes: tuple[int, ...], out: list[Instruction]) -> None:
         waiting = self._waiting
@@ -620,7 +584,7 @@ class StageArbiter:
         lane, position = plan.lanes[node], ranked.position[node]
         if lane <= 0:
             if lane:
-                self._engines.add(engine_of(lane), position)  # type: ignore[union-attr]
+                insort(self._engines.ready[-1 - lane], position)  # type: ignore[union-attr]
                 return
             if self._ahead is not None:
                 lane = self._list_of(plan.tasks[node], self._ahead)
@@ -687,14 +651,18 @@ class StageArbiter:
 
     def _dispatch_beside(self, engines: Engines, out: list[Instruction]) -> None:
         """Hand each free engine the first of its tasks that may start."""
-        footprint, plan = self._footprint, self._ranked.plan
-        for engine, position in engines.startable(self._admits_beside):
-            node = self._ranked.at[position]
-            engines.running[engine] = node
-            self._waiting[node] = RUNNING
-            if footprint is not None:
-                footprint.start(position)
-            out.append(RunTask(self.step, plan.tasks[node]))  # type: ignore[arg-type]
+        for engine, positions in enumerate(engines.ready):
+            if engines.running[engine] != NOTHING:
+                continue
+            position = next((p for p in positions if self._admits_beside(p)), None)
+            if position is not None:
+                positions.remove(position)
+                node = self._ranked.at[position]
+                engines.running[engine] = node
+                self._waiting[node] = RUNNING
+                if self._footprint is not None:
+                    self._footprint.start(position)
+                out.append(RunTask(self.step, self._ranked.plan.tasks[node]))  # type: ignore[arg-type]
 
     def _admits_beside(self, position: int) -> bool:
         """Returns whether an operation on an engine may start, for which a due task still holds its memory."""
@@ -850,7 +818,7 @@ class StageArbiter:
     @property
     def is_holding(self) -> bool:
         """Whether tasks are ready and foresight waits for another one."""
-        return self._foresight is not None and self._foresight.is_holding
+        return self._foresight is not None and self._foresight.held_since_s is not None
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
@@ -877,18 +845,9 @@ class StageArbiter:
         """Returns the microbatches that the stage holds."""
         return frozenset(self._window.held)
 
-    def idle_reason(self) -> IdleReason | None:
-        """Returns why the stage runs nothing; None while it runs a task."""
-        return why_idle(self)
-
-    def waiting(self) -> list[Waiting]:
-        """Returns every task and gate of the present step that has not begun, with its missing inputs."""
-        return waiting_tasks(self)
-
-    def tell(self, microbatch: int) -> str:
-        """Returns the story of one microbatch on this stage, one line per task."""
-        return microbatch_story(self, microbatch)
-
-    def validate(self) -> None:
-        """Check every invariant from first principles; raises AssertionError. For tests: it is slow."""
-        check_invariants(self)
+    # Why the stage runs nothing, all that has not begun, and the story of one microbatch. The last one checks every
+    # invariant from first principles: for tests, since it is slow.
+    idle_reason = why_idle
+    waiting = waiting_tasks
+    tell = microbatch_story
+    validate = check_invariants

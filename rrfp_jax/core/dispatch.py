@@ -1,5 +1,16 @@
-"""When a stage is handed its next task: at the end of the running one, just in time, or as soon as the choice is
-certain.
+"""Which tasks may run, and when a stage is handed its next one: at the end of the running one, as soon as the choice is
+certain, or just in time.
+
+The ready set
+-------------
+It holds the tasks whose inputs are all here, sorted by the hint's order in four lanes.
+
+The forwards lie in two lists, those of microbatches that the stage holds and those of *fresh* ones, since the window
+restrains only the latter. Either all fresh forwards are admissible, or those of one microbatch, or none; so the first
+admissible one is found without a walk over those that wait behind a full window. The forwards of a chunk whose
+read-ahead is bounded (:mod:`rrfp_jax.core.memory`) have a list of their own, and are walked over only while that bound
+admits something. Where microbatches have weights, a light one may fit where a heavy one does not: then all fresh ones
+are walked over, while there is room for the lightest.
 
 Certain choices
 ---------------
@@ -47,12 +58,14 @@ the shortest of the recent tasks is the best guide.
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from rrfp_jax.core.hints import Choice, Heads
-from rrfp_jax.core.step_plan import StepPlan
+from rrfp_jax.core.memory import Window
+from rrfp_jax.core.plan import NUM_LANES
+from rrfp_jax.core.stage_setup import StepPlan
 from rrfp_jax.schedules import Task, TaskKind
 
 AUTO = "auto"
@@ -60,8 +73,172 @@ JUST_IN_TIME = "just-in-time"
 CERTAIN = "certain"
 DISPATCH_WORDS = f"{AUTO}, {JUST_IN_TIME} (in place of a number of tasks), {CERTAIN}, or 0"
 """All values that users may give, for messages."""
+HELD = NUM_LANES
+"""The number of the list, behind the lanes, with the forwards of held microbatches."""
+AHEAD = HELD + 1
+"""The number of the first list with the forwards of a bounded chunk; there is one for each of these."""
 NOTHING = -1
 """In place of the node that an engine runs."""
+
+
+class ReadySet:
+    """Positions of ready tasks, ascending in each list; a position is a task's place in the hint's order."""
+
+    __slots__ = ("_common", "lanes")
+
+    def __init__(self, num_bounded: int = 0) -> None:
+        self.lanes: tuple[list[int], ...] = tuple([] for _ in range(AHEAD + num_bounded))
+        """The lanes, of the forwards the fresh ones; then the forwards of held microbatches, and of bounded chunks."""
+        self._common = self.lanes[:AHEAD]
+
+    def copy(self) -> "ReadySet":
+        twin = object.__new__(ReadySet)
+        twin.lanes = tuple(lane.copy() for lane in self.lanes)
+        twin._common = twin.lanes[:AHEAD]
+        return twin
+
+    def add(self, lane: int, position: int) -> None:
+        """Add a ready task: forwards of bounded chunks to their list, other forwards of held microbatches to
+        :data:`HELD`, all else to its lane."""
+        insort(self.lanes[lane], position)
+
+    def remove(self, lane: int, position: int) -> None:
+        """Remove a task from the list to which :meth:`add` added it."""
+        entries = self.lanes[lane]
+        del entries[bisect_left(entries, position)]
+
+    def hold(self, forwards: Iterable[int]) -> None:
+        """Move the forwards of a microbatch, at these positions, to :data:`HELD`: the stage holds it from now on."""
+        fresh, held = self.lanes[0], self.lanes[HELD]
+        if not fresh:
+            return
+        for position in forwards:
+            if _holds(fresh, position):
+                del fresh[bisect_left(fresh, position)]
+                insort(held, position)
+
+    def heads(self, window: Window, microbatch_at: tuple[int, ...], forwards_of: Mapping[int, Sequence[int]]) -> Heads:
+        """Returns the first admissible position of each lane, bounded chunks apart; only forwards can be inadmissible.
+
+        Args:
+            microbatch_at: the microbatch of the task at each position.
+            forwards_of: for each microbatch of the stage the positions of its forwards.
+        """
+        fresh, backwards, weights, last, held = self._common
+        forward = held[0] if held else None
+        if fresh and (forward is None or fresh[0] < forward) and not window.is_full:
+            if window.admits(microbatch_at[fresh[0]]):
+                forward = fresh[0]
+            elif not window.is_even:
+                forward = _first_that_fits(fresh, window, microbatch_at, forward)
+            elif window.admits(window.oldest):
+                oldest = [p for p in forwards_of[window.oldest] if _holds(fresh, p)]
+                forward = min([*oldest, *held[:1]], default=None)
+        return (
+            forward,
+            backwards[0] if backwards else None,
+            weights[0] if weights else None,
+            last[0] if last else None,
+        )
+
+    def first_ahead(self, windows: Sequence[Window], window: Window, microbatch_at: tuple[int, ...]) -> int | None:
+        """Returns the first forward of the bounded chunks that the chunk's window and the stage's admit."""
+        best: int | None = None
+        for waiting, chunk_window in zip(self.lanes[AHEAD:], windows, strict=True):
+            if not waiting or chunk_window.is_full:
+                continue
+            for position in waiting:
+                if best is not None and position > best:
+                    break
+                m = microbatch_at[position]
+                if chunk_window.admits(m) and window.admits(m):
+                    best = position
+                    break
+        return best
+
+
+def _first_that_fits(
+    fresh: Sequence[int], window: Window, microbatch_at: tuple[int, ...], held: int | None
+) -> int | None:
+    """Returns the first admissible position of fresh forwards of different weights, or ``held`` if that is before."""
+    refused: dict[int, int] = {}
+    for position in fresh:
+        if held is not None and position > held:
+            break
+        m = microbatch_at[position]
+        weight = window.weight(m)
+        # Younger microbatches of the same weight are refused too.
+        if m < refused.get(weight, m + 1):
+            if window.admits(m):
+                return position
+            refused[weight] = m
+    return held
+
+
+def _holds(positions: list[int], position: int) -> bool:
+    place = bisect_left(positions, position)
+    return place < len(positions) and positions[place] == position
+
+
+class Certainty:
+    """The tasks of one step of one stage that have not started, for certain choices."""
+
+    __slots__ = ("_heads", "_ranked")
+
+    def __init__(self, ranked: StepPlan) -> None:
+        self._ranked = ranked
+        self._heads = [positions[0] if positions else None for positions in ranked.in_lanes]
+        """For each lane the first position that had not started at the last look."""
+
+    def copy(self) -> "Certainty":
+        twin = Certainty(self._ranked)
+        twin._heads = self._heads.copy()
+        return twin
+
+    def choice(self, choose: Callable[[int, Heads], Choice], state: int, waiting: Sequence[int]) -> int | None:
+        """Returns the position that the hint takes if every task that has not started were ready and admissible.
+
+        Args:
+            state: the state of the hint.
+            waiting: for each node, as the arbiter has it: below 0 from its start on.
+        """
+        at, heads = self._ranked.at, self._heads
+        for lane, head in enumerate(heads):
+            if head is not None and waiting[at[head]] < 0:
+                positions = self._ranked.in_lanes[lane]
+                behind = range(bisect_right(positions, head), len(positions))
+                heads[lane] = next((positions[n] for n in behind if waiting[at[positions[n]]] >= 0), None)
+        return choose(state, (heads[0], heads[1], heads[2], heads[3]))[0]
+
+
+class Engines:
+    """The engines beside a stage's compute lane: each runs one operation at a time, the first of its order that can
+    run.
+
+    An engine never waits for its next entry, whatever the stage's consumption is, which orders the tasks that the
+    stage *computes*. The graph holds the operations and their engines (:mod:`rrfp_jax.schedules.operations`).
+    """
+
+    __slots__ = ("ready", "running")
+
+    def __init__(self, number: int) -> None:
+        self.ready: tuple[list[int], ...] = tuple([] for _ in range(number))
+        """The positions of each engine's ready operations, ascending."""
+        self.running = [NOTHING] * number
+        """The node that each engine runs, or :data:`NOTHING`."""
+
+    def copy(self) -> "Engines":
+        twin = object.__new__(Engines)
+        twin.ready = tuple(positions.copy() for positions in self.ready)
+        twin.running = self.running.copy()
+        return twin
+
+    def nodes(self) -> list[int]:
+        """Returns the nodes that run."""
+        return [node for node in self.running if node != NOTHING]
+
+
+# -- just in time ------------------------------------------------------------------------------------------------------
 
 
 class Dispatch(NamedTuple):
@@ -72,7 +249,7 @@ class Dispatch(NamedTuple):
 
     certain: bool = False
     """Whether the next one is handed over as soon as nothing that may happen changes the choice
-    (:class:`Certainty`)."""
+    (:mod:`rrfp_jax.core.dispatch`)."""
 
     @property
     def is_early(self) -> bool:
@@ -107,87 +284,6 @@ def dispatch_of(value: int | str, *, on_host: bool) -> Dispatch:
 def parse_dispatch(text: str) -> int | str:
     """Returns a value as the command line has it: a number, or the text itself."""
     return int(text) if text.removeprefix("-").isdecimal() else text
-
-
-class Certainty:
-    """The tasks of one step of one stage that have not started, for certain choices."""
-
-    __slots__ = ("_heads", "_ranked")
-
-    def __init__(self, ranked: StepPlan) -> None:
-        self._ranked = ranked
-        self._heads = [positions[0] if positions else None for positions in ranked.in_lanes]
-        """For each lane the first position that had not started at the last look."""
-
-    def copy(self) -> "Certainty":
-        twin = Certainty(self._ranked)
-        twin._heads = self._heads.copy()
-        return twin
-
-    def choice(self, choose: Callable[[int, Heads], Choice], state: int, waiting: Sequence[int]) -> int | None:
-        """Returns the position that the hint takes if every task that has not started were ready and admissible.
-
-        Args:
-            state: the state of the hint.
-            waiting: for each node, as the arbiter has it: below 0 from its start on.
-        """
-        at, heads = self._ranked.at, self._heads
-        for lane, head in enumerate(heads):
-            if head is not None and waiting[at[head]] < 0:
-                heads[lane] = self._first_left(lane, head, waiting)
-        return choose(state, (heads[0], heads[1], heads[2], heads[3]))[0]
-
-    def _first_left(self, lane: int, started: int, waiting: Sequence[int]) -> int | None:
-        """Returns the first task of a lane behind this one that has not started."""
-        at, positions = self._ranked.at, self._ranked.in_lanes[lane]
-        for number in range(bisect_right(positions, started), len(positions)):
-            if waiting[at[positions[number]]] >= 0:
-                return positions[number]
-        return None
-
-
-class Engines:
-    """The engines beside a stage's compute lane: each runs one operation at a time, the first of its order that can
-    run.
-
-    An engine never waits for its next entry, whatever the stage's consumption is, which orders the tasks that the
-    stage *computes*. The graph holds the operations and their engines (:mod:`rrfp_jax.schedules.operations`).
-    """
-
-    __slots__ = ("ready", "running")
-
-    def __init__(self, number: int) -> None:
-        self.ready: tuple[list[int], ...] = tuple([] for _ in range(number))
-        """The positions of each engine's ready operations, ascending."""
-        self.running = [NOTHING] * number
-        """The node that each engine runs, or :data:`NOTHING`."""
-
-    def copy(self) -> "Engines":
-        twin = object.__new__(Engines)
-        twin.ready = tuple(positions.copy() for positions in self.ready)
-        twin.running = self.running.copy()
-        return twin
-
-    @property
-    def is_busy(self) -> bool:
-        return any(node != NOTHING for node in self.running)
-
-    def add(self, engine: int, position: int) -> None:
-        insort(self.ready[engine], position)
-
-    def startable(self, admits: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
-        """Yields (engine, position) of operations that can start, one engine after the other, and takes each off its
-        list."""
-        for engine, positions in enumerate(self.ready):
-            if self.running[engine] == NOTHING:
-                position = next((p for p in positions if admits(p)), None)
-                if position is not None:
-                    del positions[bisect_left(positions, position)]
-                    yield engine, position
-
-    def nodes(self) -> list[int]:
-        """Returns the nodes that run."""
-        return [node for node in self.running if node != NOTHING]
 
 
 @dataclass(frozen=True, kw_only=True)

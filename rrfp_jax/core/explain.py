@@ -7,6 +7,7 @@ illegal transitions. :func:`check_invariants` checks the state from first princi
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from rrfp_jax.core.dispatch import AHEAD, HELD
 from rrfp_jax.core.events import (
     Announce,
     ClockTick,
@@ -31,8 +32,7 @@ from rrfp_jax.core.events import (
 )
 from rrfp_jax.core.foresight import NEVER_S, Foresight
 from rrfp_jax.core.memory import Footprint, ReadAhead, holding_turns, memory_effect
-from rrfp_jax.core.plan import DUE, FINISHED, RUNNING, end_followers, follows_in_queue
-from rrfp_jax.core.ready_set import AHEAD, HELD
+from rrfp_jax.core.plan import DUE, FINISHED, RUNNING, end_followers
 from rrfp_jax.schedules import Task, TaskKind
 from rrfp_jax.schedules.timeline import IdleReason
 
@@ -92,7 +92,8 @@ def _waiting_of(arbiter: "StageArbiter", node: int) -> Waiting:
         else:
             # A task may follow one that is about to end; a gate waits for the real end.
             left = arbiter._waiting[prerequisite]
-            if left != FINISHED and not (left == DUE and follows_in_queue(plan, node)):
+            follows = node < len(plan.tasks) and plan.lanes[node] >= 0
+            if left != FINISHED and not (left == DUE and follows):
                 local.append(plan.name(prerequisite))
     microbatch = plan.tasks[node].microbatch if node < len(plan.tasks) else -1
     return Waiting(plan.name(node), microbatch, tuple(messages), tuple(local))
@@ -127,7 +128,7 @@ def why_idle(arbiter: "StageArbiter") -> IdleReason | None:
         return IdleReason.ENGINE
     if arbiter.is_holding:
         return IdleReason.HOLD
-    if arbiter._ready:
+    if any(arbiter._ready.lanes):
         return IdleReason.ORDER if arbiter.consumption.is_strict else IdleReason.WINDOW
     return IdleReason.INPUT if arbiter._num_started else IdleReason.FILL
 
@@ -136,9 +137,9 @@ def _waits_for_engine(arbiter: "StageArbiter") -> bool:
     """Returns whether the stage could compute now if the engines beside it were done."""
     engines, plan, waiting = arbiter._engines, arbiter._ranked.plan, arbiter._waiting
     assert engines is not None
-    if not engines.is_busy:
+    if not engines.nodes():
         return False
-    if arbiter._ready:
+    if any(arbiter._ready.lanes):
         return arbiter._choose()[0] is None and arbiter._footprint is not None
     coming = engines.nodes()
     for node in coming:  # grows by operations that wait for nothing else
@@ -265,7 +266,7 @@ def _check_window(arbiter: "StageArbiter", unfinished: list[tuple[int, int]]) ->
     assert window.held == held
     assert window.left == of_microbatch
     assert arbiter._tasks_left == num_left
-    limit = arbiter.capacity if arbiter._weights else arbiter.limit
+    limit = arbiter._mode.capacity if arbiter._weights else arbiter._mode.limit
     if limit is not None:
         weights = arbiter._weights or (1,) * len(of_microbatch)
         weight = {first + place: weight for place, weight in enumerate(weights)}
@@ -288,7 +289,7 @@ def _check_read_ahead(arbiter: "StageArbiter", ahead: ReadAhead) -> None:
         message = Message(MessageKind.TAKEN, reader, chunk, m)
         return message not in plan.arrivals or plan.arrivals[message] in arbiter._arrived
 
-    for bound in arbiter.read_ahead:
+    for bound in arbiter._mode.read_ahead:
         chunk, number = bound.chunk, ahead.number[bound.chunk]
         of_chunk = {m: plan.index[Task(TaskKind.F, chunk, m)] for m in graph.microbatches(chunk)}
         present = {m: waiting[node] for m, node in of_chunk.items() if node not in plan.absent}
@@ -331,6 +332,6 @@ def _check_foresight(arbiter: "StageArbiter", foresight: Foresight) -> None:
     waiting = arbiter._waiting
     assert all(foresight.heard_s[number] == NEVER_S for number in arbiter._arrived)
     assert all(waiting[node] < 0 for node in arbiter._ranked.at[: foresight.next])
-    if foresight.is_holding:
+    if foresight.held_since_s is not None:
         assert arbiter._running == ([] if arbiter._due is None else [arbiter._due])
         assert arbiter._choose()[0] is not None

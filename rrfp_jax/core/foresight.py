@@ -312,10 +312,6 @@ class Foresight:
         twin._asked_s, twin._given_up = self._asked_s.copy(), self._given_up.copy()
         return twin
 
-    def fresh(self, estimates: Estimates) -> "Foresight":
-        """Returns a foresight that knows nothing but these averages."""
-        return self.rules.make(self.table, estimates)
-
     def estimates(self) -> Estimates:
         """Returns all averages as plain data."""
         return Estimates(
@@ -331,10 +327,6 @@ class Foresight:
         values = (self.held_since_s, self._wake_s, self._told_wake_s, self._last_end_s, self.is_awake)
         sets = (frozenset(self._given_up), frozenset(self._asked_s.items()))
         return (early, *averages, values, tuple(self.heard_s), tuple(self._started_s), *sets)
-
-    @property
-    def is_holding(self) -> bool:
-        return self.held_since_s is not None
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -432,7 +424,10 @@ class Foresight:
             free_s: when the stage becomes free; not before the present.
         """
         if self._asked_s:
-            self._settle(now_s)
+            # Learn from the announcements that the stage waited for and has heard by now, in the order of hearing.
+            told_s = self.heard_s
+            for number in sorted([n for n in self._asked_s if told_s[n] <= now_s], key=lambda n: (told_s[n], n)):
+                self._note(number, in_time=told_s[number] <= self._asked_s.pop(number))
         usual_s = self._durations_s.values[self.table.kind_at[best]] or self._usual_s(best)
         is_given_up = self._given_up and not self._given_up.isdisjoint(missing)
         if usual_s is None or not self.is_awake or is_given_up:
@@ -500,12 +495,6 @@ class Foresight:
             return None
         self._told_wake_s = self._wake_s
         return self._wake_s
-
-    def _settle(self, now_s: float) -> None:
-        """Learn from the announcements that the stage waited for and has heard by now."""
-        heard_s = self.heard_s
-        for number in sorted([n for n in self._asked_s if heard_s[n] <= now_s], key=lambda n: (heard_s[n], n)):
-            self._note(number, in_time=heard_s[number] <= self._asked_s.pop(number))
 
     def _note(self, number: int, *, in_time: bool) -> None:
         edge = self.table.edge_of[number]

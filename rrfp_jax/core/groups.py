@@ -81,7 +81,6 @@ ready there as well, although F4 could. A leader finds F4.
 from collections.abc import Hashable
 from dataclasses import replace
 from enum import StrEnum
-from functools import cached_property
 from typing import Generic, TypeVar
 
 from rrfp_jax.core.arbiter import StageArbiter
@@ -99,8 +98,7 @@ from rrfp_jax.core.events import (
 )
 from rrfp_jax.core.explain import IllegalTransition, illegal_transition
 from rrfp_jax.core.foresight import Estimates
-from rrfp_jax.core.stage_setup import StageSetup
-from rrfp_jax.core.step_plan import StepPlan
+from rrfp_jax.core.stage_setup import StageSetup, StepPlan
 from rrfp_jax.layout import children, parent
 from rrfp_jax.schedules import PipelineGraph, Task, bits
 from rrfp_jax.schedules.timeline import IdleReason
@@ -142,6 +140,8 @@ class GroupMember(StageArbiter, Generic[_Key, _Value]):
         self.parent = parent(member, degree)
         self.children = tuple(children(member, num_members, degree))
         self.others = tuple(other for other in range(num_members) if other != member)
+        self._everyone = sum(1 << below for below in (member, *self.children))
+        """This member and its children, as bits."""
         self._kept: dict[int, dict[_Key, _Value]] = {}
         super().__init__(setup)
 
@@ -199,26 +199,18 @@ class _TreeMember(GroupMember[int | MemberReceived | MemberStarted, int | TaskCh
 
     def _all_below_have(self, step: int, note: MemberReceived | MemberStarted, member: int) -> bool:
         """Note that a member has something, a child for all below it. Returns whether by that all have it."""
-        if isinstance(note, MemberStarted):
-            self._check_start(step, note, member)
         kept = self._kept.setdefault(step, {})
+        if isinstance(note, MemberStarted):
+            for other in kept:
+                if isinstance(other, MemberStarted) and other != note:
+                    raise IllegalTransition(
+                        f"stage {self.stage}: step {step} started on member {member} {_batch(note)}, "
+                        f"elsewhere {_batch(other)}: the members must be given the same batch"
+                    )
         before = kept.get(note, 0)
         assert isinstance(before, int)
         kept[note] = having = before | 1 << member
         return having == self._everyone != before
-
-    @cached_property
-    def _everyone(self) -> int:
-        """This member and its children, as bits."""
-        return sum(1 << member for member in (self.member, *self.children))
-
-    def _check_start(self, step: int, note: MemberStarted, member: int) -> None:
-        for other in self._kept.get(step, ()):
-            if isinstance(other, MemberStarted) and other != note:
-                raise IllegalTransition(
-                    f"stage {self.stage}: step {step} started on member {member} {_batch(note)}, "
-                    f"elsewhere {_batch(other)}: the members must be given the same batch"
-                )
 
     def validate(self) -> None:
         super().validate()
@@ -261,13 +253,11 @@ class LeadingMember(_TreeMember):
         return super()._take(event, out)
 
     def _dispatch(self, out: list[Instruction]) -> None:
-        if self._num_started or self._has_started_everywhere():
-            super()._dispatch(out)
-
-    def _has_started_everywhere(self) -> bool:
         assert self.step is not None
+        # No task starts before the step has started on all members.
         start = MemberStarted(self._ranked.absent, self._weights, self.evaluates)
-        return self._kept[self.step].get(start) == self._everyone
+        if self._num_started or self._kept[self.step].get(start) == self._everyone:
+            super()._dispatch(out)
 
     def _start(self, node: int, position: int, out: list[Instruction]) -> None:
         assert self.step is not None
@@ -297,7 +287,10 @@ class FollowingMember(_TreeMember):
         if isinstance(event.note, MemberReceived | MemberStarted) and event.member in self.children:
             self._pass_up(event.step, event.note, event.member, out)
             return False
-        is_new = isinstance(event.note, TaskChosen) and not self._has_heard(event.step, event.note.number)
+        is_new = False
+        if isinstance(event.note, TaskChosen):
+            is_started = self._is_current(event.step) and event.note.number < self._num_started
+            is_new = not is_started and event.note.number not in self._kept.get(event.step, {})
         may_start = self._hear(event)
         if is_new:
             out += [TellGroup(event.step, child, event.note) for child in self.children]
@@ -307,10 +300,6 @@ class FollowingMember(_TreeMember):
         assert self.parent is not None
         if not self.children or self._all_below_have(step, note, member):
             out.append(TellGroup(step, self.parent, note))
-
-    def _has_heard(self, step: int, number: int) -> bool:
-        is_started = self._is_current(step) and number < self._num_started
-        return is_started or number in self._kept.get(step, {})
 
     def _hear(self, event: GroupHeard) -> bool:
         note, is_current = event.note, self._is_current(event.step)

@@ -100,9 +100,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from rrfp_jax.core.events import Message
 from rrfp_jax.core.plan import RUNNING, StagePlan
-from rrfp_jax.core.step_plan import StepPlan
 from rrfp_jax.schedules import PipelineGraph, Task, TaskKind
 
 Turn = tuple[int, bool]
@@ -372,10 +370,13 @@ def _forth_and_back(graph: PipelineGraph, chunk: int, microbatch: int) -> tuple[
 
 
 class RowMemory:
-    """The memory that the entries of a stage's row take and free: fixed, and the same for every step."""
+    """The memory that the entries of a stage's row take and free: fixed, and the same for every step.
 
-    def __init__(self, step: StepPlan, graph: PipelineGraph, row: Iterable[Task]) -> None:
-        plan, index = step.plan, step.plan.index
+    ``at`` gives the node at each position of a step.
+    """
+
+    def __init__(self, plan: StagePlan, at: tuple[int, ...], graph: PipelineGraph, row: Iterable[Task]) -> None:
+        index = plan.index
         named = [(task, *memory_effect(task, graph)) for task in row if task in index]
         self.unit = memory_unit(graph)
         self.entries: list[tuple[int, int]] = []
@@ -386,7 +387,7 @@ class RowMemory:
         for task, takes, frees in named:
             self._of_node[index[task]] = len(self.entries), takes, frees
             self.entries += [(index[task], change) for change in (takes, -frees) if change]
-        self._rank(step.at)
+        self._rank(at)
         by_forwards = {takes for task, takes, _ in named if task.kind is TaskKind.F}
         self.has_costless = 0 in by_forwards
         """Whether some F takes no memory."""
@@ -394,7 +395,7 @@ class RowMemory:
         """Whether all F that take memory take the same."""
         self.has_other_takers = any(takes and plan.lanes[index[task]] > 0 for task, takes, _ in named)
         """Whether another task of the compute lane than F takes memory."""
-        of_microbatch = [t for t in map(plan.tasks.__getitem__, step.at) if t.microbatch >= 0]
+        of_microbatch = [t for t in map(plan.tasks.__getitem__, at) if t.microbatch >= 0]
         self.unnamed = [t for t in of_microbatch if index[t] not in self._of_node]
         self.peak = max(accumulate(change for _, change in self.entries), default=0)
         """The most units that the row holds at once."""
@@ -568,13 +569,10 @@ class ReadAhead:
     def finish(self, node: int, microbatch: int) -> None:
         """Let go of all that a task of this stage has taken, as it ends or counts as ended."""
         for chunk in self._lets_go.get(node, ()):
-            self._let_go(chunk, microbatch)
+            self.let_go(chunk, microbatch)
 
-    def hear(self, message: Message) -> None:
-        """Take the receipt of a reader on another stage."""
-        self._let_go(message.target, message.microbatch)
-
-    def _let_go(self, chunk: int, microbatch: int) -> None:
+    def let_go(self, chunk: int, microbatch: int) -> None:
+        """Count one of the ends that let go of an output of a chunk, if it is bounded."""
         number = self.number.get(chunk)
         if number is not None:
             self.windows[number].finish(microbatch)
@@ -604,13 +602,13 @@ def turns_of_table(graph: PipelineGraph, tasks: Iterable[Task]) -> dict[int, tup
             if not readers_left[p, m]:
                 found[p].append(m)
 
-    def turns_by_name(order: list[int], microbatches: range) -> tuple[int, ...]:
-        """The order with the absent microbatches behind it; empty where it goes by number."""
-        absent = sorted(set(microbatches).difference(order))
-        by_number = [m for m in microbatches if m not in absent for _ in range(2)]
-        return () if order == by_number else (*order, *(m for m in absent for _ in range(2)))
-
     for kind, chunk, microbatch in tasks:
         if kind is TaskKind.F and chunk not in found:
             run(chunk, microbatch)
-    return {chunk: turns_by_name(order, graph.range_of(chunk)) for chunk, order in found.items()}
+    turns: dict[int, tuple[int, ...]] = {}
+    for chunk, order in found.items():
+        # Absent microbatches stand behind the others; an order that goes by number needs no words.
+        absent = sorted(set(graph.range_of(chunk)).difference(order))
+        by_number = [m for m in graph.range_of(chunk) if m not in absent for _ in range(2)]
+        turns[chunk] = () if order == by_number else (*order, *(m for m in absent for _ in range(2)))
+    return turns

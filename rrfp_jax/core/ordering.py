@@ -299,7 +299,13 @@ class Ordering:
         ops = self.schedule.graph.ops if self.schedule is not None and self.follows_table else self.ops
         graph = replace(graph, split=self._split(placement), ops=ops)
         if self.schedule is not None and self.follows_table:
-            _check_names_all(self.schedule, graph)
+            unnamed = set(graph.tasks()).difference(*self.schedule.orders)
+            if unnamed:
+                some = ", ".join(map(str, islice(sorted(unnamed), 3)))
+                raise ValueError(
+                    f"schedule {self.schedule.name!r} does not name {len(unnamed)} tasks of this pipeline ({some}): "
+                    "take a schedule with its chunks, microbatches and backward"
+                )
             # The table, without the tasks that this pipeline lacks, must be able to run entry by entry.
             if self._keeps_to_table and self.schedule.graph == graph:
                 self.schedule.validate()
@@ -423,12 +429,14 @@ class Ordering:
             return tuple(strict(order) for order in table.orders)
         if table is not None and hint == SCHEDULE:
             limits = footprints or (None,) * num_stages
-            return tuple(
-                ready(
-                    schedule_hint(order, weights_last=table.weights_fill and _may_hold_more(order, table.graph, limit))
+            consumptions = []
+            for order, limit in zip(table.orders, limits, strict=True):
+                # W wait for idle places only where the stage may hold more activations than its row does.
+                weights_last = table.weights_fill and (
+                    limit is None or limit > max(accumulate(memory_changes(order, table.graph)), default=0)
                 )
-                for order, limit in zip(table.orders, limits, strict=True)
-            )
+                consumptions.append(ready(schedule_hint(order, weights_last=weights_last)))
+            return tuple(consumptions)
         return (ready(hint_by_name(hint)),) * num_stages
 
     def _windows(self, num_stages: int) -> tuple[int, ...]:
@@ -442,18 +450,3 @@ class Ordering:
             if not self.schedule.graph.ops:  # a footprint heeds what these move
                 self.schedule.check_window(self.window)
         return check_windows(DEFAULT_WINDOW if self.window is None else self.window, num_stages)
-
-
-def _may_hold_more(row: Iterable[Task], graph: PipelineGraph, limit: int | None) -> bool:
-    """Returns whether a stage may hold more activations than its row does."""
-    return limit is None or limit > max(accumulate(memory_changes(row, graph)), default=0)
-
-
-def _check_names_all(table: ScheduleTable, graph: PipelineGraph) -> None:
-    unnamed = set(graph.tasks()).difference(*table.orders)
-    if unnamed:
-        some = ", ".join(map(str, islice(sorted(unnamed), 3)))
-        raise ValueError(
-            f"schedule {table.name!r} does not name {len(unnamed)} tasks of this pipeline ({some}): "
-            "take a schedule with its chunks, microbatches and backward"
-        )

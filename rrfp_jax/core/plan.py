@@ -15,7 +15,7 @@ condition that fires by itself and may send messages; it is never dispatched. Th
   the stages below.
 
 Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` that it counts down. The plan of a step in
-which some pairs are absent is the full one with their tasks taken out (:mod:`rrfp_jax.core.step_plan`).
+which some pairs are absent is the full one with their tasks taken out (:mod:`rrfp_jax.core.stage_setup`).
 """
 
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ class StagePlan:
     """The node that waits for each message, by its number."""
     index: dict[Task, int]
     lanes: tuple[int, ...]
-    """The ready lane of each task; below 0 for those of an engine beside compute (:func:`engine_of`)."""
+    """The ready lane of each task; below 0 for engines beside compute: -1 for the first, -2 for the second."""
     first_microbatch: int
     tasks_per_microbatch: tuple[int, ...]
     """How many F, B, I and W tasks this stage has for each microbatch, from ``first_microbatch`` on."""
@@ -127,23 +127,6 @@ class StagePlan:
         for message, number in self.arrivals.items():
             before[self.awaited_by[number]].append(message)
         return tuple(map(tuple, before))
-
-
-def engine_of(lane: int) -> int:
-    """Returns the number of the engine beside compute to which a lane below 0 belongs: 0 for -1, 1 for -2, ..."""
-    return -1 - lane
-
-
-def follows_in_queue(plan: StagePlan, node: int) -> bool:
-    """Returns whether a node is a task of the compute lane, which may be handed over behind one that is about to
-    end."""
-    return node < len(plan.tasks) and plan.lanes[node] >= 0
-
-
-def queue_followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the nodes among these that may follow in the queue of the compute lane."""
-    lanes, num_tasks = plan.lanes, len(plan.tasks)
-    return tuple([node for node in nodes if node < num_tasks and lanes[node] >= 0])
 
 
 def end_followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
@@ -253,8 +236,7 @@ class _PlanBuilder:
         """Count the ends that let go of each output of a chunk that reads ahead, and wait for receipts."""
         forwards = self._nodes(TaskKind.F, chunk)
         ends = dict.fromkeys(forwards, 1)
-        for node in forwards.values():
-            self._let_go(node, chunk)
+        let_go = list(forwards.values())
         readers = self.graph.successors(chunk)
         for s in readers:
             for m in self.graph.microbatches(s):
@@ -262,9 +244,9 @@ class _PlanBuilder:
                     ends[m] += 1
         elsewhere = [s for s in readers if self.placement.stage_of_chunk[s] != self.stage]
         for s in set(readers).difference(elsewhere):
-            for m, node in self._nodes(TaskKind.F, s).items():
-                if m in forwards:
-                    self._let_go(node, chunk)
+            let_go += [node for m, node in self._nodes(TaskKind.F, s).items() if m in forwards]
+        for node in let_go:
+            self.lets_go[node] = (*self.lets_go.get(node, ()), chunk)
         if elsewhere:
             gate = self._gate(f"outputs of chunk {chunk} taken")
             for s in elsewhere:
@@ -272,9 +254,6 @@ class _PlanBuilder:
                     if m in forwards:
                         self._after_message(gate, Message(MessageKind.TAKEN, s, chunk, m))
         self.holds[chunk] = tuple(ends.get(m, 0) for m in self.graph.range_of(chunk))
-
-    def _let_go(self, node: int, chunk: int) -> None:
-        self.lets_go[node] = (*self.lets_go.get(node, ()), chunk)
 
     def _wire_backwards(self, chunk: int) -> None:
         graph = self.graph
@@ -334,7 +313,14 @@ class _PlanBuilder:
                 continue
             for follower in self.dependents[node]:
                 if follower in waiting:
-                    self._gather(follower, waiting.pop(follower))
+                    # One gate waits for all messages of the follower, so that the operation can wait for it too.
+                    messages = waiting.pop(follower)
+                    self.input_gates[follower] = gate = self._gate(f"inputs of {self.tasks[follower]}")
+                    for message in messages:
+                        self.arrivals[message] = gate
+                    self.needs[gate] = len(messages)
+                    self.needs[follower] -= len(messages)
+                    self._after(follower, gate)
                 if follower in self.input_gates:
                     self._after(node, self.input_gates[follower])
                 needed = self.graph.dependencies(self.tasks[follower])
@@ -408,17 +394,18 @@ class _PlanBuilder:
         if self.rules.lockstep:
             for earlier, later in pairwise(updates):
                 self._after(later, earlier)
-        if self.rules.agreement is not Agreement.NONE:
-            verdict = self._wire_tree()
-            for update in updates:
-                self._after(update, verdict)
-
-    def _wire_tree(self) -> int:
-        """Wire reports up the tree of stages and the verdict down. Returns the gate of the verdict."""
+        if self.rules.agreement is Agreement.NONE:
+            return
+        if self.rules.agreement is Agreement.ALL:
+            reported = list(range(self.num_microbatch_tasks + len(self.trained)))  # all but U, and what may wait for it
+        else:
+            sinks = (c for c in self.chunks if not self.graph.successors(c))
+            reported = [node for chunk in sinks for node in self._nodes(TaskKind.F, chunk).values()]
+        # Reports go up the tree of stages, and the verdict comes down.
         stage, degree = self.stage, self.rules.tree_degree
         above, below = parent(stage, degree), children(stage, self.placement.num_stages, degree)
         verdict, report = self._gate("verdict"), self._gate("report")
-        self._after(report, *self._reported())
+        self._after(report, *reported)
         for child in below:
             self._after_message(report, Message(MessageKind.REPORT, child, stage))
         if above is None:
@@ -427,14 +414,8 @@ class _PlanBuilder:
             self.sends[report].append((Message(MessageKind.REPORT, stage, above), above))
             self._after_message(verdict, Message(MessageKind.VERDICT, above, stage))
         self.sends[verdict] += [(Message(MessageKind.VERDICT, stage, child), child) for child in below]
-        return verdict
-
-    def _reported(self) -> list[int]:
-        """Returns the nodes after which the stage reports."""
-        if self.rules.agreement is Agreement.ALL:
-            return list(range(self.num_microbatch_tasks + len(self.trained)))  # all but U, and what may wait for it
-        sinks = (c for c in self.chunks if not self.graph.successors(c))
-        return [node for chunk in sinks for node in self._nodes(TaskKind.F, chunk).values()]
+        for update in updates:
+            self._after(update, verdict)
 
     # -- tables that grow ----------------------------------------------------------------------------------------------
 

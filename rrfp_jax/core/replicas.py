@@ -10,7 +10,7 @@ does; and simulation and checking need to know nothing of it.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from rrfp_jax.schedules import Absences, Op, PipelineGraph, Placement, ScheduleTable, Task, absences
+from rrfp_jax.schedules import Absences, PipelineGraph, Placement, ScheduleTable, Task, absences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +96,18 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
         split=frozenset(copies.chunk(c, r) for r in replicas for c in graph.split),
         frozen=frozenset(copies.chunk(c, r) for r in replicas for c in graph.frozen),
         shared=tuple(tuple(copies.chunk(c, r) for r in replicas for c in group) for group in groups),
-        ops=tuple(replicated_op(op, copies) for op in graph.ops),
+        ops=tuple(
+            replace(
+                op,
+                chunks=op.chunks and frozenset(copies.chunk(c, r) for r in replicas for c in op.chunks),
+                pairs=op.pairs
+                and frozenset((copies.chunk(c, r), r * share + m) for r in replicas for c, m in op.pairs),
+                waits=frozenset((copies.task(a, r), copies.task(b, r)) for r in replicas for a, b in op.waits),
+            )
+            for op in graph.ops
+        ),
         owned=tuple((r * share, (r + 1) * share) for r in replicas for _ in range(graph.num_chunks)),
     )
-
-
-def replicated_op(op: Op, copies: Replication) -> Op:
-    """Returns an operation of one replica on all of them."""
-    share, replicas = copies.num_microbatches, range(copies.num_replicas)
-    chunks = None if op.chunks is None else frozenset(copies.chunk(c, r) for r in replicas for c in op.chunks)
-    pairs = op.pairs and frozenset((copies.chunk(c, r), r * share + m) for r in replicas for c, m in op.pairs)
-    waits = frozenset((copies.task(one, r), copies.task(other, r)) for r in replicas for one, other in op.waits)
-    return replace(op, chunks=chunks, pairs=pairs, waits=waits)
 
 
 def replicated_table(table: ScheduleTable, num_replicas: int) -> ScheduleTable:

@@ -58,24 +58,25 @@ class SavedArbiter:
 
 def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
     """Returns the parts of ``arbiter``."""
-    hint, is_member = arbiter.consumption.hint, isinstance(arbiter, GroupMember)
+    setup, hint = arbiter.setup, arbiter.setup.consumption.hint
     protocol = GroupProtocol.PROPOSE if isinstance(arbiter, ProposingMember) else GroupProtocol.LEADER
+    is_strict = setup.consumption.is_strict
     return SavedArbiter(
-        stage=arbiter.stage,
-        protocol=protocol if is_member else GroupProtocol.OFF,
+        stage=setup.stage,
+        protocol=protocol if isinstance(arbiter, GroupMember) else GroupProtocol.OFF,
         member=arbiter.member if isinstance(arbiter, GroupMember) else LEADER,
         num_members=arbiter.num_members if isinstance(arbiter, GroupMember) else 1,
-        is_strict=arbiter.consumption.is_strict,
+        is_strict=is_strict,
         hint=hint.name,
         row=hint.row,
-        window=arbiter.limit,
-        capacity=arbiter.capacity,
-        rules=arbiter.rules,
-        footprint=arbiter.footprint,
-        foresight=arbiter.foresight_rules,
-        read_ahead=arbiter.read_ahead,
-        evaluation_batches=arbiter.evaluation_batches,
-        certain_ahead=arbiter.certain_ahead,
+        window=None if is_strict or setup.footprint is not None else setup.window,
+        capacity=setup.capacity,
+        rules=setup.rules,
+        footprint=setup.footprint,
+        foresight=setup.foresight,
+        read_ahead=() if is_strict else setup.read_ahead,
+        evaluation_batches=setup.evaluation_batches,
+        certain_ahead=setup.certain_ahead,
     )
 
 
@@ -117,18 +118,13 @@ def rebuild(
 
 
 def _consumption(saved: SavedArbiter, rules_file: str | None) -> Consumption:
-    weights_last = saved.hint == SCHEDULE_WEIGHTS_LAST
-    needs_row = saved.is_strict or weights_last or saved.hint == SCHEDULE
-    if not needs_row:
-        return ready(_hint(saved.hint, rules_file))
-    if saved.row is None:
-        raise ValueError(f"stage {saved.stage} lacks the row of the table that it follows")
-    return strict(saved.row) if saved.is_strict else ready(schedule_hint(saved.row, weights_last=weights_last))
-
-
-def _hint(name: str, rules_file: str | None) -> Hint:
+    name, weights_last = saved.hint, saved.hint == SCHEDULE_WEIGHTS_LAST
+    if saved.is_strict or weights_last or name == SCHEDULE:
+        if saved.row is None:
+            raise ValueError(f"stage {saved.stage} lacks the row of the table that it follows")
+        return strict(saved.row) if saved.is_strict else ready(schedule_hint(saved.row, weights_last=weights_last))
     if name in HINTS:
-        return HINTS[name]
+        return ready(HINTS[name])
     if not is_in_file(name):
         raise ValueError(f"hint {name!r:.200} is unknown: this program has {', '.join(HINTS)}")
     if rules_file is None:
@@ -136,4 +132,4 @@ def _hint(name: str, rules_file: str | None) -> Hint:
             f"the hint is {name!r:.200}, a rule in a file, and a record's word runs no file: name the file yourself, "
             "with --rules FILE.py"
         )
-    return Hint.of(name, rule_in_file(f"{rules_file}:{name.rpartition('.py:')[2]}"))
+    return ready(Hint.of(name, rule_in_file(f"{rules_file}:{name.rpartition('.py:')[2]}")))

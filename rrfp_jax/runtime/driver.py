@@ -152,7 +152,7 @@ class PipelineRuntime:
                 launch,
                 partial(self._completed, stage, call=self._serial.submit_to_loop),
                 decide=lambda *task: self._serial.submit_to_loop(self._actors[stage].decide, *task),
-                rule=timing_rule(looks_ahead=arbiter.foresight_rules is not None),
+                rule=timing_rule(looks_ahead=arbiter.setup.foresight is not None),
             )
             is_whole = self.peers is None or [*self.peers.layout.ranks_of(stage)] == [self.peers.rank]
             if self._delays is None and is_whole and executor.hands_ahead:

@@ -19,7 +19,7 @@ engine beside the stage (:mod:`rrfp_jax.schedules.operations`).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate
@@ -178,39 +178,34 @@ class Timeline:
 
     def sums(self) -> StepSums:
         """Returns the sums over this record of one step."""
-        spans, idle_s = list(self._microbatch_spans()), dict[IdleReason, float]()
+        idle_s: dict[IdleReason, float] = {}
         for wait in self.waits:
             idle_s[wait.reason] = idle_s.get(wait.reason, 0.0) + wait.end_s - wait.start_s
+        starts, ends, work_s = [inf] * self.num_stages, [-inf] * self.num_stages, [0.0] * self.num_stages
+        for _, stage, task, start_s, end_s, lane in self.spans:
+            if task.microbatch >= 0 and lane == COMPUTE:
+                starts[stage] = min(starts[stage], start_s)
+                ends[stage] = max(ends[stage], end_s)
+                work_s[stage] += end_s - start_s
         return StepSums(
             num_stages=self.num_stages,
-            start_s=min((s.start_s for s in spans), default=inf),
-            end_s=max((s.end_s for s in spans), default=-inf),
-            cost_s=self.cost_s(),
-            work_s=sum(s.end_s - s.start_s for s in spans),
+            start_s=min(starts, default=inf),
+            end_s=max(ends, default=-inf),
+            cost_s=max((end - start for start, end in zip(starts, ends, strict=True) if start < inf), default=0.0),
+            work_s=sum(work_s),
             idle_s=idle_s,
         )
 
     def makespan_s(self) -> float:
         """Returns the time from the first start to the last end; 0 where nothing ran."""
-        extents = self._extents()
-        return max(
-            0.0, max((end for _, end in extents), default=0.0) - min((start for start, _ in extents), default=0.0)
-        )
-
-    def cost_s(self) -> float:
-        """Returns the longest span of a stage, from its own first start to its own last end."""
-        return max((end_s - start_s for start_s, end_s in self._extents()), default=0.0)
+        return self.sums().makespan_s()
 
     def work_s(self) -> list[float]:
         """Returns the seconds of work of each stage."""
-        work = [0.0] * self.num_stages
-        for span in self._microbatch_spans():
-            work[span.stage] += span.end_s - span.start_s
-        return work
+        return [sum((span.end_s - span.start_s for span in spans), 0.0) for spans in self._per_stage()]
 
     def bubble_fraction(self) -> float:
-        cost = self.cost_s()
-        return (cost - sum(self.work_s()) / self.num_stages) / cost if cost else 0.0
+        return self.sums().bubble_fraction()
 
     def stage_bubbles(self) -> list[float]:
         makespan = self.makespan_s()
@@ -222,7 +217,19 @@ class Timeline:
 
     def peak_in_flight(self) -> list[int]:
         """Returns the most microbatches that each stage held at once, over all steps recorded."""
-        return [_peak(spans) for spans in self._per_stage()]
+        peaks = []
+        for spans in self._per_stage():
+            first: dict[tuple[int, int], float] = {}
+            last: dict[tuple[int, int], float] = {}
+            for span in spans:
+                key = (span.step, span.task.microbatch)
+                if span.task.kind is TaskKind.F:
+                    first[key] = min(first.get(key, span.start_s), span.start_s)
+                last[key] = max(last.get(key, span.end_s), span.end_s)
+            # At the same time ends sort before starts: a microbatch that leaves makes way for the one that comes.
+            changes = sorted([(last[key], -1) for key in first] + [(start, 1) for start in first.values()])
+            peaks.append(max(accumulate((change for _, change in changes), initial=0)))
+        return peaks
 
     def idle_s_by_reason(self) -> list[dict[IdleReason, float]]:
         """Returns the seconds that each stage was idle, by reason."""
@@ -261,37 +268,13 @@ class Timeline:
             [Wait(step, stage, start_s, end_s, IdleReason(reason)) for step, stage, start_s, end_s, reason in waits],
         )
 
-    def _microbatch_spans(self) -> Iterator[Span]:
-        return (s for s in self.spans if s.task.microbatch >= 0 and s.lane == COMPUTE)
-
-    def _extents(self) -> list[tuple[float, float]]:
-        """Returns the first start and last end of every stage that ran a task with a microbatch."""
-        starts, ends = [inf] * self.num_stages, [-inf] * self.num_stages
-        for _, stage, task, start_s, end_s, lane in self.spans:
-            if task.microbatch >= 0 and lane == COMPUTE:
-                starts[stage] = min(starts[stage], start_s)
-                ends[stage] = max(ends[stage], end_s)
-        return [(start, end) for start, end in zip(starts, ends, strict=True) if start < inf]
-
     def beside(self) -> list[Span]:
         """Returns the spans of engines beside compute, which count in none of the definitions above."""
         return [s for s in self.spans if s.is_beside]
 
     def _per_stage(self) -> list[list[Span]]:
         per_stage: list[list[Span]] = [[] for _ in range(self.num_stages)]
-        for span in self._microbatch_spans():
-            per_stage[span.stage].append(span)
+        for span in self.spans:
+            if span.task.microbatch >= 0 and span.lane == COMPUTE:
+                per_stage[span.stage].append(span)
         return per_stage
-
-
-def _peak(spans: Iterable[Span]) -> int:
-    first: dict[tuple[int, int], float] = {}
-    last: dict[tuple[int, int], float] = {}
-    for span in spans:
-        key = (span.step, span.task.microbatch)
-        if span.task.kind is TaskKind.F:
-            first[key] = min(first.get(key, span.start_s), span.start_s)
-        last[key] = max(last.get(key, span.end_s), span.end_s)
-    # At the same time ends sort before starts: a microbatch that leaves makes way for the one that comes.
-    changes = sorted([(last[key], -1) for key in first] + [(start, 1) for start in first.values()])
-    return max(accumulate((change for _, change in changes), initial=0))

@@ -217,7 +217,7 @@ class _Driver:
             _Stage(
                 arbiter,
                 copy(times),
-                machine.just_in_time(timing_rule(looks_ahead=arbiter.foresight_rules is not None))
+                machine.just_in_time(timing_rule(looks_ahead=arbiter.setup.foresight is not None))
                 if machine.just_in_time
                 else None,
                 record_events,

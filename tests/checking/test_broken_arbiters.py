@@ -44,7 +44,8 @@ class CountingArbiter(LooseArbiter):
 
     def _dispatch(self, out):
         forwards = self._ready.lanes[0], self._ready.lanes[-1]
-        hidden = [list(lane) if self.limit is not None and self.executed >= self.limit else [] for lane in forwards]
+        limit = self._mode.limit
+        hidden = [list(lane) if limit is not None and self.executed >= limit else [] for lane in forwards]
         for lane, some in zip(forwards, hidden, strict=True):
             del lane[: len(some)]
         super()._dispatch(out)
@@ -161,7 +162,7 @@ class RunsUnready(StageArbiter):
 
     def _dispatch(self, out):
         super()._dispatch(out)
-        if self.is_active and not self._running and not self._ready and self.stage == 1:
+        if self.is_active and not self._running and not any(self._ready.lanes) and self.stage == 1:
             node = next((n for n, left in enumerate(self._waiting) if left > 0), None)
             if node is not None:
                 self._waiting[node] = 0

@@ -39,7 +39,7 @@ class HoldsOnAndOn(Broken):
     """Takes the end of one hold for the beginning of the next."""
 
     def handle(self, event):
-        if isinstance(event, ClockTick) and self._foresight.is_holding and event[:2] == (self.step, 1.0):
+        if isinstance(event, ClockTick) and self._foresight.held_since_s is not None and event[:2] == (self.step, 1.0):
             return [WakeAt(self.step, event.time_s + 1)]
         return super().handle(event)
 

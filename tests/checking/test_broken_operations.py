@@ -8,7 +8,7 @@ from rrfp_jax.core import StageArbiter, StepRules, TaskFinished, stage_plan
 from rrfp_jax.core.dispatch import NOTHING
 from rrfp_jax.core.memory import Footprint, RowMemory
 from rrfp_jax.core.plan import end_followers
-from rrfp_jax.core.step_plan import StepPlan
+from rrfp_jax.core.stage_setup import StepPlan
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, chain, linear, looped, with_operations
 from tests.checking.operated import ONE, by_hint, by_row, offload, recompute, strictly, with_ops
 from tests.checking.test_broken_early import walk_often
@@ -174,7 +174,7 @@ class ReloadsBeforeTheGradient(Broken):
         super().__init__(setup)
         plan = stage_plan(self.graph, self.placement, self.stage, self.rules, has_row=True)
         self._mode.full = self._prepared = StepPlan(plan, self.consumption)
-        self._mode.row_memory = RowMemory(self._mode.full, self.graph, self._mode.row_tasks)
+        self._mode.row_memory = RowMemory(plan, self._mode.full.at, self.graph, self._mode.row_tasks)
         self._begin(self._mode.full)
 
 

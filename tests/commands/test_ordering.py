@@ -61,7 +61,7 @@ def test_footprint_and_foresight_are_on_unless_switched_off(words, label, bounds
 
 def test_tasks_must_be_as_long_as_driver_and_rules_ask_for():
     def shortest(order, shortest_s):
-        rules = [arbiter.foresight_rules for arbiter in order.arbiters(StepRules(), shortest_s=shortest_s)]
+        rules = [arbiter.setup.foresight for arbiter in order.arbiters(StepRules(), shortest_s=shortest_s)]
         return {None if each is None else each.shortest_s for each in rules}
 
     order = resolve(schedule="1f1b")
@@ -150,7 +150,7 @@ def test_a_model_with_its_own_graph():
 
 def test_the_arbiters_run_the_step():
     arbiters = resolve(window="8,6,4,2").arbiters(StepRules(), certain_ahead=True)
-    assert [a.limit for a in arbiters] == [8, 6, 4, 2]
+    assert [a.setup.window for a in arbiters] == [8, 6, 4, 2]
     assert all(a.certain_ahead for a in arbiters)
 
 

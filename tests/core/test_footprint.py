@@ -11,7 +11,7 @@ from rrfp_jax.core import Ordering, StageSetup, ready, schedule_hint, stage_plan
 from rrfp_jax.core.explain import DUE, RUNNING
 from rrfp_jax.core.memory import Footprint, RowMemory
 from rrfp_jax.core.plan import FINISHED
-from rrfp_jax.core.step_plan import StepPlan
+from rrfp_jax.core.stage_setup import StepPlan
 from rrfp_jax.schedules import ScheduleRequest, Task, TaskKind, build_schedule, chain, linear, looped, schedule_names
 from tests.checking.guided import peak, random_rows
 from tests.core.test_arbiter import Stage
@@ -24,7 +24,7 @@ def parse(row):
 
 def row_memory(graph, placement, stage, row):
     plan = stage_plan(graph, placement, stage, PIPELINE_ONLY)
-    return RowMemory(StepPlan(plan, ready(schedule_hint(row))), graph, row)
+    return RowMemory(plan, ready(schedule_hint(row)).order(plan), graph, row)
 
 
 def changes(memory):
@@ -100,7 +100,7 @@ def test_memory_that_the_row_needs_first_is_kept_for_it():
 def test_a_window_has_no_say_beside_a_footprint():
     stage = stage_of("0F0 0F1 0B0 0B1", 2, window=1)
     stage.start()
-    assert stage.arbiter.limit is None
+    assert stage.arbiter._mode.limit is None
     assert stage.finish("0F0")[-1] == "run 0F1"
 
 
@@ -129,7 +129,7 @@ class Run:
         self.graph, self.row, self.limit = graph, row, limit
         plan = stage_plan(graph, looped(1, graph.num_chunks), 0, PIPELINE_ONLY)
         self.step = StepPlan(plan, ready(schedule_hint(row, weights_last=weights_last)))
-        memory = RowMemory(self.step, graph, row)
+        memory = RowMemory(plan, self.step.at, graph, row)
         self.footprint = Footprint(memory, limit)
         self.changes = {task: int(takes - frees) for task in row for takes, frees in [graph.memory_effect(task)]}
         self.waiting = [0] * len(row)

@@ -532,7 +532,7 @@ def test_a_saved_arbiter_is_rebuilt_with_foresight_and_footprint():
     rules = ForesightRules(patience=2.0, notice=0.5)
     arbiter = StageArbiter(setup_of(FUSED, rules=rules, footprint=2))
     again = rebuild(save_arbiter(arbiter), arbiter.graph, arbiter.placement)
-    assert (again.foresight_rules, again.footprint, again.limit) == (rules, 2, None)
+    assert (again.setup.foresight, again.setup.footprint, again._mode.limit) == (rules, 2, None)
     stages = [Clocked(), Clocked()]
     known = knowing(durations={F0: 2, B0: 3}, lead=2.5)
     for stage, made in zip(stages, (arbiter, again), strict=True):
@@ -545,13 +545,13 @@ def test_a_saved_arbiter_is_rebuilt_with_foresight_and_footprint():
 def test_of_a_group_only_the_leader_looks_ahead():
     setup = setup_of(FUSED, footprint=2)
     leader, follower = (group_arbiter(GroupProtocol.LEADER, setup, member, 2) for member in (0, 1))
-    assert (leader.foresight_rules, follower.foresight_rules) == (RULES, None)
-    assert leader.footprint == follower.footprint == 2
+    assert (leader.setup.foresight, follower.setup.foresight) == (RULES, None)
+    assert leader.setup.footprint == follower.setup.footprint == 2
     for protocol in (GroupProtocol.PROPOSE, GroupProtocol.OFF):
         members = [group_arbiter(protocol, setup, member, 2) for member in (0, 1)]
-        assert [member.foresight_rules for member in members] == [None, None]
+        assert [member.setup.foresight for member in members] == [None, None]
     saved = [rebuild(save_arbiter(member), setup.graph, setup.placement) for member in (leader, follower)]
-    assert [member.foresight_rules for member in saved] == [RULES, None]
+    assert [member.setup.foresight for member in saved] == [RULES, None]
 
 
 def test_a_follower_hears_announcements_and_ticks_and_does_nothing():

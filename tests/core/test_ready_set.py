@@ -15,7 +15,7 @@ from rrfp_jax.core import (
     Window,
     ready,
 )
-from rrfp_jax.core.ready_set import HELD, ReadySet
+from rrfp_jax.core.dispatch import HELD, ReadySet
 from rrfp_jax.schedules import chain, linear
 
 MICROBATCH_AT = (2, 0, 1, 0, 1)
@@ -34,7 +34,7 @@ def ready_set(*entries):
 
 
 def test_empty():
-    assert not ready_set()
+    assert not any(ready_set().lanes)
     assert heads(ready_set(), Window(1, (1, 1, 1))) == (None,) * 4
 
 

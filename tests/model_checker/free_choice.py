@@ -88,7 +88,7 @@ class FreeForesight(Foresight):
         return EVENTS_S
 
     def key(self, *, is_active: bool) -> Hashable:
-        return is_active and (self.is_holding, self._told_wake_s is None)
+        return is_active and (self.held_since_s is not None, self._told_wake_s is None)
 
     def awaits(self, position: int) -> bool:
         return self.rules.script.ask((None, self.table.task_at[position])) is not None

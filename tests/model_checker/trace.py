@@ -72,5 +72,5 @@ def _standing(name: str, arbiter: StageArbiter) -> list[str]:
         return [f"{name}: {'has not started' if arbiter.step is None else f'is done with step {arbiter.step}'}"]
     running = ", ".join(map(str, arbiter.running())) or "nothing"
     held = sorted(arbiter.held())
-    lines = [f"{name}: runs {running}, holds microbatches {held}, limit {arbiter.limit}"]
+    lines = [f"{name}: runs {running}, holds microbatches {held}, limit {arbiter.setup.window}"]
     return lines + [f"    {waiting}" for waiting in arbiter.waiting()]

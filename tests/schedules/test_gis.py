@@ -18,7 +18,7 @@ def table(p: int, m: int, v: int, size: int) -> ScheduleTable:
 def bubble(rows: ScheduleTable) -> float:
     """In passes of a chunk with F = I = W."""
     work = 3 * rows.graph.num_microbatches * len(rows.placement.chunks_of_stage[0])
-    return execute(rows).timeline.cost_s() - work
+    return execute(rows).timeline.sums().cost_s - work
 
 
 def test_the_smallest_groups_by_hand() -> None:

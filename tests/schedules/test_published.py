@@ -57,7 +57,7 @@ def test_controllable_memory_peaks_and_bubbles(num_stages: int) -> None:
     for name, peak in peaks.items():
         table = build_schedule(name, ScheduleRequest(num_stages=p, num_microbatches=m))
         assert max(table.peak_activations()) == peak
-        bubble = execute(table).timeline.cost_s() - 6 * m
+        bubble = execute(table).timeline.sums().cost_s - 6 * m
         assert bubble <= parts[name] * one_f_one_b, "the published part of 1F1B's bubble"
         assert bubble >= parts[name] * one_f_one_b - 4, "only boundary effects save more"
 

@@ -65,7 +65,7 @@ def test_measures_of_a_table_that_fits_on_one_hand() -> None:
     slots = gpipe()
     gap = " " * 12
     assert drawing(slots).splitlines() == [f"0F0 0F1 {gap}0B0 --- 0B1 ---", "    1F0 1F1 1B0 --- 1B1 ---"]
-    assert (slots.makespan, slots.timeline.cost_s()) == (9.0, 9.0)
+    assert (slots.makespan, slots.timeline.sums().cost_s) == (9.0, 9.0)
     assert slots.timeline.bubble_fraction() == pytest.approx(3 / 9)
     assert fmean(slots.timeline.stage_bubbles()) == pytest.approx(3 / 9)
     assert slots.timeline.peak_in_flight() == [2, 2]

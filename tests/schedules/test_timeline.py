@@ -31,8 +31,8 @@ def test_makespan_is_first_start_to_last_end():
 
 
 def test_cost_is_the_longest_span_of_a_stage():
-    assert TWO_STAGES.cost_s() == 9  # stage 0: 0..9; stage 1: 1..7
-    assert timeline(2, (0, "0F0", 0, 2), (1, "1F0", 2, 5)).cost_s() == 3
+    assert TWO_STAGES.sums().cost_s == 9  # stage 0: 0..9; stage 1: 1..7
+    assert timeline(2, (0, "0F0", 0, 2), (1, "1F0", 2, 5)).sums().cost_s == 3
 
 
 def test_work_and_bubbles():
@@ -54,7 +54,7 @@ def test_a_stage_without_work_counts_in_the_mean():
 
 def test_the_end_of_the_step_counts_in_nothing():
     with_update = timeline(1, (0, "0F0", 0, 1), (0, "0B0", 1, 3), (0, "0R", 3, 10), (0, "0U", 10, 20))
-    assert (with_update.makespan_s(), with_update.cost_s(), with_update.work_s()) == (3, 3, [3])
+    assert (with_update.makespan_s(), with_update.sums().cost_s, with_update.work_s()) == (3, 3, [3])
     assert [list(map(str, row)) for row in with_update.order()] == [["0F0", "0B0"]]
     assert with_update.peak_in_flight() == [1]
 
@@ -126,7 +126,7 @@ def test_sums_of_different_stages_add_up():
 
 def test_nothing_ran():
     empty = Timeline(2)
-    assert (empty.makespan_s(), empty.cost_s(), empty.bubble_fraction()) == (0, 0, 0)
+    assert (empty.makespan_s(), empty.sums().cost_s, empty.bubble_fraction()) == (0, 0, 0)
     assert (empty.work_s(), empty.stage_bubbles(), empty.order()) == ([0, 0], [0, 0], [[], []])
     assert empty.peak_in_flight() == [0, 0]
     assert empty.steps() == []
