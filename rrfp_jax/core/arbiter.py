@@ -180,7 +180,6 @@ class StageArbiter:
         self._begin(self._mode.full)
 
     def _begin(self, ranked: StepPlan) -> None:
-        """Set all that belongs to one step."""
         mode, plan = self._mode, ranked.plan
         self._ranked = ranked
         self._waiting = list(plan.needs)
@@ -290,7 +289,7 @@ class StageArbiter:
         if not weights:
             return plan
         check_weights(weights, len(plan.plan.tasks_per_microbatch), mode.capacity, self.stage)
-        return plan.weighing(weights)
+        return plan.changed(plan.plan, plan.absent, weights)
 
     def prepare(self, plan: StepPlan) -> None:
         """Take a plan of :meth:`plan_without` for the next step, so that its start has nothing to make.
@@ -378,7 +377,7 @@ class StageArbiter:
             return False
         if isinstance(event, InputArrived):
             self._early[event.step] = (*self._early.get(event.step, ()), event)
-            self._pending.arrived_early(event.step, event.message)
+            self._pending.early.get(event.step, set()).discard(event.message)
             return False
         if self.is_active or (self.step is not None and event.step != self.step + 1):
             when = "within" if self.is_active else "after"
@@ -483,7 +482,6 @@ class StageArbiter:
         return True
 
     def _lacks_early(self, step: int, message: Message) -> bool:
-        """Returns whether this message of a step that has not begun is not here yet."""
         return all(message != early.message for early in self._early.get(step, ()))
 
     # -- ends of tasks -------------------------------------------------------------------------------------------------
@@ -740,7 +738,6 @@ class StageArbiter:
                 self._announce(sends, out)
 
     def _announce(self, sends: _Sends, out: list[Instruction]) -> None:
-        """Announce the messages of a task that the device begins."""
         for message, stage in sends:
             out.append(record(Announce, (self.step, message, stage)))
 

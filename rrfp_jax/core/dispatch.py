@@ -103,7 +103,6 @@ class ReadySet:
         insort(self.lanes[lane], position)
 
     def remove(self, lane: int, position: int) -> None:
-        """Remove a task from the list to which :meth:`add` added it."""
         entries = self.lanes[lane]
         del entries[bisect_left(entries, position)]
 
@@ -234,7 +233,6 @@ class Engines:
         return twin
 
     def nodes(self) -> list[int]:
-        """Returns the nodes that run."""
         return [node for node in self.running if node != NOTHING]
 
 
@@ -258,7 +256,6 @@ class Dispatch(NamedTuple):
 
 
 def is_dispatch(value: object) -> bool:
-    """Returns whether users may give this value."""
     return value in (AUTO, JUST_IN_TIME, CERTAIN) or (isinstance(value, int) and value is not False and value == 0)
 
 

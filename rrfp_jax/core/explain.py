@@ -30,7 +30,7 @@ from rrfp_jax.core.events import (
     TellGroup,
     WakeAt,
 )
-from rrfp_jax.core.foresight import NEVER_S, Foresight
+from rrfp_jax.core.foresight import NEVER_S
 from rrfp_jax.core.memory import Footprint, ReadAhead, holding_turns, memory_effect
 from rrfp_jax.core.plan import DUE, FINISHED, RUNNING, end_followers
 from rrfp_jax.schedules import Task, TaskKind
@@ -152,7 +152,6 @@ def _waits_for_engine(arbiter: "StageArbiter") -> bool:
 
 
 def event_text(event: Event) -> str:
-    """Returns an event in words."""
     if isinstance(event, StepStarted):
         return f"step {event.step} started{' to evaluate' if event.evaluates else ''}"
     if isinstance(event, InputArrived):
@@ -167,7 +166,6 @@ def event_text(event: Event) -> str:
 
 
 def instruction_text(instruction: Instruction) -> str:
-    """Returns an instruction in words, as done."""
     if isinstance(instruction, RunTask):
         return f"{instruction.task} was dispatched"
     if isinstance(instruction, Send):
@@ -226,7 +224,13 @@ def check_invariants(arbiter: "StageArbiter") -> None:
     if arbiter._ahead is not None:
         _check_read_ahead(arbiter, arbiter._ahead)
     if arbiter._foresight is not None:
-        _check_foresight(arbiter, arbiter._foresight)
+        # Nothing is in sight that is here, no position is skipped that is left; only a free stage with work holds.
+        foresight = arbiter._foresight
+        assert all(foresight.heard_s[number] == NEVER_S for number in arbiter._arrived)
+        assert all(waiting[node] < 0 for node in ranked.at[: foresight.next])
+        if foresight.held_since_s is not None:
+            assert arbiter._running == ([] if arbiter._due is None else [arbiter._due])
+            assert arbiter._choose()[0] is not None
 
 
 def _check_counts(arbiter: "StageArbiter") -> None:
@@ -325,13 +329,3 @@ def _check_footprint(arbiter: "StageArbiter", footprint: Footprint) -> None:
         changes.append(0 if waiting[node] in (FINISHED, DUE) else -frees)
     assert footprint.held == held
     assert max(accumulate(changes, initial=held)) <= footprint.limit
-
-
-def _check_foresight(arbiter: "StageArbiter", foresight: Foresight) -> None:
-    """Nothing is in sight that is here, no position is skipped that is left; only a free stage with work holds."""
-    waiting = arbiter._waiting
-    assert all(foresight.heard_s[number] == NEVER_S for number in arbiter._arrived)
-    assert all(waiting[node] < 0 for node in arbiter._ranked.at[: foresight.next])
-    if foresight.held_since_s is not None:
-        assert arbiter._running == ([] if arbiter._due is None else [arbiter._due])
-        assert arbiter._choose()[0] is not None

@@ -131,7 +131,6 @@ class _Averages(Generic[_K]):
             self.values[number] = before + self._share * (observed - before)
 
     def known(self) -> dict[_K, float]:
-        """Returns the known averages as plain data."""
         return {self.keys[number]: value for number in self._known if (value := self.values[number]) is not None}
 
 
@@ -171,42 +170,37 @@ class ArrivalTable:
 class PendingInputs:
     """The inputs of one stage that are promised, and the tasks that were handed over before their inputs arrived."""
 
-    __slots__ = ("_early", "awaiting", "promised")
+    __slots__ = ("awaiting", "early", "promised")
 
     def __init__(self) -> None:
         self.promised: set[int] = set()
         """Numbers of promised messages in the present step; none of them has arrived."""
         self.awaiting: dict[int, int] = {}
         """For each node that was handed over before its inputs, how many are still to come."""
-        self._early: dict[int, set[Message]] = {}
+        self.early: dict[int, set[Message]] = {}
+        """Promised inputs of later steps that are not here yet."""
 
     def copy(self) -> "PendingInputs":
         twin = PendingInputs()
         twin.promised, twin.awaiting = self.promised.copy(), self.awaiting.copy()
-        twin._early = {step: promised.copy() for step, promised in self._early.items()}
+        twin.early = {step: promised.copy() for step, promised in self.early.items()}
         return twin
 
     def begin(self, step: int | None, numbers: Mapping[Message, int]) -> None:
         """Begin a step that waits for these messages."""
-        early = () if step is None else self._early.pop(step, ())
+        early = () if step is None else self.early.pop(step, ())
         self.promised = {numbers[message] for message in early if message in numbers}
         self.awaiting = {}
 
     def hear_early(self, step: int, message: Message) -> None:
         """Keep a promise of a later step, of an input that is not here yet."""
-        self._early.setdefault(step, set()).add(message)
-
-    def arrived_early(self, step: int, message: Message) -> None:
-        """Forget the promise of an input of a later step that is here."""
-        if step in self._early:
-            self._early[step].discard(message)
+        self.early.setdefault(step, set()).add(message)
 
     def cover(self, missing: Iterable[int]) -> bool:
-        """Returns whether all of these are promised."""
         return bool(self.promised) and self.promised.issuperset(missing)
 
     def key(self) -> Hashable:
-        early = frozenset((step, message) for step, promised in self._early.items() for message in promised)
+        early = frozenset((step, message) for step, promised in self.early.items() for message in promised)
         return (early, frozenset(self.promised), frozenset(self.awaiting.items()))
 
 
@@ -313,7 +307,6 @@ class Foresight:
         return twin
 
     def estimates(self) -> Estimates:
-        """Returns all averages as plain data."""
         return Estimates(
             durations_s=self._durations_s.known(), leads_s=self._leads_s.known(), notices=self._notices.known()
         )

@@ -146,12 +146,11 @@ def hint_by_name(name: str) -> Hint:
 class Consumption:
     """A hint and the way to consume it: an order of the plan's tasks, and the choice of the next ready task."""
 
-    rank: Callable[[Task], Rank]
+    hint: Hint
+    """The ranking of the tasks; for ``strict`` it holds the table's row."""
     choose: Callable[[int, Heads], Choice]
     initial: int
     is_strict: bool
-    hint: Hint
-    """The ranking of the tasks; for ``strict`` it holds the table's row."""
 
     def order(self, plan: StagePlan) -> tuple[int, ...]:
         """Returns the step's tasks (as node numbers) in hint order: lane after lane for ``ready``, one sequence for
@@ -160,7 +159,7 @@ class Consumption:
         ``choose`` sees positions in this order. The tasks of engines beside compute, which it never sees, come
         last.
         """
-        lanes, rank = plan.lanes, self.rank
+        lanes, rank = plan.lanes, self.hint.rank
         ranked = {node: (rank(task), 0) for node, task in plan.present()}
         for node in plan.once:
             ranked[node] = _ahead_of_followers(node, plan, ranked)
@@ -183,13 +182,12 @@ def _ahead_of_followers(node: int, plan: StagePlan, ranked: dict[int, tuple[Rank
 
 def ready(hint: Hint) -> Consumption:
     """Returns the consumption that runs the best task of those that are ready and admissible."""
-    return Consumption(hint.rank, hint.choose, hint.initial, is_strict=False, hint=hint)
+    return Consumption(hint, hint.choose, hint.initial, is_strict=False)
 
 
 def strict(order: tuple[Task, ...]) -> Consumption:
     """Returns the consumption that runs the entries of ``order`` one after another, waiting for each; then R and U."""
-    hint = schedule_hint(order)
-    return Consumption(hint.rank, _choose_next, 0, is_strict=True, hint=hint)
+    return Consumption(schedule_hint(order), _choose_next, 0, is_strict=True)
 
 
 def _choose_next(position: int, heads: Heads) -> Choice:

@@ -197,7 +197,6 @@ class Window:
         """Up to this load nothing is refused: the rest of the order adds no more than its peak."""
 
     def copy(self) -> "Window":
-        """Returns a window in the same state; fixed tables are shared."""
         twin = object.__new__(type(self))
         twin.limit, twin.first, twin.load, twin.oldest = self.limit, self.first, self.load, self.oldest
         twin.left, twin.held = self.left.copy(), self.held.copy()
@@ -418,18 +417,6 @@ class RowMemory:
         twin._rank(at)
         return twin
 
-    def check_limit(self, limit: int, stage: int) -> None:
-        """Raise ValueError where the row alone holds more, or does not name every task."""
-        if self.unnamed:
-            some = ", ".join(map(str, self.unnamed[:3]))
-            raise ValueError(f"the row of stage {stage} lacks {some}, and memory follows it: name every task, once")
-        if self.peak > limit:
-            peak, least = self.peak / self.unit, -(-self.peak // self.unit)
-            raise ValueError(
-                f"the footprint of stage {stage} is {limit / self.unit:g} activations and its table holds {peak:g}: "
-                f"allow at least {least}, or take a schedule with a lower peak"
-            )
-
 
 class Footprint:
     """One stage's activations during one step.
@@ -458,7 +445,6 @@ class Footprint:
         self.held -= self._row.frees[position]
 
     def is_free(self, position: int) -> bool:
-        """Returns whether the task at this position takes nothing."""
         return not self._row.takes[position]
 
     def admits(self, position: int, waiting: Sequence[int], due: int | None = None) -> bool:
@@ -561,7 +547,6 @@ class ReadAhead:
         return number is None or self.windows[number].admits(task.microbatch)
 
     def start(self, task: Task) -> None:
-        """Count an F that starts."""
         number = self.number.get(task.chunk)
         if number is not None:
             self.windows[number].start_forward(task.microbatch)

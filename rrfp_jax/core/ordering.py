@@ -32,7 +32,6 @@ DEFAULT_WINDOW = 32
 
 
 def hint_names() -> tuple[str, ...]:
-    """Returns the names that ``hint`` accepts."""
     return (*HINTS, SCHEDULE)
 
 
@@ -322,11 +321,22 @@ class Ordering:
 
         Raises ValueError as :meth:`fitted`, and for a window in bytes: its number of microbatches is known to compiled
         programs only."""
-        graph, hint = self.fitted(placement, graph), self._hint(placement)
+        graph = self.fitted(placement, graph)
+        hint = self.hint or SCHEDULE
+        if self.hint is None and self.schedule is None:
+            hint = "bf-deep" if placement.num_chunks > placement.num_stages else "bf"
+        if self.schedule is None:
+            label = hint
+        elif self.consume == STRICT:
+            label = f"{self.schedule.name} strict"
+        elif hint != SCHEDULE:
+            label = f"{hint} on {self.schedule.name}"
+        else:
+            label = f"{self.schedule.name} {'as hint' if self._foresight() is None else 'with foresight'}"
         table = None if self._table is None else replicated_table(self._table, num_replicas)
         footprints = self._footprints(placement, graph, num_replicas)
         order = Order(
-            label=self._label(hint),
+            label=label,
             table=table,
             placement=replicated_placement(placement, num_replicas),
             graph=replicated_graph(graph, num_replicas),
@@ -344,15 +354,6 @@ class Ordering:
         if self.schedule is None or not self.is_guided:
             return self.schedule
         return self.schedule.hint or self.schedule
-
-    def _label(self, hint: str) -> str:
-        if self.schedule is None:
-            return hint
-        if self.consume == STRICT:
-            return f"{self.schedule.name} strict"
-        if hint != SCHEDULE:
-            return f"{hint} on {self.schedule.name}"
-        return f"{self.schedule.name} {'as hint' if self._foresight() is None else 'with foresight'}"
 
     @property
     def has_footprint(self) -> bool:
@@ -397,13 +398,6 @@ class Ordering:
                     f"schedule {table.name!r} holds there: give at least {-(-peak // each)}, {ways}"
                 )
         return tuple(limits) * num_replicas
-
-    def _hint(self, placement: Placement) -> str:
-        if self.hint is not None:
-            return self.hint
-        if self.schedule is not None:
-            return SCHEDULE
-        return "bf-deep" if placement.num_chunks > placement.num_stages else "bf"
 
     def _split(self, placement: Placement) -> frozenset[int]:
         """Returns the chunks whose backward runs as I and W."""

@@ -110,11 +110,9 @@ class StagePlan:
         return len(self.needs)
 
     def present(self) -> list[tuple[int, Task]]:
-        """Returns the tasks of the step with their nodes."""
         return [(node, task) for node, task in enumerate(self.tasks) if node not in self.absent]
 
     def name(self, node: int) -> str:
-        """Returns a node's name for messages to people."""
         return str(self.tasks[node]) if node < len(self.tasks) else self.gate_names[node - len(self.tasks)]
 
     @cached_property

@@ -24,7 +24,6 @@ class Replication:
     num_replicas: int
 
     def chunk(self, chunk: int, replica: int) -> int:
-        """Returns the number in the larger pipeline of a replica's chunk."""
         return replica * self.num_chunks + chunk
 
     def base(self, chunk: int) -> int:
@@ -40,7 +39,6 @@ class Replication:
         return [chunk for chunk in chunks if self.replica(chunk) == replica]
 
     def owner(self, microbatch: int) -> int:
-        """Returns the replica that runs a microbatch."""
         return microbatch // self.num_microbatches
 
     def pairs(self, pairs: Iterable[tuple[int, int]]) -> Absences:
@@ -71,7 +69,6 @@ def microbatches_per_replica(num_microbatches: int, num_replicas: int) -> int:
 
 
 def replicated_placement(placement: Placement, num_replicas: int) -> Placement:
-    """Returns the placement of all replicas."""
     num_stages = placement.num_stages
     return Placement(tuple(r * num_stages + s for r in range(num_replicas) for s in placement.stage_of_chunk))
 

@@ -57,7 +57,6 @@ class SavedArbiter:
 
 
 def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
-    """Returns the parts of ``arbiter``."""
     setup, hint = arbiter.setup, arbiter.setup.consumption.hint
     protocol = GroupProtocol.PROPOSE if isinstance(arbiter, ProposingMember) else GroupProtocol.LEADER
     is_strict = setup.consumption.is_strict

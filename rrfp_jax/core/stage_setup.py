@@ -137,7 +137,18 @@ class StepMode:
             if row is None:
                 self.row_tasks = canonical_row(setup.graph, setup.placement.chunks_of_stage[setup.stage])
             self.row_memory = RowMemory(plan, self.full.at, setup.graph, self.row_tasks)
-            self.row_memory.check_limit(setup.footprint, setup.stage)
+            memory, limit = self.row_memory, setup.footprint
+            if memory.unnamed:
+                some = ", ".join(map(str, memory.unnamed[:3]))
+                raise ValueError(
+                    f"the row of stage {setup.stage} lacks {some}, and memory follows it: name every task, once"
+                )
+            if memory.peak > limit:
+                peak, least = memory.peak / memory.unit, -(-memory.peak // memory.unit)
+                raise ValueError(
+                    f"the footprint of stage {setup.stage} is {limit / memory.unit:g} activations and its table holds "
+                    f"{peak:g}: allow at least {least}, or take a schedule with a lower peak"
+                )
         self.has_other_takers = self.row_memory is not None and self.row_memory.has_other_takers
 
 
@@ -200,13 +211,10 @@ class StepPlan:
         # Strict consumption counts positions through its row, so it needs them without gaps.
         if consumption.is_strict:
             return StepPlan(plan, consumption, absent, evaluates=self.evaluates)
-        return self._with(plan, absent, ())
+        return self.changed(plan, absent, ())
 
-    def weighing(self, weights: tuple[int, ...]) -> "StepPlan":
-        """Returns the plan of a step in which microbatches have these weights."""
-        return self._with(self.plan, self.absent, weights)
-
-    def _with(self, plan: StagePlan, absent: Absences, weights: tuple[int, ...]) -> "StepPlan":
+    def changed(self, plan: StagePlan, absent: Absences, weights: tuple[int, ...]) -> "StepPlan":
+        """Returns the same positions with another plan, and with weights of microbatches."""
         twin = object.__new__(StepPlan)
         twin._arrival_table = self._arrival_table if plan is self.plan else None
         twin.plan, twin.absent, twin.weights, twin.evaluates = plan, absent, weights, self.evaluates
@@ -240,7 +248,10 @@ class _Removal:
         for node in self.removed:
             per_microbatch[plan.tasks[node].microbatch - plan.first_microbatch] -= 1
         if graph.ops:
-            self.removed |= self._pointless_gates()
+            # Gates that stand before removed tasks alone, the gates of their inputs, go too.
+            before = {gate for node in self.removed for gate in plan.prerequisites[node] if isinstance(gate, int)}
+            gates = {gate for gate in before if gate >= len(plan.tasks)}
+            self.removed |= {gate for gate in gates if self.removed.issuperset(plan.dependents[gate])}
         for node in self.removed:
             self._remove(node)
         for node in self.removed:
@@ -258,16 +269,12 @@ class _Removal:
             arrivals=self.arrivals,
             tasks_per_microbatch=tuple(per_microbatch),
             holds={chunk: self._holds(chunk, masks) for chunk in plan.holds},
-            lets_go={node: self._let_go(node, masks) for node in plan.lets_go},
+            lets_go={
+                node: tuple(c for c in chunks if not masks.get(c, 0) >> plan.tasks[node].microbatch & 1)
+                for node, chunks in plan.lets_go.items()
+            },
             absent=frozenset(self.removed),
         )
-
-    def _pointless_gates(self) -> set[int]:
-        """Returns the gates that stand before removed tasks alone: the gates of their inputs."""
-        plan = self.plan
-        before = (gate for node in self.removed for gate in plan.prerequisites[node])
-        gates = {gate for gate in before if isinstance(gate, int) and gate >= len(plan.tasks)}
-        return {gate for gate in gates if self.removed.issuperset(plan.dependents[gate])}
 
     def _remove(self, node: int) -> None:
         for dependent in self.plan.dependents[node]:
@@ -310,10 +317,6 @@ class _Removal:
         number = self.arrivals.pop(message, None)
         if number is not None:
             self.needs[self.plan.awaited_by[number]] -= 1
-
-    def _let_go(self, node: int, masks: dict[int, int]) -> tuple[int, ...]:
-        m = self.plan.tasks[node].microbatch
-        return tuple(c for c in self.plan.lets_go[node] if not masks.get(c, 0) >> m & 1)
 
     def _holds(self, chunk: int, masks: dict[int, int]) -> tuple[int, ...]:
         """Returns how many ends let go of each microbatch, without the ends of absent readers."""

@@ -33,7 +33,6 @@ _LOWERED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|REC
 
 
 def to_csv(table: ScheduleTable) -> str:
-    """Returns the table as CSV text."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(["" if t is None else str(t) for t in row] for row in table.rows)
     return text.getvalue()

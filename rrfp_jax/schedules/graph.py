@@ -302,7 +302,6 @@ class PipelineGraph:
         return self.operations.kinds(chunk) if self.ops else self.built_in_kinds(chunk)
 
     def lane(self, kind: TaskKind) -> str:
-        """Returns the engine that tasks of this kind keep busy."""
         op = self.operations.by_letter.get(kind) if self.ops else None
         return COMPUTE if op is None else op.lane
 

@@ -98,7 +98,6 @@ class StepSums:
     """Number of stages whose foresight was at work."""
 
     def makespan_s(self) -> float:
-        """Returns the time from the first start to the last end; 0 where nothing ran."""
         return max(0.0, self.end_s - self.start_s)
 
     def bubble_fraction(self) -> float:
@@ -133,7 +132,6 @@ class Timeline:
         return sorted({span.step for span in self.spans})
 
     def of_step(self, step: int) -> "Timeline":
-        """Returns the record of one step."""
         return self._where(lambda one: one.step == step)
 
     def of_stage(self, stage: int) -> "Timeline":
@@ -201,7 +199,6 @@ class Timeline:
         return self.sums().makespan_s()
 
     def work_s(self) -> list[float]:
-        """Returns the seconds of work of each stage."""
         return [sum((span.end_s - span.start_s for span in spans), 0.0) for spans in self._per_stage()]
 
     def bubble_fraction(self) -> float:

@@ -169,7 +169,6 @@ class StageTimes:
         self._average_ms = 0.0
 
     def duration_ms(self, step: int, task: Task) -> float:
-        """Returns the duration of a task that starts now."""
         kind, chunk, microbatch = task
         if self._operations_ms and kind in self._operations_ms:
             return self._operations_ms[kind]
@@ -230,7 +229,6 @@ def for_graph(durations_ms: Durations, graph: PipelineGraph) -> Durations:
 
 
 def for_steps(durations_ms: Durations, num_steps: int) -> Durations:
-    """Returns the array's steps, repeated or cut to ``num_steps``."""
     repeated: Durations = durations_ms[np.arange(num_steps) % durations_ms.shape[0]]
     return repeated
 

@@ -178,7 +178,6 @@ class AsyncTransfers:
         self.deliver(stage, record(TaskFinished, (step, self.queue.now_ms / 1e3, task)))
 
     def send(self, stage: int, send: Send) -> None:
-        """Sends a message now, as the arbiter of ``stage`` instructs."""
         step, message, target = send
         start_ms, duration_ms = self.queue.now_ms, self.duration_ms(message.kind, stage, target)
         if self.links.contention and message.kind not in CONTROL:

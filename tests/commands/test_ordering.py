@@ -39,7 +39,8 @@ def test_several_chunks_per_stage_run_deep_first():
 def test_a_schedule_alone_is_a_hint():
     resolved = resolve(schedule="interleaved-1f1b")
     assert (resolved.label, resolved.placement) == ("interleaved-1f1b with foresight", looped(4, 2))
-    assert resolved.consumptions[0].rank(resolved.table.orders[0][5]) == (5, False, *resolved.table.orders[0][5][1:])
+    task = resolved.table.orders[0][5]
+    assert resolved.consumptions[0].hint.rank(task) == (5, False, *task[1:])
     assert not resolved.consumptions[0].is_strict
 
 

@@ -12,7 +12,7 @@ from rrfp_jax.core import (
 from rrfp_jax.schedules import Task, chain, linear, looped
 from rrfp_jax.schedules.timeline import IdleReason
 from tests.core.test_arbiter import Stage
-from tests.core.test_group import Group
+from tests.core.test_groups import Group
 
 SENDS_F0 = "send activation of microbatch 0 from chunk 0 to chunk 1"
 SENDS_B0 = "send gradient of microbatch 0 from chunk 1 to chunk 0"

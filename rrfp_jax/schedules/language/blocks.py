@@ -70,7 +70,6 @@ class RepeatedBlock(TaskOrder):
         }
 
     def write(self, row: OrderRow) -> None:
-        """Appends all tasks by their slots."""
         _write_by_start(row, self.starts(row.stage))
 
     def packed(self) -> "PackedBlock":

@@ -105,7 +105,6 @@ class TaskOrder(Described):
         self._writes = writes
 
     def write(self, row: OrderRow) -> None:
-        """Appends its tasks to the row."""
         for write in self._writes:
             write(row)
 

@@ -56,12 +56,10 @@ class Stage:
 
     @property
     def p(self) -> int:
-        """Number of stages."""
         return self.placement.num_stages
 
     @property
     def m(self) -> int:
-        """Number of microbatches."""
         return self.graph.num_microbatches
 
     @property
