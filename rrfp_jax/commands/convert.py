@@ -78,7 +78,7 @@ def make_parser() -> CommandParser:
 
 def _import(arguments: argparse.Namespace, source: Path, target: Path) -> list[str]:
     """Write the import; returns the sentences that describe it."""
-    from rrfp_jax.hf.new_folder import check_new
+    from rrfp_jax.hf.model_folder import check_new
 
     check_new(target, "the folder of the import")
     if arguments.shard_size is not None:
@@ -101,7 +101,7 @@ def _import(arguments: argparse.Namespace, source: Path, target: Path) -> list[s
 
 def _export(arguments: argparse.Namespace, run: Path, target: Path) -> list[str]:
     """Write the export; returns the sentence that describes it."""
-    from rrfp_jax.hf.new_folder import check_new
+    from rrfp_jax.hf.model_folder import check_new
 
     check_new(target, "the folder of the export")
     shard_bytes = parse_bytes(arguments.shard_size or _SHARD_SIZE, "shard-size")

@@ -6,11 +6,10 @@ from typing import Any
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.hf._config_fields import ConfigFields
-from rrfp_jax.hf._decoder_fields import read_decoder, write_decoder
 from rrfp_jax.hf._tensor_names import NameTable
 from rrfp_jax.hf._vision_language import DECODER_PREFIX, VISION_LANGUAGE_FAMILIES
-from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily
-from rrfp_jax.hf.model_sections import ModelSections
+from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily, read_decoder, write_decoder
+from rrfp_jax.hf.model_folder import ModelSections
 from rrfp_jax.models.config import LanguageModelConfig
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -6,108 +6,64 @@ files. ``N`` stands for the number of a layer and ``E`` for the number of an exp
     "layers.N.attention.query.kernel": (TRANSPOSED, "model.layers.N.self_attn.q_proj.weight")
 
 Products are ``x @ kernel`` here, with ``kernel`` ``[in, out]``, and ``x @ weight.T`` there, with ``weight``
-``[out, in]``. A transform only looks at an array in another way: nothing is copied but by :class:`PerExpert`.
+``[out, in]``. A transform only looks at an array in another way: nothing is copied but by :data:`PER_EXPERT`.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple, Protocol
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 TensorShape = tuple[int, ...]
 
 
-class Transform(Protocol):
-    """Turns an array of ours into one tensor of theirs or several, and back."""
+class Transform(NamedTuple):
+    """Three functions that turn an array of ours into one tensor of theirs or several, and back."""
 
-    def their_shapes(self, ours: TensorShape) -> list[TensorShape]:
-        """Returns the shapes of the tensors that an array of this shape becomes."""
-
-    def to_ours(self, theirs: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the array that these tensors become."""
-
-    def to_theirs(self, ours: np.ndarray) -> list[np.ndarray]:
-        """Returns the tensors that this array becomes."""
+    their_shapes: Callable[[TensorShape], list[TensorShape]]
+    """The shapes of the tensors that an array of this shape becomes."""
+    to_ours: Callable[[Sequence[np.ndarray]], np.ndarray]
+    """The array that these tensors become."""
+    to_theirs: Callable[[np.ndarray], list[np.ndarray]]
+    """The tensors that this array becomes."""
 
 
-@dataclass(frozen=True)
-class Unchanged:
-    """The array is the same on both sides, but for axes of length 1 that stand before theirs."""
-
-    num_leading: int = 0
-
-    def their_shapes(self, ours: TensorShape) -> list[TensorShape]:
-        """Returns our shape behind the leading axes."""
-        return [(1,) * self.num_leading + ours]
-
-    def to_ours(self, theirs: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the tensor without its leading axes."""
-        return theirs[0].reshape(theirs[0].shape[self.num_leading :])
-
-    def to_theirs(self, ours: np.ndarray) -> list[np.ndarray]:
-        """Returns the array with the leading axes."""
-        return [ours.reshape(self.their_shapes(ours.shape)[0])]
+SAME = Transform(lambda ours: [ours], lambda theirs: theirs[0], lambda ours: [ours])
+"""The array is the same on both sides."""
+TRANSPOSED = Transform(lambda ours: [ours[::-1]], lambda theirs: theirs[0].T, lambda ours: [ours.T])
+"""The kernel of a product, ``[in, out]`` here and ``[out, in]`` there."""
+PER_EXPERT = Transform(
+    lambda ours: [ours[:0:-1]] * ours[0],
+    lambda theirs: np.stack([matrix.T for matrix in theirs]),
+    lambda ours: [matrix.T for matrix in ours],
+)
+"""The matrices of all experts, one array ``[experts, in, out]`` here and one tensor ``[out, in]`` each there."""
 
 
-@dataclass(frozen=True)
-class Transposed:
-    """The kernel of a product, ``[in, out]`` here and ``[out, in]`` there."""
-
-    def their_shapes(self, ours: TensorShape) -> list[TensorShape]:
-        """Returns the axes in reverse order."""
-        return [ours[::-1]]
-
-    def to_ours(self, theirs: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the transposed matrix."""
-        return theirs[0].T
-
-    def to_theirs(self, ours: np.ndarray) -> list[np.ndarray]:
-        """Returns the transposed matrix."""
-        return [ours.T]
+@cache  # so that equal ones compare as equal
+def with_leading_axes(num: int) -> Transform:
+    """Returns the transform of arrays before which ``num`` axes of length 1 stand in their files."""
+    return Transform(
+        lambda ours: [(1,) * num + ours],
+        lambda theirs: theirs[0].reshape(theirs[0].shape[num:]),
+        lambda ours: [ours.reshape((1,) * num + ours.shape)],
+    )
 
 
-@dataclass(frozen=True)
-class PatchConvolution:
-    """The product with patches, ``[channels * height * width, out]`` here and the kernel of a convolution there."""
-
-    channels: int
-    height: int
-    width: int
-
-    def their_shapes(self, ours: TensorShape) -> list[TensorShape]:
-        """Returns the shape ``[out, channels, height, width]``."""
-        return [(ours[1], self.channels, self.height, self.width)]
-
-    def to_ours(self, theirs: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns the kernel with the values of a patch in one axis, in the order channel, row, column."""
-        return theirs[0].reshape(len(theirs[0]), -1).T
-
-    def to_theirs(self, ours: np.ndarray) -> list[np.ndarray]:
-        """Returns the kernel with the values of a patch in three axes."""
-        return [ours.T.reshape(self.their_shapes(ours.shape)[0])]
+@cache
+def patch_kernel(channels: int, height: int, width: int) -> Transform:
+    """Returns the transform of the product with patches, ``[channels * height * width, out]`` here and the kernel of a
+    convolution there, ``[out, channels, height, width]``."""
+    return Transform(
+        lambda ours: [(ours[1], channels, height, width)],
+        lambda theirs: theirs[0].reshape(len(theirs[0]), -1).T,
+        lambda ours: [ours.T.reshape(-1, channels, height, width)],
+    )
 
 
-@dataclass(frozen=True)
-class PerExpert:
-    """The matrices of all experts, one array ``[experts, in, out]`` here and one tensor ``[out, in]`` each there."""
-
-    def their_shapes(self, ours: TensorShape) -> list[TensorShape]:
-        """Returns one shape for each expert."""
-        return [ours[:0:-1]] * ours[0]
-
-    def to_ours(self, theirs: Sequence[np.ndarray]) -> np.ndarray:
-        """Returns a copy of the matrices in one array."""
-        return np.stack([matrix.T for matrix in theirs])
-
-    def to_theirs(self, ours: np.ndarray) -> list[np.ndarray]:
-        """Returns the matrix of each expert."""
-        return [matrix.T for matrix in ours]
-
-
-SAME, TRANSPOSED, PER_EXPERT = Unchanged(), Transposed(), PerExpert()
 NameTable = Mapping[str, tuple[Transform, str]]
 _LAYER_NUMBER = re.compile(r"(?<=\blayers\.)\d+")
 
@@ -124,7 +80,6 @@ class TensorMatch(NamedTuple):
 
     @property
     def their_shapes(self) -> list[TensorShape]:
-        """The shapes of the tensors, in the order of their names."""
         return self.transform.their_shapes(self.shape)
 
 

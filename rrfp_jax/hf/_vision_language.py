@@ -5,26 +5,252 @@ has InternViT, and pixel shuffle before a normed projector. Both take any decode
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.hf._config_fields import ConfigFields
-from rrfp_jax.hf._decoder_fields import read_decoder
-from rrfp_jax.hf._tensor_names import NameTable, linears_and_norms, prefixed
-from rrfp_jax.hf._vision_towers import (
-    CLIP_TOWER,
-    CLIP_TOWERS,
-    HUB_ACTIVATIONS,
-    INTERN_VIT,
-    INTERN_VIT_DEFAULTS,
-    TOWER,
-    clip_names,
-    intern_vit_names,
-    read_clip_tower,
-    read_intern_vit,
+from rrfp_jax.hf._tensor_names import (
+    SAME,
+    NameTable,
+    Transform,
+    linears_and_norms,
+    patch_kernel,
+    prefixed,
+    with_leading_axes,
 )
-from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily
-from rrfp_jax.hf.model_sections import ModelSections
-from rrfp_jax.models.vision_config import ProjectorConfig, VisionConfig, VisionLanguageConfig
+from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily, read_decoder
+from rrfp_jax.hf.model_folder import ModelSections
+from rrfp_jax.models.vision_config import NORMS, ProjectorConfig, VisionConfig, VisionLanguageConfig
+
+# -------------------------------------------------------------------------------------------------------------- towers
+
+_TOWER, _CLIP_TOWER = "vision_tower.", "vision_tower.vision_model."
+"""Prefixes of the names of all towers in files of the hub, and of those of CLIP and SigLIP."""
+_HUB_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+_INTERN_VIT = "internvl_vision"
+_INTERN_VIT_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.0,
+    "attention_dropout": 0.0,
+    "projection_dropout": 0.0,
+    "norm_type": "layer_norm",
+    "layer_norm_eps": 1e-6,
+    "image_size": 448,
+    "patch_size": 14,
+    "num_channels": 3,
+    "use_mask_token": False,
+    "use_absolute_position_embeddings": True,
+    "layer_scale_init_value": 0.1,
+    "use_mean_pooling": True,
+}
+_QK_NORM_EPS = 1e-6  # of InternViT's norms of queries and keys, whatever layer_norm_eps says
+_NO_DROPOUT = "models here drop nothing"
+_OURS = "vision.layers.N."
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ClipTower:
+    """A kind of tower that LLaVA takes. Features are hidden states, so the last norm is not used."""
+
+    model_type: str
+    defaults: Mapping[str, Any]
+    silent: tuple[str, ...]
+    """Fields that features do not depend on."""
+    class_token: bool
+    pre_norm: bool
+    patch_bias: bool
+    unused: tuple[str, ...]
+    """Patterns of tensors behind the features, without the prefix of all names."""
+
+
+_CLIP_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 32,
+    "hidden_act": "quick_gelu",
+    "layer_norm_eps": 1e-5,
+    "attention_dropout": 0.0,
+}
+_CLIP = _ClipTower(
+    model_type="clip_vision_model",
+    defaults=_CLIP_DEFAULTS,
+    silent=("projection_dim", "vocab_size", "dropout"),
+    class_token=True,
+    pre_norm=True,
+    patch_bias=False,
+    unused=("post_layernorm.*",),
+)
+_SIGLIP = _ClipTower(
+    model_type="siglip_vision_model",
+    defaults={**_CLIP_DEFAULTS, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+    silent=("projection_dim", "vocab_size", "vision_use_head"),
+    class_token=False,
+    pre_norm=False,
+    patch_bias=True,
+    unused=("post_layernorm.*", "head.*"),
+)
+_CLIP_TOWERS: dict[str, _ClipTower] = {tower.model_type: tower for tower in (_CLIP, _SIGLIP)}
+
+
+def _clip_names(patches: Transform) -> NameTable:
+    """Returns the names of CLIP and SigLIP towers. Arrays that one of the two lacks do not occur in its model."""
+    linears = {
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.out_proj",
+        "mlp.fc1": "mlp.fc1",
+        "mlp.fc2": "mlp.fc2",
+    }
+    norms = {"attention_norm": "layer_norm1", "mlp_norm": "layer_norm2"}
+    return {
+        "vision.patches.projection.kernel": (patches, _CLIP_TOWER + "embeddings.patch_embedding.weight"),
+        "vision.patches.projection.bias": (SAME, _CLIP_TOWER + "embeddings.patch_embedding.bias"),
+        "vision.patches.class_token": (SAME, _CLIP_TOWER + "embeddings.class_embedding"),
+        "vision.patches.positions": (SAME, _CLIP_TOWER + "embeddings.position_embedding.weight"),
+        "vision.pre_norm.scale": (SAME, _CLIP_TOWER + "pre_layrnorm.weight"),  # their spelling
+        "vision.pre_norm.bias": (SAME, _CLIP_TOWER + "pre_layrnorm.bias"),
+        **linears_and_norms(_OURS, _CLIP_TOWER + "encoder.layers.N.", linears, norms),
+    }
+
+
+def _intern_vit_names(patches: Transform) -> NameTable:
+    """Returns the names of InternViT. Arrays that a configuration switches off do not occur in its model."""
+    layer = _TOWER + "encoder.layer.N."
+    linears = {
+        "attention.query": "attention.q_proj",
+        "attention.key": "attention.k_proj",
+        "attention.value": "attention.v_proj",
+        "attention.output": "attention.projection_layer",
+        "mlp.fc1": "mlp.fc1",
+        "mlp.fc2": "mlp.fc2",
+    }
+    norms = {
+        "attention_norm": "layernorm_before",
+        "mlp_norm": "layernorm_after",
+        "attention.query_norm": "attention.q_norm",
+        "attention.key_norm": "attention.k_norm",
+    }
+    return {
+        "vision.patches.projection.kernel": (patches, _TOWER + "embeddings.patch_embeddings.projection.weight"),
+        "vision.patches.projection.bias": (SAME, _TOWER + "embeddings.patch_embeddings.projection.bias"),
+        "vision.patches.class_token": (with_leading_axes(2), _TOWER + "embeddings.cls_token"),
+        "vision.patches.positions": (with_leading_axes(1), _TOWER + "embeddings.position_embeddings"),
+        **linears_and_norms(_OURS, layer, linears, norms),
+        _OURS + "attention_scale": (SAME, layer + "lambda_1"),
+        _OURS + "mlp_scale": (SAME, layer + "lambda_2"),
+        "vision.norm.scale": (SAME, _TOWER + "layernorm.weight"),
+        "vision.norm.bias": (SAME, _TOWER + "layernorm.bias"),
+    }
+
+
+def _read_clip_tower(
+    fields: ConfigFields, tower: _ClipTower, *, feature_layer: Any, dtype: str
+) -> tuple[VisionConfig, Transform]:
+    """Returns the record of a CLIP or SigLIP tower and how patches lie in its kernel.
+
+    Raises ValueError with the field's name.
+    """
+    sizes, patches = _read_sizes(fields)
+    side = fields.whole("image_size") // _pair(fields, "patch_size")[0]
+    for name in tower.silent:
+        fields.get(name)
+    fields.only("attention_dropout", 0, why=_NO_DROPOUT)
+    record = {
+        **sizes,
+        "num_patches": side**2,
+        "qkv_bias": True,
+        "patch_bias": tower.patch_bias,
+        "class_token": tower.class_token,
+        "pre_norm": tower.pre_norm,
+        "final_norm": False,  # hidden states are taken before it
+        "feature_layer": _from_the_end(fields, feature_layer, sizes["num_layers"]),
+    }
+    fields.finish()
+    return VisionConfig(**record, param_dtype=dtype, compute_dtype=dtype), patches
+
+
+def _read_intern_vit(fields: ConfigFields, *, feature_layer: Any, dtype: str) -> tuple[VisionConfig, Transform]:
+    """Returns the record of an InternViT and how patches lie in its kernel; raises ValueError with the field's name."""
+    sizes, patches = _read_sizes(fields)
+    (height, width), (patch_height, patch_width) = _pair(fields, "image_size"), _pair(fields, "patch_size")
+    for name in ("attention_dropout", "hidden_dropout_prob", "projection_dropout"):
+        fields.only(name, 0, why=_NO_DROPOUT)
+    fields.only("use_mask_token", False, why="models here have no mask token")
+    fields.only("use_absolute_position_embeddings", True, why="models here have learned positions")
+    norm = fields.choice("norm_type", {name: name for name in NORMS})
+    layer = _from_the_end(fields, feature_layer, sizes["num_layers"])
+    # transformers applies the last norm to the last hidden state only, and only where it does not pool by the mean.
+    final_norm = not fields.flag("use_mean_pooling") and layer == -1
+    if final_norm and norm != "layer_norm":
+        raise fields.refusal("use_mean_pooling", False, f"the last norm is a LayerNorm there, and with {norm} not here")
+    qk_norm = fields.flag("use_qk_norm")
+    if qk_norm and sizes["norm_eps"] != _QK_NORM_EPS:
+        why = f"with use_qk_norm norms of queries and keys add {_QK_NORM_EPS} there, and here what all norms add"
+        raise fields.refusal("layer_norm_eps", sizes["norm_eps"], why)
+    scale = fields.number("layer_scale_init_value")
+    record = {
+        **sizes,
+        "num_patches": (height // patch_height) * (width // patch_width),
+        "qkv_bias": fields.flag("attention_bias"),
+        "qk_norm": qk_norm,
+        "norm": norm,
+        "layer_scale": scale if scale > 0 else 1.0,  # only where training begins; an import has its scales as tensors
+        "class_token": True,
+        "final_norm": final_norm,
+        "feature_layer": layer,
+    }
+    fields.finish()
+    return VisionConfig(**record, param_dtype=dtype, compute_dtype=dtype), patches
+
+
+def _read_sizes(fields: ConfigFields) -> tuple[dict[str, Any], Transform]:
+    patch_height, patch_width = _pair(fields, "patch_size")
+    channels = fields.whole("num_channels")
+    sizes = {
+        "hidden": fields.whole("hidden_size"),
+        "num_layers": fields.whole("num_hidden_layers"),
+        "num_heads": fields.whole("num_attention_heads"),
+        "mlp_dim": fields.whole("intermediate_size"),
+        "activation": fields.choice("hidden_act", _HUB_ACTIVATIONS),
+        "norm_eps": fields.number("layer_norm_eps"),
+        "patch_dim": channels * patch_height * patch_width,
+    }
+    return sizes, patch_kernel(channels, patch_height, patch_width)
+
+
+def _pair(fields: ConfigFields, name: str) -> tuple[int, int]:
+    """Returns height and width, which one number may give together."""
+    value = fields.get(name)
+    pair = tuple(value) if isinstance(value, list) else (value, value)
+    if len(pair) != 2 or not all(type(each) is int and each > 0 for each in pair):
+        raise fields.refusal(name, value, "one whole number is needed, or two")
+    return pair
+
+
+def _from_the_end(fields: ConfigFields, layer: Any, num_layers: int) -> int:
+    """Returns ``vision_feature_layer`` counted from the last layer; hidden state 0 is the first layer's input."""
+    if type(layer) is not int or not -num_layers <= (counted := layer if layer < 0 else layer - num_layers - 1) <= -1:
+        raise fields.refusal("vision_feature_layer", layer, f"one of {num_layers} layers is needed, -1 for the last")
+    return counted
+
+
+# ------------------------------------------------------------------------------------------------------------ families
 
 DECODER_PREFIX = "language_model."
 """The prefix of the decoder's names in files of the hub."""
@@ -63,12 +289,12 @@ _NEWER = (
     ("model.language_model.", DECODER_PREFIX + "model."),
     ("lm_head.", DECODER_PREFIX + "lm_head."),
     ("model.multi_modal_projector.", "multi_modal_projector."),
-    ("model.vision_tower.vision_model.", CLIP_TOWER),
-    ("model.vision_tower.", TOWER),
+    ("model.vision_tower.vision_model.", _CLIP_TOWER),
+    ("model.vision_tower.", _TOWER),
 )
 # CLIP and SigLIP towers have lost a level of their names in transformers 5.
 _NEWER_CLIP = tuple(
-    (f"{before}{TOWER}{part}.", f"{CLIP_TOWER}{part}.")
+    (f"{before}{_TOWER}{part}.", f"{_CLIP_TOWER}{part}.")
     for before in ("", "model.")
     for part in ("embeddings", "pre_layrnorm", "encoder", "post_layernorm", "head")
 )
@@ -83,40 +309,41 @@ def _read_llava(config: Mapping[str, Any], where: str, *, has_head: bool | None,
     missing = {} if fields.has("vision_config") else _LLAVA_VISION_DEFAULTS
     vision_fields = fields.part("vision_config", missing)
     kind = vision_fields.get("model_type") or "clip_vision_model"
-    if not isinstance(kind, str) or kind not in CLIP_TOWERS:
-        raise vision_fields.refusal("model_type", kind, f"models here see by {', '.join(CLIP_TOWERS)}")
-    tower = CLIP_TOWERS[kind]
+    if not isinstance(kind, str) or kind not in _CLIP_TOWERS:
+        raise vision_fields.refusal("model_type", kind, f"models here see by {', '.join(_CLIP_TOWERS)}")
+    tower = _CLIP_TOWERS[kind]
     # Read again: the kind decides which defaults the other fields have.
     vision_fields = fields.part("vision_config", {**tower.defaults, **missing})
     layer = fields.get(_FEATURE_LAYER)
-    vision, patches = read_clip_tower(vision_fields, tower, feature_layer=layer, dtype=dtype)
+    vision, patches = _read_clip_tower(vision_fields, tower, feature_layer=layer, dtype=dtype)
     wanted = "default" if tower.class_token else "full"
     fields.only(_STRATEGY, wanted, why=f"of this tower models here take {wanted}: all patches, and no class token")
     projector = ProjectorConfig(
-        activation=fields.choice("projector_hidden_act", HUB_ACTIVATIONS), bias=fields.flag("multimodal_projector_bias")
+        activation=fields.choice("projector_hidden_act", _HUB_ACTIVATIONS),
+        bias=fields.flag("multimodal_projector_bias"),
     )
     text_fields, family = _text_fields(fields, default="llama")
     tied = (fields.flag(_TIED) or text_fields.flag(_TIED)) and not has_head
     sections = _sections(fields, (text_fields, family), vision, projector, tied=tied, dtype=dtype)
-    names = {**clip_names(patches), **_PROJECTOR, **prefixed(family.names, "decoder.", DECODER_PREFIX)}
-    unused = [CLIP_TOWER + pattern for pattern in tower.unused]
-    return sections, names, (*unused, *_layers_behind(vision, CLIP_TOWER + "encoder.layers."))
+    names = {**_clip_names(patches), **_PROJECTOR, **prefixed(family.names, "decoder.", DECODER_PREFIX)}
+    unused = [_CLIP_TOWER + pattern for pattern in tower.unused]
+    return sections, names, (*unused, *_layers_behind(vision, _CLIP_TOWER + "encoder.layers."))
 
 
 def _read_internvl(config: Mapping[str, Any], where: str, *, has_head: bool | None, dtype: str) -> ReadModel:
     fields = ConfigFields(config, where, _INTERNVL_DEFAULTS)
-    vision_fields = fields.part("vision_config", INTERN_VIT_DEFAULTS)
+    vision_fields = fields.part("vision_config", _INTERN_VIT_DEFAULTS)
     kind = vision_fields.get("model_type")
-    if kind not in (None, INTERN_VIT):
-        raise vision_fields.refusal("model_type", kind, f"models here see by {INTERN_VIT}")
-    vision, patches = read_intern_vit(vision_fields, feature_layer=fields.get(_FEATURE_LAYER), dtype=dtype)
+    if kind not in (None, _INTERN_VIT):
+        raise vision_fields.refusal("model_type", kind, f"models here see by {_INTERN_VIT}")
+    vision, patches = _read_intern_vit(vision_fields, feature_layer=fields.get(_FEATURE_LAYER), dtype=dtype)
     fields.only(_STRATEGY, "default", why="models here take no class token")
     ratio = fields.number("downsample_ratio")
     side = round(1 / ratio) if ratio > 0 else 0
     if not side or 1 / side != ratio:
         raise fields.refusal("downsample_ratio", ratio, "1 by a whole number is needed, as 0.5")
     projector = ProjectorConfig(
-        activation=fields.choice("projector_hidden_act", HUB_ACTIVATIONS),
+        activation=fields.choice("projector_hidden_act", _HUB_ACTIVATIONS),
         patches_per_feature=side**2,
         row_order=True,
         norm=True,
@@ -124,9 +351,9 @@ def _read_internvl(config: Mapping[str, Any], where: str, *, has_head: bool | No
     text_fields, family = _text_fields(fields, default="qwen2")
     tied = fields.flag(_TIED) and not has_head
     sections = _sections(fields, (text_fields, family), vision, projector, tied=tied, dtype=dtype)
-    names = {**intern_vit_names(patches), **_PROJECTOR, **prefixed(family.names, "decoder.", DECODER_PREFIX)}
-    norm = () if vision.final_norm else (TOWER + "layernorm.*",)
-    return sections, names, (*norm, *_layers_behind(vision, TOWER + "encoder.layer."))
+    names = {**_intern_vit_names(patches), **_PROJECTOR, **prefixed(family.names, "decoder.", DECODER_PREFIX)}
+    norm = () if vision.final_norm else (_TOWER + "layernorm.*",)
+    return sections, names, (*norm, *_layers_behind(vision, _TOWER + "encoder.layer."))
 
 
 VISION_LANGUAGE_FAMILIES: dict[str, tuple[str, Callable[..., ReadModel], tuple[tuple[str, str], ...]]] = {

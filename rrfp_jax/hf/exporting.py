@@ -12,9 +12,18 @@ import numpy as np
 from rrfp_jax.checkpoint import StoredStep, newest_step, read_layer_params, stored_param_specs
 from rrfp_jax.hf._model_config import HubModel, new_config, read_config
 from rrfp_jax.hf._tensor_names import TensorMatch, match_tensors
-from rrfp_jax.hf.model_folder import CONFIG, TOKENS, UNUSED, ModelFolder, came_with_the_model, open_model
-from rrfp_jax.hf.model_sections import model_differences
-from rrfp_jax.hf.new_folder import check_new, copy_file, new_folder
+from rrfp_jax.hf.model_folder import (
+    CONFIG,
+    TOKENS,
+    UNUSED,
+    ModelFolder,
+    came_with_the_model,
+    check_new,
+    copy_file,
+    model_differences,
+    new_folder,
+    open_model,
+)
 from rrfp_jax.hf.tensor_files import PlannedTensor, ShardWriter, StoredTensor, read_headers, read_json
 
 _TIED = "tie_word_embeddings"

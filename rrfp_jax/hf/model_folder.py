@@ -13,14 +13,18 @@ knows.
 
 import json
 import os
+import secrets
 import shutil
-from contextlib import suppress
-from dataclasses import dataclass, replace
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rrfp_jax.data._files import check_inside
 from rrfp_jax.data.tokenizer_files import (
     BYTE_TOKENS,
     TOKENIZER_CONFIG,
@@ -32,10 +36,17 @@ from rrfp_jax.data.tokenizer_files import (
     tokenizer_file,
 )
 from rrfp_jax.data.tokens import TOKENIZER, read_header
-from rrfp_jax.hf._tensor_names import fits
-from rrfp_jax.hf.model_sections import ModelSections, model_differences
-from rrfp_jax.hf.new_folder import copy_file, new_folder
+from rrfp_jax.hf._tensor_names import TensorShape, fits
 from rrfp_jax.hf.tensor_files import read_json
+from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.vision_config import (
+    ProjectorConfig,
+    VisionConfig,
+    VisionLanguageConfig,
+    encoder_section,
+    encoder_values,
+)
+from rrfp_jax.observe.output_files import check_folder
 from rrfp_jax.record_files import TEXT_BYTES, read_record, read_yaml
 
 MODEL, CHECKPOINTS, CARRIED = "model.yaml", "checkpoints", "hugging-face"
@@ -56,6 +67,119 @@ _UNREAD = ("*.model", "*.tiktoken", "vocab.json", "merges.txt", "vocab.txt")
 # Kinds of data whose tokens may be bytes, with the tokens that end their samples then.
 _OF_BYTES: dict[str, tuple[int, ...]] = {"text": (), "image_text": (0,), "jsonl": (0,), "parquet": (0,)}
 _OF_FILES = ("jsonl", "parquet", "image_text")
+_RECORDS: dict[str, type] = {"model": LanguageModelConfig, "vision": VisionConfig, "projector": ProjectorConfig}
+# Fields that parameters do not depend on: how a model begins, its dtypes, and the terms that it adds to the loss.
+_FREE = {
+    *("init_std", "param_dtype", "compute_dtype", "capacity_factor"),
+    *("z_loss", "balance_coefficient", "z_coefficient"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSections:
+    """A language model, or a vision-language model."""
+
+    model: LanguageModelConfig
+    vision: VisionConfig | None = None
+    projector: ProjectorConfig | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: str) -> "ModelSections":
+        """Returns the model of a configuration, whose other sections do not count.
+
+        Raises ValueError in one sentence.
+        """
+        from pydantic import TypeAdapter, ValidationError
+
+        if not isinstance(config.get("model"), dict):
+            raise ValueError(f"{where} has no section model: give the folder of a run or of an import")
+        records: dict[str, Any] = {}
+        for name, record in _RECORDS.items():
+            if config.get(name) is None:
+                continue
+            try:
+                values = config[name] if name == "model" else encoder_values(name, config[name])[1]
+                records[name] = TypeAdapter(record).validate_python(values)
+            except (AttributeError, ValueError) as error:
+                if not isinstance(error, ValidationError):
+                    raise ValueError(f"{where}: {name} does not fit ({error}): import or train again") from None
+                first = error.errors()[0]
+                way = ".".join(map(str, (name, *first["loc"])))
+                raise ValueError(f"{where}: {way} does not fit ({first['msg']}): import or train again") from None
+        if "vision" in records:
+            records.setdefault("projector", ProjectorConfig())
+        return cls(**records)
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Returns plain data: the fields that differ from the defaults of the records."""
+        held = {name: getattr(self, name) for name in _RECORDS}
+        return {
+            name: dict(_changed_fields(record)) if name == "model" else encoder_section(name, record)
+            for name, record in held.items()
+            if record is not None
+        }
+
+    def shapes(self) -> dict[tuple[str, ...], TensorShape]:
+        """Returns the shape of every array of the model, by layer and path in the layer, in the model's order."""
+        from rrfp_jax.checkpoint import named_leaves
+        from rrfp_jax.models import language_model, vision_language_model
+        from rrfp_jax.programs.chunk import param_specs
+
+        if self.vision is None:
+            chunks = language_model(self.model).split(1)
+        else:
+            projector = self.projector or ProjectorConfig()
+            whole = VisionLanguageConfig(vision=self.vision, projector=projector, decoder=self.model)
+            chunks = vision_language_model(whole).split().chunks
+        return {
+            (layer, *path): tuple(spec.shape)
+            for chunk in chunks
+            for layer, params in param_specs(chunk).items()
+            for path, spec in named_leaves(params).items()
+        }
+
+
+def model_differences(known: ModelSections, given: ModelSections) -> list[str]:
+    """Returns why the parameters of ``known`` do not fit ``given``, each by the field's name; empty where they fit."""
+    found = []
+    for section in _RECORDS:
+        there, here = (_shaping_fields(getattr(each, section)) for each in (known, given))
+        found += [
+            f"{section}.{name} is {here.get(name)!r} and not {there.get(name)!r}"
+            for name in dict.fromkeys((*there, *here))
+            if there.get(name) != here.get(name)
+        ]
+    return found
+
+
+def _shaping_fields(record: Any) -> dict[str, Any]:
+    """Returns the fields that parameters depend on, those of records inside by dotted names."""
+    if record is None:
+        return {}
+    plain: dict[str, Any] = {}
+    for name, value in asdict(record).items():
+        if isinstance(value, dict):
+            plain |= {f"{name}.{inner}": each for inner, each in value.items() if inner not in _FREE}
+        elif name == "layer_scale":  # the number is only where training begins
+            plain[name] = value is not None
+        elif name not in _FREE:
+            plain[name] = value
+    if isinstance(record, LanguageModelConfig):
+        # Two files may say the same by a number and by leaving it out.
+        plain |= {"num_kv_heads": record.num_key_value_heads, "head_dim": record.size_per_head}
+    return plain
+
+
+def _changed_fields(record: Any) -> Iterator[tuple[str, Any]]:
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.default is MISSING or value != field.default:
+            if hasattr(value, "__dataclass_fields__"):
+                value = dict(_changed_fields(value))
+            yield field.name, list(value) if isinstance(value, tuple) else value
+
+
+# ------------------------------------------------------------------------------------------------------------- folders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +274,49 @@ def open_model(path: Path, what: str) -> ModelFolder:
     if not isinstance(config, dict):
         raise ValueError(f"{what} {file} holds no sections: import or train again")
     return ModelFolder(path=path, sections=ModelSections.of(config, str(file)), config=config)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def check_new(path: Path, what: str) -> None:
+    """Raises ValueError unless the folder can be made: it is not there yet, or is empty."""
+    check_folder(path, what)
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{what} {path} is not empty: name a new folder, or remove this one")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies a file with its permissions: nobody may read the copy who may not read the source.
+
+    Raises ValueError if the source is a link that leads out of its folder, and OSError if the target is there.
+    """
+    check_inside(source, source.parent)
+    with source.open("rb") as file:
+        rights = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
+        # Private from the first byte on: the rights come only once the file is known to be new.
+        with open(target, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as copy:
+            os.fchmod(copy.fileno(), rights)
+            shutil.copyfileobj(file, copy)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Makes a folder beside ``path`` that becomes ``path`` when the block succeeds, and is removed when it raises.
+
+    A killed process leaves a folder behind whose name begins with a dot and ends in ``.part``.
+    """
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    temporary.mkdir()
+    try:
+        yield temporary
+        if path.is_dir():
+            path.rmdir()  # it was empty
+        os.rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def keep_files(run: Path, files: Path | None, kind: TokenKind | None) -> None:

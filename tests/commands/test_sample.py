@@ -23,8 +23,7 @@ from rrfp_jax.commands.sampling.prompts import Bytes, Tokenizer, vocabulary_of
 from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.data.tokens import write_token_set
 from rrfp_jax.hf.importing import plan_import, write_import
-from rrfp_jax.hf.model_folder import ModelFolder
-from rrfp_jax.hf.model_sections import ModelSections
+from rrfp_jax.hf.model_folder import ModelFolder, ModelSections
 from tests.commands.running import run_command
 from tests.commands.test_train_multimodal import MULTIMODAL, small
 from tests.hf.random_folder import write_folder

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from rrfp_jax.hf._model_config import new_config
 from rrfp_jax.hf.exporting import plan_export, write_export
 from rrfp_jax.hf.importing import plan_import, write_import
-from rrfp_jax.hf.model_sections import ModelSections
+from rrfp_jax.hf.model_folder import ModelSections
 from rrfp_jax.hf.tensor_files import stored_tensors
 from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig, RopeScaling
 from tests.hf.random_folder import TINY_LLAMA, write_folder

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_tokens import INIT_FROM
-from rrfp_jax.hf.model_folder import open_model
-from rrfp_jax.hf.model_sections import ModelSections
+from rrfp_jax.hf.model_folder import ModelSections, open_model
 from rrfp_jax.models.vision_config import ProjectorConfig
 
 
