@@ -1,6 +1,7 @@
 """The section ``data`` of a configuration, and the record that it becomes for each kind of data.
 
-All records are pure data, checked when they are made. The section is one mapping for data of every kind; settings of
+All records are pure data, checked when they are made; :class:`DataSection` explains the fields that have its names, and
+a record those that mean more for its kind. The section is one mapping for data of every kind; settings of
 images stand in a mapping of their own, ``images``, with the names that :class:`ImageTextConfig` has.
 """
 
@@ -21,14 +22,11 @@ class _BatchedData:
     """The fields that data of every kind has; raises ValueError, with the remedy, for values that do not fit."""
 
     batch_size: int
-    """Rows or samples per step, over all microbatches."""
     num_microbatches: int
-    """Parts into which a step's rows or samples are cut; divides ``batch_size``."""
     held_out: float = 0.0
     """Fraction of the data that is never trained on but kept for evaluation: the end of the data, or, of text with
     images, the samples that a checksum picks."""
     seed: int = 0
-    """Decides the order of the data."""
 
     def __post_init__(self) -> None:
         check_fields(self, AT_LEAST_1, "batch_size", "num_microbatches")
@@ -53,13 +51,9 @@ class TextConfig(_BatchedData):
     """A data set of the bytes of plain text."""
 
     path: str | None = None
-    """A text file, or a folder that is searched recursively. None: the running Python's own standard library."""
     suffixes: tuple[str, ...] = (".py", ".txt", ".md", ".rst")
-    """Endings of the files that are read from a folder."""
     max_bytes: int = 64 * 2**20
-    """How much text is read at most, in bytes: the files in order of their names, the last one in part."""
     length: int
-    """Tokens per sequence; a token is a byte."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +67,6 @@ class RowsConfig(_BatchedData):
     """How the tokens of documents become rows of one length."""
 
     length: int
-    """Tokens per row."""
     pack: bool = False
     """Whether rows hold whole documents, each attending to itself alone; a longer document is cut. If not, rows
     follow each other in the text, and attention goes across documents."""
@@ -88,10 +81,7 @@ class TokensConfig(RowsConfig):
     """Token sets that ``rrfp tokenize`` has written, one or a mixture of several."""
 
     path: tuple[str, ...]
-    """The folder of a token set, or several, which are mixed."""
     weights: tuple[float, ...] | None = None
-    """The share of the rows that each token set gives, up to a common factor. None: as many as it has, so that all are
-    gone through equally often."""
     tokenizer: str | None = None
     """The tokenizer that must have made the tokens: its file, or ``bytes``. None: whatever the token sets name."""
 
@@ -113,17 +103,12 @@ class _TextFilesConfig(RowsConfig):
     """Files of documents that are tokenised at the first start, once for all runs on this host."""
 
     path: tuple[str, ...]
-    """Files, folders, or patterns such as ``data/*.jsonl``."""
     column: str = "text"
-    """The field that holds the text of a document."""
     tokenizer: str | None = None
     """A tokenizer.json or a folder that has one; ``bytes``: none, tokens are the bytes of the text. None: the tokenizer
     of the model in ``run.init_from``; without such a model, bytes."""
     end_of_document: str | None = None
-    """The token of the tokenizer that closes documents. None: the one that its folder's tokenizer_config.json names, or
-    a usual one."""
     cache: str | None = None
-    """Folder that keeps the tokens for later starts. None: ``rrfp/tokens`` in the user's cache folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,7 +133,6 @@ class ImageTextConfig(_BatchedData):
     """A data set of text with images, and how samples of different sizes become microbatches."""
 
     path: str
-    """The JSONL file."""
     image_folder: str | None = None
     """The folder to which the paths of images are relative; None: the folder of the JSONL file."""
     tokenizer: str | None = None
@@ -235,10 +219,7 @@ class OwnDataConfig(_BatchedData):
     """A data set of one's own: anything with a length and elements by number, such as a ``grain.MapDataset``."""
 
     object: str
-    """The data set as ``package.module:NAME``, or a callable that returns it. Modules of the current folder are found
-    too."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the callable, by name."""
     pack: bool = False
     """Whether elements have ``positions`` and ``segments``, and attention stays within a segment."""
     shuffle: bool = True

@@ -73,18 +73,16 @@ def prefetched(
     if num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}: give at least 1")
     with ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="data") as executor:
-        yield _ahead(dataset, start_step, reads, executor, num_threads)
+        steps = count(start_step)
+        upcoming: deque[Future[Batch]] = deque()
 
+        def ahead() -> Iterator[Batch]:
+            while True:
+                while len(upcoming) <= num_threads:
+                    upcoming.append(executor.submit(dataset.batch, next(steps), reads))
+                yield result_of(upcoming.popleft())
 
-def _ahead(
-    dataset: Dataset, start_step: int, reads: Reads | None, executor: ThreadPoolExecutor, num_ahead: int
-) -> Iterator[Batch]:
-    steps = count(start_step)
-    upcoming: deque[Future[Batch]] = deque()
-    while True:
-        while len(upcoming) <= num_ahead:
-            upcoming.append(executor.submit(dataset.batch, next(steps), reads))
-        yield result_of(upcoming.popleft())
+        yield ahead()
 
 
 @dataclass(frozen=True, kw_only=True)

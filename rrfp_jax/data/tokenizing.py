@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,11 +112,6 @@ class TokenizeOptions:
                 raise ValueError(f"tokenizer {self.tokenizer} reads no special tokens: name a tokenizer's file")
 
 
-class _Corpus(NamedTuple):
-    surveyed: list[SurveyedSource]
-    pieces: list[TextPiece]
-
-
 def tokenize(
     inputs: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
@@ -135,25 +130,25 @@ def tokenize(
     target = Path(out).expanduser()
     _check_target(target)
     with work_folder(target) as folder, files_forgotten():
-        corpus = _read_corpus(inputs, options, num_workers, progress)
+        surveyed, pieces = _read_corpus(inputs, options, num_workers, progress)
         if options.tokenizer == PLAIN_BYTES:
             tokenizer = BYTE_TOKENIZER_FILE
         elif options.tokenizer != _TRAINED:
             tokenizer = read_tokenizer(options.tokenizer, options.end_of_document)
         else:
             # Training takes long, so a tokenizer is kept beside the pieces, by the name of all that decides it.
-            keys = [piece.key for piece in _training_pieces(corpus.pieces, options.train_bytes)]
+            keys = [piece.key for piece in _training_pieces(pieces, options.train_bytes)]
             made_of = json.dumps([keys, options.column, options.vocab_size or _VOCAB_SIZE]).encode()
             kept = folder / f"tokenizer-{hashlib.sha256(made_of).hexdigest()[:32]}.json"
             if not kept.exists():
                 with replacing(kept) as temporary:
-                    temporary.write_bytes(_train_tokenizer(corpus.pieces, options, progress))
+                    temporary.write_bytes(_train_tokenizer(pieces, options, progress))
             data = kept.read_bytes()
             made = load(data, "the tokenizer that was made")
             tokenizer = TokenizerFile("byte-level BPE", data, made.token_to_id(_END), size_of(made))
         worker = Worker(folder, tokenizer, options.reads_special, options.column)
-        _make_pieces(worker, corpus.pieces, num_workers, progress)
-        header = _assemble(folder / "set", worker, corpus, progress)
+        _make_pieces(worker, pieces, num_workers, progress)
+        header = _assemble(folder / "set", worker, surveyed, pieces, progress=progress)
         _check_target(target)  # which may have been made meanwhile
         os.rename(folder / "set", target)
     return header
@@ -176,8 +171,8 @@ def train_tokenizer_file(
     if os.path.lexists(target):
         raise ValueError(f"{target} exists: name another --out, or remove it")
     with files_forgotten():
-        corpus = _read_corpus(inputs, options, _num_workers(workers), progress)
-        data = _train_tokenizer(corpus.pieces, options, progress)
+        _, pieces = _read_corpus(inputs, options, _num_workers(workers), progress)
+        data = _train_tokenizer(pieces, options, progress)
     with replacing(target) as temporary:
         temporary.write_bytes(data)
     return size_of(load(data, str(target)))
@@ -217,7 +212,7 @@ def _read_corpus(
     options: TokenizeOptions,
     num_workers: int,
     progress: TokenizeProgress | None,
-) -> _Corpus:
+) -> tuple[list[SurveyedSource], list[TextPiece]]:
     """Returns all files with their digests, and their pieces; raises ValueError if there is no text."""
 
     def some(paths: Sequence[Path | str]) -> str:
@@ -231,7 +226,7 @@ def _read_corpus(
     surveyed = survey(sources, options.column, num_workers, add_bytes)
     if not any(each.length for each in surveyed):
         raise ValueError(f"the input holds no text ({some([source.path for source in sources])}): name other files")
-    return _Corpus(surveyed, cut_into_pieces(surveyed))
+    return surveyed, cut_into_pieces(surveyed)
 
 
 def _train_tokenizer(pieces: Sequence[TextPiece], options: TokenizeOptions, progress: TokenizeProgress | None) -> bytes:
@@ -272,23 +267,30 @@ def _training_pieces(pieces: Sequence[TextPiece], num_bytes: int) -> list[TextPi
     return [pieces[number * len(pieces) // num] for number in range(num)]
 
 
-def _assemble(folder: Path, worker: "Worker", corpus: _Corpus, progress: TokenizeProgress | None) -> TokenSetHeader:
+def _assemble(
+    folder: Path,
+    worker: "Worker",
+    surveyed: Sequence[SurveyedSource],
+    pieces: Sequence[TextPiece],
+    *,
+    progress: TokenizeProgress | None,
+) -> TokenSetHeader:
     """Writes the token set into ``folder``, in place of the one that a killed process may have left there.
 
     Raises ValueError if the files hold no document, or if one has changed since its digest was taken.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    num_documents = [0] * len(corpus.surveyed)
-    add_pieces = _counter(progress, _WRITING, len(corpus.pieces))
+    num_documents = [0] * len(surveyed)
+    add_pieces = _counter(progress, _WRITING, len(pieces))
     name, data, end_of_document, vocab_size, unknown = worker.tokenizer
     num_unknown = 0
 
-    def forget(pieces: Sequence[TextPiece]) -> None:
-        for piece in pieces:
+    def forget(damaged: Sequence[TextPiece]) -> None:
+        for piece in damaged:
             worker.files.path_of(piece.key).unlink(missing_ok=True)
 
     with TokenSetWriter(folder, vocab_size=vocab_size, end_of_document=end_of_document) as writer:
-        for piece in corpus.pieces:
+        for piece in pieces:
             try:
                 for tokens, ends, span in worker.files.read(piece.key):
                     writer.append(tokens, ends)
@@ -299,12 +301,12 @@ def _assemble(folder: Path, worker: "Worker", corpus: _Corpus, progress: Tokeniz
                 raise ValueError(f"{error}: somebody has changed it while it was in use: start again") from None
             add_pieces(1)
         if not any(num_documents):
-            forget(corpus.pieces)
-            raise ValueError(f"{corpus.surveyed[0].source.path} and what else was named hold no document: name others")
-        for number, each in enumerate(corpus.surveyed):
+            forget(pieces)
+            raise ValueError(f"{surveyed[0].source.path} and what else was named hold no document: name others")
+        for number, each in enumerate(surveyed):
             # A file that was changed since its digest was taken may have given any tokens: its pieces are not kept.
             if stamp_of(each.source.path) != each.stamp:
-                forget([piece for piece in corpus.pieces if number in piece.numbers])
+                forget([piece for piece in pieces if number in piece.numbers])
                 raise ValueError(f"{each.source.path} was changed while it was read: start again once nobody writes it")
         lines = [
             {
@@ -313,14 +315,14 @@ def _assemble(folder: Path, worker: "Worker", corpus: _Corpus, progress: Tokeniz
                 "sha256": each.digest.sha256,
                 "num_documents": documents,
             }
-            for each, documents in zip(corpus.surveyed, num_documents, strict=True)
+            for each, documents in zip(surveyed, num_documents, strict=True)
         ]
         return writer.finish(
             tokenizer=data,
             name=name,
             num_unknown=num_unknown,
             sources="".join(json.dumps(line) + "\n" for line in lines).encode(),
-            text_column=None if all(each.source.kind == TEXT for each in corpus.surveyed) else worker.column,
+            text_column=None if all(each.source.kind == TEXT for each in surveyed) else worker.column,
         )
 
 

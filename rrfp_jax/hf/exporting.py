@@ -1,7 +1,7 @@
 """Turns a run's newest checkpoint, or an import, into a folder of Hugging Face, a layer at a time."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -113,8 +113,12 @@ def write_export(
         with ShardWriter(folder, plan.tensors, shard_bytes).open() as writer:
             for number, (layer, own) in enumerate(layers):
                 progress(number, len(layers))
-                for name, tensor in _layer_tensors(plan, layer, own):
-                    writer.write(name, tensor)
+                arrays = read_layer_params(plan.stored, layer)
+                for match in own:
+                    # Popped, so that each array is freed once its tensors are written.
+                    array = _converted(arrays.pop(match.ours[1:]), plan.dtype, "/".join(match.ours))
+                    for name, tensor in zip(match.theirs, match.transform.to_theirs(array), strict=True):
+                        writer.write(name, tensor)
             for stored in plan.carried:
                 writer.write(stored.name, _converted(stored.read(), plan.dtype, stored.name))
             writer.write_index()
@@ -145,14 +149,6 @@ def _hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[
         if isinstance(part, dict) and part.get(_TIED) and not tied:
             part[_TIED] = False
     return model, config
-
-
-def _layer_tensors(plan: PlannedExport, layer: str, own: list[TensorMatch]) -> Iterator[tuple[str, np.ndarray]]:
-    arrays = read_layer_params(plan.stored, layer)
-    for match in own:
-        # Popped, so that each array is freed once its tensors are written.
-        array = _converted(arrays.pop(match.ours[1:]), plan.dtype, "/".join(match.ours))
-        yield from zip(match.theirs, match.transform.to_theirs(array), strict=True)
 
 
 def _converted(array: np.ndarray, dtype: str | None, name: str) -> np.ndarray:

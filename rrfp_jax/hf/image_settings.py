@@ -60,16 +60,21 @@ def read_image_settings(carried: Path, vision: VisionConfig) -> ImageSettings:
 
     Raises ValueError, naming file and field, if the tower's images cannot be made that way.
     """
-    fields = _processor(carried)
-    tower = ConfigFields(*_config(carried), {}).part("vision_config", {"num_channels": 3})
+    fields, path = _processor(carried), carried / "config.json"
+    tower = ConfigFields(read_json(path), str(path), {}).part("vision_config", {"num_channels": 3})
     channels = tower.whole("num_channels")
     patch_size, side = isqrt(vision.patch_dim // channels), isqrt(vision.num_patches or 0)
     fields.only("do_pad", False, why="images are not padded here")
-    does_crop = fields.flag("do_center_crop")
+    does_crop, resample = fields.flag("do_center_crop"), fields.get("resample")
+    if type(resample) is not int or resample not in _FILTERS:
+        raise fields.refusal("resample", resample, f"a filter of Pillow is needed, {_FILTERS[0]} to {_FILTERS[-1]}")
+    crop = _size(fields, "crop_size", shorter=False) if does_crop else None
+    if isinstance(crop, int):
+        raise fields.refusal("crop_size", fields.get("crop_size"), "height and width are needed")
     settings = ImageSettings(
         resized=_size(fields, "size", shorter=does_crop) if fields.flag("do_resize") else None,
-        resample=_filter(fields),
-        crop=_whole_size(fields, "crop_size") if does_crop else None,
+        resample=resample,
+        crop=crop,
         factor=fields.number("rescale_factor") if fields.flag("do_rescale") else None,
         mean=_per_channel(fields, "image_mean", channels) if fields.flag("do_normalize") else None,
         std=_per_channel(fields, "image_std", channels) if fields.flag("do_normalize") else None,
@@ -93,7 +98,7 @@ def read_image_tokens(carried: Path) -> ImageTokens:
 
     Raises ValueError if they do not say.
     """
-    config, where = _config(carried)
+    config, where = read_json(carried / "config.json"), str(carried / "config.json")
     token = ConfigFields(config, where, {}).get("image_token_id", "image_token_index")
     if type(token) is not int or token < 0:
         raise ValueError(
@@ -108,11 +113,6 @@ def read_image_tokens(carried: Path) -> ImageTokens:
     words = {**(extra if isinstance(extra, dict) else {}), **words}
     before, behind = (str(words.get(name, word)) for name, word in _AROUND_IMAGES.items())
     return ImageTokens(feature=token, before=before, behind=behind)
-
-
-def _config(carried: Path) -> tuple[dict[str, Any], str]:
-    path = carried / "config.json"
-    return read_json(path), str(path)
 
 
 def _processor(carried: Path) -> ConfigFields:
@@ -130,13 +130,6 @@ def _processor(carried: Path) -> ConfigFields:
     )
 
 
-def _filter(fields: ConfigFields) -> int:
-    value = fields.get("resample")
-    if type(value) is not int or value not in _FILTERS:
-        raise fields.refusal("resample", value, f"a filter of Pillow is needed, {_FILTERS[0]} to {_FILTERS[-1]}")
-    return value
-
-
 def _size(fields: ConfigFields, name: str, *, shorter: bool) -> ImageSize | int:
     """Returns a size; one number alone counts for the shorter side, or for both."""
     value = fields.get(name)
@@ -148,13 +141,6 @@ def _size(fields: ConfigFields, name: str, *, shorter: bool) -> ImageSize | int:
     if not all(type(side) is int and side > 0 for side in sides):
         raise fields.refusal(name, fields.get(name), "height and width are needed, or shortest_edge")
     return sides[0] if shorter and not isinstance(value, tuple) else sides
-
-
-def _whole_size(fields: ConfigFields, name: str) -> ImageSize:
-    size = _size(fields, name, shorter=False)
-    if not isinstance(size, tuple):
-        raise fields.refusal(name, fields.get(name), "height and width are needed")
-    return size
 
 
 def _per_channel(fields: ConfigFields, name: str, channels: int) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """Turns a folder of Hugging Face into one that training starts from, a layer at a time."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -64,14 +64,25 @@ def plan_import(source: Path, *, dtype: str | None = None) -> PlannedImport:
 
     Raises ValueError, in one sentence that names file, field or tensor, for everything that has no place.
     """
-    _check_files(source)
+    for path in sorted(source.iterdir()) if source.is_dir() else ():
+        # Something else may stand in place of a file that would be read or copied.
+        if fits(path.name, (*_CARRIED, *_WEIGHTS)) and path.is_file():
+            check_inside(path, source)
+            check_fetched(path)
     config, where = read_json(source / CONFIG), str(source / CONFIG)
     # Read once before the tensors are looked at, so that a model that is none of ours is refused by its own name, and
     # once more when the tensors have told the dtype and whether the head is tied.
     probe = read_config(config, where, has_head=None, dtype="float32")
     found = stored_tensors(source)
     _check_layers(probe, len(found), where)
-    stored = _by_older_names(found, probe)
+    stored: dict[str, StoredTensor] = {}
+    for name, tensor in found.items():
+        older = older_name(name, probe.newer)
+        if fits(older, DROPPED):
+            continue
+        if older in stored:
+            raise ValueError(f"{tensor.path} holds {name}, which is {stored[older].name} by another name: remove one")
+        stored[older] = tensor
     for tensor in stored.values():
         if tensor.dtype not in HUB_DTYPES.values():
             raise ValueError(
@@ -136,14 +147,6 @@ def write_import(plan: PlannedImport, target: Path, *, progress: Callable[[int, 
     progress(len(layers), len(layers))
 
 
-def _check_files(source: Path) -> None:
-    """Raises ValueError if something else stands in place of a file that would be read or copied."""
-    for path in sorted(source.iterdir()) if source.is_dir() else ():
-        if fits(path.name, (*_CARRIED, *_WEIGHTS)) and path.is_file():
-            check_inside(path, source)
-            check_fetched(path)
-
-
 def _check_layers(model: HubModel, num_tensors: int, where: str) -> None:
     """Raises ValueError if the model would have more layers than its files have tensors.
 
@@ -159,18 +162,6 @@ def _check_layers(model: HubModel, num_tensors: int, where: str) -> None:
                 f"{where}: {name} is {number}, and the files hold {num_tensors} tensors: give files that belong "
                 "together"
             )
-
-
-def _by_older_names(found: Mapping[str, StoredTensor], model: HubModel) -> dict[str, StoredTensor]:
-    stored: dict[str, StoredTensor] = {}
-    for name, tensor in found.items():
-        own = older_name(name, model.newer)
-        if fits(own, DROPPED):
-            continue
-        if own in stored:
-            raise ValueError(f"{tensor.path} holds {name}, which is {stored[own].name} by another name: remove one")
-        stored[own] = tensor
-    return stored
 
 
 def _common_dtype(stored: Mapping[str, StoredTensor]) -> str:
@@ -220,16 +211,11 @@ def _read_later(match: TensorMatch, plan: PlannedImport, broken: list[str]) -> "
     def read() -> np.ndarray:
         tensors = [plan.stored[name].read() for name in match.theirs]
         array = match.transform.to_ours(tensors).astype(dtype, copy=False)
-        if not all(np.isfinite(rows).all() for rows in _row_blocks(array)):
+        # Some rows at a time, so that the check takes little memory.
+        rows = array.reshape(len(array) if array.ndim else 1, -1)
+        step = max(1, _CHECKED_NUMBERS * len(rows) // max(array.size, 1))
+        if not all(np.isfinite(rows[start : start + step]).all() for start in range(0, len(rows), step)):
             broken.append(match.theirs[0])
         return array
 
     return ReadLater(match.shape, dtype, read)
-
-
-def _row_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Returns some rows of an array at a time, so that checking them takes little memory."""
-    if not array.ndim:
-        return iter([array])
-    rows = max(1, _CHECKED_NUMBERS * len(array) // max(array.size, 1))
-    return (array[start : start + rows] for start in range(0, len(array), rows))
