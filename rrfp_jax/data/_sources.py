@@ -235,7 +235,8 @@ def row_texts(path: str, column: str, start: int, stop: int) -> Iterator[tuple[i
     Raises BrokenData, with file and row, for a row that is no text, or for text without bounds.
     """
     rows = _forward_rows(path, column)
-    left = rows.most_bytes(start, stop)
+    stated = rows.num_bytes * (stop - start) // max(rows.num_rows, 1)
+    left = max(_SMALL_CHUNK_BYTES, _MOST_UNFOLDED * stated)
     for number, value in rows.between(start, stop):
         if value is None:
             raise BrokenData(
@@ -277,17 +278,13 @@ class _ForwardRows:
         encodings = {encoding for chunk in chunks for encoding in chunk.encodings}
         if encodings & _OF_DICTIONARIES and not encodings & _FOLDED:
             self._file = _opened(self._path, read_dictionary=[self._column])
-        self._num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
+        self.num_rows = self._file.metadata.num_rows
+        self.num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
         is_small = all(chunk.total_uncompressed_size <= _SMALL_CHUNK_BYTES for chunk in chunks)
         num_rows = _BATCH_ROWS if is_small and not encodings & _FOLDED else _FEW_ROWS
         self._batches = self._file.iter_batches(num_rows, columns=[self._column], use_threads=False)
         self._first = 0
         self._values: Any = ()
-
-    def most_bytes(self, start: int, stop: int) -> int:
-        """Returns the most bytes of text that some rows may have, by the file's foot."""
-        stated = self._num_bytes * (stop - start) // max(self._file.metadata.num_rows, 1)
-        return max(_SMALL_CHUNK_BYTES, _MOST_UNFOLDED * stated)
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
         """Yields the numbers and values of some rows, the values as buffers."""

@@ -24,10 +24,11 @@ import shutil
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,7 +176,7 @@ def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-class TokenSet:
+class TokenSet(AbstractContextManager["TokenSet"]):
     """The tokens of many documents, in files; safe to use from any thread.
 
     Attributes: ``path``; ``header`` (see :class:`TokenSetHeader`); ``num_tokens``, those that close documents included;
@@ -195,7 +196,7 @@ class TokenSet:
         self._check_tokenizer()
         self._tokens = _SizedFile(self.path / _TOKENS, self.header.tokens.num_bytes)
         self._ends = _SizedFile(self.path / _DOCUMENTS, self.header.documents.num_bytes)
-        last = self._end(self.num_documents - 1) if self.num_documents else 0
+        last = int(self.document_ends(self.num_documents - 1, self.num_documents)[0]) if self.num_documents else 0
         if last != self.num_tokens:
             raise ValueError(
                 f"{self.path / _DOCUMENTS} is damaged (the last document ends at {last} of {self.num_tokens} tokens): "
@@ -206,9 +207,6 @@ class TokenSet:
         """Closes the files; further reads fail."""
         self._tokens.close()
         self._ends.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -261,12 +259,8 @@ class TokenSet:
         if not 0 <= position < self.num_tokens:
             raise IndexError(f"{self.path} has {self.num_tokens} tokens, and none at {position}")
         # One read for each halving of the documents: the file is never read whole.
-        return bisect_right(range(self.num_documents), position, key=self._end)
-
-    def _end(self, number: int) -> int:
-        stored = bytearray(_END_BYTES)
-        self._ends.read_into(memoryview(stored), number * _END_BYTES)
-        return int.from_bytes(stored, "little")
+        numbers = range(self.num_documents)
+        return bisect_right(numbers, position, key=lambda number: self.document_ends(number, number + 1)[0])
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """Returns the text of some tokens, for people: special tokens are shown, broken characters replaced."""
@@ -342,7 +336,7 @@ def _digest(path: Path) -> FileDigest:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
-class TokenSetWriter:
+class TokenSetWriter(AbstractContextManager["TokenSetWriter"]):
     """Writes the files of a token set into a folder, which it makes; :meth:`finish` writes the header.
 
     Until then the folder is no token set. A caller that wants all or nothing renames it afterwards. An error in
@@ -412,9 +406,6 @@ class TokenSetWriter:
     def _close(self) -> None:
         for file, _ in self._files.values():
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close()
