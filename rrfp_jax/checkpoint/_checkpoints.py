@@ -63,35 +63,6 @@ class NotDone(ValueError):
     """Raised if a rank could not do its share; the message is one sentence, and the same on all ranks."""
 
 
-class JointCall:
-    """One thing that all ranks do together, phase by phase."""
-
-    def __init__(self, coordinator: Coordinator, name: str) -> None:
-        self._coordinator, self._name = coordinator, name
-
-    def on_all(self, phase: str, action: Callable[[], Any]) -> list[Any]:
-        """Returns the results of all ranks, which are plain data, by rank.
-
-        Raises NotDone on all ranks if the action of one of them failed.
-        """
-        result, failure, cause = None, None, None
-        try:
-            result = action()
-        except Exception as error:  # whatever it is, the others must hear of it
-            failure, cause = one_line(error), error
-            if not isinstance(error, Unusable):  # which is the same on all ranks
-                failure = f"rank {self._coordinator.rank}: {failure}"
-        gathered = self._coordinator.gather(f"checkpoint {self._name} {phase}", [result, failure])
-        failures = [why for _, (_, why) in sorted(gathered.items()) if why is not None]
-        if failures:
-            raise NotDone(failures[0]) from cause
-        return [gathered[rank][0] for rank in sorted(gathered)]
-
-    def on_first(self, phase: str, action: Callable[[], Any]) -> Any:
-        """Returns rank 0's result of an action that only rank 0 does."""
-        return self.on_all(phase, action if self._coordinator.rank == 0 else lambda: None)[0]
-
-
 def one_line(error: BaseException) -> str:
     """Returns an error in one line of at most 400 characters."""
     if isinstance(error, OSError) and error.strerror:
@@ -147,17 +118,40 @@ class Checkpoints:
         self._parts = parts_of_step(owners)
         self._coordinator = coordinator or SimpleNamespace(rank=0, gather=lambda name, data=None: {0: data})
         self._rank, self._before_commit, self._num_calls = self._coordinator.rank, before_commit, Counter[str]()
+        self._level = logging.DEBUG if self._rank else logging.WARNING  # a warning of all ranks is logged once
         num_ranks = 1 + max(rank for part in self._parts for rank in part.ranks)
         # ``jax.process_index()`` of every rank: the rank itself, or 0 if each rank runs a JAX of its own.
         processes = range(num_ranks) if jax.process_count() > 1 else [0] * num_ranks
         self._writer = PartWriter(self._rank, self._parts, processes)
         self._under_way: Future[SaveOutcome] | None = None
-        self._call("leftovers").on_first("removed", lambda: remove_leftovers(self.directory))
+        self._on_first(self._next("leftovers"), "removed", lambda: remove_leftovers(self.directory))
 
-    def _call(self, kind: str) -> JointCall:
-        """Returns the next joint call of its kind."""
+    def _next(self, kind: str) -> str:
+        """Returns the name of the next joint call of its kind."""
         self._num_calls[kind] += 1
-        return JointCall(self._coordinator, f"{kind} {self._num_calls[kind]}")
+        return f"{kind} {self._num_calls[kind]}"
+
+    def _on_all(self, call: str, phase: str, action: Callable[[], Any]) -> list[Any]:
+        """Returns the results of all ranks, which are plain data, by rank.
+
+        Raises NotDone on all ranks if the action of one of them failed.
+        """
+        result, failure, cause = None, None, None
+        try:
+            result = action()
+        except Exception as error:  # whatever it is, the others must hear of it
+            failure, cause = one_line(error), error
+            if not isinstance(error, Unusable):  # which is the same on all ranks
+                failure = f"rank {self._rank}: {failure}"
+        gathered = self._coordinator.gather(f"checkpoint {call} {phase}", [result, failure])
+        failures = [why for _, (_, why) in sorted(gathered.items()) if why is not None]
+        if failures:
+            raise NotDone(failures[0]) from cause
+        return [gathered[rank][0] for rank in sorted(gathered)]
+
+    def _on_first(self, call: str, phase: str, action: Callable[[], Any]) -> Any:
+        """Returns rank 0's result of an action that only rank 0 does."""
+        return self._on_all(call, phase, action if self._rank == 0 else lambda: None)[0]
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -184,7 +178,7 @@ class Checkpoints:
         is then saved by no rank.
         """
         self.wait()
-        call = self._call("save")
+        call = self._next("save")
         problem: str | None = "it was interrupted"
         arrays: dict[ArrayName, HostArray] = {}
         try:
@@ -234,7 +228,7 @@ class Checkpoints:
 
     def _save(
         self,
-        call: JointCall,
+        call: str,
         step: int,
         arrays: Mapping[ArrayName, HostArray],
         host: Mapping[str, Any],
@@ -257,13 +251,13 @@ class Checkpoints:
 
         try:
             # Every attempt writes to a directory of its own, whose name rank 0 chooses.
-            data = call.on_all("start", start)[0]
+            data = self._on_all(call, "start", start)[0]
             try:
-                call.on_all("written", lambda: self._writer.write(directory / data, arrays))
-                finished = call.on_all("finished", lambda: self._writer.finish(directory / data, arrays))
+                self._on_all(call, "written", lambda: self._writer.write(directory / data, arrays))
+                finished = self._on_all(call, "finished", lambda: self._writer.finish(directory / data, arrays))
                 parts = {part: checksum for own in finished for part, checksum in own.items()}
                 commit = {"step": step, "data": data, "parts": parts, "layout": self._layout, "host": dict(host)}
-                call.on_first("committed", lambda: self._commit(Commit(**commit), directory))
+                self._on_first(call, "committed", lambda: self._commit(Commit(**commit), directory))
             except NotDone:
                 if self._rank == 0:
                     remove_tree(directory / data)
@@ -280,7 +274,7 @@ class Checkpoints:
                     keep_last(self.directory, step, self._keep, keep_also=keep_also)
         except Exception as error:
             failure = one_line(error)
-            self._warn(f"step {step} was not saved: {failure}")
+            _LOG.log(self._level, "step %d was not saved: %s", step, failure)
             return SaveOutcome(step=step, failure=failure)
         return SaveOutcome(step=step, failure=None)
 
@@ -305,19 +299,19 @@ class Checkpoints:
     def newest(self) -> StoredStep | None:
         """Returns the newest step that can be restored, or None; a warning names each newer one that cannot."""
         self.wait()
-        call = self._call("newest")
-        for step in call.on_first("steps", lambda: steps_in(self.directory)):
+        call = self._next("newest")
+        for step in self._on_first(call, "steps", lambda: steps_in(self.directory)):
             try:
                 return self._examine(call, step)
             except NotDone as problem:
-                self._warn(str(problem))
+                _LOG.log(self._level, "%s", problem)
         return None
 
     def find(self, step: int) -> StoredStep:
         """Returns a step that can be restored; raises Unusable, a ValueError, if this one cannot."""
         self.wait()
         try:
-            return self._examine(self._call("find"), step)
+            return self._examine(self._next("find"), step)
         except NotDone as problem:
             raise Unusable(str(problem)) from None
 
@@ -340,7 +334,7 @@ class Checkpoints:
                 shared[id(target.optimizer_state)] = {n: leaf for n, leaf in leaves.items() if n[1] == OPTIMIZER}
                 states.append(layers.join(leaves, target))
 
-        self._call("restore").on_all("read", read)
+        self._on_all(self._next("restore"), "read", read)
         return states
 
     def start_from(self, directory: Path, targets: Sequence[tuple[ChunkLayers, ChunkState]]) -> list[ChunkState]:
@@ -349,8 +343,8 @@ class Checkpoints:
         Every process reads its own share only. Optimizer states come as specs for the caller to fill in. Raises
         ValueError, on all ranks, if there is no such step, or if the model is another one.
         """
-        call = self._call("start from")
-        step = call.on_first("newest", lambda: last_committed(directory))
+        call = self._next("start from")
+        step = self._on_first(call, "newest", lambda: last_committed(directory))
         if step is None:
             raise Unusable(f"{directory} holds no checkpoint: give the folder of an import, or of a run that saved")
         stored, states = self._examine(call, step, directory), []
@@ -362,20 +356,16 @@ class Checkpoints:
                 leaves = {name: spread(spec, spec.sharding) for name, spec in specs.items() if name not in own}
                 states.append(layers.join(leaves | read_arrays(stored, own, as_stored=False), target))
 
-        call.on_all("read", read)
+        self._on_all(call, "read", read)
         return states
 
-    def _examine(self, call: JointCall, step: int, directory: Path | None = None) -> StoredStep:
+    def _examine(self, call: str, step: int, directory: Path | None = None) -> StoredStep:
         """Returns a step once its records are read on every rank, and its files are checked, a share on each."""
         stored: list[StoredStep] = []
         root = self.directory if directory is None else directory
-        ranks = call.on_all(f"step {step} opened", lambda: stored.append(open_step(root, step)))
-        call.on_all(f"step {step} checked", lambda: check_files(stored[0], self._rank, len(ranks)))
+        ranks = self._on_all(call, f"step {step} opened", lambda: stored.append(open_step(root, step)))
+        self._on_all(call, f"step {step} checked", lambda: check_files(stored[0], self._rank, len(ranks)))
         return stored[0]
-
-    def _warn(self, text: str) -> None:
-        """Logs a warning once, not on every rank."""
-        _LOG.log(logging.DEBUG if self._rank else logging.WARNING, "%s", text)
 
 
 def _read_state(stored: StoredStep, specs: Mapping[ArrayName, Any]) -> dict[ArrayName, Any]:

@@ -36,7 +36,6 @@ from rrfp_jax.commands.training.data_sets import token_notes, vocabulary_note
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.costs.devices import DEVICES, device_of
 from rrfp_jax.exit_codes import DATA_UNREADABLE, DONE, INTERNAL_ERROR, NOT_FINITE, PREEMPTED, print_fatal_message
-from rrfp_jax.planner.auto_cut import resolve_auto_cut
 from rrfp_jax.runtime.jax_environment import check_plugin
 
 if TYPE_CHECKING:
@@ -55,14 +54,19 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     with checking_input():
         config = load_train_config(arguments.config, overrides_of(arguments), trust=arguments.trust)
-        cut = resolve_auto_cut(config, fresh=arguments.fresh)
+        lines: Sequence[str] = ()
+        if config.pipeline.is_auto:
+            from rrfp_jax.planner.auto_cut import resolve_auto_cut
+
+            cut = resolve_auto_cut(config, fresh=arguments.fresh)
+            config, lines = cut.config, cut.lines
     if arguments.print_config:
-        print("".join(f"# {line}\n" for line in cut.lines) + cut.config.as_yaml(), end="")
+        print("".join(f"# {line}\n" for line in lines) + config.as_yaml(), end="")
         return DONE
     if arguments.compile_for is not None:
-        return _compile_for(cut.config, arguments.compile_for)
+        return _compile_for(config, arguments.compile_for)
     name = Path(arguments.config).stem
-    return train(cut.config, name=name, fresh=arguments.fresh, force=arguments.force, to_say=cut.lines)
+    return train(config, name=name, fresh=arguments.fresh, force=arguments.force, to_say=lines)
 
 
 def make_parser() -> CommandParser:

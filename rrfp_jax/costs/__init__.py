@@ -1,9 +1,8 @@
-"""The costs of a model's layers, in milliseconds and bytes, and of its cuts into chunks; the memory of every stage."""
+"""The costs of a model's layers, in milliseconds and bytes, and of its cuts into chunks; the memory of every stage.
 
-from rrfp_jax.costs.cut_model import CutModel as CutModel
-from rrfp_jax.costs.layer_costs import CostBook as CostBook
-from rrfp_jax.costs.layer_costs import CostEntry as CostEntry
-from rrfp_jax.costs.layer_costs import LayerCosts as LayerCosts
-from rrfp_jax.costs.layer_costs import LinkCosts as LinkCosts
-from rrfp_jax.costs.layer_costs import ModelCosts as ModelCosts
-from rrfp_jax.costs.layer_costs import Noise as Noise
+The names load on first use: a run needs the memory of its stages, and no simulator.
+"""
+
+from rrfp_jax.first_use import load_on_first_use
+
+__getattr__, __all__ = load_on_first_use(__name__, __file__)

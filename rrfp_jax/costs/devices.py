@@ -28,7 +28,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rrfp_jax.costs import LinkCosts
+from rrfp_jax.costs.layer_costs import LinkCosts
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields
 
 _SHARE = FieldRule("a number above 0 and at most 1", lambda value: 0 < value <= 1)

@@ -9,12 +9,14 @@ from a device's record), planning sees this form alone.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields
-from rrfp_jax.simulation.costs import Durations
+
+if TYPE_CHECKING:
+    from rrfp_jax.simulation.costs import Durations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,7 @@ class Noise:
         """How many times as long tasks take for their tail."""
         return 1 + self.tail * (self.tail_factor - 1)
 
-    def draws(self, durations_ms: Durations, num_draws: int, rng: np.random.Generator) -> Durations:
+    def draws(self, durations_ms: "Durations", num_draws: int, rng: np.random.Generator) -> "Durations":
         """Returns ``num_draws`` noisy steps [draws, chunks, microbatches, 3] of the first step of ``durations_ms``."""
         sigmas = np.array([self.sigma.get(kind, 0.0) for kind in NOISE_KINDS])
         shape = (num_draws, *durations_ms.shape[1:])

@@ -12,8 +12,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from rrfp_jax.observe.output_files import replacing
 
@@ -57,14 +56,6 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _repair(self) -> bytes:
         # The last line is read from the end, because the file of a long run is long. Without its own line end, it

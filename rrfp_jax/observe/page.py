@@ -8,7 +8,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -55,7 +55,12 @@ def write_page(
 
 
 def _panel(panel: Panel, timeline: Timeline, groups: Sequence[TaskGroup | IdleReason]) -> dict[str, Any]:
-    boxes: list[tuple[TaskGroup | IdleReason, Boxes]] = [*panel.waits.items(), *panel.tasks.items()]
+    by_group: list[tuple[TaskGroup | IdleReason, Boxes]] = [*panel.waits.items(), *panel.tasks.items()]
+    boxes = []
+    for group, found in by_group:
+        start_us, end_us = (np.rint(times * 1e3).astype(np.int64) for times in (found.start_ms, found.end_ms))
+        columns = (found.step, found.row, start_us, end_us - start_us, found.chunk, found.microbatch)
+        boxes.append([groups.index(group), *(column.tolist() for column in columns)])
     by_step = zip(timeline.steps(), timeline.by_step(), strict=True)
     return {
         "caption": panel.caption,
@@ -65,12 +70,5 @@ def _panel(panel: Panel, timeline: Timeline, groups: Sequence[TaskGroup | IdleRe
         ],
         "height": panel.height,
         "facts": {"all": panel.summary, **{step: facts(one) for step, one in by_step}},
-        "boxes": [[groups.index(group), *_columns(of_group)] for group, of_group in boxes],
+        "boxes": boxes,
     }
-
-
-def _columns(boxes: Boxes) -> Iterator[list[int]]:
-    """Yields step, row, start and length in microseconds, chunk and microbatch of every box."""
-    start_us, end_us = (np.rint(times * 1e3).astype(np.int64) for times in (boxes.start_ms, boxes.end_ms))
-    for column in (boxes.step, boxes.row, start_us, end_us - start_us, boxes.chunk, boxes.microbatch):
-        yield column.tolist()

@@ -87,6 +87,8 @@ class Panel:
     steps: tuple[int, ...]
     chunks_of_stage: tuple[tuple[int, ...], ...]
     """The chunks that ran on each stage, ascending."""
+    num_shades: int
+    """The most chunks of a stage."""
     tasks: Mapping[TaskGroup, Boxes]
     waits: Mapping[IdleReason, Boxes]
     end_ms: float
@@ -95,10 +97,6 @@ class Panel:
     """For each row its idle share of the makespan, mean over the steps: a stage's bubble, or an engine's idle time."""
     step_starts_ms: Mapping[int, Mapping[int, float]]
     """step -> stage -> start of the stage's first task of that step, engines apart."""
-
-    @property
-    def num_shades(self) -> int:
-        return max(len(chunks) for chunks in self.chunks_of_stage)
 
     def colour(self, group: TaskGroup) -> str:
         return shade(self.looks[group.kind].colour, group.rank, self.num_shades)
@@ -191,6 +189,7 @@ def _panel(caption: str, timeline: Timeline, looks: Mapping[TaskKind, TaskLook])
         looks=looks,
         steps=steps,
         chunks_of_stage=chunks_of_stage,
+        num_shades=max(map(len, chunks_of_stage)),
         tasks={
             group: _boxes(tasks[group], zero_s, rows)
             for group in sorted(tasks, key=lambda group: (place(group.kind), group.rank))

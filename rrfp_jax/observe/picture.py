@@ -214,7 +214,7 @@ class _Rows:
         for reason, boxes in self.panel.waits.items():
             look = IDLE_LOOKS[reason]
             style: dict[str, Any] = {"facecolor": look.fill, "edgecolor": look.line, "linewidth": 0}
-            hatch = look.hatch if hatched else None
+            hatch = 3 * look.pattern if hatched else None  # three times as dense as by itself
             polygons = self._polygons(boxes, **style, hatch=hatch, rasterized=not hatched, zorder=1)
             axes.add_collection(polygons, autolim=False)
         if self.thin:
@@ -426,7 +426,7 @@ def idle_keys(drawn: Sequence[Panel]) -> list[LegendKey]:
     """Returns one key per reason that occurs, and one for idle time without a recorded reason."""
     present = {reason for panel in drawn for reason in panel.waits}
     keys = [
-        LegendKey((look.fill,), look.label, hatch=look.hatch, line=look.line)
+        LegendKey((look.fill,), look.label, hatch=3 * look.pattern, line=look.line)
         for look in (IDLE_LOOKS[reason] for reason in IdleReason if reason in present)
     ]
     if any(not panel.waits for panel in drawn):

@@ -44,11 +44,6 @@ class IdleLook(NamedTuple):
     label: str
     """Plain words for the legend."""
 
-    @property
-    def hatch(self) -> str:
-        """Matplotlib's hatching, three times as dense as one letter would make it."""
-        return 3 * self.pattern
-
 
 TASK_LOOKS: Mapping[TaskKind, TaskLook] = {
     TaskKind.F: TaskLook(colour="#0072b2", label="F: forward"),

@@ -147,7 +147,12 @@ class RunLock:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            return _make_exclusively(path, text)
+            # A file system without links: the second best way, since the lock exists before it names its holder.
+            try:
+                with path.open("xb") as file:
+                    file.write(text)
+            except FileExistsError:
+                return False
         finally:
             temporary.unlink(missing_ok=True)
         return True
@@ -158,7 +163,14 @@ class RunLock:
         if lives is False:
             return
         if lives is None:
-            started_s = time.monotonic() - max(0.0, self._file_clock_s() - touched_s)
+            # The time by the clock of the file system, which is a file server's own.
+            probe = self._path.with_name(f"{LOCK}.{self._own.token}.tmp")
+            try:
+                with probe.open("wb") as file:
+                    now_s = os.fstat(file.fileno()).st_mtime
+            finally:
+                probe.unlink(missing_ok=True)
+            started_s = time.monotonic() - max(0.0, now_s - touched_s)
             left_s = started_s + self._stale_s - time.monotonic()
             if left_s > 0:
                 _LOG.warning("waiting up to %.0f s to see whether %s still lives", left_s, holder.describe())
@@ -176,15 +188,6 @@ class RunLock:
             "stop it, or name another run directory"
         )
 
-    def _file_clock_s(self) -> float:
-        """Returns the time by the clock of the file system, which is a file server's own."""
-        probe = self._path.with_name(f"{LOCK}.{self._own.token}.tmp")
-        try:
-            with probe.open("wb") as file:
-                return os.fstat(file.fileno()).st_mtime
-        finally:
-            probe.unlink(missing_ok=True)
-
     def _keep(self) -> None:
         while not self._released.wait(self._touch_s):
             try:
@@ -199,16 +202,6 @@ class RunLock:
     def _is_own(self, path: Path) -> bool:
         found = _read(path)
         return found is not None and found[0].token == self._own.token
-
-
-def _make_exclusively(path: Path, text: bytes) -> bool:
-    """Makes a lock on a file system without links: the second best way, since it exists before it names its holder."""
-    try:
-        with path.open("xb") as file:
-            file.write(text)
-    except FileExistsError:
-        return False
-    return True
 
 
 def _read(path: Path) -> tuple[_Holder, float] | None:

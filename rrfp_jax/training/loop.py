@@ -84,33 +84,29 @@ class StepRow:
     """Peak of each stage's data in host memory, beside that on its devices, in bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSpeed:
-    """Compares the operations of the model with the peak of the devices."""
+def speed_of_steps(
+    devices: Iterable[jax.Device], flops: Callable[[BatchContents], float]
+) -> Callable[[BatchContents, float, float], dict[str, Any]]:
+    """Returns a function from a step's contents, loss weight and seconds to the fields of its row that tell its speed.
 
-    flops: Callable[[BatchContents], float]
-    """Operations that the model needs for a step (:mod:`rrfp_jax.costs.flops`)."""
-    num_devices: int
-    """Number of devices of the whole run; each counts once, however many stages share it."""
-    peak_flops: float | None
-    """Operations per second of all of them in bfloat16; None where that of some kind is not known, as of CPUs."""
+    ``devices`` are those of the whole run; each counts once, however many stages share it. ``flops`` tells how many
+    operations the model needs for a step (:mod:`rrfp_jax.costs.flops`).
+    """
+    peaks = [peak_flops(device.device_kind) for device in {*devices}]
+    # The sum of their bfloat16 peaks, if that of every kind is known, which it is not of CPUs.
+    known = [peak for peak in peaks if peak is not None]
+    peak, num_devices = sum(known) if len(known) == len(peaks) else None, len(peaks)
 
-    @classmethod
-    def on(cls, devices: Iterable[jax.Device], flops: Callable[[BatchContents], float]) -> Self:
-        """Returns the record for these devices, those that are named twice counted once."""
-        kinds = [device.device_kind for device in {*devices}]
-        peaks = [peak for kind in kinds if (peak := peak_flops(kind)) is not None]
-        return cls(flops=flops, num_devices=len(kinds), peak_flops=sum(peaks) if len(peaks) == len(kinds) else None)
-
-    def of_step(self, contents: BatchContents, *, weight: float, step_time_s: float) -> dict[str, Any]:
-        """Returns the fields of a step's row that tell its speed; its loss has this weight."""
-        flops = self.flops(contents)
+    def speed(contents: BatchContents, weight: float, step_time_s: float) -> dict[str, Any]:
+        needed = flops(contents)
         return {
-            "tokens_per_s_per_device": weight / step_time_s / self.num_devices,
-            "model_flops": flops,
-            "model_tflops_per_device": flops / step_time_s / self.num_devices / 1e12,
-            "mfu": None if self.peak_flops is None else flops / (step_time_s * self.peak_flops),
+            "tokens_per_s_per_device": weight / step_time_s / num_devices,
+            "model_flops": needed,
+            "model_tflops_per_device": needed / step_time_s / num_devices / 1e12,
+            "mfu": None if peak is None else needed / (step_time_s * peak),
         }
+
+    return speed
 
 
 class RunSaver:
@@ -268,7 +264,7 @@ class TrainingLoop:
         on_step: called with every row, for progress displays.
         saver: saves the state at step boundaries and at the end; None: nothing is saved.
         host_data: plain data that is saved with the state.
-        speed: counts operations of the model; None: they are not counted.
+        speed: tells the speed of a step (:func:`speed_of_steps`); None: nothing does.
         profile: starts and stops a trace between steps; None: there is none.
         num_skipped: updates that were left out before the first step of this loop.
         evaluations: evaluates between steps; None: nothing does.
@@ -286,7 +282,7 @@ class TrainingLoop:
         on_step: Callable[[StepRow], None],
         saver: RunSaver | None = None,
         host_data: Mapping[str, Any] | None = None,
-        speed: ModelSpeed | None = None,
+        speed: Callable[[BatchContents, float, float], dict[str, Any]] | None = None,
         profile: StepProfile | None = None,
         num_skipped: int = 0,
         evaluations: Evaluations | None = None,
@@ -430,9 +426,7 @@ class TrainingLoop:
         self.skipped_in_row = self.skipped_in_row + 1 if result.skipped else 0
         self.last_fault = result.fault or self.last_fault
         self._stop |= self.has_diverged
-        speed: dict[str, Any] = {}
-        if self._speed is not None:
-            speed = self._speed.of_step(contents, weight=result.weight, step_time_s=step_time_s)
+        speed = {} if self._speed is None else self._speed(contents, result.weight, step_time_s)
         row = StepRow(
             step=result.step,
             loss=result.loss,

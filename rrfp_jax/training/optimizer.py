@@ -118,12 +118,6 @@ def _adam(settings: _Settings) -> optax.GradientTransformation:
     return optax.scale_by_adam(b1=settings["b1"], b2=settings["b2"], eps=settings["eps"])
 
 
-def _sgd(settings: _Settings) -> optax.GradientTransformation:
-    if not settings["momentum"]:
-        return optax.identity()
-    return optax.trace(decay=settings["momentum"], nesterov=settings["nesterov"])
-
-
 def _adafactor(settings: _Settings) -> optax.GradientTransformation:
     parts = [
         optax.scale_by_factored_rms(
@@ -177,7 +171,11 @@ def _muon(settings: _Settings) -> optax.GradientTransformation:
 _DIRECTIONS: Mapping[str, Callable[[_Settings], optax.GradientTransformation]] = {
     ADAMW: _adam,
     LION: lambda settings: optax.scale_by_lion(b1=settings["b1"], b2=settings["b2"]),
-    SGD: _sgd,
+    SGD: lambda settings: (
+        optax.trace(decay=settings["momentum"], nesterov=settings["nesterov"])
+        if settings["momentum"]
+        else optax.identity()
+    ),
     MUON: _muon,
     ADAFACTOR: _adafactor,
 }

@@ -27,7 +27,6 @@ from typing import Any
 import yaml
 
 from rrfp_jax.hf.model_folder import KEPT, files_are_kept
-from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
 from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackedRun, TrackerConfig
@@ -69,11 +68,12 @@ class RunDirectory:
         Raises ValueError if the folder or a file in it cannot be made after all.
         """
         try:
-            self._write_text(CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
+            with replacing(self.path / CONFIG) as path:
+                path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
             # They would be taken for reports of this run.
             for name in (_FAILURE, *(path.name for path in self.path.glob(LOG_PATTERN))):
                 (self.path / name).unlink(missing_ok=True)
-            cut_metrics(self.path / METRICS, _first_row(from_step))
+            cut_metrics(self.path / METRICS, from_step or -1)  # rows of an evaluation before all training have -1
         except OSError as error:
             raise ValueError(f"run_dir {self.path} cannot be written ({error.strerror}): name another folder") from None
 
@@ -127,8 +127,8 @@ class RunDirectory:
         self, config: Mapping[str, Any], trackers: Sequence[TrackerConfig] = (), *, first_step: int
     ) -> TrackedMetrics:
         """Returns the metrics file with the trackers that get its rows; ``first_step`` is the next to be trained."""
-        first = _first_row(first_step)
-        runs = [TrackedRun(path=self.path, config=config, first_step=first, settings=each) for each in trackers]
+        shared: dict[str, Any] = {"path": self.path, "config": config, "first_step": first_step or -1}
+        runs = [TrackedRun(**shared, settings=each) for each in trackers]
         return TrackedMetrics(MetricsFile(self.path / METRICS), runs)
 
     def write_timeline(self, timeline: Timeline, caption: str) -> None:
@@ -139,7 +139,12 @@ class RunDirectory:
 
             draw_timelines([(caption, timeline)], self.path / _PICTURE)
 
-        for name, write in ((_PICTURE, draw), (TRACE, lambda: write_trace(timeline, self.path / TRACE))):
+        def trace() -> None:
+            from rrfp_jax.observe.chrome_trace import write_trace
+
+            write_trace(timeline, self.path / TRACE)
+
+        for name, write in ((_PICTURE, draw), (TRACE, trace)):
             try:
                 write()
             except Exception as error:  # whatever a library for pictures may raise
@@ -161,17 +166,9 @@ class RunDirectory:
         The first report of a run counts: to a process that stood still and wakes up, all others seem to be lost.
         """
         if not (self.path / _FAILURE).exists():
-            self._write_text(_FAILURE, json.dumps(asdict(report), indent=2) + "\n")
+            with replacing(self.path / _FAILURE) as path:
+                path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
         return self.path / _FAILURE
-
-    def _write_text(self, name: str, text: str) -> None:
-        with replacing(self.path / name) as path:
-            path.write_text(text, encoding="utf-8")
-
-
-def _first_row(from_step: int) -> int:
-    """Returns the first step whose rows are written again: rows of an evaluation before all training have -1."""
-    return from_step or -1
 
 
 def new_run_path(name: str, now: datetime) -> Path:

@@ -55,7 +55,6 @@ def test_every_kind_and_reason_has_a_look() -> None:
     assert len({look.label for look in (*TASK_LOOKS.values(), *IDLE_LOOKS.values())}) == len(BUILT_IN_KINDS) + len(
         IdleReason
     )
-    assert len({look.hatch for look in IDLE_LOOKS.values()}) == len(IdleReason)
     assert len({look.pattern for look in IDLE_LOOKS.values()}) == len(IdleReason)
 
 

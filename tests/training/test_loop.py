@@ -1,7 +1,7 @@
 """The loop over a pipeline that only pretends: rows, skipped steps, how far ahead it enqueues, and when it saves."""
 
 import json
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import count, repeat
 from types import SimpleNamespace
 
@@ -89,7 +89,7 @@ def run(tmp_path):
         **options,
     ):
         shown = []
-        with MetricsFile(tmp_path / "metrics.jsonl") as metrics:
+        with closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
             loop = TrainingLoop(
                 pipeline,  # type: ignore[arg-type]
                 learning_rate=lambda update: update / 10,

@@ -29,7 +29,7 @@ from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.training.batches import AgreedBatches
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
-from rrfp_jax.training.loop import ModelSpeed, RunSaver, StepProfile, TrainingLoop
+from rrfp_jax.training.loop import RunSaver, StepProfile, TrainingLoop, speed_of_steps
 from rrfp_jax.training.optimizer import check_groups, learning_rate_schedule, make_optimizer, rates_changed
 from rrfp_jax.training.run_config import parse_steps
 from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, METRICS, PROFILE_FOLDER, RunDirectory
@@ -273,7 +273,7 @@ class Run:
             host_data={"config": self._training},
             profile=self._profile,
             # Rank 0 alone writes rows, and only they tell the speed.
-            speed=ModelSpeed.on(self.process.devices, model_flops(self.config)) if self.is_first else None,
+            speed=speed_of_steps(self.process.devices, model_flops(self.config)) if self.is_first else None,
             num_skipped=self._num_skipped,
             evaluations=self._evaluations,
             on_evaluation=self.console.show_evaluation,

@@ -32,15 +32,9 @@ from rrfp_jax.data.images import TextWriter
 from rrfp_jax.data.token_kind import BYTE_TOKENS, TokenKind, kind_of_file
 from rrfp_jax.data.tokenizer_files import BYTE_TOKENS, read_tokenizer, tokenizer_file
 from rrfp_jax.data.tokens.header import BYTE_TOKENIZER, TOKENIZER
+from rrfp_jax.hf.model_folder import CHECKPOINTS, CONFIG, files_are_kept, has_unread_tokenizer, open_model
+from rrfp_jax.hf.model_sections import ModelSections
 from rrfp_jax.hf.image_settings import read_image_tokens
-from rrfp_jax.hf.model_folder import (
-    CHECKPOINTS,
-    CONFIG,
-    ModelSections,
-    files_are_kept,
-    has_unread_tokenizer,
-    open_model,
-)
 from rrfp_jax.models.vision_config import ProjectorConfig
 
 RunData = TextBytes | ImageText | Tokens | OwnData
@@ -285,7 +279,11 @@ def _text_writer(data: ImageTextConfig, known: KnownModel, *, sees: bool) -> Tex
     # A model that began with an import knows how texts open and which tokens stand for images.
     is_of_hub = known.files is not None and (known.files / CONFIG).is_file()
     is_of_hub = is_of_hub and known.tokens is not None and kind.is_same(known.tokens)
-    marks = read_image_tokens(known.files) if is_of_hub and sees and known.files is not None else None
+    marks = None
+    if is_of_hub and sees and known.files is not None:
+        from rrfp_jax.hf.image_settings import read_image_tokens
+
+        marks = read_image_tokens(known.files)
     if sees and marks is None:
         raise ValueError(
             f"data.tokenizer is {name}, and nothing says what stands for images among its tokens: give "

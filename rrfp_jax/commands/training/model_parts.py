@@ -1,22 +1,24 @@
 """The model of a run as its configuration describes it: shape, chunks, their stages, frozen parameters, operations."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import about_layout
 from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, pairs, step_flops
 from rrfp_jax.data.dataset import BatchContents
 from rrfp_jax.layout import CONTEXT
-from rrfp_jax.models import language_model, vision_language_model
+from rrfp_jax.models import language_model
 from rrfp_jax.models.cuts import ContextCut, balanced_counts
-from rrfp_jax.models.encoder import PixelScale
 from rrfp_jax.models.presets import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_config import OWN_CHUNK, ProjectorConfig, VisionLanguageConfig
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.model_graph import freeze, matches
 from rrfp_jax.schedules import Edge, Placement
 from rrfp_jax.training.run_config import PipelineConfig
+
+if TYPE_CHECKING:
+    from rrfp_jax.models.encoder import PixelScale  # loads with a model that sees
 
 
 class ModelChunks(NamedTuple):
@@ -48,9 +50,13 @@ def context_cut(layout: PipelineConfig) -> ContextCut | None:
     return ContextCut(devices=devices) if devices > 1 else None
 
 
-def pixel_scale(config: TrainConfig) -> PixelScale | None:
+def pixel_scale(config: TrainConfig) -> "PixelScale | None":
     """Returns the encoder's scale of the pixels of image files; None where pictures do not come as bytes."""
-    return None if config.images is None else PixelScale(config.images.mean, config.images.std)
+    if config.images is None:
+        return None
+    from rrfp_jax.models.encoder import PixelScale
+
+    return PixelScale(config.images.mean, config.images.std)
 
 
 def vision_language_config(config: TrainConfig) -> VisionLanguageConfig:
@@ -66,6 +72,8 @@ def cut_vision_language_model(config: TrainConfig) -> ModelChunks:
 
     Raises ValueError, with the remedy, for a cut or a placement that does not add up.
     """
+    from rrfp_jax.models import vision_language_model
+
     assert config.vision is not None
     layout, cut = config.pipeline, config.pipeline.cut
     placement, num_encoder_chunks = placement_of(layout)

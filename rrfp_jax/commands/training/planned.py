@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rrfp_jax.commands.common.ordering import OrderingOptions, parse_ordering
-from rrfp_jax.commands.studies.work import check_fits_graph
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.config_sources import whole_paths
 from rrfp_jax.commands.training.data_sets import (
@@ -138,6 +137,7 @@ def order_run(config: TrainConfig) -> OrderedRun:
             )
         return OrderedRun(ordering, order_of(layout, ordering, share), None)
     # A model that is no chain brings its own graph, for which the table is built; to cut it takes JAX.
+    from rrfp_jax.commands.studies.work import check_fits_graph
     from rrfp_jax.commands.training.model_parts import cut_vision_language_model
     from rrfp_jax.programs.model_graph import model_graph
 
