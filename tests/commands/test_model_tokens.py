@@ -179,8 +179,8 @@ def trained(*options: object, run: str = "run", config: str = "run.yaml") -> Any
 
 @pytest.mark.slow
 def test_a_run_needs_its_import_no_longer_once_it_has_begun(work: Path) -> None:
-    tokens = {"path": str(work / "set_theirs"), "tokenizer": str(work / "imp"), **ROWS, "held_out": 0.2}
-    written(str(work / "imp"), tokens=tokens)
+    tokens = {"kind": "tokens", "path": str(work / "set_theirs"), "tokenizer": str(work / "imp"), **ROWS}
+    written(str(work / "imp"), data=tokens | {"held_out": 0.2})
     assert trained().returncode == 0
     for name in ("imp", "set_other", "theirs"):
         shutil.rmtree(name)

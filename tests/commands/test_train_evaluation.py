@@ -129,8 +129,7 @@ def test_a_run_that_sees_has_the_exact_match_that_it_reads_with(tmp_path: Path) 
     words = " ".join(one + other for one in letters for other in letters)
     draw_data(tmp_path / "words", num_samples=800, text=words, **easy)
     options = ("--config", "cpu/multimodal", "--num-stages", 2, "--layout", "Pvp@0|Et*2L@1", "--deterministic", "true")
-    for name, value in {"path": tmp_path / "words" / TRAIN, "text-buckets": 1, "image-buckets": 1}.items():
-        options += (f"--image-text.{name}", value)
+    options += ("--data.path", tmp_path / "words" / TRAIN, "--data.images", "{text_buckets: 1, image_buckets: 1}")
     evaluating = ("--evaluation.every", 100, "--evaluation.batches", 1)
     held_out = {"path": str(tmp_path / "words" / HELD_OUT), "batch_size": 32}
     evaluating += ("--evaluation.sets", json.dumps({"held_out": held_out}))

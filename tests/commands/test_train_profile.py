@@ -15,7 +15,7 @@ from tests.commands.running import run_afresh, run_command
 from tests.commands.test_train_trackers import OPTIONS, end_by, signal
 
 DEBUG = "tpu_gpu_configs/cpu/debug.yaml"
-SMALL = OPTIONS[2:-4]
+SMALL = OPTIONS[2:-2]
 
 
 def tasks_of(folder: Path) -> Counter[tuple[int, str]]:
