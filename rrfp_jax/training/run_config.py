@@ -15,7 +15,7 @@ from typing import Any
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields, fill_fields
 from rrfp_jax.layout import TENSOR, checked_axes
-from rrfp_jax.models.chunk_layout import ChunkLayout
+from rrfp_jax.models.cuts import ChunkLayout
 from rrfp_jax.models.vision_config import ENCODER
 from rrfp_jax.observe.trackers import read_trackers
 from rrfp_jax.runtime.jax_environment import check_flags

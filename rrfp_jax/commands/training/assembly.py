@@ -23,8 +23,7 @@ from rrfp_jax.programs.chunk import Chunk, trained_specs
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.programs.shapes import model_params
 from rrfp_jax.runtime.compile_cache import use_compile_cache
-from rrfp_jax.runtime.operations.offloading import moves_activations
-from rrfp_jax.runtime.compile_cache import CompileCache, use_compile_cache
+from rrfp_jax.runtime.operations import moves_activations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.training.batches import AgreedBatches

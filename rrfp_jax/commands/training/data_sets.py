@@ -12,29 +12,20 @@ from math import isqrt
 from pathlib import Path
 
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.commands.training.model_tokens import (
-    KnownModel,
-    known_model,
-)
-from rrfp_jax.data import (
-    HELD_OUT,
-    TRAIN,
-    ImageText,
-    ImageTextConfig,
-    OwnData,
-    Part,
-    TextBytes,
-    Tokens,
-)
+from rrfp_jax.data import HELD_OUT, TRAIN, ImageText, ImageTextConfig, OwnData, Part, TextBytes, Tokens
 from rrfp_jax.data.buckets import cut_sizes
 from rrfp_jax.data.config import JsonlConfig, OwnDataConfig, ParquetConfig, TextConfig, TokensConfig
 from rrfp_jax.data.images import TextWriter
-from rrfp_jax.data.token_kind import BYTE_TOKENS, TokenKind, kind_of_file
-from rrfp_jax.data.tokenizer_files import BYTE_TOKENS, read_tokenizer, tokenizer_file
-from rrfp_jax.data.tokens.header import BYTE_TOKENIZER, TOKENIZER
-from rrfp_jax.hf.model_folder import CHECKPOINTS, CONFIG, files_are_kept, has_unread_tokenizer, open_model
-from rrfp_jax.hf.model_sections import ModelSections
-from rrfp_jax.hf.image_settings import read_image_tokens
+from rrfp_jax.data.tokenizer_files import BYTE_TOKENS, TokenKind, kind_of_file, read_tokenizer, tokenizer_file
+from rrfp_jax.data.tokens import BYTE_TOKENIZER, TOKENIZER
+from rrfp_jax.hf.model_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    ModelSections,
+    files_are_kept,
+    has_unread_tokenizer,
+    open_model,
+)
 from rrfp_jax.models.vision_config import ProjectorConfig
 
 RunData = TextBytes | ImageText | Tokens | OwnData
