@@ -10,10 +10,8 @@ import yaml
 
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
-from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
-from rrfp_jax.programs.residuals import WeightResidualBytes
-from rrfp_jax.programs.shapes import derive_shapes
-from rrfp_jax.programs.specs import num_bytes
+from rrfp_jax.programs.chunk_plan import ChunkPlan, WeightResidualBytes, plan_chunk
+from rrfp_jax.programs.shapes import derive_shapes, num_bytes
 from rrfp_jax.schedules import chain
 
 DEBUG = Path(__file__).parents[1] / "tpu_gpu_configs" / "cpu" / "debug.yaml"

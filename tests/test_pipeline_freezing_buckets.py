@@ -7,7 +7,7 @@ import pytest
 
 from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.programs.model_graph import freeze
-from rrfp_jax.programs.specs import pick
+from rrfp_jax.programs.shapes import pick
 from rrfp_jax.schedules import Placement, TaskKind
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training

@@ -27,7 +27,7 @@ from rrfp_jax.checkpoint._arrays import (
     shown_name,
 )
 from rrfp_jax.programs.chunk import Chunk, param_specs, trained_specs
-from rrfp_jax.programs.specs import Specs, pick, spec_text
+from rrfp_jax.programs.shapes import Specs, pick, spec_text
 from rrfp_jax.programs.stage_devices import shards_of
 from rrfp_jax.programs.state import ChunkState, layer_groups
 

@@ -32,8 +32,7 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.planner.as_configured import configured_memory
 from rrfp_jax.planner.microbatches import largest_rows, microbatch_specs
-from rrfp_jax.programs.analysis import memory_of, optimal_s
-from rrfp_jax.programs.program_text import ProgramText
+from rrfp_jax.programs.program_text import ProgramText, memory_of, optimal_s
 from rrfp_jax.runtime.evaluation import EvaluationShapes
 from rrfp_jax.runtime.jax_environment import use_xla_flags
 from rrfp_jax.runtime.prepare import CompiledOnly

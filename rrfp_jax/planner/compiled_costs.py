@@ -25,10 +25,10 @@ from rrfp_jax.planner.measuring import chunk_parts, plain_sizes
 from rrfp_jax.planner.microbatches import microbatch_specs
 from rrfp_jax.planner.model_layers import model_layers
 from rrfp_jax.planner.small_cut import LAYER, small_cut, type_of_kind
-from rrfp_jax.programs.analysis import memory_of
 from rrfp_jax.programs.batches import Buckets
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import model_graph
+from rrfp_jax.programs.program_text import memory_of
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.model import HostedModel
 from rrfp_jax.runtime.options import UpdateRules

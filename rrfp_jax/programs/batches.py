@@ -20,8 +20,7 @@ import numpy as np
 
 from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.chunk import Chunk, LeafOrder
-from rrfp_jax.programs.shapes import describe_chunk
-from rrfp_jax.programs.specs import spec_text
+from rrfp_jax.programs.shapes import describe_chunk, spec_text
 from rrfp_jax.schedules import PipelineGraph
 
 Bucket = dict[str, jax.ShapeDtypeStruct]

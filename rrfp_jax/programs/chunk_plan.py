@@ -1,18 +1,23 @@
 """The plan of a chunk: its forward and backward as functions over flat operands, traced, cut and laid out.
 
 Nothing here is compiled, and nothing depends on devices but the layout. So one plan serves all units of the chunk, and
-all chunks of its kind.
+all chunks of its kind. All functions of a plan come from one trace of ``apply`` and its pullback
+(:mod:`rrfp_jax.programs.splitting`), whether the backward stays in one piece or is split. A chunk that computes the
+loss gets its output gradient, ones, like any other.
 
-All functions of a plan come from one trace of ``apply`` and its pullback (:mod:`rrfp_jax.programs.splitting`), whether
-the backward stays in one piece or is split. A chunk that computes the loss gets its output gradient, ones, like any
-other.
+The layout says which arrays of one microbatch pass from program to program, and who holds them. From forward to
+backward go the :class:`Residuals`. Inputs, batch leaves and outputs among them are the caller's own arrays, by
+reference (*aliased* residuals). So are, among the residuals of the weight gradient, arrays of the former and the
+gradients that come and go. Programs return only arrays that they make, since they would copy any other. Layouts are
+places in flat lists, fixed once the chunk has been traced.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +26,87 @@ from jax.sharding import Mesh, NamedSharding, Sharding, use_abstract_mesh
 from rrfp_jax.programs.chunk import Chunk, counters, microbatch_key, trained_specs
 from rrfp_jax.programs.jaxprs import partitioned_axes
 from rrfp_jax.programs.remat import Remat, rematerialised
-from rrfp_jax.programs.residuals import (
-    ResidualLayout,
-    WeightResidualLayout,
-    lay_out_residuals,
-    lay_out_weight_residuals,
-    made_for_weights,
-    summed_leaves,
-)
 from rrfp_jax.programs.sameness import ProgramStore, identity
-from rrfp_jax.programs.shapes import ChunkShapes, arrange_inputs, describe_chunk
-from rrfp_jax.programs.specs import Specs, gradient_spec, pick, spec_of
+from rrfp_jax.programs.shapes import (
+    ChunkShapes,
+    Specs,
+    arrange_inputs,
+    describe_chunk,
+    gradient_spec,
+    num_bytes,
+    pick,
+    spec_of,
+)
+from rrfp_jax.programs.shardings import passing
 from rrfp_jax.programs.splitting import SplitBackward, split_backward
 from rrfp_jax.programs.splitting.joined import widens
 from rrfp_jax.schedules import PipelineGraph
+
+
+class Residuals(NamedTuple):
+    """The arrays that the backward of one microbatch needs, for one backward, which takes over ``donated``."""
+
+    donated: tuple[Any, ...] = ()
+    """Values of the forward whose memory the results of the backward take over."""
+    saved: tuple[Any, ...] = ()
+    """The other values of the forward, which nobody else holds."""
+    aliased: tuple[Any, ...] = ()
+    """Inputs, batch leaves and outputs that the backward reads again; others may hold them too."""
+
+
+WeightResiduals = tuple[Any, ...]
+"""The arrays that the weight gradient of one microbatch needs, after its input gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightResidualBytes:
+    """Bytes of the weight-gradient residuals, by their holder."""
+
+    saved: int = 0
+    """Bytes of saved residuals of the forward."""
+    aliased: int = 0
+    """Bytes of inputs, batch leaves and outputs that the residuals of the forward kept alive."""
+    gradients: int = 0
+    """Bytes of gradients as they came from a successor or go to a predecessor."""
+    made: int = 0
+    """Bytes that the input gradient's program makes for the weight gradient."""
+
+    @property
+    def total(self) -> int:
+        """All bytes between input gradient and weight gradient."""
+        return self.saved + self.aliased + self.gradients + self.made
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualLayout:
+    """How the residuals of a forward are put together and taken apart."""
+
+    donated: tuple[int, ...] = ()
+    """The arrays made by the forward that become ``Residuals.donated``."""
+    saved: tuple[int, ...] = ()
+    """The arrays made by the forward that become ``Residuals.saved``."""
+    aliased: tuple[int, ...] = ()
+    """The leaves of ``(operands, outputs)`` that become ``Residuals.aliased``."""
+    order: tuple[int, ...] = ()
+    """For each residual of the split its place in ``(*donated, *saved, *aliased)``."""
+    specs: Residuals = field(default_factory=Residuals)
+    """Shapes, dtypes and shardings."""
+
+    def arrays(self, donated: Sequence[Any], saved: Sequence[Any], aliased: Sequence[Any]) -> list[Any]:
+        """Returns the residuals in the order in which the split's functions take them."""
+        parts = (*donated, *saved, *aliased)
+        return [parts[place] for place in self.order]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightResidualLayout:
+    """How the residuals of a weight gradient are put together."""
+
+    leaves: tuple[int, ...] = ()
+    """The leaves of ``(saved, aliased, output_grads, input_grads, made)`` that the weight gradient gets."""
+    specs: WeightResiduals = ()
+    """Shapes, dtypes and shardings."""
+    num_bytes: WeightResidualBytes = field(default_factory=WeightResidualBytes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,7 +133,7 @@ class ChunkPlan:
     """Whether there is a forward that makes no residuals, for microbatches whose residuals are made again."""
     split: SplitBackward
     """The traced and split function; without a backward one that differentiates nothing."""
-    kind: Hashable = None
+    kind: Hashable
     """Equal for chunks whose plan is the same."""
     senders: tuple[int, ...]
     """Places, among the inputs, of those that get a gradient."""
@@ -71,39 +143,81 @@ class ChunkPlan:
     def laid_out(
         self, boundary: Sharding | None = None, made_by_forward: Sequence[Sharding] | None = None
     ) -> "ChunkPlan":
-        """Returns the plan with the residuals of a forward that makes arrays of these shardings.
+        """Returns the plan with the residuals of a forward that makes arrays of these shardings (None: at the
+        boundary, as all else).
 
         Without ``boundary`` all lies on one device.
         """
+        sources = self.split.residual_sources
+        made = [p for p, source in enumerate(sources) if source.origin == "made"]
+        aliased = [p for p, source in enumerate(sources) if source.origin != "made"]
+        passed = [_at_boundary(boundary, spec) for spec in self.split.residual_specs]
+        specs = [
+            spec
+            if made_by_forward is None or source.origin != "made"
+            else jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=made_by_forward[source.position])
+            for source, spec in zip(sources, passed, strict=True)
+        ]
         results = jax.tree.leaves(self.input_grads)
-        sources = self.split.weight_residual_sources if self.is_split else ()
+        later = self.split.weight_residual_sources if self.is_split else ()
+        outliving = {source.position for source in later if source.origin == "residual"}
         if self.is_split and not isinstance(boundary, NamedSharding):
             results += self.made  # on a mesh nobody knows yet how they will lie
-        residuals = lay_out_residuals(
-            self.split,
-            self.operands,
-            results=results,
-            outliving={source.position for source in sources if source.origin == "residual"},
-            boundary=boundary,
-            made_shardings=made_by_forward,
+        # JAX pairs donated arrays with results of their shape in order, and a backward begins with the last layer: a
+        # result that takes over an array that the first layer still has to read costs a copy of it
+        candidates = [p for p in reversed(made) if p not in outliving and _lie_alike(specs[p], passed[p])]
+        # only a result of equal shape and dtype can take over a buffer; donating more has no effect but a warning
+        wanted = Counter((spec.shape, spec.dtype) for spec in results)
+        donated = []
+        for place in candidates:
+            kind = (specs[place].shape, specs[place].dtype)
+            if wanted[kind] > 0:
+                wanted[kind] -= 1
+                donated.append(place)
+        saved = [p for p in made if p not in donated]
+        order = [*donated, *saved, *aliased]
+        offsets = {"input": 0, "output": len(jax.tree.leaves(self.operands))}
+        layout = ResidualLayout(
+            donated=tuple(sources[p].position for p in donated),
+            saved=tuple(sources[p].position for p in saved),
+            aliased=tuple(offsets[sources[p].origin] + sources[p].position for p in aliased),
+            order=tuple(order.index(position) for position in range(len(order))),
+            specs=Residuals(*(tuple(specs[p] for p in part) for part in (donated, saved, aliased))),
         )
-        return replace(self, residuals=residuals).with_weight_residuals(boundary)
+        return replace(self, residuals=layout).with_weight_residuals(boundary)
 
     def with_weight_residuals(
         self, boundary: Sharding | None, made_by_input_gradient: Sequence[Sharding] | None = None
     ) -> "ChunkPlan":
         """Returns the plan with the weight-gradient residuals of an input gradient that makes arrays of these
-        shardings."""
+        shardings (None: at the boundary); gradients that come and go lie at the boundary."""
         if not self.is_split:
             return self
-        layout = lay_out_weight_residuals(
-            self.split,
-            self.residuals,
-            self.output_grads,
-            self.input_grads,
-            boundary=boundary,
-            made_shardings=made_by_input_gradient,
-        )
+        held, at_grads = self.residuals.specs, jax.tree.leaves((self.output_grads, self.input_grads))
+        at_hand = [*held.saved, *held.aliased, *(_at_boundary(boundary, spec) for spec in (*at_grads, *self.made))]
+        num_saved, after_grads = len(held.saved), len(held.saved) + len(held.aliased)
+        after_output_grads = after_grads + len(jax.tree.leaves(self.output_grads))
+        after_all = after_grads + len(at_grads)
+        if made_by_input_gradient is not None:
+            pairs = zip(self.made, made_by_input_gradient, strict=True)
+            at_hand[after_all:] = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at) for s, at in pairs]
+        places, sizes = [], Counter[str]()
+        for origin, index in self.split.weight_residual_sources:
+            holder = "gradients"
+            if origin == "residual":
+                place = self.residuals.order[index] - len(held.donated)
+                holder = "saved" if place < num_saved else "aliased"
+            elif origin == "input gradient":
+                place = after_output_grads + index
+            elif origin == "made" or self.summed:
+                holder, num_made = "made", len(self.made) - len(self.summed)
+                place = after_all + (index if origin == "made" else num_made + self.summed.index(index))
+            else:
+                place = after_grads + index
+            places.append(place)
+            sizes[holder] += num_bytes(at_hand[place])
+        specs = tuple([at_hand[place] for place in places])
+        layout = WeightResidualLayout(leaves=tuple(places), specs=specs, num_bytes=WeightResidualBytes(**sizes))
         return replace(self, weight_residuals=layout)
 
     @cached_property
@@ -113,9 +227,20 @@ class ChunkPlan:
         return tuple(place < num_inputs for place in self.residuals.aliased)
 
     @cached_property
+    def summed(self) -> tuple[int, ...]:
+        """The indices of output-gradient leaves that the weight gradient needs and that exist only as sums of several
+        successors' gradients, so that the input gradient's program has to return them."""
+        sources = self.split.weight_residual_sources if len(self.output_grads) > 1 else ()
+        return tuple(source.position for source in sources if source.origin == "output gradient")
+
+    @cached_property
     def made(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The arrays that the program of the input gradient makes for the weight gradient."""
-        return made_for_weights(self.split, self.output_grads) if self.is_split else ()
+        if not self.is_split:
+            return ()
+        pairs = zip(self.split.weight_residual_specs, self.split.weight_residual_sources, strict=True)
+        own = [spec for spec, source in pairs if source.origin == "made"]
+        return (*own, *(jax.tree.leaves(self.output_grads[0])[leaf] for leaf in self.summed))
 
     @property
     def num_programs(self) -> int:
@@ -129,10 +254,6 @@ class ChunkPlan:
         """Returns (outputs, made): the residuals that the forward makes."""
         return self.split.forward_made(params, operands, derived=derived)
 
-    def lean_forward(self, params: Any, derived: Any, operands: Any) -> Any:
-        """Returns the outputs alone."""
-        return self.forward(params, derived, operands)[0]
-
     def backward(
         self, owned: Any, params: Any, derived: Any, rest: Any, output_grads: Any
     ) -> tuple[Any, tuple[Any, ...]]:
@@ -145,7 +266,7 @@ class ChunkPlan:
         operand_grads, totals = self.split.full_backward(
             params, residuals, _ordered_sum(output_grads), derived=derived, sums=jax.tree.leaves(accumulators)
         )
-        return pick(totals, accumulators), self._pick_inputs(operand_grads)
+        return pick(totals, accumulators), tuple(operand_grads[0][place] for place in self.senders)
 
     def input_gradient(
         self, donated: Any, params: Any, derived: Any, rest: Any, output_grads: Any
@@ -157,8 +278,10 @@ class ChunkPlan:
         residuals, total = self.residuals.arrays(donated, *rest), _ordered_sum(output_grads)
         operand_grads, made = self.split.backward_made(params, residuals, total, derived=derived)
         leaves = jax.tree.leaves(total)
-        sums = summed_leaves(self.split, self.output_grads)
-        return (*made, *(leaves[i] for i in sums)), self._pick_inputs(operand_grads)
+        return (
+            (*made, *(leaves[index] for index in self.summed)),
+            tuple(operand_grads[0][place] for place in self.senders),
+        )
 
     def weight_gradient(self, accumulators: Any, params: Any, derived: Any, weight_residuals: Any) -> Any:
         """Returns the accumulators with one more microbatch."""
@@ -173,8 +296,17 @@ class ChunkPlan:
             return outputs, ()
         return outputs, self.split.full_backward(params, residuals, _ordered_sum(output_grads))
 
-    def _pick_inputs(self, operand_grads: Any) -> tuple[Any, ...]:
-        return tuple(operand_grads[0][place] for place in self.senders)
+
+def _at_boundary(boundary: Sharding | None, spec: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array as it lies where it passes between chunks."""
+    sharding = None if boundary is None else passing(boundary, spec)
+    return jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=sharding)
+
+
+def _lie_alike(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
+    if one.sharding is None or other.sharding is None:
+        return one.sharding is other.sharding
+    return bool(one.sharding.is_equivalent_to(other.sharding, len(one.shape)))
 
 
 def plan_chunk(
@@ -198,32 +330,93 @@ def plan_chunk(
     """
     with naming_chunk(chunks, index):
         chunk, own = chunks[index], shapes[index]
-        kind = (_kind(chunk, index, graph, own, remat), () if mesh is None else mesh.abstract_mesh)
-
-        def make() -> ChunkPlan:
-            with nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh):
-                plan = replace(_plan(chunk, index, graph, own, remat), kind=kind)
-            if mesh is not None and plan.has_backward:
-                _refuse_convolutions(plan, mesh)
-            return plan
-
-        plan: ChunkPlan = (store or ProgramStore()).get(("plan", kind), make)
+        trained = tuple(chunk.own.to_own(trained_specs(chunk))) if graph.trains(index) else ()
+        specs = (chunk.own.to_own(own.params), own.inputs, own.leaves, own.outputs, spec_of(chunk.own.numbers))
+        senders = graph.gradient_predecessors(index)
+        # all that a plan depends on
+        kind = (
+            chunk.own.kind,
+            trained,
+            chunk.uses_key,
+            tuple(jax.tree.leaves(specs)),
+            jax.tree.structure(specs),
+            tuple(c in senders for c in graph.predecessors(index)),
+            len(graph.successors(index)),
+            len(graph.gradient_successors(index)),
+            graph.has_backward(index) and (index in graph.split,),
+            identity(remat),
+            () if mesh is None else mesh.abstract_mesh,
+        )
+        make = partial(_plan, chunk, index, graph, own, remat=remat, trained=trained, mesh=mesh, kind=kind)
+        plan: ChunkPlan = (store or ProgramStore()).get(("plan", kind), make)[0]
         makes_residuals = any(source.origin == "made" for source in plan.split.residual_sources)
         return replace(plan, kind=(kind, "lean"), has_lean_forward=True) if lean_forward and makes_residuals else plan
 
 
-def _refuse_convolutions(plan: ChunkPlan, mesh: Mesh) -> None:
+def _plan(
+    chunk: Chunk,
+    index: int,
+    graph: PipelineGraph,
+    shapes: ChunkShapes,
+    *,
+    remat: Remat,
+    trained: tuple[str, ...],
+    mesh: Mesh | None,
+    kind: Hashable,
+) -> ChunkPlan:
+    params = chunk.own.to_own(shapes.params)
+    counted = counters(0, 0, 0)
+    counters_spec = jax.ShapeDtypeStruct(counted.shape, counted.dtype) if chunk.uses_key else ()
+    operands = (shapes.inputs, shapes.leaves, (counters_spec, spec_of(chunk.own.numbers)))
+    senders = tuple(p for p, c in enumerate(graph.predecessors(index)) if c in graph.gradient_predecessors(index))
+    num_gradients = len(graph.gradient_successors(index)) if graph.successors(index) else 1
+    has_backward = graph.has_backward(index)
+
+    def apply(params: Any, operands: Any) -> Any:
+        inputs, leaves, (counted, numbers) = operands
+        key = microbatch_key(counted[0], counted[1], counted[2]) if chunk.uses_key else None
+        outputs = chunk.own(params, arrange_inputs(inputs), leaves, key=key, numbers=numbers)
+        if graph.successors(index):
+            return outputs
+        # the weight and the named sums are constants of a step: only the loss has a gradient
+        loss_sum, *rest = outputs
+        return loss_sum, *jax.lax.stop_gradient(rest)
+
+    with nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh):
+        split = split_backward(
+            rematerialised(apply, remat) if has_backward else apply,
+            params,
+            operands,
+            param_gradients={name: name in trained for name in params},
+            input_gradients=(tuple(place in senders for place in range(len(shapes.inputs))), False, False),
+            widens=widens(),
+        )
+        plan = ChunkPlan(
+            has_backward=has_backward,
+            is_split=has_backward and index in graph.split,
+            params=params,
+            trained=trained,
+            operands=operands,
+            outputs=shapes.outputs,
+            output_grads=(gradient_spec(shapes.outputs),) * num_gradients,
+            input_grads=tuple(gradient_spec(shapes.inputs[place]) for place in senders),
+            split=split,
+            senders=senders,
+            kind=kind,
+        ).laid_out()
+    if mesh is not None and has_backward:
+        _refuse_convolutions(split, mesh)
+    return plan
+
+
+def _refuse_convolutions(split: SplitBackward, mesh: Mesh) -> None:
     """Raises ValueError for a convolution that XLA cuts over two axes: it multiplies the gradients (JAX 0.10, 0.11).
 
     Plain ``jax.jit`` shows the same. Only some kinds and axes are concerned; but nothing shows which, since the outputs
     are right.
     """
-    axes = partitioned_axes(
-        plan.split.traced_forward,
-        "conv_general_dilated",
-        frozenset(name for name, size in mesh.shape.items() if size > 1),
-    )
-    if len(axes) > 1:
+    several = frozenset(name for name, size in mesh.shape.items() if size > 1)
+    if len(partitioned_axes(split.traced_forward, "conv_general_dilated", several)) > 1:
         raise ValueError(
             f"it has a convolution on a mesh of {' x '.join(f'{name} {size}' for name, size in mesh.shape.items())}, "
             "where XLA computes wrong gradients of convolutions: give the stage one axis of more than one device, "
@@ -264,77 +457,6 @@ def naming_chunk(chunks: Sequence[Chunk], index: int) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise ValueError(f"{describe_chunk(chunks, index)} cannot be compiled: {error}") from error
-
-
-def _kind(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, remat: Remat) -> Hashable:
-    """Returns all that a plan depends on."""
-    specs = (chunk.own.to_own(shapes.params), shapes.inputs, shapes.leaves, shapes.outputs, spec_of(chunk.own.numbers))
-    neighbours = (graph.predecessors(index), graph.gradient_predecessors(index))
-    return (
-        chunk.own.kind,
-        _trained(chunk, index, graph),
-        chunk.uses_key,
-        tuple(jax.tree.leaves(specs)),
-        jax.tree.structure(specs),
-        tuple(c in neighbours[1] for c in neighbours[0]),
-        len(graph.successors(index)),
-        len(graph.gradient_successors(index)),
-        graph.has_backward(index) and (index in graph.split,),
-        identity(remat),
-    )
-
-
-def _plan(chunk: Chunk, index: int, graph: PipelineGraph, shapes: ChunkShapes, remat: Remat) -> ChunkPlan:
-    params = chunk.own.to_own(shapes.params)
-    counted = counters(0, 0, 0)
-    counters_spec = jax.ShapeDtypeStruct(counted.shape, counted.dtype) if chunk.uses_key else ()
-    operands = (shapes.inputs, shapes.leaves, (counters_spec, spec_of(chunk.own.numbers)))
-    senders = tuple(p for p, c in enumerate(graph.predecessors(index)) if c in graph.gradient_predecessors(index))
-    input_grads = tuple(gradient_spec(shapes.inputs[place]) for place in senders)
-    num_gradients = len(graph.gradient_successors(index)) if graph.successors(index) else 1
-    output_grads = (gradient_spec(shapes.outputs),) * num_gradients
-    apply, trained = _apply(chunk, is_sink=not graph.successors(index)), _trained(chunk, index, graph)
-    has_backward = graph.has_backward(index)
-    split = split_backward(
-        rematerialised(apply, remat) if has_backward else apply,
-        params,
-        operands,
-        param_gradients={name: name in trained for name in params},
-        input_gradients=(tuple(place in senders for place in range(len(shapes.inputs))), False, False),
-        widens=widens(),
-    )
-    plan = ChunkPlan(
-        has_backward=has_backward,
-        is_split=has_backward and index in graph.split,
-        params=params,
-        trained=trained,
-        operands=operands,
-        outputs=shapes.outputs,
-        output_grads=output_grads,
-        input_grads=input_grads,
-        split=split,
-        senders=senders,
-    )
-    return plan.laid_out()
-
-
-def _trained(chunk: Chunk, index: int, graph: PipelineGraph) -> tuple[str, ...]:
-    """Returns the layers that get gradients, by the names that the chunk's function knows."""
-    return tuple(chunk.own.to_own(trained_specs(chunk))) if graph.trains(index) else ()
-
-
-def _apply(chunk: Chunk, *, is_sink: bool) -> Callable[[Any, Any], Any]:
-    def apply(params: Any, operands: Any) -> Any:
-        inputs, leaves, (counted, numbers) = operands
-        key = microbatch_key(counted[0], counted[1], counted[2]) if chunk.uses_key else None
-        outputs = chunk.own(params, arrange_inputs(inputs), leaves, key=key, numbers=numbers)
-        if not is_sink:
-            return outputs
-        # the weight and the named sums are constants of a step: only the loss has a gradient
-        loss_sum, *rest = outputs
-        return loss_sum, *jax.lax.stop_gradient(rest)
-
-    return apply
 
 
 def _ordered_sum(output_grads: Sequence[Any]) -> Any:

@@ -14,7 +14,7 @@ computed in the same way, and is then derived once.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,16 +23,14 @@ from jax.sharding import Sharding
 from jax.stages import Compiled
 
 from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
-from rrfp_jax.programs.analysis import memory_of
 from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, check_seed, trained_specs
-from rrfp_jax.programs.chunk_plan import ChunkPlan, naming_chunk
+from rrfp_jax.programs.chunk_plan import ChunkPlan, WeightResidualBytes, naming_chunk
 from rrfp_jax.programs.compiling import compile_program, count_programs
 from rrfp_jax.programs.microbatch_programs import KindPrograms, MicrobatchPrograms, compile_for_kind
-from rrfp_jax.programs.residuals import WeightResidualBytes
+from rrfp_jax.programs.program_text import memory_of
 from rrfp_jax.programs.sameness import ProgramStore
-from rrfp_jax.programs.shapes import ChunkShapes
+from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.shardings import all_passing, shardings_of, spread, unit_shardings
-from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.state import zeros
 from rrfp_jax.programs.updates import StageUpdates, UnitUpdates
 from rrfp_jax.schedules import PipelineGraph
@@ -183,8 +181,7 @@ class CompiledChunk:
         trained = trained_specs(self.chunk) if graph.trains(index) else ()
         self._sums = accumulator_spec(pick(self._params, trained))
         with naming_chunk(chunks, index):
-            self._derived = self._derive(variants, store)
-            of_kind = [self._of_kind(number, variant.plan, store) for number, variant in enumerate(variants)]
+            self._derived, of_kind = self._compile_kinds([variant.plan for variant in variants], store)
             self.updates = UnitUpdates(
                 index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=stage, store=store
             )
@@ -205,12 +202,23 @@ class CompiledChunk:
             for variant, programs, places in zip(variants, of_kind, self._derived.places, strict=True)
         )
         """The programs of each variant, by number."""
-        self._evaluating = tuple(variant.evaluates for variant in variants)
         self._of = tuple(None if number is None else self.variants[number] for number in self.variant_of)
-        self._temporaries = [_temporaries(programs.compiled) for programs in of_kind]
-        self.compiled = self._of_all_buckets()
+        self.compiled = {} if self._derived.program is None else {"prepare": self._derived.program}
         """The compiled programs by name, for their cost and memory analysis; the names of all variants but the first
         have the variant's number behind."""
+        self.compiled |= self.updates.compiled | ({} if stage is None else stage.compiled)
+        common = _temporaries(self.compiled)
+        self.sizes_of_variants = tuple(
+            self._sizes(variant, common | _temporaries(programs.compiled))
+            for variant, programs in zip(self.variants, of_kind, strict=True)
+        )
+        """The sizes for microbatches of each variant."""
+        self.sizes = _largest(self.sizes_of_variants)
+        """Bytes of parameters, optimizer state, accumulators, of one microbatch's data and of running programs: for
+        every part the most that a bucket needs."""
+        of_evaluation = [s for s, each in zip(self.sizes_of_variants, variants, strict=True) if each.evaluates]
+        self.sizes_of_evaluation = _largest(of_evaluation) if of_evaluation else None
+        """The sizes for microbatches that are run forward alone; None where there are none."""
         for number, programs in enumerate(of_kind):
             suffix = f" ({number})" if number else ""
             self.compiled |= {name + suffix: each for name, each in programs.compiled.items()}
@@ -221,95 +229,59 @@ class CompiledChunk:
         assert programs is not None
         return programs
 
-    def _derive(self, variants: Sequence[Variant], store: ProgramStore) -> _Derived:
-        """Returns the derived values of all programs: compiled here, or for another chunk of the kind."""
-        params, plans = self._own.to_own(self._params), [variant.plan for variant in variants]
-        kinds, is_new = tuple(plan.kind for plan in plans), False
-
-        def compile_it() -> _Derived:
-            nonlocal is_new
-            is_new = True
-            return _compile_derived(plans, params, self.shardings.chosen)
-
-        values: _Derived = store.get(("derived", kinds, self.sharding, self._at_params), compile_it)
+    def _compile_kinds(self, plans: Sequence[ChunkPlan], store: ProgramStore) -> tuple[_Derived, list[KindPrograms]]:
+        """Returns the derived values of all plans, and the programs of each: compiled here, or for another chunk of
+        the kind."""
+        params, chosen, kinds = (
+            self._own.to_own(self._params),
+            self.shardings.chosen,
+            tuple(plan.kind for plan in plans),
+        )
+        at_params = tuple(spec.sharding for spec in jax.tree.leaves(params))
+        key: Hashable = ("derived", kinds, self.sharding, at_params)
+        values, is_new = store.get(key, partial(_compile_derived, plans, params, chosen))
         if not is_new and values.program is not None:
             count_programs(1)
-        return values
+        found = []
+        for plan, places in zip(plans, values.places, strict=True):
+            derived = tuple(values.specs[place] for place in places)
+            at_derived = tuple(spec.sharding for spec in jax.tree.leaves(derived))
+            key = ("gradients", plan.kind, self.sharding, at_params, at_derived)
+            make = partial(compile_for_kind, plan, params, derived, self.sharding, chosen)
+            programs, is_new = store.get(key, make)
+            if not is_new:
+                count_programs(len(programs.compiled))
+            found.append(programs)
+        return values, found
 
-    def _of_kind(self, number: int, plan: ChunkPlan, store: ProgramStore) -> KindPrograms:
-        """Returns the programs that run microbatches: compiled here, or for another chunk of the kind."""
-        params = self._own.to_own(self._params)
-        derived = tuple(self._derived.specs[place] for place in self._derived.places[number])
-        is_new = False
-
-        def compile_them() -> KindPrograms:
-            nonlocal is_new
-            is_new = True
-            return compile_for_kind(plan, params, derived, self.sharding, self.shardings.chosen)
-
-        at_derived = tuple(spec.sharding for spec in jax.tree.leaves(derived))
-        key = ("gradients", plan.kind, self.sharding, self._at_params, at_derived)
-        programs: KindPrograms = store.get(key, compile_them)
-        if not is_new:
-            count_programs(len(programs.compiled))
-        return programs
-
-    @cached_property
-    def _at_params(self) -> tuple[Sharding, ...]:
-        return tuple(spec.sharding for spec in jax.tree.leaves(self._own.to_own(self._params)))
-
-    def _of_all_buckets(self) -> dict[str, Compiled]:
-        """Returns the programs that there are once, by name."""
-        prepare = {} if self._derived.program is None else {"prepare": self._derived.program}
-        return prepare | self.updates.compiled | ({} if self._stage is None else self._stage.compiled)
-
-    @cached_property
-    def sizes(self) -> ChunkSizes:
-        """Bytes of parameters, optimizer state, accumulators, of one microbatch's data and of running programs: for
-        every part the most that a bucket needs."""
-        return _largest(self.sizes_of_variants)
-
-    @cached_property
-    def sizes_of_evaluation(self) -> ChunkSizes | None:
-        """The sizes for microbatches that are run forward alone; None where there are none."""
-        sizes = [s for s, number in zip(self.sizes_of_variants, self._evaluating, strict=True) if number]
-        return _largest(sizes) if sizes else None
-
-    @cached_property
-    def sizes_of_variants(self) -> tuple[ChunkSizes, ...]:
-        """The sizes for microbatches of each variant."""
-        common = _temporaries(self._of_all_buckets())
-        return tuple(
-            self._sizes(each, common | own) for each, own in zip(self.variants, self._temporaries, strict=True)
-        )
-
-    def _sizes(self, variant: MicrobatchPrograms, of_programs: Mapping[str, int]) -> ChunkSizes:
+    def _sizes(self, variant: MicrobatchPrograms, temporaries: Mapping[str, int]) -> ChunkSizes:
         plan, residuals, stage = variant.plan, variant.plan.residuals.specs, self._stage
         inputs = [spec for spec, is_input in zip(residuals.aliased, plan.aliased_inputs, strict=True) if is_input]
         devices: set[Any] = self.sharding.device_set
         on_host = all(device.platform == "cpu" for device in devices)
+
+        def passing_bytes(specs: Specs) -> int:
+            """Returns the bytes, on one device, of arrays that pass between chunks."""
+            return num_bytes(spread(specs, all_passing(self.sharding, specs)))
+
         return ChunkSizes(
             params_bytes=num_bytes(self._params),
             accumulators_bytes=num_bytes(self._sums),
             optimizer_bytes=num_bytes((self.updates.state_specs, () if stage is None else stage.state_specs)),
             derived_bytes=num_bytes(self._derived.specs),
             zeros_bytes=sum(each.zeros_bytes for each in self.variants),
-            inputs_bytes=self._passing_bytes(variant.shapes.inputs),
-            outputs_bytes=self._passing_bytes(variant.shapes.outputs),
+            inputs_bytes=passing_bytes(variant.shapes.inputs),
+            outputs_bytes=passing_bytes(variant.shapes.outputs),
             stash_bytes=num_bytes((residuals.donated, residuals.saved)),
             kept_bytes=num_bytes(residuals.aliased),
             kept_inputs_bytes=num_bytes(inputs),
             kept_others_bytes=num_bytes(residuals.aliased) - num_bytes(inputs),
-            output_grads_bytes=0 if variant.is_sink else self._passing_bytes(plan.output_grads),
-            input_grads_bytes=self._passing_bytes(plan.input_grads),
+            output_grads_bytes=0 if variant.is_sink else passing_bytes(plan.output_grads),
+            input_grads_bytes=passing_bytes(plan.input_grads),
             owed=plan.weight_residuals.num_bytes,
-            temporaries=of_programs,
-            leaves_ahead_bytes=0 if on_host else LEAVES_AHEAD * self._passing_bytes(variant.shapes.leaves),
+            temporaries=temporaries,
+            leaves_ahead_bytes=0 if on_host else LEAVES_AHEAD * passing_bytes(variant.shapes.leaves),
         )
-
-    def _passing_bytes(self, specs: Specs) -> int:
-        """Returns the bytes, on one device, of arrays that pass between chunks."""
-        return num_bytes(spread(specs, all_passing(self.sharding, specs)))
 
     def zeros(self) -> Any:
         """Returns accumulators before the first backward: zeros like the parameters that train, float32."""

@@ -160,18 +160,18 @@ def shared_program(
     )
     owners = [position for position, spec in enumerate(specs) for _ in jax.tree.leaves(spec)]
     donated = tuple([leaf for leaf, position in enumerate(owners) if position in donate])
-    is_mine = False
-
-    def compile_it() -> Compiled:
-        nonlocal is_mine
-        is_mine = True
-        run = jex.jaxpr_as_fun(traced)
-        return compile_program(
-            name, run, *leaves, in_shardings=places_in, out_shardings=list(places_out), donate=donated
-        )
-
-    compiled = store.get((name, program_identity(traced), places_in, places_out, donated), compile_it)
-    if not is_mine:
+    compiled, is_new = store.get(
+        (name, program_identity(traced), places_in, places_out, donated),
+        lambda: compile_program(
+            name,
+            jex.jaxpr_as_fun(traced),
+            *leaves,
+            in_shardings=places_in,
+            out_shardings=list(places_out),
+            donate=donated,
+        ),
+    )
+    if not is_new:
         count_programs(1)
     return FlatProgram(compiled, structure, results[0])
 

@@ -28,12 +28,10 @@ from jax.sharding import Sharding
 from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk import Chunk, Params, counters
-from rrfp_jax.programs.chunk_plan import ChunkPlan
+from rrfp_jax.programs.chunk_plan import ChunkPlan, Residuals, WeightResiduals
 from rrfp_jax.programs.compiling import compile_program
-from rrfp_jax.programs.residuals import Residuals, WeightResiduals
-from rrfp_jax.programs.shapes import ChunkShapes
+from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.shardings import all_passing, gathered, passing
-from rrfp_jax.programs.specs import Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.state import full, zeros
 from rrfp_jax.schedules import PipelineGraph
 
@@ -72,26 +70,29 @@ def compile_for_kind(
         at = gathered(spec.sharding)
         return leaf if at is spec.sharding else jax.lax.with_sharding_constraint(leaf, at)
 
-    def compile_one(name: str, function: Any, *specs: Specs, results: Any, donate: tuple[int, ...] = (0,)) -> Any:
+    def compile_one(
+        name: str, function: Any, *specs: Specs, results: Any, donate: tuple[int, ...] = (0,), token: bool = False
+    ) -> Compiled:
         # arguments lie as their specs say; where they say nothing, as arrays that pass between chunks
         at = next(place for place, spec in enumerate(specs) if spec is params)
 
         def program(*arguments: Any) -> Any:
             # a chunk computes with parameters and derived values that are no more cut over ``fsdp``
             held = jax.tree.map(whole, arguments[at : at + 2], (params, derived))
-            return function(*arguments[:at], *held, *arguments[at + 2 :])
+            returned = function(*arguments[:at], *held, *arguments[at + 2 :])
+            # the results of a program are complete together, so a token that nothing takes over tells when
+            return (returned, jnp.zeros((), jnp.int32)) if token else returned
 
         inputs = jax.tree.map(lambda s: passing(boundary, s) if s.sharding is None else s.sharding, specs)
-        compiled[name] = compile_program(
-            name, program, *specs, in_shardings=inputs, out_shardings=results, donate=donate
-        )
-        return compiled[name]
+        places = (results, boundary) if token else results
+        made = compile_program(name, program, *specs, in_shardings=inputs, out_shardings=places, donate=donate)
+        return compiled.setdefault(name, made)
 
     outputs, input_grads = all_passing(boundary, plan.outputs), all_passing(boundary, plan.input_grads)
     specs: tuple[Specs, ...] = (params, derived, plan.operands)
     forward = compile_one("forward", plan.forward, *specs, results=(outputs, chosen), donate=())
     if plan.has_lean_forward:
-        compile_one(LEAN_FORWARD, plan.lean_forward, *specs, results=outputs, donate=())
+        compile_one(LEAN_FORWARD, lambda *args: plan.forward(*args)[0], *specs, results=outputs, donate=())
     # where a program's results lie decides how the next ones are laid out
     plan = plan.laid_out(boundary, forward.output_shardings[1])
     if not plan.has_backward:
@@ -101,7 +102,7 @@ def compile_for_kind(
     rest = (params, derived, (residuals.saved, residuals.aliased), plan.output_grads)
     if not plan.is_split:
         specs = ((sums, residuals.donated), *rest)
-        compile_one("backward", _with_token(plan.backward), *specs, results=((at_sums, input_grads), boundary))
+        compile_one("backward", plan.backward, *specs, results=(at_sums, input_grads), token=True)
         return KindPrograms(plan, compiled)
     made: Any = ()
     if jax.tree.leaves((plan.input_grads, plan.made)):
@@ -111,17 +112,8 @@ def compile_for_kind(
     plan = plan.with_weight_residuals(boundary, made)
     if jax.tree.leaves(trained):
         specs = (sums, params, derived, plan.weight_residuals.specs)
-        compile_one("weight_gradient", _with_token(plan.weight_gradient), *specs, results=(at_sums, boundary))
+        compile_one("weight_gradient", plan.weight_gradient, *specs, results=at_sums, token=True)
     return KindPrograms(plan, compiled)
-
-
-def _with_token(function: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """Returns the function with a token as a second result: the results of a program are complete together."""
-
-    def program(*arguments: Any) -> tuple[Any, Any]:
-        return function(*arguments), jnp.zeros((), jnp.int32)
-
-    return program
 
 
 class Constants(NamedTuple):
@@ -175,26 +167,19 @@ class MicrobatchPrograms:
         self.is_sink = not graph.successors(index)
         """Whether the chunk computes the loss."""
         self._sharding = sharding
-        self._of_absent = self._specs_of_absent(graph)
-        """The specs of inputs and of gradients that zeros stand for."""
-
-    def _specs_of_absent(self, graph: PipelineGraph) -> tuple[tuple[Specs, ...] | None, tuple[Specs, ...] | None]:
-        """Returns specs for predecessors and gradient successors that a microbatch may skip.
-
-        Which are skipped can change every step. They are None where no microbatch can skip any: an only predecessor, or
-        an only successor, runs whatever the chunk runs; and in place of an optional predecessor, of which the chunk
-        expects nothing where it does not run.
-        """
-        inputs = grads = None
-        required = graph.required_predecessors(self._index)
+        # Which neighbours a microbatch skips can change every step. Zeros stand for all that it may skip: not for an
+        # only predecessor or successor, which runs whatever the chunk runs, nor for an optional predecessor, of which
+        # the chunk expects nothing where it does not run.
+        absent: Any = None
+        required = graph.required_predecessors(index)
         if len(required) > 1:
-            inputs = tuple(
-                spec if p in required else None
-                for p, spec in zip(graph.predecessors(self._index), self.shapes.inputs, strict=True)
-            )
-        if len(graph.successors(self._index)) > 1 and self.plan.output_grads:
-            grads = (self.plan.output_grads[0],) * len(self.plan.output_grads)
-        return inputs, grads
+            pairs = zip(graph.predecessors(index), shapes.inputs, strict=True)
+            absent = tuple(spec if p in required else None for p, spec in pairs)
+        self._absent_inputs: tuple[Specs, ...] | None = absent
+        grads = self.plan.output_grads if len(graph.successors(index)) > 1 else ()
+        self._absent_grads: tuple[Specs, ...] | None = grads or None
+        self.zeros_bytes = num_bytes((absent, grads[:1]))
+        """Bytes of the zeros that stand for skipped inputs and gradients."""
 
     @cached_property
     def constants(self) -> Constants:
@@ -207,18 +192,12 @@ class MicrobatchPrograms:
         def zeros_like(spec: Specs) -> Any:
             return zeros(spec, all_passing(self._sharding, spec))
 
-        inputs, grads = self._of_absent
+        inputs, grads = self._absent_inputs, self._absent_grads
         return Constants(
             inputs=None if inputs is None else tuple(None if s is None else zeros_like(s) for s in inputs),
             grads=None if grads is None else (zeros_like(grads[0]),) * len(grads),
             loss_grads=full(self.plan.output_grads, self._sharding, 1) if self.is_sink else (),
         )
-
-    @property
-    def zeros_bytes(self) -> int:
-        """Bytes of the zeros that stand for skipped inputs and gradients."""
-        inputs, grads = self._of_absent
-        return num_bytes((inputs, (grads or ())[:1]))
 
     def _derived(self, params: Params, derived: tuple[Any, ...] | None) -> tuple[Any, ...]:
         """Returns the derived values that these programs take."""

@@ -35,7 +35,7 @@ import optax
 
 from rrfp_jax.programs.jaxprs import called_jaxpr, open_jaxpr, scan_shape
 from rrfp_jax.programs.sameness import Same, identity, parameter_identity
-from rrfp_jax.programs.specs import Specs, pick, spec_of, spec_text
+from rrfp_jax.programs.shapes import Specs, pick, spec_of, spec_text
 
 REMEDY = (
     "each chunk is updated on its own, so an optimizer must treat every array by itself: use clip_norm=... in "

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled program: its collectives, kernels and copies, and a bound on its time.
+"""Reads a compiled program: its collectives, kernels and copies, a bound on its time, and the backend's own analysis.
 
 The compiler prints one line for each instruction, in computations that call each other. The entry computation and the
 computations that it calls as a loop, a branch or an asynchronous step run instruction by instruction; those that a
@@ -12,6 +12,10 @@ the rest as the device pleases.
 Collectives are read as short texts that two processes can compare, and as groups of devices. The devices of a unit must
 enter the same collectives in the same order, or all of them wait for ever. Every process compiles for itself, so that
 another version, another partition or another model on one of them goes unnoticed until then.
+
+JAX calls neither analysis of its backends stable: they may be missing, and their form may change between versions. So
+this file alone reads them; ``tests/programs/test_analysis.py`` pins the keys, and callers must do without where there
+is nothing.
 """
 
 import re
@@ -20,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.stages import Compiled
@@ -115,22 +119,14 @@ class ProgramText:
         return found
 
     @cached_property
-    def custom_calls(self) -> dict[str, int]:
-        """How often each target of a custom call is called."""
-        found: Counter[str] = Counter()
-        for instruction, turns, _ in self._run():
-            if instruction.opcode == "custom-call" and (target := _TARGET.search(instruction.rest)):
-                found[target[1]] += turns
-        return dict(found)
-
-    @property
     def attention(self) -> dict[str, int]:
         """How often each fused kernel of attention is called: those of cuDNN, and the TPU's own."""
-        return {
-            target: count
-            for target, count in self.custom_calls.items()
-            if "fmha" in target.lower() or target == "tpu_custom_call"
-        }
+        found: Counter[str] = Counter()
+        for instruction, turns, _ in self._run():
+            called = _TARGET.search(instruction.rest) if instruction.opcode == "custom-call" else None
+            if called is not None and ("fmha" in called[1].lower() or called[1] == "tpu_custom_call"):
+                found[called[1]] += turns
+        return dict(found)
 
     @cached_property
     def copied_bytes(self) -> int:
@@ -330,33 +326,70 @@ def _groups(found: re.Match[str], num_devices: int) -> tuple[tuple[int, ...], ..
     ``mesh['x'=2,'y'=2] {'y'}`` the devices that differ along some axes of a mesh, or along a part of one:
     ``'y':(1)2``.
     """
-    if found["mesh"] is not None:
-        rows = _along_axes(found["mesh"], found["axes"])
-    elif found["shape"] is not None:
+    if found["listed"] is not None:
+        groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", found["listed"])]
+        return tuple(groups) or (tuple(range(num_devices)),)
+    if found["shape"] is not None:
         dims, order = _numbers(found["dims"]), found["order"]
         places = np.arange(prod(dims)).reshape(dims).transpose(None if order is None else _numbers(order))
         rows = places.reshape(_numbers(found["shape"]))
     else:
-        groups = [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", found["listed"])]
-        return tuple(groups) or (tuple(range(num_devices)),)
+        wanted = {axis["name"]: axis for axis in _AXIS.finditer(found["axes"])}
+        sizes: list[int] = []
+        at: dict[str, int] = {}
+        for axis in _AXIS.finditer(found["mesh"]):
+            name, size = axis["name"], int(axis["size"])
+            before, part = 1, size
+            if name in wanted and wanted[name]["part"] is not None:
+                before, part = int(wanted[name]["before"]), int(wanted[name]["part"])
+            # an axis of which a part counts is three dimensions: those before it, the part, and those behind
+            at[name] = len(sizes) + 1
+            sizes += [before, part, size // (before * part)]
+        inner = [at[name] for name in wanted]
+        outer = [dim for dim in range(len(sizes)) if dim not in inner]
+        places = np.arange(prod(sizes)).reshape(sizes).transpose(*outer, *inner)
+        rows = places.reshape(-1, prod(sizes[dim] for dim in inner))
     return tuple(tuple(map(int, row)) for row in rows)
-
-
-def _along_axes(mesh: str, axes: str) -> np.ndarray:
-    wanted = {axis["name"]: axis for axis in _AXIS.finditer(axes)}
-    dims: list[int] = []
-    at: dict[str, int] = {}
-    for axis in _AXIS.finditer(mesh):
-        name, size = axis["name"], int(axis["size"])
-        before, part = 1, size
-        if name in wanted and wanted[name]["part"] is not None:
-            before, part = int(wanted[name]["before"]), int(wanted[name]["part"])
-        at[name] = len(dims) + 1
-        dims += [before, part, size // (before * part)]
-    inner = [at[name] for name in wanted]
-    outer = [dim for dim in range(len(dims)) if dim not in inner]
-    return np.arange(prod(dims)).reshape(dims).transpose(*outer, *inner).reshape(-1, prod(dims[dim] for dim in inner))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
+
+
+# -- the backend's own analysis ----------------------------------------------------------------------------------------
+
+OPTIMAL_SECONDS = "optimal_seconds"
+TEMPORARIES, ARGUMENTS, OUTPUTS = "temp_size_in_bytes", "argument_size_in_bytes", "output_size_in_bytes"
+
+
+class ProgramMemory(NamedTuple):
+    """The memory that a program needs on one device, in bytes."""
+
+    temporaries: int
+    """Bytes while it runs, beside arguments and results."""
+    arguments: int
+    outputs: int
+
+
+def optimal_s(program: Compiled) -> float | None:
+    """Returns the seconds that the compiler's own model gives a program, as that of TPUs does; None where it has none.
+
+    Loops count once in it, and kernels by their own estimates.
+    """
+    try:
+        analysis: Any = program.cost_analysis()
+    except (NotImplementedError, RuntimeError):
+        return None
+    first = analysis[0] if isinstance(analysis, list) and analysis else analysis
+    seconds = first.get(OPTIMAL_SECONDS, 0) if isinstance(first, Mapping) else 0
+    return float(seconds) if seconds > 0 else None
+
+
+def memory_of(program: Compiled) -> ProgramMemory | None:
+    """Returns the memory that a program needs; None where the backend does not say."""
+    try:
+        analysis = program.memory_analysis()
+    except (NotImplementedError, RuntimeError):
+        return None
+    sizes = [getattr(analysis, name, None) for name in (TEMPORARIES, ARGUMENTS, OUTPUTS)]
+    return None if None in sizes else ProgramMemory(*(int(size or 0) for size in sizes))

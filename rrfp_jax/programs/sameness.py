@@ -170,11 +170,9 @@ class ProgramStore:
         self._lock = threading.Lock()
         self._made: dict[Hashable, Future[Any]] = {}
 
-    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns the result of the first ``make`` that was called for this key, or raises its error.
-
-        The first caller makes it while the others wait.
-        """
+    def get(self, key: Hashable, make: Callable[[], Any]) -> tuple[Any, bool]:
+        """Returns the result of the first ``make`` that was called for this key, or raises its error; and whether this
+        caller was the first, who makes it while the others wait."""
         with self._lock:
             is_first = key not in self._made
             made = self._made.setdefault(key, Future())
@@ -183,4 +181,4 @@ class ProgramStore:
                 made.set_result(make())
             except BaseException as error:
                 made.set_exception(error)
-        return made.result()
+        return made.result(), is_first

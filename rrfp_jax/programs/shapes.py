@@ -1,24 +1,89 @@
-"""The shapes that every chunk reads and returns, derived before anything runs.
+"""Shapes and dtypes as data, and those that every chunk reads and returns, derived before anything runs.
 
 Every fault of a list of chunks is found here, with the name of the chunk in the message: leaves that
 the batch does not have, chunks that do not fit together, a last chunk that returns no loss, shared parameters that
 differ.
 """
 
+import math
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rrfp_jax.programs.agreement import MAX_NAME_BYTES
 from rrfp_jax.programs.chunk import Chunk, Loss, microbatch_key, param_specs, trained_specs
-from rrfp_jax.programs.specs import Specs, is_inexact, spec_of, spec_text
 from rrfp_jax.schedules import PipelineGraph
+
+Specs = Any
+"""A pytree of ``jax.ShapeDtypeStruct``."""
+
+
+def spec_of(tree: Any) -> Specs:
+    """Returns the shapes of a pytree of arrays or specs, in the dtypes that JAX computes with, without weak types.
+
+    Raises ValueError for typed random keys, which can neither be sent nor saved.
+    """
+
+    def spec(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            place = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise ValueError(
+                f"there are typed random keys, {leaf.dtype}{list(leaf.shape)}{place}, which cannot be sent or saved: "
+                "give their numbers, jax.random.key_data(key), and make keys of them with jax.random.wrap_key_data"
+            )
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map_with_path(spec, tree)
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is floating or complex: only such leaves have a gradient."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def gradient_spec(tree: Specs) -> Specs:
+    """Returns the shapes of the gradient of a pytree: the same tree, with None for leaves that have no gradient."""
+    return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
+
+
+def accumulator_spec(params: Specs) -> Specs:
+    """Returns the shapes of sums of gradients: in float32, or in float64 as the parameters, placed like these."""
+
+    def sums(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = jnp.promote_types(param.dtype, jnp.float32)
+        return jax.ShapeDtypeStruct(param.shape, dtype, sharding=param.sharding)
+
+    return jax.tree.map(sums, params)
+
+
+def num_bytes(tree: Any) -> int:
+    """Returns the bytes of all leaves of a pytree of arrays or specs, on one of the devices that hold them."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
+
+
+def pick(layers: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Returns the layers of these names."""
+    return {name: layers[name] for name in names}
+
+
+def spec_text(tree: Any) -> str:
+    """Returns words for error messages: ``float32[4,128]``, several leaves joined by commas."""
+    return ", ".join(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for leaf in jax.tree.leaves(tree)) or "nothing"
+
+
+# -- shapes of chunks --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +134,26 @@ def derive_shapes(
         if index in absent:
             shapes.append(ChunkShapes(params=params, inputs=inputs, leaves={}, outputs=None, exists=False))
             continue
-        leaves = _leaves(chunks, index, batch)
+        names = [name for name in chunk.leaves if name in batch or name not in chunk.optional_leaves]
+        if missing := [name for name in names if name not in batch]:
+            raise ValueError(
+                f"{describe_chunk(chunks, index)} reads batch leaf {missing[0]!r}, which the batch does not have: "
+                f"it has {', '.join(sorted(batch)) or 'no leaves'}"
+            )
+        leaves = {name: spec_of(batch[name]) for name in names}
         of_kind = known.setdefault(chunk.own.kind, chunk.known_outputs)
         outputs = _outputs(chunks, index, params, inputs, leaves, known=of_kind)
         if not graph.successors(index):
             _check_loss(chunks, index, outputs)
         shapes.append(ChunkShapes(params=params, inputs=inputs, leaves=leaves, outputs=outputs))
     _check_layer_names(chunks, graph, shapes)
-    _check_gradient_edges(chunks, graph, shapes)
+    for index, shape in enumerate(shapes):
+        targets = graph.gradient_successors(index) if shape.exists else ()
+        if targets and not any(is_inexact(leaf) for leaf in jax.tree.leaves(shape.outputs)):
+            raise ValueError(
+                f"{describe_chunk(chunks, index)} sends {spec_text(shape.outputs)} to chunk {targets[0]}, which has no "
+                f"gradient: write Edge({index}, {targets[0]}, carries_gradient=False)"
+            )
     return tuple(shapes)
 
 
@@ -103,6 +180,14 @@ def model_params(params: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return whole
 
 
+_STATE_REMEDY = (
+    "A chunk has no state but its parameters: put LayerNorm or GroupNorm in place of BatchNorm, or freeze its layer, "
+    "and take random numbers from the key of apply (uses_key=True)"
+)
+_CHANGING_VARIABLES = ("BatchStat", "Cache", "Intermediate", "RngCount", "RngKey", "RngState")
+"""Variables of Flax NNX that hold no parameters."""
+
+
 def checked_params(chunks: Sequence[Chunk], index: int) -> dict[str, Specs]:
     """Returns the shapes of a chunk's parameters; raises ValueError, naming chunk and leaf, for a leaf that cannot be
     one."""
@@ -110,14 +195,23 @@ def checked_params(chunks: Sequence[Chunk], index: int) -> dict[str, Specs]:
     params: Any = param_specs(chunks[index])
     if not isinstance(params, dict) or not all(isinstance(name, str) for name in params):
         raise ValueError(f"{who} initialises to {type(params).__name__}: return a dictionary from layer name to arrays")
-    for variable, kind in _variables(trained_specs(chunks[index])):
-        if kind in _CHANGING_VARIABLES:
+    nnx = sys.modules.get("flax.nnx")  # no variable of Flax NNX can exist before it is loaded
+    kept = (
+        ()
+        if nnx is None
+        else jax.tree.leaves_with_path(
+            trained_specs(chunks[index]), is_leaf=lambda node: isinstance(node, nnx.Variable)
+        )
+    )
+    for path, leaf in kept:
+        names = [each.__name__ for each in type(leaf).__mro__ if each.__module__.startswith("flax.")]
+        if nnx is not None and isinstance(leaf, nnx.Variable) and names[0] in _CHANGING_VARIABLES:
             raise ValueError(
-                f"{who} has {variable}, an nnx {kind}, among its parameters: it would be trained as one, and the "
-                f"values that apply gives it are lost. {_STATE_REMEDY}"
+                f"{who} has {jax.tree_util.keystr(path)}, an nnx {names[0]}, among its parameters: it would be trained "
+                f"as one, and the values that apply gives it are lost. {_STATE_REMEDY}"
             )
     frozen = chunks[index].frozen
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path)
         if not is_inexact(leaf):
             raise ValueError(
@@ -129,42 +223,10 @@ def checked_params(chunks: Sequence[Chunk], index: int) -> dict[str, Specs]:
                 f"{who} has the parameter {name} of type {leaf.dtype}, in which updates would be lost: keep it in "
                 "float32 or bfloat16 and cast it in apply, or freeze its layer"
             )
-    for said, names in (("shares", chunks[index].shared), ("freezes", chunks[index].frozen)):
-        for name in sorted(names - params.keys()):
+    for said, named in (("shares", chunks[index].shared), ("freezes", frozen)):
+        for name in sorted(named - params.keys()):
             raise ValueError(f"{who} says that it {said} {name!r}, but its layers are {', '.join(params) or 'none'}")
     return dict(spec_of(params))
-
-
-_STATE_REMEDY = (
-    "A chunk has no state but its parameters: put LayerNorm or GroupNorm in place of BatchNorm, or freeze its layer, "
-    "and take random numbers from the key of apply (uses_key=True)"
-)
-_CHANGING_VARIABLES = ("BatchStat", "Cache", "Intermediate", "RngCount", "RngKey", "RngState")
-"""Variables of Flax NNX that hold no parameters."""
-
-
-def _variables(params: Any) -> list[tuple[str, str]]:
-    """Returns the paths of Flax NNX's variables in a tree, each with the name of its class there."""
-    nnx = sys.modules.get("flax.nnx")  # no variable can exist before it is loaded
-    if nnx is None:
-        return []
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    variables = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves if isinstance(leaf, nnx.Variable)]
-    kinds = [next(k.__name__ for k in type(leaf).__mro__ if k.__module__.startswith("flax.")) for _, leaf in variables]
-    return [(path, kind) for (path, _), kind in zip(variables, kinds, strict=True)]
-
-
-def _leaves(
-    chunks: Sequence[Chunk], index: int, batch: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.ShapeDtypeStruct]:
-    names = [name for name in chunks[index].leaves if name in batch or name not in chunks[index].optional_leaves]
-    for name in names:
-        if name not in batch:
-            raise ValueError(
-                f"{describe_chunk(chunks, index)} reads batch leaf {name!r}, which the batch does not have: "
-                f"it has {', '.join(sorted(batch)) or 'no leaves'}"
-            )
-    return {name: spec_of(batch[name]) for name in names}
 
 
 def _outputs(
@@ -188,25 +250,20 @@ def _outputs(
         return known[read]
     try:
         return known.setdefault(read, spec_of(jax.eval_shape(apply, params, inputs, leaves)))
-    except Exception as error:  # a user's model may raise anything; say where
+    except Exception as error:  # a user's model may raise anything; say where, and the remedy for the usual causes
+        name = error.args[0] if isinstance(error, KeyError) and error.args else None
+        remedy = ""
+        if isinstance(name, str) and name not in {*chunk.leaves, *params}:
+            remedy = f"; name {name!r} in `leaves` if it is a leaf of the batch, or let `init` make it"
+        elif not chunk.uses_key:
+            with suppress(Exception):
+                jax.eval_shape(partial(apply, uses_key=True), params, inputs, leaves)
+                remedy = "; it reads `key`, which is None: give the chunk uses_key=True"
         named = ", ".join(f"{name} {spec_text(spec)}" for name, spec in leaves.items())
-        remedy = _remedy(chunk, apply, (params, inputs, leaves), error)
         raise ValueError(
             f"{describe_chunk(chunks, index)} cannot be applied to inputs {spec_text(inputs)} and batch leaves "
-            f"{named or 'none'}: {error}{remedy and f'; {remedy}'}"
+            f"{named or 'none'}: {error}{remedy}"
         ) from error
-
-
-def _remedy(chunk: Chunk, apply: Callable[..., Any], read: tuple[Any, ...], error: Exception) -> str:
-    """Returns the remedy for an error with one of the usual causes; otherwise an empty text."""
-    name = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if isinstance(name, str) and name not in {*chunk.leaves, *read[0]}:
-        return f"name {name!r} in `leaves` if it is a leaf of the batch, or let `init` make it"
-    if not chunk.uses_key:
-        with suppress(Exception):
-            jax.eval_shape(partial(apply, uses_key=True), *read)
-            return "it reads `key`, which is None: give the chunk uses_key=True"
-    return ""
 
 
 def _check_loss(chunks: Sequence[Chunk], index: int, outputs: Specs) -> None:
@@ -223,6 +280,7 @@ def _check_loss(chunks: Sequence[Chunk], index: int, outputs: Specs) -> None:
 
 
 def _check_layer_names(chunks: Sequence[Chunk], graph: PipelineGraph, shapes: Sequence[ChunkShapes]) -> None:
+    """Raises ValueError for layers of one name that are no copies of one parameter, or would drift apart."""
     first: dict[str, int] = {}
     for index, shape in enumerate(shapes):
         for name in shape.params:
@@ -253,8 +311,13 @@ def _check_copies(
             f"{who} share {name!r}, but it is {spec_text(here)} in one and {spec_text(there)} in the other: "
             "initialise both to the same tree, shapes and dtypes"
         )
-    _check_frozen_alike(chunks, name, who, pair)
-    if name in chunks[owner].frozen:
+    frozen = [index for index in pair if name in chunks[index].frozen]
+    if len(frozen) == 1:
+        raise ValueError(
+            f"{who} share {name!r}, but it is frozen in chunk {frozen[0]} only, and the copies would drift apart: "
+            "freeze it in both or in none"
+        )
+    if frozen:
         return
     if owner not in graph.sharing(other):
         raise ValueError(f"{who} share {name!r}, but the graph does not know: build it with shared=({pair},)")
@@ -263,23 +326,3 @@ def _check_copies(
             f"{who} share {name!r}, but a gradient reaches only one of them, and the copies would drift apart: "
             "let gradients flow to both, or give the other a layer of its own"
         )
-
-
-def _check_frozen_alike(chunks: Sequence[Chunk], name: str, who: str, pair: tuple[int, int]) -> None:
-    frozen = [index for index in pair if name in chunks[index].frozen]
-    if len(frozen) == 1:
-        raise ValueError(
-            f"{who} share {name!r}, but it is frozen in chunk {frozen[0]} only, and the copies would drift apart: "
-            "freeze it in both or in none"
-        )
-
-
-def _check_gradient_edges(chunks: Sequence[Chunk], graph: PipelineGraph, shapes: Sequence[ChunkShapes]) -> None:
-    for index, shape in enumerate(shapes):
-        has_gradient = shape.exists and graph.gradient_successors(index)
-        if has_gradient and not any(is_inexact(leaf) for leaf in jax.tree.leaves(shape.outputs)):
-            target = graph.gradient_successors(index)[0]
-            raise ValueError(
-                f"{describe_chunk(chunks, index)} sends {spec_text(shape.outputs)} to chunk {target}, which has no "
-                f"gradient: write Edge({index}, {target}, carries_gradient=False)"
-            )

@@ -32,8 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
 from rrfp_jax.programs.chunk import Chunk, param_specs
-from rrfp_jax.programs.shapes import describe_chunk, holders
-from rrfp_jax.programs.specs import Specs, spec_text
+from rrfp_jax.programs.shapes import Specs, describe_chunk, holders, spec_text
 
 DATA = "data"
 """The mesh axis over the replicas of a stage."""

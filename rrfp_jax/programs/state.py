@@ -22,7 +22,7 @@ from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.chunk import Chunk, OwnFunction, Params, param_specs, trained_specs
 from rrfp_jax.programs.compiling import shared_program
 from rrfp_jax.programs.sameness import ProgramStore
-from rrfp_jax.programs.shapes import holders
+from rrfp_jax.programs.shapes import Specs, accumulator_spec, holders, pick, spec_of, spec_text
 from rrfp_jax.programs.shardings import (
     axes_of,
     param_partition,
@@ -33,7 +33,6 @@ from rrfp_jax.programs.shardings import (
     state_partition,
     unit_shardings,
 )
-from rrfp_jax.programs.specs import Specs, accumulator_spec, pick, spec_of, spec_text
 from rrfp_jax.programs.stage_devices import StageDevices
 
 
@@ -262,7 +261,7 @@ def _initial_params(
         def init(key: jax.Array, numbers: Any, own: OwnFunction = own, names: Any = tuple(at)) -> Params:
             return pick(own(jax.random.wrap_key_data(key, impl=impl), numbers=numbers), names)
 
-        program = store.get(
+        program, _ = store.get(
             ("init", own.kind, impl, sharding, place),
             partial(jax.jit, init, in_shardings=sharding, out_shardings=at),
         )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from rrfp_jax.programs.jaxprs import called_jaxpr, open_jaxpr
-from rrfp_jax.programs.specs import Specs
+from rrfp_jax.programs.shapes import Specs
 from rrfp_jax.programs.splitting.ir import Apply
 
 _LARGEST = 64

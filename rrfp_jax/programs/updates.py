@@ -25,8 +25,8 @@ from rrfp_jax.programs.chunk import Chunk, Params, trained_specs
 from rrfp_jax.programs.compiling import FlatProgram, shared_program
 from rrfp_jax.programs.reduction import reduce_function, tie_of, update_function
 from rrfp_jax.programs.sameness import ProgramStore
+from rrfp_jax.programs.shapes import Specs, accumulator_spec, pick, spec_of
 from rrfp_jax.programs.shardings import WHOLE, axes_of, mesh_of, param_partition, place, shardings_of, shared_out
-from rrfp_jax.programs.specs import Specs, accumulator_spec, pick, spec_of
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs
 from rrfp_jax.programs.update_faults import any_flag, scalars_of, update_fault

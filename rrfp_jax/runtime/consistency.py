@@ -33,9 +33,8 @@ from rrfp_jax.programs.chunk import trained_specs
 from rrfp_jax.programs.compiled import Variant
 from rrfp_jax.programs.program_text import joint_work
 from rrfp_jax.programs.reduction import update_function
-from rrfp_jax.programs.shapes import describe_chunk, holders
+from rrfp_jax.programs.shapes import accumulator_spec, describe_chunk, holders, pick, spec_of
 from rrfp_jax.programs.shardings import all_passing, spread, unit_shardings
-from rrfp_jax.programs.specs import accumulator_spec, pick, spec_of
 from rrfp_jax.programs.stage_devices import shards_of
 from rrfp_jax.programs.state import layer_groups
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState, Plans

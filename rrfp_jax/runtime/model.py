@@ -25,9 +25,8 @@ from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk, Variant
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_jit, times_kernels
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.sameness import ProgramStore
-from rrfp_jax.programs.shapes import ChunkShapes, derive_shapes, describe_chunk
+from rrfp_jax.programs.shapes import ChunkShapes, accumulator_spec, derive_shapes, describe_chunk, gradient_spec, pick
 from rrfp_jax.programs.shardings import all_passing, mesh_of, unit_shardings
-from rrfp_jax.programs.specs import accumulator_spec, gradient_spec, pick
 from rrfp_jax.programs.stage_devices import StageDevices, connect
 from rrfp_jax.programs.state import (
     ChunkState,

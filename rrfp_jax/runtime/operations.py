@@ -224,7 +224,7 @@ def _moved(context: OperationContext, *, to_host: bool) -> Any:
     """Replaces the arrays of a stash by copies on the other side; returns the copies."""
     import jax  # Here, since schedules are also simulated without JAX.
 
-    from rrfp_jax.programs.residuals import Residuals
+    from rrfp_jax.programs.chunk_plan import Residuals
 
     assert context.programs is not None
     plan, stash = context.programs.plan, context.stash
@@ -449,8 +449,7 @@ def part_made(
 
     from rrfp_jax.programs.chunk_plan import plan_chunk
     from rrfp_jax.programs.remat import remat_of_chunks
-    from rrfp_jax.programs.shapes import derive_shapes
-    from rrfp_jax.programs.specs import num_bytes
+    from rrfp_jax.programs.shapes import derive_shapes, num_bytes
 
     own = tuple(chunks)
     policies = remat_of_chunks(remat if isinstance(remat, str) or callable(remat) else tuple(remat), len(own))

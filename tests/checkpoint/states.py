@@ -14,7 +14,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner
 from rrfp_jax.checkpoint._arrays import ArrayName
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.specs import pick
+from rrfp_jax.programs.shapes import pick
 from rrfp_jax.programs.state import ChunkState, layer_groups
 
 LAYERS = ("embedding", "layers.0", "layers.1", "layers.2", "layers.3", "final_norm", "head")

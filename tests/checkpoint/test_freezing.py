@@ -11,7 +11,7 @@ import pytest
 
 from rrfp_jax.checkpoint import ChunkLayers
 from rrfp_jax.checkpoint._arrays import ArrayName
-from rrfp_jax.programs.specs import pick
+from rrfp_jax.programs.shapes import pick
 from rrfp_jax.programs.state import ChunkState, layer_groups
 from tests.checkpoint.states import LAYERS, Pieces, bits, chunk_of, cut_at, opened, restored, save, trained
 

@@ -22,8 +22,7 @@ from rrfp_jax.planner.model_layers import model_layers
 from rrfp_jax.planner.options import parse_words
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.remat import check_remat
-from rrfp_jax.programs.shapes import derive_shapes
-from rrfp_jax.programs.specs import num_bytes
+from rrfp_jax.programs.shapes import derive_shapes, num_bytes
 from rrfp_jax.programs.target import Target
 from rrfp_jax.schedules import chain
 from tests.drawn_words import preset_data

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rrfp_jax.programs.analysis import ProgramMemory, memory_of, optimal_s
+from rrfp_jax.programs.program_text import ProgramMemory, memory_of, optimal_s
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def program() -> Any:
 
 
 def test_the_keys_are_there(program: Any) -> None:
-    """JAX may change them; then :mod:`rrfp_jax.programs.analysis` is to follow."""
+    """JAX may change them; then :mod:`rrfp_jax.programs.program_text` is to follow."""
     memory = memory_of(program)
     assert memory is not None
     assert (memory.arguments, memory.outputs) == (2 * 32 * 32 * 4, 32 * 32 * 4)

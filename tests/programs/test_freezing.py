@@ -15,8 +15,7 @@ from rrfp_jax.programs.chunk import Chunk, param_specs, trained_specs
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.jaxprs import called_jaxpr
 from rrfp_jax.programs.model_graph import freeze, model_graph
-from rrfp_jax.programs.shapes import derive_shapes
-from rrfp_jax.programs.specs import num_bytes
+from rrfp_jax.programs.shapes import derive_shapes, num_bytes
 from rrfp_jax.schedules import Edge, PipelineGraph
 from tests.programs.toys import (
     assert_close,

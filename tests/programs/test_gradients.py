@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.chunk_plan import Residuals
 from rrfp_jax.programs.compiled import CompiledChunk
-from rrfp_jax.programs.residuals import Residuals
 from rrfp_jax.programs.state import ChunkState, initial_state
 from rrfp_jax.schedules import Edge, PipelineGraph, absences, chain
 from tests.programs.toys import (

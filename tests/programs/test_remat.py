@@ -12,8 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.remat import Remat, one_layer
-from rrfp_jax.programs.shapes import derive_shapes
-from rrfp_jax.programs.specs import accumulator_spec, num_bytes
+from rrfp_jax.programs.shapes import accumulator_spec, derive_shapes, num_bytes
 from rrfp_jax.schedules import chain
 from tests.programs.splitting.flops import dot_flops
 from tests.programs.toys import (

@@ -155,7 +155,8 @@ def test_the_first_makes_for_all_and_fails_for_all() -> None:
         with pytest.raises(ValueError, match="no"):
             store.get("key", fail)
     assert len(calls) == 1
-    assert store.get("other", lambda: 3) == store.get("other", fail) == 3
+    assert store.get("other", lambda: 3) == (3, True)
+    assert store.get("other", fail) == (3, False)
 
 
 def test_sums_over_the_axes_of_a_mesh_are_the_same_for_each_trace() -> None:

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.shapes import num_bytes
 from rrfp_jax.programs.shardings import gathered, param_partition, passing, shared_out, state_partition, unit_shardings
-from rrfp_jax.programs.specs import num_bytes
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import initial_state, state_specs
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.chunk_plan import Residuals, WeightResidualBytes
 from rrfp_jax.programs.compiled import CompiledChunk
-from rrfp_jax.programs.residuals import Residuals, WeightResidualBytes
-from rrfp_jax.programs.specs import num_bytes
+from rrfp_jax.programs.shapes import num_bytes
 from rrfp_jax.schedules import Edge, PipelineGraph, chain
 from tests.programs.toys import (
     LENGTH,
