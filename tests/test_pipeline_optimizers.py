@@ -13,7 +13,7 @@ import pytest
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.shapes import model_params
-from rrfp_jax.programs.update_faults import scalars_of, update_fault
+from rrfp_jax.programs.update_functions import scalars_of, update_fault
 from rrfp_jax.schedules import linear
 from rrfp_jax.training.optimizer import check_groups, learning_rate_schedule, make_optimizer
 from rrfp_jax.training.run_config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ParameterGroup

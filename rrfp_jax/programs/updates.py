@@ -10,11 +10,11 @@ A shared layer is updated by a program of its own, which is the same for every c
 program XLA may round the same formula differently, and the copies would drift apart.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -23,18 +23,13 @@ from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk import Chunk, Params, trained_specs
 from rrfp_jax.programs.compiling import FlatProgram, shared_program
-from rrfp_jax.programs.reduction import reduce_function, tie_of, update_function
 from rrfp_jax.programs.sameness import ProgramStore
-from rrfp_jax.programs.shapes import Specs, accumulator_spec, pick, spec_of
+from rrfp_jax.programs.shapes import accumulator_spec, pick, spec_of
 from rrfp_jax.programs.shardings import WHOLE, axes_of, mesh_of, param_partition, place, shardings_of, shared_out
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs
-from rrfp_jax.programs.update_faults import any_flag, scalars_of, update_fault
+from rrfp_jax.programs.update_functions import reduce_function, scalars_of, signed_norm, tie_of, update_function
 from rrfp_jax.schedules import PipelineGraph
-
-
-def _unchanged(squared_norm: Any, _: Any) -> Any:
-    return squared_norm
 
 
 class _Updates:
@@ -62,7 +57,8 @@ class _Updates:
         """The shapes of layers that train; R and U know no others."""
         self._partition = pick(param_partition(chunks, index, axes), self._params)
         self._tie = tie_of(chunks, index, graph.sharing(index))
-        others = [(other, tuple(sorted(chunks[other].tied))) for other in self._tie.others]
+        sharing = self._tie.of_others(self._tie.sharing)
+        others = [(other, tuple(sorted(chunks[other].tied))) for other in sharing]
         self._specs_of_others = tuple(
             accumulator_spec(pick(spec_of(trained_specs(chunks[other])), names)) for other, names in others
         )
@@ -75,10 +71,9 @@ class _Updates:
         """The optimizer state that U takes here, as specs with shardings, one entry per group of layers."""
         self._reduce: FlatProgram | None = None
         self._updates: list[FlatProgram] = []
-        self._signed: Callable[[Any, Any], Any] = _unchanged
-        self._scalars: Specs = ()
-        if self.trains:
-            self._signed, self._scalars = self._fault_of_update()
+        groups = layer_groups(chunks[index], self._params) if self.trains else ()
+        signed, self._scalars = signed_norm(optimizer, [pick(self._params, group) for group in groups])
+        self._signed = signed or (lambda squared_norm, scalars: squared_norm)
 
     def _compile(self, name: str, called: str, function: Any, *specs: Any, **options: Any) -> FlatProgram:
         """Traces a function for this chunk, as an optimizer may go by names of layers; compiles equal traces once."""
@@ -86,33 +81,8 @@ class _Updates:
         self.compiled[called] = program.compiled
         return program
 
-    def _place(self, partition: Any) -> Any:
+    def _at(self, partition: Any) -> Any:
         return place(partition, self._scalar)
-
-    def _fault_of_update(self) -> tuple[Callable[[Any, Any], Any], Specs]:
-        """Returns ``signed(squared_norm, scalars)`` and the shapes of the scalars.
-
-        The result of ``signed`` is negative if the next update cannot be finite. The scalars are those of the
-        optimizer's state, a list for each group of layers; there are none if no fault can be.
-        """
-        groups = [pick(self._params, group) for group in layer_groups(self._chunk, self._params)]
-        scalars = spec_of([scalars_of(jax.eval_shape(self.optimizer.init, params)) for params in groups])
-        faults = [update_fault(self.optimizer, params) for params in groups]
-        found: list[Any] = []
-
-        def is_spoilt(scalars: Any) -> Any:
-            found.append(any_flag(*(fault(own) for fault, own in zip(faults, scalars, strict=True))))
-            return found[0]
-
-        traced = jax.make_jaxpr(is_spoilt)(scalars)
-        if found[0] is False:
-            return _unchanged, ()
-
-        def signed(squared_norm: Any, scalars: Any) -> Any:
-            (flag,) = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(scalars))
-            return jnp.where(flag, -squared_norm, squared_norm)
-
-        return signed, scalars
 
     def _scalars_of(self, states: Sequence[Any] | None) -> Any:
         """Returns the scalars of an optimizer state, or zeros if no state is given."""
@@ -128,10 +98,10 @@ class _Updates:
         update_all = update_function(self.optimizer)
         for group, state in zip(self._groups, self.state_specs, strict=True):
             params, at_state = pick(self._params, group), shardings_of(state)
-            at_params = at_grads = self._place(pick(self._partition, group))
+            at_params = at_grads = self._at(pick(self._partition, group))
             update, donate = update_all, [0, 1, 2]
             if shares is not None:
-                at_grads, donate = self._place(pick(shares, group)), [0, 1]
+                at_grads, donate = self._at(pick(shares, group)), [0, 1]
 
                 def update(params: Any, *rest: Any, at: Any = at_grads) -> Any:
                     return update_all(jax.lax.with_sharding_constraint(params, at), *rest)[:2]
@@ -196,7 +166,7 @@ class UnitUpdates(_Updates):
     def _compile_reduce(self) -> None:
         """Compiles the sums of shared layers and the norm; the other accumulators do not pass through."""
         function = reduce_function(self._tie, self._mesh, self._partition, self._partitions_of_others)
-        names, at_params = self._tie.names, self._place(self._partition)
+        names, at_params = self._tie.names, self._at(self._partition)
 
         def reduce(accumulators: Any, others: tuple[Any, ...], scalars: Any) -> tuple[dict[str, Any], Any]:
             layers, squared_norm = function(accumulators, others)
@@ -207,7 +177,7 @@ class UnitUpdates(_Updates):
             "reduce",
             reduce,
             *(accumulator_spec(self._params), self._specs_of_others, self._scalars),
-            in_shardings=(at_params, self._place(self._partitions_of_others), self._scalar),
+            in_shardings=(at_params, self._at(self._partitions_of_others), self._scalar),
             out_shardings=(pick(at_params, names), self._scalar),
         )
 
@@ -217,7 +187,7 @@ class UnitUpdates(_Updates):
         """Sums shared gradients; returns the accumulators and their squared norm (float32 scalar). Consumes nothing.
 
         The norm has a negative sign if the next update from ``optimizer_state`` cannot be finite
-        (:mod:`rrfp_jax.programs.update_faults`).
+        (:mod:`rrfp_jax.programs.update_functions`).
 
         ``shared`` has, for every chunk of ``graph.sharing(index)`` in ascending order, its shared layers' accumulators;
         the entry of this chunk itself is not looked at. Leave it out where nothing is shared. The norm counts a shared
@@ -267,7 +237,8 @@ class StageUpdates(_Updates):
     Args:
         index, chunks, graph: the chunk, in the model's own graph, which knows nothing of replicas.
         devices: of the stage.
-        ordered: add up replicas in order, so that bits depend on nothing else; see :mod:`rrfp_jax.programs.reduction`.
+        ordered: add up replicas in order, so that bits depend on nothing else;
+            see :mod:`rrfp_jax.programs.update_functions`.
         shard_optimizer: cut the optimizer state over the replicas (ZeRO-1) and update the parameters here.
         store: the programs that are compiled already for other chunks; None: none.
     """
@@ -305,8 +276,8 @@ class StageUpdates(_Updates):
             cleared = jax.tree.map(jnp.zeros_like, accumulators if self.shards_optimizer else {})
             return reduced, cleared, self._signed(squared_norm, scalars)
 
-        at_params, sums = self._place(self._partition), accumulator_spec(self._params)
-        at_sums, at_cleared = (at_params, {}) if shares is None else (self._place(shares), at_params)
+        at_params, sums = self._at(self._partition), accumulator_spec(self._params)
+        at_sums, at_cleared = (at_params, {}) if shares is None else (self._at(shares), at_params)
         own = tuple(name for name in self._params if name not in names)
         self._reduce = self._compile(
             "reduce",
@@ -314,7 +285,7 @@ class StageUpdates(_Updates):
             reduce,
             *(pick(sums, own), pick(sums, names), self._specs_of_others, self._scalars),
             in_shardings=(
-                *(pick(at_params, own), pick(at_params, names), self._place(self._partitions_of_others)),
+                *(pick(at_params, own), pick(at_params, names), self._at(self._partitions_of_others)),
                 self._scalar,
             ),
             out_shardings=(at_sums, at_cleared, self._scalar),
@@ -344,7 +315,15 @@ class StageUpdates(_Updates):
             scalars = devices.join(own, jax.tree.map(lambda _: WHOLE, self._scalars)) if self._scalars else ()
         else:
             scalars = self._scalars_of(optimizer_state)
-        reduced, cleared, squared_norm = self._reduce(joined, tied, self._join_others(shared or {}), scalars)
+        others = []
+        for place_of_other, partition in enumerate(self._partitions_of_others):
+            layers: dict[int, Any] = {}
+            for replica in devices.local_replicas:
+                own_layers = self._tie.of_others((shared or {})[replica])[place_of_other]
+                at = jax.tree.map(partial(devices.unit_sharding, replica), partition)
+                layers[replica] = jax.tree.map(_put, own_layers, at)
+            others.append(devices.join(layers, partition))
+        reduced, cleared, squared_norm = self._reduce(joined, tied, tuple(others), scalars)
         if self.shards_optimizer:
             return Reduced(devices.per_replica(cleared), reduced, squared_norm)
         return Reduced(devices.per_replica(reduced), None, squared_norm)
@@ -364,24 +343,9 @@ class StageUpdates(_Updates):
         changed_on = self.devices.per_replica(changed)
         return {replica: {**own, **changed_on[replica]} for replica, own in params.items()}, states
 
-    def _join_others(self, shared: Mapping[int, tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Returns the shared accumulators of the other chunks, joined over the local replicas."""
-        joined = []
-        for place_of_other, partition in enumerate(self._partitions_of_others):
-            layers = {
-                r: self._on_unit(r, self._tie.of_others(shared[r])[place_of_other], partition)
-                for r in self.devices.local_replicas
-            }
-            joined.append(self.devices.join(layers, partition))
-        return tuple(joined)
 
-    def _on_unit(self, replica: int, tree: Any, partition: Any) -> Any:
-        """Returns the arrays, NumPy arrays among them put onto the unit's devices."""
-
-        def put(leaf: Any, spec: Any) -> jax.Array:
-            if isinstance(leaf, jax.Array):
-                return leaf
-            sharding = self.devices.unit_sharding(replica, spec)
-            return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
-
-        return jax.tree.map(put, tree, partition)
+def _put(leaf: Any, sharding: Sharding) -> jax.Array:
+    """Returns an array as it is, and a NumPy array put onto the devices of its sharding."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    return jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)

@@ -32,11 +32,11 @@ import numpy as np
 from rrfp_jax.programs.chunk import trained_specs
 from rrfp_jax.programs.compiled import Variant
 from rrfp_jax.programs.program_text import joint_work
-from rrfp_jax.programs.reduction import update_function
 from rrfp_jax.programs.shapes import accumulator_spec, describe_chunk, holders, pick, spec_of
 from rrfp_jax.programs.shardings import all_passing, spread, unit_shardings
 from rrfp_jax.programs.stage_devices import shards_of
 from rrfp_jax.programs.state import layer_groups
+from rrfp_jax.programs.update_functions import update_function
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState, Plans
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.transports.edges import is_on_host

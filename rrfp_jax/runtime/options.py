@@ -20,7 +20,7 @@ class UpdateRules:
     """Largest global norm of the gradient of the mean loss; None: gradients are not scaled."""
     skip_nonfinite: bool = True
     """Leave out, on all stages, a step whose loss or gradients are not finite, whose update cannot be finite because of
-    the learning rate (:mod:`rrfp_jax.programs.update_faults`), or which has no weight at all, or a negative one."""
+    the learning rate (:mod:`rrfp_jax.programs.update_functions`), or which has no weight at all, or a negative one."""
     deterministic: bool = False
     """Give the same bits in any order of tasks, at the price of accumulating in microbatch order. Refused if the
     machine's own sums are not reproducible."""

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rrfp_jax.programs.chunk import Chunk
-from rrfp_jax.programs.reduction import Tie, reduce_function
 from rrfp_jax.programs.shardings import WHOLE
 from rrfp_jax.programs.stage_devices import StageDevices
+from rrfp_jax.programs.update_functions import Tie, reduce_function
 from rrfp_jax.programs.updates import Reduced, StageUpdates
 from rrfp_jax.schedules import PipelineGraph, chain
 from tests.programs.grids import grids_of
