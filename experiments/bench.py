@@ -48,7 +48,7 @@ from experiments.emulate import EMULATED_STEP
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.common.process import use_cpu
 from rrfp_jax.simulation.costs import constant
 from rrfp_jax.testing import emulate
@@ -144,7 +144,7 @@ def emulated_ms(
     durations_ms: tuple[float, float, float], num_steps: int, *, chunks_per_stage: int = 1, **order: Any
 ) -> list[float]:
     """Returns the makespans of some emulated steps, in milliseconds."""
-    resolved = parse_ordering(**order).resolve(
+    resolved = OrderingOptions(**order).resolve(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, chunks_per_stage=chunks_per_stage
     )
     durations: np.ndarray = constant(durations_ms, resolved.graph)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.simulation import lognormal
 from rrfp_jax.testing import emulate
 
@@ -37,7 +37,7 @@ def bench_deterministic(console: Console) -> dict[float, float]:
 
 
 def _medians_ms(sigma: float) -> tuple[float, float]:
-    order = parse_ordering(hint="bf", window=WINDOW).resolve(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES)
+    order = OrderingOptions(hint="bf", window=WINDOW).resolve(num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES)
     work_ms = np.full((1, NUM_STAGES, NUM_MICROBATCHES, 3), 10.0)
     measured_ms: dict[bool, list[float]] = {False: [], True: []}
     for seed in range(REPEATS):

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rrfp_jax.commands.common.console import make_console
-from rrfp_jax.commands.common.ordering import parse_ordering
-from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.commands.common.ordering import OrderingOptions
+from rrfp_jax.commands.studies import RULES
 from rrfp_jax.core import DecisionTimer, Dispatch, Order, TimingRule
 from rrfp_jax.schedules import Task, TaskKind
 from rrfp_jax.simulation import Costs, Links, Machine, constant, for_steps, lognormal, simulate
@@ -148,7 +148,7 @@ def bench_dispatch(console: Console | None = None) -> list[tuple[str, dict[str, 
 def _orders(num_stages: int, num_microbatches: int) -> list[tuple[str, Order]]:
     made = []
     for name, (per_stage, words) in ORDERS.items():
-        ordering = parse_ordering(**words)
+        ordering = OrderingOptions(**words)
         order = ordering.resolve(num_stages=num_stages, num_microbatches=num_microbatches, chunks_per_stage=per_stage)
         made.append((name, order))
     return made

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from experiments.emulate import EMULATED_STEP
 from rrfp_jax.commands.common.console import make_console
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Order
 from rrfp_jax.simulation import Costs, Machine, for_steps, lognormal, simulate
 from rrfp_jax.testing import dispatch_overhead_ms, emulate
@@ -77,7 +77,7 @@ def setting(seed: int) -> tuple[Order, float, NDArray[np.float64]]:
     sigma, window = float(rng.uniform(0, 1)), int(rng.integers(4, 17))
     if "schedule" not in words or words.get("footprint") is False:
         words["window"] = window
-    order = parse_ordering(**words).resolve(
+    order = OrderingOptions(**words).resolve(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, chunks_per_stage=chunks_per_stage
     )
     work_ms = np.full((NUM_STEPS, order.graph.num_chunks, NUM_MICROBATCHES, 3), 10.0 / (chunks_per_stage or 1))

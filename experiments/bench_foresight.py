@@ -28,7 +28,7 @@ from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import OrderingOptions
-from rrfp_jax.commands.studies.machine import RULES, parse_jitter
+from rrfp_jax.commands.studies import RULES, parse_jitter
 from rrfp_jax.core import Order
 from rrfp_jax.core.foresight import ForesightRules
 from rrfp_jax.observe.output_files import check_file
@@ -114,7 +114,7 @@ class Cell:
             return Costs(durations_ms=_multimodal(durations_ms, rng))
         text = f"straggler:{self.num_stages // 2},{SLOW_STAGE_FACTOR}" if self.jitter == SLOW_STAGE else self.jitter
         jitter = parse_jitter(None if text in ("none", SLOW_LINK) else text)
-        durations_ms, sleeps = jitter.apply(durations_ms, placement, rng)
+        durations_ms, sleeps = jitter(durations_ms, placement, rng)
         return Costs(durations_ms=durations_ms, sleeps=sleeps)
 
 

@@ -21,8 +21,8 @@ from experiments.emulate import EMULATED_STEP
 from experiments.workload_options import DEFAULT_PAIR, on_graph
 from experiments.workloads import WORKLOADS, Drawn, Workload
 from rrfp_jax.commands.common.console import make_console, make_table
-from rrfp_jax.commands.common.ordering import parse_ordering
-from rrfp_jax.commands.studies.work import GraphOptions, ModelGraph
+from rrfp_jax.commands.common.ordering import OrderingOptions
+from rrfp_jax.commands.studies import GraphOptions, ModelGraph
 from rrfp_jax.core import Order
 from rrfp_jax.models.presets import model_pair
 from rrfp_jax.schedules.timeline import Timeline
@@ -111,7 +111,7 @@ def _in_turn(name: str, cases: dict[bool, tuple[Drawn, ModelGraph]]) -> list[Mea
 
 def _run(words: dict[str, Any], drawn: Drawn, model: ModelGraph) -> tuple[float, ...]:
     """Returns mean makespans in milliseconds: real, forecast, and forecast without the host's time."""
-    order: Order = parse_ordering(**words).resolve(
+    order: Order = OrderingOptions(**words).resolve(
         num_stages=NUM_STAGES, num_microbatches=NUM_MICROBATCHES, placement=model.placement, graph=model.graph
     )
     durations_ms, absent = drawn.durations.durations_ms, drawn.durations.absent

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Order
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.costs.order_memory import forecast_memory
@@ -67,7 +67,7 @@ class Case:
     def resolved(self) -> Order:
         """Returns the order as a run resolves it."""
         chunks = len(self.layers) // self.num_stages
-        return parse_ordering(**self.order).resolve(
+        return OrderingOptions(**self.order).resolve(
             num_stages=self.num_stages, num_microbatches=self.num_microbatches, chunks_per_stage=chunks
         )
 

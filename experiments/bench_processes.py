@@ -18,7 +18,7 @@ from rich.table import Table
 
 from experiments import bench_transport, transport_pair
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.simulation import Costs, Links, Machine, simulate
 from rrfp_jax.simulation.costs import constant
 
@@ -90,7 +90,7 @@ def _show_overlap(console: Console) -> None:
 
 
 def _ideal_ms(task_ms: float, latency_ms: float) -> float:
-    order = parse_ordering().resolve(num_stages=2, num_microbatches=16)
+    order = OrderingOptions().resolve(num_stages=2, num_microbatches=16)
     simulation = simulate(
         order.arbiters(EMULATED_STEP),
         Costs(durations_ms=constant((task_ms,) * 3, order.graph)),

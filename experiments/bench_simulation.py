@@ -11,8 +11,8 @@ from time import process_time
 from rich.console import Console
 
 from rrfp_jax.commands.common.console import make_console
-from rrfp_jax.commands.common.ordering import parse_ordering
-from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.commands.common.ordering import OrderingOptions
+from rrfp_jax.commands.studies import RULES
 from rrfp_jax.core import (
     HINTS,
     Event,
@@ -55,7 +55,7 @@ def bench_simulation(console: Console | None = None) -> dict[int, float]:
 def simulation_s(num_stages: int, num_microbatches: int) -> float:
     """Returns the CPU seconds for one simulated step."""
     start_s = process_time()
-    resolved = parse_ordering(hint="bfw").resolve(num_stages=num_stages, num_microbatches=num_microbatches)
+    resolved = OrderingOptions(hint="bfw").resolve(num_stages=num_stages, num_microbatches=num_microbatches)
     costs = Costs(durations_ms=constant((10.0, 10.0, 10.0), resolved.graph))
     simulate(resolved.arbiters(RULES), costs)
     return process_time() - start_s

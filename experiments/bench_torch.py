@@ -30,7 +30,7 @@ from rrfp_jax.cluster.config import BINDINGS
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.studies.work import parse_durations_ms, parse_numbers
+from rrfp_jax.commands.studies import parse_durations_ms, parse_numbers
 
 _STRICT_1F1B = "1f1b:strict"
 TORCH_VERSION = "import torch; from torch.distributed.pipelining import Schedule1F1B; print(torch.__version__)"

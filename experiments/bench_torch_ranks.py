@@ -14,10 +14,10 @@ from experiments.emulate import EMULATED_STEP
 from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.simulate import parse_entries
-from rrfp_jax.commands.studies.work import load_durations
+from rrfp_jax.commands.studies import load_durations
 from rrfp_jax.core import Order, dispatch_of
 from rrfp_jax.core.dispatch import AUTO
 from rrfp_jax.simulation import peak_memory
@@ -86,7 +86,7 @@ def resolve_entries(
 ) -> dict[str, Order]:
     """Returns the orders by their entries. Raises ValueError if one does not fit or has other chunks."""
     orders = {}
-    for label, ordering in parse_entries(compare, parse_ordering(window=window)):
+    for label, ordering in parse_entries(compare, OrderingOptions(window=window)):
         order = ordering.resolve(num_stages=num_stages, num_microbatches=num_microbatches)
         if order.placement.num_chunks != (num_chunks or num_stages):
             raise ValueError(

@@ -25,17 +25,15 @@ import numpy as np
 
 from experiments.workload_options import add_workload_arguments, has_graph, plan_workload
 from rrfp_jax.cluster import ClusterConfig
-from rrfp_jax.commands.common.console import make_console, make_table
+from rrfp_jax.commands.common.console import add_timeline_argument, check_outputs, draw, make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import add_ordering_arguments, given_order, parse_ordering
-from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
+from rrfp_jax.commands.common.ordering import OrderingOptions, add_ordering_arguments, given_order
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.main import run
 from rrfp_jax.commands.simulate import GivenWork
-from rrfp_jax.commands.studies.machine import parse_link_delays_ms
-from rrfp_jax.commands.studies.reports import engine_columns, engines_in_words
-from rrfp_jax.commands.studies.work import (
+from rrfp_jax.commands.simulate_reports import engine_columns, engines_in_words
+from rrfp_jax.commands.studies import (
     GivenDurations,
     Profile,
     add_graph_arguments,
@@ -43,6 +41,7 @@ from rrfp_jax.commands.studies.work import (
     load_durations,
     parse_durations_ms,
     parse_graph,
+    parse_link_delays_ms,
     requested_graph,
 )
 from rrfp_jax.core import Agreement, Dispatch, GroupProtocol, Order, StepRules, dispatch_of
@@ -265,7 +264,7 @@ def _dispatch(arguments: argparse.Namespace) -> Dispatch:
 
 
 def _resolve(arguments: argparse.Namespace, workload: GivenWork | None) -> Order:
-    ordering = parse_ordering(**given_order(arguments))
+    ordering = OrderingOptions(**given_order(arguments))
     check_fits_graph([ordering], has_graph=has_graph(arguments), chunks_per_stage=arguments.chunks_per_stage)
     num_microbatches = microbatches_per_replica(arguments.num_microbatches, max(arguments.data, 1))
     if workload is None:

@@ -29,7 +29,10 @@ from rrfp_jax.commands.common.errors import BadInput, checking_input
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.common.ordering import parse_window
 from rrfp_jax.commands.main import run
-from rrfp_jax.commands.studies.machine import (
+from rrfp_jax.commands.simulate_reports import formulas_of
+from rrfp_jax.commands.studies import (
+    Profile,
+    add_graph_arguments,
     add_machine_arguments,
     add_noise_arguments,
     arbiters_of,
@@ -37,9 +40,9 @@ from rrfp_jax.commands.studies.machine import (
     chunk_durations,
     make_costs,
     make_machine,
+    parse_durations_ms,
+    requested_graph,
 )
-from rrfp_jax.commands.studies.reports import formulas_of
-from rrfp_jax.commands.studies.work import Profile, add_graph_arguments, parse_durations_ms, requested_graph
 from rrfp_jax.core import READY, STRICT, Ordering, check_windows
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry, schedule_names
 from rrfp_jax.schedules.formulas import Levels, compare

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rrfp_jax.commands.common.console import make_table
-from rrfp_jax.commands.studies.reports import Formula
+from rrfp_jax.commands.simulate_reports import Formula
 from rrfp_jax.schedules.formulas import Levels, PeakFormula
 
 BUBBLE_TOLERANCE = 0.02

@@ -14,7 +14,7 @@ from experiments.small_model import LEARNING_RATE, STAGES, batch, weights
 from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.simulate import parse_entries
 from rrfp_jax.schedules import linear
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     with checking_input():
         orders = resolve_entries(arguments.compare, arguments.window, STAGES, arguments.num_microbatches)
-        words = dict(parse_entries(arguments.compare, parse_ordering(window=arguments.window)))
+        words = dict(parse_entries(arguments.compare, OrderingOptions(window=arguments.window)))
         process = enter(
             num_stages=STAGES, configuration=vars(arguments), cluster=ClusterConfig(), platform="cpu", pinned=True
         )

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.emulate import EMULATED_STEP
 from experiments.turns import LineProcess, our_ranks, torch_processes
-from rrfp_jax.commands.studies.work import Profile
+from rrfp_jax.commands.studies import Profile
 from rrfp_jax.core import Order
 from rrfp_jax.simulation import Costs, for_steps, lognormal, simulate
 from rrfp_jax.simulation.costs import Durations

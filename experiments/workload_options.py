@@ -17,7 +17,7 @@ from experiments.workloads import (
 from rrfp_jax.commands.common.options import offer
 from rrfp_jax.commands.common.ordering import OFF, ON, parse_switch
 from rrfp_jax.commands.simulate import GivenWork, WorkOptions
-from rrfp_jax.commands.studies.work import GraphOptions, ModelGraph, make_graph, parse_graph
+from rrfp_jax.commands.studies import GraphOptions, ModelGraph, make_graph, parse_graph
 from rrfp_jax.models.presets import MODEL_PAIRS, model_pair
 
 DEFAULT_PAIR = "qwen3-4b+vit-big"

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.sample_lengths import Sample, interleaved_samples, sft_samples
-from rrfp_jax.commands.studies.work import GivenDurations, ModelGraph
+from rrfp_jax.commands.studies import GivenDurations, ModelGraph
 from rrfp_jax.costs.flops import Flops, TaskFlops, pairs
 from rrfp_jax.data.balancing import balanced, samples_in_order
 from rrfp_jax.data.buckets import pack_rows

@@ -15,7 +15,7 @@ from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.tables import geometric_mean, markdown
 from rrfp_jax.commands.common.ordering import OrderingOptions
-from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.commands.studies import RULES
 from rrfp_jax.core import Order
 from rrfp_jax.simulation import Communication, Costs, Links, Machine, constant, for_steps, lognormal, simulate
 from rrfp_jax.simulation.costs import Durations

@@ -23,8 +23,7 @@ from experiments.paper.tables import markdown, settings_of
 from experiments.workload_options import on_graph
 from experiments.workloads import Workload
 from rrfp_jax.commands.common.ordering import OrderingOptions
-from rrfp_jax.commands.studies.machine import RULES
-from rrfp_jax.commands.studies.work import GraphOptions, make_graph
+from rrfp_jax.commands.studies import RULES, GraphOptions, make_graph
 from rrfp_jax.costs.flops import DecoderSizes
 from rrfp_jax.models.presets import ModelPair, model_pair
 from rrfp_jax.schedules import Absences, PipelineGraph, Placement

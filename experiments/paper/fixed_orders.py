@@ -15,7 +15,7 @@ from experiments.paper import endtoend
 from experiments.paper.rows import Cell
 from experiments.paper.scene import EQUAL, FORESIGHT, Method, Scene, table_order
 from rrfp_jax.commands.common.ordering import OrderingOptions
-from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.commands.studies import RULES
 from rrfp_jax.core import STRICT, Order
 from rrfp_jax.schedules import ScheduleTable, schedule_names
 from rrfp_jax.schedules.registry import schedules_of_any_graph

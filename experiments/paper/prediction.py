@@ -17,7 +17,7 @@ from experiments.paper.question import Measured, Question, Rows
 from experiments.paper.rows import Cell, Value, selected
 from experiments.paper.tables import markdown
 from rrfp_jax.commands.common.ordering import OrderingOptions
-from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.commands.studies import RULES
 from rrfp_jax.simulation import Costs, Links, Machine, constant, simulate
 
 FOLDER = Path(__file__).parent / "published"

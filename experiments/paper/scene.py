@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.paper.rows import Cell, Value
 from rrfp_jax.commands.common.ordering import OrderingOptions
-from rrfp_jax.commands.studies.machine import RULES, parse_jitter
+from rrfp_jax.commands.studies import RULES, parse_jitter
 from rrfp_jax.core import READY, STRICT, Order, Ordering
 from rrfp_jax.schedules import ScheduleTable
 from rrfp_jax.schedules.timeline import Timeline
@@ -73,7 +73,7 @@ class Scene:
         if text == SLOW_STAGE:
             text = f"straggler:{self.stages // 2},{SLOW_STAGE_FACTOR}"
         rng = np.random.default_rng((self.seed, *map(ord, self.jitter)))
-        durations_ms, sleeps = parse_jitter(text).apply(for_steps(quiet_ms, self.steps), order.placement, rng)
+        durations_ms, sleeps = parse_jitter(text)(for_steps(quiet_ms, self.steps), order.placement, rng)
         return Costs(durations_ms=durations_ms, sleeps=sleeps)
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from experiments.systems.records import Hop
-from rrfp_jax.commands.studies.machine import RULES, chunk_durations
+from rrfp_jax.commands.studies import RULES, chunk_durations
 from rrfp_jax.core import DEFAULT_WINDOW, READY, STRICT, Order, Ordering
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, schedule_entry
 from rrfp_jax.schedules.formulas import compare

@@ -5,18 +5,21 @@ imported when it is called, so that the others cost nothing. ``python -m experim
 same."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import NoReturn
 
-from rrfp_jax.commands.common.interrupts import (
+from rrfp_jax.commands.common.errors import (
+    BadInput,
     end_when_told_to_stop,
     ending_at_once,
     hear_no_more,
-    let_held_signals_in,
+    run_command,
     stop_requests,
 )
+from rrfp_jax.exit_codes import STOP_SIGNALS
 from rrfp_jax.version import __version__
 
 COMMANDS = {
@@ -34,6 +37,7 @@ COMMANDS = {
     "config": "explain keys of a configuration, show presets, complete commands in a shell",
 }
 """The commands, each with its purpose."""
+_OF_PLANNER = ("plan", "profile")
 _REPLACED = {
     "import-hf": "rrfp convert import",
     "export-hf": "rrfp convert export",
@@ -44,9 +48,6 @@ _REPLACED = {
     "read": "python -m experiments.reading in the checkout",
 }
 """Commands that are gone, each with the command that took its place."""
-
-
-_OF_PLANNER = ("plan", "profile")
 
 
 def replacement_of(name: str) -> str | None:
@@ -65,13 +66,21 @@ def run(name: str, argv: list[str] | None = None) -> NoReturn:
     """Run a command and end the process with its code."""
     _open_standard_streams()
     with ending_at_once():
+        # Signals are taken before anything is imported that takes long. A launcher holds those for its ranks back until
+        # they have these handlers.
         if name == "train":
             stop_requests()
         elif name == "launch":
             end_when_told_to_stop()
-        let_held_signals_in()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *STOP_SIGNALS})
+
+    def command() -> int:
+        with ending_at_once():
+            main: Callable[[list[str] | None], int] = import_module(module_of(name)).main
+        return main(argv)
+
     try:
-        _run(lambda: _main_of(name)(argv))
+        run_command(command)
     finally:
         hear_no_more()
 
@@ -82,7 +91,7 @@ def main() -> NoReturn:
     if name in COMMANDS:
         run(name, rest)
     _open_standard_streams()
-    _run(lambda: _answer(name))
+    run_command(lambda: _answer(name))
 
 
 def _open_standard_streams() -> None:
@@ -100,45 +109,29 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(descriptor, "w", encoding="utf-8", closefd=False))  # noqa: SIM115 - for good
 
 
-def _run(answer: Callable[[], int]) -> NoReturn:
-    with ending_at_once():
-        from rrfp_jax.commands.common.errors import run_command
-    run_command(answer)
-
-
-def _main_of(name: str) -> Callable[[list[str] | None], int]:
-    with ending_at_once():
-        main: Callable[[list[str] | None], int] = import_module(module_of(name)).main
-    return main
-
-
 def _answer(word: str) -> int:
-    import difflib
-
-    from rrfp_jax.commands.common.errors import BadInput
-
     if word in ("-h", "--help"):
-        print(_overview())
+        from rrfp_jax.commands.common.options import wrap
+
+        column = max(map(len, COMMANDS)) + 4
+        lines = ["usage: rrfp COMMAND [option ...]", ""]
+        for name, purpose in COMMANDS.items():
+            lines += wrap(purpose, indent=" " * column, start=f"  {name}".ljust(column))
+        closing = (
+            "rrfp COMMAND --help lists the options of a command, with examples. rrfp --version prints the version."
+        )
+        print("\n".join([*lines, "", *wrap(closing)]))
     elif word == "--version":
         print(__version__)
     elif (advice := replacement_of(word)) is not None:
         raise BadInput(advice)
     else:
+        import difflib
+
         near = difflib.get_close_matches(word, COMMANDS, n=1)
         advice = f"did you mean {near[0]}" if near else f"the commands are {', '.join(COMMANDS)}"
         raise BadInput(f"{word!r} is no command: {advice}")
     return 0
-
-
-def _overview() -> str:
-    from rrfp_jax.commands.common.options import wrap
-
-    room = max(map(len, COMMANDS)) + 4
-    lines = ["usage: rrfp COMMAND [option ...]", ""]
-    for name, purpose in COMMANDS.items():
-        lines += wrap(purpose, indent=" " * room, start=f"  {name}".ljust(room))
-    closing = "rrfp COMMAND --help lists the options of a command, with examples. rrfp --version prints the version."
-    return "\n".join([*lines, "", *wrap(closing)])
 
 
 if __name__ == "__main__":

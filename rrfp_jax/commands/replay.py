@@ -17,10 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.commands.common.console import say
+from rrfp_jax.commands.common.console import add_timeline_argument, check_outputs, draw, say
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
 from rrfp_jax.runtime.event_log import PATTERN, read_log
 from rrfp_jax.runtime.replay import RunReplay, happenings, replay_run, standing
 from rrfp_jax.schedules import NO_MICROBATCH

@@ -21,39 +21,35 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.console import add_timeline_argument, check_outputs, draw, make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
-from rrfp_jax.commands.common.garbage import rare_collections
 from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.common.ordering import OrderingOptions, add_ordering_arguments, given_order, parse_ordering
-from rrfp_jax.commands.common.outputs import add_timeline_argument, check_outputs, draw
-from rrfp_jax.commands.studies.machine import (
-    add_machine_arguments,
-    add_noise_arguments,
-    arbiters_of,
-    check_noise,
-    dispatch,
-    make_costs,
-    make_machine,
-)
-from rrfp_jax.commands.studies.reports import ScheduleView, show_comparison, show_names, show_run, view_schedule
-from rrfp_jax.commands.studies.work import (
+from rrfp_jax.commands.common.ordering import OrderingOptions, add_ordering_arguments, given_order
+from rrfp_jax.commands.simulate_reports import ScheduleView, show_comparison, show_names, show_run
+from rrfp_jax.commands.studies import (
     ConstantDurations,
     DurationSource,
     GivenDurations,
     ModelGraph,
     RecordedDurations,
     add_graph_arguments,
+    add_machine_arguments,
+    add_noise_arguments,
+    arbiters_of,
     check_fits_graph,
+    check_noise,
+    dispatch,
     load_durations,
     load_trace,
+    make_costs,
+    make_machine,
     parse_durations_ms,
     parse_numbers,
+    rare_collections,
     requested_graph,
 )
 from rrfp_jax.core import READY, SCHEDULE, STRICT, Order, StageArbiter, hint_names
 from rrfp_jax.schedules import (
-    PipelineGraph,
     ScheduleRequest,
     chain,
     lanes_beside,
@@ -121,7 +117,15 @@ class _Scenario:
             raise ValueError("a trace holds one run: leave --compare out, or take --timeline for a picture of all")
         _refuse_beside_show(arguments)
         self.arguments, self.work = arguments, work
-        self.memory_weights = _memory_weights(arguments.memory_weights)
+        self.memory_weights = MemoryWeights()
+        if (text := arguments.memory_weights) is not None:
+            weights = parse_numbers(text, "memory-weights", example="1,0.5,0.5")
+            if len(weights) != 3:
+                raise ValueError(
+                    f"memory-weights {text} has {len(weights)} numbers: write those of F, I and W, as 1,0.5,0.5"
+                )
+            names = ("forward", "input_gradient", "weight_gradient")
+            self.memory_weights = MemoryWeights(**dict(zip(names, weights, strict=True)))
         self.durations: DurationSource = work.durations if work else _durations(arguments)
         self.machine = make_machine(arguments)
         self.model = work.model if work else requested_graph(arguments, num_microbatches=arguments.num_microbatches)
@@ -130,11 +134,6 @@ class _Scenario:
         self.num_steps: int = self.durations.num_steps if arguments.steps is None else arguments.steps
         if self.num_steps < 1:
             raise ValueError(f"steps is {self.num_steps}: simulate at least 1")
-
-    def graphs(self, graph: PipelineGraph) -> list[PipelineGraph]:
-        """Returns the graph of every step, without the chunk and microbatch pairs that the step lacks."""
-        absent = self.durations.absent or [()]
-        return [graph.skipping(absent[step % len(absent)]) for step in range(self.num_steps)]
 
 
 class _Candidate:
@@ -184,7 +183,10 @@ class _Candidate:
         result["work_ms"] = round(sum(timeline.work_s()) * 1e3 / scenario.num_steps, 6)
 
         shortest_ms = at_least_ms(costs.durations_ms, costs.sleeps)
-        links, graphs = scenario.machine.links, scenario.graphs(graph)
+        links = scenario.machine.links
+        # The graph of every step, without the chunk and microbatch pairs that the step lacks.
+        absent = scenario.durations.absent or [()]
+        graphs = [graph.skipping(absent[step % len(absent)]) for step in range(scenario.num_steps)]
         # Dispatching before a task has ended hides the host's time, so a bound must not count on it.
         host_ms = 0.0 if dispatch(scenario.arguments).is_early else scenario.machine.host_ms
         bounds = [
@@ -256,23 +258,32 @@ def main(argv: list[str] | None = None, *, work: WorkOptions | None = None) -> i
                 chunks_per_stage=arguments.chunks_per_stage,
             )
             if arguments.show is not None:
-                view = _view(scenario)
-                if arguments.csv is not None:
-                    write_csv(view.table, arguments.csv)
+                view = _view(scenario, orderings[0][1])
+                timelines = [(f"{view.table.name}, strict", view.strict.timeline)]
             else:
                 candidates = [_Candidate(scenario, ordering, label) for label, ordering in orderings]
-        if arguments.show is not None:
-            _write_files(arguments, [(f"{view.table.name}, strict", view.strict.timeline)])
-            if arguments.json:
-                view.print_json()
-            else:
-                view.print_text(console, has_slots=arguments.show == _SLOTS)
-            return 0
-        for candidate in candidates:
-            candidate.run()
-    _show_results(console, scenario, candidates)
-    _write_files(arguments, [(candidate.label, candidate.timeline) for candidate in candidates])
+        if arguments.show is None:
+            for candidate in candidates:
+                candidate.run()
+            timelines = [(candidate.label, candidate.timeline) for candidate in candidates]
+    if arguments.show is None:
+        _show_results(console, scenario, candidates)
+    elif arguments.json:
+        view.print_json()
+    else:
+        view.print_text(console, has_slots=arguments.show == _SLOTS)
+    _write_files(arguments, timelines)
     return 0
+
+
+def _write_files(arguments: argparse.Namespace, timelines: Sequence[tuple[str, Timeline]]) -> None:
+    """Write the requested pictures and traces, and load their libraries only then."""
+    if arguments.timeline:
+        draw(timelines, arguments.timeline, num_steps=arguments.timeline_steps)
+    if arguments.trace:
+        from rrfp_jax.observe.chrome_trace import write_trace
+
+        write_trace(timelines[0][1], arguments.trace)
 
 
 def _show_results(console: Console, scenario: _Scenario, candidates: Sequence[_Candidate]) -> None:
@@ -281,9 +292,7 @@ def _show_results(console: Console, scenario: _Scenario, candidates: Sequence[_C
     first, results = candidates[0], {one.label: one.result for one in candidates}
     if arguments.json:
         printed: dict[str, Any] = {"compare": results} if arguments.compare else first.result
-        if work is not None:
-            printed = printed | {"workload": work.figures}
-        print(json.dumps(printed, allow_nan=False), flush=True)
+        print(json.dumps(printed | ({} if work is None else {"workload": work.figures}), allow_nan=False), flush=True)
         return
     if arguments.compare:
         show_comparison(console, results)
@@ -390,43 +399,35 @@ def _orderings(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Orde
     """Returns the orders to simulate with their labels; an order labels itself where the label is None."""
     given = given_order(arguments)
     if arguments.compare is None:
-        return [(None, parse_ordering(**given))]
+        return [(None, OrderingOptions(**given))]
     common = {name: given.pop(name) for name in ("window", "backward")}
     group_size = given.pop("group_size")
     doubled = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
     if doubled:
         raise ValueError(f"compare names the orders itself: leave {', '.join(doubled)} out")
-    return parse_entries(arguments.compare, parse_ordering(**common), group_size=group_size)
+    return parse_entries(arguments.compare, OrderingOptions(**common), group_size=group_size)
 
 
-def _view(scenario: _Scenario) -> ScheduleView:
-    arguments = scenario.arguments
-    ordering = parse_ordering(**given_order(arguments))
+def _view(scenario: _Scenario, ordering: OrderingOptions) -> ScheduleView:
+    arguments, window = scenario.arguments, ordering.window
     assert ordering.schedule is not None
-    window = (ordering.window,) if isinstance(ordering.window, int) else ordering.window
     request = ScheduleRequest(
         num_stages=arguments.num_stages,
         num_microbatches=arguments.num_microbatches,
         chunks_per_stage=arguments.chunks_per_stage,
         group_size=ordering.group_size,
-        window=ordering.window,
+        window=window,
         durations_ms=scenario.durations.profile_ms(),
         comm_ms=scenario.machine.links.latency_ms,
-        memory_limit=None if window is None else float(min(window)),
+        memory_limit=None if window is None else float(min(window) if isinstance(window, tuple) else window),
         graph=scenario.model and scenario.model.graph,
         placement=scenario.model and scenario.model.placement,
     )
-    return view_schedule(ordering.schedule, request, scenario.machine)
-
-
-def _write_files(arguments: argparse.Namespace, timelines: Sequence[tuple[str, Timeline]]) -> None:
-    """Write the requested pictures and traces, and load their libraries only then."""
-    if arguments.timeline:
-        draw(timelines, arguments.timeline, num_steps=arguments.timeline_steps)
-    if arguments.trace:
-        from rrfp_jax.observe.chrome_trace import write_trace
-
-        write_trace(timelines[0][1], arguments.trace)
+    view = ScheduleView(ordering.schedule, request, scenario.machine)
+    ordering.on(view.table)  # raises for words that mean nothing beside this table
+    if arguments.csv is not None:
+        write_csv(view.table, arguments.csv)
+    return view
 
 
 def _refuse_beside_show(arguments: argparse.Namespace) -> None:
@@ -444,16 +445,6 @@ def _refuse_beside_show(arguments: argparse.Namespace) -> None:
         raise ValueError(f"show simulates one step of the schedule as it is: leave {', '.join(said)} out")
 
 
-def _memory_weights(text: str | None) -> MemoryWeights:
-    """Parse ``F,I,W``: the memory that F holds, I frees and W frees."""
-    if text is None:
-        return MemoryWeights()
-    weights = parse_numbers(text, "memory-weights", example="1,0.5,0.5")
-    if len(weights) != 3:
-        raise ValueError(f"memory-weights {text} has {len(weights)} numbers: write those of F, I and W, as 1,0.5,0.5")
-    return MemoryWeights(forward=weights[0], input_gradient=weights[1], weight_gradient=weights[2])
-
-
 def parse_entries(
     text: str, base: OrderingOptions, *, group_size: int | None = None
 ) -> list[tuple[str, OrderingOptions]]:
@@ -462,26 +453,20 @@ def parse_entries(
     A schedule without a colon is consumed as ``base`` and the defaults have it. ``base`` gives window and backward to
     all of them; ``group_size`` goes to the schedules that have groups.
     """
-    entries = [(entry, _entry(entry, base)) for entry in _distinct(text.split(","))]
-    if group_size is None:
-        return entries
-    if not any(_has_groups(one) for _, one in entries):
+    names = text.split(",")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"compare names {', '.join(map(repr, twice))} twice: name each entry once")
+    entries = [(name, _entry(name, base)) for name in names]
+    grouped = {
+        label
+        for label, one in entries
+        if one.schedule is not None and is_schedule(one.schedule) and schedule_entry(one.schedule).has_groups
+    }
+    if group_size is not None and not grouped:
         raise ValueError(
             f"no entry of compare has groups of {group_size} microbatches: name gis, or leave group-size out"
         )
-    return [(entry, replace(one, group_size=group_size) if _has_groups(one) else one) for entry, one in entries]
-
-
-def _has_groups(ordering: OrderingOptions) -> bool:
-    name = ordering.schedule
-    return name is not None and is_schedule(name) and schedule_entry(name).has_groups
-
-
-def _distinct(entries: Sequence[str]) -> Sequence[str]:
-    twice = sorted({entry for entry in entries if entries.count(entry) > 1})
-    if twice:
-        raise ValueError(f"compare names {', '.join(map(repr, twice))} twice: name each entry once")
-    return entries
+    return [(label, replace(one, group_size=group_size) if label in grouped else one) for label, one in entries]
 
 
 def _entry(entry: str, base: OrderingOptions) -> OrderingOptions:
@@ -489,27 +474,23 @@ def _entry(entry: str, base: OrderingOptions) -> OrderingOptions:
     name, colon, words = rest.partition(":") if of_file else entry.partition(":")
     name = path + of_file + name if of_file else name
     if is_schedule(name) or name.endswith(".csv"):
-        return replace(base, schedule=name, **(_consumption(entry, name, words) if colon else {}))
+        if not colon:
+            return replace(base, schedule=name)
+        # The words are complete: ready alone is readiness without footprint and foresight.
+        consume, *more = words.split("+")
+        if consume == STRICT and not more:
+            return replace(base, schedule=name, consume=STRICT)
+        if consume != READY or not set(more) <= {_FOOTPRINT, _FORESIGHT} or len(set(more)) < len(more):
+            choices = f"{name}:{STRICT}, {name}:{READY} or {name}:{READY}+{_FOOTPRINT}+{_FORESIGHT}"
+            raise ValueError(f"compare entry {entry!r} ends in {words!r}: write {choices}")
+        said: dict[str, Any] = {each: each in more for each in (_FOOTPRINT, _FORESIGHT)}
+        return replace(base, schedule=name, consume=READY, **said)
     if name == SCHEDULE or not (name in hint_names() or is_rule(name)):
         known = ", ".join([*schedule_names(), *(hint for hint in hint_names() if hint != SCHEDULE)])
         raise ValueError(f"compare entry {entry!r} names no schedule and no hint: choose among {known}")
     if words not in ("", READY):
         raise ValueError(f"compare entry {entry!r}: {words} needs a schedule, and {name!r} is a hint")
     return replace(base, hint=name)
-
-
-def _consumption(entry: str, name: str, words: str) -> dict[str, Any]:
-    """Parse the words behind the colon. They are complete: ``ready`` alone is readiness without footprint and
-    foresight."""
-    consume, *more = words.split("+")
-    known = consume == STRICT and not more
-    if not known and (consume != READY or not set(more) <= {_FOOTPRINT, _FORESIGHT} or len(set(more)) < len(more)):
-        choices = f"{name}:{STRICT}, {name}:{READY} or {name}:{READY}+{_FOOTPRINT}+{_FORESIGHT}"
-        raise ValueError(f"compare entry {entry!r} ends in {words!r}: write {choices}")
-    if consume == STRICT:
-        return {"consume": STRICT, "footprint": None, "foresight": None, "read_ahead": None}
-    said = {name: name in more for name in (_FOOTPRINT, _FORESIGHT)}
-    return {"consume": READY, **said}
 
 
 if __name__ == "__main__":

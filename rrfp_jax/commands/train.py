@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING
 
 from rrfp_jax.cluster.config import ATTEMPT, STARTED
 from rrfp_jax.commands.common.console import go_on_without_output
-from rrfp_jax.commands.common.errors import checking_input, run_command
-from rrfp_jax.commands.common.interrupts import end_stopped, ending_at_once, stop_requests
+from rrfp_jax.commands.common.errors import checking_input, end_stopped, ending_at_once, run_command, stop_requests
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.training.config import TrainConfig, add_overrides, load_train_config, overrides_of
 from rrfp_jax.commands.training.config_sources import add_trust_argument, preset_names

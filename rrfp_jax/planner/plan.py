@@ -25,8 +25,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
-from rrfp_jax.commands.common.garbage import rare_collections
 from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.studies import rare_collections
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.planner.as_configured import configured_plan, encoder_notes
 from rrfp_jax.planner.options import plan_parser

@@ -18,10 +18,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rrfp_jax.commands.common.console import make_console
+from rrfp_jax.commands.common.console import RUNS, make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
-from rrfp_jax.commands.common.outputs import RUNS
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.config_sources import add_trust_argument, preset_names

@@ -7,7 +7,7 @@ import pytest
 
 from rrfp_jax.commands import config
 from rrfp_jax.commands.common.errors import BadInput
-from rrfp_jax.commands.common.field_words import field_texts
+from rrfp_jax.commands.common.options import field_texts
 from rrfp_jax.commands.training.config import SECTIONS, load_train_config
 from rrfp_jax.commands.training.config_sources import preset_names
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rrfp_jax.commands.studies.work import RecordedDurations, load_durations, load_trace, parse_durations_ms
+from rrfp_jax.commands.studies import RecordedDurations, load_durations, load_trace, parse_durations_ms
 from rrfp_jax.observe.chrome_trace import write_trace
 from rrfp_jax.schedules import Edge, PipelineGraph, absences, bits, chain, linear
 from tests.simulation.helpers import by_hint, run

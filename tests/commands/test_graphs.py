@@ -8,7 +8,7 @@ import pytest
 
 from experiments import levels
 from rrfp_jax.commands import simulate
-from rrfp_jax.commands.studies.work import GraphOptions, add_graph_arguments, from_array, make_graph, parse_graph
+from rrfp_jax.commands.studies import GraphOptions, add_graph_arguments, from_array, make_graph, parse_graph
 from rrfp_jax.schedules import (
     Edge,
     PipelineGraph,

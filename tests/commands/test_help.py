@@ -15,8 +15,7 @@ from importlib import import_module
 import pytest
 
 from rrfp_jax.commands import main
-from rrfp_jax.commands.common.field_words import field_texts, field_words
-from rrfp_jax.commands.common.options import CommandParser, examples_in
+from rrfp_jax.commands.common.options import CommandParser, examples_in, field_texts, field_words
 from rrfp_jax.commands.main import COMMANDS, module_of
 from rrfp_jax.commands.training.config import SECTIONS, choices_of_options
 from rrfp_jax.models.vision_config import VisionConfig

@@ -35,7 +35,7 @@ run_command(main)
 """
 HEARS = """
 import os, signal, sys, time
-from rrfp_jax.commands.common.interrupts import hear_no_more, stop_requests
+from rrfp_jax.commands.common.errors import hear_no_more, stop_requests
 
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

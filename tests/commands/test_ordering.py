@@ -10,7 +10,6 @@ from rrfp_jax.commands.common.ordering import (
     add_ordering_arguments,
     given_order,
     hint_names,
-    parse_ordering,
     parse_window,
 )
 from rrfp_jax.core import ForesightRules, StepRules
@@ -20,7 +19,7 @@ SIZES = {"num_stages": 4, "num_microbatches": 8}
 
 
 def resolve(sizes=None, **words):
-    return parse_ordering(**words).resolve(**{**SIZES, **(sizes or {})})
+    return OrderingOptions(**words).resolve(**{**SIZES, **(sizes or {})})
 
 
 def test_without_words_bf_runs_on_a_chain():
@@ -199,15 +198,15 @@ def test_sizes_are_checked():
 
 
 def test_windows_are_numbers_or_lists():
-    assert (parse_window("8"), parse_window("8,6"), parse_ordering(window=[8, 6]).window) == (8, (8, 6), (8, 6))
+    assert (parse_window("8"), parse_window("8,6"), OrderingOptions(window=[8, 6]).window) == (8, (8, 6), (8, 6))
 
 
 def test_the_flags_default_to_nothing_said():
     parser = ArgumentParser()
     add_ordering_arguments(parser)
-    assert parse_ordering(**given_order(parser.parse_args([]))) == OrderingOptions()
+    assert OrderingOptions(**given_order(parser.parse_args([]))) == OrderingOptions()
     given = ["--schedule", "zb-h1", "--footprint", "off", "--foresight", "on"]
-    assert parse_ordering(**given_order(parser.parse_args(given))) == OrderingOptions(
+    assert OrderingOptions(**given_order(parser.parse_args(given))) == OrderingOptions(
         schedule="zb-h1", footprint=False, foresight=True
     )
     assert all(hint in parser.format_help() for hint in hint_names())

@@ -230,7 +230,7 @@ def test_a_page_holds_all_steps_and_a_picture_the_last_one_unless_told_otherwise
     for name, flags in {"a.html": (), "a.png": (), "b.html": ("--timeline-steps", 2)}.items():
         simulated(*sizes, tmp_path / name, *flags)
     assert drawn == {"a.html": [[0, 1, 2, 3]], "a.png": [[3]], "b.html": [[2, 3]]}
-    monkeypatch.setattr("rrfp_jax.commands.common.outputs._PAGE_BOXES", 40)
+    monkeypatch.setattr("rrfp_jax.commands.common.console._PAGE_BOXES", 40)
     simulated(*sizes, tmp_path / "c.html")
     assert drawn["c.html"] == [[2, 3]]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Order, Ordering
 from rrfp_jax.costs.forecast import ChunkBytes, Reach, check_stages_fit, forecast_stage, window_of_bytes
 from rrfp_jax.costs.order_memory import forecast_memory, reaches
@@ -154,7 +154,7 @@ def test_all_microbatches_may_reach_a_chunk_that_returns_no_gradient() -> None:
 )
 def test_no_more_microbatches_are_at_a_chunk_than_are_foreseen(words: dict[str, str]) -> None:
     """From the end of the sender's F to the end of the chunk's own backward, in jittered steps."""
-    order = parse_ordering(**words).resolve(num_stages=4, num_microbatches=12)  # type: ignore[arg-type]
+    order = OrderingOptions(**words).resolve(num_stages=4, num_microbatches=12)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     durations_ms = rng.lognormal(sigma=1.0, size=(6, order.graph.num_chunks, 12, 3))
     timeline = simulate(order.arbiters(EMULATED_STEP), Costs(durations_ms=durations_ms), num_steps=6).timeline

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Order
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.costs.order_memory import forecast_memory, paths, reaches
@@ -29,7 +29,7 @@ _CHUNK = ChunkBytes(fixed=0, stash=0, owed=0, inputs=0, output_grads=0, outputs=
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_no_stage_holds_more_than_is_forecast(table: str, foresight: str, data: st.DataObject) -> None:
-    order = parse_ordering(schedule=table, foresight=foresight).resolve(num_stages=4, num_microbatches=MICROBATCHES)
+    order = OrderingOptions(schedule=table, foresight=foresight).resolve(num_stages=4, num_microbatches=MICROBATCHES)
     sizes = data.draw(_sizes(order.graph))
     forecasts = forecast_memory(order, sizes, MICROBATCHES)
     for one in _run(order, data.draw(_durations_ms(order.graph))).by_step():
@@ -40,7 +40,7 @@ def test_no_stage_holds_more_than_is_forecast(table: str, foresight: str, data: 
 @pytest.mark.parametrize("slow", [1, 2, 3])
 def test_what_may_reach_a_slow_stage_does(slow: int) -> None:
     """All that the stage before may hold lies or waits there, where its second chunk is slow."""
-    order = parse_ordering(schedule="interleaved-1f1b").resolve(num_stages=4, num_microbatches=MICROBATCHES)
+    order = OrderingOptions(schedule="interleaved-1f1b").resolve(num_stages=4, num_microbatches=MICROBATCHES)
     durations_ms = np.full((1, order.graph.num_chunks, MICROBATCHES, 3), 0.01)
     durations_ms[:, order.placement.chunks_of_stage[slow][1]] = 100.0
     sizes = dict.fromkeys(range(order.graph.num_chunks), replace(_CHUNK, stash=1, inputs=1))
@@ -104,7 +104,7 @@ def _most(changes: Iterator[tuple[float, int, int]]) -> int:
 
 def test_the_last_chunk_is_not_held_alone() -> None:
     """Of five activations two at most are of a stage's second chunk, where the backward is one task."""
-    order = parse_ordering(schedule="interleaved-1f1b").resolve(num_stages=4, num_microbatches=MICROBATCHES)
+    order = OrderingOptions(schedule="interleaved-1f1b").resolve(num_stages=4, num_microbatches=MICROBATCHES)
     sizes = {c: replace(_CHUNK, stash=100 if c == 7 else 1) for c in range(8)}
     assert (order.footprints or ())[3] == 5
     assert forecast_memory(order, sizes, MICROBATCHES)[3].peak == 2 * 100 + 3 * 1

@@ -17,7 +17,7 @@ from experiments.sample_lengths import (
 from experiments.simulate import main
 from experiments.workload_options import on_graph
 from experiments.workloads import ROW_TOKENS, WORKLOADS, Work, Workload, cut_layers, mean_work
-from rrfp_jax.commands.studies.work import GraphOptions
+from rrfp_jax.commands.studies import GraphOptions
 from rrfp_jax.models.presets import MODEL_PAIRS, MODELS, model_pair
 from rrfp_jax.schedules import bits
 from tests.commands.running import run_command, sentence

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.schedules import Edge, PipelineGraph, TaskKind, absences, linear
 from rrfp_jax.simulation import Costs, constant, simulate
 from tests.simulation.helpers import RULES
@@ -25,7 +25,7 @@ ORDERS = (
 
 
 def resolved(words):
-    return parse_ordering(**words).resolve(num_stages=4, num_microbatches=6, graph=GRAPH, placement=linear(4))
+    return OrderingOptions(**words).resolve(num_stages=4, num_microbatches=6, graph=GRAPH, placement=linear(4))
 
 
 def run(words, durations_ms=(10.0, 10.0, 10.0), absent=PATTERNS, num_steps=4):
@@ -56,7 +56,7 @@ def test_without_an_encoder_the_decoder_starts_at_once():
 
 def test_a_step_without_encoders_takes_what_the_decoder_alone_takes():
     _, simulation = run({"schedule": "1f1b", "consume": "strict"}, absent=PATTERNS[2:], num_steps=1)
-    alone = parse_ordering(schedule="1f1b", consume="strict").resolve(num_stages=2, num_microbatches=6)
+    alone = OrderingOptions(schedule="1f1b", consume="strict").resolve(num_stages=2, num_microbatches=6)
     costs = Costs(durations_ms=constant((10.0, 10.0, 10.0), alone.graph))
     assert simulation.step_ms == simulate(alone.arbiters(RULES), costs).step_ms
 

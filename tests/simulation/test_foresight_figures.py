@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.commands.common.ordering import OrderingOptions
-from rrfp_jax.commands.studies.machine import parse_jitter
+from rrfp_jax.commands.studies import parse_jitter
 from rrfp_jax.core import StepRules
 from rrfp_jax.simulation import Costs, Links, Machine, both_directions, constant, for_steps, peak_memory, simulate
 
@@ -35,7 +35,7 @@ def resolved(name: str, **words: Any) -> Any:
 def costs_of(order: Any, jitter: str | None, num_steps: int, seed: int) -> Costs:
     each_ms = 10.0 * NUM_STAGES / order.placement.num_chunks
     durations_ms = for_steps(constant((each_ms,) * 3, order.graph), num_steps)
-    durations_ms, sleeps = parse_jitter(jitter).apply(durations_ms, order.placement, np.random.default_rng(seed))
+    durations_ms, sleeps = parse_jitter(jitter)(durations_ms, order.placement, np.random.default_rng(seed))
     return Costs(durations_ms=durations_ms, sleeps=sleeps)
 
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from rrfp_jax import Chunk, Ordering, Pipeline, RuntimeOptions, UpdateRules, linear
-from rrfp_jax.commands.studies.machine import RULES
+from rrfp_jax.commands.studies import RULES
 from rrfp_jax.core import InputPromised
 from rrfp_jax.runtime import stage as program_stage
 from rrfp_jax.runtime.failure import RunFailed

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.emulate import EMULATED_STEP
-from rrfp_jax.commands.common.ordering import parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Order
 from rrfp_jax.schedules.timeline import Span
 from rrfp_jax.simulation import PAPER_LEVELS, Costs, constant, for_steps, paper, simulate
@@ -14,7 +14,7 @@ from rrfp_jax.testing.emulated_stage import duration_of
 
 def one_stage() -> tuple[Order, Costs, list[Span]]:
     """One stage, so that the order is the table's, and with it the moving average, which F and B move differently."""
-    order = parse_ordering(schedule="1f1b", consume="strict").resolve(num_stages=1, num_microbatches=6)
+    order = OrderingOptions(schedule="1f1b", consume="strict").resolve(num_stages=1, num_microbatches=6)
     durations_ms = for_steps(constant((2.0, 3.0, 3.0), order.graph), 2)
     sleeps = paper(PAPER_LEVELS["J3"], durations_ms.shape, np.random.default_rng(5))
     costs = Costs(durations_ms=durations_ms, sleeps=sleeps)

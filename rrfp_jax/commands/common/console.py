@@ -1,26 +1,38 @@
-"""How commands speak: one console, one style of table, and one form of the lines that are logged."""
+"""How commands speak: one console, one style of table, one form of logged lines, and the files of timelines."""
 
+import argparse
 import io
 import logging
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from rrfp_jax.bounded_text import printable
 
+if TYPE_CHECKING:
+    from rrfp_jax.schedules.timeline import Timeline
+
+_log = logging.getLogger(__name__)
 _OURS = ("rrfp_jax", "experiments", "root")
 _FOREIGN_LINES = 2
 """Lines that are kept of a message of another library; some log the whole traceback of an error that this program
 handles."""
 _BOUNDLESS = 10_000
+RUNS = Path("runs")
+"""Folder for the output of commands without a path of their own."""
+_PAGES = (".html", ".htm")
+_PAGE_BOXES = 100_000
+"""How many a browser draws at once without delay; in a file they take a little less than a megabyte."""
 
 
 class _Console(Console):
@@ -152,15 +164,12 @@ class _NumberTable(Table):
         boundless = options.update(width=_BOUNDLESS)
         if Measurement.get(console, boundless, self).maximum > options.max_width:
             for column in self.columns:
-                column.width = _least_width(console, boundless, column)
+                heading = Measurement.get(console, boundless, column.header).minimum
+                cells = (Measurement.get(console, boundless, cell).maximum for cell in column.cells)
+                column.width = max(heading, *cells, 0)
             width = Measurement.get(console, boundless, self).maximum
             options = options.update(width=max(width, options.max_width))
         yield from super().__rich_console__(console, options)
-
-
-def _least_width(console: Console, options: ConsoleOptions, column: Column) -> int:
-    heading = Measurement.get(console, options, column.header).minimum
-    return max(heading, *(Measurement.get(console, options, cell).maximum for cell in column.cells), 0)
 
 
 def make_table(title: str, *headings: str, header: bool = True, numeric: bool = False) -> Table:
@@ -168,7 +177,57 @@ def make_table(title: str, *headings: str, header: bool = True, numeric: bool = 
     kind = _NumberTable if numeric else Table
     table = kind(title=title, title_justify="left", show_header=header, box=box.SIMPLE, pad_edge=False)
     for number, heading in enumerate(headings):
-        is_number = numeric and number > 0
-        is_whole = not numeric and number == 0
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_whole, overflow="fold")
+        justify: Literal["left", "right"] = "right" if numeric and number > 0 else "left"
+        table.add_column(heading, justify=justify, no_wrap=not numeric and number == 0, overflow="fold")
     return table
+
+
+# -- pictures and traces, checked before the work starts and written after it ------------------------------------------
+
+
+def check_outputs(*, timeline: str | None, trace: str | None, events: str | None = None) -> None:
+    """Raise ValueError on names that cannot be written, so that a long run is not lost to one."""
+    from rrfp_jax.observe.output_files import check_file
+
+    for what, path, endings, advice in (
+        ("timeline", timeline, (".png", ".svg", *_PAGES), ".png, .svg or .html"),
+        ("trace", trace, (".json",), ".json"),
+        ("events", events, (".gz",), ".json.gz"),
+    ):
+        if path is not None:
+            if Path(path).suffix.lower() not in endings:
+                raise ValueError(f"{what} {path!r}: let the name end in {advice}")
+            check_file(Path(path), what)
+
+
+def add_timeline_argument(group: argparse._ArgumentGroup, command: str) -> None:
+    """``--timeline``, which writes below ``runs/`` where no file is named."""
+    page = str(RUNS / f"{command}.html")
+    group.add_argument(
+        "--timeline",
+        nargs="?",
+        const=page,
+        metavar="FILE",
+        help=f"draw it: as a page in which to look around (.html; {page} where no FILE is given), or the last step as "
+        "a picture (.png, .svg)",
+    )
+
+
+def draw(timelines: "Sequence[tuple[str, Timeline]]", path: str, *, num_steps: int | None = None) -> None:
+    """Draw the last steps of (caption, timeline) pairs, as a page or a picture by the file's ending.
+
+    A picture shows one step unless told otherwise; in a page one chooses among as many as it can well hold. Its
+    libraries are imported only now.
+    """
+    if Path(path).suffix.lower() in _PAGES:
+        from rrfp_jax.observe.page import write_page
+
+        most_steps = max(len(one.steps()) for _, one in timelines)
+        num_boxes = sum(len(one.spans) + len(one.waits) for _, one in timelines)
+        shown = num_steps or max(1, most_steps * _PAGE_BOXES // max(num_boxes, _PAGE_BOXES))
+        write_page([(caption, one.last_steps(shown)) for caption, one in timelines], path)
+    else:
+        from rrfp_jax.observe.picture import draw_timelines
+
+        draw_timelines([(caption, one.last_steps(num_steps or 1)) for caption, one in timelines], path)
+    _log.info("the timeline is in %s", path)

@@ -1,10 +1,13 @@
-"""The options of the commands, and how help texts look.
+"""The options of the commands, how help texts look, and the fields of a configuration's records in words.
 
-The parser refuses input in one line. A field of a configuration's record becomes an option with the docstring below the
-field as its text, and with its type, its choices and its default. Nothing here imports JAX.
+The parser refuses input in one line. A field of a record becomes an option with the docstring below the field as its
+text, and with its type, its choices and its default. A clause ``None: ...`` in the docstring names the effect of
+leaving the field out where the default is None. Nothing here imports JAX.
 """
 
+import ast
 import difflib
+import inspect
 import os
 import re
 import shutil
@@ -12,13 +15,20 @@ import sys
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentParser, HelpFormatter, Namespace
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from types import NoneType, UnionType
+from typing import Any, NoReturn, get_args, get_origin
 
 from rrfp_jax.bounded_text import sentence
-from rrfp_jax.commands.common.field_words import field_texts, field_words
 
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_MANY = {int: "whole numbers", float: "numbers", bool: "true or false", str: "texts"}
+_PLACES = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
+_NARROW = 24
+_NARROWEST, _WIDEST = 80, 120
 INSTEAD = {
     "plan.objective": "rrfp plan makes the mean step small, and tells the 95th percentile beside it",
     "plan.draws": "rrfp plan takes as many draws of the noise as suffice for the size of the pipeline",
@@ -140,28 +150,23 @@ class CommandParser(ArgumentParser):
 
     def format_help(self) -> str:
         given = self.usage
-        usage = given or " ".join(["%(prog)s", *self._to_give(), "[option ...]", *self._places()])
+        flags = [
+            f"{each.option_strings[0]} {each.metavar}"
+            for each in self._actions
+            if each.required and each.option_strings
+        ]
+        places = [
+            f"{each.metavar or each.dest}{' ...' if each.nargs in ('*', '+') else ''}"
+            for each in self._actions
+            if not each.option_strings
+        ]
+        usage = given or " ".join(["%(prog)s", *flags, "[option ...]", *places])
         lines = wrap(usage % {"prog": self.prog}, width() - len("usage: "))
         self.usage = "\n       ".join(lines).replace("%", "%%")
         try:
             return super().format_help()
         finally:
             self.usage = given
-
-    def _to_give(self) -> list[str]:
-        return [
-            f"{action.option_strings[0]} {action.metavar}"
-            for action in self._actions
-            if action.required and action.option_strings
-        ]
-
-    def _places(self) -> list[str]:
-        """Arguments without a name."""
-        return [
-            f"{_name(action)} ..." if action.nargs in ("*", "+") else _name(action)
-            for action in self._actions
-            if not action.option_strings
-        ]
 
     def _not_known(self, word: str) -> str:
         flag = word.partition("=")[0]
@@ -174,10 +179,6 @@ class CommandParser(ArgumentParser):
         near = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
         advice = f"did you mean {near[0]}" if near else f"{self.prog} --help lists all options"
         return f"{word!r} is no option: {advice}"
-
-
-def _name(action: Action) -> str:
-    return str(action.metavar or action.dest)
 
 
 def add_record_options(
@@ -240,9 +241,6 @@ def flag_of(sections: Mapping[str, type], name: str, qualified: Collection[str] 
     return whole_flag(key if short == [name] else name)
 
 
-NARROWEST, WIDEST = 80, 120
-
-
 def width() -> int:
     """Returns the columns of ``COLUMNS`` or of the terminal, also that of a pager; the widest where there is none."""
     columns = shutil.get_terminal_size((0, 0)).columns
@@ -252,7 +250,7 @@ def width() -> int:
                 columns = os.get_terminal_size(stream.fileno()).columns
             except (OSError, ValueError):  # no terminal, or closed
                 continue
-    return min(max(columns, NARROWEST), WIDEST) if columns else WIDEST
+    return min(max(columns, _NARROWEST), _WIDEST) if columns else _WIDEST
 
 
 def wrap(text: str, columns: int | None = None, *, indent: str = "", start: str = "") -> list[str]:
@@ -310,3 +308,116 @@ class HelpText(HelpFormatter):
             is_kept = not line or line.startswith(" ")
             lines += [line] if is_kept else wrap(line, width - len(indent))
         return "\n".join(indent + line if line else line for line in lines)
+
+
+# -- fields in words ---------------------------------------------------------------------------------------------------
+
+FOLDERS = r"(path|_dir|folder)$"
+"""Pattern of the names of fields that hold a file or a folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FieldWords:
+    """One field of a record."""
+
+    text: str
+    """Text of its docstring."""
+    short: str
+    """The first sentence of ``text``, without the clause about None."""
+    kind: str
+    """The type in words: ``a whole number or text``."""
+    place: str
+    """Placeholder of a value: ``N|TEXT``."""
+    default: str | None
+    """The default as a user writes it; None: the field must be given."""
+    left_out: str
+    """``default 4``, ``default: as many as num_heads``, ``optional``, or ``required in the file``."""
+    choices: tuple[str, ...] = ()
+
+
+def field_words(record: type, name: str, choices: Sequence[str] = ()) -> FieldWords:
+    """Returns the words of a field of a record, which takes one of ``choices`` if there are any."""
+    field = next(each for each in fields(record) if each.name == name)
+    text = field_texts(record)[name]
+    first, _, rest = re.sub(r"[.;] null: ", "\n", text).partition("\n")
+    value = field.default if field.default_factory is MISSING else field.default_factory()
+    default, left_out = None, "required in the file"
+    if value is not MISSING:
+        default = f"{value:g}" if isinstance(value, float) else as_text(value)
+        left_out = f"default {default}" if default else "default: none"
+    if default == "null":
+        unset = re.split(r"[.;](?: |$)", rest)[0]
+        left_out = f"default: {unset}" if unset else "optional"
+    place = "|".join(map(_place_of, kinds_of(field.type)))
+    if choices:
+        listed = "|".join(choices)
+        place = listed if len(listed) <= _NARROW else "NAME"
+    elif place == "TEXT" and re.search(FOLDERS, field.name):
+        place = "PATH"
+    return FieldWords(
+        text=text,
+        short=re.split(r"\. (?=[A-Z])", first)[0].rstrip("."),
+        kind=" or ".join(map(_kind, kinds_of(field.type))),
+        place=place,
+        default=default,
+        left_out=left_out,
+        choices=tuple(choices),
+    )
+
+
+def kinds_of(kind: Any) -> tuple[Any, ...]:
+    """Returns the types that a field may hold, except None."""
+    members = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return tuple(member for member in members if member is not NoneType)
+
+
+def takes_list(kind: Any) -> bool:
+    """Returns whether a field of this type may hold several values."""
+    return any(get_origin(member) is tuple for member in kinds_of(kind))
+
+
+def _kind(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"a list of {_MANY.get(get_args(kind)[0], 'values')}"
+    if is_dataclass(kind):
+        return f"a mapping of {', '.join(field.name for field in fields(kind))}"
+    return _WORDS.get(kind, "a value")
+
+
+def _place_of(kind: Any) -> str:
+    item = _PLACES.get(get_args(kind)[0] if get_origin(kind) is tuple else kind, "MAPPING")
+    return f"{item},{item},..." if get_origin(kind) is tuple else item
+
+
+@cache
+def field_texts(record: type) -> dict[str, str]:
+    """The docstring below each field of a record, inherited ones too, as plain text; under the empty name that of the
+    record, its head."""
+    texts: dict[str, str] = {}
+    for owner in reversed(record.__mro__):
+        if not is_dataclass(owner):
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(body, ast.ClassDef)
+        texts[""] = _plain(inspect.getdoc(owner) or "").split("\n\n")[0].rstrip(".")
+        for field, below in pairwise(body.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                match below:
+                    case ast.Expr(value=ast.Constant(value=text)):
+                        texts[field.target.id] = _plain(str(text))
+                    case _:
+                        texts[field.target.id] = ""
+    return texts
+
+
+def _plain(text: str) -> str:
+    """Returns a docstring without its marks, in the words of a configuration file (``null`` for ``None``)."""
+    text = re.sub(r":[a-z]+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", inspect.cleandoc(text).replace("``", ""))
+    return re.sub(r"\bNone\b", "null", re.sub(r"(?<!\n)\n(?!\n)", " ", text))
+
+
+def as_text(value: Any) -> str:
+    """Returns a value as a user writes it on the command line."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(as_text, value))
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,8 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from rrfp_jax.cluster import ClusterConfig
-from rrfp_jax.commands.common.errors import end_with
-from rrfp_jax.commands.common.interrupts import ending_at_once
+from rrfp_jax.commands.common.errors import end_with, ending_at_once
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.cluster import join, membership_from
 from rrfp_jax.runtime.jax_environment import check_plugin, use_xla_flags
@@ -51,12 +50,16 @@ def enter(
     XLA does not know a flag, and StartFailed where the processes do not come together.
     """
     check_plugin(platform)
-    _use_flags(xla_flags)
+    if use_xla_flags(xla_flags, os.environ):
+        from rrfp_jax.private.jax_names import backends_are_initialized
+
+        if backends_are_initialized():
+            raise ValueError("xla_flags come too late, as JAX has started already: set XLA_FLAGS before it does")
     if platform == "cpu":
         keep_freed_blocks()
     with ending_at_once():
         from rrfp_jax.runtime.process import Process
-        from rrfp_jax.runtime.start_jax import allow_promotions
+        from rrfp_jax.runtime.start_jax import allow_promotions, pin_threads
 
     allow_promotions()
     membership = membership_from(os.environ)
@@ -64,7 +67,10 @@ def enter(
     layout = Layout(num_stages=num_stages, data=data, tensor=tensor, mesh=mesh, num_ranks=num_ranks)
     if membership is None:
         process = Process(layout, num_devices=devices)
-        _use_platform(process.num_devices, platform, pinned=pinned)
+        if platform == "cpu":
+            use_cpu(process.num_devices, pinned=pinned)
+        elif pinned:
+            pin_threads(process.num_devices)
         start_alone(platform)
         process.use_devices(process.devices)
         return process
@@ -79,15 +85,6 @@ def enter(
     process.connect()
     process.start_jax(platform, pinned=pinned)
     return process
-
-
-def _use_flags(flags: Sequence[str]) -> None:
-    if not use_xla_flags(flags, os.environ):
-        return
-    from rrfp_jax.private.jax_names import backends_are_initialized
-
-    if backends_are_initialized():
-        raise ValueError("xla_flags come too late, as JAX has started already: set XLA_FLAGS before it does")
 
 
 def start_alone(platform: str | None) -> None:
@@ -105,15 +102,6 @@ def _end_soon(failure: "RunFailed") -> None:
     timer = threading.Timer(_UNWINDING_S, end_with, (failure,))
     timer.daemon = True
     timer.start()
-
-
-def _use_platform(num_devices: int, platform: str | None, *, pinned: bool) -> None:
-    from rrfp_jax.runtime.start_jax import pin_threads
-
-    if platform == "cpu":
-        use_cpu(num_devices, pinned=pinned)
-    elif pinned:
-        pin_threads(num_devices)
 
 
 def use_cpu(num_devices: int, *, pinned: bool = False) -> None:

@@ -22,8 +22,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.cluster.config import TRANSPORTS, ClusterConfig
-from rrfp_jax.commands.common.field_words import FOLDERS, as_text, kinds_of, takes_list
-from rrfp_jax.commands.common.options import INSTEAD, add_record_options, flag_of, given_texts
+from rrfp_jax.commands.common.options import (
+    FOLDERS,
+    INSTEAD,
+    add_record_options,
+    as_text,
+    flag_of,
+    given_texts,
+    kinds_of,
+    takes_list,
+)
 from rrfp_jax.commands.training.config_sources import at_home, find_config, refuse_code
 from rrfp_jax.core import FUSED, SPLIT, hint_names
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES as REMATS

@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from rrfp_jax.commands.common.field_words import as_text, field_texts, field_words
-from rrfp_jax.commands.common.options import flag_of, whole_flag, wrap
+from rrfp_jax.commands.common.options import as_text, field_texts, field_words, flag_of, whole_flag, wrap
 from rrfp_jax.commands.training.config import QUALIFIED, SECTIONS, choices_of_options
 from rrfp_jax.commands.training.config_sources import find_preset, preset_names
 from rrfp_jax.record_files import read_yaml

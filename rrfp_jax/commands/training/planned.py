@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rrfp_jax.commands.common.ordering import OrderingOptions, parse_ordering
+from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.config_sources import whole_paths
 from rrfp_jax.commands.training.data_sets import (
@@ -137,7 +137,7 @@ def order_run(config: TrainConfig) -> OrderedRun:
             )
         return OrderedRun(ordering, order_of(layout, ordering, share), None)
     # A model that is no chain brings its own graph, for which the table is built; to cut it takes JAX.
-    from rrfp_jax.commands.studies.work import check_fits_graph
+    from rrfp_jax.commands.studies import check_fits_graph
     from rrfp_jax.commands.training.model_parts import cut_vision_language_model
     from rrfp_jax.programs.model_graph import model_graph
 
@@ -159,7 +159,7 @@ def ordering_of(layout: PipelineConfig) -> OrderingOptions:
     if (grouped := re.fullmatch(r"([\w-]+):(\d{1,5})", schedule or "")) is not None:  # groups of microbatches: gis:2
         schedule, group_size = grouped[1], int(grouped[2])
     is_guided = schedule is not None and layout.hint in (None, SCHEDULE)
-    return parse_ordering(
+    return OrderingOptions(
         schedule=schedule,
         group_size=group_size,
         consume=STRICT if layout.consume == STRICT else READY,

@@ -5,19 +5,17 @@ The view's slots and formulas take the durations of a *whole stage*: those of a 
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from rrfp_jax.commands.common.console import make_table
-from rrfp_jax.commands.studies.machine import RULES, chunk_durations
-from rrfp_jax.commands.studies.work import Profile
+from rrfp_jax.commands.studies import RULES, Profile, chunk_durations
 from rrfp_jax.core import READY, SCHEDULE, STRICT, Ordering, hint_names
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, schedule_entry, schedule_names
+from rrfp_jax.schedules import ScheduleRequest, schedule_entry, schedule_names
 from rrfp_jax.schedules.formulas import (
     BubbleFormula,
-    Levels,
     PeakFormula,
     Sizes,
     bubble_formulas,
@@ -45,17 +43,9 @@ def show_names(console: Console) -> None:
     schedules = make_table("schedules", "name", "backward", "chunks per stage", "placement", "needs", "source")
     for name in schedule_names():
         entry = schedule_entry(name)
-        shape = entry.shape
-        schedules.add_row(
-            name,
-            "I + W" if entry.split_backward else "B",
-            f"{entry.shape.chunks_per_stage}"
-            if entry.shape.fixed_chunks
-            else f"{entry.shape.chunks_per_stage} or other",
-            shape.words,
-            entry.constraints,
-            entry.source,
-        )
+        shape, backward = entry.shape, "I + W" if entry.split_backward else "B"
+        chunks = f"{shape.chunks_per_stage}{'' if shape.fixed_chunks else ' or other'}"
+        schedules.add_row(name, backward, chunks, shape.words, entry.constraints, entry.source)
     hints = make_table("hints", "name", "meaning")
     for name in hint_names():
         hints.add_row(name, _HINT_MEANINGS[name])
@@ -171,19 +161,43 @@ def formulas_of(name: str, request: ScheduleRequest, lengths: SlotLengths) -> li
     return [(formula, formula.where.holds(sizes)) for formula in formulas]
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScheduleView:
-    """One schedule at one size, with the steps that the simulator has run of it."""
+    """One schedule at one size, with a step that the simulator runs of it, strictly and with foresight.
 
-    request: ScheduleRequest
-    """The sizes, and F, I and W of a whole stage in milliseconds."""
-    table: ScheduleTable
-    levels: Levels
-    formulas: Sequence[tuple[Formula, bool]]
-    parts: tuple[int, ...]
-    """Relative sizes of the chunks; empty where all are equal."""
-    strict: Simulation
-    foresight: Simulation
+    Args:
+        request: the sizes, and the durations of one chunk.
+
+    Attributes:
+        parts: relative sizes of the chunks; empty where all are equal.
+
+    Raises ValueError, with the remedy, where the sizes do not fit.
+    """
+
+    def __init__(self, name: str, request: ScheduleRequest, machine: Machine) -> None:
+        if name.endswith(".csv"):
+            raise ValueError(
+                f"show has nothing to say of {name} beyond its rows: name a schedule, or simulate the table"
+            )
+        if not sum(request.durations_ms):
+            raise ValueError("these durations-ms leave nothing to do: give at least one number above 0")
+        times = chunks_per_stage(name, request)
+        forward_ms, input_gradient_ms, weight_gradient_ms = request.durations_ms
+        of_stage_ms: Profile = (times * forward_ms, times * input_gradient_ms, times * weight_gradient_ms)
+        request = replace(request, durations_ms=of_stage_ms)
+        self.lengths, self.entry = SlotLengths(*of_stage_ms), schedule_entry(name)
+        self.table = table = build_schedule(name, request)
+        cut = self.entry.chunk_parts
+        self.parts: tuple[int, ...] = cut(request.num_stages) if cut else ()
+        self.levels, self.formulas = compare(name, request, self.lengths), formulas_of(name, request, self.lengths)
+        costs = Costs(durations_ms=chunk_durations(table, of_stage_ms, self.parts))
+        self.strict, self.foresight = (
+            simulate(
+                Ordering(schedule=table, consume=consume).resolve(table.placement, table.graph).arbiters(RULES),
+                costs,
+                machine=machine,
+            )
+            for consume in (STRICT, READY)
+        )
 
     def print_json(self) -> None:
         """Print the view as one JSON object on one line."""
@@ -202,13 +216,13 @@ class ScheduleView:
 
     def print_text(self, console: Console, *, has_slots: bool) -> None:
         """Print the view for people; ``has_slots`` draws the ideal slots below the rows."""
-        table, levels, entry = self.table, self.levels, schedule_entry(self.table.name)
+        table, levels, entry = self.table, self.levels, self.entry
         backward = "I and W" if table.graph.split else "B"
         console.print(f"{table.name}: {entry.shape.words}; backward {backward}; source: {entry.source}", soft_wrap=True)
         for stage, order in enumerate(table.orders):
             console.print(f"stage {stage}: {' '.join(map(str, order))}", soft_wrap=True)
         if has_slots:
-            slots = execute(table, per_stage(table, SlotLengths(*self.request.durations_ms), self.parts))
+            slots = execute(table, per_stage(table, self.lengths, self.parts))
             shortest = min(end - start for start, end in slots.spans.values() if end > start)
             console.print(drawing(slots, shortest), soft_wrap=True, end="")
 
@@ -228,39 +242,6 @@ class ScheduleView:
         console.print("bubble: " + ", ".join(f"{rate:.1%} ({name})" for rate, name in rates if rate is not None))
         console.print("most activations: " + ", ".join(f"{n:g} ({name})" for n, name in peaks if n is not None))
         console.print("simulated step: " + ", ".join(f"{ms:.6g} ms ({name})" for ms, name in steps))
-
-
-def view_schedule(name: str, request: ScheduleRequest, machine: Machine) -> ScheduleView:
-    """Build the table of a schedule and simulate one step of it, strictly and with foresight.
-
-    ``request`` has the durations of one chunk. Raises ValueError, with the remedy, where the sizes do not fit.
-    """
-    if name.endswith(".csv"):
-        raise ValueError(f"show has nothing to say of {name} beyond its rows: name a schedule, or simulate the table")
-    if not sum(request.durations_ms):
-        raise ValueError("these durations-ms leave nothing to do: give at least one number above 0")
-    times = chunks_per_stage(name, request)
-    forward_ms, input_gradient_ms, weight_gradient_ms = request.durations_ms
-    of_stage_ms: Profile = (times * forward_ms, times * input_gradient_ms, times * weight_gradient_ms)
-    request = replace(request, durations_ms=of_stage_ms)
-    lengths, entry = SlotLengths(*of_stage_ms), schedule_entry(name)
-    table = build_schedule(name, request)
-    parts = entry.chunk_parts(request.num_stages) if entry.chunk_parts else ()
-    costs = Costs(durations_ms=chunk_durations(table, of_stage_ms, parts))
-
-    def step(consume: str) -> Simulation:
-        order = Ordering(schedule=table, consume=consume).resolve(table.placement, table.graph)
-        return simulate(order.arbiters(RULES), costs, machine=machine)
-
-    return ScheduleView(
-        request=request,
-        table=table,
-        levels=compare(name, request, lengths),
-        formulas=formulas_of(name, request, lengths),
-        parts=parts,
-        strict=step(STRICT),
-        foresight=step(READY),
-    )
 
 
 def _step_ms(simulation: Simulation) -> float:

@@ -1,4 +1,5 @@
-"""The work that is simulated or emulated: how long tasks take, and which chunks feed which on which stages.
+"""The setting of a simulated or emulated run, from its options: how long tasks take, which chunks feed which, on which
+machine, and with which noise.
 
 Durations are constants, a file, or the trace of a recorded run. A file also tells which pairs of chunk and microbatch
 do not exist in a step, for example without images.
@@ -9,8 +10,11 @@ of one, whose last chunks feed the first chunk of a decoder; each chunk has a st
 """
 
 import argparse
+import gc
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -19,12 +23,15 @@ from typing import NamedTuple
 import numpy as np
 
 from rrfp_jax.commands.common.ordering import OrderingOptions
+from rrfp_jax.core import Agreement, DecisionTimer, Dispatch, Order, StageArbiter, StepRules, dispatch_of
+from rrfp_jax.core.dispatch import CERTAIN, JUST_IN_TIME, parse_dispatch
 from rrfp_jax.record_files import parse_json, read_record
 from rrfp_jax.schedules import (
     Absences,
     Edge,
     PipelineGraph,
     Placement,
+    ScheduleTable,
     Task,
     TaskKind,
     absences,
@@ -32,13 +39,37 @@ from rrfp_jax.schedules import (
     schedule_entry,
 )
 from rrfp_jax.schedules.registry import is_schedule, schedules_of_any_graph
+from rrfp_jax.schedules.slots import SlotLengths, per_stage
 from rrfp_jax.schedules.timeline import Span, Timeline
-from rrfp_jax.simulation import check_durations, constant, for_graph, recorded
+from rrfp_jax.simulation import (
+    PAPER_LEVELS,
+    Communication,
+    Costs,
+    InjectedSleeps,
+    Links,
+    Machine,
+    bimodal,
+    both_directions,
+    check_durations,
+    constant,
+    for_graph,
+    lognormal,
+    paper,
+    recorded,
+    straggler,
+)
 from rrfp_jax.simulation.costs import Durations
 
+_BETWEEN_COLLECTIONS = 100_000
+"""Records that are made and not yet gone before the garbage collector looks for cycles."""
 _MOST_NUMBERS = 1 << 25
 """Largest number of durations in a file: 256 MB of them."""
 Profile = tuple[float, float, float]
+RULES = StepRules(updates=False, agreement=Agreement.ALL)
+"""Rules of a simulated step: it ends for all stages when all have reported the end of their tasks, as in emulate."""
+_JITTER_FORMS = "lognormal:SIGMA, bimodal:PROBABILITY,FACTOR, paper:J0|J1|J2|J3, straggler:STAGE,FACTOR"
+
+# -- durations -------------------------------------------------------------------------------------------------------
 
 
 class ConstantDurations:
@@ -88,10 +119,25 @@ class RecordedDurations:
     def __init__(self, timeline: Timeline, *, per_task: bool) -> None:
         self.timeline, self.per_task = timeline, per_task
         self.num_steps = len(timeline.steps()) if per_task else 1
-        self.absent: Sequence[Absences] = _without_forward(timeline) if per_task else ()
+        self.absent: Sequence[Absences] = ()
+        if per_task:
+            steps = [
+                {(s.task.chunk, s.task.microbatch) for s in step.spans if s.task.kind is TaskKind.F}
+                for step in timeline.by_step()
+            ]
+            chunks, microbatches = (range(1 + max(numbers)) for numbers in zip(*set().union(*steps), strict=True))
+            every = {(chunk, m) for chunk in chunks for m in microbatches}
+            missing = [absences(every - present) for present in steps]
+            self.absent = missing if any(missing) else ()
 
     def for_graph(self, graph: PipelineGraph) -> Durations:
-        may_lack = _skippable(graph) | dict(graph.absent).keys()
+        # Chunks that only lead to optional edges may be skipped, as encoders of images are.
+        skippable: set[int] = set()
+        for chunk in reversed(range(graph.num_chunks)):
+            readers = [s for s in graph.successors(chunk) if chunk not in graph.optional_predecessors(s)]
+            if graph.successors(chunk) and skippable.issuperset(readers):
+                skippable.add(chunk)
+        may_lack = skippable | dict(graph.absent).keys()
         if not self.absent or any(chunk not in may_lack for pairs in self.absent for chunk, _ in pairs):
             # This call also names a task that is missing although its chunk may not be skipped.
             return recorded(self.timeline, graph, per_task=self.per_task)
@@ -109,28 +155,6 @@ class RecordedDurations:
 
 
 DurationSource = ConstantDurations | GivenDurations | RecordedDurations
-
-
-def _without_forward(timeline: Timeline) -> Sequence[Absences]:
-    """Returns for each step the pairs of chunk and microbatch without a forward; nothing where no pair lacks one."""
-    steps = [
-        {(s.task.chunk, s.task.microbatch) for s in step.spans if s.task.kind is TaskKind.F}
-        for step in timeline.by_step()
-    ]
-    chunks, microbatches = (range(1 + max(numbers)) for numbers in zip(*set().union(*steps), strict=True))
-    every = {(chunk, m) for chunk in chunks for m in microbatches}
-    missing = [absences(every - present) for present in steps]
-    return missing if any(missing) else ()
-
-
-def _skippable(graph: PipelineGraph) -> set[int]:
-    """Returns the chunks that only lead to optional edges, as encoders of images do."""
-    found: set[int] = set()
-    for chunk in reversed(range(graph.num_chunks)):
-        readers = [s for s in graph.successors(chunk) if chunk not in graph.optional_predecessors(s)]
-        if graph.successors(chunk) and found.issuperset(readers):
-            found.add(chunk)
-    return found
 
 
 def parse_durations_ms(text: str, flag: str = "durations-ms") -> Profile:
@@ -198,7 +222,17 @@ def load_trace(path: str) -> Timeline:
     """Returns the tasks in a trace file that a run has written; raises ValueError for anything else."""
     try:
         events = parse_json(read_record(Path(path))[0])["traceEvents"]
-        spans = [_span(event) for event in events if event["ph"] == "X" and event["cat"].startswith("task,")]
+        spans = [
+            Span(
+                event["args"]["step"],
+                event["pid"] - 1,
+                Task.parse(event["name"]),
+                event["ts"] / 1e6,
+                (event["ts"] + event["dur"]) / 1e6,
+            )
+            for event in events
+            if event["ph"] == "X" and event["cat"].startswith("task,")
+        ]
     except OSError as error:
         raise ValueError(f"cannot read trace {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -208,9 +242,7 @@ def load_trace(path: str) -> Timeline:
     return Timeline(1 + max(span.stage for span in spans), spans)
 
 
-def _span(event: dict) -> Span:
-    start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-    return Span(event["args"]["step"], event["pid"] - 1, Task.parse(event["name"]), start_s, end_s)
+# -- the graph ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,3 +369,221 @@ def _integers(text: str | None, flag: str, example: str) -> tuple[int, ...]:
 
 def _joined(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
+
+
+# -- the machine ----------------------------------------------------------------------------------------------------
+
+
+def add_machine_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the options for links, communication and the host's overheads."""
+    add = group.add_argument
+    add(
+        "--comm",
+        metavar="|".join(Communication),
+        default="async",
+        help="who is occupied while a tensor travels: nobody, the sender, or both",
+    )
+    add("--comm-ms", type=float, default=0.0, metavar="MS", help="latency of every tensor between stages")
+    add("--message-bytes", metavar="A[,G]", help="size of an activation and of a gradient; needs --bandwidth-gb-per-s")
+    add(
+        "--bandwidth-gb-per-s",
+        type=float,
+        metavar="X",
+        help="bandwidth of each directed link, in 10^9 bytes per second; needs --message-bytes",
+    )
+    add("--contention", action="store_true", help="a directed link carries one tensor at a time (async only)")
+    add("--link-delay-ms", metavar="A-B:MS,...", help="extra latency of a link, both directions, as 6-7:30")
+    add("--dispatch-overhead-ms", type=float, default=0.0, metavar="MS", help="what the host takes for every task")
+    add(
+        "--dispatch-ahead",
+        default="0",
+        metavar=f"0|{JUST_IN_TIME}|{CERTAIN}",
+        help="when a stage is handed its next task: at the end of the running one, when that is about to end, or once "
+        "nothing can change the choice (default 0)",
+    )
+    add(
+        "--agreement-ms",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="what the processes of one stage take to agree on every task",
+    )
+    add("--control-ms", type=float, default=0.0, metavar="MS", help="latency of the reports and verdicts between steps")
+    add(
+        "--announce-ms",
+        type=float,
+        metavar="MS",
+        help="latency of what foresight announces (default: as of a tensor without bytes)",
+    )
+    add(
+        "--announce-loss",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the announcements that never arrive, from 0 to 1",
+    )
+
+
+def make_machine(arguments: argparse.Namespace) -> Machine:
+    """Returns the machine of these options, ``--num-stages`` and ``--seed``; raises ValueError with the remedy."""
+    how = dispatch(arguments)
+    if arguments.comm not in tuple(Communication):
+        raise ValueError(f"comm {arguments.comm!r} is unknown: choose one of {', '.join(Communication)}")
+    if arguments.comm != Communication.ASYNC and (arguments.contention or how.is_early):
+        flag = "contention" if arguments.contention else "dispatch-ahead"
+        raise ValueError(f"{flag} has no effect with {arguments.comm} communication: leave it out, or take async")
+    if (arguments.message_bytes is None) != (arguments.bandwidth_gb_per_s is None):
+        raise ValueError("--message-bytes and --bandwidth-gb-per-s belong together: give both or neither")
+    sizes: Sequence[float] = (0.0,)
+    if arguments.message_bytes is not None:
+        sizes = parse_numbers(arguments.message_bytes, "message-bytes", example="33554432,33554432")
+    if len(sizes) > 2:
+        raise ValueError(
+            f"message-bytes {arguments.message_bytes} has {len(sizes)} numbers: write those of an activation and a "
+            "gradient"
+        )
+    links = Links(
+        latency_ms=arguments.comm_ms,
+        activation_bytes=sizes[0],
+        gradient_bytes=sizes[-1],
+        bandwidth_gb_per_s=math.inf if arguments.bandwidth_gb_per_s is None else arguments.bandwidth_gb_per_s,
+        extra_ms=both_directions(parse_link_delays_ms(arguments.link_delay_ms), arguments.num_stages),
+        control_ms=arguments.control_ms,
+        announce_ms=arguments.announce_ms,
+        announce_loss=arguments.announce_loss,
+        loss_seed=arguments.seed,
+        contention=arguments.contention,
+    )
+    return Machine(
+        links=links,
+        communication=Communication(arguments.comm),
+        dispatch_overhead_ms=arguments.dispatch_overhead_ms,
+        agreement_ms=arguments.agreement_ms,
+        just_in_time=DecisionTimer if how.just_in_time else None,
+    )
+
+
+def dispatch(arguments: argparse.Namespace) -> Dispatch:
+    """Returns when stages are handed their next task; raises ValueError with the remedy."""
+    return dispatch_of(parse_dispatch(arguments.dispatch_ahead), on_host=False)
+
+
+def arbiters_of(order: Order, arguments: argparse.Namespace) -> list[StageArbiter]:
+    """Returns fresh arbiters of all stages, for steps of tasks alone."""
+    return order.arbiters(RULES, certain_ahead=dispatch(arguments).certain)
+
+
+def parse_link_delays_ms(text: str | None) -> dict[tuple[int, int], float]:
+    """Returns the extra milliseconds on links between two stages, both directions, from a text as ``0-1:5,6-7:30``."""
+    delays: dict[tuple[int, int], float] = {}
+    for part in text.split(",") if text else ():
+        stages, _, delay = part.partition(":")
+        try:
+            a, b = (int(stage) for stage in stages.split("-"))
+            delays[a, b] = float(delay)
+        except ValueError:
+            raise ValueError(
+                f"link-delay-ms {part!r} is not a delay: write two stages and milliseconds, for example 6-7:30"
+            ) from None
+    return delays
+
+
+# -- noise ----------------------------------------------------------------------------------------------------------
+
+_Factor = Callable[[Durations, Placement, np.random.Generator], Durations]
+Jitter = Callable[[Durations, Placement, np.random.Generator], tuple[Durations, InjectedSleeps | None]]
+"""Gives the durations of every step with jitter, and the sleeps that depend on the order, if any."""
+
+
+def parse_jitter(text: str | None) -> Jitter:
+    """Returns the jitter of a text: one form of ``_JITTER_FORMS``, or several joined by ``+``."""
+    factors: list[_Factor] = []
+    level: str | None = None
+    for part in text.split("+") if text else ():
+        name, _, argument = part.partition(":")
+        if name != "paper":
+            factors.append(_factor(part, name, argument))
+        elif argument not in PAPER_LEVELS or level:
+            raise ValueError(f"jitter {part!r} is not one level of {', '.join(PAPER_LEVELS)}: write paper:J3")
+        else:
+            level = argument
+
+    def jitter(
+        durations_ms: Durations, placement: Placement, rng: np.random.Generator
+    ) -> tuple[Durations, InjectedSleeps | None]:
+        for factor in factors:
+            durations_ms = factor(durations_ms, placement, rng)
+        return durations_ms, paper(PAPER_LEVELS[level], durations_ms.shape, rng) if level else None
+
+    return jitter
+
+
+def _factor(part: str, name: str, argument: str) -> _Factor:
+    counts = {"lognormal": 1, "bimodal": 2, "straggler": 2}
+    if name not in counts:
+        raise ValueError(f"jitter {part!r} is unknown: write one of {_JITTER_FORMS}, or several joined by +")
+    numbers = parse_numbers(argument, f"jitter {name}", example=_JITTER_FORMS)
+    if len(numbers) != counts[name]:
+        raise ValueError(f"jitter {part!r} has {len(numbers)} numbers instead of {counts[name]}: write {_JITTER_FORMS}")
+    if name == "lognormal":
+        return lambda durations_ms, _, rng: lognormal(durations_ms, numbers[0], rng)
+    if name == "bimodal":
+        return lambda durations_ms, _, rng: bimodal(durations_ms, numbers[0], numbers[1], rng)
+    stage = int(numbers[0])
+    if stage != numbers[0]:
+        raise ValueError(f"jitter {part!r} names no stage: write for example straggler:2,1.5")
+    return lambda durations_ms, placement, _: straggler(durations_ms, placement, stage, numbers[1])
+
+
+def add_noise_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the options ``--jitter`` and ``--seed``."""
+    add = group.add_argument
+    add(
+        "--jitter",
+        metavar="FORM",
+        help=f"how durations vary: {_JITTER_FORMS}; several joined by + (default: not at all)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the jitter; the same tasks meet the same noise whatever the order",
+    )
+
+
+def check_noise(arguments: argparse.Namespace) -> None:
+    """Raise ValueError, with the remedy, where these flags mean nothing."""
+    if arguments.seed < 0:
+        raise ValueError(f"seed is {arguments.seed}: give 0 or more")
+    parse_jitter(arguments.jitter)
+
+
+def make_costs(arguments: argparse.Namespace, durations_ms: Durations, placement: Placement) -> Costs:
+    """Returns the costs of every step, with the requested jitter."""
+    rng = np.random.default_rng(arguments.seed)
+    durations_ms, sleeps = parse_jitter(arguments.jitter)(durations_ms, placement, rng)
+    return Costs(durations_ms=durations_ms, sleeps=sleeps)
+
+
+def chunk_durations(table: ScheduleTable, durations_ms: Profile, parts: Sequence[float] = ()) -> Durations:
+    """Returns F, I and W of a stage divided among its chunks by ``parts``, [1, chunks, microbatches, 3]."""
+    length = per_stage(table, SlotLengths(*durations_ms), parts)
+    kinds = (TaskKind.F, TaskKind.I, TaskKind.W)
+    by_chunk = [[length(Task(kind, chunk, 0)) for kind in kinds] for chunk in range(table.graph.num_chunks)]
+    return np.repeat(np.array([by_chunk], np.float64)[:, :, None], table.graph.num_microbatches, axis=2)
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Collects garbage rarely while the context lasts.
+
+    A search or a simulation makes millions of records without cycles. At the usual rate the collector walks over all of
+    them again and again, which takes a tenth of a search and a fifth of a large simulation.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(_BETWEEN_COLLECTIONS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -1,1 +1,0 @@
-"""The parts of ``rrfp simulate`` that studies use too: durations, graphs, machines, and reports."""
