@@ -81,6 +81,13 @@ def test_a_value_of_the_command_line_is_blamed_on_it(overrides: dict[str, object
         load_train_config(DEBUG, overrides)
 
 
+def test_an_override_of_no_key_is_refused_with_the_key_that_is_meant() -> None:
+    with pytest.raises(ValueError, match=r"^an override: 'stepz' is no key of run: did you mean 'steps'"):
+        load_train_config(DEBUG, {"run.stepz": 3})
+    with pytest.raises(ValueError, match=r"^an override: 'steps' is no section: the known ones are model,"):
+        load_train_config(DEBUG, {"steps": 3})
+
+
 def test_a_value_of_the_file_is_blamed_on_the_file_whatever_else_is_given(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(Path(DEBUG).read_text().replace("num_layers: 4", "num_layers: -4"))

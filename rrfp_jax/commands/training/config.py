@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from types import UnionType
@@ -235,8 +235,10 @@ def read_train_config(path: str, overrides: Mapping[str, Any]) -> TrainConfig:
     sections: dict[str, dict[str, Any]] = {"cluster": {}} | _read(path)
     given: dict[str, dict[str, Any]] = {}
     for name, value in overrides.items():
-        section, _, field = name.partition(".")
-        given.setdefault(section, {})[field] = value
+        section, _, key = name.partition(".")
+        _refuse_unknown("an override", "section", [section], list(SECTIONS))
+        _refuse_unknown("an override", f"key of {section}", [key], [field.name for field in fields(SECTIONS[section])])
+        given.setdefault(section, {})[key] = value
     records = {
         name: _section(path, name, sections.get(name, {}), given.get(name, {})) for name in {**sections, **given}
     }
@@ -400,7 +402,7 @@ def _briefly(value: Any) -> str:
     return text if len(text) < _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
-def _refuse_unknown(path: str, what: str, given: Mapping[str, Any], known: list[str]) -> None:
+def _refuse_unknown(path: str, what: str, given: Iterable[str], known: list[str]) -> None:
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
