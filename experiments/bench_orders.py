@@ -19,7 +19,7 @@ from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.costs import CutModel
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.cut_problem import MemoryBudget
-from rrfp_jax.planner.order_problem import NS_PER_MS, memory_for_activations, order_problem
+from rrfp_jax.planner.list_scheduler import NS_PER_MS, memory_for_activations, order_problem
 from rrfp_jax.planner.order_search import FoundOrder, named_orders, search_orders
 from rrfp_jax.schedules import ScheduleTable, TaskKind
 

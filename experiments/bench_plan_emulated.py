@@ -20,16 +20,15 @@ from scipy.stats import spearmanr
 from experiments.emulate import EMULATED_STEP
 from rrfp_jax.commands.common.console import make_table
 from rrfp_jax.commands.common.process import use_cpu
-from rrfp_jax.core import Ordering
+from rrfp_jax.core import READY, STRICT, Ordering
 from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
 from rrfp_jax.planner.best_cut import best_cut, even_cut
-from rrfp_jax.planner.candidates import PlanCandidate, make_candidate
 from rrfp_jax.planner.judging import Judge
-from rrfp_jax.planner.order_problem import memory_for_activations
+from rrfp_jax.planner.list_scheduler import memory_for_activations
 from rrfp_jax.planner.order_search import search_orders
-from rrfp_jax.planner.records import Plan, PlanShape
+from rrfp_jax.planner.records import LINEAR, LOOPED, WAVES, Plan, PlanChoice, PlanShape, Point
 from rrfp_jax.planner.search import make_plan
-from rrfp_jax.planner.search_space import LINEAR, LOOPED, READY, STRICT, WAVES, Point, SearchSpace
+from rrfp_jax.planner.search_space import SearchSpace
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import both_directions
@@ -144,10 +143,8 @@ def emulated_ranking(host_ms: float) -> list[Compared]:
     judge = Judge(book.noise, PLAN_STEPS, seed=0)
     found = []
     for ranked in plan.ranking:
-        choice = ranked.choice
-        order = choice.ordering.resolve(choice.cut.placement, choice.cut.graph)
-        one = PlanCandidate(choice=choice, order=order, memory=ranked.forecast.memory)
-        found.append(_compared(f"{order.label}, {'+'.join(map(str, choice.cut.counts))}", one, judge))
+        one = ranked.choice
+        found.append(_compared(f"{one.order.label}, {'+'.join(map(str, one.cut.counts))}", one, judge))
     return found
 
 
@@ -189,7 +186,7 @@ def profiled_host_ms() -> float:
     return max(0.0, median(_host_ms_of_steps(run.timeline, durations_ms)))
 
 
-def _candidate(number: int, book: CostBook, *, window: int) -> tuple[PlanCandidate, bool]:
+def _candidate(number: int, book: CostBook, *, window: int) -> tuple[PlanChoice, bool]:
     """Returns the choice of a setting, and whether its cut is the best."""
     family, name, consume = _ORDERS[number % len(_ORDERS)]
     is_best = bool((number // len(_ORDERS) + number) % 2)
@@ -197,12 +194,18 @@ def _candidate(number: int, book: CostBook, *, window: int) -> tuple[PlanCandida
     if name in _HINTS:
         cut = _cut(point, book, is_best=is_best, split=name != "bf")
         ordering = Ordering(hint=name, window=window, backward="split" if cut.split else "fused")
-        return make_candidate(point, cut, ordering, name, is_even=not is_best), is_best
+        return _choice(cut, ordering, name, is_even=not is_best), is_best
     table = None if name == _SEARCHED else _named(name, point)
     cut = _cut(point, book, is_best=is_best, split=table is None or bool(table.graph.split))
     has_foresight = None if consume == STRICT or number < len(_ORDERS) else False
     ordering = Ordering(schedule=table or _searched(cut), consume=consume, foresight=has_foresight)
-    return make_candidate(point, cut, ordering, name, is_even=not is_best, is_searched=table is None), is_best
+    return _choice(cut, ordering, name, is_even=not is_best, is_searched=table is None), is_best
+
+
+def _choice(cut: CutModel, ordering: Ordering, name: str, *, is_even: bool, is_searched: bool = False) -> PlanChoice:
+    return PlanChoice(
+        shape=_SHAPE, cut=cut, is_even=is_even, ordering=ordering, order_name=name, is_searched=is_searched
+    )
 
 
 def _named(name: str, point: Point) -> ScheduleTable:
@@ -221,11 +224,11 @@ def _cut(point: Point, book: CostBook, *, is_best: bool, split: bool) -> CutMode
     return cut(book.at(microbatch_size=1), point.placement, MICROBATCHES, split=split)
 
 
-def _compared(words: str, one: PlanCandidate, judge: Judge) -> Compared:
+def _compared(words: str, one: PlanChoice, judge: Judge) -> Compared:
     """Returns a choice as forecast and as emulated, on a judge's draws. The first, without noise, warms up."""
     from rrfp_jax.testing import emulate
 
-    cut, number = one.choice.cut, judge.num_draws
+    cut, number = one.cut, judge.num_draws
     forecast_ms = median(judge.draws_ms(one, number))
     steps_ms = judge.steps_ms(cut, number)
     counted = steps_ms[1:] if len(steps_ms) > 1 else np.repeat(steps_ms, STEPS, axis=0)

@@ -22,7 +22,7 @@ import yaml
 from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Order
 from rrfp_jax.costs import CostBook, CutModel
-from rrfp_jax.costs.order_memory import forecast_memory
+from rrfp_jax.costs.forecast import forecast_memory
 from rrfp_jax.models.cuts import ChunkLayout
 from rrfp_jax.planner.cost_file import read_costs
 from rrfp_jax.schedules import looped

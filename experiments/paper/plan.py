@@ -45,7 +45,7 @@ def measure(cell: Cell) -> Measured:
             "seed": seed,
             "method": name,
             "order": each.one.order.label,
-            "cut": "+".join(map(str, each.one.choice.cut.counts)),
+            "cut": "+".join(map(str, each.one.cut.counts)),
             "step_ms": round(step_ms(each.one, jitter, int(cell["steps"]), seed), 6),
             "bound_ms": round(each.bound_ms, 6),
             "held": round(each.one.peak_bytes / CASES[model].unit, 3),

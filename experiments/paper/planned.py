@@ -11,13 +11,11 @@ from experiments.paper.scene import SLOW_LINK, SLOW_LINK_PARTS, SLOW_STAGE, SLOW
 from rrfp_jax.core import READY, STRICT, Ordering, StepRules
 from rrfp_jax.costs import CostBook, CostEntry, Noise
 from rrfp_jax.planner.best_cut import even_cut
-from rrfp_jax.planner.candidates import PlanCandidate, make_candidate
-from rrfp_jax.planner.judging import Judge
+from rrfp_jax.planner.judging import Judge, step_bound_ms
 from rrfp_jax.planner.order_search import named_orders
-from rrfp_jax.planner.records import Ranked
+from rrfp_jax.planner.records import PlanChoice
 from rrfp_jax.planner.search import make_plan
 from rrfp_jax.planner.search_space import SearchSpace, points_of, shapes_of
-from rrfp_jax.planner.step_times import step_bound_ms
 from rrfp_jax.schedules import schedule_names
 from rrfp_jax.simulation import Links, Machine, both_directions, simulate
 from rrfp_jax.simulation.costs import Durations
@@ -34,7 +32,7 @@ METHODS = ("1f1b, even cut", "named table, even cut", "named table, best cut", "
 class Planned(NamedTuple):
     """Result of a method in one model."""
 
-    one: PlanCandidate
+    one: PlanChoice
     bound_ms: float
     """Lower bound for its cut, without noise."""
 
@@ -66,14 +64,15 @@ def planned(model: str, sigma: float, stages: int, microbatches: int) -> dict[st
     judge = Judge(book.noise, DRAWS, seed=0)
     fitting = [one for one in dealt if one.fits(case.limit)]
     even = min(fitting, key=lambda one: judge.value(one, DRAWS))
-    plain = next(one for one in dealt if one.choice.order_name == "1f1b")
-    chosen = (plain, even, *map(_candidate, (only_named.named or only_named.ranking[0], strict, ready)))
-    return {name: Planned(one, step_bound_ms(one.choice.cut)) for name, one in zip(METHODS, chosen, strict=True)}
+    plain = next(one for one in dealt if one.order_name == "1f1b")
+    planned_ones = (only_named.named or only_named.ranking[0], strict, ready)
+    chosen = (plain, even, *(ranked.choice for ranked in planned_ones))
+    return {name: Planned(one, step_bound_ms(one.cut)) for name, one in zip(METHODS, chosen, strict=True)}
 
 
-def step_ms(one: PlanCandidate, jitter: str, steps: int, seed: int) -> float:
+def step_ms(one: PlanChoice, jitter: str, steps: int, seed: int) -> float:
     """Returns the mean interval between the ends of simulated steps, on draws that depend on nothing but their seed."""
-    cut, stages = one.choice.cut, one.choice.shape.num_stages
+    cut, stages = one.cut, one.shape.num_stages
     durations_ms = cut.durations_ms.copy()
     if jitter == SLOW_STAGE:
         durations_ms[:, list(cut.placement.chunks_of_stage[stages // 2])] *= SLOW_STAGE_FACTOR
@@ -87,7 +86,7 @@ def step_ms(one: PlanCandidate, jitter: str, steps: int, seed: int) -> float:
     return fmean(run.step_ms[LEARNT:])
 
 
-def on_even_cuts(case: Case, book: CostBook, space: SearchSpace) -> Iterator[PlanCandidate]:
+def on_even_cuts(case: Case, book: CostBook, space: SearchSpace) -> Iterator[PlanChoice]:
     """Yields every named table, strictly consumed, on layers dealt out evenly; those that do not fit, too."""
     (shape,) = shapes_of(book, space)
     for point in points_of(shape, book, space):
@@ -95,13 +94,7 @@ def on_even_cuts(case: Case, book: CostBook, space: SearchSpace) -> Iterator[Pla
             cut = even_cut(case.costs, point.placement, shape.num_microbatches, split=split)
             for found in named_orders(cut, None):
                 ordering = Ordering(schedule=found.table, consume=STRICT)
-                yield make_candidate(point, cut, ordering, found.name, is_even=True)
-
-
-def _candidate(ranked: Ranked) -> PlanCandidate:
-    choice = ranked.choice
-    order = choice.ordering.resolve(choice.cut.placement, choice.cut.graph)
-    return PlanCandidate(choice=choice, order=order, memory=ranked.forecast.memory)
+                yield PlanChoice(shape=shape, cut=cut, is_even=True, ordering=ordering, order_name=found.name)
 
 
 def _sigma(jitter: str) -> float:

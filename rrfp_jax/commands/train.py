@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load_train_config(arguments.config, overrides_of(arguments), trust=arguments.trust)
         lines: Sequence[str] = ()
         if config.pipeline.is_auto:
-            from rrfp_jax.planner.auto_cut import resolve_auto_cut
+            from rrfp_jax.planner.configured import resolve_auto_cut
 
             cut = resolve_auto_cut(config, fresh=arguments.fresh)
             config, lines = cut.config, cut.lines

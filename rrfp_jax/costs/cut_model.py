@@ -9,7 +9,7 @@ the bar behind it.
 """
 
 import string
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -108,7 +108,8 @@ class CutModel:
                     output_grads=0 if is_last else outputs[chunk],
                     outputs=max(0 if is_last else outputs[chunk], 0 if is_first else outputs[chunk - 1]),
                     temporaries=max(each.temporaries_bytes for each in layers)
-                    + sum(each.room_bytes(split=self.split, is_first=is_first) for each in layers),
+                    + sum(each.added_bytes(split=self.split, is_first=is_first) for each in layers),
+                    step_temporaries=sum(each.step_temporaries_bytes for each in layers),
                 )
             )
         return tuple(found)
@@ -144,7 +145,6 @@ class CutModel:
 
 _KNOWN = {"embed": "E", "head": "L", "loss": "L", "patch": "P", "project": "p", "encod": "v", "vision": "v"}
 """Parts of a type's name, and its letter."""
-_MAIN = "t"
 _WORTH_IT = 3
 """From so many equal chunks on they are written once."""
 
@@ -152,43 +152,32 @@ _WORTH_IT = 3
 def letters_of(layers: Sequence[str]) -> dict[str, str]:
     """Returns a letter for each type of layer, in the order in which the types occur; the most common other one is
     t."""
-    letters = {name: letter for name in dict.fromkeys(layers) if (letter := _known(name))}
-    others = [name for name in dict.fromkeys(layers) if name not in letters]
+    names = list(dict.fromkeys(layers))
+    known = {name: [letter for part, letter in _KNOWN.items() if part in name.lower()] for name in names}
+    letters = {name: found[0] for name, found in known.items() if found}
+    others = [name for name in names if name not in letters]
     for name in sorted(others, key=lambda name: ("decod" not in name.lower(), -layers.count(name))):
-        letters[name] = _free_letter(name, set(letters.values()))
-    return {name: letters[name] for name in dict.fromkeys(layers)}
+        wanted = ["t", *(letter for letter in name.lower() if letter in string.ascii_lowercase), *string.ascii_letters]
+        letters[name] = next((letter for letter in wanted if letter not in letters.values()), "?")
+    return {name: letters[name] for name in names}
 
 
 def cut_in_words(cut: CutModel, *, short: bool = False) -> str:
     """Returns the line of a cut."""
     layers, letters = cut.costs.layers, letters_of(cut.costs.layers)
-    chunks = [_chunk([letters[name] for name in layers[start:stop]]) for start, stop in cut.bounds]
-    return _shortened(chunks) if short else "|".join(chunks)
+    chunks = []
+    for start, stop in cut.bounds:
+        runs = [(letter, len(list(run))) for letter, run in groupby(letters[name] for name in layers[start:stop])]
+        chunks.append("".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs))
+    if not short:
+        return "|".join(chunks)
+    parts = []
+    for chunk, run in groupby(chunks[:-1]):  # the last chunk has no bar behind it, and so stands for itself
+        count = len(list(run))
+        parts.append(f"({chunk}|)*{count}" if count >= _WORTH_IT else f"{chunk}|" * count)
+    return "".join([*parts, chunks[-1]])
 
 
 def legend(cut: CutModel) -> str:
     """Returns the type of layer for each letter."""
     return ", ".join(f"{letter}: {name}" for name, letter in letters_of(cut.costs.layers).items())
-
-
-def _known(name: str) -> str | None:
-    return next((letter for part, letter in _KNOWN.items() if part in name.lower()), None)
-
-
-def _free_letter(name: str, taken: Collection[str]) -> str:
-    wanted = [_MAIN, *(letter for letter in name.lower() if letter in string.ascii_lowercase), *string.ascii_letters]
-    return next((letter for letter in wanted if letter not in taken), "?")
-
-
-def _chunk(letters: Sequence[str]) -> str:
-    runs = [(letter, len(list(run))) for letter, run in groupby(letters)]
-    return "".join(letter if count == 1 else f"{letter}*{count}" for letter, count in runs)
-
-
-def _shortened(chunks: Sequence[str]) -> str:
-    """Equal chunks one after the other, but for the last chunk, which has no bar behind it."""
-    parts = []
-    for chunk, run in groupby(chunks[:-1]):
-        count = len(list(run))
-        parts.append(f"({chunk}|)*{count}" if count >= _WORTH_IT else f"{chunk}|" * count)
-    return "".join([*parts, chunks[-1]])

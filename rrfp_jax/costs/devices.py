@@ -1,4 +1,4 @@
-"""Accelerators by name: operations, memory and bandwidths of each, and the parts of these that programs get.
+"""Accelerators by name, the parts of their peaks that programs get, and the costs of layers on their rooflines.
 
 Peaks are dense (no sparsity), in bfloat16. The memory of an NVIDIA GPU is the share of it that a run lets JAX take
 (:data:`SHARE_OF_GPU`); that of a TPU is in decimal gigabytes, as its vendor prints it. Links are per device and
@@ -25,10 +25,11 @@ chips of a slice are joined alike across hosts.
 
 import difflib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from rrfp_jax.costs.layer_costs import LinkCosts
+from rrfp_jax.costs.layer_costs import LayerCosts, LinkCosts
+from rrfp_jax.costs.layer_sizes import LayerSizes
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields
 
 _SHARE = FieldRule("a number above 0 and at most 1", lambda value: 0 < value <= 1)
@@ -137,8 +138,7 @@ class Device:
 @dataclass(frozen=True, kw_only=True)
 class Efficiencies:
     """The parts of a device's peaks that programs get; the defaults are those that large products and streams commonly
-    reach, to be :func:`fitted` where a layer has been measured. Raises ValueError for numbers that are no such
-    parts."""
+    reach. Raises ValueError for numbers that are no such parts."""
 
     compute: float = 0.6
     memory: float = 0.8
@@ -153,23 +153,6 @@ class Efficiencies:
     def __post_init__(self) -> None:
         check_fields(self, _SHARE, "compute", "memory", "links")
         check_fields(self, NOT_NEGATIVE, "launch_ms", "hop_ms", "sum_ms")
-
-    def fitted(self, forecast_ms: float, measured_ms: float) -> "Efficiencies":
-        """Returns efficiencies with which layers that these foresaw to take ``forecast_ms`` take ``measured_ms``, both
-        without launches.
-
-        One number is known, so compute and memory change alike. Raises ValueError for layers that are faster than the
-        device's peaks allow.
-        """
-        if not (POSITIVE.holds(forecast_ms) and POSITIVE.holds(measured_ms)):
-            raise ValueError(f"{measured_ms:g} ms were measured for {forecast_ms:g} ms foreseen: give positive numbers")
-        times = forecast_ms / measured_ms
-        if self.compute * times > 1:
-            raise ValueError(
-                f"the measured layers take {measured_ms:g} ms, and at its peak the device takes "
-                f"{forecast_ms * self.compute:g} ms: name the device on which they were measured"
-            )
-        return replace(self, compute=self.compute * times, memory=min(1.0, self.memory * times))
 
 
 def _gpu(
@@ -273,29 +256,6 @@ def peak_flops(kind: str) -> float | None:
     return None if device is None or _OTHER_PEAK.search(kind) else device.flops
 
 
-def fitted_device(title: str, tasks: Sequence[tuple[float, float]], took_ms: float) -> Device:
-    """Returns a device without a record, on which tasks of these operations and bytes took ``took_ms`` together.
-
-    Over all of them computing and moving are held to take equally long. Raises ValueError for tasks that take no time.
-    """
-    flops, moved = (sum(values) for values in zip(*tasks, strict=True))
-    if not all(map(POSITIVE.holds, (flops, moved, took_ms))):
-        raise ValueError(f"a layer of {flops:g} operations took {took_ms:g} ms: give one that computes and was timed")
-    shares = sum(max(each / flops, num_bytes / moved) for each, num_bytes in tasks)
-    per_s = shares / took_ms * 1e3
-    return Device(
-        name="fitted",
-        title=title,
-        kind="",
-        flops=flops * per_s,
-        float32_flops=flops * per_s,
-        memory_gb_per_s=moved * per_s / 1e9,
-        num_bytes=1,
-        near_gb_per_s=1.0,
-        far_gb_per_s=1.0,
-    )
-
-
 def device_of(name: str) -> Device:
     """Returns the device of a name; raises ValueError, with those that are known, for another."""
     word = name.strip().lower().replace(" ", "-").replace("_", "-")
@@ -305,3 +265,92 @@ def device_of(name: str) -> Device:
     near = difflib.get_close_matches(word, [*DEVICES, *_ALIASES], n=1)
     meant = f"did you mean {_ALIASES.get(near[0], near[0])}? " if near else ""
     raise ValueError(f"there is no device {name!r}: {meant}known are {', '.join(DEVICES)}")
+
+
+# -- the roofline ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """A device on whose roofline the costs of layers are read (Williams et al. 2009).
+
+    F, the input gradient and the weight gradient each take as long as their operations or their bytes, whichever is
+    longer::
+
+        t = max(operations / (peak * compute), bytes / (bandwidth * memory)) + sums
+
+    Where ``n`` devices share a layer each of them computes a part, and sums of activations follow, as a ring does them:
+    ``2 (n - 1) / n`` of the bytes over the link between them. Axes that cut rows, positions and parameters add the
+    bytes that travel over each: parameters that programs gather, keys and values, tokens on their way to experts, and
+    sums of gradients; nothing of it is held to overlap with computing. The time of launching belongs to the task.
+    """
+
+    device: Device
+    efficiencies: Efficiencies
+    tensor: int = 1
+    """Devices that share every layer."""
+    spans: Mapping[str, int] = field(default_factory=dict)
+    """By axis of a stage's mesh, over how many neighbouring devices a group along it stretches."""
+    is_float32: bool = False
+    """Whether products are computed in float32 instead of bfloat16."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, AT_LEAST_1, "tensor")
+
+    @property
+    def peak_flops(self) -> float:
+        """Operations per second of one device."""
+        return self.device.float32_flops if self.is_float32 else self.device.flops
+
+    def task_ms(self, flops: float, moved_bytes: float) -> float:
+        """Returns the milliseconds of a task with ``flops`` on all devices of the stage, and ``moved_bytes`` on
+        each."""
+        compute_s = flops / self.tensor / (self.peak_flops * self.efficiencies.compute)
+        return max(compute_s * 1e3, moved_bytes / (self.device.memory_gb_per_s * self.efficiencies.memory) / 1e6)
+
+    def costs(
+        self,
+        sizes: LayerSizes,
+        *,
+        fixed_bytes: int,
+        param_bytes: int,
+        num_moments: int = 2,
+        trains: bool = True,
+        has_backward: bool = True,
+    ) -> LayerCosts:
+        """Returns the costs of a layer; ``param_bytes`` of each of its parameters, for which the optimizer has so many
+        moments. Frozen ones are neither trained nor owed."""
+        flops = sizes.tasks(trains=trains, has_backward=has_backward)
+        runs = (True, has_backward, trains)
+        task_ms = [
+            self.task_ms(each / sizes.sharing, moved * does)
+            for each, moved, does in zip(flops, sizes.moved_bytes, runs, strict=True)
+        ]
+        # Devices that share the layer sum up activations; other axes send what they cut.
+        parts = self.efficiencies
+        if self.tensor > 1:
+            num_bytes = 2 * (self.tensor - 1) / self.tensor * sizes.sum_bytes
+            rate = self.device.rate_gb_per_s(self.tensor) * parts.links
+            for task, number in enumerate(sizes.sums):
+                task_ms[task] += number * (num_bytes / rate / 1e6 + parts.sum_ms) * runs[task]
+        for sent in sizes.sent:
+            rate = self.device.rate_gb_per_s(self.spans.get(sent.axis, 1)) * parts.links
+            for task, num_sent in enumerate(sent[1:]):
+                task_ms[task] += (num_sent / rate / 1e6 + parts.sum_ms if num_sent else 0.0) * runs[task]
+        # The optimizer reads and writes parameters, accumulators and moments once.
+        updated = sizes.num_held * trains * 2 * ((1 + num_moments) * param_bytes + 4)
+        return LayerCosts(
+            forward_ms=task_ms[0],
+            input_gradient_ms=task_ms[1],
+            weight_gradient_ms=task_ms[2],
+            update_ms=self.task_ms(0.0, updated),
+            fixed_bytes=fixed_bytes,
+            gradient_bytes=sizes.num_held * 4 * trains,
+            stash_bytes=sizes.stash_bytes * has_backward,
+            remade_bytes=sizes.remade_bytes * has_backward,
+            owed_bytes=sizes.owed_bytes * trains,
+            temporaries_bytes=sizes.temporaries_bytes,
+            more_temporaries_bytes=sizes.more_temporaries_bytes * trains,
+            output_bytes=sizes.output_bytes,
+            flops=sum(sizes.flops.tasks(trains=trains, has_backward=has_backward)),
+        )

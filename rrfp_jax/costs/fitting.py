@@ -85,7 +85,14 @@ def fit_times(chunks: Sequence[ChunkTimes]) -> LayerTimes:
         if "F" not in times:
             raise ValueError(f"layer type {name!r} was seen to run no forward: record whole steps")
         times["U"] = updates.get(("U", name), 0.0)
-    return LayerTimes(types=types, task_ms=task_ms, off=_off(chunks, types, task_ms))
+    off: dict[str, float] = {}
+    for kind in _TASK_KINDS:
+        known = [chunk for chunk in chunks if kind in chunk.medians_ms and (chunk.returns_gradient or kind in "FB")]
+        seen = [chunk.medians_ms[kind] for chunk in known]
+        fitted = [task_ms + sum(types[name].get(kind, 0.0) for name in chunk.layers) for chunk in known]
+        if sum(seen):
+            off[kind] = sum(abs(a - b) for a, b in zip(seen, fitted, strict=True)) / sum(seen)
+    return LayerTimes(types=types, task_ms=task_ms, off=off)
 
 
 _TASK = ("", "task")
@@ -116,17 +123,6 @@ def _solved(rows: Sequence[_Equation]) -> dict[tuple[str, str], float]:
     return dict(zip(unknowns, map(float, solution), strict=True))
 
 
-def _off(chunks: Sequence[ChunkTimes], types: Mapping[str, Mapping[str, float]], task_ms: float) -> dict[str, float]:
-    off: dict[str, float] = {}
-    for kind in _TASK_KINDS:
-        known = [chunk for chunk in chunks if kind in chunk.medians_ms and (chunk.returns_gradient or kind in "FB")]
-        seen = [chunk.medians_ms[kind] for chunk in known]
-        fitted = [task_ms + sum(types[name].get(kind, 0.0) for name in chunk.layers) for chunk in known]
-        if sum(seen):
-            off[kind] = sum(abs(a - b) for a, b in zip(seen, fitted, strict=True)) / sum(seen)
-    return off
-
-
 _HALVES = {"input_gradient", "weight_gradient"}
 
 
@@ -148,92 +144,79 @@ class ChunkParts:
     """Per microbatch from I to W; 0 where the backward is whole."""
     outputs: int
     temporaries: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of each program while it runs."""
+    """Bytes of each program of a microbatch while it runs."""
+    step_temporaries: int = 0
+    """Bytes of the largest program that runs once per step, such as the update."""
 
 
 def fit_bytes(chunks: Sequence[ChunkParts]) -> dict[str, dict[str, int]]:
     """Returns for each type the fields of :class:`rrfp_jax.costs.LayerCosts` that are bytes."""
-    alike: dict[tuple[str, int], list[ChunkParts]] = {}
+    alike: dict[str, dict[int, list[ChunkParts]]] = {}
     for chunk in chunks:
-        alike.setdefault((chunk.layer, chunk.count), []).append(chunk)
-    by_type: dict[str, list[ChunkParts]] = {}
-    for (name, _), some in alike.items():
-        by_type.setdefault(name, []).append(_merged(some))
+        alike.setdefault(chunk.layer, {}).setdefault(chunk.count, []).append(chunk)
+    # Chunks of as many layers ran with split and with whole backwards: the most bytes of each part count.
+    by_type = {name: [_merged(some) for _, some in sorted(counts.items())] for name, counts in alike.items()}
     stashes = {name: _stash(some) for name, some in by_type.items()}
-    keeps_input = any(kept for _, kept in stashes.values())
-    return {
-        name: {
-            "fixed_bytes": _most(some, "fixed"),
-            "gradient_bytes": _most(some, "gradient"),
-            "owed_bytes": _most(some, "owed"),
+    keeps_input, found = any(kept for _, kept in stashes.values()), {}
+    for name, some in by_type.items():
+        stash, kept = stashes[name]
+        if keeps_input and len(some) == 1:
+            # Where chunks of other types keep their input once, one whose layers were seen in one number does so too.
+            kept = max(each.kept_inputs for each in some)
+            stash = max(0, stash - kept // some[0].count)
+        found[name] = {
+            "fixed_bytes": _share(some, "fixed"),
+            "gradient_bytes": _share(some, "gradient"),
+            "owed_bytes": _share(some, "owed"),
             "output_bytes": max(each.outputs for each in some),
-            **_stash_fields(some, *stashes[name], keeps_input=keeps_input),
+            "stash_bytes": stash,
+            "kept_bytes": kept,
+            "step_temporaries_bytes": _share(some, "step_temporaries"),
             **_temporaries(some),
         }
-        for name, some in by_type.items()
-    }
+    return found
 
 
 def _merged(some: Sequence[ChunkParts]) -> ChunkParts:
-    """Returns the most bytes of every part that were seen, with split and with whole backwards."""
     sizes = {each.name: max(getattr(one, each.name) for one in some) for each in fields(ChunkParts) if each.type is int}
     names = dict.fromkeys(name for one in some for name in one.temporaries)
     temporaries = {name: max(one.temporaries.get(name, 0) for one in some) for name in names}
     return ChunkParts(layer=some[0].layer, temporaries=temporaries, **sizes)
 
 
-def _most(some: Sequence[ChunkParts], part: str) -> int:
+def _share(some: Sequence[ChunkParts], part: str) -> int:
     """Returns a layer's share of a part in which layers add up, rounded up; it has a share of the bytes that a chunk
     has once."""
     return max(-(-int(getattr(each, part)) // each.count) for each in some)
 
 
-def _ends(some: Sequence[ChunkParts]) -> tuple[ChunkParts, ChunkParts]:
-    ordered = sorted(some, key=lambda each: each.count)
-    return ordered[0], ordered[-1]
-
-
 def _stash(some: Sequence[ChunkParts]) -> tuple[int, int]:
     """Returns the stash of a layer, and of a chunk beside its layers."""
-    few, many = _ends(some)
+    few, many = some[0], some[-1]
     if few.count == many.count:
-        return _most(some, "stash"), 0
+        return _share(some, "stash"), 0
     more = max(0, -(-(many.stash - few.stash) // (many.count - few.count)))
     return more, max([0, *(each.stash - each.count * more for each in some)])
-
-
-def _stash_fields(some: Sequence[ChunkParts], stash: int, kept: int, *, keeps_input: bool) -> dict[str, int]:
-    """Returns the fields of the stash. Where chunks of other types keep their input once, one of a single layer does so
-    too."""
-    few, many = _ends(some)
-    if keeps_input and few.count == many.count:
-        kept = max(each.kept_inputs for each in some)
-        stash = max(0, stash - kept // few.count)
-    return {"stash_bytes": stash, "kept_bytes": kept}
 
 
 def _temporaries(some: Sequence[ChunkParts]) -> dict[str, int]:
     """Returns the temporaries of the largest program, and those that each layer adds, with whole and with split
     backwards; an upper bound of every program."""
+    few, many = some[0], some[-1]
+
+    def grown(names: Collection[str]) -> tuple[int, int]:
+        """Returns the bytes of the largest of these programs beside its layers, and those of each layer."""
+        more = 0
+        if few.count < many.count:
+            grown = (many.temporaries.get(name, 0) - few.temporaries.get(name, 0) for name in names)
+            more = max([0, *(-(-each // (many.count - few.count)) for each in grown)])
+        return max([0, *(one.temporaries.get(name, 0) - one.count * more for one in some for name in names)]), more
+
     names = {name for each in some for name in each.temporaries}
-    whole, split = names - _HALVES if "backward" in names else names, names - {"backward"}
-    more, split_more = _grown(some, whole), _grown(some, split)
-    base = max(_base(some, whole, more), _base(some, split, split_more))
-    found = {"temporaries_bytes": base, "more_temporaries_bytes": more}
+    base, more = grown(names - _HALVES if "backward" in names else names)
+    split_base, split_more = grown(names - {"backward"})
+    found = {"temporaries_bytes": max(base, split_base), "more_temporaries_bytes": more}
     return found if split_more == more else found | {"split_temporaries_bytes": split_more}
-
-
-def _grown(some: Sequence[ChunkParts], names: Collection[str]) -> int:
-    """Returns the bytes that these programs need more for each layer."""
-    few, many = _ends(some)
-    if few.count == many.count:
-        return 0
-    grown = [many.temporaries.get(name, 0) - few.temporaries.get(name, 0) for name in names]
-    return max([0, *(-(-each // (many.count - few.count)) for each in grown)])
-
-
-def _base(some: Sequence[ChunkParts], names: Collection[str], more: int) -> int:
-    return max([0, *(each.temporaries.get(name, 0) - each.count * more for each in some for name in names)])
 
 
 def fit_links(seen: Iterable[tuple[float, float]], control_ms: float | None = None) -> LinkCosts:
@@ -283,18 +266,11 @@ def fit_noise(chunks: Sequence[ChunkTimes]) -> Noise:
             break
     if "W" not in logs and "I" in logs:
         logs["W"] = logs["I"]
-    sigma = {slot: _body(np.array(each)) for slot, each in sorted(logs.items())}
-    far = [float(log) for slot, each in logs.items() for log in each if log > max(_FAR * sigma[slot], _least_log())]
+    quartiles = {slot: np.quantile(np.array(each), [0.25, 0.75]) for slot, each in sorted(logs.items())}
+    sigma = {slot: round(float(high - low) / _QUARTILES_APART, 4) for slot, (low, high) in quartiles.items()}
+    least = float(np.log(_LEAST_FACTOR))
+    far = [float(log) for slot, each in logs.items() for log in each if log > max(_FAR * sigma[slot], least)]
     total = sum(map(len, logs.values()))
     if not far:
         return Noise(sigma=sigma)
     return Noise(sigma=sigma, tail=len(far) / total, tail_factor=float(np.mean(np.exp(far))))
-
-
-def _body(logs: np.ndarray) -> float:
-    low, high = np.quantile(logs, [0.25, 0.75])
-    return round(float(high - low) / _QUARTILES_APART, 4)
-
-
-def _least_log() -> float:
-    return float(np.log(_LEAST_FACTOR))

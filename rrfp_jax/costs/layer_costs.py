@@ -8,7 +8,6 @@ from a device's record), planning sees this form alone.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -47,6 +46,8 @@ class LayerCosts:
     """Bytes that the programs of a chunk need beyond that for each layer."""
     split_temporaries_bytes: int | None = None
     """The same where the backward is split; None: as much."""
+    step_temporaries_bytes: int = 0
+    """Bytes while the optimizer's program runs, once per step; those of a chunk's layers add up."""
     remade_bytes: int = 0
     """Bytes per microbatch of the output that the layer behind it in a chunk makes again, in place of its stash."""
     output_bytes: int = 0
@@ -58,15 +59,8 @@ class LayerCosts:
     def __post_init__(self) -> None:
         check_fields(self, NOT_NEGATIVE, *self.__dataclass_fields__)
 
-    @property
-    def whole_backward_ms(self) -> float:
-        """Milliseconds of the backward as one task."""
-        if self.backward_ms is None:
-            return self.input_gradient_ms + self.weight_gradient_ms
-        return self.backward_ms
-
-    def room_bytes(self, *, split: bool, is_first: bool = False) -> int:
-        """Returns the bytes that the programs of a chunk need for each layer beyond the temporaries of the largest one.
+    def added_bytes(self, *, split: bool, is_first: bool = False) -> int:
+        """Returns the bytes of temporaries that each layer of a chunk adds to those of the largest one.
 
         In the first chunk of a model W does the whole backward."""
         halves = self.more_temporaries_bytes if self.split_temporaries_bytes is None else self.split_temporaries_bytes
@@ -77,7 +71,7 @@ class LayerCosts:
     def task_ms(self, *, split: bool) -> tuple[float, float, float]:
         """F, input gradient and weight gradient, whose sum is the whole backward where that is not split."""
         halves_ms = self.input_gradient_ms + self.weight_gradient_ms
-        scale = 1.0 if split or not halves_ms else self.whole_backward_ms / halves_ms
+        scale = 1.0 if split or not halves_ms or self.backward_ms is None else self.backward_ms / halves_ms
         return self.forward_ms, self.input_gradient_ms * scale, self.weight_gradient_ms * scale
 
     def work_ms(self, *, split: bool) -> float:
@@ -253,11 +247,6 @@ class CostEntry:
         """The way to run a stage."""
         return StageSetting(self.microbatch_size, self.tensor, self.remat)
 
-    @property
-    def words(self) -> str:
-        """The setting in words, for messages."""
-        return self.setting.words
-
 
 @dataclass(frozen=True, kw_only=True)
 class CostBook:
@@ -291,18 +280,15 @@ class CostBook:
         check_fields(self, NOT_NEGATIVE, "task_ms", "tokens_per_sample")
         if not self.entries:
             raise ValueError("the costs have no entry: give those of at least one microbatch size")
-        seen: set[str] = set()
+        seen: set[StageSetting] = set()
         for entry in self.entries:
-            if entry.words in seen:
-                raise ValueError(f"two entries are for {entry.words}: leave one out")
-            seen.add(entry.words)
+            words = entry.setting.words
+            if entry.setting in seen:
+                raise ValueError(f"two entries are for {words}: leave one out")
+            seen.add(entry.setting)
             costs = self._model(entry)
             if not any(costs.of(layer).work_ms(split=True) for layer in range(costs.num_layers)):
-                raise ValueError(f"no layer takes any time for {entry.words}: give milliseconds above 0 to some")
-
-    def unit_devices(self, tensor: int) -> int:
-        """Returns the devices of one replica of a stage."""
-        return tensor * prod(self.mesh.values())
+                raise ValueError(f"no layer takes any time for {words}: give milliseconds above 0 to some")
 
     def at(self, *, microbatch_size: int, tensor: int = 1, remat: str = NONE) -> ModelCosts:
         """The costs of the model run so; raises ValueError, with those that there are, where no entry says so."""
@@ -310,7 +296,7 @@ class CostBook:
         for entry in self.entries:
             if entry.setting == wanted:
                 return self._model(entry)
-        known = "; ".join(entry.words for entry in self.entries)
+        known = "; ".join(entry.setting.words for entry in self.entries)
         raise ValueError(f"no costs are known for {wanted.words}: take one of {known}, or profile it")
 
     def _model(self, entry: CostEntry) -> ModelCosts:

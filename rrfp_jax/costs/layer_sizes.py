@@ -162,7 +162,9 @@ def transformer_layer(
     """An attention layer with its MLP; ``length`` is how many tokens each one looks at, ``is_fused`` whether scores
     stay inside a kernel, ``is_cast`` whether parameters are cast before they are used."""
     w, c = widths, compute_bytes
-    stream, products = w.hidden * c, _products(w)
+    stream = w.hidden * c
+    # The widths of the inputs and results of all products with parameters.
+    products = 4 * w.hidden + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp
     scores = w.num_heads * length
     norms = 2 * w.hidden + w.normed_heads
     none: float = norms * c
@@ -196,11 +198,6 @@ def transformer_layer(
         output_bytes=round(stream * num_tokens),
         recomputed=flops if remat == "full" else Flops(),
     )
-
-
-def _products(w: Widths) -> float:
-    """Returns the widths of the inputs and results of all products with parameters."""
-    return 4 * w.hidden + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp
 
 
 def embedding_layer(

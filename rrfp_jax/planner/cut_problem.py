@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from rrfp_jax.core import Order
 from rrfp_jax.core.memory import memory_unit
-from rrfp_jax.costs import ModelCosts
-from rrfp_jax.costs.forecast import Reach
-from rrfp_jax.costs.order_memory import reaches
+from rrfp_jax.costs import CutModel, ModelCosts
+from rrfp_jax.costs.forecast import Reach, reaches
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE
 from rrfp_jax.schedules import Placement
 
@@ -115,6 +114,7 @@ class LayerCutProblem:
     num_microbatches: int
     split: bool
     memory: MemoryBudget | None = None
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         layers, chunks, stages = self.costs.num_layers, self.placement.num_chunks, self.placement.num_stages
@@ -128,6 +128,17 @@ class LayerCutProblem:
             raise ValueError(f"the model has {parts} parts that share no chunk, and {chunks} chunks: give more chunks")
         if self.memory is not None:
             self.memory.check(self.placement)
+
+    def model(self, counts: Sequence[int]) -> CutModel:
+        """Returns the cut with these numbers of layers in the chunks."""
+        return CutModel(
+            costs=self.costs,
+            counts=tuple(counts),
+            placement=self.placement,
+            num_microbatches=self.num_microbatches,
+            split=self.split,
+            replicas=self.replicas,
+        )
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -168,11 +179,6 @@ class LayerCutProblem:
             found[:, stage] = chunk_ms[:, list(chunks)].sum(axis=1)
         return found
 
-    def largest_ms(self, cuts: Cuts) -> Floats:
-        """Returns the milliseconds of the fullest stage [cuts]."""
-        largest_ms: Floats = self.stage_ms(self.chunk_ms(cuts)).max(axis=1)
-        return largest_ms
-
     @cached_property
     def limits(self) -> Floats:
         """Bytes of each stage; infinite where there is no limit."""
@@ -187,7 +193,29 @@ class LayerCutProblem:
     @cached_property
     def bytes_of_chunks(self) -> "ChunkArrays":
         """The bytes of every possible chunk."""
-        return _chunk_arrays(self.costs, split=self.split)
+        layers = [self.costs.of(layer) for layer in range(self.costs.num_layers)]
+        of = {name: np.array([float(getattr(each, name)) for each in layers]) for name in _FIELDS}
+        for name, is_first in ((ADDED, False), (ADDED_FIRST, True)):
+            of[name] = np.array([float(each.added_bytes(split=self.split, is_first=is_first)) for each in layers])
+        behind = np.concatenate([[0.0], of["output_bytes"][:-1], [0.0]])  # nothing crosses the ends of the model
+        stash = np.append(of["kept_bytes"], 0.0)[:, None] + _sums(of["stash_bytes"])
+        owed = _sums(of["owed_bytes"])
+        # The first chunk of a model leaves its whole backward to W, so that W needs the stash and the output's
+        # gradient.
+        owed[0, 1:-1] = stash[0, 1:-1] + behind[1:-1]
+        in_flight = np.maximum(stash, owed if self.split else 0.0) + behind[None, :]
+        added = _sums(of[ADDED])
+        added[0] = _sums(of[ADDED_FIRST])[0]
+        largest = np.zeros_like(added)
+        for first, _ in enumerate(layers):
+            largest[first, first + 1 :] = np.maximum.accumulate(of["temporaries_bytes"][first:])
+        return ChunkArrays(
+            fixed=_sums(of["fixed_bytes"]),
+            inputs=behind,
+            more=np.maximum(0.0, in_flight - behind[:, None]),
+            peak=largest + added + np.maximum(behind[:, None], behind[None, :]),
+            per_layer=of,
+        )
 
     def stage_bytes(self, cuts: Cuts) -> Floats:
         """Returns the most bytes that each stage needs [cuts, stages], as the forecast of an order counts them."""
@@ -229,31 +257,6 @@ class ChunkArrays:
 
 
 _FIELDS = ("stash_bytes", "owed_bytes", "kept_bytes", "fixed_bytes", "temporaries_bytes", "output_bytes")
-
-
-def _chunk_arrays(costs: ModelCosts, *, split: bool) -> ChunkArrays:
-    layers = [costs.of(layer) for layer in range(costs.num_layers)]
-    of = {name: np.array([float(getattr(each, name)) for each in layers]) for name in _FIELDS}
-    for name, is_first in ((ADDED, False), (ADDED_FIRST, True)):
-        of[name] = np.array([float(each.room_bytes(split=split, is_first=is_first)) for each in layers])
-    behind = np.concatenate([[0.0], of["output_bytes"][:-1], [0.0]])  # nothing crosses the ends of the model
-    stash = np.append(of["kept_bytes"], 0.0)[:, None] + _sums(of["stash_bytes"])
-    owed = _sums(of["owed_bytes"])
-    # The first chunk of a model leaves its whole backward to W, so that W needs the stash and the output's gradient.
-    owed[0, 1:-1] = stash[0, 1:-1] + behind[1:-1]
-    in_flight = np.maximum(stash, owed if split else 0.0) + behind[None, :]
-    added = _sums(of[ADDED])
-    added[0] = _sums(of[ADDED_FIRST])[0]
-    largest = np.zeros_like(added)
-    for first, _ in enumerate(layers):
-        largest[first, first + 1 :] = np.maximum.accumulate(of["temporaries_bytes"][first:])
-    return ChunkArrays(
-        fixed=_sums(of["fixed_bytes"]),
-        inputs=behind,
-        more=np.maximum(0.0, in_flight - behind[:, None]),
-        peak=largest + added + np.maximum(behind[:, None], behind[None, :]),
-        per_layer=of,
-    )
 
 
 def _sums(values: Floats) -> Floats:

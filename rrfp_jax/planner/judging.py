@@ -1,23 +1,31 @@
-"""Step times of candidates on common draws of the noise.
+"""Step times of choices on common draws of the noise, and bounds that no order beats.
 
-All candidates meet the same draws, so that their differences have a small error. An order that is kept to is walked
-(:mod:`rrfp_jax.planner.step_times`), any other one is simulated step after step, so that foresight has learnt how long
-tasks take. Where more draws are asked for, a simulation goes on from where it was left.
+All choices meet the same draws, so that their differences have a small error. An order that is kept to starts each task
+as soon as the task before on its stage has ended and its inputs are there. So its times are longest paths, and one walk
+over the tasks gives them for all draws: an array operation per task in place of events per task and draw. Any other
+order is simulated step after step, so that foresight has learnt how long tasks take. Where more draws are asked for, a
+simulation goes on from where it was left. The simulator gives the same figures for an order that is kept to, more
+slowly.
+
+A step runs from verdict to verdict, as stage 0 knows it: U of the step before, the row, and R, behind which the stages
+agree.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rrfp_jax.core import Order, StageArbiter, StepRules
-from rrfp_jax.costs import CutModel, Noise
-from rrfp_jax.planner.candidates import PlanCandidate
-from rrfp_jax.planner.records import PlanShape
-from rrfp_jax.planner.step_times import StepTimes, WalkEntry, starts_ms, strict_times_ms, walk_of
-from rrfp_jax.schedules import ScheduleTable
-from rrfp_jax.simulation import simulated_steps_ms
-from rrfp_jax.simulation.costs import Durations
+from rrfp_jax.core import MessageKind, Order, StageArbiter, StepRules
+from rrfp_jax.costs import CutModel, ModelCosts, Noise
+from rrfp_jax.layout import parent
+from rrfp_jax.planner.records import PlanChoice, PlanShape, Point
+from rrfp_jax.schedules import ScheduleTable, TaskKind
+from rrfp_jax.schedules.table import all_needed
+from rrfp_jax.simulation import lower_bound, simulated_steps_ms
+from rrfp_jax.simulation.costs import DURATION_SLOTS, Durations
 
 ROUNDING = 1e-9
 """Relative difference of the same times added up in two ways."""
@@ -25,6 +33,11 @@ _DRAWS, _LEAST_DRAWS = 64, 16
 _DRAWN = 1 << 15
 """Stages times microbatches times draws, from which on there are fewer draws: each then has more tasks, whose lengths
 even out."""
+StepTimes = NDArray[np.float64]
+"""Milliseconds of each draw."""
+_KINDS = (TaskKind.F, TaskKind.B, TaskKind.I, TaskKind.W)
+WalkEntry = tuple[int, int, int, int, int, tuple[tuple[int, int], ...]]
+"""Stage, kind, chunk, microbatch, kind of message, and (number, stage) of each task that it waits for."""
 
 
 def draws_for(shapes: Sequence[PlanShape]) -> int:
@@ -41,66 +54,76 @@ class Judge:
         self.num_draws = 1 if noise.is_none else num_draws
         self.evaluations = 0
         """Orders whose step was worked out, each with all its draws."""
-        # Cuts and tables by their identity: they are kept beside, so that no identity is used again.
+        # Cuts, tables and orders by their identity: they are kept beside, so that no identity is used again.
         self._factors: dict[tuple[int, int], Durations] = {}
         self._luck_ms: dict[int, tuple[CutModel, StepTimes]] = {}
         self._walks: dict[int, tuple[ScheduleTable, tuple[WalkEntry, ...]]] = {}
-        self._known: dict[PlanCandidate, StepTimes] = {}
-        self._nominal_ms: dict[PlanCandidate, float] = {}
-        self._runs: dict[PlanCandidate, Iterator[float]] = {}
         self._arbiters: dict[int, tuple[Order, list[StageArbiter]]] = {}
+        self._known: dict[PlanChoice, StepTimes] = {}
+        self._nominal_ms: dict[PlanChoice, float] = {}
+        self._runs: dict[PlanChoice, Iterator[float]] = {}
 
-    def draws_ms(self, one: PlanCandidate, num_draws: int) -> StepTimes:
+    def draws_ms(self, one: PlanChoice, num_draws: int) -> StepTimes:
         """Returns the step times of the first draws; without noise that of a step without it."""
         num_draws = min(num_draws, self.num_draws)
         known = self._known.get(one, np.empty(0))
         if len(known) < num_draws:
             self.evaluations += not len(known)
-            known = self._known[one] = self._more_draws_ms(one, num_draws, known)
+            if one.is_strict:
+                assert one.ordering.schedule is not None
+                steps_ms = _drawn(self.steps_ms(one.cut, num_draws))
+                known = strict_times_ms(one.cut, self._walk_of(one.ordering.schedule), steps_ms)
+            else:
+                if one not in self._runs:
+                    self._runs[one] = self._begun(one)
+                known = np.append(known, list(islice(self._runs[one], num_draws - len(known))))
+            self._known[one] = known
         return known[:num_draws]
 
-    def num_known(self, one: PlanCandidate) -> int:
-        """Returns the number of draws on which a candidate was judged."""
+    def num_known(self, one: PlanChoice) -> int:
+        """Returns the number of draws on which a choice was judged."""
         return len(self._known.get(one, ()))
 
-    def value(self, one: PlanCandidate, num_draws: int) -> float:
+    def value(self, one: PlanChoice, num_draws: int) -> float:
         """Returns the mean over the first draws, in milliseconds per sample of a step."""
-        return float(self.draws_ms(one, num_draws).mean()) / one.choice.shape.batch_size
+        return float(self.draws_ms(one, num_draws).mean()) / one.shape.batch_size
 
-    def standing(self, one: PlanCandidate, num_draws: int) -> float:
-        """Returns the mean by which candidates are compared: that of the first draws, without the luck of the draw."""
+    def standing(self, one: PlanChoice, num_draws: int) -> float:
+        """Returns the mean by which choices are compared: that of the first draws, without the luck of the draw."""
         return float(self._comparable_ms(one, num_draws).mean())
 
-    def difference(self, before: PlanCandidate, one: PlanCandidate, num_draws: int) -> tuple[float, float]:
+    def difference(self, before: PlanChoice, one: PlanChoice, num_draws: int) -> tuple[float, float]:
         """Returns how much longer a sample takes with ``one``, and the standard error of that, at least rounding."""
         ahead_ms, behind_ms = (self._comparable_ms(each, num_draws) for each in (before, one))
         number = len(ahead_ms)
         error = float((behind_ms - ahead_ms).std(ddof=1)) / number**0.5 if number > 1 else 0.0
         return float(behind_ms.mean() - ahead_ms.mean()), max(error, float(ahead_ms.mean()) * ROUNDING)
 
-    def _comparable_ms(self, one: PlanCandidate, num_draws: int) -> StepTimes:
-        draws_ms = self.draws_ms(one, num_draws)
+    def _comparable_ms(self, one: PlanChoice, num_draws: int) -> StepTimes:
+        draws_ms, cut = self.draws_ms(one, num_draws), one.cut
         if not self.noise.is_none:
-            # Candidates with other numbers of chunks have other draws. The work of an average stage in each draw is a
+            # Choices with other numbers of chunks have other draws. The work of an average stage in each draw is a
             # control variate: its mean is known, and it has about the same effect on every order.
-            draws_ms = draws_ms - self._luck_of(one.choice.cut)[: len(draws_ms)]
-        return draws_ms / one.choice.shape.batch_size
+            if id(cut) not in self._luck_ms:
+                works_ms = self.steps_ms(cut, self.num_draws).sum(axis=(1, 2, 3)) / cut.placement.num_stages
+                self._luck_ms[id(cut)] = cut, works_ms[1:] - works_ms[0]
+            draws_ms = draws_ms - self._luck_ms[id(cut)][1][: len(draws_ms)]
+        return draws_ms / one.shape.batch_size
 
-    def _luck_of(self, cut: CutModel) -> StepTimes:
-        if id(cut) not in self._luck_ms:
-            works_ms = self.steps_ms(cut, self.num_draws).sum(axis=(1, 2, 3)) / cut.placement.num_stages
-            self._luck_ms[id(cut)] = cut, works_ms[1:] - works_ms[0]
-        return self._luck_ms[id(cut)][1]
-
-    def nominal_ms(self, one: PlanCandidate) -> float:
+    def nominal_ms(self, one: PlanChoice) -> float:
         """Returns the step time without noise."""
         if self.noise.is_none:
             return float(self.draws_ms(one, 1)[0])
         if one not in self._nominal_ms:
-            nominal = one.choice.cut.durations_ms
-            step_ms = self._kept_to(one, nominal)[0] if one.is_strict else next(self._simulated_ms(one, nominal))
-            self._nominal_ms[one] = float(step_ms)
+            self._nominal_ms[one] = self.nominal_on(one.cut, one)
         return self._nominal_ms[one]
+
+    def nominal_on(self, cut: CutModel, one: PlanChoice) -> float:
+        """Returns the step time without noise of a choice's order on a cut with as many chunks on the same stages."""
+        if not one.is_strict:
+            return next(self._simulated_ms(one, cut, cut.durations_ms))
+        assert one.ordering.schedule is not None
+        return float(strict_times_ms(cut, self._walk_of(one.ordering.schedule), cut.durations_ms)[0])
 
     def steps_ms(self, cut: CutModel, num_draws: int) -> Durations:
         """Returns a step without noise and ``num_draws`` with it, [1 + draws, chunks, microbatches, 3]; without noise
@@ -119,49 +142,37 @@ class Judge:
         self.evaluations += 1
         return strict_times_ms(cut, self._walk_of(table), _drawn(self.steps_ms(cut, num_draws)))
 
-    def _more_draws_ms(self, one: PlanCandidate, num_draws: int, known: StepTimes) -> StepTimes:
-        if one.is_strict:
-            return self._kept_to(one, _drawn(self.steps_ms(one.choice.cut, num_draws)))
-        if one not in self._runs:
-            self._runs[one] = self._begun(one)
-        return np.append(known, list(islice(self._runs[one], num_draws - len(known))))
-
-    def _begun(self, one: PlanCandidate) -> Iterator[float]:
-        """Begins a simulation of all draws; one that learns starts with the step without noise, which is kept."""
-        steps_ms = self.steps_ms(one.choice.cut, self.num_draws)
-        if one.order.foresight is None or self.noise.is_none:
-            return self._simulated_ms(one, _drawn(steps_ms))
-        run = self._simulated_ms(one, steps_ms)
-        self._nominal_ms[one] = next(run)
-        return run
-
-    def _kept_to(self, one: PlanCandidate, steps_ms: Durations) -> StepTimes:
-        assert one.choice.ordering.schedule is not None
-        return strict_times_ms(one.choice.cut, self._walk_of(one.choice.ordering.schedule), steps_ms)
-
     def _walk_of(self, table: ScheduleTable) -> tuple[WalkEntry, ...]:
         if id(table) not in self._walks:
             self._walks[id(table)] = table, walk_of(table)
         return self._walks[id(table)][1]
 
-    def _simulated_ms(self, one: PlanCandidate, steps_ms: Durations) -> Iterator[float]:
+    def _begun(self, one: PlanChoice) -> Iterator[float]:
+        """Begins a simulation of all draws; one that learns starts with the step without noise, which is kept."""
+        steps_ms = self.steps_ms(one.cut, self.num_draws)
+        if one.order.foresight is None or self.noise.is_none:
+            return self._simulated_ms(one, one.cut, _drawn(steps_ms))
+        run = self._simulated_ms(one, one.cut, steps_ms)
+        self._nominal_ms[one] = next(run)
+        return run
+
+    def _simulated_ms(self, one: PlanChoice, cut: CutModel, steps_ms: Durations) -> Iterator[float]:
         """Simulates these steps and yields their intervals.
 
         Where stages have foresight, a step without noise goes before, from which it learns. All other orders leave
         nothing to the next step, so that each is as if one had gone before.
         """
-        cut = one.choice.cut
         learning = int(one.order.foresight is not None)
         durations_ms = np.concatenate([cut.durations_ms] * learning + [steps_ms])
         if id(one.order) not in self._arbiters:
-            rules = StepRules(lockstep=one.choice.shape.data > 1)
+            rules = StepRules(lockstep=one.shape.data > 1)
             self._arbiters[id(one.order)] = one.order, one.order.arbiters(rules)
         run = simulated_steps_ms(
             [each.fresh(None) for each in self._arbiters[id(one.order)][1]],
             cut.simulated_costs(durations_ms),
             machine=cut.machine,
             num_steps=len(durations_ms),
-            starts_ms=starts_ms(cut),
+            starts_ms=_starts_ms(cut),
         )
         return islice(run, learning, None)
 
@@ -169,3 +180,127 @@ class Judge:
 def _drawn(steps_ms: Durations) -> Durations:
     """Returns the steps without the first, which has no noise, where there is any other."""
     return steps_ms[min(1, len(steps_ms) - 1) :]
+
+
+# -- orders that are kept to -------------------------------------------------------------------------------------------
+
+
+def walk_of(table: ScheduleTable) -> tuple[WalkEntry, ...]:
+    """Returns the tasks of a table that runs to its end, in an order in which they can run; the same for all cuts."""
+    needed_by, stage_of = all_needed(table.graph), table.placement.stage_of_chunk
+    number = {task: place for place, task in enumerate(table.execution)}
+    walk = []
+    for task in table.execution:
+        waits = tuple((number[needed], stage_of[needed.chunk]) for needed in needed_by[task])
+        kind = _KINDS.index(task.kind)
+        walk.append((stage_of[task.chunk], kind, task.chunk, task.microbatch, int(kind > 0), waits))
+    return tuple(walk)
+
+
+def strict_times_ms(cut: CutModel, walk: Sequence[WalkEntry], durations_ms: Durations) -> StepTimes:
+    """Returns the intervals between the ends of steps [draws]; every step begins as its stages ended the one before.
+
+    Args:
+        cut: the cut, with links and the tasks that end a step.
+        walk: of an order on its placement and graph.
+        durations_ms: [draws, chunks, microbatches, 3].
+    """
+    links, num_stages = cut.links, cut.placement.num_stages
+    # A single draw is walked in Python's own numbers, which are many times as quick as arrays of one.
+    is_one = len(durations_ms) == 1
+    larger: Callable[[Any, Any], Any] = max if is_one else np.maximum
+    lengths: list[Sequence[Any]] = []  # by kind, [chunks][microbatches], each a number or an array over the draws
+    for kind in _KINDS:
+        of_tasks = durations_ms[..., DURATION_SLOTS[kind]].sum(axis=-1) + cut.costs.task_ms
+        draws_last = () if is_one else np.moveaxis(of_tasks, 0, -1).copy()
+        lengths.append(of_tasks[0].tolist() if is_one else [list(of_chunk) for of_chunk in draws_last])
+    stages = range(num_stages)
+    transfer_ms = [
+        [[links.transfer_ms(kind, a, b) for b in stages] for a in stages]
+        for kind in (MessageKind.ACTIVATION, MessageKind.GRADIENT)
+    ]
+    reduce_ms, _ = once_per_step_ms(cut)
+    free: list[Any] = _starts_ms(cut)
+    ends: list[Any] = []
+    for stage, kind_number, chunk, microbatch, message, waits in walk:
+        start = free[stage]
+        for needed, source in waits:
+            arrived = ends[needed]
+            start = larger(start, arrived if source == stage else arrived + transfer_ms[message][source][stage])
+        free[stage] = start + lengths[kind_number][chunk][microbatch]
+        ends.append(free[stage])
+    reported = [np.atleast_1d(end + of_stage) for end, of_stage in zip(free, reduce_ms, strict=True)]
+    # The reports go up the tree of stages; a step ends when all have come to its root.
+    for stage in reversed(range(1, num_stages)):
+        above = parent(stage)
+        assert above is not None
+        reported[above] = np.maximum(reported[above], reported[stage] + links.control_ms)
+    root: StepTimes = reported[0]
+    return root
+
+
+def _starts_ms(cut: CutModel) -> list[float]:
+    """Returns when each stage has ended a step, counted from its verdict: then it starts the next one."""
+    starts, depths = [], list[int]()
+    for stage, update_ms in enumerate(once_per_step_ms(cut)[1]):
+        above = parent(stage)  # the verdict comes down the tree of stages, message by message
+        depths.append(0 if above is None else 1 + depths[above])
+        starts.append(update_ms + depths[stage] * cut.links.control_ms)
+    return starts
+
+
+def once_per_step_ms(cut: CutModel) -> tuple[list[float], list[float]]:
+    """Returns the milliseconds of all R, and of all U, of each stage, with the host's time."""
+    costs, host_ms = cut.simulated_costs(), cut.costs.task_ms
+    found = []
+    for each in (costs.reduce_ms, costs.update_ms):
+        assert isinstance(each, tuple)
+        found.append([sum(each[chunk] + host_ms for chunk in chunks) for chunks in cut.placement.chunks_of_stage])
+    return found[0], found[1]
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+def step_bound_ms(cut: CutModel) -> float:
+    """Returns milliseconds between the ends of steps that no order of a cut beats, R and U included.
+
+    It is the bound of the row's tasks, with the tasks that must come before and behind them. No stage runs anything of
+    a step before U of the step before has run where the microbatches enter. Behind the last task of a stage whose
+    backward is split come all its own R, as its last task may be a W; behind the drain of any other come those of the
+    stage where the gradients end."""
+    host_ms = cut.costs.task_ms
+    bound = lower_bound(cut.graph, cut.placement, cut.durations_ms[0], links=cut.links, host_ms=host_ms)
+    reduce_ms, update_ms = once_per_step_ms(cut)
+    entry = cut.placement.stage_of_chunk[0]
+    last_ms = cut.simulated_costs().reduce_ms
+    assert isinstance(last_ms, tuple)
+    longest = bound.critical_path_ms
+    for stage, stage_ms in enumerate(bound.stage_ms):
+        longest = max(longest, stage_ms + (reduce_ms[stage] if cut.split else last_ms[0]))
+    own_ms = max(work_ms + reduce_ms[stage] + update_ms[stage] for stage, work_ms in enumerate(cut.stage_work_ms))
+    return max(own_ms, longest + update_ms[entry])
+
+
+def quick_bound_ms(point: Point, costs: ModelCosts, *, split: bool) -> float:
+    """Returns milliseconds that no cut beats either, without making one.
+
+    Let a stage work x_s for each of m microbatches, all stages X together. With one chunk per stage, stage s starts
+    once those before it have run a forward, at least the share f of their work, so a step takes at least
+    ``f (x_0 + ... + x_(s-1)) + m x_s``. The largest of these is least where all are equal, and then it is
+    ``m X / sum of (1 - f / m)^s``. A whole backward must also come back through them: f is 1. With several chunks at
+    least a layer and a message for each stage before come first, half of them on average.
+    """
+    shape, m, p = point.shape, point.shape.num_microbatches, point.shape.num_stages
+    layers = range(costs.num_layers)
+    works = [costs.of(layer).work_ms(split=split) for layer in layers]
+    forwards = [costs.of(layer).forward_ms for layer in layers]
+    once_ms = sum(
+        costs.of(layer).update_ms + costs.links.sum_ms(costs.of(layer).gradient_bytes, shape.data) for layer in layers
+    )
+    even_ms = (m * sum(works) + once_ms) / p
+    if point.chunks > 1:
+        return even_ms + (min(forwards) + costs.links.latency_ms) * (p - 1) / 2
+    share = min((f / x for f, x in zip(forwards, works, strict=True) if x), default=0.0) if split else 1.0
+    left = 1 - share / m
+    return max(even_ms, m * sum(works) / sum(left**stage for stage in range(p)))

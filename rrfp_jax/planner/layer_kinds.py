@@ -19,7 +19,6 @@ from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.presets import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_config import VisionConfig, VisionLanguageConfig
-from rrfp_jax.planner.microbatches import MicrobatchRows
 
 if TYPE_CHECKING:
     from rrfp_jax.programs.target import Target
@@ -29,6 +28,38 @@ FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 _ID_COLUMNS = 64
 """Columns that each head of packed rows has in cuDNN's attention; see :mod:`rrfp_jax.models.attention`."""
 FLOAT32 = FLOAT_BYTES["float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchRows:
+    """The largest microbatch of a size."""
+
+    num_rows: int
+    length: int
+    """Tokens of a row."""
+    image_rows: int = 0
+    patch_length: int = 0
+    """Patches of a row."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, padding included."""
+        return self.num_rows * self.length
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of tokens, as attention over whole rows computes them."""
+        return self.num_rows * self.length**2
+
+    @property
+    def patches(self) -> int:
+        """Number of patches, padding included."""
+        return self.image_rows * self.patch_length
+
+    @property
+    def patch_pairs(self) -> int:
+        """Pairs of patches, as attention over whole rows computes them."""
+        return self.image_rows * self.patch_length**2
 
 
 class Placed(NamedTuple):

@@ -1,17 +1,21 @@
 """Runs a small cut of a run's model in the real runtime, and returns the times of its tasks and the bytes of its
 chunks.
 
-The chunks are dealt out to the stages in turn, one stage for each process: alone all are on one stage, so that nothing
-runs beside a task; under ``rrfp launch`` the processes work at the same time, as in training, and the
-messages between them tell the times of links.
+The costs of a layer do not depend on how many the model has. So a few are enough: one chunk for each end of the model,
+one of a single inner layer, and one of several, so that types and numbers of layers come apart. The larger chunk has as
+many layers as a chunk of the run, where memory suffices for them. Layers of a long chunk take less time, or more, than
+those of a short one: caches hold less of it, and the fixed time of a program is shared out to more of them. So the
+chunk that is measured is about as long as those that are planned.
 
-The times may also be those of a training run's own last steps, as it has left them in its directory. A single process
-measures links by copies between two of its devices.
+The chunks are dealt out to the stages in turn, one stage for each process: alone all are on one stage, so that nothing
+runs beside a task; under ``rrfp launch`` the processes work at the same time, as in training, and the messages between
+them tell the times of links. The times may also be those of a training run's own last steps, as it has left them in its
+directory. A single process measures links by copies between two of its devices.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -19,27 +23,41 @@ from typing import Any
 
 import jax
 import numpy as np
+import psutil
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
+from rrfp_jax.commands.training.model_parts import context_cut, pixel_scale, vision_language_config
 from rrfp_jax.core import FUSED, SPLIT, InputArrived, MessageKind, Ordering
 from rrfp_jax.costs import LinkCosts
 from rrfp_jax.costs.fitting import ChunkParts, ChunkTimes, fit_links
 from rrfp_jax.costs.layer_costs import StageSetting
+from rrfp_jax.hardware import memory_limit
+from rrfp_jax.models import language_model, vision_language_model
+from rrfp_jax.models.cuts import plan_cut
 from rrfp_jax.observe.chrome_trace import read_trace
 from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.planner.model_layers import ModelLayers, model_layers
-from rrfp_jax.planner.small_cut import MANY, SmallCut, cut_of_run, larger_chunk, small_cut
+from rrfp_jax.planner.analytic_costs import ModelLayers, model_layers
+from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
-from rrfp_jax.runtime.driver import PipelineRuntime
+from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.schedules import Placement, TaskKind
+from rrfp_jax.runtime.stage_memory import ONCE_PER_STEP
+from rrfp_jax.schedules import Edge, Placement, TaskKind
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from rrfp_jax.training.run_directory import TRACE
 
+EMBEDDING, LAYER, HEAD = "embedding", "layer", "head"
+PATCHES, VISION, PROJECTOR = "patches", "vision", "projector"
+_FEW, MANY = 1, 3
+"""Layers of the two chunks by whose difference a layer's costs are known; the larger one may have more."""
+_MOST = 8
+"""More layers tell little more, and take longer to compile."""
+_SHARE = 0.5
+"""Share of the free memory for the layers of all chunks: the rest is for both ends of the model and temporaries."""
 NUM_MICROBATCHES = 4
 _WARM_UP = 2
 """Steps that do not count: the first ones fill caches and allocate."""
@@ -47,6 +65,128 @@ _TENSORS = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 _Arrival = tuple[int, str, int, int, int, float]
 """Step, kind, source and target chunk and microbatch of a message, and when it arrived."""
 _KINDS = {TaskKind.F: "F", TaskKind.I: "I", TaskKind.W: "W", TaskKind.B: "B"}
+_REPEATS = 20
+
+
+# -- the small cut -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallCut:
+    """A model in chunks of layers of one type each."""
+
+    chunks: Sequence[Chunk]
+    edges: tuple[Edge, ...] | None
+    layers: tuple[tuple[str, ...], ...]
+    """The types of each chunk's layers."""
+
+
+def type_of_kind(kind: str, names: Collection[str]) -> str:
+    """Returns the name of a kind of layer among those of a model's types, in which frozen ones have names of their own.
+
+    Raises ValueError where only some layers of the kind are frozen, or those elsewhere: a few layers stand for all.
+    """
+    found = [name for name in names if name.partition(" ")[0] == kind]
+    if len(found) != 1:
+        raise ValueError(
+            f"layers of type {kind!r} are of several kinds ({', '.join(found)}): freeze all of them or none"
+        )
+    return found[0]
+
+
+def small_cut(config: TrainConfig, num_stages: int, *, many: int = MANY) -> SmallCut:
+    """Returns the chunks, at least one for each stage, the larger one of ``many`` layers of the decoder.
+
+    Raises ValueError for a model of which no few layers stand for all.
+    """
+    _check_alike(config)
+    more = max(0, num_stages - 4)
+    counts = [0, *(_FEW,) * (1 + more), many, 0]
+    inner = [(LAYER,) * count for count in counts[1:-1]]
+    model = replace(config.model, num_layers=sum(counts))
+    if config.vision is None:
+        chunks = language_model(model).split(
+            layers_per_chunk=counts, packed=config.has_segments, context=context_cut(config.pipeline)
+        )
+        layers = ((EMBEDDING,), *inner, (HEAD,))
+        return SmallCut(chunks=_frozen(config, chunks), edges=None, layers=layers)
+    vision = config.vision
+    # Layers that the model has but does not run stay, so that it takes the features of the same layer.
+    few = replace(vision, num_layers=_FEW + MANY + vision.num_layers - vision.num_layers_run)
+    small = replace(config, model=model, vision=few)
+    graph = vision_language_model(vision_language_config(small)).split(
+        encoder_layers_per_chunk=[0, _FEW, MANY, 0],
+        decoder_layers_per_chunk=counts,
+        packed=True,
+        context=context_cut(config.pipeline),
+        pixels=pixel_scale(config),
+    )
+    seen = ((PATCHES,), (VISION,) * _FEW, (VISION,) * MANY, (PROJECTOR,))
+    return SmallCut(
+        chunks=_frozen(config, graph.chunks), edges=graph.edges, layers=(*seen, (EMBEDDING,), *inner, (HEAD,))
+    )
+
+
+def _check_alike(config: TrainConfig) -> None:
+    if 0 < config.model.num_sparse_layers < config.model.num_layers:
+        raise ValueError(
+            "some layers have experts and others have none, and no few layers stand for all: profile the model with "
+            "experts.every 1 and no dense_layers"
+        )
+
+
+def _cut_of_run(config: TrainConfig, num_chunks: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the types of the layers of each chunk of a run, which is that of a language model; raises ValueError
+    else."""
+    if config.vision is not None:
+        raise ValueError("the timeline is of a model with an encoder, whose chunks are no chain: profile its programs")
+    _check_alike(config)
+    cut = config.pipeline.cut
+    plans = plan_cut(
+        config.model.num_layers,
+        num_chunks=None if cut.layers else num_chunks,
+        layers_per_chunk=cut.layers,
+        embedding_in=cut.embedding_chunk,
+        head_in=cut.head_chunk,
+    )
+    return tuple((EMBEDDING,) * plan.embedding + (LAYER,) * len(plan.layers) + (HEAD,) * plan.head for plan in plans)
+
+
+def _frozen(config: TrainConfig, chunks: Sequence[Chunk]) -> list[Chunk]:
+    try:
+        return freeze(chunks, config.optimizer.freeze)
+    except ValueError as error:
+        raise ValueError(
+            f"freeze names single layers, and a profile runs a few layers in place of all: freeze whole parts, or none "
+            f"({error})"
+        ) from None
+
+
+def larger_chunk(config: TrainConfig, layers: ModelLayers, process: Process, *, num_microbatches: int) -> int:
+    """Returns the layers of the larger chunk, for this number of microbatches in flight; the same in all processes."""
+    one = layers.types[type_of_kind(LAYER, layers.types)]
+    in_flight = one.sizes.stash_bytes + one.sizes.owed_bytes
+    each = one.fixed_bytes + num_microbatches * in_flight + one.sizes.more_temporaries_bytes
+    least = min(process.gather("layers that fit", int(_free_bytes(process) * _SHARE // each) - 1).values())
+    # A chunk of the run has so many layers as the configuration cuts the model, or evenly where that is to be found.
+    layout = config.pipeline
+    of_run = -(-config.model.num_layers // (layout.num_stages * (layout.chunks_per_stage or 1)))
+    if layout.layout is not None and not layout.is_auto:
+        of_run = max(layout.cut.layers or ())
+    return max(MANY, min(of_run, _MOST, least))
+
+
+def _free_bytes(process: Process) -> int:
+    """Returns the free bytes of the device, or of the host where devices are cores of it, which the processes of a run
+    share."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    free, limit = int(psutil.virtual_memory().available), memory_limit()
+    return (free if limit is None else min(free, limit)) // process.layout.num_stages
+
+
+# -- measurements ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +210,16 @@ def measure(
 
     All processes call it alike; the first one gets the measurements of all. Raises ValueError where model, data and
     setting do not fit."""
-    small = _small_config(config, setting)
-    layers = layers_here(small, setting)
+    number = setting.microbatch_size * NUM_MICROBATCHES
+    changed: dict[str, Any] = {"data": replace(config.data, batch_size=number, num_microbatches=NUM_MICROBATCHES)}
+    small = replace(config, **changed)
+    layers = model_layers(small, **setting._asdict())
     many = larger_chunk(small, layers, process, num_microbatches=NUM_MICROBATCHES) if repeats else MANY
     cut = small_cut(small, process.layout.num_stages, many=many)
     data = make_data_set(small, force=True)
-    found = Measured(control_ms=_control_ms(process))
+    trip_s = None if process.peers is None else process.peers.clocks.round_trip_s
+    trips = [each for each in process.gather("round trips", trip_s).values() if each is not None]
+    found = Measured(control_ms=max(trips) * 1e3 / 2 if trips else None)  # as the slowest process has it
     base: Pipeline | None = None
     for backward in (SPLIT, FUSED):
         ordering = Ordering(hint="bf", window=NUM_MICROBATCHES, backward=backward)
@@ -88,7 +232,9 @@ def measure(
             state = pipeline.init(jax.random.key(small.run.seed))
             reads = pipeline.reads(NUM_MICROBATCHES)
             pipeline.prepare(data.batch(0, reads), buckets=data.buckets, progress=progress)
-            found.parts.extend(chunk_parts(cut, _all_sizes(process, pipeline.chunk_sizes)))
+            own_sizes = [[chunk, plain_sizes(sizes)] for chunk, sizes in pipeline.chunk_sizes.items()]
+            every = process.gather("chunk sizes", own_sizes).values()
+            found.parts.extend(chunk_parts(cut, dict(sorted((chunk, each) for told in every for chunk, each in told))))
             own = Timeline(pipeline.layout.num_units)
             for step in range(repeats + _WARM_UP if repeats else 0):
                 state, metrics = pipeline.step(state, data.batch(step, reads))
@@ -97,19 +243,6 @@ def measure(
                     own.extend(timeline)
             _note(found, cut, pipeline, process, own)
     return found
-
-
-def layers_here(config: TrainConfig, setting: StageSetting) -> ModelLayers:
-    """Returns the layers of a model run in this way on the devices that are here."""
-    return model_layers(config, **setting._asdict())
-
-
-def _small_config(config: TrainConfig, setting: StageSetting) -> TrainConfig:
-    data = replace(
-        config.data, batch_size=setting.microbatch_size * NUM_MICROBATCHES, num_microbatches=NUM_MICROBATCHES
-    )
-    changed: dict[str, Any] = {"data": data}
-    return replace(config, **changed)
 
 
 def _pipeline(
@@ -133,7 +266,17 @@ def _pipeline(
 def _note(found: Measured, cut: SmallCut, pipeline: Pipeline, process: Process, own: Timeline) -> None:
     """Brings the records of all processes to the first one, and notes there the measurements in them."""
     whole = process.whole_timeline(own)
-    arrivals = process.gather("arrivals", _arrivals_at(process, pipeline.runtime), to_all=False)
+    # Arrivals in the steps whose events are still kept, on the clock of rank 0, for the units that this rank leads.
+    later_s = 0.0 if process.peers is None else process.peers.clocks.offset_s
+    of_own: list[_Arrival] = [
+        (event.step, *event.message, event.time_s + later_s)
+        for unit, log in pipeline.runtime.logs().items()
+        if process.layout.ranks_of(unit)[0] == process.rank
+        for segment in log.segments
+        for event, _ in segment.entries
+        if isinstance(event, InputArrived) and event.message.kind in _TENSORS
+    ]
+    arrivals = process.gather("arrivals", of_own, to_all=False)
     if process.rank or not whole.spans:
         return
     found.times.extend(chunk_times(whole, cut.layers))
@@ -141,20 +284,6 @@ def _note(found: Measured, cut: SmallCut, pipeline: Pipeline, process: Process, 
     outputs = {chunk: each.outputs for chunk, each in enumerate(found.parts[: len(cut.layers)])}
     told = [arrival for each in arrivals.values() for arrival in each]
     found.messages.extend(_messages(whole, told, outputs, pipeline.placement))
-
-
-def _arrivals_at(process: Process, runtime: PipelineRuntime) -> list[_Arrival]:
-    """Returns the arrivals in the steps whose events are still kept, on the clock of rank 0, for the units that this
-    rank leads."""
-    later_s = 0.0 if process.peers is None else process.peers.clocks.offset_s
-    return [
-        (event.step, *event.message, event.time_s + later_s)
-        for unit, log in runtime.logs().items()
-        if process.layout.ranks_of(unit)[0] == process.rank
-        for segment in log.segments
-        for event, _ in segment.entries
-        if isinstance(event, InputArrived) and event.message.kind in _TENSORS
-    ]
 
 
 def chunk_times(timeline: Timeline, layers: Sequence[tuple[str, ...]]) -> list[ChunkTimes]:
@@ -206,19 +335,6 @@ def _messages(
     return [(num_bytes, median(times_ms)) for (*_, num_bytes), times_ms in seen.items()]
 
 
-def _control_ms(process: Process) -> float | None:
-    """Returns half a round trip, as the slowest process has it."""
-    trip_s = None if process.peers is None else process.peers.clocks.round_trip_s
-    told = [each for each in process.gather("round trips", trip_s).values() if each is not None]
-    return max(told) * 1e3 / 2 if told else None
-
-
-def _all_sizes(process: Process, own: Mapping[int, ChunkSizes]) -> dict[int, Any]:
-    """Returns the sizes of every chunk, as plain data."""
-    told = process.gather("chunk sizes", [[chunk, plain_sizes(sizes)] for chunk, sizes in own.items()])
-    return dict(sorted((chunk, sizes) for each in told.values() for chunk, sizes in each))
-
-
 def plain_sizes(sizes: ChunkSizes) -> dict[str, Any]:
     """Returns the fields of :class:`ChunkParts` that are bytes."""
     fixed = (
@@ -228,10 +344,13 @@ def plain_sizes(sizes: ChunkSizes) -> dict[str, Any]:
         sizes.derived_bytes,
         sizes.zeros_bytes,
     )
-    temporaries: dict[str, int] = {}
+    temporaries, once = dict[str, int](), 0
     for name, size in sizes.temporaries.items():
         program = name.partition(" ")[0]
-        temporaries[program] = max(size, temporaries.get(program, 0))
+        if name.startswith(ONCE_PER_STEP):
+            once = max(size, once)
+        else:
+            temporaries[program] = max(size, temporaries.get(program, 0))
     return {
         "fixed": sum(fixed),
         "gradient": sizes.accumulators_bytes,
@@ -240,6 +359,7 @@ def plain_sizes(sizes: ChunkSizes) -> dict[str, Any]:
         "owed": sizes.owed.total,
         "outputs": sizes.outputs_bytes,
         "temporaries": temporaries,
+        "step_temporaries": once,
     }
 
 
@@ -257,34 +377,27 @@ def with_times_of(run: str, config: TrainConfig, measured: Measured) -> Measured
     timeline = read_trace(path)
     chunks = sorted({span.task.chunk for span in timeline.spans})
     share = config.pipeline.replicas
-    layers = cut_of_run(config, len(chunks) // share)
+    layers = _cut_of_run(config, len(chunks) // share)
     if chunks != list(range(len(layers) * share)):
         raise ValueError(f"{path} has tasks of chunks {chunks}, and the run's configuration cuts {len(layers)}")
-    return replace(measured, times=_times(timeline, layers, share), host_ms=host_ms(timeline))
-
-
-def _times(timeline: Timeline, layers: tuple[tuple[str, ...], ...], num_replicas: int) -> list[ChunkTimes]:
-    """Returns the times of every chunk of every replica."""
-    times = chunk_times(timeline, layers * num_replicas)
-    return [replace(each, returns_gradient=number % len(layers) > 0) for number, each in enumerate(times)]
-
-
-_REPEATS = 20
+    times = [
+        replace(each, returns_gradient=number % len(layers) > 0)
+        for number, each in enumerate(chunk_times(timeline, layers * share))
+    ]
+    return replace(measured, times=times, host_ms=host_ms(timeline))
 
 
 def device_links(sizes: Iterable[int]) -> LinkCosts:
     """Measures copies of arrays of these bytes between the first two devices; with one device links take no time."""
-    devices = jax.local_devices()
+    devices, medians = jax.local_devices(), []
     if len(devices) < 2:
         return LinkCosts()
-    return fit_links((num_bytes, _copy_ms(num_bytes, *devices[:2])) for num_bytes in sorted({1, *sizes}))
-
-
-def _copy_ms(num_bytes: int, source: jax.Device, target: jax.Device) -> float:
-    array = jax.block_until_ready(jax.device_put(np.zeros(num_bytes, np.uint8), source))
-    times_ms = []
-    for _ in range(_REPEATS):
-        begun_s = time.perf_counter()
-        jax.block_until_ready(jax.device_put(array, target))
-        times_ms.append((time.perf_counter() - begun_s) * 1e3)
-    return median(times_ms)
+    for num_bytes in sorted({1, *sizes}):
+        array = jax.block_until_ready(jax.device_put(np.zeros(num_bytes, np.uint8), devices[0]))
+        times_ms = []
+        for _ in range(_REPEATS):
+            begun_s = time.perf_counter()
+            jax.block_until_ready(jax.device_put(array, devices[1]))
+            times_ms.append((time.perf_counter() - begun_s) * 1e3)
+        medians.append((num_bytes, median(times_ms)))
+    return fit_links(medians)

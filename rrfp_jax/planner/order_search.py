@@ -1,5 +1,10 @@
 """The quickest order of a cut in given memory: named tables, and a search for rules that the list scheduler runs.
 
+The *named tables* are those of every schedule of the registry that has the cut's placement, in the variants that memory
+allows. Schedules that take profiled times get the cut's own, those that take a limit of memory or windows get the
+largest that memory allows. A fused table also orders a split backward, each I with its W right behind it: it sends
+gradients on sooner, and is never slower; such an order has no name of its own.
+
 Named tables come first, so that no found order is slower than one that fits. A *rule* ranks tasks by the key ``T m +
 head(task)``, where ``T`` is the time of a microbatch on the fullest stage and ``head`` the time of a task on the way of
 its microbatch when nothing holds that up: microbatches follow each other as in the building blocks of controllable
@@ -12,9 +17,9 @@ In ``experiments/paper/README.md`` a searched order is worth 1.004 times the bes
 1.241 times; a more thorough search (building blocks, perturbed orders) was not worth its code."""
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import inf
 from typing import Any
@@ -22,9 +27,19 @@ from typing import Any
 import numpy as np
 
 from rrfp_jax.costs import CutModel
-from rrfp_jax.planner.list_scheduler import TaskKeys, run_list_scheduler
-from rrfp_jax.planner.named_tables import named_tables, split_orders
-from rrfp_jax.planner.order_problem import NS_PER_MS, OrderProblem, TaskRows, memory_peaks, order_problem, time_rows
+from rrfp_jax.planner.list_scheduler import (
+    NS_PER_MS,
+    OrderProblem,
+    TaskKeys,
+    TaskRows,
+    memory_peaks,
+    order_problem,
+    run_list_scheduler,
+    time_rows,
+)
+from rrfp_jax.schedules import Task, TaskKind, chain
+from rrfp_jax.schedules.registry import KNOWN, ScheduleEntry, build_schedule, schedule_names
+from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.table import ScheduleTable
 
 SEARCHED = "searched"
@@ -34,6 +49,101 @@ BUDGET = 60_000
 _PER_ORDER = 200
 """Cost of an order beside its tasks, in tasks."""
 _KEPT = 8
+
+
+# -- named tables ------------------------------------------------------------------------------------------------------
+
+
+def named_tables(cut: CutModel, problem: OrderProblem) -> Iterator[tuple[ScheduleTable, ScheduleRequest]]:
+    """Yields all named tables with their requests, quick or not, whether they fit the memory or not.
+
+    For a cut with a split backward those with a whole one are among them, but where they have a split twin.
+    """
+    for name in schedule_names():
+        entry = KNOWN[name]
+        plain = _request(cut, entry)
+        if plain is None or (cut.split and f"{name}-split" in KNOWN):
+            continue
+        seen: list[ScheduleTable] = []
+        for request in _variants(name, entry, plain, problem):
+            try:
+                table = built_table(name, request)
+            except ValueError:  # the schedule does not exist for these sizes
+                continue
+            if (cut.split or not table.graph.split) and table not in seen:
+                seen.append(table)
+                yield table, request
+
+
+@lru_cache(maxsize=256)  # another cut on the same placement has the same tables, but for those made from times
+def built_table(name: str, request: ScheduleRequest) -> ScheduleTable:
+    """Returns a named table, made once for equal requests; raises ValueError where these sizes do not suit it."""
+    return build_schedule(name, request)
+
+
+def _request(cut: CutModel, entry: ScheduleEntry) -> ScheduleRequest | None:
+    """Returns the plain request; None where the schedule does not order a chain on this placement."""
+    placement, m = cut.placement, cut.num_microbatches
+    per_stage = placement.num_chunks // placement.num_stages
+    plain = ScheduleRequest(num_stages=placement.num_stages, num_microbatches=m)
+    if entry.from_times:
+        times_ms = cut.durations_ms[0].mean(axis=1).sum(axis=0) / placement.num_stages
+        forward_ms, input_gradient_ms, weight_gradient_ms = (float(ms) + cut.costs.task_ms for ms in times_ms)
+        durations_ms = forward_ms, input_gradient_ms, weight_gradient_ms
+        plain = replace(plain, durations_ms=durations_ms, comm_ms=cut.links.latency_ms)
+    graph = chain(placement.num_chunks, m)
+    if entry.any_graph:
+        return replace(plain, graph=graph, placement=placement)
+    if entry.shape.fixed_chunks and per_stage != entry.shape.chunks_per_stage:
+        return None
+    try:
+        suits = (
+            entry.shape.placement(placement.num_stages, per_stage) == placement
+            and entry.shape.graph(placement.num_stages, per_stage, m) == graph
+        )
+    except ValueError:
+        return None
+    return replace(plain, chunks_per_stage=per_stage) if suits else None
+
+
+def _variants(
+    name: str, entry: ScheduleEntry, plain: ScheduleRequest, problem: OrderProblem
+) -> Iterator[ScheduleRequest]:
+    """Yields the request itself and others that may be quicker or hold less."""
+    yield plain
+    p, m = plain.num_stages, plain.num_microbatches
+    if entry.has_groups:
+        yield from (replace(plain, group_size=size) for size in range(-(-p // 2), p + 1) if m % size == 0)
+    # For each stage the microbatches that fit with all their chunks, at most all of them.
+    sums = [sum(problem.weights[c * m] for c in chunks) for chunks in problem.placement.chunks_of_stage]
+    held = [
+        m if available == inf or not each else min(m, int(available // each))
+        for available, each in zip(problem.available, sums, strict=True)
+    ]
+    if name == "zb-auto":
+        for limit in sorted({min(held), max(held), p, (min(held) + max(held)) // 2}):
+            if limit >= 1 and limit != 2 * p:
+                yield replace(plain, memory_limit=float(limit))
+    if name == "eager-1f1b" and min(held) >= 1:
+        windows = tuple(min(held[: stage + 1]) for stage in range(p))
+        yield replace(plain, window=windows)
+        yield replace(plain, window=tuple(max(1, min(windows[0], windows[stage]) - stage) for stage in range(p)))
+
+
+def split_orders(orders: Sequence[Sequence[Task]]) -> list[list[Task]]:
+    """Returns the orders with I and W in the place of B."""
+    parts = (TaskKind.I, TaskKind.W)
+    return [
+        [
+            part
+            for task in order
+            for part in ([task._replace(kind=k) for k in parts] if task.kind is TaskKind.B else [task])
+        ]
+        for order in orders
+    ]
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +165,7 @@ class OrderRule:
         """Returns the keys of all tasks, in nanoseconds."""
         ways, m = problem.num_ways, problem.num_microbatches
         head, period = problem.heads, problem.period
-        microbatch = np.arange(problem.num_tasks) % m
+        microbatch = np.arange(len(problem.durations)) % m
         close = microbatch % self.group
         found = head + period * (microbatch - close + close * problem.num_stages / problem.num_chunks)
         found[:ways] -= self.deepen * head[:ways]
@@ -164,7 +274,13 @@ class _Search:
                 tried[rule] = self._run(rule, max(present, self.best[0].makespan if self.best else inf))
             return tried[rule]
 
-        values = self._values_of_fields()
+        p, values = self.problem.num_stages, dict[str, tuple[Any, ...]]()
+        if self.problem.is_split:
+            values["lag"] = (0.0, 0.5, 1.0, 2.0, 4.0, inf)
+        values |= {"patience": (0.0, 0.25, 0.5, 1.0, 2.0), "pull": (0.0, 0.5, 1.0)}
+        if self.problem.num_chunks > p:
+            groups = tuple(sorted({1, -(-p // 2), p}))
+            values |= {"keeps_reserve": (True, False), "group": groups, "deepen": (0.0, 0.5, -0.5)}
         for start in _STARTS:
             if not goes_on():
                 return
@@ -178,16 +294,6 @@ class _Search:
                         if (found := makespan(other, best)) < best:
                             rule, best, is_better = other, found, True
 
-    def _values_of_fields(self) -> dict[str, tuple[Any, ...]]:
-        p, found = self.problem.num_stages, dict[str, tuple[Any, ...]]()
-        if self.problem.is_split:
-            found["lag"] = (0.0, 0.5, 1.0, 2.0, 4.0, inf)
-        found |= {"patience": (0.0, 0.25, 0.5, 1.0, 2.0), "pull": (0.0, 0.5, 1.0)}
-        if self.problem.num_chunks > p:
-            groups = tuple(sorted({1, -(-p // 2), p}))
-            found |= {"keeps_reserve": (True, False), "group": groups, "deepen": (0.0, 0.5, -0.5)}
-        return found
-
     def _run(self, rule: OrderRule, cutoff: float) -> float:
         """Returns the makespan of a rule; infinite where it gets stuck, or lasts longer than the cutoff."""
         keys = rule.keys(self.problem)
@@ -196,11 +302,11 @@ class _Search:
         self.num_tasks += _PER_ORDER  # also for what is known, so that the search always comes to its end
         if known < inf or cutoff <= known_cutoff:
             return known
-        made = run_list_scheduler(
+        rows, is_complete = run_list_scheduler(
             self.problem, keys, patience=rule.patience, keeps_reserve=rule.keeps_reserve, cutoff=cutoff
         )
-        self.num_tasks += sum(map(len, made.rows))
-        makespan = self._offer(made.rows) if made.is_complete else inf
+        self.num_tasks += sum(map(len, rows))
+        makespan = self._offer(rows) if is_complete else inf
         self._makespans[ranking] = makespan, cutoff
         return makespan
 
@@ -210,12 +316,10 @@ class _Search:
         peak = memory_peaks(self.problem, rows)
         if any(most > limit for most, limit in zip(peak, self.problem.available, strict=True)):
             return inf
-        times = time_rows(self.problem, rows)
-        if times is None:
+        makespan = time_rows(self.problem, rows)
+        if makespan is None:
             return inf
-        made = FoundOrder(
-            problem=self.problem, rows=rows, name=name, is_named=is_named, makespan=times.makespan, peak=peak
-        )
+        made = FoundOrder(problem=self.problem, rows=rows, name=name, is_named=is_named, makespan=makespan, peak=peak)
         if not any(other.place[:2] == made.place[:2] and other.name == name for other in self.best):
             insort(self.best, made, key=lambda each: each.place)
             # Named orders all stay, so that the best of them is always known.

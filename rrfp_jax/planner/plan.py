@@ -15,7 +15,7 @@ also runs on devices. ``rrfp train`` runs the configuration that ``--write`` has
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,18 +25,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
-from rrfp_jax.commands.common.options import CommandParser
-from rrfp_jax.commands.studies import rare_collections
+from rrfp_jax.commands.common.garbage import rare_collections
+from rrfp_jax.commands.common.options import CommandParser, offer
+from rrfp_jax.commands.training.config_sources import add_trust_argument, preset_names
+from rrfp_jax.core import READY, STRICT
+from rrfp_jax.costs.devices import DEVICES
+from rrfp_jax.costs.layer_sizes import REMAT_NAMES
 from rrfp_jax.exit_codes import DONE
-from rrfp_jax.planner.as_configured import configured_plan, encoder_notes
-from rrfp_jax.planner.options import plan_parser
-from rrfp_jax.planner.plan_request import read_request
-from rrfp_jax.planner.records import Plan
+from rrfp_jax.planner.configured import configured_plan, encoder_notes
+from rrfp_jax.planner.plan_request import NOISE_FORMS, ORDER_NAMES, read_request
 from rrfp_jax.planner.report import milliseconds, plan_as_json, refused_in_words, show_plan
 from rrfp_jax.planner.search import SearchProgress, make_plan
+from rrfp_jax.planner.search_space import CONSUMPTIONS
 from rrfp_jax.planner.writing import write_choice
 
 _log = logging.getLogger(__name__)
+_LIST = "N,N,...|A..B"
 _FEW = 3
 """Number of shapes that are told where nothing fits."""
 
@@ -54,7 +58,12 @@ def main(argv: list[str] | None = None) -> int:
                 plan = make_plan(request.book, request.space, progress=progress)
             plan = replace(plan, notes=(*plan.notes, *encoder_notes(request.config)))
     if not plan.ranking:
-        raise BadInput(_nothing_fits(plan, request.space.schedules))
+        told = "; ".join(refused_in_words(refused) for refused in plan.refused[:_FEW])
+        schedules = request.space.schedules
+        if told or schedules is None:
+            told = told or "allow more stages, smaller microbatches or more rematerialisation"
+            raise BadInput(f"nothing fits: {told}")
+        raise BadInput(f"no order of {', '.join(schedules)} fits these sizes: name more --schedules, or leave them out")
     if arguments.json:
         print(json.dumps(plan_as_json(plan, request.book, top=arguments.top), allow_nan=False), flush=True)
     else:
@@ -72,16 +81,111 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> CommandParser:
-    """The parser of the command."""
-    return plan_parser(__doc__)
+    """Returns the parser of the command; the values of lists and noise are read later."""
+    parser = CommandParser(
+        "plan", __doc__, usage="%(prog)s --config FILE.yaml (--device NAME | --costs FILE) [option ...]"
+    )
+    config = parser.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        help="model, data and batch: a file, or a preset by name; optional with --costs, which tells the layers too",
+    )
+    offer(config, preset_names())
+    add_trust_argument(parser)
+    parser.add_argument(
+        "--as-configured",
+        action="store_true",
+        help="forecast the run as the configuration lays it out, in place of a search: memory of every stage on "
+        "devices that need not be here, and the step's time",
+    )
 
+    add = parser.add_argument_group("machine").add_argument
+    device = add(
+        "--device",
+        metavar="NAME",
+        help=f"costs are worked out from the record of an accelerator, which need not be here: {', '.join(DEVICES)} "
+        "(default: --costs)",
+    )
+    offer(device, DEVICES)
+    add(
+        "--costs",
+        metavar="FILE.json",
+        help="the costs of layers, as rrfp profile measures and writes them (default: --device)",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="compile a few layers, in seconds to minutes, for --device where the compiler for it is installed, else "
+        "for the devices here: they hold what the compiler says, at the speed of --device; for --microbatch-size, "
+        "--tensor and --remat, which are then the configuration's own where they are not given",
+    )
+    add(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="how many there are, all of which are used (default: as many as the configuration has)",
+    )
+    add("--memory", metavar="SIZE", help="memory of each device, as 72GiB (default: that of the device, if known)")
+    add(
+        "--jitter",
+        metavar="FORM",
+        help=f"how durations vary from step to step: {NOISE_FORMS}, or the last two joined by + (default: as "
+        "--costs tell, else none)",
+    )
 
-def _nothing_fits(plan: Plan, schedules: Sequence[str] | None) -> str:
-    """Returns the nearest changes that would help, in one sentence."""
-    told = "; ".join(refused_in_words(refused) for refused in plan.refused[:_FEW])
-    if told or schedules is None:
-        return f"nothing fits: {told or 'allow more stages, smaller microbatches or more rematerialisation'}"
-    return f"no order of {', '.join(schedules)} fits these sizes: name more --schedules, or leave them out"
+    add = parser.add_argument_group("choices").add_argument
+    add("--batch-size", type=int, metavar="N", help="samples of a step (default: as many as the configuration has)")
+    add(
+        "--microbatches",
+        metavar=_LIST,
+        help="microbatches of each replica (default: as many as the batch makes; without a batch required)",
+    )
+    add(
+        "--microbatch-size",
+        metavar=_LIST,
+        help="samples of a microbatch (default: the configuration's own and 1, 2, 4 and 8, as far as they divide the "
+        "batch; with --costs all that it has)",
+    )
+    add("--stages", metavar=_LIST, help="stages of the pipeline (default: every number that divides the devices)")
+    add("--replicas", metavar=_LIST, help="replicas of the pipeline (default: every number that divides the devices)")
+    add(
+        "--tensor",
+        metavar=_LIST,
+        help="devices that share every layer (default: 1, 2, 4 and 8 as far as they divide the model; with --costs all "
+        "that it has)",
+    )
+    add("--chunks-per-stage", metavar=_LIST, help="chunks on every stage (default: 1, 2 and 4)")
+    schedules = add(
+        "--schedules",
+        metavar="A,B,...",
+        help=f"these orders alone, and none is searched for: {', '.join(ORDER_NAMES)} (default: all, and a search)",
+    )
+    offer(schedules, ORDER_NAMES)
+    consume = add(
+        "--consume",
+        metavar="A,B",
+        help=f"how stages follow tables: {STRICT}, {READY} or both (default both)",
+    )
+    offer(consume, CONSUMPTIONS)
+    remat = add(
+        "--remat",
+        metavar="A,B,...",
+        help=f"what backwards may recompute: {', '.join(REMAT_NAMES)} (default: as the configuration says, if not "
+        "none; else none, dots and full; with --costs all that it has); where nothing is measured or compiled, a name "
+        "that keeps attention or experts is counted as full",
+    )
+    offer(remat, REMAT_NAMES)
+
+    add = parser.add_argument_group("output").add_argument
+    add("--top", type=int, default=5, metavar="N", help="how many of the ranking are told (default 5)")
+    add(
+        "--write",
+        metavar="FILE.yaml",
+        help="write the best one as a configuration for rrfp train, and beside it its table where no name stands for "
+        "that (default: it is only told)",
+    )
+    add("--json", action="store_true", help="one JSON object on the last line of stdout, instead of tables")
+    return parser
 
 
 @contextmanager

@@ -1,28 +1,91 @@
 """From the options of ``rrfp plan`` to costs and a search space: all is read and checked before the search begins.
 
-Costs come from a file, are worked out for a device, or come from programs that are compiled here.
+Costs come from a file, are worked out for a device, or come from programs that are compiled here. The small languages
+of options are lists, ranges and noise.
 """
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from pathlib import Path
 
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
-from rrfp_jax.costs import CostBook
+from rrfp_jax.costs import CostBook, Noise
 from rrfp_jax.costs.devices import device_of
 from rrfp_jax.costs.layer_costs import every_setting
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES, REMATS
 from rrfp_jax.layout import describe_axes, other_axes, with_tensor
-from rrfp_jax.planner.as_configured import check_as_configured
+from rrfp_jax.planner.configured import check_as_configured
 from rrfp_jax.planner.cost_file import read_costs
-from rrfp_jax.planner.options import ORDER_NAMES, parse_counts, parse_noise, parse_words
 from rrfp_jax.planner.search_space import CONSUMPTIONS, SearchSpace
+from rrfp_jax.planner.sites import PLANNED_HINTS
 from rrfp_jax.planner.writing import check_writable
+from rrfp_jax.schedules import schedule_entry, schedule_names
+from rrfp_jax.schedules.request import TWO_WAYS
 
+ORDER_NAMES = (*(name for name in schedule_names() if schedule_entry(name).shape is not TWO_WAYS), *PLANNED_HINTS)
+"""Values of ``--schedules``: not the schedules that hold two copies of the model, which no cut here describes."""
+_MOST = 4096
+"""Numbers that a range may name."""
+NOISE_FORMS = "none, lognormal:SIGMA, tail:SHARE,FACTOR"
 _USUAL_SIZES = (1, 2, 4, 8)
 """Samples of a microbatch, and devices that share a layer, where the user does not say."""
+
+
+def parse_counts(text: str | None, flag: str) -> tuple[int, ...] | None:
+    """Reads ``8,16,32`` or ``8..64``, both ends included, or several of them; None: not given.
+
+    Raises ValueError for any other text.
+    """
+    if text is None:
+        return None
+    try:
+        ranges = [[int(end) for end in part.split("..")] for part in text.split(",")]
+    except ValueError:
+        ranges = [[]]
+    if any(not 1 <= len(ends) <= 2 or ends[0] > ends[-1] or ends[0] < 1 for ends in ranges):
+        raise ValueError(
+            f"{flag} {text!r} is no list of numbers of at least 1: write 8,16,32, or 8..64 for all between"
+        )
+    if sum(ends[-1] - ends[0] for ends in ranges) >= _MOST:
+        raise ValueError(f"{flag} {text} names more than {_MOST:,} numbers: give fewer")
+    return tuple(dict.fromkeys(number for ends in ranges for number in range(ends[0], ends[-1] + 1)))
+
+
+def parse_words(text: str | None, flag: str, known: Sequence[str]) -> tuple[str, ...] | None:
+    """Reads ``none,dots``; None: not given. Raises ValueError for words that are not among ``known``."""
+    if text is None:
+        return None
+    words = tuple(dict.fromkeys(text.split(",")))
+    wrong = [word for word in words if word not in known]
+    if wrong:
+        raise ValueError(f"{flag} names {wrong[0]!r}: choose among {', '.join(known)}")
+    return words
+
+
+def parse_noise(text: str) -> Noise:
+    """Reads ``none``, ``lognormal:0.2``, ``tail:0.01,5`` or the last two joined by ``+``; raises ValueError on
+    others."""
+    sigma, tail = 0.0, (0.0, 1.0)
+    for part in () if text == "none" else text.split("+"):
+        name, _, argument = part.partition(":")
+        try:
+            numbers = [float(number) for number in argument.split(",")]
+        except ValueError:
+            numbers = []
+        if name == "lognormal" and len(numbers) == 1:
+            sigma = numbers[0]
+        elif name == "tail" and len(numbers) == 2:
+            tail = numbers[0], numbers[1]
+        else:
+            raise ValueError(f"jitter {part!r} is unknown: write one of {NOISE_FORMS}, or the last two joined by +")
+    noise = Noise.alike(sigma)
+    return Noise(sigma=noise.sigma, tail=tail[0], tail_factor=tail[1])
+
+
+# -- the request -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +110,25 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         check_as_configured(arguments, config)
     if (arguments.costs is None) == (arguments.device is None):
         raise ValueError("costs come from --device NAME or from --costs FILE.json: give one of them")
-    if config is None and (arguments.costs is None or arguments.compile):
-        flag = "--device" if arguments.costs is None else "--compile"
-        raise ValueError(f"{flag} needs a model: give --config FILE.yaml too")
+    if arguments.compile and arguments.device is None:
+        raise ValueError(
+            "--compile tells bytes, and --device the times beside them: give --device NAME in place of --costs, or "
+            "measure every way to run the stages (rrfp profile)"
+        )
+    if config is None and arguments.costs is None:
+        raise ValueError("--device needs a model: give --config FILE.yaml too")
     if arguments.write is not None:
         if config is None:
             raise ValueError("--write completes a configuration: give --config FILE.yaml too")
         check_writable(config, Path(arguments.write))
-    num_devices = _num_devices(arguments, config)
-    batch_size = arguments.batch_size
+    num_devices, batch_size = arguments.devices, arguments.batch_size
+    if num_devices is None and config is None:
+        raise ValueError("the number of devices is not given: give --devices, or --config FILE.yaml, which has one")
+    if num_devices is None and config is not None:
+        num_devices = config.pipeline.num_devices
     if batch_size is None and config is not None:
         batch_size = config.data.batch_size
-    if config is not None and config.pipeline.encoder_mesh is not None:
-        _check_encoder_mesh(arguments, config)
+    chunks = _chunks(arguments, config)  # before costs are worked out, which takes longer
     book = _costs(arguments, config, num_devices=num_devices, batch_size=batch_size)
     if config is not None:
         asked = other_axes(config.pipeline.mesh)
@@ -79,7 +148,7 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         stages=parse_counts(arguments.stages, "--stages"),
         data=parse_counts(arguments.replicas, "--replicas"),
         tensor=parse_counts(arguments.tensor, "--tensor"),
-        chunks=_chunks(arguments, config),
+        chunks=chunks,
         schedules=parse_words(arguments.schedules, "--schedules", ORDER_NAMES),
         consumptions=parse_words(arguments.consume, "--consume", CONSUMPTIONS) or CONSUMPTIONS,
         remats=parse_words(arguments.remat, "--remat", REMAT_NAMES),
@@ -88,7 +157,11 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
     return PlanRequest(book=book, space=space, config=config)
 
 
-def _check_encoder_mesh(arguments: argparse.Namespace, config: TrainConfig) -> None:
+def _chunks(arguments: argparse.Namespace, config: TrainConfig | None) -> tuple[int, ...] | None:
+    chunks = parse_counts(arguments.chunks_per_stage, "--chunks-per-stage")
+    if config is None or config.pipeline.encoder_mesh is None:
+        return chunks
+    # Encoder and decoder have meshes of their own, and so share no stage.
     if config.vision is None:
         raise ValueError("encoder_mesh is for models with an encoder: give a section vision, or leave it out")
     if arguments.costs is not None or arguments.compile:
@@ -96,22 +169,7 @@ def _check_encoder_mesh(arguments: argparse.Namespace, config: TrainConfig) -> N
         raise ValueError(
             f"{flag} knows one mesh for all stages: work costs out alone (--device), or leave encoder_mesh out"
         )
-
-
-def _num_devices(arguments: argparse.Namespace, config: TrainConfig | None) -> int:
-    if arguments.devices is not None:
-        return int(arguments.devices)
-    if config is None:
-        raise ValueError("the number of devices is not given: give --devices, or --config FILE.yaml, which has one")
-    return config.pipeline.num_devices
-
-
-def _chunks(arguments: argparse.Namespace, config: TrainConfig | None) -> tuple[int, ...] | None:
-    """Returns the chunks per stage: one where encoder and decoder have meshes of their own, and so share no stage."""
-    asked = parse_counts(arguments.chunks_per_stage, "--chunks-per-stage")
-    if config is None or config.pipeline.encoder_mesh is None:
-        return asked
-    if asked not in (None, (1,)):
+    if chunks not in (None, (1,)):
         raise ValueError(
             "--chunks-per-stage above 1 makes encoder and decoder share stages: leave it or encoder_mesh out"
         )
@@ -121,30 +179,23 @@ def _chunks(arguments: argparse.Namespace, config: TrainConfig | None) -> tuple[
 # -- costs -------------------------------------------------------------------------------------------------------------
 
 
-def costs_of_model(path: str, config: TrainConfig) -> CostBook:
-    """Returns the costs of a file; raises ValueError where its model has another number of layers."""
-    book = read_costs(path)
-    wanted = config.model.num_layers + 2 + (0 if config.vision is None else config.vision.num_layers_run + 2)
-    if len(book.layers) != wanted:
-        raise ValueError(
-            f"costs {path} are of a model with {len(book.layers)} layers, ends included, and this one has {wanted}: "
-            "measure this model (rrfp profile)"
-        )
-    return book
-
-
 def _costs(
     arguments: argparse.Namespace, config: TrainConfig | None, *, num_devices: int, batch_size: int | None
 ) -> CostBook:
-    measured = None
-    if arguments.costs is not None:
-        measured = read_costs(arguments.costs) if config is None else costs_of_model(arguments.costs, config)
-    if config is not None and arguments.compile:
-        return _compiled(arguments, config, measured, num_devices)
-    if measured is not None:
-        return measured
-    assert config is not None
-    return _analytic(arguments, config, num_devices, batch_size)
+    if arguments.costs is None:
+        assert config is not None
+        if arguments.compile:
+            return _compiled(arguments, config, num_devices)
+        return _analytic(arguments, config, num_devices, batch_size)
+    book = read_costs(arguments.costs)
+    if config is not None:
+        wanted = config.model.num_layers + 2 + (0 if config.vision is None else config.vision.num_layers_run + 2)
+        if len(book.layers) != wanted:
+            raise ValueError(
+                f"costs {arguments.costs} are of a model with {len(book.layers)} layers, ends included, and this one "
+                f"has {wanted}: measure this model (rrfp profile)"
+            )
+    return book
 
 
 def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: int, batch_size: int | None) -> CostBook:
@@ -161,7 +212,14 @@ def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: i
             config.model.num_key_value_heads,
             config.model.mlp_dim,
         )
-        tensors = tuple(tensor for tensor in _USUAL_SIZES if both % tensor == 0 and _is_as_large(config, tensor))
+        # Where the encoder has a mesh of its own, the decoder's stages have as many devices.
+        own = config.pipeline.encoder_mesh
+        tensors = tuple(
+            tensor
+            for tensor in _USUAL_SIZES
+            if both % tensor == 0
+            and (own is None or prod(with_tensor(config.pipeline.mesh, tensor).values()) == prod(own.values()))
+        )
         tensors = tensors or _configured(config)[1]
     if remats is None:
         remats = REMATS if config.pipeline.remat == "none" else (config.pipeline.remat,)
@@ -175,21 +233,13 @@ def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: i
     )
 
 
-def _is_as_large(config: TrainConfig, tensor: int) -> bool:
-    """Returns whether the decoder's stages have as many devices as the encoder's, if these have a mesh of their own."""
-    mesh, encoder_mesh = with_tensor(config.pipeline.mesh, tensor), config.pipeline.encoder_mesh
-    return encoder_mesh is None or prod(mesh.values()) == prod(encoder_mesh.values())
-
-
-def _compiled(
-    arguments: argparse.Namespace, config: TrainConfig, measured: CostBook | None, num_devices: int
-) -> CostBook:
+def _compiled(arguments: argparse.Namespace, config: TrainConfig, num_devices: int) -> CostBook:
     """Compiles a few layers for each way to run the model that was asked for."""
-    device = None if arguments.device is None else device_of(arguments.device)
+    device = device_of(arguments.device)
 
     from rrfp_jax.commands.common.console import make_console
     from rrfp_jax.commands.training.training_console import CompileReport
-    from rrfp_jax.planner.compiled_costs import compiled_book
+    from rrfp_jax.planner.compile_for import compiled_book
     from rrfp_jax.runtime.compile_cache import use_compile_cache
 
     (sizes, tensors, remats), own = _ways(arguments), _configured(config)
@@ -197,9 +247,7 @@ def _compiled(
     use_compile_cache()
     report = CompileReport(make_console(is_quiet=arguments.json))
     try:
-        return compiled_book(
-            config, settings, device=device, measured=measured, num_devices=num_devices, progress=report
-        )
+        return compiled_book(config, settings, device, num_devices=num_devices, progress=report)
     finally:
         report.stop()
 

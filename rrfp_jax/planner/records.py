@@ -1,11 +1,15 @@
-"""The records of a plan: choices, their forecasts, and the ranking that results."""
+"""The records of a plan: shapes, choices, their forecasts, and the ranking that results."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from rrfp_jax.core import Ordering
+from rrfp_jax.core import STRICT, Order, Ordering
 from rrfp_jax.costs import CutModel
-from rrfp_jax.costs.forecast import StageForecast
+from rrfp_jax.costs.forecast import StageForecast, forecast_memory
 from rrfp_jax.layout import Axes, num_devices
+from rrfp_jax.schedules import Placement, looped, waves
+
+LINEAR, LOOPED, WAVES = "linear", "looped", "waves"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +40,29 @@ class PlanShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Point:
+    """A shape with a place for each chunk."""
+
+    shape: PlanShape
+    family: str
+    """:data:`LINEAR`, :data:`LOOPED` or :data:`WAVES`, of which one wave is the V."""
+    chunks: int
+    """Chunks per stage."""
+
+    @property
+    def placement(self) -> Placement:
+        if self.family == WAVES:
+            return waves(self.shape.num_stages, self.chunks // 2)
+        return looped(self.shape.num_stages, self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlanChoice:
-    """One way to run a model, as a configuration would say it."""
+    """One way to run a model, as a configuration would say it, with the order and the memory that result.
+
+    Choices are equal only to themselves. Raises ValueError, where the order is asked for, if the ordering does not fit
+    the cut.
+    """
 
     shape: PlanShape
     cut: CutModel
@@ -50,10 +75,34 @@ class PlanChoice:
     is_searched: bool = False
     """Whether the table is one that no name stands for."""
 
+    @cached_property
+    def order(self) -> Order:
+        """The order that the stages follow."""
+        return self.ordering.resolve(self.cut.placement, self.cut.graph)
+
+    @cached_property
+    def memory(self) -> tuple[StageForecast, ...]:
+        """The memory of each stage."""
+        return tuple(forecast_memory(self.order, dict(enumerate(self.cut.chunk_bytes)), self.cut.num_microbatches))
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the stages keep to a table."""
+        return self.ordering.consume == STRICT
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the fullest stage."""
+        return max(stage.peak for stage in self.memory)
+
+    def fits(self, memory_bytes: int | None) -> bool:
+        """Returns whether no stage takes more."""
+        return memory_bytes is None or self.peak_bytes <= memory_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The expected times and memory of a choice. Times are intervals between the ends of steps, in milliseconds."""
+    """The expected times of a choice: intervals between the ends of steps, in milliseconds."""
 
     step_ms: float
     """Mean over the draws; without noise the step of the only one."""
@@ -68,8 +117,6 @@ class Forecast:
     """Step time without noise that no order of this cut beats."""
     bubble: float
     """Share of the stages' time in which they are idle, without noise."""
-    memory: tuple[StageForecast, ...]
-    """The memory of each stage."""
     samples_per_s: float = 0.0
     tokens_per_s: float | None = None
     mfu: float | None = None
@@ -81,11 +128,6 @@ class Forecast:
     def gap(self) -> float:
         """Distance of the step without noise from its bound, in parts of the bound."""
         return self.nominal_ms / self.bound_ms - 1
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes of the fullest stage."""
-        return max(stage.peak for stage in self.memory)
 
 
 @dataclass(frozen=True, kw_only=True)

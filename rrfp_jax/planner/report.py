@@ -14,7 +14,7 @@ from rich.table import Table
 
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.common.console import make_table
-from rrfp_jax.core import READY, STRICT, Ordering
+from rrfp_jax.core import READY, STRICT
 from rrfp_jax.costs import CostBook
 from rrfp_jax.costs.cut_model import cut_in_words, legend, letters_of
 from rrfp_jax.costs.layer_costs import NONE
@@ -36,8 +36,8 @@ def show_plan(
     parts: list[Table | str] = [_ranking(plan, shown, "as configured" if is_configured else "")]
     if is_configured:
         parts += [f"cut: {cut_in_words(cut)} ({legend(cut)})", _memory(shown[0], memory_bytes)]
-        if memory_bytes is not None and shown[0].forecast.peak_bytes > memory_bytes:
-            over = format_bytes(shown[0].forecast.peak_bytes - memory_bytes)
+        if memory_bytes is not None and shown[0].choice.peak_bytes > memory_bytes:
+            over = format_bytes(shown[0].choice.peak_bytes - memory_bytes)
             parts.append(f"DOES NOT FIT: the fullest stage needs {over} more than a device has")
     else:
         parts += [_cuts(shown), f"cuts: {legend(cut)}; a bar ends a chunk", *_verdict(plan, shown)]
@@ -63,6 +63,7 @@ def _ranking(plan: Plan, shown: Sequence[Ranked], title: str = "") -> Table:
 
 def _cells(ranked: Ranked) -> dict[str, str]:
     choice, forecast = ranked.choice, ranked.forecast
+    tokens_per_s = forecast.tokens_per_s
     return {
         "stages x data x tensor": shape_in_words(choice.shape),
         "micro- batches": _microbatches_in_words(choice.shape),
@@ -72,9 +73,9 @@ def _cells(ranked: Ranked) -> dict[str, str]:
         "p95 ms": milliseconds(forecast.p95_ms) if forecast.error_ms else "",
         "over bound": _percent(forecast.gap),
         "bubble": _percent(forecast.bubble),
-        "tokens/s": _rate(forecast.tokens_per_s),
+        "tokens/s": f"{tokens_per_s:,.{0 if tokens_per_s >= 10 else 2}f}" if tokens_per_s else "",
         "MFU": _percent(forecast.mfu),
-        "fullest stage": format_bytes(forecast.peak_bytes),
+        "fullest stage": format_bytes(choice.peak_bytes),
     }
 
 
@@ -115,7 +116,7 @@ def _comparison(plan: Plan) -> Table:
             words,
             _step_in_words(ranked),
             milliseconds(forecast.bound_ms),
-            format_bytes(forecast.peak_bytes),
+            format_bytes(ranked.choice.peak_bytes),
             "" if ranked is plan.ranking[0] else f"{forecast.step_ms / found_ms - 1:+.1%}",
             order_in_words(ranked.choice),
             cut_in_words(ranked.choice.cut, short=True),
@@ -124,7 +125,7 @@ def _comparison(plan: Plan) -> Table:
 
 
 def _memory(best: Ranked, memory_bytes: int | None) -> Table:
-    cut, stages = best.choice.cut, best.forecast.memory
+    cut, stages = best.choice.cut, best.choice.memory
     limited = "" if memory_bytes is None else f" of {format_bytes(memory_bytes)}"
     headings = ["stage", "layers", "work ms", "all the time", "in flight", "while it runs", "peak"]
     if memory_bytes is not None:
@@ -181,21 +182,16 @@ def _microbatches_in_words(shape: PlanShape) -> str:
 def order_in_words(choice: PlanChoice) -> str:
     """Returns ``zb-h1 strict``, ``1f1b with foresight``, ``bfw, window 8``."""
     ordering = choice.ordering
-    words = f"{choice.order_name} {_consumption_in_words(ordering)}".strip()
+    words = choice.order_name
+    if ordering.schedule is not None and ordering.follows_table:
+        by_readiness = READY if ordering.foresight is False else "with foresight"
+        words += f" {STRICT if ordering.consume == STRICT else by_readiness}"
     if ordering.window is not None:
         windows = (ordering.window,) if isinstance(ordering.window, int | str) else ordering.window
         words += f", window {','.join(map(str, windows[:1] if len(set(windows)) == 1 else windows))}"
     if ordering.footprint is False and ordering.is_guided:
         words += ", no footprint"
     return words
-
-
-def _consumption_in_words(ordering: Ordering) -> str:
-    if ordering.schedule is None or not ordering.follows_table:
-        return ""
-    if ordering.consume == STRICT:
-        return STRICT
-    return READY if ordering.foresight is False else "with foresight"
 
 
 def _step_in_words(ranked: Ranked) -> str:
@@ -213,11 +209,6 @@ def milliseconds(value: float) -> str:
 
 def _bytes_or_dash(num_bytes: int) -> str:
     return format_bytes(num_bytes) if num_bytes else "-"
-
-
-def _rate(value: float | None) -> str:
-    """Returns a number per second; nothing where it is not known."""
-    return "" if not value else f"{value:,.0f}" if value >= 10 else f"{value:,.2f}"
 
 
 def _percent(value: float | None) -> str:
@@ -246,7 +237,8 @@ def plan_as_json(plan: Plan, book: CostBook, *, top: int) -> dict[str, Any]:
 def _ranked_as_json(ranked: Ranked) -> dict[str, Any]:
     choice, forecast = ranked.choice, ranked.forecast
     ordering, cut = choice.ordering, choice.cut
-    is_guided = ordering.is_guided
+    is_guided, figures = ordering.is_guided, asdict(forecast)
+    del figures["draws_ms"]
     return {
         **asdict(choice.shape),
         "devices": choice.shape.num_devices,
@@ -263,18 +255,9 @@ def _ranked_as_json(ranked: Ranked) -> dict[str, Any]:
         "window": [*ordering.window] if isinstance(ordering.window, tuple) else ordering.window,
         "footprint": ordering.has_footprint if is_guided else None,
         "foresight": ordering.foresight is not False if is_guided else None,
-        "step_ms": forecast.step_ms,
-        "p95_ms": forecast.p95_ms,
-        "sd_ms": forecast.sd_ms,
-        "error_ms": forecast.error_ms,
-        "nominal_ms": forecast.nominal_ms,
-        "bound_ms": forecast.bound_ms,
+        **figures,
         "gap": forecast.gap,
-        "bubble": forecast.bubble,
-        "samples_per_s": forecast.samples_per_s,
-        "tokens_per_s": forecast.tokens_per_s,
-        "mfu": forecast.mfu,
-        "peak_bytes": forecast.peak_bytes,
+        "peak_bytes": choice.peak_bytes,
         "memory": [
             {
                 "peak": stage.peak,
@@ -282,7 +265,7 @@ def _ranked_as_json(ranked: Ranked) -> dict[str, Any]:
                 "in_flight": stage.peak - stage.fixed - stage.temporaries,
                 "temporaries": stage.temporaries,
             }
-            for stage in forecast.memory
+            for stage in choice.memory
         ],
         "stage_work_ms": [*cut.stage_work_ms],
         "why": ranked.why,

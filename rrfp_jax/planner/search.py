@@ -8,19 +8,18 @@
 4. The best are told with their forecasts, and why each lost to the one before it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from rrfp_jax.core import STRICT
 from rrfp_jax.costs import CostBook
-from rrfp_jax.planner.candidates import PlanCandidate, TriedTable, hints_for
-from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for
+from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
 from rrfp_jax.planner.reasons import Reasons, Refusals
-from rrfp_jax.planner.records import Forecast, Plan, Ranked, Refused
-from rrfp_jax.planner.search_space import STRICT, SearchSpace, points_of, refused_without_points, shapes_of
-from rrfp_jax.planner.sites import Sites, is_large
-from rrfp_jax.planner.step_times import step_bound_ms
+from rrfp_jax.planner.records import Forecast, Plan, PlanChoice, Ranked, Refused
+from rrfp_jax.planner.search_space import SearchSpace, points_of, refused_without_points, shapes_of
+from rrfp_jax.planner.sites import Sites, TriedTable, hints_for, is_large
 
 _FIRST_DRAWS = 16
 """Draws by which tables are compared."""
@@ -60,7 +59,7 @@ def make_plan(
     return _Search(book, space, seed, draws).plan(progress)
 
 
-def compare_candidates(candidates: list[PlanCandidate], judge: Judge) -> list[PlanCandidate]:
+def compare_candidates(candidates: list[PlanChoice], judge: Judge) -> list[PlanChoice]:
     """Returns the candidates, the best first; those that lost early stand behind those that lost late.
 
     All are compared by their means on the same first draws, so that differences have a small error; each round takes
@@ -68,13 +67,13 @@ def compare_candidates(candidates: list[PlanCandidate], judge: Judge) -> list[Pl
     are known by all draws and stay to the end.
     """
 
-    def placed(some: list[PlanCandidate], num_draws: int) -> list[PlanCandidate]:
+    def placed(some: list[PlanChoice], num_draws: int) -> list[PlanChoice]:
         return sorted(some, key=lambda one: judge.standing(one, num_draws))
 
     if judge.noise.is_none:
         return placed(candidates, 1)
     kept_to = placed([one for one in candidates if one.is_strict], judge.num_draws)[:_KEPT_TO]
-    left, lost = candidates, list[PlanCandidate]()
+    left, lost = candidates, list[PlanChoice]()
     for num_draws, number in _ROUNDS:
         found = placed(left, min(num_draws, judge.num_draws))
         ahead = [one for one in found if one not in kept_to][:number]
@@ -83,10 +82,10 @@ def compare_candidates(candidates: list[PlanCandidate], judge: Judge) -> list[Pl
     return placed(left, judge.num_draws) + lost
 
 
-def forecast(one: PlanCandidate, book: CostBook, judge: Judge, num_draws: int | None = None) -> Forecast:
+def forecast(one: PlanChoice, book: CostBook, judge: Judge, num_draws: int | None = None) -> Forecast:
     """Returns the forecast of a candidate by the first draws (None: by all)."""
     draws_ms = judge.draws_ms(one, num_draws or judge.num_draws)
-    shape, cut, nominal_ms = one.choice.shape, one.choice.cut, judge.nominal_ms(one)
+    shape, cut, nominal_ms = one.shape, one.cut, judge.nominal_ms(one)
     step_ms, number = float(draws_ms.mean()), len(draws_ms)
     sd_ms = float(draws_ms.std(ddof=1)) if number > 1 else 0.0
     samples_per_s = shape.batch_size / step_ms * 1e3
@@ -102,7 +101,6 @@ def forecast(one: PlanCandidate, book: CostBook, judge: Judge, num_draws: int | 
         nominal_ms=nominal_ms,
         bound_ms=step_bound_ms(cut),
         bubble=max(0.0, 1 - sum(cut.stage_work_ms) / shape.num_stages / nominal_ms),
-        memory=one.memory,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * book.tokens_per_sample or None,
         mfu=flops / (shape.num_devices * peak * step_ms / 1e3) if peak and flops else None,
@@ -118,7 +116,7 @@ class _Search:
         self.judge = Judge(book.noise, draws or draws_for(self.shapes), seed)
         self.sites = Sites(book, space, self.judge, self.memory_bytes, _FIRST_DRAWS)
         self.refused: list[Refused] = []
-        self._hints_tried: list[PlanCandidate] = []
+        self._hints_tried: list[PlanChoice] = []
 
     def plan(self, progress: SearchProgress) -> Plan:
         for shape in self.shapes:
@@ -127,9 +125,9 @@ class _Search:
                 self.refused.append(refused_without_points(shape, self.book))
             for point in points:
                 self.sites.add(point)
-        total = self.sites.num_waiting
+        total = len(self.sites.waiting)
         for _ in self.sites.look():
-            progress("tables", total - self.sites.num_waiting, total, self.sites.best)
+            progress("tables", total - len(self.sites.waiting), total, self.sites.best)
         if self.space.schedules is None:
             for number, _ in enumerate(self.sites.search(_SEARCHED_SITES)):
                 progress("orders", number + 1, _SEARCHED_SITES, self.sites.best)
@@ -137,7 +135,7 @@ class _Search:
 
     # -- candidates ----------------------------------------------------------------------------------------------------
 
-    def _pool(self) -> list[PlanCandidate]:
+    def _pool(self) -> list[PlanChoice]:
         """Returns the candidates to compare: the best tables that fit, evenly cut ones too, and hints."""
         may_fit = [table for table in self.sites.tables if table.may_fit(self.memory_bytes)]
         by_value = sorted(may_fit, key=lambda table: table.value)
@@ -154,10 +152,10 @@ class _Search:
             return False
         return self.sites.best <= self.sites.least * (1 + ROUNDING)
 
-    def _ways(self, tables: list[TriedTable], num_tasks: int) -> list[PlanCandidate]:
+    def _ways(self, tables: list[TriedTable], num_tasks: int) -> list[PlanChoice]:
         """Returns all ways to consume the first tables that fit: of one table at least, with noise of a few, and of
         further ones up to ``num_tasks`` tasks together."""
-        found: list[PlanCandidate] = []
+        found: list[PlanChoice] = []
         is_proven = self._is_proven
         wanted = 1 if not num_tasks or self.book.noise.is_none else _TABLES
         for table in tables:
@@ -170,9 +168,9 @@ class _Search:
                 break
         return found
 
-    def _hints(self) -> list[PlanCandidate]:
+    def _hints(self) -> list[PlanChoice]:
         """Returns hints on the sites with the best bounds, and on those of shapes for which there is no table."""
-        with_table = {table.point.shape for table in self.sites.tables if table.has_room}
+        with_table = {table.point.shape for table in self.sites.tables if table.has_fit}
         for place, site in enumerate(sorted(self.sites.opened, key=lambda site: site.least)):
             few = is_large(site.point)
             if place < (1 if few else _HINT_SITES) or site.point.shape not in with_table:
@@ -182,22 +180,25 @@ class _Search:
 
     # -- the plan ------------------------------------------------------------------------------------------------------
 
-    def _ranked(self, best: list[PlanCandidate]) -> Plan:
-        distinct: dict[object, PlanCandidate] = {}  # of each order on a cut the best way to consume it
+    def _ranked(self, best: list[PlanChoice]) -> Plan:
+        distinct: dict[object, PlanChoice] = {}  # of each order on a cut the best way to consume it
         for one in best:
-            choice = one.choice
-            distinct.setdefault((choice.shape, choice.cut.placement, choice.cut.counts, choice.order_name), one)
+            distinct.setdefault((one.shape, one.cut.placement, one.cut.counts, one.order_name), one)
         top = list(distinct.values())[: self.space.top]
         reasons = Reasons(self.book, self.space, self.judge, self.memory_bytes, self.sites.tables, _FEW_DRAWS)
         ranking = [self._told(one) for one in top]
         for place in range(1, len(top)):
             ranking[place] = replace(ranking[place], why=reasons.why_lost(top[place - 1], top[place]))
-        named = [one for one in best if not one.choice.is_searched]
-        even = [one for one in named if one.choice.is_even]
-        is_decided = bool(top)
+        named = [one for one in best if not one.is_searched]
+        even = [one for one in named if one.is_even]
+        is_decided, notes = bool(top), []
         if len(top) > 1:
             ahead, error = self.judge.difference(top[0], top[1], self.judge.num_draws)
             is_decided = ahead > error
+        if self.memory_bytes is None:
+            notes.append("how much memory a device has is not known, so nothing is refused for lack of it")
+        if self.book.noise.is_none:
+            notes.append("the costs do not say how durations vary, so all times are those of a step without noise")
         return Plan(
             ranking=tuple(ranking),
             is_decided=is_decided,
@@ -207,29 +208,23 @@ class _Search:
             num_judged=len(distinct),
             evaluations=self.judge.evaluations,
             num_draws=self.judge.num_draws,
-            notes=tuple(self._notes()),
+            notes=tuple(notes),
         )
 
-    def _told(self, one: PlanCandidate) -> Ranked:
+    def _told(self, one: PlanChoice) -> Ranked:
         # One that lost early is told by the draws by which it lost: they say enough, and are known already.
-        return Ranked(
-            choice=one.choice,
-            forecast=forecast(one, self.book, self.judge, max(_FEW_DRAWS, self.judge.num_known(one))),
-        )
+        num_draws = max(_FEW_DRAWS, self.judge.num_known(one))
+        return Ranked(choice=one, forecast=forecast(one, self.book, self.judge, num_draws))
 
     def _refused(self) -> list[Refused]:
         """Returns shapes of which nothing fits."""
-        fitting = {table.point.shape for table in self.sites.tables if table.has_room}
-        fitting |= {one.choice.shape for one in self._hints_tried}
+        fitting = {table.point.shape for table in self.sites.tables if table.has_fit}
+        fitting |= {one.shape for one in self._hints_tried}
         short = [*self.sites.refused, *(table.point.shape for table in self.sites.tables)]
         lacking = [shape for shape in dict.fromkeys(short) if shape not in fitting]
-        refusals = Refusals(self.book, self.space, self.memory_bytes)
-        found = self.refused + [refusals.refused(shape) for shape in lacking[:_MOST_REFUSED]]
+        found = list(self.refused)
+        if self.memory_bytes is not None:
+            refusals = Refusals(self.book, self.space, self.memory_bytes)
+            found += [refusals.refused(shape) for shape in lacking[:_MOST_REFUSED]]
         distinct = {(each.shape.num_stages, each.shape.data, each.shape.tensor, each.reason): each for each in found}
         return list(distinct.values())
-
-    def _notes(self) -> Iterator[str]:
-        if self.memory_bytes is None:
-            yield "how much memory a device has is not known, so nothing is refused for lack of it"
-        if self.book.noise.is_none:
-            yield "the costs do not say how durations vary, so all times are those of a step without noise"

@@ -2,15 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
+from rrfp_jax.core import READY, STRICT
 from rrfp_jax.costs import CostBook
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
-from rrfp_jax.planner.records import PlanShape, Refused
-from rrfp_jax.schedules import Placement, looped, waves
+from rrfp_jax.planner.records import LINEAR, LOOPED, WAVES, PlanShape, Point, Refused
 
-STRICT, READY = "strict", "ready"
 CONSUMPTIONS = (STRICT, READY)
-LINEAR, LOOPED, WAVES = "linear", "looped", "waves"
 _CHUNKS = (1, 2, 4)
 """Chunks per stage, where the user does not say."""
 _SIZES = ("microbatch_sizes", "microbatches", "stages", "data", "tensor", "chunks")
@@ -59,15 +58,6 @@ class SearchSpace:
         wrong = [word for word in self.consumptions if word not in CONSUMPTIONS]
         if wrong or not self.consumptions:
             raise ValueError(f"consumption {', '.join(wrong) or 'of no kind'} is unknown: give strict, ready or both")
-        self._check_batch()
-        for name in ("stages", "data", "tensor"):
-            numbers = getattr(self, name)
-            if numbers is not None and not any(self.devices % number == 0 for number in numbers):
-                raise ValueError(
-                    f"{self.devices} devices cannot be divided by {name} {', '.join(map(str, numbers))}: give a divisor"
-                )
-
-    def _check_batch(self) -> None:
         if self.batch_size is None and self.microbatches is None:
             raise ValueError("neither the batch nor the number of microbatches is given: give one of them")
         if self.batch_size is not None and self.microbatches is not None and self.microbatch_sizes is not None:
@@ -77,23 +67,12 @@ class SearchSpace:
                     f"no batch of {self.batch_size} samples comes of microbatches of {list(self.microbatch_sizes)} "
                     f"samples, {list(self.microbatches)} of them: leave one of the three out"
                 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A shape with a place for each chunk."""
-
-    shape: PlanShape
-    family: str
-    """:data:`LINEAR`, :data:`LOOPED` or :data:`WAVES`, of which one wave is the V."""
-    chunks: int
-    """Chunks per stage."""
-
-    @property
-    def placement(self) -> Placement:
-        if self.family == WAVES:
-            return waves(self.shape.num_stages, self.chunks // 2)
-        return looped(self.shape.num_stages, self.chunks)
+        for name in ("stages", "data", "tensor"):
+            numbers = getattr(self, name)
+            if numbers is not None and not any(self.devices % number == 0 for number in numbers):
+                raise ValueError(
+                    f"{self.devices} devices cannot be divided by {name} {', '.join(map(str, numbers))}: give a divisor"
+                )
 
 
 def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
@@ -105,13 +84,18 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
             and _allows(space.tensor, entry.tensor)
             and _allows(space.remats, entry.remat)
         )
-        if not is_allowed or space.devices % book.unit_devices(entry.tensor):
+        unit = entry.tensor * prod(book.mesh.values())  # devices of one replica of a stage
+        if not is_allowed or space.devices % unit:
             continue
-        units = space.devices // book.unit_devices(entry.tensor)
+        units = space.devices // unit
         for stages in (number for number in range(1, units + 1) if units % number == 0):
             data = units // stages
             if not (_allows(space.stages, stages) and _allows(space.data, data)):
                 continue
+            counts, samples = list(space.microbatches or ()), entry.microbatch_size * data
+            if space.batch_size is not None:
+                count = space.batch_size // samples
+                counts = [count] if not space.batch_size % samples and _allows(space.microbatches, count) else []
             found += [
                 PlanShape(
                     num_stages=stages,
@@ -122,10 +106,19 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
                     microbatch_size=entry.microbatch_size,
                     remat=entry.remat,
                 )
-                for count in _counts(space, entry.microbatch_size * data)
+                for count in counts
             ]
     if not found:
-        raise ValueError(_why_none(book, space))
+        known = "; ".join(entry.setting.words for entry in book.entries)
+        names = ("stages", "data", "tensor", "microbatch_sizes", "microbatches", "remats")
+        asked = {name: getattr(space, name) for name in names}
+        said = ", ".join(f"{name} {list(value)}" for name, value in asked.items() if value is not None)
+        batch = "" if space.batch_size is None else f" and a batch of {space.batch_size}"
+        ways = "stages x data x tensor" + "".join(f" x {axis} {size}" for axis, size in book.mesh.items())
+        raise ValueError(
+            f"no {ways} make {space.devices} devices{batch} with {said or 'nothing else'} allowed, and costs for "
+            f"{known}: allow more, or give costs of other microbatch sizes or tensor"
+        )
     return found
 
 
@@ -158,26 +151,3 @@ def refused_without_points(shape: PlanShape, book: CostBook) -> Refused:
 
 def _allows(numbers: tuple[int, ...] | tuple[str, ...] | None, number: int | str) -> bool:
     return numbers is None or number in numbers
-
-
-def _counts(space: SearchSpace, samples: int) -> list[int]:
-    """Returns the numbers of microbatches of a replica; ``samples`` is one microbatch in each replica."""
-    if space.batch_size is None:
-        return list(space.microbatches or ())
-    if space.batch_size % samples:
-        return []
-    count = space.batch_size // samples
-    return [count] if _allows(space.microbatches, count) else []
-
-
-def _why_none(book: CostBook, space: SearchSpace) -> str:
-    known = "; ".join(entry.words for entry in book.entries)
-    names = ("stages", "data", "tensor", "microbatch_sizes", "microbatches", "remats")
-    asked = {name: getattr(space, name) for name in names}
-    said = ", ".join(f"{name} {list(value)}" for name, value in asked.items() if value is not None) or "nothing else"
-    batch = "" if space.batch_size is None else f" and a batch of {space.batch_size}"
-    ways = "stages x data x tensor" + "".join(f" x {axis} {size}" for axis, size in book.mesh.items())
-    return (
-        f"no {ways} make {space.devices} devices{batch} with {said} allowed, and costs for {known}: "
-        "allow more, or give costs of other microbatch sizes or tensor"
-    )

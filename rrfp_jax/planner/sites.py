@@ -9,26 +9,130 @@ fits, no other site can be better.
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+from rrfp_jax.core import READY, STRICT, Ordering
 from rrfp_jax.costs import CostBook, CutModel, ModelCosts
+from rrfp_jax.costs.forecast import forecast_memory
 from rrfp_jax.planner.best_cut import best_cut, even_cut
-from rrfp_jax.planner.candidates import TriedTable, largest_windows
 from rrfp_jax.planner.cut_problem import MemoryBudget
-from rrfp_jax.planner.judging import Judge
-from rrfp_jax.planner.named_tables import built_table, named_tables, split_orders
-from rrfp_jax.planner.order_problem import memory_for_activations, order_problem
-from rrfp_jax.planner.order_search import SEARCHED, search_orders
-from rrfp_jax.planner.records import PlanShape
-from rrfp_jax.planner.search_space import Point, SearchSpace
-from rrfp_jax.planner.step_times import quick_bound_ms, step_bound_ms
+from rrfp_jax.planner.judging import Judge, quick_bound_ms, step_bound_ms
+from rrfp_jax.planner.list_scheduler import memory_for_activations, order_problem
+from rrfp_jax.planner.order_search import SEARCHED, built_table, named_tables, search_orders, split_orders
+from rrfp_jax.planner.records import LINEAR, PlanChoice, PlanShape, Point
+from rrfp_jax.planner.search_space import SearchSpace
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, chain
 
+PLANNED_HINTS = ("bf", "bfw", "bf-deep")
+_WAYS = ((STRICT, None), (READY, None), (READY, False))
+"""Consumption and foresight of the ways to consume a table."""
 _SEARCHED_ORDERS = 4
 """Orders of a search that are judged."""
 _WORTH = 0.005
 """Part of a step below which a gain is not searched for."""
 _LARGE = 1500
 """Chunks times microbatches from which on tables are first estimated by fewer microbatches."""
+
+
+def largest_windows(cut: CutModel, memory_bytes: int | None, most: int | None = None) -> tuple[int, ...] | None:
+    """Returns the most microbatches that memory of each stage holds, all or ``most``; None where some stage holds
+    none."""
+    most = most or cut.num_microbatches
+    order = Ordering(hint=plain_hint(cut), window=most).resolve(cut.placement, cut.graph)
+    found = forecast_memory(order, dict(enumerate(cut.chunk_bytes)), cut.num_microbatches)
+    windows = [most if memory_bytes is None else stage.largest_window(memory_bytes) for stage in found]
+    return tuple(windows) if min(windows) > 0 else None
+
+
+def plain_hint(cut: CutModel) -> str:
+    """Returns the hint that runs the backward as the cut has it."""
+    return "bfw" if cut.split else "bf"
+
+
+def hints_for(
+    point: Point, cut: CutModel, space: SearchSpace, memory_bytes: int | None, *, is_even: bool
+) -> Iterator[PlanChoice]:
+    """Yields the hints whose backward is as the cut has it, with the largest windows that fit, and with short ones."""
+    windows = largest_windows(cut, memory_bytes)
+    if windows is None or READY not in space.consumptions:
+        return
+    most = 2 * point.shape.num_stages
+    for name in PLANNED_HINTS[:2] if point.family == LINEAR else PLANNED_HINTS:
+        if (name != "bf") != cut.split or (space.schedules is not None and name not in space.schedules):
+            continue
+        for window in dict.fromkeys([windows, tuple(min(each, most) for each in windows)]):
+            ordering = Ordering(hint=name, window=window, backward="split" if cut.split else "fused")
+            yield PlanChoice(shape=point.shape, cut=cut, is_even=is_even, ordering=ordering, order_name=name)
+
+
+@dataclass(eq=False, kw_only=True)
+class TriedTable:
+    """A table that was tried on a cut: its time where it is kept to, and the ways to consume it that fit."""
+
+    point: Point
+    cut: CutModel
+    table: ScheduleTable
+    judge: Judge
+    num_draws: int
+    """Draws by which it is timed."""
+    is_even: bool
+    is_searched: bool = False
+    has_fit: bool = False
+    """Whether some way to consume it was found to fit."""
+
+    @cached_property
+    def tasks_of_stages(self) -> tuple[object, ...]:
+        """The tasks that stages run in order, strictly and by readiness; equal for tables that differ in name alone."""
+        hint = self.table.hint
+        return self.table.graph, self.table.orders, self.table.weights_fill, None if hint is None else hint.orders
+
+    @cached_property
+    def value(self) -> float:
+        """Milliseconds per sample where the table is kept to, whether memory suffices for it or not."""
+        times_ms = self.judge.strict_times_ms(self.cut, self.table, self.num_draws)
+        return float(times_ms.mean()) / self.point.shape.batch_size
+
+    @cached_property
+    def ways(self) -> tuple[PlanChoice, ...]:
+        """The ways to consume the table: strictly, ready with foresight, and ready without."""
+        return tuple(
+            PlanChoice(
+                shape=self.point.shape,
+                cut=self.cut,
+                is_even=self.is_even,
+                ordering=Ordering(schedule=self.table, consume=consume, foresight=foresight),
+                order_name=self.table.name,
+                is_searched=self.is_searched,
+            )
+            for consume, foresight in _WAYS
+        )
+
+    def fitting(self, space: SearchSpace, memory_bytes: int | None) -> Iterator[PlanChoice]:
+        """Yields the ways that are allowed and fit the memory, the strict one first."""
+        if not self.may_fit(memory_bytes):
+            return
+        for one in self.ways:
+            if one.ordering.consume in space.consumptions and one.fits(memory_bytes):
+                self.has_fit = True
+                yield one
+
+    def may_fit(self, memory_bytes: int | None) -> bool:
+        """Returns whether the activations of the table's row, counted as the smallest of the stage, fit the memory.
+
+        Quick, where the forecast takes longer; True is no promise.
+        """
+        if memory_bytes is None:
+            return True
+        for stage, chunks in enumerate(self.cut.placement.chunks_of_stage):
+            sizes = [self.cut.chunk_bytes[chunk] for chunk in chunks]
+            held = round(self._peaks[stage] * len(chunks)) * min(each.per_microbatch for each in sizes)
+            if sum(each.fixed for each in sizes) + held > memory_bytes:
+                return False
+        return True
+
+    @cached_property
+    def _peaks(self) -> tuple[float, ...]:
+        return self.table.peak_activations()
 
 
 @dataclass(eq=False)
@@ -59,18 +163,15 @@ class Sites:
     """Milliseconds per sample of the best that fits."""
     refused: dict[PlanShape, None] = field(default_factory=dict)
     """Shapes that have no cut that fits."""
-    _waiting: list[tuple[float, int, Site]] = field(default_factory=list)
+    waiting: list[tuple[float, int, Site]] = field(default_factory=list)
+    """A heap of bounds and sites; among equal bounds the first one goes first."""
     _number: int = 0
-    """Sites that have waited so far; among equal bounds the first one goes first."""
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+    """Sites that have waited so far."""
 
     @property
     def least(self) -> float:
         """Milliseconds per sample that nothing beats, on any site."""
-        sites = [*self.opened, *(site for _, _, site in self._waiting)]
+        sites = [*self.opened, *(site for _, _, site in self.waiting)]
         return min((site.least for site in sites), default=float("inf"))
 
     def add(self, point: Point) -> None:
@@ -86,12 +187,12 @@ class Sites:
 
     def _push(self, site: Site) -> None:
         self._number += 1
-        heapq.heappush(self._waiting, (site.least, self._number, site))
+        heapq.heappush(self.waiting, (site.least, self._number, site))
 
     def look(self) -> Iterator[Site]:
         """Tries one site after the other, at least one, until none can be better than the best."""
-        while self._waiting and self._waiting[0][0] < self.best:
-            _, _, site = heapq.heappop(self._waiting)
+        while self.waiting and self.waiting[0][0] < self.best:
+            _, _, site = heapq.heappop(self.waiting)
             shape = site.point.shape
             if not site.cuts:
                 cut = best_cut(
@@ -99,6 +200,7 @@ class Sites:
                     split=site.split, replicas=shape.data,
                 )  # fmt: skip
                 site.cuts = [(cut, False)]
+                # The bound of the cut is larger, so the site waits again: another one may now be the best.
                 site.least = max(site.least, step_bound_ms(cut) / shape.batch_size)
                 self._push(site)
                 continue
@@ -108,7 +210,13 @@ class Sites:
                 self.refused[shape] = None
                 continue
             self.opened.append(site)
-            self._try_named(site)
+            for cut, is_even in site.cuts:
+                if not is_large(site.point):
+                    self._try(site, cut, [table for table, _ in self._named(cut)], is_even=is_even)
+                    continue
+                for least, name, request in self._estimated(site, cut):
+                    if least < self.best:
+                        self._try(site, cut, [built_table(name, request)], is_even=is_even)
             yield site
 
     def search(self, number: int) -> Iterator[Site]:
@@ -124,15 +232,6 @@ class Sites:
 
     def _available(self, cut: CutModel) -> tuple[float, ...]:
         return memory_for_activations(cut, [self.memory_bytes] * cut.placement.num_stages)
-
-    def _try_named(self, site: Site) -> None:
-        for cut, is_even in site.cuts:
-            if not is_large(site.point):
-                self._try(site, cut, [table for table, _ in self._named(cut)], is_even=is_even)
-                continue
-            for least, name, request in self._estimated(site, cut):
-                if least < self.best:
-                    self._try(site, cut, [built_table(name, request)], is_even=is_even)
 
     def _named(self, cut: CutModel) -> Iterator[tuple[ScheduleTable, ScheduleRequest]]:
         """Yields the named tables that are allowed."""
@@ -209,28 +308,22 @@ def _cuts_of(best: CutModel, memory_bytes: int | None) -> list[tuple[CutModel, b
     Where memory is short for as many activations as schedules usually hold, the best cut for these comes too, or for
     half as many, or for as few as can be. Raises ValueError where not even one microbatch fits.
     """
-    found, stages, m = [best], best.placement.num_stages, best.num_microbatches
+    found, placement, m = [best], best.placement, best.num_microbatches
+    stages, passes = placement.num_stages, placement.num_chunks // placement.num_stages
     usual = min(stages, m)
-    if memory_bytes is not None:
-        windows = largest_windows(best, memory_bytes, usual)
-        if windows is None or min(windows) < usual:
-            found.append(_cut_in_memory(best, memory_bytes, sorted({usual, min(-(-stages // 2), m), 1}, reverse=True)))
-    even = even_cut(best.costs, best.placement, m, split=best.split, replicas=best.replicas)
+    windows = (usual,) if memory_bytes is None else largest_windows(best, memory_bytes, usual)
+    if memory_bytes is not None and (windows is None or min(windows) < usual):
+        shorter = sorted({usual, min(-(-stages // 2), m), 1}, reverse=True)
+        for window in shorter:
+            memory = MemoryBudget(limits=(memory_bytes,) * stages, footprints=(window * passes,) * stages)
+            try:
+                found.append(
+                    best_cut(best.costs, placement, m, split=best.split, memory=memory, replicas=best.replicas)
+                )
+                break
+            except ValueError:
+                if window == shorter[-1]:
+                    raise
+    even = even_cut(best.costs, placement, m, split=best.split, replicas=best.replicas)
     distinct = {cut.counts: cut for cut in (*found, even)}
     return [(cut, counts == even.counts) for counts, cut in distinct.items()]
-
-
-def _cut_in_memory(best: CutModel, memory_bytes: int, windows: list[int]) -> CutModel:
-    """Returns the best cut that fits the first of these windows for which there is one."""
-    placement = best.placement
-    stages, passes = placement.num_stages, placement.num_chunks // placement.num_stages
-    for window in windows:
-        memory = MemoryBudget(limits=(memory_bytes,) * stages, footprints=(window * passes,) * stages)
-        try:
-            return best_cut(
-                best.costs, placement, best.num_microbatches, split=best.split, memory=memory, replicas=best.replicas
-            )
-        except ValueError:
-            if window == windows[-1]:
-                raise
-    raise AssertionError("there is at least one window")

@@ -90,8 +90,8 @@ def _head(ranked: Ranked) -> str:
     return (
         f"# Written by rrfp plan for {shape.num_devices} devices: {cut_in_words(ranked.choice.cut, short=True)}, "
         f"{order_in_words(ranked.choice)}.\n"
-        f"# Forecast: {milliseconds(forecast.step_ms)} ms per step, and {format_bytes(forecast.peak_bytes)} on the "
-        "fullest stage.\n"
+        f"# Forecast: {milliseconds(forecast.step_ms)} ms per step, and "
+        f"{format_bytes(ranked.choice.peak_bytes)} on the fullest stage.\n"
     )
 
 
@@ -117,14 +117,11 @@ def _layout(config: TrainConfig, choice: PlanChoice) -> str | None:
     return None if is_even else str(layout)
 
 
-def _is_looped(choice: PlanChoice) -> bool:
-    placement = choice.cut.placement
-    return placement == looped(placement.num_stages, placement.num_chunks // placement.num_stages)
-
-
 def _says_stages(choice: PlanChoice) -> bool:
     """Returns whether the stages of the chunks need not be written."""
-    return _is_looped(choice) or choice.ordering.schedule is not None
+    placement = choice.cut.placement
+    is_looped = placement == looped(placement.num_stages, placement.num_chunks // placement.num_stages)
+    return is_looped or choice.ordering.schedule is not None
 
 
 def _sizes(config: TrainConfig, choice: PlanChoice) -> dict[str, Any]:

@@ -16,8 +16,15 @@ from zlib import crc32
 
 from rrfp_jax.core import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
 from rrfp_jax.core.replicas import Replication, microbatches_per_replica, replication
-from rrfp_jax.costs.forecast import ChunkBytes, StageForecast, check_stages_fit, window_of_bytes
-from rrfp_jax.costs.order_memory import check_evaluation_fits, forecast_evaluation, forecast_memory
+from rrfp_jax.costs.forecast import (
+    ChunkBytes,
+    StageForecast,
+    check_evaluation_fits,
+    check_stages_fit,
+    forecast_evaluation,
+    forecast_memory,
+    window_of_bytes,
+)
 from rrfp_jax.field_rules import with_type
 from rrfp_jax.programs.batches import Buckets
 from rrfp_jax.programs.compiled import ChunkSizes

@@ -29,7 +29,7 @@ _PROGRAM_OF_KIND = {
     TaskKind.U: "update ",
 }
 """First words of the names of the programs of each kind of task."""
-_ONCE_PER_STEP = ("prepare", _PROGRAM_OF_KIND[TaskKind.R], _PROGRAM_OF_KIND[TaskKind.U])
+ONCE_PER_STEP = ("prepare", _PROGRAM_OF_KIND[TaskKind.R], _PROGRAM_OF_KIND[TaskKind.U])
 """First words of the names of programs that run once per step, when no microbatch of their chunk is in flight."""
 
 
@@ -69,8 +69,8 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         inputs=sizes.inputs_bytes,
         output_grads=sizes.output_grads_bytes,
         outputs=max(sizes.outputs_bytes, sizes.input_grads_bytes),
-        temporaries=max((size for name, size in by_program if not name.startswith(_ONCE_PER_STEP)), default=0),
-        step_temporaries=max((size for name, size in by_program if name.startswith(_ONCE_PER_STEP)), default=0),
+        temporaries=max((size for name, size in by_program if not name.startswith(ONCE_PER_STEP)), default=0),
+        step_temporaries=max((size for name, size in by_program if name.startswith(ONCE_PER_STEP)), default=0),
         moves=sizes.stash_bytes + sizes.kept_inputs_bytes,
         stays=sizes.kept_others_bytes,
     )

@@ -13,7 +13,7 @@ from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.data_sets import make_data_set, vocabulary_note
 from rrfp_jax.commands.training.model_parts import cut_language_model
 from rrfp_jax.commands.training.planned import plan_run
-from rrfp_jax.planner.microbatches import microbatch_specs
+from rrfp_jax.planner.analytic_costs import microbatch_specs
 from tests.commands.running import run_command, sentence
 from tests.data.token_sets import VOCAB, token_set
 

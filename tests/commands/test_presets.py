@@ -29,8 +29,8 @@ from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_L
 from rrfp_jax.layout import Layout
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.planner import plan
-from rrfp_jax.planner.as_configured import configured_memory
-from rrfp_jax.planner.microbatches import MicrobatchRows, rows_of_microbatch
+from rrfp_jax.planner.analytic_costs import MicrobatchRows, rows_of_microbatch
+from rrfp_jax.planner.configured import configured_memory
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.runtime.cluster import membership_from
 from tests.commands.running import ROOT

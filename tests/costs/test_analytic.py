@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.costs.devices import Device, Efficiencies
+from rrfp_jax.costs.devices import Device, Efficiencies, Roofline
 from rrfp_jax.costs.flops import Flops
 from rrfp_jax.costs.layer_sizes import LayerSizes
-from rrfp_jax.costs.roofline import Roofline
 
 DEVICE = Device(
     name="made-up",

@@ -20,7 +20,8 @@ def layers(count: int, *, stash: int = 70, kept: int = 0) -> ChunkParts:
         kept_inputs=kept,
         owed=30 * count,
         outputs=10,
-        temporaries={"forward": 50 + 5 * count, "input_gradient": 20 + 9 * count, "update": 7},
+        temporaries={"forward": 50 + 5 * count, "input_gradient": 20 + 9 * count},
+        step_temporaries=7,
     )
 
 
@@ -33,6 +34,7 @@ def test_layers_that_add_up() -> None:
         "output_bytes": 10,
         "stash_bytes": 70,
         "kept_bytes": 0,
+        "step_temporaries_bytes": 7,
         "temporaries_bytes": 46,
         "more_temporaries_bytes": 9,
     }

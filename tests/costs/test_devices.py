@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rrfp_jax.costs.devices import DEVICES, Efficiencies, device_like, device_of, fitted_device
+from rrfp_jax.costs.devices import DEVICES, Efficiencies, device_like, device_of
 
 
 @pytest.mark.parametrize(
@@ -32,21 +32,6 @@ def test_a_device_is_quickest_in_bfloat16_and_near_devices_are_reached_first() -
         assert far.gb_per_s == device.far_gb_per_s / 2
 
 
-def test_efficiencies_are_fitted_from_one_measurement() -> None:
-    fitted = Efficiencies(compute=0.6, memory=0.8).fitted(10.0, 12.0)
-    assert (fitted.compute, fitted.memory) == (pytest.approx(0.5), pytest.approx(0.8 * 10 / 12))
-    assert Efficiencies(compute=0.6, memory=0.8).fitted(10.0, 7.0).memory == 1.0
-
-
-@pytest.mark.parametrize(
-    ("measured_ms", "problem"),
-    [(5.0, "the measured layers take 5 ms, and at its peak the device takes 6 ms"), (0.0, "give positive numbers")],
-)
-def test_what_no_device_does_is_refused(measured_ms: float, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        Efficiencies(compute=0.6).fitted(10.0, measured_ms)
-
-
 def test_parts_are_parts() -> None:
     with pytest.raises(ValueError, match=re.escape("compute is 1.5: give a number above 0 and at most 1")):
         Efficiencies(compute=1.5)
@@ -68,14 +53,3 @@ def test_parts_are_parts() -> None:
 )
 def test_what_jax_calls_a_device(kind: str, name: str | None) -> None:
     assert device_like(kind) == (None if name is None else DEVICES[name])
-
-
-def test_a_device_without_a_record_is_as_quick_as_it_was_measured() -> None:
-    device = fitted_device("a host", [(1e9, 1e8), (3e9, 1e8)], 10.0)
-    seconds = [
-        max(flops / device.flops, num_bytes / device.memory_gb_per_s / 1e9)
-        for flops, num_bytes in [(1e9, 1e8), (3e9, 1e8)]
-    ]
-    assert sum(seconds) == pytest.approx(0.01)
-    with pytest.raises(ValueError, match="give one that computes and was timed"):
-        fitted_device("a host", [(0.0, 1e8)], 10.0)

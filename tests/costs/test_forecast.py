@@ -9,8 +9,15 @@ import pytest
 from experiments.emulate import EMULATED_STEP
 from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Order, Ordering
-from rrfp_jax.costs.forecast import ChunkBytes, Reach, check_stages_fit, forecast_stage, window_of_bytes
-from rrfp_jax.costs.order_memory import forecast_memory, reaches
+from rrfp_jax.costs.forecast import (
+    ChunkBytes,
+    Reach,
+    check_stages_fit,
+    forecast_memory,
+    forecast_stage,
+    reaches,
+    window_of_bytes,
+)
 from rrfp_jax.schedules import Edge, PipelineGraph, ScheduleRequest, Task, TaskKind, build_schedule, chain, linear
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import Costs, simulate

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from experiments.emulate import EMULATED_STEP
 from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Order
-from rrfp_jax.costs.forecast import ChunkBytes
-from rrfp_jax.costs.order_memory import forecast_memory, paths, reaches
+from rrfp_jax.costs.forecast import ChunkBytes, forecast_memory, paths, reaches
 from rrfp_jax.schedules import Edge, PipelineGraph, Task, TaskKind
 from rrfp_jax.schedules.timeline import Timeline
 from rrfp_jax.simulation import Costs, simulate

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rrfp_jax.core import Ordering
-from rrfp_jax.costs.forecast import ChunkBytes
-from rrfp_jax.costs.order_memory import bytes_in_row, forecast_memory
+from rrfp_jax.costs.forecast import ChunkBytes, bytes_in_row, forecast_memory
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 
 SMALL = ChunkBytes(fixed=1000, stash=30, owed=30, inputs=5, output_grads=5, outputs=5, temporaries=50)

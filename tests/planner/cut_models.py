@@ -116,5 +116,7 @@ def _peak(cut: CutModel, room: MemoryBudget, stage: int, chunks: tuple[int, ...]
         return forecast_stage(sizes, MICROBATCHES, MICROBATCHES, reaches=reaches, footprint=footprint).peak
     reached = min(MICROBATCHES, max((reach.number for reach in reaches), default=MICROBATCHES))
     lasting = sum(each.fixed + reached * each.inputs for each in sizes)
-    held = sum(room.held[chunk] * each.more_than_waiting for chunk, each in zip(chunks, sizes, strict=True))
+    held = sum(
+        room.held[chunk] * max(0, each.per_microbatch - each.inputs) for chunk, each in zip(chunks, sizes, strict=True)
+    )
     return lasting + held + max(each.temporaries + each.outputs for each in sizes)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
-from rrfp_jax.costs.order_memory import forecast_memory
 from rrfp_jax.planner.records import Forecast, Plan, PlanChoice, PlanShape, Ranked, Refused
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, linear, looped
 
@@ -73,9 +72,7 @@ def choice_of(
 
 
 def ranked_of(choice: PlanChoice, step_ms: float, why: str = "", **forecast: object) -> Ranked:
-    """A choice with a forecast of this step time, and the memory that it needs."""
-    cut = choice.cut
-    order = choice.ordering.resolve(cut.placement, cut.graph)
+    """A choice with a forecast of this step time."""
     figures = {
         "step_ms": step_ms,
         "p95_ms": step_ms * 1.05,
@@ -84,7 +81,6 @@ def ranked_of(choice: PlanChoice, step_ms: float, why: str = "", **forecast: obj
         "nominal_ms": step_ms,
         "bound_ms": step_ms * 0.97,
         "bubble": 0.12,
-        "memory": tuple(forecast_memory(order, dict(enumerate(cut.chunk_bytes)), cut.num_microbatches)),
         "samples_per_s": choice.shape.batch_size / step_ms * 1e3,
         "tokens_per_s": choice.shape.batch_size / step_ms * 1e3 * 128,
         "mfu": 0.41,

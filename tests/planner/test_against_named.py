@@ -5,10 +5,10 @@ import pytest
 
 from rrfp_jax.core import Ordering, StepRules
 from rrfp_jax.costs import CostBook, CostEntry, CutModel, LayerCosts, LinkCosts, Noise
-from rrfp_jax.costs.order_memory import forecast_memory
+from rrfp_jax.costs.forecast import forecast_memory
 from rrfp_jax.planner.best_cut import best_cut, even_cut
-from rrfp_jax.planner.named_tables import named_tables
-from rrfp_jax.planner.order_problem import order_problem
+from rrfp_jax.planner.list_scheduler import order_problem
+from rrfp_jax.planner.order_search import named_tables
 from rrfp_jax.planner.records import PlanChoice
 from rrfp_jax.planner.search import make_plan
 from rrfp_jax.planner.search_space import SearchSpace
@@ -127,7 +127,7 @@ def test_what_is_chosen_for_jitter_holds_on_other_draws(sigma: float, gain: floa
     plan = make_plan(book, space)
     best = plan.ranking[0].choice
     chosen_ms = on_other_draws(best, book.noise)
-    assert plan.ranking[0].forecast.peak_bytes <= 32 * ACTIVATION
+    assert plan.ranking[0].choice.peak_bytes <= 32 * ACTIVATION
     linear_cut = best_cut(book.at(microbatch_size=1), linear(8), 32, split=True)
     bfw = PlanChoice(
         shape=best.shape, cut=linear_cut, is_even=True, ordering=Ordering(hint="bfw", window=8), order_name="bfw"

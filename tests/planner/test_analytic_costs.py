@@ -8,18 +8,14 @@ import numpy as np
 import pytest
 
 from rrfp_jax.commands.training.config import choices_of_options, load_train_config
-from rrfp_jax.costs import CostBook, CostEntry
 from rrfp_jax.costs.devices import SHARE_OF_GPU, device_of
 from rrfp_jax.costs.flops import Flops
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES, REMATS
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.model import language_model
-from rrfp_jax.planner.analytic_costs import analytic_book
-from rrfp_jax.planner.compiled_costs import fitted_speed
+from rrfp_jax.planner.analytic_costs import MicrobatchRows, analytic_book, model_layers
 from rrfp_jax.planner.layer_kinds import StageRun, decoder_layer_sizes
-from rrfp_jax.planner.microbatches import MicrobatchRows
-from rrfp_jax.planner.model_layers import model_layers
-from rrfp_jax.planner.options import parse_words
+from rrfp_jax.planner.plan_request import parse_words
 from rrfp_jax.programs.chunk_plan import ChunkPlan, plan_chunk
 from rrfp_jax.programs.remat import check_remat
 from rrfp_jax.programs.shapes import derive_shapes, num_bytes
@@ -175,19 +171,6 @@ def test_far_devices_have_slower_links() -> None:
         analytic_book(config, device_of("h100"), microbatch_sizes=[1], num_devices=number).links for number in (8, 16)
     )
     assert (near.gb_per_s, far.gb_per_s) == (pytest.approx(450 * 0.8), pytest.approx(50 * 0.8))
-
-
-def test_efficiencies_from_one_measured_layer() -> None:
-    config, device = load_train_config("gpu/one_node_8", {}), device_of("h100")
-    foreseen = analytic_book(config, device, microbatch_sizes=[2]).at(microbatch_size=2).types["layer"]
-    measured = replace(foreseen, forward_ms=foreseen.forward_ms * 1.5, input_gradient_ms=foreseen.input_gradient_ms * 2)
-    book = CostBook(layers=("layer",), entries=(CostEntry(types={"layer": measured}, microbatch_size=2),))
-    same, fitted = fitted_speed(config, book, device)
-    assert same is device
-    again = (
-        analytic_book(config, device, microbatch_sizes=[2], efficiencies=fitted).at(microbatch_size=2).types["layer"]
-    )
-    assert again.work_ms(split=True) == pytest.approx(measured.work_ms(split=True))
 
 
 def test_every_rematerialisation_that_trains_can_be_planned() -> None:

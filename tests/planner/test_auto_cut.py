@@ -10,8 +10,8 @@ import yaml
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.costs import CostBook, CostEntry, LayerCosts
-from rrfp_jax.planner import auto_cut
-from rrfp_jax.planner.auto_cut import resolve_auto_cut
+from rrfp_jax.planner import configured
+from rrfp_jax.planner.configured import resolve_auto_cut
 from tests.commands.running import run_command
 from tests.drawn_words import preset_data
 
@@ -34,7 +34,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch, *, layers: int = 8, head_ms: float 
     types = {"embedding": layer(0.3), "layer": layer(3.0, 1000), "head": layer(head_ms)}
     names = ("embedding", *["layer"] * layers, "head")
     book = CostBook(layers=names, entries=(CostEntry(types=types, microbatch_size=4),), source="by hand")
-    monkeypatch.setattr(auto_cut, "_book", lambda config: book)
+    monkeypatch.setattr(configured, "_book", lambda config: book)
 
 
 def layout_of(config: TrainConfig, **options: Any) -> str | None:
@@ -137,7 +137,7 @@ def test_an_encoder_gets_stages_by_what_it_costs(
     names = ("patches", *inner["encoder_layer"], "projector", "embedding", *inner["layer"], "head")
     entry = CostEntry(types=types, microbatch_size=4)
     book = CostBook(layers=names, entries=(entry,), ends=frozenset({layers["vision.num_layers"] + 1}))
-    monkeypatch.setattr(auto_cut, "_book", lambda config: book)
+    monkeypatch.setattr(configured, "_book", lambda config: book)
     asked = layers | data | {"pipeline.layout": "auto"}
     found = resolve_auto_cut(load_train_config(MULTIMODAL, asked))
     assert found.config.pipeline.layout == expected

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rrfp_jax.core import Ordering
 from rrfp_jax.costs import LayerCosts, ModelCosts
-from rrfp_jax.costs.order_memory import forecast_memory
+from rrfp_jax.costs.forecast import forecast_memory
 from rrfp_jax.planner import best_cut as best_cut_module
 from rrfp_jax.planner.best_cut import best_cut
 from rrfp_jax.planner.cut_problem import LayerCutProblem, MemoryBudget

@@ -8,12 +8,11 @@ import pytest
 from rrfp_jax.core import Ordering, StepRules
 from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
 from rrfp_jax.planner.best_cut import best_cut
-from rrfp_jax.planner.candidates import PlanCandidate, make_candidate
 from rrfp_jax.planner.judging import Judge, draws_for
 from rrfp_jax.planner.reasons import Reasons
-from rrfp_jax.planner.records import PlanShape
+from rrfp_jax.planner.records import LINEAR, PlanChoice, PlanShape, Point
 from rrfp_jax.planner.search import compare_candidates
-from rrfp_jax.planner.search_space import LINEAR, Point, SearchSpace
+from rrfp_jax.planner.search_space import SearchSpace
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.simulation import simulate
 
@@ -22,19 +21,19 @@ BOOK = CostBook(layers=("layer",) * 6, entries=(CostEntry(types={"layer": LAYER}
 POINT = Point(shape=PlanShape(num_stages=3, num_microbatches=6), family=LINEAR, chunks=1)
 
 
-def a_candidate(consume: str, name: str = "zb-h1", *, foresight: bool | None = None) -> PlanCandidate:
+def a_candidate(consume: str, name: str = "zb-h1", *, foresight: bool | None = None) -> PlanChoice:
     cut = best_cut(BOOK.at(microbatch_size=1), POINT.placement, 6, split=True)
     table = build_schedule(name, ScheduleRequest(num_stages=3, num_microbatches=6))
     ordering = Ordering(schedule=table, consume=consume, foresight=foresight)
-    return make_candidate(POINT, cut, ordering, name, is_even=True)
+    return PlanChoice(shape=POINT.shape, cut=cut, is_even=True, ordering=ordering, order_name=name)
 
 
-def slower(one: PlanCandidate, factor: float) -> PlanCandidate:
+def slower(one: PlanChoice, factor: float) -> PlanChoice:
     """The same order where every task takes so many times as long."""
-    cut, times = one.choice.cut, ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
+    cut, times = one.cut, ("forward_ms", "input_gradient_ms", "weight_gradient_ms")
     layer = replace(LAYER, **{name: getattr(LAYER, name) * factor for name in times})
     changed = replace(cut, costs=replace(cut.costs, types={"layer": layer}))
-    return replace(one, choice=replace(one.choice, cut=changed))
+    return replace(one, cut=changed)
 
 
 def a_judge(sigma: float, num_draws: int = 64) -> Judge:
@@ -48,9 +47,9 @@ def test_draws_are_those_of_one_run_however_they_are_asked_for(consume: str, for
     assert [len(few), len(more), len(few_again)] == [3, 9, 3]
     np.testing.assert_array_equal(few, more[:3])
     np.testing.assert_array_equal(few, few_again)
-    steps_ms = judge.steps_ms(one.choice.cut, 9)
-    costs = one.choice.cut.simulated_costs(np.concatenate([steps_ms[:1], steps_ms]))
-    machine = one.choice.cut.machine
+    steps_ms = judge.steps_ms(one.cut, 9)
+    costs = one.cut.simulated_costs(np.concatenate([steps_ms[:1], steps_ms]))
+    machine = one.cut.machine
     run = simulate(one.order.arbiters(StepRules()), costs, machine=machine, num_steps=11)
     np.testing.assert_allclose(more, run.step_ms[2:], rtol=1e-9)
 
@@ -75,7 +74,7 @@ def test_the_best_table_that_is_kept_to_is_not_lost_on_few_draws() -> None:
 def test_candidates_are_compared_without_the_luck_of_the_draw() -> None:
     judge, one = a_judge(0.5), a_candidate("ready")
     draws_ms, standing = judge.draws_ms(one, 64), judge.standing(one, 64)
-    steps_ms = judge.steps_ms(one.choice.cut, 64)
+    steps_ms = judge.steps_ms(one.cut, 64)
     works_ms = steps_ms.sum(axis=(1, 2, 3)) / 3
     corrected = draws_ms - works_ms[1:] + works_ms[0]
     assert standing == pytest.approx(corrected.mean() / 6)
@@ -90,7 +89,7 @@ def test_a_step_without_noise_is_that_of_a_judge_without_noise(consume: str, for
     assert noisy.nominal_ms(one) == pytest.approx(silent.nominal_ms(one))
 
 
-def why(before: PlanCandidate, one: PlanCandidate, judge: Judge) -> str:
+def why(before: PlanChoice, one: PlanChoice, judge: Judge) -> str:
     reasons = Reasons(BOOK, SearchSpace(devices=3, microbatches=(6,)), judge, None, (), 4)
     return reasons.why_lost(before, one)
 

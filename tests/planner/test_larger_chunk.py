@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from rrfp_jax.commands.training.config import load_train_config
-from rrfp_jax.planner import small_cut as module
-from rrfp_jax.planner.model_layers import model_layers
-from rrfp_jax.planner.small_cut import LAYER, larger_chunk, small_cut
+from rrfp_jax.planner import measuring as module
+from rrfp_jax.planner.analytic_costs import model_layers
+from rrfp_jax.planner.measuring import LAYER, larger_chunk, small_cut
 
 
 class Ranks:

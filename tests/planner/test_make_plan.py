@@ -39,7 +39,7 @@ def test_a_ranking() -> None:
     steps = [each.forecast.step_ms for each in plan.ranking]
     assert len(steps) > 1
     assert steps == sorted(steps)
-    assert all(each.forecast.peak_bytes <= 4000 for each in plan.ranking)
+    assert all(each.choice.peak_bytes <= 4000 for each in plan.ranking)
     first = plan.ranking[0].forecast
     assert first.nominal_ms == first.step_ms
     assert first.bound_ms == pytest.approx(first.step_ms)  # proven best, but for the last bit

@@ -4,8 +4,8 @@ import pytest
 
 from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
-from rrfp_jax.costs.order_memory import forecast_memory
-from rrfp_jax.planner.order_problem import memory_for_activations
+from rrfp_jax.costs.forecast import forecast_memory
+from rrfp_jax.planner.list_scheduler import memory_for_activations
 from rrfp_jax.planner.order_search import search_orders
 from tests.planner.order_cuts import PLACEMENTS
 

@@ -14,8 +14,8 @@ from rrfp_jax.commands.training.config_sources import find_preset
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.costs import CostBook, CostEntry, LinkCosts, Noise
 from rrfp_jax.planner.cost_file import write_costs
-from rrfp_jax.planner.options import parse_counts, parse_noise
 from rrfp_jax.planner.plan import main
+from rrfp_jax.planner.plan_request import parse_counts, parse_noise
 from tests.commands.running import run_command
 from tests.drawn_words import preset_data
 from tests.planner.plans import MIB, TYPES
@@ -104,12 +104,9 @@ def test_what_is_written_trains(costs: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speed", [("--device", "a100"), ("--costs", "costs.json")])
-def test_costs_from_programs_that_are_compiled_here(
-    costs: str, speed: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ("--config", "cpu/debug", *speed, "--compile", "--devices", "2", "--stages", "2", "--microbatch-size", "4")
-    plan = planned(capsys, *asked, "--chunks-per-stage", "1", "--schedules", "1f1b")
+def test_costs_from_programs_that_are_compiled_here(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--config", "cpu/debug", "--device", "a100", "--compile", "--devices", "2", "--stages", "2")
+    plan = planned(capsys, *asked, "--microbatch-size", "4", "--chunks-per-stage", "1", "--schedules", "1f1b")
     assert plan["costs"]["source"].startswith("compiled for cpu")
     assert plan["ranking"][0]["peak_bytes"] > 0
 
@@ -172,7 +169,7 @@ def test_an_option_that_is_gone_is_refused_in_one_sentence(
         (("--devices", "2"), "give one of them"),
         (("--device", "h100"), "give --config FILE.yaml too"),
         (("--config", "cpu/debug", "--device", "h1000"), "there is no device 'h1000': did you mean h100"),
-        (("--costs", "costs.json", "--compile"), "--compile needs a model: give --config FILE.yaml too"),
+        (("--costs", "costs.json", "--compile"), "give --device NAME in place of --costs, or measure every way"),
         (("--costs", "costs.json", "--microbatches", "8"), "give --devices"),
         (("--costs", "costs.json", "--devices", "2"), "neither the batch nor the number"),
         (("--costs", "missing.json", "--devices", "2"), "missing.json cannot be read"),

@@ -42,14 +42,14 @@ def test_the_report_tells_ranking_cuts_and_why() -> None:
 
 def test_even_best_and_found_stand_side_by_side_with_bound_and_memory() -> None:
     text, even = shown(made_plan()), made_plan().ranking[-1]
-    peak = format_bytes(even.forecast.peak_bytes)
+    peak = format_bytes(even.choice.peak_bytes)
     assert row(text, "even cut, best named")[1:5] == ["240.5", "233.3", peak, "+19.5%"]
     assert row(text, "found")[-1] == "Et*3|t*3|t*3|tL"
     assert "none fits" in shown(made_plan(even=None))
 
 
 def test_memory_is_told_by_stage_and_part_and_adds_up() -> None:
-    peak = made_plan().ranking[0].forecast.memory[3].peak
+    peak = made_plan().ranking[0].choice.memory[3].peak
     assert row(shown(made_plan()), "3       tL")[-2:] == [format_bytes(peak), f"{1 - peak / (600 * MIB):.1%}"]
     data = plan_as_json(made_plan(), BOOK, top=5)["ranking"][0]
     assert all(s["peak"] == s["fixed"] + s["in_flight"] + s["temporaries"] for s in data["memory"])

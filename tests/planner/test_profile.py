@@ -33,7 +33,7 @@ def tiny(tmp_path: Path) -> Path:
     [
         ((), "give one of them"),
         (
-            ("--config", "cpu/debug", "--microbatch-sizes", "1,x"),
+            ("--config", "cpu/debug", "--microbatch-size", "1,x"),
             "'1,x' is no list of numbers of at least 1: write",
         ),
         (("--config", "cpu/debug", "--tensor", "0"), "'0' is no list of numbers of at least 1: write"),
@@ -49,7 +49,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(options: tuple[str, ...], to
 @pytest.mark.slow
 def test_a_profile_is_a_file_of_costs(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "costs.json"
-    ways = ("--microbatch-sizes", "1,2", "--remat", "none,full", "--repeats", "3")
+    ways = ("--microbatch-size", "1,2", "--remat", "none,full", "--repeats", "3")
     result = run_command("profile", "--config", tiny, "--output", out, "--json", *ways)
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout.splitlines()[-1])

@@ -8,9 +8,8 @@ import pytest
 from rrfp_jax.core import Ordering, StepRules
 from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts, Noise
 from rrfp_jax.planner.best_cut import best_cut
-from rrfp_jax.planner.records import PlanShape
-from rrfp_jax.planner.search_space import LINEAR, LOOPED, WAVES, Point
-from rrfp_jax.planner.step_times import quick_bound_ms, step_bound_ms, strict_times_ms, walk_of
+from rrfp_jax.planner.judging import quick_bound_ms, step_bound_ms, strict_times_ms, walk_of
+from rrfp_jax.planner.records import LINEAR, LOOPED, WAVES, PlanShape, Point
 from rrfp_jax.schedules import ScheduleRequest, build_schedule
 from rrfp_jax.simulation import simulate
 

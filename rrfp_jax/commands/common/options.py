@@ -31,6 +31,7 @@ _NARROW = 24
 _NARROWEST, _WIDEST = 80, 120
 INSTEAD = {
     "plan.objective": "rrfp plan makes the mean step small, and tells the 95th percentile beside it",
+    "profile.microbatch_sizes": "give --microbatch-size, the same word as in rrfp plan",
     "plan.draws": "rrfp plan takes as many draws of the noise as suffice for the size of the pipeline",
     "plan.effort": "name --schedules for a quicker plan",
     "plan.picture": "rrfp plan --json --top N tells step time and memory of as many choices",
