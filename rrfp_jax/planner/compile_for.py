@@ -43,11 +43,10 @@ from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.planner.analytic_costs import analytic_book, largest_rows, microbatch_specs
 from rrfp_jax.planner.configured import configured_memory
 from rrfp_jax.planner.measuring import chunk_parts, plain_sizes, small_cut, type_of_kind
-from rrfp_jax.programs.analysis import memory_of, optimal_s
 from rrfp_jax.programs.batches import Buckets
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import model_graph
-from rrfp_jax.programs.program_text import ProgramText
+from rrfp_jax.programs.program_text import ProgramText, memory_of, optimal_s
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.evaluation import EvaluationShapes
 from rrfp_jax.runtime.jax_environment import use_xla_flags

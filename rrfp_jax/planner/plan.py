@@ -25,8 +25,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import BadInput, checking_input, run_command
-from rrfp_jax.commands.common.garbage import rare_collections
 from rrfp_jax.commands.common.options import CommandParser, offer
+from rrfp_jax.commands.studies import rare_collections
 from rrfp_jax.commands.training.config_sources import add_trust_argument, preset_names
 from rrfp_jax.core import READY, STRICT
 from rrfp_jax.costs.devices import DEVICES

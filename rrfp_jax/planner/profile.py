@@ -22,8 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.commands.common.console import make_console, make_table
-from rrfp_jax.commands.common.console import RUNS, make_console
+from rrfp_jax.commands.common.console import RUNS, make_console, make_table
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.common.process import enter

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from rrfp_jax.programs import agreement, reduction, updates
+from rrfp_jax.programs import agreement, update_functions, updates
 from rrfp_jax.runtime import stage as program_stage
 from tests.fuzz import building, trial
 from tests.fuzz.composition import Composition, drawn
@@ -17,12 +17,12 @@ Patch = pytest.MonkeyPatch
 
 
 def a_tied_gradient_summed_twice(patch: Patch) -> None:
-    whole = reduction.Tie.sums
+    whole = update_functions.Tie.sums
 
     def twice(self: Any, accumulators: Any, others: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf + leaf, whole(self, accumulators, others))
 
-    patch.setattr(reduction.Tie, "sums", twice)
+    patch.setattr(update_functions.Tie, "sums", twice)
 
 
 def a_microbatch_whose_weight_is_ignored(patch: Patch) -> None:
@@ -50,20 +50,20 @@ def a_frozen_layer_that_decays(patch: Patch) -> None:
 
 
 def a_norm_that_misses_a_replica(patch: Patch) -> None:
-    whole, of_all = reduction._over_replicas, reduction._squared_norm
+    whole, of_all = update_functions._over_replicas, update_functions._squared_norm
     missed: dict[int, Any] = {}
 
     def remembering(gradient: Any, share: Any, *, ordered: bool) -> Any:
         summed = whole(gradient, share, ordered=ordered)
         if summed.shape == gradient.shape:
-            missed[id(summed)] = summed, jax.lax.all_gather(gradient, reduction.DATA)[:-1].sum(axis=0)
+            missed[id(summed)] = summed, jax.lax.all_gather(gradient, update_functions.DATA)[:-1].sum(axis=0)
         return summed
 
     def missing(layers: Any, partition: Any) -> Any:
         return of_all(jax.tree.map(lambda leaf: missed.get(id(leaf), (leaf, leaf))[1], layers), partition)
 
-    patch.setattr(reduction, "_over_replicas", remembering)
-    patch.setattr(reduction, "_squared_norm", missing)
+    patch.setattr(update_functions, "_over_replicas", remembering)
+    patch.setattr(update_functions, "_squared_norm", missing)
 
 
 def a_stash_of_the_wrong_microbatch(patch: Patch) -> None:
