@@ -157,7 +157,7 @@ class OrderingOptions:
             graph=graph,
             placement=None if graph is None else placement,
         )
-        table = None if self.schedule is None else table_of(self.schedule, request)
+        table = None if self.schedule is None else schedule_table(self.schedule, request)
         if placement is None:
             placement = table.placement if table else looped(num_stages, chunks_per_stage or 1)
         if graph is None:
@@ -180,7 +180,7 @@ class OrderingOptions:
         return ordering.resolve(placement, graph, num_replicas=num_replicas)
 
 
-def table_of(schedule: str, request: ScheduleRequest) -> ScheduleTable:
+def schedule_table(schedule: str, request: ScheduleRequest) -> ScheduleTable:
     """Returns the table of a schedule, by its name or from its CSV file, for durations of one chunk.
 
     Raises ValueError, with the remedy, where it does not fit the request.
