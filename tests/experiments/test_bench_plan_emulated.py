@@ -22,9 +22,9 @@ def test_settings_differ_in_cut_order_consumption_and_foresight() -> None:
     book = bench.book_of(sigma=0.0, hop_ms=1.0, host_ms=0.0)
     found = [bench._candidate(number, book, window=4) for number in range(bench.SETTINGS)]
     assert {is_best for _, is_best in found} == {True, False}
-    labels = {(one.order.label, one.choice.cut.counts) for one, _ in found}
+    labels = {(one.order.label, one.cut.counts) for one, _ in found}
     assert len(labels) == bench.SETTINGS, "no setting twice"
-    assert sum(one.choice.is_searched for one, _ in found) == 4
+    assert sum(one.is_searched for one, _ in found) == 4
     for word in ("strict", "with foresight", "as hint"):
         assert any(word in label for label, _ in labels)
 
