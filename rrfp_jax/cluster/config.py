@@ -4,6 +4,7 @@ Reading these loads no ZeroMQ.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, SECONDS, FieldRule, check_fields
 
@@ -22,7 +23,12 @@ OWN_COMMANDS = "rrfp_jax.commands.main"
 """The module of all commands of this package."""
 BINDINGS = ("cores", "none")
 PREFIXES = ("auto", "always", "never")
-TRANSPORTS = ("auto", "sockets", "transfer")
+Selection = Literal["auto", "sockets", "transfer"]
+"""The way of arrays between processes. ``sockets`` work on every backend, and their connections prove who speaks.
+``transfer`` saves large arrays the way through the host's memory; small parts go through sockets anyway. ``auto`` tries
+between each two neighbours whether transfer works, if devices have memory of their own, and takes sockets on others,
+which are faster there."""
+TRANSPORTS = get_args(Selection)
 _TRANSPORT = FieldRule("auto, sockets or transfer", lambda value: value in TRANSPORTS)
 
 

@@ -55,8 +55,6 @@ from rrfp_jax.core.ordering import SPLIT as SPLIT
 from rrfp_jax.core.ordering import STRICT as STRICT
 from rrfp_jax.core.ordering import Order as Order
 from rrfp_jax.core.ordering import Ordering as Ordering
-from rrfp_jax.core.ordering import check_guidance as check_guidance
-from rrfp_jax.core.ordering import check_read_ahead as check_read_ahead
 from rrfp_jax.core.ordering import check_words as check_words
 from rrfp_jax.core.ordering import hint_names as hint_names
 from rrfp_jax.core.plan import Agreement as Agreement

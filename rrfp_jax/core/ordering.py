@@ -35,7 +35,7 @@ def hint_names() -> tuple[str, ...]:
     return (*HINTS, SCHEDULE)
 
 
-def check_read_ahead(read_ahead: int | None, consume: str) -> None:
+def _check_read_ahead(read_ahead: int | None, consume: str) -> None:
     """Raise ValueError for a bound that admits nothing, or where nothing heeds it."""
     if read_ahead is not None and read_ahead < 1:
         raise ValueError(f"read_ahead is {read_ahead}: a chunk must be allowed at least 1 microbatch, or it never runs")
@@ -61,7 +61,7 @@ def check_words(consume: str, hint: str | None, backward: str | None, *, has_sch
         raise ValueError(f"hint {BFW.name} needs a split backward: leave backward out, or take hint bf")
 
 
-def check_guidance(footprint: bool | None, foresight: ForesightRules | bool | None, *, is_guided: bool) -> None:
+def _check_guidance(footprint: bool | None, foresight: ForesightRules | bool | None, *, is_guided: bool) -> None:
     """Raise ValueError where footprint or foresight are asked for and cannot mean anything."""
     for name, asked in (("footprint", footprint), ("foresight", foresight)):
         if asked and not is_guided:
@@ -251,8 +251,8 @@ class Ordering:
     def __post_init__(self) -> None:
         check_types(self)
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
-        check_guidance(self.footprint, self.foresight, is_guided=self.is_guided)
-        check_read_ahead(self.read_ahead, self.consume)
+        _check_guidance(self.footprint, self.foresight, is_guided=self.is_guided)
+        _check_read_ahead(self.read_ahead, self.consume)
         if self.ops and self.follows_table:
             raise ValueError("ops are for pipelines that no table orders: put them into the table, with_operations")
         if any(op.waits for op in self.ops):

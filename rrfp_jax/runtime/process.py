@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
-from typing import Any, get_args
+from typing import Any
 
 import jax
 
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.cluster.config import host_of
+from rrfp_jax.cluster.config import TRANSPORTS, Selection, host_of
 from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.field_rules import typed
 from rrfp_jax.layout import Layout, neighbours
@@ -30,7 +30,6 @@ from rrfp_jax.runtime.transports import (
     Deliver,
     Failed,
     PipelineTransport,
-    Selection,
     partners,
 )
 from rrfp_jax.runtime.transports.transfer import (
@@ -85,8 +84,8 @@ class Process:
         patience_s: float = 3600.0,
         on_failure: Callable[[RunFailed], None] | None = None,
     ) -> None:
-        if transport not in get_args(Selection):
-            raise ValueError(f"the transport is '{transport}': choose one of {', '.join(get_args(Selection))}")
+        if transport not in TRANSPORTS:
+            raise ValueError(f"the transport is '{transport}': choose one of {', '.join(TRANSPORTS)}")
         if not patience_s > 0:
             raise ValueError(f"patience_s is {patience_s}: give a positive number of seconds")
         num_ranks = 1 if cluster is None else cluster.num_ranks

@@ -15,9 +15,9 @@ from rrfp_jax.runtime.cluster import join, membership_from
 from rrfp_jax.runtime.jax_environment import check_plugin, use_xla_flags
 
 if TYPE_CHECKING:
+    from rrfp_jax.cluster.config import Selection
     from rrfp_jax.runtime import RunFailed
     from rrfp_jax.runtime.process import Process
-    from rrfp_jax.runtime.transports import Selection
 
 _UNWINDING_S = 10.0
 """How long a process that has given up may take to write its report and end."""

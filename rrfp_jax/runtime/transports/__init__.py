@@ -11,4 +11,3 @@ from rrfp_jax.runtime.transports.edges import partners as partners
 from rrfp_jax.runtime.transports.messages import Deliver as Deliver
 from rrfp_jax.runtime.transports.messages import Failed as Failed
 from rrfp_jax.runtime.transports.transport import PipelineTransport as PipelineTransport
-from rrfp_jax.runtime.transports.transport import Selection as Selection

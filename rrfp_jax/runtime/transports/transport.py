@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -51,12 +51,6 @@ from rrfp_jax.runtime.transports.messages import (
 )
 from rrfp_jax.runtime.transports.transfer import Transfers, TransferServer
 from rrfp_jax.schedules import Placement
-
-Selection = Literal["auto", "sockets", "transfer"]
-"""The way of arrays between processes. ``sockets`` work on every backend, and their connections prove who speaks.
-``transfer`` saves large arrays the way through the host's memory; small parts go through sockets anyway. ``auto`` tries
-between each two neighbours whether transfer works, if devices have memory of their own, and takes sockets on others,
-which are faster there."""
 
 _EAGER_BYTES = 1 << 16
 """Up to this size, sockets cost less than a transfer, even encrypted."""
