@@ -12,7 +12,8 @@ counts, and of types that stand in no other chunk, such as an embedding, all of 
 *Bytes of layers* come from differences between chunks of one type of layers, and are never less than was seen. Most
 bytes of a chunk are the sum of its layers' bytes. Two things are not. A chunk that computes its forward again keeps its
 input, once, however many layers follow. And programs use memory again from layer to layer, so that temporaries are some
-bytes and some more for each layer.
+bytes and some more for each layer. A layer that was seen in one number only does not tell these apart. Where the
+backward computes layers again, the others' share is taken, since a layer's values may live on beside the next one's.
 
 *Latency and bandwidth* of links come from how long messages of several sizes took.
 
@@ -149,14 +150,23 @@ class ChunkParts:
     """Bytes of the largest program that runs once per step, such as the update."""
 
 
-def fit_bytes(chunks: Sequence[ChunkParts]) -> dict[str, dict[str, int]]:
-    """Returns for each type the fields of :class:`rrfp_jax.costs.LayerCosts` that are bytes."""
+def fit_bytes(chunks: Sequence[ChunkParts], *, recomputes: bool = False) -> dict[str, dict[str, int]]:
+    """Returns for each type the fields of :class:`rrfp_jax.costs.LayerCosts` that are bytes; ``recomputes``: the chunks
+    are rematerialised."""
     alike: dict[str, dict[int, list[ChunkParts]]] = {}
     for chunk in chunks:
         alike.setdefault(chunk.layer, {}).setdefault(chunk.count, []).append(chunk)
     # Chunks of as many layers ran with split and with whole backwards: the most bytes of each part count.
     by_type = {name: [_merged(some) for _, some in sorted(counts.items())] for name, counts in alike.items()}
     stashes = {name: _stash(some) for name, some in by_type.items()}
+    temporaries = {name: _temporaries(some) for name, some in by_type.items()}
+    if recomputes:
+        lasting = max((_lasting(each) for each in temporaries.values()), default=0.0)
+        for name, some in by_type.items():
+            if len(some) == 1:
+                alone = temporaries[name]["temporaries_bytes"]
+                more = round(lasting * alone)
+                temporaries[name] |= {"temporaries_bytes": alone - more, "more_temporaries_bytes": more}
     keeps_input, found = any(kept for _, kept in stashes.values()), {}
     for name, some in by_type.items():
         stash, kept = stashes[name]
@@ -172,7 +182,7 @@ def fit_bytes(chunks: Sequence[ChunkParts]) -> dict[str, dict[str, int]]:
             "stash_bytes": stash,
             "kept_bytes": kept,
             "step_temporaries_bytes": _share(some, "step_temporaries"),
-            **_temporaries(some),
+            **temporaries[name],
         }
     return found
 
@@ -217,6 +227,12 @@ def _temporaries(some: Sequence[ChunkParts]) -> dict[str, int]:
     split_base, split_more = grown(names - {"backward"})
     found = {"temporaries_bytes": max(base, split_base), "more_temporaries_bytes": more}
     return found if split_more == more else found | {"split_temporaries_bytes": split_more}
+
+
+def _lasting(temporaries: Mapping[str, int]) -> float:
+    """Returns the share of a layer's temporaries that the next layer cannot use again."""
+    more = temporaries["more_temporaries_bytes"]
+    return more / max(1, more + temporaries["temporaries_bytes"])
 
 
 def fit_links(seen: Iterable[tuple[float, float]], control_ms: float | None = None) -> LinkCosts:

@@ -240,7 +240,7 @@ def compiled_book(
         parts = compile_chunks(config, setting, processes[setting.tensor], progress=progress)
         (entry,) = (each for each in book.entries if each.setting == setting)
         types, tells_memory = dict(entry.types), any(each.temporaries for each in parts)
-        for kind, held in fit_bytes(parts).items():
+        for kind, held in fit_bytes(parts, recomputes=setting.remat != "none").items():
             name = type_of_kind(kind, types)
             # Temporaries stay as they were worked out where the backend tells none.
             known = {field: num for field, num in held.items() if tells_memory or "temporaries" not in field}

@@ -230,7 +230,9 @@ def _profiled(
         layers=model.layers,
         ends=model.ends,
         entries=tuple(
-            CostEntry(types=_types(models[setting], fits[setting], measured[setting]), **setting._asdict())
+            CostEntry(
+                types=_types(models[setting], fits[setting], measured[setting], setting.remat), **setting._asdict()
+            )
             for setting in measured
         ),
         links=links,
@@ -246,13 +248,13 @@ def _profiled(
     return _Profiled(book=book, off=off, num_runs=sum(len(runs) for c in chunks for runs in c.runs_ms.values()))
 
 
-def _types(model: "ModelLayers", fit: "LayerTimes", measured: "Measured") -> dict[str, LayerCosts]:
+def _types(model: "ModelLayers", fit: "LayerTimes", measured: "Measured", remat: str) -> dict[str, LayerCosts]:
     """Returns the costs by type. Where only whole backwards ran, all of one counts as input gradient, as in simulated
     recordings."""
     from rrfp_jax.costs.fitting import fit_bytes
     from rrfp_jax.planner.measuring import type_of_kind
 
-    sizes, found = fit_bytes(measured.parts), {}
+    sizes, found = fit_bytes(measured.parts, recomputes=remat != "none"), {}
     for kind, medians in fit.types.items():
         name = type_of_kind(kind, model.types)
         has_halves = bool({"I", "W"} & medians.keys())

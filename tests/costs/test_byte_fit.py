@@ -41,6 +41,15 @@ def test_layers_that_add_up() -> None:
     assert (found["head"]["stash_bytes"], found["head"]["kept_bytes"]) == (75, 0)
 
 
+def test_where_layers_are_computed_again_an_end_lasts_as_they_do() -> None:
+    parts = [EMBEDDING, layers(1), layers(3), HEAD]
+    kept, again = fit_bytes(parts), fit_bytes(parts, recomputes=True)
+    assert again["layer"] == kept["layer"]
+    alone, more = kept["head"]["temporaries_bytes"], again["head"]["more_temporaries_bytes"]
+    assert more == round(alone * 9 / (9 + 46))
+    assert again["head"]["temporaries_bytes"] + more == alone
+
+
 def test_an_input_that_a_chunk_keeps_counts_once() -> None:
     found = fit_bytes([EMBEDDING, layers(1, stash=0, kept=10), layers(3, stash=0, kept=10), HEAD])
     assert (found["layer"]["stash_bytes"], found["layer"]["kept_bytes"]) == (0, 10)
