@@ -315,7 +315,7 @@ def _on_replicas(durations: GivenDurations, num_replicas: int) -> GivenDurations
         num_replicas=num_replicas,
     )
     absent = [copies.pairs((chunk, m) for chunk, mask in pairs for m in bits(mask)) for pairs in durations.absent]
-    return GivenDurations(np.tile(durations.durations_ms, (1, num_replicas, 1, 1)), absent)
+    return GivenDurations(np.repeat(durations.durations_ms, num_replicas, axis=1), absent)
 
 
 def _num_steps(arguments: argparse.Namespace, durations: GivenDurations) -> int:

@@ -1,7 +1,8 @@
 """Data parallelism as one larger pipeline: the whole pipeline several times, side by side.
 
-Replica ``r`` of a pipeline of C chunks on S stages is the chunks ``r * C ..`` on the stages ``r * S ..``. It owns a
-range of consecutive microbatches, so that microbatches keep their numbers over the whole step, and its chunks share
+In replica ``r`` of R, chunk ``c`` of a pipeline on S stages is chunk ``c * R + r`` of the larger pipeline, on stage
+``r * S + s`` where ``c`` is on stage ``s``. So edges lead to larger chunks whatever replicas they join. A replica owns
+a range of consecutive microbatches, so that microbatches keep their numbers over the whole step, and its chunks share
 parameters with their counterparts. So every replica of a stage is a stage of its own, with an arbiter, a window and an
 order of its own; a chunk's R waits until its gradients are complete in all replicas, by messages as any other task
 does; and simulation and checking need to know nothing of it.
@@ -24,15 +25,15 @@ class Replication:
     num_replicas: int
 
     def chunk(self, chunk: int, replica: int) -> int:
-        return replica * self.num_chunks + chunk
+        return chunk * self.num_replicas + replica
 
     def base(self, chunk: int) -> int:
         """Returns the number within its replica of a chunk of the larger pipeline."""
-        return chunk % self.num_chunks
+        return chunk // self.num_replicas
 
     def replica(self, chunk: int) -> int:
         """Returns the replica to which a chunk of the larger pipeline belongs."""
-        return chunk // self.num_chunks
+        return chunk % self.num_replicas
 
     def of_replica(self, chunks: Iterable[int], replica: int) -> list[int]:
         """Returns the chunks among these that belong to a replica."""
@@ -70,7 +71,7 @@ def microbatches_per_replica(num_microbatches: int, num_replicas: int) -> int:
 
 def replicated_placement(placement: Placement, num_replicas: int) -> Placement:
     num_stages = placement.num_stages
-    return Placement(tuple(r * num_stages + s for r in range(num_replicas) for s in placement.stage_of_chunk))
+    return Placement(tuple(r * num_stages + s for s in placement.stage_of_chunk for r in range(num_replicas)))
 
 
 def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
@@ -86,10 +87,10 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
         share * num_replicas,
         tuple(
             edge._replace(source=copies.chunk(edge.source, r), target=copies.chunk(edge.target, r))
-            for r in replicas
             for edge in graph.edges
+            for r in replicas
         ),
-        absent=tuple((copies.chunk(c, r), mask << r * share) for r in replicas for c, mask in graph.absent),
+        absent=tuple((copies.chunk(c, r), mask << r * share) for c, mask in graph.absent for r in replicas),
         split=frozenset(copies.chunk(c, r) for r in replicas for c in graph.split),
         frozen=frozenset(copies.chunk(c, r) for r in replicas for c in graph.frozen),
         shared=tuple(tuple(copies.chunk(c, r) for r in replicas for c in group) for group in groups),
@@ -103,7 +104,7 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
             )
             for op in graph.ops
         ),
-        owned=tuple((r * share, (r + 1) * share) for r in replicas for _ in range(graph.num_chunks)),
+        owned=tuple((r * share, (r + 1) * share) for _ in range(graph.num_chunks) for r in replicas),
     )
 
 

@@ -29,8 +29,9 @@ class StageReport:
     """The contribution of one stage to the agreement of a step; no two stages report the same chunk."""
 
     squared_norms: tuple[tuple[int, float], ...] = ()
-    """Tuples (chunk, sum of its squared gradients) as ``reduce`` returns the sum: the owner of shared parameters counts
-    them. A negative sign, of a zero too, says that the chunk's next update cannot be finite."""
+    """Tuples (chunk, sum of its squared gradients) as ``reduce`` returns the sum, with the chunk's number within its
+    replica: the owner of shared parameters counts them. A negative sign, of a zero too, says that the chunk's next
+    update cannot be finite."""
     losses: tuple[tuple[int, int, float, float], ...] = ()
     """Tuples (microbatch, chunk, loss sum, weight), one for every loss that was computed here."""
     named_sums: tuple[tuple[int, int, str, float], ...] = ()

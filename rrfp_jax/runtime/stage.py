@@ -55,7 +55,7 @@ class _Step:
     losses: list[tuple[int, int, Loss]] = field(default_factory=list)
     """Microbatch, chunk and loss, appended once they are complete, and read in the serial executor."""
     squared_norms: list[tuple[int, Any]] = field(default_factory=list)
-    """Chunk and squared norm, appended and read like the losses."""
+    """Base number of a chunk and its squared norm, appended and read like the losses."""
     shared_layers: dict[int, Any] = field(default_factory=dict)
     """Shared accumulators of this stage's chunks as they were before any R: each R keeps its own here, and then
     replaces them by the sum."""
@@ -417,7 +417,7 @@ class ProgramStage:
         if self._replica:  # All replicas have the same sums, which count once.
             return _Enqueued(norm)
         _start_copies(norm)
-        return _Enqueued(norm, record=partial(state.squared_norms.append, (chunk, norm)))
+        return _Enqueued(norm, record=partial(state.squared_norms.append, (self._copies.base(chunk), norm)))
 
     def _update(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held, verdict = self._programs[chunk], self.states[chunk], self._verdict(step)

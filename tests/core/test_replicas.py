@@ -12,21 +12,22 @@ from tests.model_checker.setting import Setting
 
 def test_each_replica_runs_its_own_microbatches() -> None:
     graph = replicated_graph(chain(2, 3), 2)
-    assert [graph.microbatches(chunk) for chunk in range(4)] == [(0, 1, 2), (0, 1, 2), (3, 4, 5), (3, 4, 5)]
-    assert graph.predecessors(3) == (2,)
-    assert graph.sharing(1) == (1, 3)
-    assert replicated_placement(looped(2, 2), 2).stage_of_chunk == (0, 1, 0, 1, 2, 3, 2, 3)
+    assert [graph.microbatches(chunk) for chunk in range(4)] == [(0, 1, 2), (3, 4, 5), (0, 1, 2), (3, 4, 5)]
+    assert graph.predecessors(3) == (1,)
+    assert graph.sharing(1) == (0, 1)
+    assert replicated_placement(looped(2, 2), 2).stage_of_chunk == (0, 2, 1, 3, 0, 2, 1, 3)
 
 
 def test_tied_chunks_are_shared_by_all_copies_in_all_replicas() -> None:
     graph = replicated_graph(chain(3, 1, shared=((0, 2),)), 2)
-    assert graph.sharing(0) == (0, 2, 3, 5)
-    assert graph.sharing(1) == (1, 4)
+    assert graph.sharing(0) == (0, 1, 4, 5)
+    assert graph.sharing(3) == (2, 3)
 
 
 def test_absent_pairs_keep_the_numbers_of_the_step() -> None:
     copies = replication(chain(2, 3), 2)
-    assert copies.pairs([(1, 2), (0, 4)]) == ((1, 0b100), (2, 0b10000))
+    assert copies.pairs([(1, 2), (0, 4)]) == ((1, 0b10000), (2, 0b100))
+    assert [(copies.base(c), copies.replica(c)) for c in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert copies.task(Task(TaskKind.W, 1, 2), 1) == Task(TaskKind.W, 3, 5)
     assert copies.task(Task(TaskKind.U, 1), 1) == Task(TaskKind.U, 3)
 
@@ -35,9 +36,9 @@ def test_a_reduction_waits_for_the_gradients_of_every_replica() -> None:
     graph, placement = replicated_graph(chain(2, 1), 2), replicated_placement(linear(2), 2)
     plan = stage_plan(graph, placement, 1, StepRules(agreement=Agreement.NONE))
     here, everywhere = len(plan.tasks), len(plan.tasks) + 1
-    assert plan.prerequisites[plan.index[Task(TaskKind.R, 1)]] == (everywhere,)
+    assert plan.prerequisites[plan.index[Task(TaskKind.R, 2)]] == (everywhere,)
     assert plan.prerequisites[everywhere] == (here,)
-    assert plan.prerequisites[here] == (plan.index[Task(TaskKind.B, 1, 0)], Message(MessageKind.SHARED, 3, 1))
+    assert plan.prerequisites[here] == (plan.index[Task(TaskKind.B, 2, 0)], Message(MessageKind.SHARED, 3, 2))
 
 
 def test_replicas_tell_each_other_along_a_tree() -> None:
@@ -55,10 +56,10 @@ def test_replicas_tell_each_other_along_a_tree() -> None:
 def test_in_lockstep_reductions_descend_as_backwards_do_and_updates_follow_ascending() -> None:
     rules = StepRules(agreement=Agreement.LOSS, lockstep=True)
     plan = stage_plan(replicated_graph(chain(4, 1), 2), replicated_placement(looped(2, 2), 2), 2, rules)
-    update = {chunk: set(plan.prerequisites[plan.index[Task(TaskKind.U, chunk)]]) for chunk in (4, 6)}
-    assert plan.index[Task(TaskKind.R, 6)] in plan.prerequisites[plan.index[Task(TaskKind.R, 4)]]
-    assert plan.index[Task(TaskKind.R, 4)] in update[4] & update[6]
-    assert plan.index[Task(TaskKind.U, 4)] in update[6]
+    update = {chunk: set(plan.prerequisites[plan.index[Task(TaskKind.U, chunk)]]) for chunk in (1, 5)}
+    assert plan.index[Task(TaskKind.R, 5)] in plan.prerequisites[plan.index[Task(TaskKind.R, 1)]]
+    assert plan.index[Task(TaskKind.R, 1)] in update[1] & update[5]
+    assert plan.index[Task(TaskKind.U, 1)] in update[5]
 
 
 @pytest.mark.parametrize("consume", ["ready", "strict"])
@@ -67,7 +68,7 @@ def test_a_table_is_followed_by_every_replica(consume: str) -> None:
     order = Ordering(schedule=table, consume=consume).resolve(table.placement, table.graph, num_replicas=2)
     assert order.table is not None
     order.table.validate()
-    assert [str(task) for task in order.table.orders[2]] == ["2F3", "2F4", "2B3", "2F5", "2B4", "2B5"]
+    assert [str(task) for task in order.table.orders[2]] == ["1F3", "1F4", "1B3", "1F5", "1B4", "1B5"]
     assert order.windows == (2, 1, 2, 1) if consume == "strict" else (32,) * 4
 
 

@@ -95,8 +95,8 @@ def test_the_plans_of_a_thousand_units_are_small_and_soon_made() -> None:
     assert process_time() - start_s < 1
     assert sum(plan.num_nodes for plan in plans[::16]) == 64 * (64 + 2 + 4)
     assert all(len(plan.tasks_per_microbatch) == 32 for plan in plans)
-    assert not large.exists(17, 0)
-    assert large.exists(17, 32)
+    assert not large.exists(65, 0)
+    assert large.exists(65, 32)
     tracemalloc.start()
     plans = [stage_plan(large, placement, stage, StepRules()) for stage in range(0, 1024, 16)]
     assert 16 * tracemalloc.get_traced_memory()[0] < 100 << 20

@@ -181,9 +181,9 @@ class _StepDemands:
     def _demand_replicas(self) -> None:
         """The replicas' R of a chunk wait for each other: word that all is there goes up a tree of them, and down."""
         sums = {task.chunk: task for task in self.last if task.kind is TaskKind.R}
-        num_chunks = self.graph.num_chunks // (len(set(self.graph.owned)) or 1)
-        for base in range(num_chunks):
-            copies = [c for c in range(base, self.graph.num_chunks, num_chunks) if c in sums]
+        num_replicas = len(set(self.graph.owned)) or 1
+        for first in range(0, self.graph.num_chunks, num_replicas):
+            copies = [c for c in range(first, first + num_replicas) if c in sums]
             above = {place: (place - 1) // self.rules.tree_degree for place in range(1, len(copies))}
             inputs = {place: set(self.remote[sums[chunk]]) for place, chunk in enumerate(copies)}
             up = {place: Message(MessageKind.SHARED, copies[place], copies[over]) for place, over in above.items()}
