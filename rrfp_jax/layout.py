@@ -196,6 +196,13 @@ class Layout:
         """The ranks that hold devices of any replica of a stage, ascending."""
         return tuple(sorted({rank for unit in self.units_of_stage(stage) for rank in self._ranks_of[unit]}))
 
+    def needs_collectives(self, *, sums_by_messages: bool = False) -> bool:
+        """Returns whether some program runs over devices of several processes: those of a unit, or those of all
+        replicas of a stage, unless these add up their gradients by messages."""
+        if sums_by_messages:
+            return any(len(self.ranks_of(unit)) > 1 for unit in range(self.num_units))
+        return any(len(self.ranks_of_stage(stage)) > 1 for stage in range(self.num_stages))
+
     def shared_devices(self, rank: int, num_devices: int) -> tuple[int, ...]:
         """Returns, for each device that the layout asks of a rank, the one of its ``num_devices`` that stands for it.
 

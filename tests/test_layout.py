@@ -35,6 +35,18 @@ def test_ranks_and_units_say_the_same(layout: Layout) -> None:
     assert set(hosted) == set(range(layout.num_units))
 
 
+@given(layouts(), st.booleans())
+def test_programs_of_several_processes_are_those_of_a_unit_or_of_the_sums_of_a_stage(layout: Layout, by: bool) -> None:
+    together = [layout.devices_of(unit) for unit in range(layout.num_units)]
+    if not by:
+        together += [
+            tuple(device for unit in layout.units_of_stage(stage) for device in layout.devices_of(unit))
+            for stage in range(layout.num_stages)
+        ]
+    several = any(len({layout.rank_of_device(device) for device in devices}) > 1 for devices in together)
+    assert layout.needs_collectives(sums_by_messages=by) == several
+
+
 def test_the_tensor_axis_is_innermost_and_then_data() -> None:
     layout = Layout(num_stages=2, data=2, tensor=2, num_ranks=8)
     assert layout.devices_of(layout.unit(0, 0)) == (0, 1)

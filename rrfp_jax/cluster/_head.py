@@ -1,6 +1,5 @@
 """The head of a run: its rendezvous and its coordination service, hosted here or reached from another node."""
 
-import select
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -11,17 +10,15 @@ from rrfp_jax.cluster import LauncherLink, RendezvousServer, RunKey
 from rrfp_jax.cluster.child_processes import ASKING, Child, Guardian, LauncherEvents, Output
 from rrfp_jax.cluster.child_script import python_module
 from rrfp_jax.cluster.config import LOOPBACK, Address, LaunchSettings
-from rrfp_jax.cluster.coordination_service import SERVICE_SECURITY, service_security
+from rrfp_jax.cluster.coordination_service import SERVICE_SECURITY, reserve_port, service_security
 from rrfp_jax.cluster.host import listens_on
 
-_SERVICE = "coordination"
-_READY_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 _MOMENT_S = 0.02
 
 
 class HeadFailed(RuntimeError):
-    """The rendezvous or the coordination service could not be started or reached."""
+    """The rendezvous could not be started or reached, or the coordination service has no port."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +43,57 @@ class RunHead:
     """Interface that this node's ranks listen on; None: loopback."""
     board: RendezvousServer | LauncherLink
     """Takes the reports of how ranks end, and tells how those of other nodes did."""
-    service: Child | None = None
+    service: "Service | None" = None
+    """JAX's coordination service, on the node that hosts the head."""
 
     def close(self) -> None:
         """Frees sockets and processes, after the ranks have ended: JAX aborts ranks that lose the service."""
         self.board.close()
         if self.service is not None:
-            assert self.service.stdin is not None
+            self.service.close()
+
+
+class Service:
+    """JAX's coordination service, a process that runs from :meth:`start` on; its port is kept from the beginning.
+
+    Raises ValueError where the port (0: any that is free) is taken. ``ended`` is called as ``on_end`` of a child.
+    """
+
+    def __init__(
+        self, launcher: LauncherParts, key: RunKey, host: str, port: int, ended: Callable[[int, float], None]
+    ) -> None:
+        self._launcher, self._key, self._ended = launcher, key, ended
+        self._reserved = reserve_port(host, port)
+        self._address = Address(host=host, port=self._reserved.getsockname()[1])
+        self.address = str(self._address)
+        self._child: Child | None = None
+
+    def start(self) -> None:
+        """Starts the process, unless it was started before; on the main thread."""
+        if self._child is not None:
+            return
+        address, num_ranks = self._address, self._launcher.settings.num_ranks
+        module = "rrfp_jax.cluster.coordination_service"
+        self._child = Child(
+            python_module(module, address.host, str(address.port), str(num_ranks)),
+            {**self._launcher.environment, **self._key.environment()},
+            self._launcher.guardian,
+            self._ended,
+            holds=ASKING,  # SLURM sends them to all processes of a step, and ranks that save need this one
+            stdin=subprocess.PIPE,
+        )
+        self._launcher.output.follow("coordination", self._child.stdout, self._child.stderr, is_main=False)
+
+    def close(self) -> None:
+        """Ends the process and frees the port."""
+        if self._child is not None:
+            assert self._child.stdin is not None
             with suppress(BrokenPipeError):
-                self.service.stdin.close()
-            if not self.service.join(_STOP_TIMEOUT_S):
-                self.service.kill()
-                self.service.join(_STOP_TIMEOUT_S)
+                self._child.stdin.close()
+            if not self._child.join(_STOP_TIMEOUT_S):
+                self._child.kill()
+                self._child.join(_STOP_TIMEOUT_S)
+        self._reserved.close()
 
 
 def host_head(launcher: LauncherParts, key: RunKey) -> RunHead:
@@ -79,26 +115,13 @@ def host_head(launcher: LauncherParts, key: RunKey) -> RunHead:
     except ValueError as error:
         raise HeadFailed(f"the rendezvous {error}") from error
     host = server.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    port = 0 if place is None else place.port + 1
-    module = "rrfp_jax.cluster.coordination_service"
-    service = Child(
-        python_module(module, host, str(port), str(settings.num_ranks)),
-        {**launcher.environment, **key.environment()},
-        launcher.guardian,
-        server.service_ended,
-        holds=ASKING,  # SLURM sends them to all processes of a step, and ranks that save need this one
-        stdin=subprocess.PIPE,
-    )
     try:
-        port = _ready_port(service, launcher.events)
-    except HeadFailed:
-        service.kill()
-        RunHead(rendezvous="", coordinator="", interface=None, board=server, service=service).close()
-        raise
-    launcher.output.follow(_SERVICE, service.stdout, service.stderr, is_main=False)
-    coordinator = str(Address(host=host, port=port))
+        service = Service(launcher, key, host, 0 if place is None else place.port + 1, server.service_ended)
+    except ValueError as error:
+        server.close()
+        raise HeadFailed(str(error)) from error
     return RunHead(
-        rendezvous=server.address, coordinator=coordinator, interface=interface, board=server, service=service
+        rendezvous=server.address, coordinator=service.address, interface=interface, board=server, service=service
     )
 
 
@@ -130,19 +153,6 @@ def _interface(settings: LaunchSettings) -> str | None:
         return listens_on(settings)
     except ValueError as error:
         raise HeadFailed(str(error)) from error
-
-
-def _ready_port(service: Child, events: LauncherEvents) -> int:
-    poll = select.poll()
-    poll.register(service.stdout, select.POLLIN)
-    # Polled, not read: a read would keep this thread from noticing a request to stop.
-    is_ready = _until(lambda: bool(poll.poll(0)), _READY_TIMEOUT_S, events)
-    words = service.stdout.readline().split() if is_ready else []
-    if len(words) == 2 and words[0] == b"ready":
-        return int(words[1])
-    service.kill()
-    text = service.stderr.read().decode(errors="replace").strip()
-    raise HeadFailed(text or f"the coordination service was not ready after {_READY_TIMEOUT_S:g} s")
 
 
 def _until(condition: Callable[[], bool], timeout_s: float, events: LauncherEvents) -> bool:

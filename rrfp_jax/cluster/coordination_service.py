@@ -1,7 +1,8 @@
 """JAX's coordination service in a process of its own, and the certificates by which it and the ranks know each other.
 
-``python -m rrfp_jax.cluster.coordination_service HOST PORT NUM_RANKS`` prints ``ready PORT`` once it listens
-(port 0: any that is free), and serves until standard input closes. The run key is in its environment, as in a rank's.
+``python -m rrfp_jax.cluster.coordination_service HOST PORT NUM_RANKS`` serves until standard input closes. The launcher
+starts it when the first rank comes that will connect to it, and keeps its port until then (:func:`reserve_port`). The
+run key is in its environment, as in a rank's.
 The death of the process that hosts the service aborts all ranks within a tenth of a second, so no rank must host it.
 JAX offers the service under no public name; jaxlib alone holds it, and loads without JAX itself.
 
@@ -34,7 +35,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from rrfp_jax.cluster.config import HEARTBEAT_TIMEOUT_S
+from rrfp_jax.cluster.config import HEARTBEAT_TIMEOUT_S, Address
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.exit_codes import DONE, START_FAILED
 
@@ -144,44 +145,42 @@ def serve(argv: list[str]) -> int:
     from rrfp_jax.private.jaxlib_names import get_distributed_runtime_service
 
     try:
-        reserved = _reserve(host, port)
         proofs = tls_credentials(RunKey.from_environment())
     except ValueError as error:
         print(error, file=sys.stderr)
         return START_FAILED
-    except OSError as error:
-        where = f"{host}, port {port}: {error.strerror}; {_REMEDY}"
-        print(f"the coordination service cannot listen on {where}", file=sys.stderr)
-        return START_FAILED
-    with closing(reserved):
-        port = reserved.getsockname()[1]
-        service = get_distributed_runtime_service(
-            f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-            num_ranks,
-            heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
-            shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
-            **proofs,
-        )
-    print(f"ready {port}", flush=True)
+    service = get_distributed_runtime_service(
+        str(Address(host=host, port=port)),
+        num_ranks,
+        heartbeat_timeout=HEARTBEAT_TIMEOUT_S,
+        shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
+        **proofs,
+    )
     sys.stdin.read()
     service.shutdown()
     return DONE
 
 
-def _reserve(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound but does not listen: it keeps the port until the service has taken it.
+def reserve_port(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound but does not listen: it keeps the port (0: any that is free) for the service, and
+    does not disturb it. Close it when the service has ended.
 
-    gRPC shares ports (SO_REUSEPORT), so by itself it would silently share one that another service listens on.
+    gRPC shares ports (SO_REUSEPORT), so by itself it would silently share one that another service listens on. Raises
+    ValueError where somebody has the port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        if port:
-            probe.listen(0)  # fails where somebody listens already
-    reserved = socket.socket(family)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind((host, port))
+    try:
+        with closing(socket.socket(family)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            if port:
+                probe.listen(0)  # fails where somebody listens already
+        reserved = socket.socket(family)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((host, port))
+    except OSError as error:
+        where = f"{host}, port {port}: {error.strerror}; {_REMEDY}"
+        raise ValueError(f"the coordination service cannot listen on {where}") from error
     return reserved
 
 

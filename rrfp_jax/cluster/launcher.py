@@ -239,6 +239,8 @@ class _Attempt:
                 head.board.ended(rank, code, at_s=at_s, by_launcher=reason)
             case RunStatus():
                 self._read(event)
+                if event.needs_service and head.service is not None:
+                    head.service.start()
             case signal.Signals(name=name):
                 self._num_stops += 1
                 if self._num_stops > 1 and event == signal.SIGINT and self._alive:

@@ -61,16 +61,20 @@ class JoinRequest:
     num_ranks: int
     configuration: str
     """Settings that must be the same on all ranks, as canonical JSON."""
+    needs_service: bool = False
+    """Whether the rank will connect to JAX's coordination service."""
 
     def __post_init__(self) -> None:
         if not isinstance(parse_json(self.configuration), dict):
             raise ValueError(f"the configuration is {self.configuration:.60}: give an object")
 
     @classmethod
-    def of(cls, member: Member, num_ranks: int, configuration: Mapping[str, Any]) -> "JoinRequest":
+    def of(
+        cls, member: Member, num_ranks: int, configuration: Mapping[str, Any], *, needs_service: bool = False
+    ) -> "JoinRequest":
         """Makes a request with a configuration of plain data. Raises TypeError for other data."""
         text = json.dumps(configuration, sort_keys=True, separators=(",", ":"))
-        return cls(member=member, num_ranks=num_ranks, configuration=text)
+        return cls(member=member, num_ranks=num_ranks, configuration=text, needs_service=needs_service)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,8 @@ class RunStatus:
     """Why the ranks did not come together."""
     doomed: tuple[int, ...] = ()
     """Ranks that have not come since that failure: they would be refused, so their launchers end them at once."""
+    needs_service: bool = False
+    """Whether a rank that has come will connect to the coordination service."""
     service: ProcessEnding | None = None
     """End of the coordination service, if it came too early: JAX aborts all ranks."""
     is_last: bool = False
@@ -129,6 +135,7 @@ class Rendezvous:
         """Ends of ranks, as their launchers reported them."""
         self.members: tuple[Member, ...] | None = None
         self._requests: dict[int, JoinRequest] = {}
+        self._needs_service = False
         self._occasion: str | None = None
         self._first_failure: str | None = None
         """The failure as its text was at first."""
@@ -152,7 +159,9 @@ class Rendezvous:
 
     def status(self) -> RunStatus:
         doomed = tuple(rank for rank in self._doomed if rank not in self.endings and rank not in self._requests)
-        return RunStatus(endings=dict(self.endings), failure=self._first_failure, doomed=doomed)
+        return RunStatus(
+            endings=dict(self.endings), failure=self._first_failure, doomed=doomed, needs_service=self._needs_service
+        )
 
     def admit(self, request: JoinRequest) -> str | None:
         """Notes a rank's request. Returns a text where it is refused. To ask again changes nothing."""
@@ -171,6 +180,7 @@ class Rendezvous:
         if known is not None:
             return None
         self._requests[new.rank] = request
+        self._needs_service |= request.needs_service
         if self._occasion is not None:
             # The ranks that were on their way when it failed get the failure; any later one is told that it is late.
             if new.rank in self._awaited:

@@ -52,12 +52,15 @@ class StageDevices:
     Args:
         devices: for every replica its devices, the same number for all.
         axes: those of a unit's mesh with their sizes, innermost first; empty: ``tensor`` alone.
-        is_here: False for devices that are only compiled for: the first replica stands for all, which are alike.
+        local: the replicas that this process hosts; None: those of which JAX says that it has devices. Where JAX
+            knows this process's devices only, these stand for the devices of other replicas.
 
     Raises ValueError where they do not fit together.
     """
 
-    def __init__(self, devices: Sequence[Sequence[jax.Device]], axes: Axes = (), *, is_here: bool = True) -> None:
+    def __init__(
+        self, devices: Sequence[Sequence[jax.Device]], axes: Axes = (), *, local: Sequence[int] | None = None
+    ) -> None:
         grid = np.array([list(row) for row in devices], dtype=object)
         if grid.ndim != 2 or not grid.size:
             raise ValueError(
@@ -70,9 +73,10 @@ class StageDevices:
         self.mesh = _mesh(grid.reshape(self.data, *sizes), (DATA, *names))
         self._unit_meshes = [_mesh(row.reshape(sizes), names) for row in grid]
         self._replica_of = {device: replica for replica, row in enumerate(grid) for device in row}
-        mine = jax.process_index()
-        local = tuple(r for r, row in enumerate(grid) if any(d.process_index == mine for d in row))
-        self.local_replicas = local if is_here else (0,)
+        if local is None:
+            mine = jax.process_index()
+            local = [r for r, row in enumerate(grid) if any(d.process_index == mine for d in row)]
+        self.local_replicas = tuple(local)
         """The replicas of which this process holds devices, ascending."""
 
     def unit_mesh(self, replica: int) -> Mesh:

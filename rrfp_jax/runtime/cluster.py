@@ -63,13 +63,20 @@ class StartFailed(RuntimeError):
 
 
 def join(
-    membership: Membership, configuration: Mapping[str, Any], config: ClusterConfig, *, key: RunKey | None = None
+    membership: Membership,
+    configuration: Mapping[str, Any],
+    config: ClusterConfig,
+    *,
+    key: RunKey | None = None,
+    together: bool = True,
 ) -> "Cluster":
     """Meets all other ranks; returns when all have come with the same configuration.
 
     Args:
         configuration: plain data that must be the same on all ranks, beside JAX's version, flags and settings.
         key: the key of the run; by default from ``RRFP_RUN_KEY`` or ``RRFP_RUN_KEY_FILE``.
+        together: whether the ranks will start JAX together, as programs over several of them need; else each has a
+            JAX of its own.
 
     Raises:
         StartFailed: if ranks are missing or differ, or the rendezvous cannot be reached or refuses the key.
@@ -100,9 +107,10 @@ def join(
     )
     # Ranks with other versions, flags or settings of JAX may compile different programs, and then wait for each other,
     # or begin with other parameters.
-    about_jax = {"version of jax": version("jax"), SERVICE_SECURITY: service_security()}
-    about_jax |= {**flags_agreed(os.environ), **settings_agreed(os.environ)}
-    request = JoinRequest.of(member, membership.num_ranks, {**configuration, **about_jax})
+    about_jax = {"version of jax": version("jax"), **flags_agreed(os.environ), **settings_agreed(os.environ)}
+    if together:
+        about_jax[SERVICE_SECURITY] = service_security()
+    request = JoinRequest.of(member, membership.num_ranks, {**configuration, **about_jax}, needs_service=together)
     try:
         members = meet(membership.rendezvous, request, key, deadline_s=config.start_deadline_s)
         addresses = {other.rank: PeerAddress(**other.address) for other in members}
@@ -111,7 +119,7 @@ def join(
         if isinstance(error, RendezvousFailed):
             raise StartFailed(str(error)) from error
         raise
-    return Cluster(membership, config, network, addresses, name_hosts(members), key=key)
+    return Cluster(membership, config, network, addresses, name_hosts(members), key=key, together=together)
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -119,6 +127,7 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     ``loop`` runs from the start, ``network`` from :meth:`connect` on, so that topics can be subscribed to before.
     ``addresses`` and ``hosts`` say where each rank is. ``config`` and ``key`` are those that all ranks have met with.
+    ``together`` says whether they start JAX together.
     """
 
     def __init__(
@@ -130,11 +139,12 @@ class Cluster(AbstractContextManager["Cluster"]):
         hosts: tuple[str, ...],
         *,
         key: RunKey,
+        together: bool = True,
     ) -> None:
         self.rank, self.num_ranks = membership.rank, membership.num_ranks
         self.membership, self.network, self.addresses, self.hosts = membership, network, addresses, hosts
         self.loop = LoopThread()
-        self.config, self.key = config, key
+        self.config, self.key, self.together = config, key, together
         self._on_lost: Callable[[int, str], None] = self._give_up
         # A rank that has ended counts as lost, unless it has ended for one that was lost before.
         self._on_left: Callable[[int], None] = lambda rank: (
@@ -194,7 +204,8 @@ class Cluster(AbstractContextManager["Cluster"]):
     def initialize_jax(
         self, platform: str | None, num_local_devices: int, *, pinned: bool = False
     ) -> tuple["jax.Device", ...]:
-        """Starts JAX in all processes together; after :meth:`connect`, before anything else uses JAX's devices.
+        """Starts JAX, where ``together`` in all processes at once; after :meth:`connect`, before anything else uses
+        JAX's devices.
 
         Args:
             platform: ``cpu`` for virtual devices, else as JAX names it; None: any that JAX finds.
@@ -202,10 +213,11 @@ class Cluster(AbstractContextManager["Cluster"]):
             pinned: fix the size of XLA's CPU thread pools unless ``NPROC`` does, so that sums do not depend on it.
 
         Returns:
-            This rank's first ``num_local_devices`` devices.
+            This rank's first ``num_local_devices`` devices; fewer where it has not so many and JAX is its own.
 
         Raises:
-            ValueError: if a rank has too few devices, or JAX sees CPU devices only on a host with more.
+            ValueError: if a rank that starts JAX with others has too few devices, or JAX sees CPU devices only on a
+                host with more.
             StartFailed: if the coordination service cannot be reached.
         """
         if not self._is_connected:
@@ -213,10 +225,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         from rrfp_jax.runtime.start_jax import explaining_plugins, naming_neighbours, start_jax_on_rank
 
         own_host = host_of(self.network.address).strip("[]")
-        warning = service_warning(self.membership.coordinator, own_host)
-        if warning is not None and self.rank == 0:
-            _LOG.warning("%s", warning)
-        self._await_coordinator()
+        if self.rank == 0:
+            _LOG.info("%s", "all processes start JAX together" if self.together else "each process has its own JAX")
+        if self.together:
+            warning = service_warning(self.membership.coordinator, own_host)
+            if warning is not None and self.rank == 0:
+                _LOG.warning("%s", warning)
+            self._await_coordinator()
         with naming_neighbours(self.rank, self.hosts, platform), explaining_plugins(), self.losses_first():
             return start_jax_on_rank(self, platform, num_local_devices, listen_on=own_host, pinned=pinned)
 

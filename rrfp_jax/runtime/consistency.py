@@ -66,8 +66,7 @@ def check_same_work(process: Process, work: Iterable[tuple[str, dict[str, str]]]
             spans processes.
         name: the name of the whole of it: plans, or programs.
     """
-    layout = process.layout
-    if all(len(layout.ranks_of_stage(stage)) == 1 for stage in range(layout.num_stages)):
+    if not process.layout.needs_collectives():
         return
     own = dict(work)
     whole = {where: {"": _digest(texts)} for where, texts in own.items()}

@@ -102,7 +102,9 @@ class HostedModel:
         layout = process.layout
         self.grids = [
             StageDevices(
-                [process.devices_of(unit) for unit in layout.units_of_stage(stage)], axes, is_here=process.is_here
+                [process.devices_of(unit) for unit in layout.units_of_stage(stage)],
+                axes,
+                local=process.replicas_here(stage),
             )
             for stage, axes in enumerate(layout.axes_of_stage)
         ]

@@ -1,7 +1,12 @@
 """This process's part in a run: the units that it hosts, their devices, and the connections to other processes.
 
 A run of one process needs nothing but devices. In a run of several, :class:`Process` takes the steps that must come in
-this order: connect to the others and watch them, start JAX in all processes together, start pipelines one by one.
+this order: connect to the others and watch them, start JAX, start pipelines one by one.
+
+**Start of JAX.** Where a program runs over devices of several processes, they all start JAX together, at its
+coordination service. Where none does (:meth:`rrfp_jax.layout.Layout.needs_collectives`), each process has a JAX of its
+own, to which it is process 0 of 1: there is no service, whose death would abort all. Its devices then stand for those
+of the other processes, since of the shardings at the far ends of edges only the index maps are read.
 """
 
 import logging
@@ -25,6 +30,7 @@ from rrfp_jax.runtime.failure import RunFailed
 from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.stage_threads import StageExecutor
+from rrfp_jax.runtime.start_jax import check_found_devices, check_same_platform
 from rrfp_jax.runtime.transports import (
     ArrayEdge,
     Deliver,
@@ -154,10 +160,14 @@ class Process:
             self.peers.clocks.synchronise(deadline_s=self._patience_s)
 
     def start_jax(self, platform: str | None, *, pinned: bool = False) -> None:
-        """Starts JAX in all processes together. Raises ValueError where devices are missing, and StartFailed."""
+        """Starts JAX, in all processes together if the cluster was joined for that.
+
+        Raises ValueError where devices are missing or of different kinds, or programs over several processes need a
+        joint start, and StartFailed.
+        """
         if self.cluster is None:
             return
-        spans = any(len(self.layout.ranks_of_stage(stage)) > 1 for stage in range(self.layout.num_stages))
+        spans = self.layout.needs_collectives()
         # Collectives of GPUs know no two processes on one device.
         if platform != "cpu" and self.cluster.config.processes_per_device > 1 and spans:
             raise ValueError(
@@ -165,7 +175,17 @@ class Process:
                 f"lie in several processes ({self.layout.describe()}), whose collectives need devices of their own: "
                 "start fewer processes, or fewer devices for each stage"
             )
-        self.cluster.initialize_jax(platform, self.num_devices, pinned=pinned)
+        if spans and not self.cluster.together:
+            raise ValueError(
+                f"a stage's devices lie in several processes ({self.layout.describe()}), so these compute together: "
+                "join the cluster with together=True"
+            )
+        own = self.cluster.initialize_jax(platform, self.num_devices, pinned=pinned)
+        if not self.cluster.together:
+            found = self.gather("devices", [own[0].platform, len(own)])
+            ranks = [rank for rank, (_, count) in found.items() for _ in range(count)]
+            check_found_devices(self.rank, self.rank, ranks, self.layout.num_ranks, self.num_devices)
+            check_same_platform({rank: name for rank, (name, _) in found.items()})
 
     @typed
     def use_devices(self, devices: Sequence[jax.Device]) -> None:
@@ -182,11 +202,14 @@ class Process:
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:
-        """Every device of the layout, also those of other processes."""
+        """Every device of the layout, also those of other processes, for which this one's stand if JAX is its own."""
         if self._devices is None:
             by_rank: dict[int, list[jax.Device]] = {}
-            for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
-                by_rank.setdefault(device.process_index, []).append(device)
+            if self.cluster is not None and not self.cluster.together:
+                by_rank = dict.fromkeys(range(self.layout.num_ranks), jax.local_devices())
+            else:
+                for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
+                    by_rank.setdefault(device.process_index, []).append(device)
             for rank in range(self.layout.num_ranks):
                 found = by_rank.get(rank, [])
                 if len(found) < self.num_devices:
@@ -204,6 +227,12 @@ class Process:
     def devices_of(self, unit: int) -> list[jax.Device]:
         """Returns a unit's devices, the first axis of its mesh innermost."""
         return [self.devices[index] for index in self.layout.devices_of(unit)]
+
+    def replicas_here(self, stage: int) -> tuple[int, ...]:
+        """Returns the replicas of a stage that this process hosts, ascending; the first stands for all where devices
+        are only compiled for, which are alike."""
+        own = [self.layout.replica_of(unit) for unit in self.units if self.layout.stage_of(unit) == stage]
+        return tuple(own if self.is_here else own[:1])
 
     def own_device(self, unit: int) -> jax.Device:
         return next(device for device in self.devices_of(unit) if device.process_index == jax.process_index())

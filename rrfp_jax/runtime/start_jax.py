@@ -1,4 +1,4 @@
-"""The start of JAX on the devices of a process that is alone, or as one of several.
+"""The start of JAX on the devices of a process: for itself, or together with other processes.
 
 ``jax.distributed.initialize`` always starts the coordination service in process 0, whose death then aborts all others
 within a tenth of a second; it also waits for every process at the end, and takes SIGTERM for itself. No public name
@@ -65,12 +65,14 @@ def start_jax_on_rank(
     ):
         jax.config.update("jax_cuda_visible_devices", visible)
         jax.config.update("jax_rocm_visible_devices", visible)
-    use_gloo(listen_on)
-    connect_client(cluster.membership.coordinator, rank, num_ranks, cluster.key, timeout_s=config.start_deadline_s)
+    if cluster.together:
+        use_gloo(listen_on)
+        connect_client(cluster.membership.coordinator, rank, num_ranks, cluster.key, timeout_s=config.start_deadline_s)
     if platform != _CPU:
         with taking_part_of_memory(per_device, os.environ):
             require_accelerator()
-    check_found_devices(rank, jax.process_index(), [d.process_index for d in jax.devices()], num_ranks, num_local)
+    if cluster.together:
+        check_found_devices(rank, jax.process_index(), [d.process_index for d in jax.devices()], num_ranks, num_local)
     return tuple(jax.local_devices()[:num_local])
 
 
@@ -218,6 +220,16 @@ def check_found_devices(rank: int, index: int, processes: Iterable[int], num_ran
             f"{counts}: start more processes, lower the degrees of parallelism, or let stages share devices "
             "(run.devices) or processes one (cluster.processes_per_device)"
         )
+
+
+def check_same_platform(platforms: Mapping[int, str]) -> None:
+    """Raises ValueError, the same on every rank, where ranks (the keys) have devices of different platforms."""
+    for rank, platform in platforms.items():
+        if platform != platforms[0]:
+            raise ValueError(
+                f"rank 0 found {platforms[0]} devices and rank {rank} {platform} devices: see rrfp doctor on both "
+                "hosts, or take platform cpu"
+            )
 
 
 def connect_client(coordinator: str, rank: int, num_ranks: int, key: RunKey, *, timeout_s: float) -> None:

@@ -1,43 +1,44 @@
 """The head's start, and how soon a request to stop ends it."""
 
+import errno
 import io
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
-from contextlib import closing
-from queue import SimpleQueue
 
 import pytest
 
 from rrfp_jax.cluster import RendezvousServer, RunKey, _head, child_processes
-from rrfp_jax.cluster._head import HeadFailed, _ready_port
-from rrfp_jax.cluster.child_processes import Child, Guardian, LauncherEvents, Output
+from rrfp_jax.cluster.child_processes import Guardian, Output
 from rrfp_jax.cluster.config import Address, LaunchSettings
+from rrfp_jax.cluster.coordination_service import reserve_port
 from rrfp_jax.cluster.host import Unreachable
 from rrfp_jax.cluster.launcher import launch
 from rrfp_jax.exit_codes import INTERRUPTED, PREEMPTED, START_FAILED
 
 
-def test_a_request_to_stop_ends_the_wait_for_the_coordination_service():
-    ended: SimpleQueue[int] = SimpleQueue()
-    with closing(Guardian()) as guardian, LauncherEvents() as events:
-        sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
-        child = Child(sleeper, os.environ, guardian, lambda code, _: ended.put(code), stdin=subprocess.PIPE)
-        os.kill(os.getpid(), signal.SIGTERM)
-        started_s = time.monotonic()
-        with pytest.raises(HeadFailed, match="told to stop before the run had begun"):
-            _ready_port(child, events)
-        assert time.monotonic() - started_s < 0.5
-        child.kill()
-        assert ended.get(timeout=5.0) == 128 + signal.SIGKILL
-        assert child.join(5.0)
-        for pipe in (child.stdout, child.stderr):
-            pipe.close()
-        child.stdin.close()
+@pytest.mark.parametrize("port_is_given", [False, True])
+def test_a_port_is_kept_for_the_coordination_service_and_for_nobody_else(*, port_is_given: bool):
+    given = 0
+    if port_is_given:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            given = server.getsockname()[1]
+    with reserve_port("127.0.0.1", given) as kept:
+        port = kept.getsockname()[1]
+        assert given in (0, port)
+        with pytest.raises(
+            ValueError, match=rf"cannot listen on 127\.0\.0\.1, port {port}: Address already in use; end"
+        ):
+            reserve_port("127.0.0.1", port)
+        with socket.socket() as asking:
+            assert asking.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+        with socket.socket() as service:  # as gRPC binds
+            service.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            service.bind(("127.0.0.1", port))
+            service.listen()
+            for _ in range(8):
+                socket.create_connection(("127.0.0.1", port), timeout=5.0).close()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, PREEMPTED)])

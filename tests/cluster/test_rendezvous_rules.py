@@ -29,6 +29,15 @@ def test_all_present_and_equal_is_success_in_any_order() -> None:
     assert rules.admit(hello(1)) is None, "saying hello again is harmless"
 
 
+def test_the_service_is_asked_for_as_soon_as_one_rank_needs_it_and_never_else() -> None:
+    rules = Rendezvous(2)
+    rules.admit(hello(0, num_ranks=2))
+    assert not rules.status().needs_service
+    rules.admit(JoinRequest.of(hello(1).member, 2, CONFIGURATION, needs_service=True))
+    assert rules.status().needs_service
+    assert rules.members is not None
+
+
 def test_missing_ranks_are_named_at_the_deadline() -> None:
     rules = Rendezvous(6)
     rules.admit(hello(3, num_ranks=6))
@@ -177,8 +186,8 @@ def test_ranks_are_named_briefly(ranks: list[int], words: str) -> None:
 def test_hellos_travel_as_plain_data() -> None:
     sent = hello(1)
     assert from_plain(JoinRequest, to_plain(sent)) == sent
-    for name in ("member", "num_ranks", "configuration"):
-        with pytest.raises(MalformedRecord, match="an object with member, num_ranks, configuration is expected"):
+    for name in ("member", "num_ranks", "configuration", "needs_service"):
+        with pytest.raises(MalformedRecord, match="an object with member, num_ranks, configuration, needs_service is"):
             from_plain(JoinRequest, {key: value for key, value in to_plain(sent).items() if key != name})
     for configuration in ("[1]", "{", ""):
         with pytest.raises(MalformedRecord):

@@ -77,13 +77,13 @@ def result_file(folder: Path, case: Case, rank: int) -> Path:
     return folder / f"{case.name}.{rank}.pickle"
 
 
-def train_together(cases: Sequence[Case], folder: Path) -> dict[str, tuple[list[float], dict[str, Any]]]:
-    """Losses and final parameters by case, all trained by one group of processes.
+def train_together(cases: Sequence[Case], folder: Path, *options: str) -> dict[str, tuple[list[float], dict[str, Any]]]:
+    """Losses and final parameters by case, all trained by one group of processes; options are the trainer's.
 
     Checks that every rank has the same losses, and that all copies of a parameter are equal bit for bit.
     """
     (folder / _FILE).write_text(json.dumps([case.as_dict() for case in cases]))
-    with launched("--processes", cases[0].num_ranks, "--", "trainer", folder) as launcher:
+    with launched("--processes", cases[0].num_ranks, "--", "trainer", folder, *options) as launcher:
         assert launcher.wait(_PATIENCE_S) == 0, launcher.text
     return {case.name: _result(folder, case) for case in cases}
 

@@ -100,8 +100,9 @@ def test_a_rank_killed_at_the_start_ends_those_too_that_have_not_come_yet():
 
 
 def test_a_dead_coordination_service_is_named_and_no_rank_blamed():
-    with launched("--processes", 2, "--", "talker", "--meet", "--run-s", 600) as launcher:
+    with launched("--processes", 2, "--", "talker", "--meet", "--needs-service", "--run-s", 600) as launcher:
         launcher.numbers(r"met (\d+)", 2)
+        assert eventually(lambda: launcher.running("coordination_service"))
         (service,) = launcher.running("coordination_service")
         started_s = time.monotonic()
         os.kill(service, signal.SIGKILL)
@@ -258,9 +259,10 @@ def test_a_node_that_comes_after_the_failure_learns_of_it():
 
 def test_a_dead_coordination_service_ends_other_nodes_too():
     with ExitStack() as stack:
-        nodes = two_nodes(stack, free_port(), "--", "talker", "--meet", "--run-s", 600)
+        nodes = two_nodes(stack, free_port(), "--", "talker", "--meet", "--needs-service", "--run-s", 600)
         for node in nodes:
             node.numbers(r"met (\d+)", 2)
+        assert eventually(lambda: nodes[0].running("coordination_service"))
         (service,) = nodes[0].running("coordination_service")
         os.kill(service, signal.SIGKILL)
         assert [node.wait() for node in nodes] == [134, 134]

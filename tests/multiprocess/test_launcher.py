@@ -105,7 +105,7 @@ def test_a_second_request_to_stop_ends_ranks_that_ignore_the_first():
 def test_nothing_outlives_a_launcher_that_is_killed():
     with launched("--processes", 2, "--", "talker", "--grandchild", "--stubborn", 0, "--run-s", 600) as launcher:
         launcher.numbers(r'"rank": (\d)', 2)
-        assert len(launcher.living()) == 6  # two ranks, their children, guardian and coordination service
+        assert len(launcher.living()) == 5  # two ranks, their children and the guardian
         launcher.signal(signal.SIGKILL)
         assert eventually(lambda: not launcher.living(), 5.0)
 
@@ -169,8 +169,9 @@ def test_ranks_may_open_as_many_files_as_the_system_lets_them():
 
 
 def test_what_is_no_rank_stays_unbound():
-    with launched("--processes", 2, "--", "talker", "--run-s", 600) as launcher:
-        launcher.numbers(r'"rank": (\d)', 2)
+    with launched("--processes", 2, "--", "talker", "--meet", "--needs-service", "--run-s", 600) as launcher:
+        launcher.numbers(r"met (\d+)", 2)
+        assert eventually(lambda: launcher.running("coordination_service"))
         others = [*launcher.running("guardian"), *launcher.running("coordination_service")]
         assert len(others) == 2
         assert all(os.sched_getaffinity(pid) == os.sched_getaffinity(0) for pid in others)

@@ -10,6 +10,7 @@ from rrfp_jax.costs.devices import SHARE_OF_GPU
 from rrfp_jax.runtime import start_jax
 from rrfp_jax.runtime.start_jax import (
     check_found_devices,
+    check_same_platform,
     naming_neighbours,
     taking_part_of_memory,
     visible_devices,
@@ -91,6 +92,12 @@ def test_missing_devices_are_named_on_every_rank():
             ValueError, match=r"2 devices on each of 3 ranks \(6 in all\), but rank 1 has 1, rank 2 has 0"
         ):
             check_found_devices(rank, rank, [0, 0, 1], 3, 2)
+
+
+def test_ranks_with_another_platform_than_the_first_are_named():
+    check_same_platform({0: "gpu", 1: "gpu"})
+    with pytest.raises(ValueError, match="rank 0 found gpu devices and rank 2 cpu devices: see rrfp doctor on both"):
+        check_same_platform({0: "gpu", 1: "gpu", 2: "cpu"})
 
 
 def test_other_numbers_than_jaxs_are_refused():

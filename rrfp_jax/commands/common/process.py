@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rrfp_jax.cluster import ClusterConfig
 from rrfp_jax.commands.common.errors import end_with, ending_at_once
+from rrfp_jax.hardware import TPU, installed_accelerators
 from rrfp_jax.layout import Layout
 from rrfp_jax.runtime.cluster import join, membership_from
 from rrfp_jax.runtime.jax_environment import check_plugin, use_xla_flags
@@ -74,9 +75,12 @@ def enter(
         start_alone(platform)
         process.use_devices(process.devices)
         return process
+    # Chips of several TPU hosts are joined by their own runtime, which JAX then describes on every host.
+    has_tpus = platform != "cpu" and TPU in installed_accelerators()
+    together = layout.needs_collectives() or has_tpus
     process = Process(
         layout,
-        join(membership, configuration, cluster),
+        join(membership, configuration, cluster, together=together),
         num_devices=devices,
         transport=cast("Selection", cluster.transport),
         patience_s=max(cluster.start_deadline_s, cluster.progress_deadline_s),

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.commands.common.console import make_console, make_table
 from rrfp_jax.core import Order
 from rrfp_jax.costs.forecast import StageForecast
@@ -112,6 +113,8 @@ class TrainingConsole:
             devices = f"{min(numbers)}" if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
             if pipeline.process.is_here:
                 devices = ", ".join(map(str, pipeline.process.devices_of(unit)))
+                if layout.num_ranks > 1:  # where each has its own JAX, all of them call their first device 0
+                    devices = f"{name_ranks(layout.ranks_of(unit))}: {devices}"
             rows.append(
                 (
                     str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",

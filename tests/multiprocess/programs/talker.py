@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--stubborn", type=int, metavar="RANK", help="take no notice of SIGINT and SIGTERM")
     parser.add_argument("--grandchild", action="store_true")
     parser.add_argument("--meet", action="store_true", help="come to the rendezvous, and wait for all others there")
+    parser.add_argument("--needs-service", action="store_true", help="say there that JAX's service is needed")
     parser.add_argument("--absent", type=int, metavar="RANK", help="never come there")
     parser.add_argument("--late", nargs=2, type=float, metavar=("RANK", "S"), default=(-1, 0), help="before all else")
     parser.add_argument("--chatter", type=int, default=0, metavar="LINES")
@@ -45,7 +46,7 @@ def main() -> int:
         shown |= {"cores": sorted(os.sched_getaffinity(0)), "is_batch": os.sched_getscheduler(0) == os.SCHED_BATCH}
         shown |= {"descriptors": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
     print(json.dumps({"rank": RANK, "attempt": ATTEMPT, **shown}), flush=True)
-    if arguments.meet and arguments.absent != RANK and not _meet():
+    if arguments.meet and arguments.absent != RANK and not _meet(needs_service=arguments.needs_service):
         return 6
     for number in range(arguments.chatter):
         print("chatter", number, flush=True)
@@ -53,13 +54,13 @@ def main() -> int:
     return _work(arguments)
 
 
-def _meet() -> bool:
+def _meet(*, needs_service: bool) -> bool:
     """Whether all have come to the rendezvous."""
     from rrfp_jax.cluster import JoinRequest, Member, RendezvousFailed, RunKey, meet
 
     member = Member(rank=RANK, host=socket.gethostname(), pid=os.getpid(), address={})
     try:
-        hello = JoinRequest.of(member, int(os.environ["RRFP_NUM_RANKS"]), {})
+        hello = JoinRequest.of(member, int(os.environ["RRFP_NUM_RANKS"]), {}, needs_service=needs_service)
         meet(os.environ["RRFP_RENDEZVOUS"], hello, RunKey.from_environment(), deadline_s=60.0)
     except RendezvousFailed as error:
         print(f"error: {error}", file=sys.stderr)

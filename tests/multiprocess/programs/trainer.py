@@ -1,12 +1,14 @@
 """Ranks that train small models in several layouts, one after another, and write down what each came to.
 
 The first case takes all ranks and meets at the launcher's rendezvous. Later ones may take fewer ranks, the lowest, and
-meet at rendezvous that rank 0 hosts; so several layouts share one start of processes.
+meet at rendezvous that rank 0 hosts; so several layouts share one start of processes. JAX starts as the cases need it,
+or jointly if told so.
 """
 
 import argparse
 import os
 import pickle
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,15 +27,18 @@ PATIENCE_S = 120.0
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="where the cases are, and where results go")
-    folder = parser.parse_args().folder
-    cases = read_cases(folder)
+    parser.add_argument("--together", action="store_true", help="start JAX jointly though no case needs it")
+    arguments = parser.parse_args()
+    folder, cases = arguments.folder, read_cases(arguments.folder)
+    together = arguments.together or any(case.layout.needs_collectives() for case in cases)
     own = membership_from(os.environ)
     assert own is not None
     with _more_rendezvous(own, cases[1:], folder) as addresses:
         for number, case in enumerate(cases):
             if own.rank < case.num_ranks:
                 place = own if not number else replace(own, num_ranks=case.num_ranks, rendezvous=addresses[number - 1])
-                result = _train(case, place, num_devices=max(case.layout.devices_per_rank for case in cases))
+                num_devices = max(case.layout.devices_per_rank for case in cases)
+                result = _train(case, place, num_devices=num_devices, together=together)
                 result_file(folder, case, own.rank).write_bytes(pickle.dumps(result))
 
 
@@ -55,7 +60,7 @@ def _more_rendezvous(own: Membership, cases: Sequence[Case], folder: Path) -> It
         yield file.read_text().split()
 
 
-def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
+def _train(case: Case, place: Membership, *, num_devices: int, together: bool) -> Any:
     """Losses, and the pieces of all parameters that lie here, by layer and path."""
     import jax
 
@@ -64,11 +69,13 @@ def _train(case: Case, place: Membership, *, num_devices: int) -> Any:
     from tests.pipelines import make_pipeline
 
     jax.config.update("jax_disable_most_optimizations", not case.options.get("deterministic", False))
-    cluster = join(place, case.as_dict(), ClusterConfig(silence_deadline_s=PATIENCE_S, start_deadline_s=PATIENCE_S))
+    patience = ClusterConfig(silence_deadline_s=PATIENCE_S, start_deadline_s=PATIENCE_S)
+    cluster = join(place, case.as_dict(), patience, together=together)
     _start_jax_once(cluster, num_devices)
     process = Process(case.layout, cluster, transport=case.transport, patience_s=PATIENCE_S)
     process.connect()
     process.start_jax("cpu")
+    _check_start(place, together=together)
     pipeline = make_pipeline(
         make_chunks(case),
         placement=case.placement,
@@ -146,13 +153,26 @@ def _start_jax_once(cluster: Cluster, num_devices: int) -> None:
     """JAX can be started once only, with as many devices as the largest case needs."""
     import jax
 
-    from rrfp_jax.private.jax_names import global_state
+    from rrfp_jax.private.jax_names import backends_are_initialized
 
-    if global_state.client is not None:
+    if backends_are_initialized():
         cluster.initialize_jax = lambda *_, **__: tuple(jax.local_devices())  # type: ignore[method-assign]
     else:
         start = cluster.initialize_jax
         cluster.initialize_jax = lambda platform, _, **options: start(platform, num_devices, **options)  # type: ignore[method-assign]
+
+
+def _check_start(place: Membership, *, together: bool) -> None:
+    """A process with a JAX of its own has started nothing of ``jax.distributed``, and nobody offers it."""
+    import jax
+
+    from rrfp_jax.private.jax_names import global_state
+
+    host, port = place.coordinator.rsplit(":", 1)
+    with socket.socket() as asking:
+        is_served = not asking.connect_ex((host, int(port)))
+    told = (jax.process_index(), jax.process_count() > 1, global_state.client is not None, is_served)
+    assert told == ((place.rank, True, True, True) if together else (0, False, False, False))
 
 
 def _pieces(params: Any) -> dict[tuple[str, ...], tuple[tuple[int, ...], list[Any]]]:
