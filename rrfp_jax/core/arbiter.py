@@ -49,11 +49,13 @@ Beside compute
 Where the graph has operations on lanes of their own (:mod:`rrfp_jax.schedules.operations`), the stage runs one task on
 each of these engines beside those of its compute lane, to which alone the hint, consumption and dispatch ahead apply.
 
-Steps that evaluate
--------------------
-A step whose start says so runs by another :class:`rrfp_jax.core.stage_setup.StepMode`: a graph without gradients, its
-own plan and consumption. The arbiter changes the mode as the step starts, and changes back as it ends. Foresight, with
-all that it has learnt, rests meanwhile.
+Steps of another kind
+---------------------
+A step that evaluates, or that has other owners of its microbatches, runs by another
+:class:`rrfp_jax.core.stage_setup.StepMode`: its own graph, plan and consumption. The start of the step says so. The
+arbiter changes the mode as the step starts, and changes back as it ends. Foresight, with all that it has learnt, rests
+while the stage evaluates; for a step with other owners it begins with the tables of that step and takes all that it has
+learnt there and back.
 
 Why one event at a time is enough
 ---------------------------------
@@ -100,7 +102,8 @@ from rrfp_jax.core.foresight import Estimates, Foresight, PendingInputs
 from rrfp_jax.core.hints import Choice, Consumption, Heads
 from rrfp_jax.core.memory import Footprint, ReadAhead, Window, check_weights
 from rrfp_jax.core.plan import DUE, FINISHED, RUNNING, StepRules, end_followers
-from rrfp_jax.core.stage_setup import StageSetup, StepMode, StepPlan
+from rrfp_jax.core.replicas import StepOwners
+from rrfp_jax.core.stage_setup import OwnerModes, StageSetup, StepMode, StepPlan
 from rrfp_jax.schedules import Absences, PipelineGraph, Task
 
 _TAKEN = MessageKind.TAKEN
@@ -128,6 +131,7 @@ class StageArbiter:
         "_mode",
         "_now_s",
         "_num_started",
+        "_owned",
         "_pending",
         "_prepared",
         "_ranked",
@@ -167,12 +171,13 @@ class StageArbiter:
         self._now_s = 0.0
         self._training = StepMode(setup)
         self._evaluation = StepMode(setup.evaluating(), evaluates=True) if setup.evaluation_batches else None
+        self._owned = OwnerModes(setup)
         self._go_by(self._training)
         self._prepared = self._mode.full
         """The plan that the next step will probably need."""
         self._foresight = None if setup.foresight is None else setup.foresight.make(self._mode.full.arrival_table)
         self._resting: Foresight | None = None
-        """The foresight of training, during an evaluation."""
+        """The foresight of steps that train, during one that has none."""
         self._early: dict[int, tuple[InputArrived, ...]] = {}
         """Messages of later steps."""
         self._pending = PendingInputs()
@@ -193,7 +198,9 @@ class StageArbiter:
         row = mode.row_memory
         self._footprint = None if row is None else Footprint(row.ranked(ranked.at), mode.footprint or 0)
         limit = mode.capacity if self._weights else mode.limit
-        self._window = Window(limit, plan.tasks_per_microbatch, plan.first_microbatch, weights=self._weights)
+        self._window = Window(
+            limit, plan.tasks_per_microbatch, plan.first_microbatch, weights=self._weights, sequence=mode.sequence
+        )
         self._running: list[int] = []
         """The compute lane's tasks that were handed over and have not ended, in order."""
         self._due: int | None = None
@@ -223,6 +230,7 @@ class StageArbiter:
         twin.evaluates = self.evaluates
         twin.step, twin.is_active, twin._now_s = self.step, self.is_active, self._now_s
         twin._training, twin._evaluation, twin._mode = self._training, self._evaluation, self._mode
+        twin._owned = self._owned
         twin._prepared, twin._ranked, twin._weights = self._prepared, self._ranked, self._weights
         twin._due, twin._is_told, twin._capacity = self._due, self._is_told, self._capacity
         twin._hint_state, twin._left, twin._tasks_left = self._hint_state, self._left, self._tasks_left
@@ -245,13 +253,11 @@ class StageArbiter:
         """
         twin = self.copy()
         twin.step, twin.is_active = after, False
-        if twin.evaluates:
-            twin._go_by(twin._training)
-            twin._foresight, twin._resting = twin._resting, None
+        twin._go_by(twin._training)
         twin._early, twin._prepared, twin._weights = {}, twin._mode.full, ()
         twin._pending = PendingInputs()
-        if twin._foresight is not None:
-            twin._foresight = twin._foresight.rules.make(twin._foresight.table, estimates)
+        rules, twin._resting = twin.setup.foresight, None
+        twin._foresight = None if rules is None else rules.make(twin._mode.full.arrival_table, estimates)
         twin._begin(twin._mode.full)
         return twin
 
@@ -266,6 +272,7 @@ class StageArbiter:
             early,
             self._resting.key(is_active=False) if self._resting else seen,
             self._ranked.absent,
+            self._ranked.owners,
             self.evaluates,
             self._weights,
             tuple(self._waiting),
@@ -278,13 +285,20 @@ class StageArbiter:
 
     # -- plans made ahead ----------------------------------------------------------------------------------------------
 
-    def plan_without(self, absent: Absences, weights: tuple[int, ...] = (), *, evaluates: bool = False) -> StepPlan:
+    def plan_without(
+        self,
+        absent: Absences,
+        weights: tuple[int, ...] = (),
+        *,
+        evaluates: bool = False,
+        owners: StepOwners | None = None,
+    ) -> StepPlan:
         """Returns the plan of a step without these pairs, beyond those of the graph; from any thread, at any time.
 
         ``weights``: the weight of each microbatch of the stage, for a stage with a capacity. Raises ValueError for
-        weights that do not fit it, and where the stage was not made for evaluations.
+        weights that do not fit it, for owners that the stage cannot have, and where it was not made for evaluations.
         """
-        mode = self._mode_of(evaluates=evaluates)
+        mode = self._mode_of(evaluates=evaluates, owners=owners)
         plan = mode.full.without(absent, mode.graph, mode.rules, mode.consumption)
         if not weights:
             return plan
@@ -298,16 +312,16 @@ class StageArbiter:
         """
         self._prepared = plan
 
-    def graph_of(self, *, evaluates: bool) -> PipelineGraph:
-        """Returns the graph of steps of one kind; raises ValueError where the stage was not made for evaluations."""
-        return self._mode_of(evaluates=evaluates).graph
+    def graph_of(self, *, evaluates: bool, owners: StepOwners | None = None) -> PipelineGraph:
+        """Returns the graph of steps of one kind; raises ValueError where the stage cannot run such steps."""
+        return self._mode_of(evaluates=evaluates, owners=owners).graph
 
-    def _mode_of(self, *, evaluates: bool) -> StepMode:
-        if not evaluates:
-            return self._training
-        if self._evaluation is None:
+    def _mode_of(self, *, evaluates: bool, owners: StepOwners | None) -> StepMode:
+        if evaluates and self._evaluation is None:
             raise ValueError(f"stage {self.stage} was not made for steps that evaluate: prepare it for them")
-        return self._evaluation
+        if owners is not None:
+            return self._owned.of(owners, evaluates=evaluates)
+        return self._evaluation if evaluates and self._evaluation is not None else self._training
 
     def _go_by(self, mode: StepMode) -> None:
         """Go by the rules of this kind of steps; between steps by those of training."""
@@ -390,12 +404,16 @@ class StageArbiter:
         raise IllegalTransition(f"stage {self.stage}, step {step}: member {member} said {note}, which is not expected")
 
     def _start_step(self, event: StepStarted, out: list[Instruction]) -> None:
-        if event.evaluates:
+        if event.evaluates or event.owners is not None:
             try:
-                self._go_by(self._mode_of(evaluates=True))
+                self._go_by(self._mode_of(evaluates=event.evaluates, owners=event.owners))
             except ValueError as error:
-                raise IllegalTransition(f"step {event.step} was started to evaluate: {error}") from None
-            self._foresight, self._resting = None, self._foresight
+                how = "to evaluate" if event.evaluates else "with other owners"
+                raise IllegalTransition(f"step {event.step} was started {how}: {error}") from None
+            if self._mode.foresight is None:
+                self._foresight, self._resting = None, self._foresight
+            elif self._foresight is not None:
+                self._foresight = self._foresight.of_other_steps(self._mode.full.arrival_table)
         if event.weights:
             try:
                 num_microbatches = len(self._mode.full.plan.tasks_per_microbatch)
@@ -404,8 +422,11 @@ class StageArbiter:
                 raise IllegalTransition(f"step {event.step} was started with wrong weights: {error}") from None
         self.step, self.is_active, self._weights = event.step, True, event.weights
         prepared = self._prepared
-        is_prepared = prepared.absent == event.absent and prepared.evaluates == event.evaluates
-        self._begin(prepared if is_prepared else self.plan_without(event.absent, evaluates=event.evaluates))
+        kind = event.evaluates, event.owners
+        is_prepared = prepared.absent == event.absent and (prepared.evaluates, prepared.owners) == kind
+        if not is_prepared:
+            prepared = self.plan_without(event.absent, evaluates=event.evaluates, owners=event.owners)
+        self._begin(prepared)
         self._prepared = self._training.full
         for node, needs in enumerate(self._ranked.plan.needs):
             if not needs:
@@ -416,9 +437,12 @@ class StageArbiter:
     def _end_step(self, out: list[Instruction]) -> None:
         assert self.step is not None
         self.is_active = False
-        if self.evaluates:
+        if self._mode is not self._training:
+            if self._mode.foresight is None:
+                self._foresight, self._resting = self._resting, None
+            elif self._foresight is not None:
+                self._foresight = self._foresight.of_other_steps(self._training.full.arrival_table)
             self._go_by(self._training)
-            self._foresight, self._resting = self._resting, None
         out.append(FinishStep(self.step))
 
     # -- arrivals ------------------------------------------------------------------------------------------------------
@@ -681,7 +705,7 @@ class StageArbiter:
             mode, lanes, first = self._mode, self._ready.lanes, heads[0]
             if first is not None and not footprint.admits(first, self._waiting):
                 # In the row's order no other F that takes as much is admitted either, so only costless ones are left.
-                if mode.follows_row and mode.row_memory.is_even:  # type: ignore[union-attr]
+                if mode.reserves_by_row and mode.row_memory.is_even:  # type: ignore[union-attr]
                     find = footprint.first_costless
                 else:
                     find = partial(footprint.first_admitted, self._waiting)

@@ -161,16 +161,17 @@ def _first_that_fits(
 ) -> int | None:
     """Returns the first admissible position of fresh forwards of different weights, or ``held`` if that is before."""
     refused: dict[int, int] = {}
+    ages = window.ages()
     for position in fresh:
         if held is not None and position > held:
             break
         m = microbatch_at[position]
-        weight = window.weight(m)
+        weight, age = window.weight(m), ages[m]
         # Younger microbatches of the same weight are refused too.
-        if m < refused.get(weight, m + 1):
+        if age < refused.get(weight, age + 1):
             if window.admits(m):
                 return position
-            refused[weight] = m
+            refused[weight] = age
     return held
 
 

@@ -8,6 +8,7 @@ they can be logged, compared and replayed. Notes travel between the members of o
 from enum import StrEnum
 from typing import NamedTuple
 
+from rrfp_jax.core.replicas import StepOwners
 from rrfp_jax.schedules import NO_MICROBATCH, Absences, Task
 
 
@@ -48,7 +49,9 @@ class StepStarted(NamedTuple):
 
     ``absent`` holds the pairs of chunk and microbatch that it lacks beyond those of the graph. ``weights`` holds the
     weight of each microbatch while the stage holds it, from the stage's first microbatch on (empty: microbatches are
-    counted). ``evaluates`` is true for a step of forwards alone (:mod:`rrfp_jax.core.stage_setup`).
+    counted). ``evaluates`` is true for a step of forwards alone (:mod:`rrfp_jax.core.stage_setup`). ``owners`` says
+    which replica runs each microbatch where these are not the blocks of every replica; ``absent`` has the chunks of
+    these owners then.
     """
 
     step: int
@@ -56,6 +59,7 @@ class StepStarted(NamedTuple):
     absent: Absences = ()
     weights: tuple[int, ...] = ()
     evaluates: bool = False
+    owners: StepOwners | None = None
 
 
 class InputArrived(NamedTuple):
@@ -128,6 +132,7 @@ class MemberStarted(NamedTuple):
     absent: Absences
     weights: tuple[int, ...] = ()
     evaluates: bool = False
+    owners: StepOwners | None = None
 
 
 class MemberReceived(NamedTuple):

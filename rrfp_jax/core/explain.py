@@ -153,7 +153,10 @@ def _waits_for_engine(arbiter: "StageArbiter") -> bool:
 
 def event_text(event: Event) -> str:
     if isinstance(event, StepStarted):
-        return f"step {event.step} started{' to evaluate' if event.evaluates else ''}"
+        lost = event.owners.lost if event.owners else ()
+        without = f", without unit{'s'[: len(lost) - 1]} {', '.join(map(str, lost))}" if lost else ""
+        others = f" with other owners{without}" if event.owners else ""
+        return f"step {event.step} started{' to evaluate' if event.evaluates else ''}{others}"
     if isinstance(event, InputArrived):
         return f"the {event.message} arrived"
     if isinstance(event, GroupHeard):
@@ -276,9 +279,11 @@ def _check_window(arbiter: "StageArbiter", unfinished: list[tuple[int, int]]) ->
         weight = {first + place: weight for place, weight in enumerate(weights)}
         assert sum(weight[m] for m in held) <= limit
         # Every other microbatch that is left will fit once all older ones have gone.
+        ages = window.ages()
         for place, left in enumerate(of_microbatch):
-            if left and first + place not in held:
-                assert sum(weight[m] for m in [first + place, *(m for m in held if m > first + place)]) <= limit
+            m = first + place
+            if left and m not in held:
+                assert weight[m] + sum(weight[other] for other in held if ages[other] > ages[m]) <= limit
 
 
 def _check_read_ahead(arbiter: "StageArbiter", ahead: ReadAhead) -> None:

@@ -306,6 +306,13 @@ class Foresight:
         twin._asked_s, twin._given_up = self._asked_s.copy(), self._given_up.copy()
         return twin
 
+    def of_other_steps(self, table: ArrivalTable) -> "Foresight":
+        """Returns the foresight of steps with other tasks and messages, which knows all that this one has learnt and
+        heard for later steps."""
+        twin = self.rules.make(table, self.estimates())
+        twin._early = self._early
+        return twin
+
     def estimates(self) -> Estimates:
         return Estimates(
             durations_s=self._durations_s.known(), leads_s=self._leads_s.known(), notices=self._notices.known()

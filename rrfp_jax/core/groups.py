@@ -255,7 +255,7 @@ class LeadingMember(_TreeMember):
     def _dispatch(self, out: list[Instruction]) -> None:
         assert self.step is not None
         # No task starts before the step has started on all members.
-        start = MemberStarted(self._ranked.absent, self._weights, self.evaluates)
+        start = MemberStarted(self._ranked.absent, self._weights, self.evaluates, self._ranked.owners)
         if self._num_started or self._kept[self.step].get(start) == self._everyone:
             super()._dispatch(out)
 
@@ -344,13 +344,14 @@ class FollowingMember(_TreeMember):
 def _as_note(event: InputArrived | StepStarted) -> MemberReceived | MemberStarted:
     if isinstance(event, InputArrived):
         return MemberReceived(event.message)
-    return MemberStarted(event.absent, event.weights, event.evaluates)
+    return MemberStarted(event.absent, event.weights, event.evaluates, event.owners)
 
 
 def _batch(start: MemberStarted) -> str:
     pairs = [(chunk, m) for chunk, mask in start.absent for m in bits(mask)]
     kind = "to evaluate, " if start.evaluates else ""
-    return f"{kind}without {pairs}" + (f" and with weights {start.weights}" if start.weights else "")
+    weights = f" and with weights {start.weights}" if start.weights else ""
+    return f"{kind}without {pairs}{weights}" + (f", of owners {start.owners}" if start.owners else "")
 
 
 class ProposingMember(GroupMember[tuple[int, int], TaskProposed]):

@@ -66,6 +66,12 @@ Engines do not wait in that queue: for their tasks its memory is held until the 
   others. The verdict on which U waits asks for none of them that comes after U.
 * *Accumulation in microbatch order* makes dependencies, so a table with another order is refused.
 * *Replicas* have rows and memory of their own, and only R and its followers wait across them.
+* *Other owners* (:mod:`rrfp_jax.core.replicas`) give a stage other microbatches than its row names, and tables that are
+  made anew for each stage's number of them have no total order in common. So in such a step every stage reserves memory
+  in the window's order (:func:`canonical_row`), which is one for any owners, and its row only ranks. Its peak is one
+  microbatch, so the footprint of every other step suffices. Any sequence of microbatches that all stages share will do
+  in place of their numbers. It is the first of every replica's block, then the second of every block, and so on: so the
+  replicas, whose blocks run side by side, do not wait for each other's numbers.
 
 Where operations move memory and no table ranks the ready tasks, the row is the window's order (:func:`canonical_row`).
 Operations depend on tasks of their own chunk and microbatch, and stand among these. An operation that takes memory back
@@ -139,6 +145,7 @@ class Window:
         ends: for each microbatch, how many ends let go of it, 0 where the step lacks it; numbers begin at ``first``.
         order: every microbatch twice, see :func:`holding_turns`.
         weights: of each microbatch; none: 1 each.
+        sequence: every microbatch once, where they are not taken by number; for a window without ``order``.
 
     Raises ValueError where the order alone holds more than the limit.
     """
@@ -148,6 +155,8 @@ class Window:
         "_is_counted",
         "_lightest",
         "_next",
+        "_passed",
+        "_sequence",
         "_start_place",
         "_turns",
         "_weights",
@@ -167,13 +176,18 @@ class Window:
         first: int = 0,
         order: tuple[int, ...] = (),
         weights: Sequence[int] = (),
+        *,
+        sequence: Sequence[int] = (),
     ) -> None:
         self.limit, self.first = limit, first
         self.left = list(ends)
         self.held: set[int] = set()
         self.load = 0
+        self._sequence: Sequence[int] = sequence or range(first, first + len(self.left))
+        self._passed = 0
+        """How many microbatches at the beginning of the sequence have been let go."""
         self.oldest = first
-        """The smallest number that has not been let go; one past the last if all have."""
+        """The first of the sequence that has not been let go; one past the last number if all have."""
         self._weights = tuple(weights) or (1,) * len(self.left)
         self.is_even = not weights
         """Whether every microbatch weighs 1."""
@@ -188,7 +202,7 @@ class Window:
         if not self._is_counted:
             self._lightest = min((w for w, left in zip(self._weights, self.left, strict=True) if left), default=0)
             microbatches = range(first, first + len(self.left))
-            self._turns = holding_turns(microbatches, order)
+            self._turns = holding_turns(microbatches, order or tuple(m for m in sequence for _ in range(2)))
             self._start_place = {m: place for place, (m, is_start) in enumerate(self._turns) if is_start}
             peak = peak_of_turns(self._turns, dict(zip(microbatches, self._weights, strict=True)))
         if limit is not None and peak > limit:
@@ -201,6 +215,7 @@ class Window:
         twin.limit, twin.first, twin.load, twin.oldest = self.limit, self.first, self.load, self.oldest
         twin.left, twin.held = self.left.copy(), self.held.copy()
         twin.is_even, twin._is_counted, twin._weights = self.is_even, self._is_counted, self._weights
+        twin._sequence, twin._passed = self._sequence, self._passed
         twin._turns, twin._start_place, twin._next = self._turns, self._start_place, self._next
         twin._lightest, twin._enough = self._lightest, self._enough
         return twin
@@ -267,10 +282,15 @@ class Window:
                 self._advance()
 
     def _advance(self) -> None:
-        left, place = self.left, self.oldest - self.first
-        while place < len(left) and not left[place]:
+        left, first, sequence, place = self.left, self.first, self._sequence, self._passed
+        while place < len(left) and not left[sequence[place] - first]:
             place += 1
-        self.oldest = self.first + place
+        self._passed = place
+        self.oldest = sequence[place] if place < len(left) else first + len(left)
+
+    def ages(self) -> dict[int, int]:
+        """Returns the place of each microbatch in the sequence."""
+        return {microbatch: place for place, microbatch in enumerate(self._sequence)}
 
 
 def check_weights(weights: Sequence[int], num_microbatches: int, capacity: int | None, stage: int) -> None:
@@ -325,14 +345,15 @@ def memory_changes(tasks: Iterable[Task], graph: PipelineGraph) -> list[int]:
     return [change for task in tasks for takes, frees in [memory_effect(task, graph)] for change in (takes, -frees)]
 
 
-def canonical_row(graph: PipelineGraph, chunks: Sequence[int]) -> list[Task]:
+def canonical_row(graph: PipelineGraph, chunks: Sequence[int], sequence: Iterable[int] = ()) -> list[Task]:
     """Returns a stage's tasks in the window's order, in which every dependency goes forward.
 
     First by microbatch; within one F by ascending chunks and backwards by descending ones, with operations right where
-    they can run, and those that take memory for a backward right before it.
+    they can run, and those that take memory for a backward right before it. ``sequence`` names every microbatch of the
+    stage, where they do not come by number.
     """
     row: list[Task] = []
-    for m in range(graph.num_microbatches):
+    for m in sequence or range(graph.num_microbatches):
         forth: list[Task] = []
         back: list[Task] = []
         for chunk in chunks:

@@ -7,8 +7,9 @@ hold; ``backward`` runs as one task (``fused``) or as two (``split``). Where a t
 sight; both are on unless they are switched off, which leaves readiness alone, as the RRFP paper has it. ``read_ahead``
 bounds how far chunks that run F only, such as frozen encoders, may run ahead of those that read them."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import accumulate, islice
 
 from rrfp_jax.byte_sizes import parse_bytes
@@ -19,7 +20,7 @@ from rrfp_jax.core.hints import BFW, HINTS, SCHEDULE, Consumption, hint_by_name,
 from rrfp_jax.core.memory import AheadBound, check_windows, memory_changes, memory_unit, turns_of_table
 from rrfp_jax.core.plan import StepRules
 from rrfp_jax.core.replicas import replicated_graph, replicated_placement, replicated_table
-from rrfp_jax.core.stage_setup import EVALUATION, StageSetup, outputs_ahead
+from rrfp_jax.core.stage_setup import EVALUATION, OtherRows, Row, StageSetup, outputs_ahead
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, ScheduleTable, Task
 from rrfp_jax.schedules.table import check_orders, execution_order
@@ -96,6 +97,9 @@ class Order:
     read_ahead: tuple[tuple[int, int], ...] = ()
     """(chunk, microbatches) for each chunk that runs F only for others: how many of its outputs may not have been taken
     by all of them. None under strict consumption."""
+    table_for: Callable[[int], ScheduleTable | None] = field(default=lambda _: None, compare=False)
+    """Returns one replica's table for another number of microbatches, for steps in which owners change; None: there is
+    none, or no table ranks the tasks."""
 
     @property
     def bounds(self) -> tuple[str, ...]:
@@ -157,10 +161,20 @@ class Order:
                 footprint=None if self.footprints is None else self.footprints[stage],
                 read_ahead=tuple(b for b in ahead if self.placement.stage_of_chunk[b.chunk] == stage),
                 evaluation_batches=evaluation_batches,
+                other_rows=OtherRows(partial(self._other_row, stage)),
             )
             for stage in wanted
         }
         return [group_arbiter(protocol, setups[stage], *of_group) for stage, of_group in wanted.items()]
+
+    def _other_row(self, unit: int, number: int) -> Row | None:
+        """Returns the row of a stage of one replica for another number of microbatches, with the chunks of a unit."""
+        table = self.table_for(number) if number else None
+        if table is None:
+            return None
+        replica, stage = divmod(unit, table.num_stages)
+        copies = self.graph.num_replicas
+        return tuple(task._replace(chunk=task.chunk * copies + replica) for task in table.orders[stage])
 
     def evaluating(self, num_batches: int = 1) -> "Order":
         """Returns the order of steps that evaluate this many batches (:mod:`rrfp_jax.core.stage_setup`), as an order by
@@ -345,6 +359,7 @@ class Ordering:
             is_bf=self.consume == READY and hint in ("bf", BFW.name),
             foresight=self._foresight(),
             footprints=footprints,
+            table_for=lru_cache(maxsize=8)(self._table_for),
         )
         return order if self.consume == STRICT else replace(order, read_ahead=read_ahead_of(order, self.read_ahead))
 
@@ -354,6 +369,18 @@ class Ordering:
         if self.schedule is None or not self.is_guided:
             return self.schedule
         return self.schedule.hint or self.schedule
+
+    def _table_for(self, num_microbatches: int) -> ScheduleTable | None:
+        """Returns the table that ranks the ready tasks of one replica with another number of microbatches, if there is
+        one."""
+        schedule = self.schedule
+        if schedule is None or not self.is_guided or schedule.for_microbatches is None or schedule.graph.absent:
+            return None
+        try:
+            table = schedule.for_microbatches(num_microbatches)
+        except ValueError:  # many schedules are for multiples of some number
+            return None
+        return table.hint or table
 
     @property
     def has_footprint(self) -> bool:

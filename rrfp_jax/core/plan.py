@@ -8,16 +8,17 @@ condition that fires by itself and may send messages; it is never dispatched. Th
 * *complete here* and *complete in all replicas*, of a chunk with copies in other replicas: they send to each other
   along a tree of the replicas, up and then down, and R follows;
 * *report*: the stage has done its part of the step's agreement, and the reports of the stages below it in the tree of
-  stages (:mod:`rrfp_jax.layout`) are in; sends one report for all of them to the stage above;
+  stages (:func:`report_tree`) are in; sends one report for all of them to the stage above;
 * *taken*, of a chunk that reads ahead (:mod:`rrfp_jax.core.memory`): all its readers on other stages have sent their
   receipts, so that the chunk's step ends no sooner;
-* *verdict*: on stage 0, the root, its report is complete; elsewhere, the verdict has arrived from above. Sends it to
-  the stages below.
+* *verdict*: on the root, the first stage, its report is complete; elsewhere, the verdict has arrived from above. Sends
+  it to the stages below.
 
 Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` that it counts down. The plan of a step in
 which some pairs are absent is the full one with their tasks taken out (:mod:`rrfp_jax.core.stage_setup`).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -25,7 +26,7 @@ from itertools import pairwise
 
 from rrfp_jax.core.events import Message, MessageKind
 from rrfp_jax.layout import CONTROL_DEGREE, children, parent
-from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task, TaskKind, bits
 
 LANE = {TaskKind.F: 0, TaskKind.B: 1, TaskKind.I: 1, TaskKind.W: 2, TaskKind.R: 3, TaskKind.U: 3}
 """Ready tasks queue in four lanes: forwards, input gradients, weight gradients, and the tasks of the step's end."""
@@ -127,6 +128,21 @@ class StagePlan:
         return tuple(map(tuple, before))
 
 
+def report_tree(
+    graph: PipelineGraph, placement: Placement, stage: int, degree: int
+) -> tuple[int | None, tuple[int, ...]]:
+    """Returns the stage to which a stage reports, None for the root, and those that report to it.
+
+    The tree (:mod:`rrfp_jax.layout`) is over all stages but those whose chunks are lost.
+    """
+    if not graph.lost:
+        return parent(stage, degree), tuple(children(stage, placement.num_stages, degree))
+    living = [s for s, chunks in enumerate(placement.chunks_of_stage) if not graph.lost.issuperset(chunks)]
+    place = living.index(stage)
+    above = parent(place, degree)
+    return None if above is None else living[above], tuple(living[c] for c in children(place, len(living), degree))
+
+
 def end_followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the nodes among these that wait for real ends: gates, and the tasks of engines beside compute."""
     lanes, num_tasks = plan.lanes, len(plan.tasks)
@@ -145,6 +161,8 @@ def stage_plan(
         raise ValueError(
             f"the graph has {graph.num_chunks} chunks and the placement {placement.num_chunks}: they must agree"
         )
+    if graph.lost and graph.lost.issuperset(placement.chunks_of_stage[stage]):
+        raise ValueError(f"stage {stage} is lost: it takes no part in such a step")
     return _PlanBuilder(graph, placement, stage, rules, has_row=has_row).build()
 
 
@@ -197,8 +215,9 @@ class _PlanBuilder:
         if self.graph.ops:
             self._wire_operations()
         self._wire_agreement()
-        first = min(self.graph.range_of(c).start for c in self.chunks)
-        per_microbatch = [0] * (max(self.graph.range_of(c).stop for c in self.chunks) - first)
+        ranges = [own for c in self.chunks if (own := self.graph.range_of(c))]
+        first = min((own.start for own in ranges), default=0)
+        per_microbatch = [0] * (max((own.stop for own in ranges), default=0) - first)
         for task in self.tasks[: self.num_microbatch_tasks]:
             per_microbatch[task.microbatch - first] += 1
         return StagePlan(
@@ -273,16 +292,20 @@ class _PlanBuilder:
                 if m in nodes:
                     self._after(nodes[m], node)
             return
-        for m in self.graph.microbatches(source):
-            if m in nodes:
-                self._after_message(nodes[m], Message(carried, source, chunk, m))
+        for m, node in self._common(nodes, chunk, source):
+            self._after_message(node, Message(carried, source, chunk, m))
 
     def _send(self, nodes: dict[int, int], carried: MessageKind, chunk: int, target: int) -> None:
         stage = self.placement.stage_of_chunk[target]
         if stage != self.stage:
-            for m in self.graph.microbatches(target):
-                if m in nodes:
-                    self.sends[nodes[m]].append((Message(carried, chunk, target, m), stage))
+            for m, node in self._common(nodes, chunk, target):
+                self.sends[node].append((Message(carried, chunk, target, m), stage))
+
+    def _common(self, nodes: dict[int, int], chunk: int, other: int) -> Iterable[tuple[int, int]]:
+        """Returns a chunk's microbatches that another one has too, with their nodes."""
+        own = self.graph.present(chunk)
+        common = own & self.graph.present(other)
+        return nodes.items() if common == own else [(m, nodes[m]) for m in bits(common)]
 
     def _wire_operations(self) -> None:
         """Wire operations to their prerequisites and followers, which are all on this stage, as an operation is on a
@@ -373,16 +396,10 @@ class _PlanBuilder:
 
     def _sharers(self, chunk: int) -> tuple[list[int], list[int]]:
         """Returns the chunks of the own replica that share this chunk's parameters, and its copies in all replicas."""
-        graph = self.graph
+        graph, num_replicas = self.graph, self.graph.num_replicas
         trained = [c for c in graph.sharing(chunk) if graph.trains(c)]
-        if not graph.owned:
-            return trained, [chunk]
-        by_replica: dict[tuple[int, int], list[int]] = {}
-        for c in trained:
-            by_replica.setdefault(graph.owned[c], []).append(c)
-        own = by_replica[graph.owned[chunk]]
-        place = own.index(chunk)
-        return own, [others[place] for others in by_replica.values()]
+        own = [c for c in trained if c % num_replicas == chunk % num_replicas]
+        return own, [c for c in trained if c // num_replicas == chunk // num_replicas]
 
     def _wire_agreement(self) -> None:
         """Let U wait for R and, where the stages agree on something, for the verdict."""
@@ -400,8 +417,8 @@ class _PlanBuilder:
             sinks = (c for c in self.chunks if not self.graph.successors(c))
             reported = [node for chunk in sinks for node in self._nodes(TaskKind.F, chunk).values()]
         # Reports go up the tree of stages, and the verdict comes down.
-        stage, degree = self.stage, self.rules.tree_degree
-        above, below = parent(stage, degree), children(stage, self.placement.num_stages, degree)
+        stage = self.stage
+        above, below = report_tree(self.graph, self.placement, stage, self.rules.tree_degree)
         verdict, report = self._gate("verdict"), self._gate("report")
         self._after(report, *reported)
         for child in below:

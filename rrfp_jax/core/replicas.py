@@ -2,16 +2,47 @@
 
 In replica ``r`` of R, chunk ``c`` of a pipeline on S stages is chunk ``c * R + r`` of the larger pipeline, on stage
 ``r * S + s`` where ``c`` is on stage ``s``. So edges lead to larger chunks whatever replicas they join. A replica owns
-a range of consecutive microbatches, so that microbatches keep their numbers over the whole step, and its chunks share
+a block of consecutive microbatches, so that microbatches keep their numbers over the whole step, and its chunks share
 parameters with their counterparts. So every replica of a stage is a stage of its own, with an arbiter, a window and an
 order of its own; a chunk's R waits until its gradients are complete in all replicas, by messages as any other task
 does; and simulation and checking need to know nothing of it.
+
+Other owners
+------------
+A step may have other owners than these blocks: a table says which replica runs each microbatch on each stage. A
+microbatch then goes from replica to replica, along edges between all that have one in common. Its loss, its random
+keys and its weight follow from its number and the step's, so owners change nothing but the order of sums. Where a
+*unit*, one replica of one stage, is lost, it owns nothing and takes no part in sums, reports and updates either.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
 
-from rrfp_jax.schedules import Absences, PipelineGraph, Placement, ScheduleTable, Task, absences
+from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, ScheduleTable, Task, absences
+
+Owners = tuple[tuple[int, ...], ...]
+"""``owners[stage][microbatch]``: the replica that runs a microbatch of the step on a stage."""
+
+
+class StepOwners(NamedTuple):
+    """The owners of a step that has others than the blocks of every replica."""
+
+    owners: Owners
+    lost: tuple[int, ...] = ()
+    """The units that take no part in the step, ascending; a unit of stage ``s`` of S in replica ``r`` has the number
+    ``r * S + s``."""
+
+
+def block_owners(num_stages: int, num_microbatches: int, num_replicas: int) -> Owners:
+    """Returns the normal owners, blocks of consecutive microbatches; ``num_microbatches`` are those of the step.
+
+    Raises ValueError where there are no equal blocks.
+    """
+    share = microbatches_per_replica(num_microbatches, num_replicas)
+    return (tuple(m // share for m in range(num_microbatches)),) * num_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +110,8 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
     if num_replicas == 1:
         return graph
     copies, replicas = replication(graph, num_replicas), range(num_replicas)
-    share = graph.num_microbatches
+    share, known = graph.num_microbatches, dict(graph.absent)
+    every, block = (1 << share * num_replicas) - 1, [(1 << share) - 1 << r * share for r in replicas]
     tied = {chunk for group in graph.shared for chunk in group}
     groups = [*graph.shared, *((c,) for c in range(graph.num_chunks) if c not in tied)]
     return PipelineGraph(
@@ -90,7 +122,11 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
             for edge in graph.edges
             for r in replicas
         ),
-        absent=tuple((copies.chunk(c, r), mask << r * share) for c, mask in graph.absent for r in replicas),
+        absent=tuple(
+            (copies.chunk(c, r), every & ~block[r] | known.get(c, 0) << r * share)
+            for c in range(graph.num_chunks)
+            for r in replicas
+        ),
         split=frozenset(copies.chunk(c, r) for r in replicas for c in graph.split),
         frozen=frozenset(copies.chunk(c, r) for r in replicas for c in graph.frozen),
         shared=tuple(tuple(copies.chunk(c, r) for r in replicas for c in group) for group in groups),
@@ -104,7 +140,93 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
             )
             for op in graph.ops
         ),
-        owned=tuple((r * share, (r + 1) * share) for _ in range(graph.num_chunks) for r in replicas),
+        num_replicas=num_replicas,
+    )
+
+
+@lru_cache(maxsize=8)
+def with_owners(graph: PipelineGraph, placement: Placement, given: StepOwners) -> PipelineGraph:
+    """Returns the graph of a step with other owners.
+
+    Args:
+        graph, placement: those of all replicas, as :func:`replicated_graph` and :func:`replicated_placement` give them.
+        given: the owners, and the units that are lost.
+
+    Raises ValueError for owners that do not fit the pipeline, where a unit that is lost owns a microbatch, and where
+    operations belong to certain microbatches.
+    """
+    num_replicas, num_stages = graph.num_replicas, placement.num_stages // graph.num_replicas
+    _check_owners(given, num_stages, graph.num_microbatches, num_replicas)
+    if any(op.pairs or op.waits for op in graph.ops):
+        raise ValueError(
+            f"operation {graph.ops[0].letter} belongs to certain microbatches of each replica, so owners cannot "
+            "change: take a schedule without offload and recompute"
+        )
+    share, every = graph.num_microbatches // num_replicas, (1 << graph.num_microbatches) - 1
+    masks = [[0] * num_replicas for _ in range(num_stages)]
+    for stage, owners in enumerate(given.owners):
+        for m, replica in enumerate(owners):
+            masks[stage][replica] |= 1 << m
+    absent, known = [], dict(graph.absent)
+    for first in range(0, graph.num_chunks, num_replicas):
+        # What some microbatch lacks in its own block it lacks wherever it runs.
+        missing = 0
+        for replica in range(num_replicas):
+            block = (1 << share) - 1 << replica * share
+            missing |= known.get(first + replica, 0) & block
+        own = masks[placement.stage_of_chunk[first]]
+        absent += [(first + r, every & ~own[r] | missing) for r in range(num_replicas) if missing or own[r] != every]
+    edges = []
+    for edge in dict.fromkeys(
+        e._replace(source=e.source // num_replicas, target=e.target // num_replicas) for e in graph.edges
+    ):
+        ends = [masks[placement.stage_of_chunk[chunk * num_replicas]] for chunk in edge[:2]]
+        edges += [
+            edge._replace(source=edge.source * num_replicas + a, target=edge.target * num_replicas + b)
+            for a, b in product(range(num_replicas), repeat=2)
+            if ends[0][a] & ends[1][b]
+        ]
+    lost = frozenset(chunk for unit in given.lost for chunk in placement.chunks_of_stage[unit])
+    return replace(graph, edges=tuple(map(Edge._make, edges)), absent=tuple(absent), lost=lost)
+
+
+def _check_owners(given: StepOwners, num_stages: int, num_microbatches: int, num_replicas: int) -> None:
+    """Raise ValueError for owners that do not fit such a pipeline, or for lost units that own something."""
+    owners, lost = given
+    if len(owners) != num_stages or any(len(row) != num_microbatches for row in owners):
+        raise ValueError(
+            f"the owners are of {len(owners)} stages and {len(owners[0]) if owners else 0} microbatches, the pipeline "
+            f"has {num_stages} and {num_microbatches}: give one replica for each"
+        )
+    lost_units = set(lost)
+    for unit in lost:
+        if not 0 <= unit < num_stages * num_replicas:
+            raise ValueError(f"unit {unit} is lost, and there are {num_stages * num_replicas}, counted from 0")
+    for stage, row in enumerate(owners):
+        for m, replica in enumerate(row):
+            if not 0 <= replica < num_replicas:
+                raise ValueError(
+                    f"microbatch {m} of stage {stage} is owned by replica {replica}, and there are {num_replicas}, "
+                    "counted from 0"
+                )
+            if replica * num_stages + stage in lost_units:
+                raise ValueError(
+                    f"microbatch {m} of stage {stage} is owned by replica {replica}, which is lost there: give it to "
+                    "another one"
+                )
+
+
+def moved_pairs(pairs: Absences, graph: PipelineGraph) -> Absences:
+    """Returns the pairs of a step without owners of its own as those of the replicas that own them in ``graph``."""
+    masks: dict[int, int] = {}
+    for chunk, mask in pairs:
+        first = chunk - chunk % graph.num_replicas
+        masks[first] = masks.get(first, 0) | mask
+    return tuple(
+        (copy, own)
+        for first, mask in sorted(masks.items())
+        for copy in range(first, first + graph.num_replicas)
+        if (own := mask & graph.present(copy))
     )
 
 

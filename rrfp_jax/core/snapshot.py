@@ -17,7 +17,7 @@ from rrfp_jax.core.hints import (
 )
 from rrfp_jax.core.memory import AheadBound
 from rrfp_jax.core.plan import StepRules
-from rrfp_jax.core.stage_setup import StageSetup
+from rrfp_jax.core.stage_setup import OtherRows, StageSetup
 from rrfp_jax.schedules import PipelineGraph, Placement, Task
 from rrfp_jax.schedules.registry import is_in_file, rule_in_file
 
@@ -54,6 +54,9 @@ class SavedArbiter:
     """How many batches a step that evaluates runs; 0: none evaluates."""
     certain_ahead: bool
     """Whether certain choices are handed over early."""
+    other_rows: tuple[tuple[int, tuple[Task, ...] | None], ...] = ()
+    """For steps with other owners: the numbers of microbatches that the stage has had in these, and its table's row for
+    each; None: there is no such table."""
 
 
 def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
@@ -76,6 +79,7 @@ def save_arbiter(arbiter: StageArbiter) -> SavedArbiter:
         read_ahead=() if is_strict else setup.read_ahead,
         evaluation_batches=setup.evaluation_batches,
         certain_ahead=setup.certain_ahead,
+        other_rows=tuple(setup.other_rows.made.items()),
     )
 
 
@@ -112,6 +116,7 @@ def rebuild(
         read_ahead=saved.read_ahead,
         evaluation_batches=saved.evaluation_batches,
         certain_ahead=saved.certain_ahead,
+        other_rows=OtherRows(made=dict(saved.other_rows)),
     )
     return group_arbiter(saved.protocol, setup, saved.member, saved.num_members)
 

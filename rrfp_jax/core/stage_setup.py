@@ -17,6 +17,20 @@ suffices. Between steps nothing is left: a stage ends the step when all its task
 outputs have been taken. So the next step begins where it would have begun without the evaluation; messages of it that
 come early are kept, as ever.
 
+Steps with other owners
+-----------------------
+A step may have owners of its microbatches other than the blocks of every replica (:mod:`rrfp_jax.core.replicas`); the
+start of a step says which. A stage then has another number of microbatches, and others. It keeps its window or
+footprint, its rules and its hint. A table that ranks what is ready is made anew for as many microbatches as the stage
+owns, the i-th of the table being the i-th that it owns; where there is no such table, BF ranks. Memory is reserved
+microbatch by microbatch, on all stages, whatever ranks the tasks (:mod:`rrfp_jax.core.memory`): tables made for
+different numbers have no common order from which the rows of all stages come. A table that is followed strictly, or
+that names operations, cannot have other owners.
+
+Microbatches come in the sequence of their places within the blocks of the replicas, for memory as for hints. By number,
+one that a replica has taken over would come behind or before all of its own, and the replica from whose block it is
+would wait. Gradients that are added up in the order of their numbers keep that order.
+
 The plan of one step
 --------------------
 It is the stage's full plan with the tasks of absent pairs taken out, ranked by its consumption.
@@ -25,20 +39,43 @@ building another plan costs far more; and it needs nothing but fixed tables, so 
 the step's turn comes. Nodes keep their numbers.
 """
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from rrfp_jax.core.events import Message, MessageKind
 from rrfp_jax.core.foresight import ArrivalTable, ForesightRules
-from rrfp_jax.core.hints import BF_DEEP, Consumption, ready
+from rrfp_jax.core.hints import BF, BF_DEEP, SCHEDULE_WEIGHTS_LAST, Consumption, Rank, ready, schedule_hint
 from rrfp_jax.core.memory import AheadBound, RowMemory, canonical_row
 from rrfp_jax.core.plan import FINISHED, NUM_LANES, Agreement, StagePlan, StepRules, stage_plan
+from rrfp_jax.core.replicas import StepOwners, with_owners
 from rrfp_jax.schedules import Absences, PipelineGraph, Placement, Task, TaskKind, bits
 
 OUTPUTS_AHEAD = 4
 """How many outputs of a chunk may wait for their readers: one is read, one arrives, and two even out delays."""
 EVALUATION = ready(BF_DEEP)
 """How stages pick their tasks while they evaluate."""
+
+
+_MODES_KEPT = 4
+"""How many owners' modes a stage keeps: with its plan a mode may take a megabyte, and owners seldom change."""
+Row = tuple[Task, ...]
+
+
+class OtherRows:
+    """The rows of one stage's table for other numbers of microbatches, made when they are first asked for.
+
+    Args:
+        make: returns the row for a number of microbatches, numbered from 0, or None where there is no such table.
+        made: rows that are known.
+    """
+
+    def __init__(self, make: Callable[[int], Row | None] = lambda _: None, made: dict[int, Row | None] | None = None):
+        self._make, self.made = make, {} if made is None else made
+
+    def of(self, number: int) -> Row | None:
+        if number not in self.made:
+            self.made[number] = self._make(number)
+        return self.made[number]
 
 
 @dataclass(frozen=True)
@@ -75,11 +112,16 @@ class StageSetup:
     counts."""
     evaluation_batches: int = 0
     """How many batches a step that evaluates runs; 0: no step evaluates."""
+    other_rows: OtherRows = field(default_factory=OtherRows, compare=False)
+    """The rows of the hint's table for steps in which the stage owns another number of microbatches."""
+    owners: StepOwners | None = None
+    """The owners of the microbatches, where these are not the blocks of every replica."""
 
     def __post_init__(self) -> None:
         has_row = not self.consumption.is_strict and self.consumption.hint.row is not None
         moves_memory = bool(self.graph.ops) and self.graph.operations.moves_memory
-        if not has_row and (self.foresight is not None or (self.footprint is not None and not moves_memory)):
+        has_order = has_row or moves_memory or self.owners is not None
+        if (not has_row and self.foresight is not None) or (not has_order and self.footprint is not None):
             raise ValueError("foresight and footprint need a table as hint, whose row they follow")
         if moves_memory and self.footprint is None:
             raise ValueError("operations that move memory need a footprint: say how many activations a stage may hold")
@@ -107,7 +149,71 @@ class StageSetup:
             rules=StepRules(updates=False, agreement=Agreement.LOSS, tree_degree=self.rules.tree_degree),
             certain_ahead=self.certain_ahead,
             read_ahead=tuple(bound for bound in outputs_ahead(graph) if bound.chunk in own),
-        )
+            owners=self.owners,
+        )._in_sequence()
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """The microbatches of the step in the order in which memory is reserved; empty: by number, or by a table."""
+        if self.owners is None or self.rules.ordered:
+            return ()
+        share = self.graph.num_microbatches // self.graph.num_replicas
+        return tuple(sorted(range(self.graph.num_microbatches), key=lambda m: (m % share, m)))
+
+    def sequence_of(self, microbatches: range) -> tuple[int, ...]:
+        """Returns those of a range in that order."""
+        return tuple(m for m in self.sequence if m in microbatches)
+
+    def _in_sequence(self) -> "StageSetup":
+        """Returns the setup with a hint and bounds of read-ahead that go by the sequence."""
+        if not self.sequence:
+            return self
+        place = {m: number for number, m in enumerate(self.sequence)}
+        hint = self.consumption.hint
+
+        def rank(task: Task) -> Rank:
+            return hint.rank(task._replace(microbatch=place.get(task.microbatch, task.microbatch)))
+
+        bounds = []
+        for bound in self.read_ahead:
+            turns = (m for m in self.sequence_of(self.graph.range_of(bound.chunk)) for _ in range(2))
+            bounds.append(replace(bound, turns=tuple(turns)))
+        ranked = self.consumption if hint.row is not None else ready(replace(hint, rank=rank))
+        return replace(self, consumption=ranked, read_ahead=tuple(bounds))
+
+    def with_owners(self, given: StepOwners) -> "StageSetup":
+        """Returns the setup that the stage follows in steps with these owners.
+
+        Raises ValueError for owners that do not fit the pipeline, and where the stage's order cannot have others.
+        """
+        if self.consumption.is_strict:
+            raise ValueError(
+                "strict consumption keeps to its table's microbatches, so owners cannot change: take consume ready"
+            )
+        graph = with_owners(self.graph, self.placement, given)
+        own = self.placement.chunks_of_stage[self.stage]
+        consumption, hint = self.consumption, self.consumption.hint
+        is_guided = hint.row is not None
+        if is_guided:
+            owned = {m for chunk in own for m in graph.microbatches(chunk)}
+            row = self.other_rows.of(len(owned))
+            is_guided = row is not None
+            if row is None:
+                consumption = ready(BF_DEEP if len(own) > 1 else BF)
+            else:
+                numbers = [
+                    m for m in replace(self, owners=given).sequence or range(graph.num_microbatches) if m in owned
+                ]
+                tasks = (t._replace(microbatch=numbers[t.microbatch]) if t.microbatch >= 0 else t for t in row)
+                consumption = ready(schedule_hint(tasks, weights_last=hint.name == SCHEDULE_WEIGHTS_LAST))
+        return replace(
+            self,
+            graph=graph,
+            consumption=consumption,
+            foresight=self.foresight if is_guided else None,
+            read_ahead=tuple(replace(b, turns=()) for b in self.read_ahead if graph.reads_ahead(b.chunk)),
+            owners=given,
+        )._in_sequence()
 
 
 def outputs_ahead(graph: PipelineGraph) -> tuple[AheadBound, ...]:
@@ -121,21 +227,24 @@ class StepMode:
     def __init__(self, setup: StageSetup, *, evaluates: bool = False) -> None:
         self.graph, self.rules, self.consumption = setup.graph, setup.rules, setup.consumption
         self.footprint, self.capacity, self.evaluates = setup.footprint, setup.capacity, evaluates
+        self.owners, self.foresight = setup.owners, setup.foresight
         is_strict = self.consumption.is_strict
         self.limit = None if is_strict or setup.footprint is not None else setup.window
         """How many microbatches the stage may hold; None: as many as come."""
         self.read_ahead = () if is_strict else setup.read_ahead
         row = self.consumption.hint.row
-        self.follows_row = row is not None
-        plan = stage_plan(setup.graph, setup.placement, setup.stage, setup.rules, has_row=self.follows_row)
-        self.full = StepPlan(plan, self.consumption, evaluates=evaluates)
+        self.reserves_by_row = row is not None and setup.owners is None
+        """Whether memory is reserved in the order in which a table ranks."""
+        plan = stage_plan(setup.graph, setup.placement, setup.stage, setup.rules, has_row=self.reserves_by_row)
+        self.full = StepPlan(plan, self.consumption, evaluates=evaluates, owners=setup.owners)
         """The plan of a step that lacks nothing."""
-        self.row_tasks: Sequence[Task] = row or ()
+        self.row_tasks: Sequence[Task] = row or () if self.reserves_by_row else ()
         """The order in which memory is reserved: the table's, or else the canonical one."""
         self.row_memory: RowMemory | None = None
         if setup.footprint is not None:
-            if row is None:
-                self.row_tasks = canonical_row(setup.graph, setup.placement.chunks_of_stage[setup.stage])
+            if not self.reserves_by_row:
+                own = setup.placement.chunks_of_stage[setup.stage]
+                self.row_tasks = canonical_row(setup.graph, own, setup.sequence)
             self.row_memory = RowMemory(plan, self.full.at, setup.graph, self.row_tasks)
             memory, limit = self.row_memory, setup.footprint
             if memory.unnamed:
@@ -149,7 +258,29 @@ class StepMode:
                     f"the footprint of stage {setup.stage} is {limit / memory.unit:g} activations and its table holds "
                     f"{peak:g}: allow at least {least}, or take a schedule with a lower peak"
                 )
+        first = plan.first_microbatch
+        self.sequence = setup.sequence_of(range(first, first + len(plan.tasks_per_microbatch)))
+        """The order in which the window takes microbatches; empty: by number."""
         self.has_other_takers = self.row_memory is not None and self.row_memory.has_other_takers
+
+
+class OwnerModes:
+    """The modes of one stage's steps with other owners, of which the latest are kept; for any thread."""
+
+    def __init__(self, setup: StageSetup) -> None:
+        self._setup = setup
+        self._kept: dict[tuple[StepOwners, bool], StepMode] = {}
+
+    def of(self, owners: StepOwners, *, evaluates: bool) -> StepMode:
+        """Returns the mode of steps with these owners. Raises ValueError as :meth:`StageSetup.with_owners`."""
+        key = owners, evaluates
+        known = self._kept.get(key)
+        if known is None:
+            setup = self._setup.with_owners(owners)
+            known = StepMode(setup.evaluating() if evaluates else setup, evaluates=evaluates)
+            # A new dictionary each time, since another thread may be reading the old one.
+            self._kept = dict([*self._kept.items(), (key, known)][-_MODES_KEPT:])
+        return known
 
 
 # -- the plan of one step ----------------------------------------------------------------------------------------------
@@ -166,6 +297,7 @@ class StepPlan:
         "forwards_of",
         "in_lanes",
         "microbatch_at",
+        "owners",
         "plan",
         "position",
         "task_at",
@@ -173,9 +305,15 @@ class StepPlan:
     )
 
     def __init__(
-        self, plan: StagePlan, consumption: Consumption, absent: Absences = (), *, evaluates: bool = False
+        self,
+        plan: StagePlan,
+        consumption: Consumption,
+        absent: Absences = (),
+        *,
+        evaluates: bool = False,
+        owners: StepOwners | None = None,
     ) -> None:
-        self.plan, self.absent, self.evaluates = plan, absent, evaluates
+        self.plan, self.absent, self.evaluates, self.owners = plan, absent, evaluates, owners
         self._arrival_table: ArrivalTable | None = None
         self.weights: tuple[int, ...] = ()
         """The weight of each microbatch, for the event that starts the step."""
@@ -210,14 +348,15 @@ class StepPlan:
         plan = _Removal(self.plan, graph, rules).plan_without(dict(absent))
         # Strict consumption counts positions through its row, so it needs them without gaps.
         if consumption.is_strict:
-            return StepPlan(plan, consumption, absent, evaluates=self.evaluates)
+            return StepPlan(plan, consumption, absent, evaluates=self.evaluates, owners=self.owners)
         return self.changed(plan, absent, ())
 
     def changed(self, plan: StagePlan, absent: Absences, weights: tuple[int, ...]) -> "StepPlan":
         """Returns the same positions with another plan, and with weights of microbatches."""
         twin = object.__new__(StepPlan)
         twin._arrival_table = self._arrival_table if plan is self.plan else None
-        twin.plan, twin.absent, twin.weights, twin.evaluates = plan, absent, weights, self.evaluates
+        twin.plan, twin.absent, twin.weights = plan, absent, weights
+        twin.evaluates, twin.owners = self.evaluates, self.owners
         twin.at, twin.position, twin.task_at = self.at, self.position, self.task_at
         twin.microbatch_at, twin.forwards_of, twin.in_lanes = self.microbatch_at, self.forwards_of, self.in_lanes
         return twin

@@ -32,7 +32,7 @@ from rrfp_jax.runtime.failure import WaitForReport
 from rrfp_jax.schedules import COMPUTE, PipelineGraph, Placement, Task
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 
-FORMAT, VERSION = "rrfp-jax event log", 7
+FORMAT, VERSION = "rrfp-jax event log", 8
 PATTERN = "events*.json.gz"
 """The names of a run directory's logs."""
 _MOST_BYTES = 1 << 28

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
-from operator import or_
+from operator import itemgetter, or_
 from typing import NamedTuple
 
 from rrfp_jax.bounded_text import shown
-from rrfp_jax.field_rules import COUNTABLE, check_fields, check_types, is_whole
+from rrfp_jax.field_rules import AT_LEAST_1, COUNTABLE, check_fields, check_types, is_whole
 from rrfp_jax.schedules.operations import COMPUTE, GraphOperations, Op
 from rrfp_jax.schedules.tasks import Task, TaskKind
 
@@ -70,11 +70,14 @@ class PipelineGraph:
     """Which chunks feed which, for how many microbatches, and how the backward is cut.
 
     A chain by default (:func:`chain`). ``absent`` holds the (chunk, microbatch) pairs that do not exist, for example
-    those of microbatches without images in the image encoder (:func:`absences` makes it from pairs). ``owned`` has, for
-    each chunk, the microbatches that it runs as (first, one past the last): those of its replica; empty: all of them
-    everywhere. ``split`` holds the chunks whose backward runs as I and W. ``shared`` holds groups of chunks that hold
-    copies of the same parameters (tied embeddings). ``frozen`` holds the chunks whose parameters never change. ``ops``
-    holds the operations that the pipeline has beside the built-in tasks (:mod:`rrfp_jax.schedules.operations`).
+    those of microbatches without images in the image encoder (:func:`absences` makes it from pairs). ``split`` holds
+    the chunks whose backward runs as I and W. ``shared`` holds groups of chunks that hold copies of the same parameters
+    (tied embeddings). ``frozen`` holds the chunks whose parameters never change. ``ops`` holds the operations that the
+    pipeline has beside the built-in tasks (:mod:`rrfp_jax.schedules.operations`).
+
+    Of ``num_replicas`` replicas, chunks ``b * num_replicas`` and on are the copies of one chunk; a microbatch runs on
+    one of them and is absent from the others (:mod:`rrfp_jax.core.replicas`). ``lost`` holds chunks that take no part:
+    they run no microbatch, sum up and update nothing.
     """
 
     num_chunks: int
@@ -83,34 +86,36 @@ class PipelineGraph:
     absent: Absences = ()
     split: frozenset[int] = field(default=frozenset())
     shared: tuple[tuple[int, ...], ...] = ()
-    owned: tuple[tuple[int, int], ...] = ()
     frozen: frozenset[int] = field(default=frozenset())
     ops: tuple[Op, ...] = ()
+    num_replicas: int = 1
+    lost: frozenset[int] = field(default=frozenset())
 
     def __post_init__(self) -> None:
-        check_types(self, "num_chunks", "num_microbatches", "edges", "split", "frozen", "ops")
+        check_types(self, "num_chunks", "num_microbatches", "edges", "split", "frozen", "ops", "num_replicas", "lost")
         check_fields(self, COUNTABLE, "num_chunks", "num_microbatches")
+        check_fields(self, AT_LEAST_1, "num_replicas")
         if self.num_chunks < 1 or self.num_microbatches < 1:
             raise ValueError(
                 f"num_chunks ({self.num_chunks}) and num_microbatches ({self.num_microbatches}) must both be at least 1"
             )
+        if self.num_chunks % self.num_replicas or self.num_microbatches % self.num_replicas:
+            raise ValueError(
+                f"{shown(self.num_chunks)} chunks and {shown(self.num_microbatches)} microbatches cannot be those of "
+                f"{self.num_replicas} replicas: give multiples of their number"
+            )
         # Refuse before anything is made for each pair. A replica's chunks have the pairs of its own microbatches alone.
-        num_pairs = sum(stop - first for first, stop in self.owned) or self.num_chunks * self.num_microbatches
+        num_pairs = self.num_chunks * self.num_microbatches - sum(mask.bit_count() for mask in self._masks.values())
         if num_pairs > _MOST_PAIRS:
             raise ValueError(
                 f"{shown(self.num_chunks)} chunks of {shown(self.num_microbatches)} microbatches are more than the "
                 f"{_MOST_PAIRS} pairs that a step may have: give fewer of either"
             )
         self._check_edges()
-        # Ranges first: the checks of pairs below ask each chunk for its own.
-        if self.owned and len(self.owned) != self.num_chunks:
-            raise ValueError(f"owned has {len(self.owned)} ranges for {self.num_chunks} chunks: give each its own")
-        for first, stop in self.owned:
-            if not 0 <= first < stop <= self.num_microbatches:
-                raise ValueError(f"microbatches {first} to {stop - 1} are none of this graph's")
         self._check_pairs(self.absent)
-        if len(set(self.owned)) > 1:
-            self._check_feeding(range(self.num_chunks))
+        for chunk in self.lost:
+            if self.present(chunk):
+                raise ValueError(f"chunk {chunk} is lost, and microbatch {next(bits(self.present(chunk)))} runs on it")
         if self.ops:
             self.operations.check()
 
@@ -129,7 +134,7 @@ class PipelineGraph:
             if (source, target) in seen:
                 raise ValueError(f"edge {source} -> {target} is given twice")
             seen.add((source, target))
-        for chunk in (*self.split, *self.frozen, *(c for group in self.shared for c in group)):
+        for chunk in (*self.split, *self.frozen, *self.lost, *(c for group in self.shared for c in group)):
             if not 0 <= chunk < self.num_chunks:
                 raise ValueError(f"chunk {chunk} is not one of the {self.num_chunks} chunks")
 
@@ -170,6 +175,17 @@ class PipelineGraph:
         return dict(self.absent)
 
     @cached_property
+    def _present(self) -> tuple[int, ...]:
+        every, masks = (1 << self.num_microbatches) - 1, self._masks
+        return tuple(every & ~masks.get(chunk, 0) for chunk in range(self.num_chunks))
+
+    @cached_property
+    def _ranges(self) -> tuple[range, ...]:
+        return tuple(
+            range((own & -own).bit_length() - 1, own.bit_length()) if own else range(0) for own in self._present
+        )
+
+    @cached_property
     def _topology(self) -> _Topology:
         # Worked out once per graph, on first use: dependencies() reads it for every task.
         chunks = range(self.num_chunks)
@@ -184,14 +200,19 @@ class PipelineGraph:
         # A chunk has a backward if a gradient reaches it, because it computes a loss or a successor returns one, and if
         # somebody wants that gradient: the chunk itself, which trains, or a chunk before it that does. Ascending for
         # the wishes, since a chunk passes its predecessors' wish on; descending for the gradients, which come from
-        # behind. Edges lead to larger chunks, so one pass each is enough.
-        wants = [c not in self.frozen for c in chunks]
-        for c in chunks:
-            wants[c] |= any((p, c) in carrying and wants[p] for p in before[c])
-        has = [wants[c] and not after[c] for c in chunks]
-        for c in reversed(chunks):
-            has[c] |= wants[c] and any((c, s) in carrying and has[s] for s in after[c])
-        carrying = {(a, b) for a, b in carrying if has[a] and has[b]}
+        # behind. Edges lead to larger chunks, so one pass each is enough. The copies of a chunk are all alike, also
+        # those that no microbatch leads to, so this asks for chunks of one replica.
+        copies, bases = self.num_replicas, range(self.num_chunks // self.num_replicas)
+        ways = {(e.source // copies, e.target // copies) for e in edges}
+        returning = {(source // copies, target // copies) for source, target in carrying}
+        wants = [c * copies not in self.frozen for c in bases]
+        for p, c in sorted(returning, key=itemgetter(1)):
+            wants[c] |= wants[p]
+        leading = {p for p, _ in ways}
+        has = [wants[c] and c not in leading for c in bases]
+        for c, s in sorted(returning, reverse=True):
+            has[c] |= wants[c] and has[s]
+        carrying = {(a, b) for a, b in carrying if has[a // copies] and has[b // copies]}
         return _Topology(
             before=tuple(map(tuple, before)),
             after=tuple(map(tuple, after)),
@@ -199,7 +220,7 @@ class PipelineGraph:
             optional=tuple(tuple(p for p in before[c] if (p, c) in optional) for c in chunks),
             gradients_to=tuple(tuple(p for p in before[c] if (p, c) in carrying) for c in chunks),
             gradients_from=tuple(tuple(s for s in after[c] if (c, s) in carrying) for c in chunks),
-            has_backward=tuple(has),
+            has_backward=tuple(has[c // copies] for c in chunks),
         )
 
     @cached_property
@@ -237,21 +258,35 @@ class PipelineGraph:
         return self._topology.gradients_to[chunk]
 
     def range_of(self, chunk: int) -> range:
-        """Returns the microbatches that belong to ``chunk``, absent ones included."""
-        return range(*self.owned[chunk]) if self.owned else range(self.num_microbatches)
+        """Returns the microbatches from the first to the last that exist for ``chunk``, absent ones between them
+        included; in a graph of :meth:`skipping` those of the graph that it was made from."""
+        return self._ranges[chunk]
 
     def exists(self, chunk: int, microbatch: int) -> bool:
-        return microbatch in self.range_of(chunk) and not self._masks.get(chunk, 0) >> microbatch & 1
+        return microbatch >= 0 and self._present[chunk] >> microbatch & 1 == 1
 
     def present(self, chunk: int) -> int:
         """Returns the microbatches that exist for ``chunk``, as the bits of a mask."""
-        owned = self.range_of(chunk)
-        return (1 << owned.stop) - (1 << owned.start) & ~self._masks.get(chunk, 0)
+        return self._present[chunk]
 
     @property
     def is_full(self) -> bool:
         """Whether every chunk runs every microbatch."""
-        return not self.absent and all(owned == (0, self.num_microbatches) for owned in self.owned)
+        return not self.absent
+
+    def of_each_base(self, chunks: Iterable[int], microbatch: int) -> tuple[int | None, ...]:
+        """Returns, of copies of several chunks, the one copy of each chunk that runs a microbatch; None: none does.
+
+        ``chunks`` ascend. Without replicas each is its own only copy.
+        """
+        found: dict[int, int | None] = {}
+        for chunk in chunks:
+            base = chunk // self.num_replicas
+            if self._present[chunk] >> microbatch & 1:
+                found[base] = chunk
+            else:
+                found.setdefault(base)
+        return tuple(found.values())
 
     def has_backward(self, chunk: int) -> bool:
         """Whether gradients pass through the chunk. One that needs none or gets none, such as a frozen encoder, has F
@@ -264,18 +299,22 @@ class PipelineGraph:
 
     def trains(self, chunk: int) -> bool:
         """Whether the chunk adds up gradients of its own parameters and updates them."""
-        return self._topology.has_backward[chunk] and chunk not in self.frozen
+        return self._topology.has_backward[chunk] and chunk not in self.frozen and chunk not in self.lost
 
     def microbatches(self, chunk: int) -> tuple[int, ...]:
         """Returns the microbatches that exist for ``chunk``, ascending."""
-        absent = self._masks.get(chunk)
-        return tuple(m for m in self.range_of(chunk) if not absent >> m & 1) if absent else tuple(self.range_of(chunk))
+        present, own = self._present[chunk], self._ranges[chunk]
+        return tuple(own) if present.bit_count() == len(own) else tuple(bits(present))
 
     def passes_per_microbatch(self, chunks: Sequence[int]) -> int:
         """Returns the largest number of these chunks that one microbatch passes through, at least 1."""
-        if not self.absent and not self.owned:
-            return max(1, len(chunks))
-        return max(1, *(sum(self.exists(c, m) for c in chunks) for m in range(self.num_microbatches)))
+        passed: list[int] = []  # the microbatches that pass through one more chunk, two more, and so on
+        for chunk in chunks:
+            again = self._present[chunk]
+            for place, known in enumerate(passed):
+                passed[place], again = known | again, known & again
+            passed.append(again)
+        return max(1, sum(map(bool, passed)))
 
     def input_gradient_kind(self, chunk: int) -> TaskKind:
         """Returns the kind that computes the input gradient of ``chunk``: I if its backward is split, else B."""
@@ -362,15 +401,19 @@ class PipelineGraph:
     def evaluating(self, num_batches: int = 1) -> "PipelineGraph":
         """Returns the graph of a step that evaluates this many batches: F alone, since no gradient flows back.
 
-        A replica's microbatches stay consecutive: those of its share of the first batch, then of the second, and so on.
+        The microbatches of a replica's block stay consecutive: those of the first batch, then of the second, and so on.
         Each batch lacks the pairs that this graph lacks. Operations are left out.
         """
+        share = self.num_microbatches // self.num_replicas
+        every = (1 << share) - 1
         absent = []
         for chunk, mask in self.absent:
-            own = self.range_of(chunk)
-            share = mask >> own.start
-            repeated = sum(share << number * len(own) for number in range(num_batches))
-            absent.append((chunk, repeated << own.start * num_batches))
+            repeated = 0
+            for block in range(self.num_replicas):
+                part = mask >> block * share & every
+                for number in range(num_batches) if part else ():
+                    repeated |= part << (block * num_batches + number) * share
+            absent.append((chunk, repeated))
         return PipelineGraph(
             self.num_chunks,
             self.num_microbatches * num_batches,
@@ -378,7 +421,8 @@ class PipelineGraph:
             absent=tuple(absent),
             shared=self.shared,
             frozen=frozenset(range(self.num_chunks)),
-            owned=tuple((first * num_batches, stop * num_batches) for first, stop in self.owned),
+            num_replicas=self.num_replicas,
+            lost=self.lost,
         )
 
     def skipping(self, absent: Absences) -> "PipelineGraph":
@@ -388,14 +432,14 @@ class PipelineGraph:
         """
         if not absent:
             return self
-        masks = dict(self._masks)
+        masks, _ = dict(self._masks), self._ranges  # which the copy keeps
         for chunk, mask in absent:
             masks[chunk] = masks.get(chunk, 0) | mask
         # A copy, not a constructor call: each step may have a graph of its own, and only the new pairs need checking.
         # For 66 chunks the constructor takes five times as long, 0.53 ms, as it works everything out anew.
         twin = copy(self)
         object.__setattr__(twin, "absent", tuple(sorted(masks.items())))
-        for derived in ("_masks", "operations"):
+        for derived in ("_masks", "_present", "operations"):
             twin.__dict__.pop(derived, None)
         twin._check_pairs(absent)
         return twin

@@ -193,7 +193,12 @@ def build_schedule(name: str | Description, request: ScheduleRequest) -> Schedul
             f"schedule {entry.name!r} makes a chain of chunks and its own placement: leave graph and placement out, or "
             f"take {', '.join(schedules_of_any_graph())}"
         )
-    return entry.table(request)
+    return replace(entry.table(request), for_microbatches=partial(_rebuilt, name, request))
+
+
+def _rebuilt(name: str | Description, request: ScheduleRequest, num_microbatches: int) -> ScheduleTable:
+    graph = None if request.graph is None else replace(request.graph, num_microbatches=num_microbatches)
+    return build_schedule(name, replace(request, num_microbatches=num_microbatches, graph=graph))
 
 
 def schedules_of_any_graph() -> tuple[str, ...]:

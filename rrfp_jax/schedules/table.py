@@ -13,7 +13,7 @@ reason named.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -46,6 +46,9 @@ class ScheduleTable:
     hint: "ScheduleTable | None" = field(default=None, compare=False)
     """The table that ranks ready tasks in place of this one, where these rows suit strict consumption alone. A CSV file
     holds neither this nor :attr:`weights_fill`, and equal rows make equal tables."""
+    for_microbatches: "Callable[[int], ScheduleTable] | None" = field(default=None, compare=False, repr=False)
+    """Builds the same schedule for another number of microbatches, and raises ValueError where there is none; None:
+    nothing is known but the rows."""
 
     def __post_init__(self) -> None:
         check_types(self, "name", "placement", "graph", "weights_fill", "hint")

@@ -32,6 +32,7 @@ from rrfp_jax.core import (
     timing_rule,
 )
 from rrfp_jax.core.events import record
+from rrfp_jax.core.replicas import StepOwners, moved_pairs
 from rrfp_jax.schedules import COMPUTE, Absences, Task, lanes_beside
 from rrfp_jax.schedules.timeline import IdleReason, Span, Timeline, Wait
 from rrfp_jax.simulation.costs import Costs, StageTimes, for_graph
@@ -108,19 +109,23 @@ def simulate(
     num_steps: int = 1,
     record_events: bool = False,
     absent: Sequence[Absences] = (),
+    owners: Sequence[StepOwners | None] = (),
 ) -> Simulation:
     """Runs fresh arbiters, one per stage, through ``num_steps`` steps.
 
     A stage begins its next step as soon as its arbiter has finished the one before. ``absent`` holds the pairs that
-    each step lacks beyond those of the graph, beginning again after the last; empty: none. Raises ValueError where
-    costs, absent pairs and pipeline do not fit together, and RuntimeError, with the tasks for which every stage waits,
-    if the run cannot end (a strict order that deadlocks).
+    each step lacks beyond those of the graph, beginning again after the last; empty: none. ``owners`` likewise holds
+    the owners of each step's microbatches; None: the blocks of replicas. A unit that is lost in one step stays so.
+    Raises ValueError where costs, absent pairs, owners and pipeline do not fit together, and RuntimeError, with the
+    tasks for which every stage waits, if the run cannot end (a strict order that deadlocks).
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}: simulate at least 1")
     for pairs in absent:
         arbiters[0].graph.skipping(pairs)
-    driver = _Driver(arbiters, costs, machine, num_steps, record_events=record_events, absent=absent)
+    if any(owners) and machine.communication is not Communication.ASYNC:
+        raise ValueError("other owners are simulated with asynchronous communication alone: take that")
+    driver = _Driver(arbiters, costs, machine, num_steps, record_events=record_events, absent=absent, owners=owners)
     for step in range(num_steps):
         driver.run_step(step)
     driver.queue.run()
@@ -205,11 +210,20 @@ class _Driver:
         record_events: bool = False,
         keeps_record: bool = True,
         absent: Sequence[Absences] = (),
+        owners: Sequence[StepOwners | None] = (),
         starts_ms: Sequence[float] = (),
     ) -> None:
         graph = arbiters[0].graph
         durations = for_graph(costs.durations_ms, graph)
-        self.machine, self.num_steps, self.absent = machine, num_steps, absent
+        self.machine, self.num_steps = machine, num_steps
+        self._lacks: list[tuple[Absences, StepOwners | None]] = []
+        """For each step the pairs that it lacks and its owners."""
+        for step in range(num_steps):
+            given = owners[step % len(owners)] if owners else None
+            pairs = absent[step % len(absent)] if absent else ()
+            if given is not None and pairs:
+                pairs = moved_pairs(pairs, arbiters[0].graph_of(evaluates=False, owners=given))
+            self._lacks.append((pairs, given))
         times = StageTimes(replace(costs, durations_ms=durations), graph.ops)
         self._beside = lanes_beside(graph)
         """The engine of each operation that runs beside compute."""
@@ -227,7 +241,7 @@ class _Driver:
         self.timeline = Timeline(len(arbiters))
         self._keeps_record = keeps_record
         self.step_ends_ms = [0.0] * num_steps
-        self._unfinished = [len(arbiters)] * num_steps
+        self._unfinished = [len(arbiters) - len(given.lost if given else ()) for _, given in self._lacks]
         """The number of stages on which each step has not ended."""
         self.queue = VirtualTime()
         self._host_ms = machine.host_ms
@@ -284,8 +298,9 @@ class _Driver:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _start_step(self, index: int, step: int) -> None:
-        absent = self.absent[step % len(self.absent)] if self.absent else ()
-        self.deliver(index, StepStarted(step, self.queue.now_ms / 1e3, absent))
+        absent, owners = self._lacks[step]
+        if owners is None or index not in owners.lost:
+            self.deliver(index, StepStarted(step, self.queue.now_ms / 1e3, absent, owners=owners))
 
     def _finish_step(self, index: int, instruction: FinishStep) -> None:
         step = instruction.step

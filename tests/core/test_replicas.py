@@ -1,11 +1,39 @@
 """Data parallelism as a larger pipeline: numbers, graphs, tables, and what the arbiters make of them."""
 
+import random
+from dataclasses import replace
+
 import pytest
 
-from rrfp_jax.core import Agreement, Message, MessageKind, Ordering, StepRules, stage_plan
+from rrfp_jax.core import Agreement, ForesightRules, Message, MessageKind, Ordering, StepRules, stage_plan
 from rrfp_jax.core.hints import BF, FB
-from rrfp_jax.core.replicas import microbatches_per_replica, replicated_graph, replicated_placement, replication
-from rrfp_jax.schedules import ScheduleRequest, Task, TaskKind, build_schedule, chain, linear, looped
+from rrfp_jax.core.replicas import (
+    Owners,
+    StepOwners,
+    block_owners,
+    microbatches_per_replica,
+    moved_pairs,
+    replicated_graph,
+    replicated_placement,
+    replication,
+    with_owners,
+)
+from rrfp_jax.schedules import (
+    Edge,
+    Op,
+    PipelineGraph,
+    Placement,
+    ScheduleRequest,
+    Task,
+    TaskKind,
+    absences,
+    bits,
+    build_schedule,
+    chain,
+    linear,
+    looped,
+)
+from rrfp_jax.simulation import Costs, constant, simulate
 from tests.model_checker import explore
 from tests.model_checker.setting import Setting
 
@@ -118,3 +146,191 @@ def test_microbatches_must_divide() -> None:
     assert microbatches_per_replica(8, 2) == 4
     with pytest.raises(ValueError, match=r"9 microbatches cannot be dealt out evenly to 2.*multiple of 2"):
         microbatches_per_replica(9, 2)
+
+
+# -- other owners ------------------------------------------------------------------------------------------------------
+
+ENCODERS = PipelineGraph(
+    4,
+    3,
+    (Edge(0, 2), Edge(1, 2, is_optional=True), Edge(2, 3)),
+    absent=absences([(1, 0), (1, 2)]),
+    shared=((2, 3),),
+    frozen=frozenset({0}),
+)
+
+
+def random_owners(num_stages: int, num_microbatches: int, num_replicas: int, num_lost: int = 0) -> StepOwners:
+    """Owners drawn at random, where some units own nothing and every stage keeps one that does."""
+    units = [(stage, replica) for stage in range(num_stages) for replica in range(num_replicas)]
+    lost: list[tuple[int, int]] = []
+    for unit in random.sample(units, len(units)):
+        if len(lost) < num_lost and sum(stage == unit[0] for stage, _ in lost) < num_replicas - 1:
+            lost.append(unit)
+    owners = []
+    for stage in range(num_stages):
+        living = [r for r in range(num_replicas) if (stage, r) not in lost]
+        owners.append(tuple(random.choice(living) for _ in range(num_microbatches)))
+    return StepOwners(tuple(owners), tuple(sorted(r * num_stages + s for s, r in lost)))
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("base", [chain(4, 3, split=True), ENCODERS], ids=["chain", "encoders"])
+def test_owners_give_every_microbatch_to_one_copy(base: PipelineGraph, num_replicas: int) -> None:
+    for num_lost in (0, 1, 2):
+        graph, placement = replicated_graph(base, num_replicas), replicated_placement(looped(2, 2), num_replicas)
+        given = random_owners(2, graph.num_microbatches, num_replicas, num_lost)
+        made = with_owners(graph, placement, given)
+        copies = replication(base, num_replicas)
+        for c in range(base.num_chunks):
+            for m in range(made.num_microbatches):
+                owner = given.owners[c % 2][m]
+                there = [r for r in range(num_replicas) if made.exists(copies.chunk(c, r), m)]
+                assert there == ([owner] if base.exists(c, m % base.num_microbatches) else [])
+                around = [(base.predecessors(c), made.predecessors), (base.successors(c), made.successors)]
+                for others, neighbours in around if there else ():
+                    found = made.of_each_base(neighbours(copies.chunk(c, owner)), m)
+                    expected = [copies.chunk(o, given.owners[o % 2][m]) for o in others]
+                    present = [base.exists(o, m % base.num_microbatches) for o in others]
+                    assert found == tuple(
+                        o if is_there else None for o, is_there in zip(expected, present, strict=True)
+                    )
+            alike = [(made.has_backward(copies.chunk(c, r)), base.has_backward(c)) for r in range(num_replicas)]
+            assert all(own == of_base for own, of_base in alike)
+        assert made.lost == {c for unit in given.lost for c in placement.chunks_of_stage[unit]}
+        assert not any(made.trains(c) for c in made.lost)
+
+
+def test_the_blocks_as_owners_are_the_graph_itself() -> None:
+    for base, placement in ((chain(4, 3), looped(2, 2)), (ENCODERS, Placement((0, 1, 0, 1)))):
+        graph, placed = replicated_graph(base, 3), replicated_placement(placement, 3)
+        made = with_owners(graph, placed, StepOwners(block_owners(2, 9, 3)))
+        assert sorted(made.edges) == sorted(graph.edges)
+        assert replace(made, edges=graph.edges) == graph
+
+
+def test_pairs_that_a_step_lacks_move_with_their_microbatches() -> None:
+    graph, placement = replicated_graph(chain(3, 2), 2), replicated_placement(linear(3), 2)
+    made = with_owners(graph, placement, StepOwners(((0, 1, 0, 1), (1, 1, 0, 0), (0, 0, 1, 1))))
+    copies = replication(chain(3, 2), 2)
+    moved = moved_pairs(copies.pairs([(0, 1), (1, 1), (1, 2)]), made)
+    assert [(c, m) for c, mask in moved for m in bits(mask)] == [(1, 1), (2, 2), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("owners", "lost", "message"),
+    [
+        (((0, 0),), (), r"of 1 stages and 2 microbatches, the pipeline has 2 and 4"),
+        (((0, 0, 1, 1), (0, 2, 1, 1)), (), r"microbatch 1 of stage 1 is owned by replica 2, and there are 2"),
+        (((0, 0, 1, 1), (0, 0, 1, 1)), (3,), r"microbatch 2 of stage 1 is owned by replica 1, which is lost there"),
+        (((0, 0, 1, 1), (0, 0, 1, 1)), (4,), r"unit 4 is lost, and there are 4"),
+    ],
+)
+def test_owners_that_do_not_fit_are_refused(owners: Owners, lost: tuple[int, ...], message: str) -> None:
+    graph, placement = replicated_graph(chain(2, 2), 2), replicated_placement(linear(2), 2)
+    with pytest.raises(ValueError, match=message):
+        with_owners(graph, placement, StepOwners(owners, lost))
+
+
+def test_a_table_that_must_be_kept_to_cannot_have_other_owners() -> None:
+    table = build_schedule("1f1b", ScheduleRequest(num_stages=2, num_microbatches=2))
+    given = StepOwners(((0, 1, 0, 1), (0, 0, 1, 1)))
+    strict = Ordering(schedule=table, consume="strict").resolve(table.placement, table.graph, num_replicas=2)
+    with pytest.raises(ValueError, match="strict consumption keeps to its table's microbatches"):
+        strict.arbiters(StepRules())[0].plan_without((), owners=given)
+    moves = Op("O", after="F", before="B", pairs=frozenset({(0, 0)}))
+    graph = replicated_graph(replace(chain(2, 2), ops=(moves,)), 2)
+    with pytest.raises(ValueError, match="operation O belongs to certain microbatches of each replica"):
+        with_owners(graph, replicated_placement(linear(2), 2), given)
+
+
+def test_a_table_is_made_anew_for_as_many_microbatches_as_a_stage_owns() -> None:
+    table = build_schedule("zb-h1", ScheduleRequest(num_stages=2, num_microbatches=4))
+    order = Ordering(schedule=table).resolve(table.placement, table.graph, num_replicas=2)
+    unit = order.arbiters(StepRules())[2]  # the first stage of the second replica
+    given = StepOwners(((0, 1, 1, 0, 1, 1, 1, 0), (0, 0, 0, 0, 1, 1, 1, 1)))
+    taken = unit.setup.with_owners(given)
+    five = build_schedule("zb-h1", ScheduleRequest(num_stages=2, num_microbatches=5)).orders[0]
+    # By their places in the blocks 0..3 and 4..7: 4, 1, 5, 2, 6.
+    assert taken.consumption.hint.row == tuple(Task(t.kind, 1, (4, 1, 5, 2, 6)[t.microbatch]) for t in five)
+    assert (taken.footprint, taken.foresight) == (unit.setup.footprint, ForesightRules())
+
+
+def test_without_such_a_table_bf_ranks() -> None:
+    table = build_schedule("interleaved-1f1b", ScheduleRequest(num_stages=2, num_microbatches=4))
+    order = Ordering(schedule=replace(table, for_microbatches=None)).resolve(
+        table.placement, table.graph, num_replicas=2
+    )
+    taken = order.arbiters(StepRules())[0].setup.with_owners(random_owners(2, 8, 2))
+    assert (taken.consumption.hint.name, taken.foresight) == ("bf-deep", None)
+
+
+@pytest.mark.parametrize(
+    "words", [{"window": 2}, {"schedule": "1f1b"}, {"schedule": "zb-v"}, {"schedule": "v-half"}], ids=str
+)
+@pytest.mark.parametrize("num_lost", [0, 1, 3])
+def test_steps_with_other_owners_end_and_hold_no_more(words: dict[str, str | int], num_lost: int) -> None:
+    """Owners at random for every step, between steps with the normal ones; invariants hold after every event."""
+    share, name = 4, str(words.get("schedule", "1f1b"))
+    table = build_schedule(name, ScheduleRequest(num_stages=3, num_microbatches=share))
+    ordering = Ordering(schedule=table) if "schedule" in words else Ordering(window=2)
+    order = ordering.resolve(table.placement, table.graph, num_replicas=3)
+    arbiters = order.arbiters(StepRules(agreement=Agreement.ALL), evaluation_batches=1)
+    costs = Costs(durations_ms=constant((1.0, 1.2, 0.9), order.graph))
+    first = random_owners(3, 3 * share, 3, num_lost)
+    owners = [first, None, random_owners(3, 3 * share, 3), first] if not num_lost else [first, first]
+    found = simulate(arbiters, costs, num_steps=len(owners), owners=owners, record_events=True)
+    for unit, log in enumerate(found.logs):
+        fresh = arbiters[unit].fresh(None)
+        for event, instructions in log:
+            assert tuple(fresh.handle(event)) == instructions
+            fresh.validate()
+        assert fresh.key() == arbiters[unit].key()
+    lost = set(first.lost)
+    held = [0] * 9
+    peaks = [0] * 9
+    for span in sorted(found.timeline.spans, key=lambda span: (span.end_s, span.start_s)):
+        assert span.stage not in lost
+    events = sorted(
+        [(s.start_s, 1, s.stage) for s in found.timeline.spans if s.task.kind is TaskKind.F]
+        + [
+            (s.end_s, -1, s.stage)
+            for s in found.timeline.spans
+            if s.task.microbatch >= 0 and s.task.kind is order.graph.accumulating_kind(s.task.chunk)
+        ]
+    )
+    for _, change, unit in events:
+        held[unit] += change
+        peaks[unit] = max(peaks[unit], held[unit])
+    passes = [len(chunks) for chunks in order.placement.chunks_of_stage]
+    limits = order.footprints or tuple(w * each for w, each in zip(order.windows, passes, strict=True))
+    assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+    ran = {(s.step, s.task) for s in found.timeline.spans}
+    for step, given in enumerate(owners):
+        graph = order.graph if given is None else with_owners(order.graph, order.placement, given)
+        assert {task for of, task in ran if of == step and task.microbatch >= 0} == set(graph.tasks())
+
+
+def test_a_lost_unit_is_left_out_of_the_tree_of_reports() -> None:
+    graph, placement = replicated_graph(chain(2, 2), 2), replicated_placement(linear(2), 2)
+    made = with_owners(graph, placement, StepOwners(((1, 1, 1, 1), (0, 0, 1, 1)), (0,)))
+    with pytest.raises(ValueError, match="stage 0 is lost"):
+        stage_plan(made, placement, 0, StepRules())
+    root = stage_plan(made, placement, 1, StepRules())
+    assert {m for m in root.arrivals if m.kind is MessageKind.REPORT} == {
+        Message(MessageKind.REPORT, stage, 1) for stage in (2, 3)
+    }
+    sums = [
+        m
+        for u in (1, 2, 3)
+        for m in stage_plan(made, placement, u, StepRules()).arrivals
+        if m.kind is MessageKind.SHARED
+    ]
+    assert sorted(sums) == [Message(MessageKind.SHARED, 2, 3), Message(MessageKind.SHARED, 3, 2)]
+
+
+def test_a_unit_that_owns_nothing_still_sums_and_updates() -> None:
+    graph, placement = replicated_graph(chain(2, 2), 2), replicated_placement(linear(2), 2)
+    made = with_owners(graph, placement, StepOwners(((1, 1, 1, 1), (0, 0, 1, 1))))
+    plan = stage_plan(made, placement, 0, StepRules())
+    assert [str(task) for task in plan.tasks] == ["0R", "0U"]

@@ -3,7 +3,7 @@
 It looks at the account alone and knows nothing of how the arbiter keeps count.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rrfp_jax.schedules import Task, TaskKind
 from tests.model_checker.account import Account, places_of
@@ -24,6 +24,7 @@ class Admission:
         self.is_member = len(setting.group_of(place)) > 1
         """Of a group, in which others may lack what is here."""
         self.guidance = guidance
+        self._age: Callable[[int], int] = setting.sequence.index if setting.sequence else int
 
     def ready_task(self, contract: Contract, account: Account, lane: int) -> Task | None:
         """One of these tasks that is ready and admissible, if there is one."""
@@ -50,14 +51,16 @@ class Admission:
         after = held | {microbatch}
         if contract.weights:
             return microbatch in held or self._fits(contract, account, after)
-        oldest = next(m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~account.done)
+        left = [m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~account.done]
+        oldest = min(left, key=self._age)
         return microbatch in held or len(after) < self.window or (len(after) == self.window and oldest in after)
 
     def _fits(self, contract: Contract, account: Account, held: set[int]) -> bool:
         """Whether these may be held: the capacity suffices, also for each that is left once all older ones are gone."""
         weights = contract.weights
         left = {m for m, tasks in enumerate(contract.of_microbatch) if tasks & ~account.done}
-        later = [sum(weights[m] for m in held if m > other) + weights[other] for other in left - held]
+        age = self._age
+        later = [sum(weights[m] for m in held if age(m) > age(other)) + weights[other] for other in left - held]
         return max([sum(weights[m] for m in held), *later]) <= self.most_weight
 
     def may_hold(self, contract: Contract, account: Account) -> bool:

@@ -162,8 +162,8 @@ class _StepDemands:
                 self.local[task] |= {
                     t for t in self.last if t.kind is TaskKind.R and t.chunk > task.chunk and self.stage_of(t) == stage
                 }
-            replica = self.graph.range_of(task.chunk)
-            for sharer in (c for c in self.graph.sharing(task.chunk) if self.graph.range_of(c) == replica):
+            copies = self.graph.num_replicas
+            for sharer in (c for c in self.graph.sharing(task.chunk) if c % copies == task.chunk % copies):
                 gradients = self._gradients(sharer)
                 if self.placement.stage_of_chunk[sharer] == stage:
                     self.local[task] |= gradients
@@ -181,7 +181,7 @@ class _StepDemands:
     def _demand_replicas(self) -> None:
         """The replicas' R of a chunk wait for each other: word that all is there goes up a tree of them, and down."""
         sums = {task.chunk: task for task in self.last if task.kind is TaskKind.R}
-        num_replicas = len(set(self.graph.owned)) or 1
+        num_replicas = self.graph.num_replicas
         for first in range(0, self.graph.num_chunks, num_replicas):
             copies = [c for c in range(first, first + num_replicas) if c in sums]
             above = {place: (place - 1) // self.rules.tree_degree for place in range(1, len(copies))}
@@ -215,8 +215,9 @@ class _StepDemands:
                     reported[self.stage_of(task)].add(task)
             elif not self.graph.successors(task.chunk) and task.kind is TaskKind.F:
                 reported[self.stage_of(task)].add(task)
-        num_stages, degree = self.placement.num_stages, self.rules.tree_degree
-        above = {stage: (stage - 1) // degree for stage in range(1, num_stages)}
+        living = [stage for stage in range(self.placement.num_stages) if stage not in self.setting.lost]
+        root, degree = living[0], self.rules.tree_degree
+        above = {stage: living[(place - 1) // degree] for place, stage in enumerate(living) if place}
         reports: dict[int, set[Message]] = defaultdict(set)
         for stage, target in above.items():
             reports[target].add(Message(MessageKind.REPORT, stage, target))
@@ -224,18 +225,18 @@ class _StepDemands:
             report = Message(MessageKind.REPORT, stage, target)
             self._promise(report, stage, target, reported[stage], reports[stage])
             verdict = Message(MessageKind.VERDICT, target, stage)
-            if target:
+            if target != root:
                 self._promise(verdict, target, stage, set(), {Message(MessageKind.VERDICT, above[target], target)})
             else:
-                self._promise(verdict, 0, stage, reported[0], reports[0])
+                self._promise(verdict, root, stage, reported[root], reports[root])
         for update in (task for task in self.last if task.kind is TaskKind.U):
             stage = self.stage_of(update)
-            if stage:
+            if stage != root:
                 self.remote[update].add(Message(MessageKind.VERDICT, above[stage], stage))
             else:
-                self.local[update] |= reported[0]
-                self.ended[update] |= reported[0]
-                self.remote[update] |= reports[0]
+                self.local[update] |= reported[root]
+                self.ended[update] |= reported[root]
+                self.remote[update] |= reports[root]
 
     def _demand_operations(self) -> None:
         """What operations wait for and what waits for them; on engines real ends count, as copies queue nowhere."""

@@ -81,19 +81,20 @@ class StageJudge:
         self.decides_early = setting.decides_early or setting.certain_ahead or setting.awaits_inputs
         """Whether tasks may be handed over behind running ones, on a device that keeps to its order."""
         self.demand_work = demand_work and not self.others
-        self._evaluates = setting.evaluates
-        """The steps that evaluate."""
-        self._of_evaluation: StageJudge | None = None
+        self._others: dict[int, StageJudge] = {}
+        """What judges the steps that evaluate, and those with other owners."""
         if setting.evaluation is not None:
-            self._of_evaluation = StageJudge(setting.evaluation, place, wiring, demand_work=demand_work)
+            of_evaluation = StageJudge(setting.evaluation, place, wiring, demand_work=demand_work)
+            self._others = dict.fromkeys(setting.evaluates, of_evaluation)
+        for step, given in enumerate(setting.owners):
+            if given is not None:
+                self._others[step] = StageJudge(setting.with_owners(given), place, wiring, demand_work=demand_work)
 
     def follow(self, account: Account, event: Event, instructions: list[Instruction]) -> Account:
         """The account after an event and the instructions that answered it; raises Violation."""
         before = self._begun(account)
         account = self._take(account, event, instructions)
-        if self._of_evaluation is not None and account.step in self._evaluates:
-            return self._of_evaluation._follow(account, instructions, before)
-        return self._follow(account, instructions, before)
+        return self._others.get(account.step, self)._follow(account, instructions, before)
 
     def _follow(self, account: Account, instructions: list[Instruction], before: tuple[int, ...]) -> Account:
         """``before``: what the device had begun before the event."""

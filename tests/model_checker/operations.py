@@ -121,11 +121,11 @@ class Operations:
     def _units(self, part: float) -> int:
         return int(Fraction(part).limit_denominator(1000) * self.unit)
 
-    def canonical_row(self, chunks: Sequence[int]) -> list[Task]:
+    def canonical_row(self, chunks: Sequence[int], sequence: Sequence[int] = ()) -> list[Task]:
         """Microbatch by microbatch, forth through a stage's chunks and back: the order in which memory is reserved
         where no table has one."""
         row: list[Task] = []
-        for m in range(self.graph.num_microbatches):
+        for m in sequence or range(self.graph.num_microbatches):
             here = [c for c in chunks if self.graph.exists(c, m)]
             tasks = {c: [task for task in self.graph.tasks([c]) if task.microbatch == m] for c in here}
             forth = {c: self._forth(c, m, tasks[c]) for c in here}

@@ -4,7 +4,7 @@ A *place* is where an arbiter runs: a stage, or each member of the group of a st
 numbered stage after stage, so without groups they are the stages.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -26,7 +26,10 @@ from rrfp_jax.core import (
     ready,
     strict,
 )
-from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, Task, absences
+from rrfp_jax.core.hints import schedule_hint
+from rrfp_jax.core.replicas import StepOwners
+from rrfp_jax.core.stage_setup import OtherRows
+from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, Task, absences, bits
 from tests.model_checker.operations import Operations
 
 Policy = Hint | tuple[Task, ...]
@@ -84,6 +87,14 @@ class Setting:
     """Whether a task of a group ends on no member before all have started it, as where it communicates."""
     make_member: Callable[..., StageArbiter] = group_arbiter
     """What makes the members of groups; tests of the checks put here what makes broken ones."""
+    owners: tuple[StepOwners | None, ...] = ()
+    """Per step the owners of its microbatches; None, or empty: the blocks of replicas."""
+    lost: tuple[int, ...] = ()
+    """The stages that take no part in any step."""
+    other_rows: Mapping[tuple[int, int], tuple[Task, ...]] = field(default_factory=dict)
+    """By stage and number of microbatches that it owns, the row that ranks then, of microbatches from 0 on."""
+    sequence: tuple[int, ...] = ()
+    """The order of microbatches in which memory is reserved, whatever ranks the tasks; empty: by number, or by rows."""
 
     def __post_init__(self) -> None:
         check_windows(self.windows, self.num_stages)
@@ -93,12 +104,16 @@ class Setting:
             raise ValueError(f"{len(self.policies)} policies for {self.num_stages} stages: give one for each stage")
         if self.footprints and len(self.footprints) != self.num_stages:
             raise ValueError(f"{len(self.footprints)} footprints for {self.num_stages} stages: give one for each stage")
-        if self.foresight is not None or (self.footprints and not self.graph.ops):
+        if self.foresight is not None or (self.footprints and not self.graph.ops and not self.sequence):
             self._check_rows()
         if self.awaits_inputs and (self.groups or self.foresight is None):
             raise ValueError("promised inputs are of use to foresight alone, and groups are promised none")
         if self.weights and (len(self.weights) != self.num_steps or len(self.capacities) != self.num_stages):
             raise ValueError("weights need an entry for each step, and capacities one for each stage")
+        if self.owners and len(self.owners) != self.num_steps:
+            raise ValueError("owners need an entry for each step")
+        if self.lost and any(given is None or given.lost != self.lost for given in self.owners):
+            raise ValueError("every step of a setting with lost stages has owners that lack these")
         if not self.absences:
             raise ValueError("absences has no entry, so no step would run: give one set of pairs for each step")
 
@@ -124,6 +139,8 @@ class Setting:
         return len(self.places)
 
     def group_size(self, stage: int) -> int:
+        if stage in self.lost:
+            return 0
         return self.groups[stage] if self.groups else 1
 
     def place(self, stage: int, member: int) -> int:
@@ -148,7 +165,9 @@ class Setting:
         """The order in which a stage reserves memory: the table's, or else microbatch by microbatch."""
         policy = self.policies[stage]
         row = policy if isinstance(policy, tuple) else policy.row
-        return Operations(self.graph).canonical_row(self.placement.chunks_of_stage[stage]) if row is None else row
+        if row is None or self.sequence:
+            return Operations(self.graph).canonical_row(self.placement.chunks_of_stage[stage], self.sequence)
+        return row
 
     def ranked(self, stage: int) -> tuple[Task, ...]:
         """The tasks of that row as the hint ranks them."""
@@ -172,26 +191,91 @@ class Setting:
 
     def graph_of_step(self, step: int) -> PipelineGraph:
         graph = self.forward_graph if step in self.evaluates else self.graph
+        given = self.owners[step] if self.owners else None
+        if given is not None:
+            graph = self.graph_of_owners(given)
         return graph.skipping(self.absences[step])
 
     @cached_property
     def forward_graph(self) -> PipelineGraph:
         """Of steps that evaluate, written out anew: every edge without a gradient, and chunks that do not train."""
         graph, number = self.graph, self.evaluation_batches
-        starts = [graph.range_of(c).start for c in range(graph.num_chunks)]
-        sizes = [len(graph.range_of(c)) for c in range(graph.num_chunks)]
-        within = [(c, m - starts[c]) for c, mask in graph.absent for m in graph.range_of(c) if mask >> m & 1]
+        size = graph.num_microbatches // graph.num_replicas
+        missing = [(c, divmod(m, size)) for c, mask in graph.absent for m in bits(mask)]
         return PipelineGraph(
             graph.num_chunks,
             graph.num_microbatches * number,
             tuple(Edge(edge.source, edge.target, False, edge.is_optional) for edge in graph.edges),
             absent=absences(
-                (c, starts[c] * number + batch * sizes[c] + m) for c, m in within for batch in range(number)
+                (c, (block * number + batch) * size + m) for c, (block, m) in missing for batch in range(number)
             ),
             frozen=frozenset(range(graph.num_chunks)),
-            owned=tuple((number * start, number * (start + size)) for start, size in zip(starts, sizes, strict=True))
-            if graph.owned
-            else (),
+            num_replicas=graph.num_replicas,
+        )
+
+    def graph_of_owners(self, given: StepOwners) -> PipelineGraph:
+        """The graph of a step with other owners, from its definition: of the copies of a chunk the owner runs a
+        microbatch, unless its block's own copy lacks it, and copies with a microbatch in common have an edge."""
+        graph, copies, stage_of = self.graph, self.graph.num_replicas, self.placement.stage_of_chunk
+        size, num_stages = graph.num_microbatches // copies, self.num_stages // copies
+        exists = {
+            (c, m)
+            for c in range(graph.num_chunks)
+            for m in range(graph.num_microbatches)
+            if graph.exists(c - c % copies + m // size, m)
+            and given.owners[stage_of[c] % num_stages][m] == stage_of[c] // num_stages
+        }
+        ways = {(s // copies, t // copies): flags for s, t, *flags in graph.edges}
+        owned = {
+            c: {m for m, r in enumerate(given.owners[stage_of[c] % num_stages]) if r == c % copies}
+            for c in range(graph.num_chunks)
+        }
+        edges = [
+            Edge(s, t, *ways[s // copies, t // copies])
+            for s in range(graph.num_chunks)
+            for t in range(graph.num_chunks)
+            if (s // copies, t // copies) in ways and owned[s] & owned[t]
+        ]
+        every = {(c, m) for c in range(graph.num_chunks) for m in range(graph.num_microbatches)}
+        lost = frozenset(c for c, unit in enumerate(stage_of) if unit in given.lost)
+        return replace(graph, edges=tuple(edges), absent=absences(every - exists), lost=lost)
+
+    def with_owners(self, given: StepOwners) -> "Setting":
+        """What holds in the steps with these owners, as a setting of which all steps have them.
+
+        Memory is reserved microbatch by microbatch, in the sequence of their places in the blocks of replicas; the row
+        for as many microbatches ranks, if there is one.
+        """
+        graph, number = self.graph_of_owners(given), self.graph.num_microbatches
+        size = number // self.graph.num_replicas
+        sequence = tuple(block * size + place for place in range(size) for block in range(number // size))
+        if self.rules.ordered:
+            sequence = tuple(range(number))
+        policies: list[Policy] = []
+        for stage, policy in enumerate(self.policies):
+            here = {m for c in self.placement.chunks_of_stage[stage] for m in graph.microbatches(c)}
+            own = [m for m in sequence if m in here]
+            row = self.other_rows.get((stage, len(own)))
+            if isinstance(policy, tuple) or policy.row is None:
+                policies.append(policy)
+            elif row is None:
+                policies.append(HINTS["bf"])
+            else:
+                policies.append(schedule_hint([t._replace(microbatch=own[t.microbatch]) for t in row]))
+        bounds = tuple(
+            replace(b, turns=tuple(m for m in sequence for _ in range(2)))
+            for b in self.read_ahead
+            if graph.successors(b.chunk)
+        )
+        guided = any(not isinstance(policy, tuple) and policy.row is not None for policy in policies)
+        return replace(
+            self,
+            graph=graph,
+            policies=tuple(policies),
+            owners=(),
+            sequence=sequence,
+            read_ahead=bounds,
+            foresight=self.foresight if guided else None,
         )
 
     def rules_of_step(self, step: int) -> StepRules:
@@ -241,6 +325,7 @@ class Setting:
             footprint=self.footprints[stage] if self.footprints else None,
             read_ahead=self.ahead(stage),
             evaluation_batches=self.evaluation_batches if self.evaluates else 0,
+            other_rows=OtherRows(made={number: row for (of, number), row in self.other_rows.items() if of == stage}),
         )
         num_members = self.group_size(stage)
         return self.arbiter(setup) if num_members == 1 else self.make_member(self.protocol, setup, member, num_members)
@@ -253,13 +338,14 @@ class Setting:
     def wiring_key(self) -> Hashable:
         """Equal for settings whose places exchange the same messages in the same steps."""
         has_rows = tuple(map(self.has_row, range(self.num_stages))) if self.graph.ops else ()
-        steps = (self.absences, self.weights, self.evaluates, self.evaluation_batches)
+        steps = (self.absences, self.weights, self.evaluates, self.evaluation_batches, self.owners)
         return (self.graph, self.placement, self.rules, *steps, self.groups, has_rows, self.awaits_inputs)
 
     def start_of(self, step: int) -> StepStarted:
         """The event that starts a step, on every place alike."""
         weights = self.weights[step] if self.weights else ()
-        return StepStarted(step, 0.0, self.absences[step], weights, step in self.evaluates)
+        owners = self.owners[step] if self.owners else None
+        return StepStarted(step, 0.0, self.absences[step], weights, step in self.evaluates, owners)
 
     def place_key(self, place: int) -> Hashable:
         """Equal for settings of equal wiring in which this place's arbiter is the same."""
@@ -271,6 +357,7 @@ class Setting:
             self.decides_early,
             self.certain_ahead,
             self.foresight,
+            tuple(self.other_rows.items()),
         )
         own = (place, memory, self.ahead(stage), *ways)
         if self.group_size(stage) == 1:
@@ -290,6 +377,7 @@ class Setting:
             f"{', early decisions' if self.decides_early else ''}{', foresight' if self.foresight else ''}"
             f"{', certain choices early' if self.certain_ahead else ''}"
             f"{', promised inputs' if self.awaits_inputs else ''}"
+            f"{f', owners {self.owners}' if self.owners else ''}"
             f"{f', footprints {self.footprints}' if self.footprints else ''}"
             f"{f', weights {self.weights} of {self.capacities}' if self.weights else ''}"
             f"{f', read-ahead {[(b.chunk, b.limit) for b in self.read_ahead]}' if self.read_ahead else ''}"

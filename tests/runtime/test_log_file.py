@@ -376,12 +376,12 @@ def test_files_that_are_cut_or_damaged_are_refused(written: Path) -> None:
     ("content", "message"),
     [
         (b'{"format": "rrfp-jax event log"}', "version None"),
-        (b'{"format": "rrfp-jax event log", "version": 1, "log": {}}', "this program reads version 7"),
+        (b'{"format": "rrfp-jax event log", "version": 1, "log": {}}', "this program reads version 8"),
         (b'{"format": "another"}', "is no event log"),
         (b"[1, 2]", "is no event log"),
         (b"\x80\x04}\x94.", "is no event log"),
         (b"[" * 100_000, "is no event log"),
-        (b'{"format": "rrfp-jax event log", "version": 7}', "an object with rank"),
+        (b'{"format": "rrfp-jax event log", "version": 8}', "an object with rank"),
     ],
 )
 def test_foreign_files_are_refused(content: bytes, message: str, tmp_path: Path) -> None:

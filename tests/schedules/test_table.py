@@ -106,7 +106,7 @@ GRAPHS = {
     "absent pairs": TWO_ENCODERS.skipping(absences([(1, 0), (1, 3)])),
     "a frozen encoder": replace(TWO_ENCODERS, frozen=frozenset({0}), split=frozenset({1, 2})),
     "frozen chunks that pass gradients on": replace(chain(4, 3, split=True), frozen=frozenset({1, 2})),
-    "replicas": PipelineGraph(2, 4, (), owned=((0, 3), (3, 4))),
+    "replicas": PipelineGraph(2, 4, (), absent=((0, 0b1000), (1, 0b0111)), num_replicas=2),
     "an operation": replace(chain(2, 3), ops=(Op("O", after="F", before="B"),)),
 }
 
