@@ -29,8 +29,9 @@ that the model asks for, not those that are executed:
 * an encoder counts for the patches that there are, and not at all in microbatches without.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
@@ -211,9 +212,24 @@ class CountedLayer(NamedTuple):
 
 def step_flops(layers: Sequence[CountedLayer], amounts: Amounts) -> float:
     """Forward and backward of all layers, in the order in which a microbatch meets them; multiply-adds are two."""
-    total, has_backward = 0.0, False
+    return sum(sum(tasks) for tasks in _tasks_of_layers(layers, amounts))
+
+
+def chunk_flops(layers: Sequence[CountedLayer], counts: Sequence[int], amounts: Amounts) -> list[TaskFlops]:
+    """Returns the operations of each chunk's tasks for a microbatch with these contents.
+
+    Args:
+        layers: all layers, in the order in which a microbatch meets them.
+        counts: the number of layers in each chunk, in the same order.
+        amounts: the contents of the microbatch.
+    """
+    tasks = _tasks_of_layers(layers, amounts)
+    return [TaskFlops(*map(sum, zip(TaskFlops(0.0, 0.0, 0.0), *islice(tasks, n), strict=True))) for n in counts]
+
+
+def _tasks_of_layers(layers: Sequence[CountedLayer], amounts: Amounts) -> Iterator[TaskFlops]:
+    has_backward = False
     for layer in layers:
         has_backward |= layer.trains
         tasks = layer.forward(amounts).tasks(trains=layer.trains, has_backward=has_backward)
-        total += tasks.forward + tasks.input_gradient * layer.returns_gradient + tasks.weight_gradient
-    return total
+        yield tasks if layer.returns_gradient else tasks._replace(input_gradient=0.0)

@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rrfp_jax.costs.flops import DecoderSizes, EncoderSizes, Flops, ProjectorSizes, pairs, product
+from rrfp_jax.costs.flops import (
+    Amounts,
+    CountedLayer,
+    DecoderSizes,
+    EncoderSizes,
+    Flops,
+    ProjectorSizes,
+    chunk_flops,
+    pairs,
+    product,
+    step_flops,
+)
 
 DECODER = DecoderSizes(hidden=8, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=20, vocab_size=50)
 ENCODER = EncoderSizes(hidden=16, num_layers=5, num_heads=2, mlp_dim=64, patch_dim=12)
@@ -71,3 +82,19 @@ def test_sizes_that_no_layer_has_are_refused() -> None:
         EncoderSizes(hidden=10, num_layers=1, num_heads=3, mlp_dim=4, patch_dim=4)
     with pytest.raises(ValueError, match="mlp_dim is 0: give at least 1"):
         EncoderSizes(hidden=10, num_layers=1, num_heads=2, mlp_dim=0, patch_dim=4)
+
+
+def test_the_chunks_of_a_microbatch_add_up_to_its_step() -> None:
+    layers = [
+        CountedLayer(lambda held: ENCODER.layer(held.patches, held.patch_pairs), trains=False, returns_gradient=False),
+        CountedLayer(lambda held: ENCODER.layer(held.patches, held.patch_pairs), trains=False),
+        *[CountedLayer(lambda held: DECODER.layer(held.tokens, held.pairs))] * 3,
+        CountedLayer(lambda held: DECODER.head(held.tokens)),
+    ]
+    amounts = Amounts(tokens=12, pairs=50, patches=9, patch_pairs=81)
+    encoder, first, last = chunk_flops(layers, (2, 1, 3), amounts)
+    layer, head = DECODER.layer(12, 50).tasks(), DECODER.head(12).tasks()
+    assert encoder == (2 * ENCODER.layer(9, 81).forward, 0, 0)
+    assert first == layer
+    assert last == tuple(2 * a + b for a, b in zip(layer, head, strict=True))
+    assert sum(map(sum, (encoder, first, last))) == step_flops(layers, amounts)
