@@ -138,9 +138,12 @@ class PrivateConnections:
     def close(self, linger_s: float) -> None:
         """Makes no more connections, and sends nothing new. The event loop may be closed."""
         self._is_closed = True
-        for task in [] if self._loop.is_closed() else [*self._tasks]:
+        is_running = not self._loop.is_closed()
+        for task in [*self._tasks] if is_running else ():
             task.cancel()
         for listener in filter(None, (self._listener, self._local)):
+            if is_running:  # before its number is gone, which the loop may see again as another's
+                self._loop.remove_reader(listener.fileno())
             listener.close()
         for rank, made in self._made.items():
             if len(made) < self._num_wanted[rank]:
@@ -216,7 +219,8 @@ class PrivateConnections:
             try:
                 await came.wait()
             finally:
-                self._loop.remove_reader(listener.fileno())
+                if listener.fileno() >= 0:  # else :meth:`close` has done it
+                    self._loop.remove_reader(listener.fileno())
             try:
                 connection, _ = listener.accept()
             except BlockingIOError:  # whoever came is gone

@@ -1,5 +1,6 @@
 """Arrays over connections of their own: all arrive, in order and once, in aligned memory that is used again."""
 
+import asyncio
 import gc
 import random
 import socket
@@ -192,6 +193,20 @@ def test_closing_sends_arrays_that_wait_first() -> None:
         assert eventually(lambda: second.left == [0])
         assert second.lost == {}
         assert second.broken == []
+
+
+def test_closing_ends_the_listening_without_an_error() -> None:
+    with array_nodes() as (first, second):
+        problems: list[str] = []
+        for node in (first, second):
+            node.network._loop.set_exception_handler(lambda loop, context: problems.append(str(context)))
+        first.send_arrays(1, {"number": 0}, [bytes(1 << 18)])
+        assert eventually(lambda: len(second.got) == 1)
+        for node in (first, second):
+            node.network.close()
+        assert eventually(lambda: not asyncio.all_tasks(first.network._loop) | asyncio.all_tasks(second.network._loop))
+        gc.collect()  # a task that failed is told of when it goes
+        assert problems == []
 
 
 def test_who_leaves_while_another_does_not_read_is_not_taken_for_cut_off() -> None:
