@@ -95,6 +95,10 @@ class PlaceAutomaton:
     def account(self, state: int) -> Account:
         return self._accounts[state]
 
+    def arbiter(self, state: int) -> StageArbiter:
+        """The arbiter in a state, to look at."""
+        return self._arbiters[state]
+
     def running(self, state: int) -> list[Task]:
         return self._judge.running(self._accounts[state])
 

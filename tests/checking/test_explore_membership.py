@@ -1,0 +1,197 @@
+"""Membership under losses at every transition; broken variants must be found."""
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rrfp_jax.core.membership import HeadMembership, HeadReached, RankMembership, Recovered
+from tests.model_checker.membership import MembershipFault, MembershipSearch, MembershipSetting, Status
+
+
+def explored(**setting):
+    search = MembershipSearch(MembershipSetting(**setting))
+    num_states = search.explore()
+    assert search.num_ends > 1
+    return num_states
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"num_steps": 1},
+        {"num_steps": 1, "evaluates": frozenset({0})},
+        {"num_stages": 1, "num_replicas": 3, "num_steps": 0, "gatherings": (0, 0)},
+        {"num_stages": 1, "num_steps": 1, "deaths": 0, "suspicions": 2},
+        {"num_stages": 1, "num_replicas": 3, "num_steps": 1, "deaths": 2},
+        {"num_stages": 2, "num_replicas": 1, "num_steps": 1, "deaths": 0, "suspicions": 1},
+    ],
+    ids=str,
+)
+def test_few_faults(setting):
+    explored(**setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"num_steps": 3, "evaluates": frozenset({1})},
+        {"num_steps": 2, "deaths": 2},
+        {"num_steps": 2, "evaluates": frozenset({0}), "deaths": 2},
+        {"num_steps": 0, "gatherings": (0, 0)},
+        {"num_steps": 0, "gatherings": (0, 0), "deaths": 2},
+        {"num_steps": 1, "gatherings": (1, 1)},
+        {"num_steps": 1, "gatherings": (0, 1)},
+        {"num_steps": 2, "deaths": 0, "suspicions": 1},
+        {"num_steps": 1, "deaths": 1, "suspicions": 1},
+        {"num_steps": 1, "gatherings": (0, 1), "deaths": 0, "suspicions": 1},
+        {"num_stages": 1, "num_replicas": 3, "num_steps": 2, "deaths": 2, "suspicions": 1},
+        {"num_stages": 1, "num_replicas": 3, "num_steps": 2, "gatherings": (1, 2), "deaths": 2},
+        {"num_stages": 1, "num_replicas": 3, "num_steps": 1, "deaths": 0, "suspicions": 3},
+    ],
+    ids=str,
+)
+def test_more_faults(setting):
+    assert explored(**setting) > 1_000
+
+
+# -- broken variants ---------------------------------------------------------------------------------------------------
+
+
+class ForgetfulHead(HeadMembership):
+    """Tells of losses without an order: all of them are epoch 1."""
+
+    def _declare(self, rank, reason, out):
+        self.epoch = 0
+        super()._declare(rank, reason, out)
+
+
+class LastHead(HeadMembership):
+    """Takes ranks that were lost before for living ones when it tells of another loss."""
+
+    def _declare(self, rank, reason, out):
+        self.living = tuple(range(len(self._units_of)))
+        super()._declare(rank, reason, out)
+
+
+class Hasty(RankMembership):
+    """The first rank lets all go on with what it knows itself."""
+
+    def _recover(self):
+        return super()._recover()._replace(step=self.newest, verdict=self.verdict)
+
+
+class Cautious(RankMembership):
+    """Steps that not all have finished are done again by all."""
+
+    def _recover(self):
+        told = min(self._told.values(), key=lambda each: each.step)
+        return super()._recover()._replace(step=told.step, verdict=told.verdict)
+
+
+class Silent(RankMembership):
+    """Nobody passes on the result of a gathering."""
+
+    def _recover(self):
+        return super()._recover()._replace(results=())
+
+
+class Unfrozen(RankMembership):
+    """A rank goes on while it waits for the others."""
+
+    def _come_to(self, event, out):
+        super()._come_to(event, out)
+        self.is_frozen = False
+
+    def _take(self, sender, note, out):
+        self.is_frozen |= isinstance(note, Recovered)
+        super()._take(sender, note, out)
+
+
+class Undead(RankMembership):
+    """A rank that was declared lost goes on."""
+
+    def _come_to(self, event, out):
+        if self.rank in event.living:
+            super()._come_to(event, out)
+
+
+GATHERS = {"num_stages": 1, "num_replicas": 3, "num_steps": 0, "gatherings": (0, 0)}
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"carries_epochs": False},
+        {"reports_early": True},
+        {"head": ForgetfulHead, "deaths": 2},
+        {"head": LastHead, "deaths": 2},
+        {"member": Hasty},
+        {"member": Cautious},
+        {"member": Silent, **GATHERS},
+        {"member": Unfrozen},
+        {"member": Undead, "num_stages": 1, "deaths": 0, "suspicions": 1},
+    ],
+    ids=str,
+)
+def test_broken_variants_are_found(broken):
+    with pytest.raises(MembershipFault, match=r"\d+\. "):
+        explored(**{"num_steps": 1, **broken})
+
+
+# -- larger pipelines --------------------------------------------------------------------------------------------------
+
+
+def walk(random, **setting):
+    """One random run: which faults come, and when, is drawn, as is what reaches whom next."""
+    search = MembershipSearch(MembershipSetting(**setting))
+    state = search.start
+    eager = random.random()
+    while True:
+        moves = search.all_moves(state)
+        if not moves:
+            return search.heads.values[state.head]
+        faults = [move for move in moves if "dies" in move[0] or "suspects" in move[0]]
+        progress = [move for move in moves if move not in faults]
+        is_fault = not progress or (faults and random.random() < 0.02 + 0.1 * eager)
+        if not progress and random.random() < 0.5:
+            return search.heads.values[state.head]
+        what, new = random.choice(faults if is_fault else progress)
+        search.follow(state, what, new)
+        state = new
+        rank = random.randrange(len(state.ranks))
+        if random.random() < 0.05 and search.ranks.values[state.ranks[rank]].status is Status.RUNS:
+            new = search.apply(state, rank, HeadReached())
+            search.follow(state, f"rank {rank} reaches the head again", new)
+            state = new
+
+
+def check_walks(seed, num_stages, num_replicas):
+    random = Random(seed)
+    walk(
+        random,
+        num_stages=num_stages,
+        num_replicas=num_replicas,
+        num_steps=3,
+        evaluates=frozenset({random.randrange(4)}),
+        gatherings=random.choice([(), (1, 3), (0, 2, 3)]),
+        deaths=random.randrange(num_stages * num_replicas),
+        suspicions=random.randrange(3),
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), num_stages=st.integers(1, 2), num_replicas=st.integers(2, 3))
+def test_random_losses(seed, num_stages, num_replicas):
+    check_walks(seed, num_stages, num_replicas)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32), num_stages=st.integers(1, 4), num_replicas=st.integers(2, 4))
+def test_random_losses_of_larger_pipelines(seed, num_stages, num_replicas):
+    check_walks(seed, num_stages, num_replicas)
