@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from rrfp_jax.core import Order, Ordering
-from rrfp_jax.core.replicas import microbatches_per_replica
+from rrfp_jax.core.replicas import StepOwners, microbatches_per_replica, with_owners
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.field_rules import is_whole, typed, with_type
 from rrfp_jax.private.jax_names import trace_state_clean
@@ -50,7 +50,7 @@ from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.prepare import CompiledOnly, Prepared, compile_only, prepare_pipeline
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.steps import Hold
-from rrfp_jax.schedules import Edge, Placement
+from rrfp_jax.schedules import Edge, PipelineGraph, Placement
 
 _MAX_STEPS_ENQUEUED = 2
 
@@ -287,7 +287,12 @@ class Pipeline:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def step(
-        self, state: PipelineState, batch: Mapping[str, Any], *, absent: Iterable[tuple[int, int]] = ()
+        self,
+        state: PipelineState,
+        batch: Mapping[str, Any],
+        *,
+        absent: Iterable[tuple[int, int]] = (),
+        owners: StepOwners | None = None,
     ) -> tuple[PipelineState, StepMetrics[StepResult]]:
         """Enqueue one training step; returns as soon as it is enqueued, at most one step ahead of the running one.
 
@@ -298,6 +303,8 @@ class Pipeline:
                 skipped for microbatches that lack the leaves that they read.
             absent: further (chunk, microbatch) pairs that this batch does not have; such a chunk's output is zeros
                 for those that read it.
+            owners: which replica runs each microbatch on each stage; None: each its block. It changes nothing but the
+                order in which gradients are added up. All processes give the same.
 
         Raises ValueError on a batch that does not fit, before anything has changed, and PipelineClosed after ``close``.
         If the run fails, the step's result raises RunFailed, and so does this method once it is known.
@@ -316,11 +323,12 @@ class Pipeline:
         skipped = self._absent(running, buckets, absent)
         # So far chunks have their numbers in one replica; the runtime counts those of all replicas.
         pairs = running.copies.pairs(skipped)
+        graph = self._check_owners(running, owners)
+        weights = running.weights.of(buckets, graph)
         # All that can refuse the batch comes before this line, so a ValueError leaves pipeline and state as they were.
         self._make_room()
         batch_of_step = StepBatch(leaves, buckets, self._step)
-        weights = running.weights.of(buckets)
-        future = running.runtime.submit(self._turn, batch_of_step, pairs, weights, trained=self._step)
+        future = running.runtime.submit(self._turn, batch_of_step, pairs, weights, owners=owners, trained=self._step)
         made = partial(
             StepResult.of,
             step=self._step,
@@ -333,13 +341,15 @@ class Pipeline:
         self._turn += 1
         return PipelineState(self._step, self._hold), metrics
 
-    def evaluate(self, state: PipelineState, batch: Mapping[str, Any]) -> EvaluationMetrics:
+    def evaluate(
+        self, state: PipelineState, batch: Mapping[str, Any], *, owners: StepOwners | None = None
+    ) -> EvaluationMetrics:
         """Enqueue forwards alone, of the parameters as they are after ``state``, which is not consumed.
 
         Nothing of training changes by it: no parameter, no random key, no number of a step. ``batch`` is as for
         ``step``, with at most as many microbatches as the pipeline was prepared for (:class:`EvaluationShapes`), an
         equal number for each replica; :meth:`reads` tells which of them this process reads. All processes call it
-        alike. Chunks get no random key.
+        alike. Chunks get no random key. ``owners`` are those of a training step: each batch is owned like its.
 
         Raises ValueError where the pipeline was not prepared for evaluations, or for other shapes; otherwise as
         ``step``.
@@ -350,12 +360,23 @@ class Pipeline:
             raise ValueError("the pipeline was not prepared for evaluations: give prepare their shapes (evaluation)")
         leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=self._model.base_chunks)
         batch_of_step, absent = evaluation.step(leaves, self._step)
+        self._check_owners(self._running(), owners)
         self._make_room()
-        future = self._running().runtime.submit(self._turn, batch_of_step, absent, evaluates=True, trained=self._step)
+        future = self._running().runtime.submit(
+            self._turn, batch_of_step, absent, evaluates=True, owners=owners, trained=self._step
+        )
         metrics = EvaluationMetrics(future, self._hold, partial(EvaluationResult.of, step=self._step))
         self._enqueued.append(metrics)
         self._turn += 1
         return metrics
+
+    def _check_owners(self, running: Prepared, owners: StepOwners | None) -> PipelineGraph:
+        """Returns the graph of all replicas with these owners; raises ValueError where a step cannot have them."""
+        if owners is None:
+            return running.order.graph
+        if not self.options.other_owners:
+            raise ValueError("replicas were not connected for other owners: give the pipeline's options other_owners")
+        return with_owners(running.order.graph, running.order.placement, owners)
 
     def _make_room(self) -> None:
         """Wait until one more step may be enqueued."""

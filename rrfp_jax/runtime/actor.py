@@ -97,7 +97,7 @@ class StageActor:
             time_s = time.perf_counter()
             self._recorder.begin(step, time_s)
             self.arbiter.prepare(plan)
-            self._handle(StepStarted(step, time_s, plan.absent, plan.weights, plan.evaluates))
+            self._handle(StepStarted(step, time_s, plan.absent, plan.weights, plan.evaluates, plan.owners))
 
     def receive(self, step: int, message: Message, payload: Any) -> None:
         self.executor.accept(step, message, payload)

@@ -22,6 +22,7 @@ from typing import Any
 from rrfp_jax.cluster.loop_thread import LoopThread, runs_here
 from rrfp_jax.core import Event, InputPromised, Message, RunTask, StageArbiter, TaskAnnounced, timing_rule
 from rrfp_jax.core.groups import GroupMember
+from rrfp_jax.core.replicas import StepOwners, moved_pairs
 from rrfp_jax.layout import name_unit
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.actor import StageActor
@@ -179,6 +180,7 @@ class PipelineRuntime:
         weights: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
         *,
         evaluates: bool = False,
+        owners: StepOwners | None = None,
         trained: int | None = None,
     ) -> "Future[StepOutcome]":
         """Enqueues a step and returns a future that resolves when every awaited stage has ended it.
@@ -187,17 +189,22 @@ class PipelineRuntime:
         of a step that lacks some pairs are made here, on the calling thread.
 
         Args:
-            absent: pairs of chunk and microbatch that the step lacks.
+            absent: pairs of chunk and microbatch that the step lacks, whoever owns them.
             weights: for stages whose capacity bounds the bytes that they hold, the weight of each of their
                 microbatches.
+            owners: the owners of the microbatches; None: the blocks of replicas.
             trained: the number of training steps before this one, by which people know the step; None: ``step``.
 
-        Raises PipelineClosed after ``close``, and ValueError for pairs that cannot be absent.
+        Raises PipelineClosed after ``close``, and ValueError for pairs that cannot be absent, or owners that these
+        stages cannot have.
         """
         actors = [*self._actors.values()]
-        graph = actors[0].arbiter.graph_of(evaluates=evaluates).skipping(absent)
+        graph = actors[0].arbiter.graph_of(evaluates=evaluates, owners=owners)
+        absent = absent if owners is None else moved_pairs(absent, graph)
+        graph = graph.skipping(absent)
         plans = [
-            actor.arbiter.plan_without(absent, weights.get(actor.stage, ()), evaluates=evaluates) for actor in actors
+            actor.arbiter.plan_without(absent, weights.get(actor.stage, ()), evaluates=evaluates, owners=owners)
+            for actor in actors
         ]
         future: Future[StepOutcome] = Future()
 

@@ -62,6 +62,9 @@ class RuntimeOptions:
     """Number of steps of each stage's event log that are kept."""
     max_programs: int = 1000
     """Number of programs that this process may compile. A run whose buckets need more is refused at once."""
+    other_owners: bool = False
+    """Whether steps may have other owners of their microbatches than the blocks of replicas. All replicas of
+    neighbouring stages are connected then."""
     wrap_stage: Callable[[StageExecutor], StageExecutor] | None = None
     """Wrapper around every stage's executor, for example :class:`rrfp_jax.testing.DelayedStage`."""
 

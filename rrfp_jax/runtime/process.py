@@ -10,8 +10,9 @@ of the other processes, since of the shardings at the far ends of edges only the
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -46,7 +47,7 @@ from rrfp_jax.runtime.transports.transfer import (
     try_transfers,
     why_untried,
 )
-from rrfp_jax.schedules import Placement
+from rrfp_jax.schedules import PipelineGraph, Placement
 from rrfp_jax.schedules.timeline import Timeline
 
 _LOG = logging.getLogger(__name__)
@@ -278,6 +279,8 @@ class Process:
         if self.cluster is not None and self._transport is not None:
             self._transport.close()  # One pipeline after another takes the messages of others.
         placement, messages = arbiters[0].placement, _messages(arbiters)
+        if options.other_owners:
+            messages = _between_replicas(messages, arbiters[0].graph, placement, {a.stage for a in arbiters})
         by_transfer = self._connect_stages(placement, messages)
 
         def make_transport(deliver: Deliver, failed: Failed) -> PipelineTransport:
@@ -466,4 +469,20 @@ def _messages(arbiters: Iterable[StageArbiter]) -> list[Message]:
             sent = (message for sends in plan.sends for message, _ in sends)
             for message in (*sent, *plan.arrivals):
                 ways.setdefault(message[:3], message)
+    return list(ways.values())
+
+
+def _between_replicas(
+    messages: Sequence[Message], graph: PipelineGraph, placement: Placement, hosted: Container[int]
+) -> list[Message]:
+    """Returns these messages, and one for each way that they may go to and from other replicas of the same chunks."""
+    ways, copies = {message[:3]: message for message in messages}, range(graph.num_replicas)
+    for message in messages:
+        if message.kind not in (MessageKind.ACTIVATION, MessageKind.GRADIENT, MessageKind.TAKEN):
+            continue
+        first, second = (chunk - chunk % len(copies) for chunk in (message.source, message.target))
+        for source, target in product(copies, repeat=2):
+            other = message._replace(source=first + source, target=second + target)
+            if any(placement.stage_of_chunk[chunk] in hosted for chunk in (other.source, other.target)):
+                ways.setdefault(other[:3], other)
     return list(ways.values())

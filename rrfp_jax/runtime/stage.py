@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import jax
 
 from rrfp_jax.core import Message, MessageKind
+from rrfp_jax.core.plan import report_tree
 from rrfp_jax.core.replicas import Replication
-from rrfp_jax.layout import children, parent
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree, merged
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.chunk import Loss
@@ -46,6 +46,10 @@ class _Step:
 
     graph: PipelineGraph
     batch: StepBatch
+    above: int | None
+    """The stage to which this one reports; None: it is the first that takes part."""
+    below: tuple[int, ...]
+    """The stages that report to this one."""
     stashes: dict[tuple[int, int], Any] = field(default_factory=dict)
     """By chunk and microbatch, the arrays kept for the backward."""
     forwards: dict[Task, Callable[[], tuple[Any, Any]]] = field(default_factory=dict)
@@ -115,7 +119,7 @@ class ProgramStage:
         self._replica = self._copies.replica(next(iter(programs)))
         self._mailbox = Mailbox(self._placement, stage, send_array)
         self._steps: dict[int, _Step] = {}
-        self._above, self._below = parent(stage, tree_degree), children(stage, placement.num_stages, tree_degree)
+        self._tree_degree = tree_degree
         self._posts_at_once = not any(is_on_host(each.sharding) for each in programs.values())
         """Whether messages leave as their task is launched. Where programs run on the host, other stages get a view of
         a value, for which it must be complete."""
@@ -143,7 +147,7 @@ class ProgramStage:
     # -- in the serial executor --------------------------------------------------------------------------------------
 
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
-        self._steps[step] = _Step(graph, batch)
+        self._steps[step] = _Step(graph, batch, *report_tree(graph, self._placement, self._stage, self._tree_degree))
         self._mailbox.begin(step)
         if self._leaves_ahead is None:
             return
@@ -198,13 +202,14 @@ class ProgramStage:
                 (m, chunk, name, float(value)) for m, chunk, loss in losses for name, value in loss.named_sums.items()
             ),
         )
-        messages = (Message(MessageKind.REPORT, child, self._stage) for child in self._below)
+        messages = (Message(MessageKind.REPORT, child, self._stage) for child in state.below)
         return merged([own.as_plain(), *(self._mailbox.read(step, message) for message in messages)])
 
     def _verdict(self, step: int) -> Verdict:
-        """Returns the agreement of a step: computed on stage 0, received from the stage above on all others."""
+        """Returns the agreement of a step: computed on the first stage that takes part, received from the stage above
+        on all others."""
         state = self._steps[step]
-        if state.verdict is None and self._above is None:
+        if state.verdict is None and state.above is None:
             rules = self._update_rules
             stop, save = self._stop_requests.decide(self._stage, step)
             state.verdict = agree(
@@ -215,8 +220,8 @@ class ProgramStage:
                 save=save,
             )
         elif state.verdict is None:
-            assert self._above is not None
-            message = Message(MessageKind.VERDICT, self._above, self._stage)
+            assert state.above is not None
+            message = Message(MessageKind.VERDICT, state.above, self._stage)
             state.verdict = Verdict(**self._mailbox.read(step, message))
         return state.verdict
 
@@ -243,7 +248,8 @@ class ProgramStage:
 
     def _read(self, step: int, task: Task) -> tuple[Any, ...]:
         """Takes the values of other chunks that a task reads: outputs of all predecessors of F, gradients from all
-        successors of B and I that return one; None from chunks that the microbatch skips."""
+        successors of B and I that return one, each from the replica that runs the microbatch; None from chunks that it
+        skips."""
         graph, (kind, chunk, microbatch) = self._steps[step].graph, task
         if kind is TaskKind.F:
             message_kind, others = MessageKind.ACTIVATION, graph.predecessors(chunk)
@@ -251,11 +257,11 @@ class ProgramStage:
             message_kind, others = MessageKind.GRADIENT, graph.gradient_successors(chunk)
         else:
             return ()
-        take, exists = self._mailbox.take, graph.exists
+        take = self._mailbox.take
         return (
             tuple(
-                take(step, Message(message_kind, other, chunk, microbatch)) if exists(other, microbatch) else None
-                for other in others
+                None if other is None else take(step, Message(message_kind, other, chunk, microbatch))
+                for other in graph.of_each_base(others, microbatch)
             ),
         )
 
@@ -354,10 +360,11 @@ class ProgramStage:
                 held.params, stash, output_grads, held.accumulators, derived=held.derived
             )
         # A microbatch may skip a predecessor, which then gets no gradient.
+        predecessors = graph.of_each_base(graph.gradient_predecessors(chunk), microbatch)
         posts = [
             (Message(MessageKind.GRADIENT, chunk, predecessor, microbatch), grad)
-            for predecessor, grad in zip(graph.gradient_predecessors(chunk), input_grads, strict=True)
-            if graph.exists(predecessor, microbatch)
+            for predecessor, grad in zip(predecessors, input_grads, strict=True)
+            if predecessor is not None
         ]
         return _Enqueued(awaited, posts)
 

@@ -16,7 +16,7 @@ from rrfp_jax.core import Order
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk
 from rrfp_jax.programs.microbatch_programs import LEAN_FORWARD
-from rrfp_jax.schedules import Task, TaskKind
+from rrfp_jax.schedules import PipelineGraph, Task, TaskKind
 
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 """JAX's names for memory of the host."""
@@ -88,7 +88,7 @@ class MicrobatchWeights:
 
     def __init__(self, order: Order, programs: Mapping[int, CompiledChunk], units: Sequence[int]) -> None:
         self._of_bucket: dict[int, list[int]] = {}
-        self._range = {}
+        self._chunks: dict[int, tuple[int, ...]] = {}
         for unit in units if order.capacities is not None else ():
             chunks = order.placement.chunks_of_stage[unit]
             columns = []
@@ -96,15 +96,17 @@ class MicrobatchWeights:
                 held = [chunk_bytes(sizes).per_microbatch for sizes in programs[chunk].sizes_of_variants]
                 columns.append([0 if variant is None else held[variant] for variant in programs[chunk].variant_of])
             self._of_bucket[unit] = [sum(of_chunks) for of_chunks in zip(*columns, strict=True)]
-            ranges = [order.graph.range_of(chunk) for chunk in chunks]
-            self._range[unit] = range(min(r.start for r in ranges), max(r.stop for r in ranges))
+            self._chunks[unit] = chunks
 
-    def of(self, buckets: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Returns the weights by unit; ``buckets`` are the buckets of all microbatches of the step."""
-        return {
-            unit: tuple([of_bucket[buckets[microbatch]] for microbatch in self._range[unit]])
-            for unit, of_bucket in self._of_bucket.items()
-        }
+    def of(self, buckets: Sequence[int], graph: PipelineGraph) -> dict[int, tuple[int, ...]]:
+        """Returns the weights by unit; ``buckets`` are the buckets of all microbatches of the step, which has this
+        graph of all replicas."""
+        weights = {}
+        for unit, of_bucket in self._of_bucket.items():
+            ranges = [own for chunk in self._chunks[unit] if (own := graph.range_of(chunk))]
+            first, stop = min((r.start for r in ranges), default=0), max((r.stop for r in ranges), default=0)
+            weights[unit] = tuple([of_bucket[bucket] for bucket in buckets[first:stop]])
+        return weights
 
 
 class MemoryMeter:
