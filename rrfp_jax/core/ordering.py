@@ -20,7 +20,7 @@ from rrfp_jax.core.hints import BFW, HINTS, SCHEDULE, Consumption, hint_by_name,
 from rrfp_jax.core.memory import AheadBound, check_windows, memory_changes, memory_unit, turns_of_table
 from rrfp_jax.core.plan import StepRules
 from rrfp_jax.core.replicas import replicated_graph, replicated_placement, replicated_table
-from rrfp_jax.core.stage_setup import EVALUATION, OtherRows, Row, StageSetup, outputs_ahead
+from rrfp_jax.core.stage_setup import EVALUATION, OtherRows, StageSetup, outputs_ahead
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, ScheduleTable, Task
 from rrfp_jax.schedules.table import check_orders, execution_order
@@ -167,7 +167,7 @@ class Order:
         }
         return [group_arbiter(protocol, setups[stage], *of_group) for stage, of_group in wanted.items()]
 
-    def _other_row(self, unit: int, number: int) -> Row | None:
+    def _other_row(self, unit: int, number: int) -> tuple[Task, ...] | None:
         """Returns the row of a stage of one replica for another number of microbatches, with the chunks of a unit."""
         table = self.table_for(number) if number else None
         if table is None:

@@ -58,7 +58,7 @@ EVALUATION = ready(BF_DEEP)
 
 _MODES_KEPT = 4
 """How many owners' modes a stage keeps: with its plan a mode may take a megabyte, and owners seldom change."""
-Row = tuple[Task, ...]
+_Row = tuple[Task, ...]
 
 
 class OtherRows:
@@ -69,10 +69,10 @@ class OtherRows:
         made: rows that are known.
     """
 
-    def __init__(self, make: Callable[[int], Row | None] = lambda _: None, made: dict[int, Row | None] | None = None):
+    def __init__(self, make: Callable[[int], _Row | None] = lambda _: None, made: dict[int, _Row | None] | None = None):
         self._make, self.made = make, {} if made is None else made
 
-    def of(self, number: int) -> Row | None:
+    def of(self, number: int) -> _Row | None:
         if number not in self.made:
             self.made[number] = self._make(number)
         return self.made[number]
