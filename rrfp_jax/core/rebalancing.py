@@ -15,12 +15,14 @@ microbatches, a stage needs its *fill* (one F of each stage before it), the work
 one B of each stage before it, where the backward is one task. Where it is split the drain costs nothing, since W waits
 until the stages before have their gradients, so that the busiest unit's last W is the end. There readiness attains this
 bound at 8 stages x 4 replicas x 16 microbatches whatever two units are lost, and with B as one task it comes within one
-microbatch's F and B of it, as a test shows for all pairs. It does so because adopted microbatches rank *by age*: by
-their place within the block to which they belong. Microbatches of one age reach a stage at about the same time in all
-replicas, which begin together and go at one pace. If numbers decided, a unit would prefer every microbatch of an
-earlier block to its own, and its own to those of all later blocks. One of the two kinds would starve until the other
-has run, and the stages behind it would idle: 850 ms in place of 710 where stage 0 loses a unit. So
-:func:`adopting_hint` ranks by age. The window may go on by numbers: it only keeps room for the oldest.
+microbatch's F and B of it, as a test shows for all pairs. It does so because :mod:`rrfp_jax.core.stage_setup` ranks
+adopted microbatches *by age*: by their place within the block to which they belong. Microbatches of one age reach a
+stage at about the same time in all replicas, which begin together and go at one pace. If numbers decided, a unit would
+prefer every microbatch of an earlier block to its own, and its own to those of all later blocks. One of the two kinds
+would starve until the other has run, and the stages behind it would idle: 850 ms in place of 710 where stage 0 loses a
+unit and B is one task.
+Memory matters as much: with windows of S - s + k microbatches it is 890 ms for k = 0, with which an unharmed 1F1B has
+all that it needs, 850 for k = 1, 760 for k = 4 and 720 for k = 8.
 
 Slow units
 ----------
@@ -55,16 +57,12 @@ whatever the costs are.
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import fsum
 from statistics import median, median_low
 from typing import NamedTuple
 
-from rrfp_jax.core.hints import Hint, Rank
-from rrfp_jax.schedules import Task
-
-Owners = tuple[tuple[int, ...], ...]
-"""``owners[stage][microbatch]`` is the replica that runs the microbatch on the stage."""
+from rrfp_jax.core.replicas import Owners
 
 _DEPARTURE = 0.10
 """The smallest relative departure from the factor in force that changes it (FALCON, 2410.12588, takes the same)."""
@@ -107,26 +105,6 @@ def _adopted_row(stage: int, row: tuple[int, ...], living: Collection[int], num_
         counts[adopter] += adopter != owner
         new.append(adopter)
     return tuple(new)
-
-
-def adopting_hint(hint: Hint, share: int, replica: int) -> Hint:
-    """Returns a unit's hint with all microbatches ranked by age, as if they were those of its own block.
-
-    Microbatches of one age rank by number. So a unit with its normal microbatches runs them in the order of ``hint``.
-
-    Args:
-        hint: the hint of the unit without losses; one that ranks by a row names the tasks of the unit's own block.
-        share: the number of microbatches in each replica's block.
-        replica: the replica to which the unit belongs.
-    """
-
-    def rank(task: Task) -> Rank:
-        if task.microbatch < 0:
-            return hint.rank(task)
-        block, age = divmod(task.microbatch, share)
-        return (*hint.rank(task._replace(microbatch=replica * share + age)), block)
-
-    return replace(hint, rank=rank)
 
 
 # -- slow units --------------------------------------------------------------------------------------------------------

@@ -6,20 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rrfp_jax.core import hint_by_name, schedule_hint
-from rrfp_jax.core.rebalancing import (
-    SpeedWatch,
-    UnitWork,
-    adopted_owners,
-    adopting_hint,
-    owners_in_words,
-    planned_owners,
-)
-from rrfp_jax.schedules import Task, TaskKind
+from rrfp_jax.core.rebalancing import SpeedWatch, UnitWork, adopted_owners, owners_in_words, planned_owners
+from rrfp_jax.core.replicas import block_owners
 
 
 def blocks(num_stages, num_replicas, share):
-    return tuple(tuple(m // share for m in range(num_replicas * share)) for _ in range(num_stages))
+    return block_owners(num_stages, num_replicas * share, num_replicas)
 
 
 def counts(row):
@@ -55,27 +47,6 @@ def test_adopted_microbatches_of_neighbouring_ages_go_to_different_replicas():
 def test_a_stage_without_replicas_is_refused():
     with pytest.raises(ValueError, match="stage 1 has lost all its replicas"):
         adopted_owners(blocks(2, 2, 3), {0, 2})
-
-
-@given(st.integers(1, 6), st.integers(0, 3), st.sampled_from(["bf", "bf-deep", "f-priority"]))
-def test_a_unit_ranks_its_own_block_as_before_and_others_beside_it_by_age(share, replica, name):
-    plain, hint = hint_by_name(name), adopting_hint(hint_by_name(name), share, replica)
-    for kind in (TaskKind.F, TaskKind.B, TaskKind.W):
-        own = [Task(kind, 0, m) for m in range(replica * share, (replica + 1) * share)]
-        assert sorted(own, key=hint.rank) == sorted(own, key=plain.rank)
-        step = [Task(kind, 0, m) for m in range(4 * share)]
-        assert sorted(step, key=hint.rank) == sorted(step, key=lambda task: divmod(task.microbatch, share)[::-1])
-    assert hint.rank(Task(TaskKind.U, 0)) == plain.rank(Task(TaskKind.U, 0))
-
-
-def test_adopted_microbatches_stand_in_a_row_beside_those_of_their_age():
-    row = [Task.parse(text) for text in ("1F4", "1F5", "1B4", "1F6", "1B5", "1F7", "1B6", "1B7")]
-    hint = adopting_hint(schedule_hint(row), 4, 1)
-    adopted = [Task.parse(text) for text in ("1F2", "1B1", "1F9")]
-    ranked = sorted([*row, *adopted], key=hint.rank)
-    assert [str(task) for task in ranked] == [
-        *("1F4", "1F5", "1F9", "1B4", "1F2", "1F6", "1B1", "1B5", "1F7", "1B6", "1B7")
-    ]
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------

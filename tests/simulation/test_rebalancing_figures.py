@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from rrfp_jax.core import StageArbiter, StageSetup, hint_by_name, ready
-from rrfp_jax.core.rebalancing import SpeedWatch, UnitWork, adopted_owners, adopting_hint, planned_owners
+from rrfp_jax.core.rebalancing import SpeedWatch, UnitWork, adopted_owners, planned_owners
+from rrfp_jax.core.replicas import StepOwners, block_owners, replicated_graph, replicated_placement, with_owners
 from rrfp_jax.costs.task_costs import TaskSums, fitted_line
-from rrfp_jax.schedules import Edge, PipelineGraph, Placement, absences
+from rrfp_jax.schedules import chain, linear
 from rrfp_jax.simulation import Costs, lower_bound, simulate
 from tests.simulation.helpers import RULES
 
@@ -23,43 +24,33 @@ EVEN_MS = np.full((STAGES * REPLICAS, REPLICAS * SHARE, 3), 10.0)
 
 
 def blocks(num_stages=STAGES, num_replicas=REPLICAS, share=SHARE):
-    return tuple(tuple(m // share for m in range(num_replicas * share)) for _ in range(num_stages))
+    return block_owners(num_stages, num_replicas * share, num_replicas)
 
 
 def pipeline(owners, num_replicas, *, split):
-    """The graph in which owners alone say who runs a microbatch: replicas of neighbouring stages are all joined."""
-    stages, replicas, microbatches = range(len(owners)), range(num_replicas), range(len(owners[0]))
-    graph = PipelineGraph(
-        len(owners) * num_replicas,
-        len(microbatches),
-        tuple(
-            Edge(s * num_replicas + a, (s + 1) * num_replicas + b)
-            for s in stages[:-1]
-            for a, b in product(replicas, repeat=2)
-        ),
-        absent=absences(
-            (s * num_replicas + r, m) for s, r, m in product(stages, replicas, microbatches) if owners[s][m] != r
-        ),
-        split=frozenset(range(len(owners) * num_replicas)) if split else frozenset(),
-        shared=tuple(tuple(s * num_replicas + r for r in replicas) for s in stages),
-    )
-    return graph, Placement(tuple(r * len(owners) + s for s in stages for r in replicas))
+    """The graph and the placement of all replicas, and the owners with all units lost that own nothing."""
+    stages = len(owners)
+    lost = [unit for unit in range(stages * num_replicas) if unit // stages not in owners[unit % stages]]
+    graph = replicated_graph(chain(stages, len(owners[0]) // num_replicas, split=split), num_replicas)
+    return graph, replicated_placement(linear(stages), num_replicas), StepOwners(owners, tuple(lost))
 
 
-def step_ms(owners, durations_ms, *, hint="bf", split=False, window=None, num_replicas=REPLICAS, by_age=True):
-    """The time of a step; ``durations_ms`` is [stages x replicas, microbatches, 3]."""
-    graph, placement = pipeline(owners, num_replicas, split=split)
-    plain, share = hint_by_name(hint), len(owners[0]) // num_replicas
-    hints = [
-        adopting_hint(plain, share, unit // len(owners)) if by_age else plain for unit in range(placement.num_stages)
-    ]
+def step_ms(owners, durations_ms, *, hint="bf", split=False, window=None, num_replicas=REPLICAS):
+    """The time of a step.
+
+    Args:
+        owners: [stages][microbatches].
+        durations_ms: [stages x replicas, microbatches, 3].
+        window: of all stages, or of each; None: the whole step.
+    """
+    graph, placement, given = pipeline(owners, num_replicas, split=split)
+    windows = np.broadcast_to(window or len(owners[0]), (num_replicas, len(owners))).ravel().tolist()
+    consumption = ready(hint_by_name(hint))
     arbiters = [
-        StageArbiter(
-            StageSetup(graph, placement, unit, consumption=ready(one), window=window or len(owners[0]), rules=RULES)
-        )
-        for unit, one in enumerate(hints)
+        StageArbiter(StageSetup(graph, placement, unit, consumption=consumption, window=size, rules=RULES))
+        for unit, size in enumerate(windows)
     ]
-    return simulate(arbiters, Costs(durations_ms=durations_ms[np.newaxis])).step_ends_ms[-1]
+    return simulate(arbiters, Costs(durations_ms=durations_ms[np.newaxis]), owners=[given]).step_ends_ms[-1]
 
 
 def without(*lost):
@@ -69,7 +60,8 @@ def without(*lost):
 
 
 def bound_ms(owners, *, split):
-    return lower_bound(*pipeline(owners, REPLICAS, split=split), EVEN_MS).total_ms
+    graph, placement, given = pipeline(owners, REPLICAS, split=split)
+    return lower_bound(with_owners(graph, placement, given), placement, EVEN_MS).total_ms
 
 
 # -- after a loss ------------------------------------------------------------------------------------------------------
@@ -119,26 +111,22 @@ def test_the_loss_of_a_unit_costs_a_twenty_fifth_of_a_fused_step_but_on_the_last
     assert found <= 1.04 * UNHARMED_MS["fused"] or stage > 5
 
 
-def test_ranked_by_number_a_unit_starves_its_own_or_the_adopted_microbatches():
-    owners = without((0, 3))
-    assert step_ms(owners, EVEN_MS) == 710
-    assert step_ms(owners, EVEN_MS, by_age=False) == 850
+@pytest.mark.parametrize(("split", "expected_ms"), [(False, 710), (True, 660)])
+def test_adopted_microbatches_are_ranked_by_age(split, expected_ms):
+    """By number a unit would starve its own or the adopted ones: 850 ms with B as one task, 710 ms with I and W."""
+    assert step_ms(without((0, 3)), EVEN_MS, split=split) == expected_ms
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_without_losses_the_rank_by_age_changes_nothing(split):
-    unharmed = UNHARMED_MS["split" if split else "fused"]
-    assert {step_ms(blocks(), EVEN_MS, split=split, by_age=by_age) for by_age in (False, True)} == {unharmed}
+def test_normal_owners_take_the_time_of_a_step_without_any(split):
+    assert step_ms(blocks(), EVEN_MS, split=split) == UNHARMED_MS["split" if split else "fused"]
 
 
-@pytest.mark.parametrize(("split", "window"), [(False, 8), (True, 8), (True, 16)])
-def test_a_window_costs_less_by_age_than_by_number_and_never_stops_a_step(split, window):
-    for lost in [((0, 3),), ((4, 0),), ((7, 2),), ((2, 0), (2, 1))]:
-        owners = without(*lost)
-        by_age, by_number = (
-            step_ms(owners, EVEN_MS, split=split, window=window, by_age=is_so) for is_so in (True, False)
-        )
-        assert by_age <= by_number
+@pytest.mark.parametrize(("more", "expected_ms"), [(0, 890), (1, 850), (4, 760), (8, 720)])
+def test_a_loss_costs_less_the_more_microbatches_the_stages_may_hold(more, expected_ms):
+    windows = [STAGES - stage + more for stage in range(STAGES)]
+    assert step_ms(blocks(), EVEN_MS, window=windows) == UNHARMED_MS["fused"]
+    assert step_ms(without((0, 3)), EVEN_MS, window=windows) == expected_ms
 
 
 # -- slow units --------------------------------------------------------------------------------------------------------
