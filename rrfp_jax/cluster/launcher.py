@@ -46,6 +46,7 @@ from rrfp_jax.cluster.config import (
     NUM_RANKS,
     OWN_COMMANDS,
     RENDEZVOUS,
+    RESTARTS_LEFT,
     STARTED,
     LaunchSettings,
     Membership,
@@ -53,7 +54,7 @@ from rrfp_jax.cluster.config import (
 from rrfp_jax.cluster.rendezvous import ProcessEnding, name_ranks
 
 _RESTART_S = 1.0
-"""Pause before a restart, so that a run that fails at once does not spin."""
+"""Least time from the start of an attempt to that of the next, so that a run that fails at once does not spin."""
 _LOOK_S, _LOOK_AGAIN_S = 0.25, 0.05
 _TERM_S = 5.0
 """Seconds that a rank that is asked to end may take."""
@@ -121,14 +122,14 @@ def launch(
                 key = RunKey.generate()
             else:
                 key = RunKey(shared.expand(f"attempt {number}", 32)) if number else shared
+            next_s = time.monotonic() + _RESTART_S
             code = _Attempt(parts, number, key).run()
             # These would end alike again.
             is_final = code in (codes.DONE, codes.BAD_INPUT, codes.NOT_FINITE, codes.INTERRUPTED)
             if is_final or number == settings.max_restarts:
                 break
-            until_s = time.monotonic() + _RESTART_S
-            while events.stopped_by is None and time.monotonic() < until_s:
-                events.next(_LOOK_S)
+            while events.stopped_by is None and (left_s := next_s - time.monotonic()) > 0:
+                events.next(min(left_s, _LOOK_S))
             if events.stopped_by is not None:
                 output.say(f"not restarted after code {code}, since the launcher was told to stop")
                 break
@@ -198,6 +199,7 @@ class _Attempt:
 
     def _start(self, head: RunHead) -> None:
         ranks, num_ranks = self._settings.local_ranks(), self._settings.num_ranks
+        left = {RESTARTS_LEFT: str(self._settings.max_restarts - self._number)}
         for rank, cores in zip(ranks, rank_cores(self._settings.bind, len(ranks)), strict=True):
             membership = Membership(
                 rank=rank,
@@ -209,7 +211,7 @@ class _Attempt:
             )
             self._alive[rank] = Child(
                 python_module(*self._settings.command),
-                {**self._parts.environment, **membership.environment(), **self._key.environment()},
+                {**self._parts.environment, **membership.environment(), **self._key.environment(), **left},
                 self._parts.guardian,
                 lambda code, at_s, rank=rank: self._events.put(RankEnded(rank, code, at_s)),  # type: ignore[misc]
                 cores=cores,

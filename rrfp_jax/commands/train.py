@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rrfp_jax.cluster.config import ATTEMPT, STARTED
+from rrfp_jax.cluster.config import ATTEMPT, RESTARTS_LEFT, STARTED
 from rrfp_jax.commands.common.console import go_on_without_output
 from rrfp_jax.commands.common.errors import checking_input, end_stopped, ending_at_once, run_command, stop_requests
 from rrfp_jax.commands.common.options import CommandParser, offer
@@ -165,9 +165,12 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
             with run.console:
                 run.train(loop)
         except (RunFailed, KeyboardInterrupt) as end:
+            is_restarted = isinstance(end, RunFailed) and int(os.environ.get(RESTARTS_LEFT, "0")) > 0
             if isinstance(end, RunFailed):
                 _leave_report(run, end)
-            _leave_timeline(run, loop, name)
+            # The next attempt waits for the end of this one, and draws a timeline in place of this one's.
+            if not is_restarted:
+                _leave_timeline(run, loop, name)
             if run.is_first:
                 end.add_note(run.describe_saved())
             end.add_note(f"the run is in {run.directory.path}")

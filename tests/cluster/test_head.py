@@ -6,16 +6,17 @@ import os
 import signal
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from rrfp_jax.cluster import RendezvousServer, RunKey, _head, child_processes
-from rrfp_jax.cluster.child_processes import Guardian, Output
+from rrfp_jax.cluster import RendezvousServer, RunKey, _head, child_processes, launcher
+from rrfp_jax.cluster.child_processes import Guardian, LauncherEvents, Output
 from rrfp_jax.cluster.config import Address, LaunchSettings
 from rrfp_jax.cluster.coordination_service import reserve_port
 from rrfp_jax.cluster.host import Unreachable
 from rrfp_jax.cluster.launcher import launch
-from rrfp_jax.exit_codes import INTERRUPTED, PREEMPTED, START_FAILED
+from rrfp_jax.exit_codes import INTERRUPTED, PREEMPTED, START_FAILED, TASK_FAILED
 
 
 @pytest.mark.parametrize("port_is_given", [False, True])
@@ -73,3 +74,26 @@ def test_a_guardian_that_is_stopped_keeps_no_launcher_from_ending(monkeypatch: p
     guardian = Guardian()
     os.kill(guardian._process.pid, signal.SIGSTOP)
     guardian.close()
+
+
+@pytest.mark.parametrize(("lasted_s", "paused_s"), [(0.0, 1.0), (0.7, 0.3), (9.0, 0.0)])
+def test_only_a_run_that_fails_at_once_is_not_started_again_at_once(
+    lasted_s: float, paused_s: float, monkeypatch: pytest.MonkeyPatch
+):
+    now_s, paused = 100.0, 0.0
+
+    def fail(_: launcher._Attempt) -> int:
+        nonlocal now_s
+        now_s += lasted_s
+        return TASK_FAILED
+
+    def pause(_: LauncherEvents, timeout_s: float) -> None:
+        nonlocal now_s, paused
+        now_s, paused = now_s + timeout_s, paused + timeout_s
+
+    monkeypatch.setattr(launcher._Attempt, "run", fail)
+    monkeypatch.setattr(LauncherEvents, "next", pause)
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: now_s))
+    settings = LaunchSettings(command=("m",), num_processes=1, max_restarts=1)
+    assert launch(settings, os.environ, Output(io.BytesIO(), io.BytesIO(), prefix="auto")) == TASK_FAILED
+    assert paused == pytest.approx(paused_s)

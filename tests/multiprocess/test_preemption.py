@@ -54,6 +54,7 @@ def test_a_run_told_to_stop_goes_on_in_another_layout_with_the_same_bits(is_kill
             assert eventually(lambda: 5 in committed(folder / "run"))
             os.kill(launcher.ranks()[1], signal.SIGKILL)
             assert eventually(lambda: re.search("going on after (5|10) steps", launcher.text) is not None)
+            assert not (folder / "run" / "timeline.png").exists(), "a restart is not kept waiting for a picture"
         launcher.numbers(r"step +([6-9]|1\d) ", 1)
         launcher.signal(signal.SIGTERM)
         assert launcher.wait() == 7, launcher.text
