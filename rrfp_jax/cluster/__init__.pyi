@@ -2,6 +2,7 @@
 
 from rrfp_jax.cluster._channel import Handler as Handler
 from rrfp_jax.cluster._channel import PackedHandler as PackedHandler
+from rrfp_jax.cluster._head_link import HeadLink as HeadLink
 from rrfp_jax.cluster._rendezvous_client import LauncherLink as LauncherLink
 from rrfp_jax.cluster._rendezvous_client import meet as meet
 from rrfp_jax.cluster._rendezvous_server import RendezvousFailed as RendezvousFailed

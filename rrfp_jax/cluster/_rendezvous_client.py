@@ -47,7 +47,7 @@ def meet(address: str, request: JoinRequest, key: RunKey, *, deadline_s: float =
     """
     said = pack_plain({"kind": "hello", "hello": to_plain(request)})
     next_s, until_s, has_answered = 0.0, time.monotonic() + deadline_s, False
-    with closing(_Client(address, key)) as client:
+    with closing(Client(address, key)) as client:
         while (now_s := time.monotonic()) < until_s:
             if now_s >= next_s and not has_answered:
                 client.say(said)
@@ -101,7 +101,7 @@ class LauncherLink:
         self._endings: dict[int, ProcessEnding] = {}
         self._is_closing = False
         self._wake_read, self._wake_write = sockets.socketpair()
-        self._client = _Client(address, key, self._wake_read.fileno())
+        self._client = Client(address, key, self._wake_read.fileno())
         self._thread = threading.Thread(target=self._run, name="rrfp-head", daemon=True)
         self._thread.start()
 
@@ -179,7 +179,7 @@ class LauncherLink:
         return False
 
 
-class _Client:
+class Client:
     """A connection to the rendezvous. A byte written to ``wake_fd`` ends :meth:`hear`, as a new connection does."""
 
     def __init__(self, address: str, key: RunKey, wake_fd: int | None = None) -> None:
@@ -203,6 +203,7 @@ class _Client:
             raise ValueError(f"'{address}' is no address of a rendezvous: give tcp://host:port") from error
 
     def say(self, data: bytes) -> None:
+        """Sends a message, or drops it where there is no connection."""
         with suppress(zmq.Again):  # refused, and not yet connected again: said again later
             self._socket.send(data, zmq.NOBLOCK)
 
@@ -230,6 +231,7 @@ class _Client:
         return answer if isinstance(answer, dict) else None
 
     def close(self) -> None:
+        """Frees the sockets; what was said may take ``linger_ms`` to go out."""
         self._monitor.close()
         self._socket.close(linger=self.linger_ms)
         self._context.term()

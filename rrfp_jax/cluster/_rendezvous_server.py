@@ -3,8 +3,9 @@
 ``jax.distributed.initialize`` aborts the process when a rank is missing. So all ranks come here first: within a
 deadline either everyone learns everyone's address, or everyone learns who is missing and which settings differ. The
 server stays afterwards: the launchers of other nodes report how their ranks end, and get a :class:`RunStatus` of all.
-Both sides repeat all that they know until the other has it, so lost messages and connections do no harm. The launcher
-or a supervisor hosts it.
+Ranks that go on through losses report whom they suspect; by that, and by the ends of processes, the server declares
+epochs (:mod:`rrfp_jax.core.membership`). All sides repeat all that they know until the other has it, so lost messages
+and connections do no harm. The launcher or a supervisor hosts it.
 """
 
 import logging
@@ -12,7 +13,7 @@ import socket as sockets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
@@ -30,8 +31,27 @@ from rrfp_jax.cluster._zmq_sockets import (
 )
 from rrfp_jax.cluster.config import LOOPBACK
 from rrfp_jax.cluster.keys import RunKey
-from rrfp_jax.cluster.rendezvous import JoinRequest, LauncherReport, ProcessEnding, Rendezvous, RunStatus, name_ranks
+from rrfp_jax.cluster.rendezvous import (
+    JoinRequest,
+    LauncherReport,
+    MemberReport,
+    ProcessEnding,
+    Rendezvous,
+    RunStatus,
+    name_ranks,
+)
 from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, MalformedMessage, pack_plain, unpack_plain
+from rrfp_jax.core.membership import (
+    DeclareCompleted,
+    DeclareEpoch,
+    EpochDeclared,
+    HeadInstruction,
+    HeadMembership,
+    RankGone,
+    RankLeft,
+    RankTold,
+)
+from rrfp_jax.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
 _LOG = logging.getLogger(__name__)
@@ -102,6 +122,13 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         """Last reports of other nodes' launchers, and when they were heard."""
         self._reported: set[bytes] = set()
         """Routes to launchers whose last report is not answered."""
+        self._membership: HeadMembership | None = None
+        """The living ranks; None until a rank has reported that it goes on through losses."""
+        self._members: dict[int, bytes] = {}
+        """Routes to such ranks, by rank."""
+        self._noted: set[int] = set()
+        """Ranks whose ends the membership knows."""
+        self._lost: dict[int, str] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._status, self._version = RunStatus(), 0
         self._service: ProcessEnding | None = None
@@ -219,6 +246,8 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                             self._rules.ended(rank, replace(ending, at_s=now_s - ending.at_s - self._started_s))
                         self._launchers[route.bytes] = report, now_s
                         self._reported.add(route.bytes)
+                    case {"kind": "member", "report": data}:
+                        self._hear_member(route.bytes, from_plain(MemberReport, data))
                     case _:
                         raise MalformedMessage(f"{said!r:.80} is nothing that the rendezvous answers")
             except (MalformedMessage, MalformedRecord, RecursionError) as error:
@@ -233,6 +262,48 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         if not self._rules.is_decided:
             self._reply(route, {"kind": "waiting", "remaining_s": max(0.0, self._ends_s - time.monotonic())})
 
+    def _hear_member(self, route: bytes, report: MemberReport) -> None:
+        rank, num_ranks = report.rank, self._rules.num_ranks
+        if not all(0 <= named < num_ranks for named in (rank, *(suspect for suspect, _ in report.accusations))):
+            raise MalformedMessage(f"rank {rank} of {num_ranks} accuses {report.accusations!r:.80}")
+        if self._membership is None:
+            stages, data, size = report.num_stages, report.data, report.unit_size
+            try:
+                layout = Layout(num_stages=stages, data=data, tensor=size, num_ranks=num_ranks)
+            except ValueError as error:
+                raise MalformedMessage(f"rank {rank} tells of a layout that cannot be: {error}") from error
+            self._membership = HeadMembership([layout.units_of(other) for other in range(num_ranks)], layout.num_stages)
+        self._members[rank] = route
+        told = RankTold(rank, report.epoch, report.accusations)
+        self._declare(self._membership.handle(RankLeft(rank) if report.has_left else told))
+        if report.has_left:
+            # A rank that leaves after others gets the answer that these had.
+            self._declare(self._membership.handle(told))
+        self._reply(route, {"kind": "heard"})
+
+    def _note_ends(self) -> None:
+        """Tells the membership of ranks whose processes have ended."""
+        if self._membership is not None:
+            for rank in sorted(self._rules.endings.keys() - self._noted):
+                self._noted.add(rank)
+                ended = f"ended with code {self._rules.endings[rank].code}"
+                self._declare(self._membership.handle(RankGone(rank, ended)))
+
+    def _declare(self, instructions: Sequence[HeadInstruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case DeclareEpoch(ranks, epoch, living, lost, reason):
+                    self._lost |= dict.fromkeys(lost, reason)
+                    declared = EpochDeclared(epoch, living, reason)
+                    said = {"kind": "epoch", "declared": to_plain(declared)}
+                    if lost:
+                        self._notice(f"{name_ranks(lost)} declared lost: {reason}")
+                case DeclareCompleted(ranks):
+                    said = {"kind": "completed"}
+            for rank in ranks:
+                if rank in self._members:
+                    self._reply(self._members[rank], said)
+
     def _announce(self, *, is_last: bool = False) -> None:
         """Tells ranks the decision, and launchers the status if it is new or they have reported."""
         if self._rules.is_decided:
@@ -242,7 +313,8 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             for route in self._untold:
                 self._reply(route, decision)
             self._untold.clear()
-        status = replace(self._rules.status(), service=self._service, is_last=is_last)
+        self._note_ends()
+        status = replace(self._rules.status(), service=self._service, lost=dict(self._lost), is_last=is_last)
         is_new = status != self._status
         if is_new:
             self._status, self._version = status, self._version + 1

@@ -65,6 +65,8 @@ _LATE_S = 0.3
 """Seconds for ranks that would come too late to end for the reason that the others had."""
 _ABORT_S = 0.15
 """Seconds within which JAX aborts; ranks that miss each other report that later."""
+_FENCE_S = 1.0
+"""Seconds for a rank that was declared lost to hear of it and end; one that is stopped never does."""
 _FAREWELL_S = 2.0
 """Seconds that a supervisor tells ranks that come late of a failure."""
 _NOT_STOPPED = "did not end by itself"
@@ -156,6 +158,8 @@ class _Attempt:
         self._failed_s: float | None = None
         self._met_failure_s: float | None = None
         """Time at which it was known that the ranks did not come together, or that JAX aborts them."""
+        self._lost_s = 0.0
+        """Time at which the latest rank was declared lost."""
         self._still_since_s: float | None = None
         self._asked_s: float | None = None
         self._num_stops = 0
@@ -262,6 +266,11 @@ class _Attempt:
 
     def _read(self, status: RunStatus) -> None:
         # The head knows of all ranks, and its times are the same for all launchers: they replace our own.
+        if status.lost != self._status.lost:
+            self._lost_s = time.monotonic()
+            # An end that was noticed before the head had declared the loss is no failure of the run.
+            self._endings.lost = dict(status.lost)
+            self._failed_s = None
         self._status = status
         if status.service is not None and self._endings.service is None:
             self._endings.service = status.service
@@ -288,6 +297,10 @@ class _Attempt:
                 occasion = (self._status.failure or "").splitlines()[0]
                 self._output.say(f"{occasion}: {name_ranks(doomed)}, not there yet, will not be waited for")
                 self._end(doomed, "had not come to the others")
+        # The others go on without these, and must never hear of them again.
+        lost = [rank for rank in self._status.lost if rank in self._alive and rank not in self._reasons]
+        if lost and now_s > self._lost_s + _FENCE_S:
+            self._end(lost, "had been declared lost")
         are_stopped = bool(self._alive) and all(child.is_stopped() for child in self._alive.values())
         # Where the ranks that are left have all been stopped for a while, nothing has failed, but nobody is left who
         # could notice.
@@ -349,12 +362,22 @@ class Endings:
         self.by_rank: dict[int, ProcessEnding] = {}
         self.service: ProcessEnding | None = None
         """End of the coordination service, if it came before those of the ranks."""
+        self.lost: dict[int, str] = {}
+        """Reasons for which ranks were declared lost."""
+
+    @property
+    def survived(self) -> frozenset[int]:
+        """Lost ranks without which the others went on; none where all are lost."""
+        return frozenset(self.lost if len(self.lost) < self._num_ranks else ())
 
     def missing(self) -> list[int]:
-        return [rank for rank in range(self._num_ranks) if rank not in self.by_rank]
+        """Returns the ranks that the run still has and whose end is not known."""
+        return [rank for rank in range(self._num_ranks) if rank not in self.by_rank and rank not in self.survived]
 
     def has_failed(self) -> bool:
-        return self.service is not None or any(ending.code for ending in self.by_rank.values())
+        """Returns whether anything has failed that others did not survive."""
+        survived = self.survived
+        return self.service is not None or any(e.code for rank, e in self.by_rank.items() if rank not in survived)
 
     def is_services(self) -> bool:
         """Returns whether the coordination service is to blame, since no rank had a reason of its own before."""
@@ -364,7 +387,8 @@ class Endings:
 
     def cause(self) -> int | None:
         """Returns the rank to blame; None where no failure is known."""
-        failed = {rank: ending for rank, ending in self.by_rank.items() if ending.code != codes.DONE}
+        survived = self.survived
+        failed = {rank: e for rank, e in self.by_rank.items() if e.code != codes.DONE and rank not in survived}
         if not failed:
             return None
         degrees = {r: 4 if e.by_launcher else _DERIVATION.get(e.code, 0) for r, e in failed.items()}
@@ -394,9 +418,11 @@ class Endings:
         The line of a crash has the last error that its rank told of, as far as ``last_error`` knows it.
         """
         cause, missing = self.cause(), self.missing()
+        survived = [f"  rank {rank} was lost, and the others went on: {self.lost[rank]}" for rank in self.survived]
         last_s = max((ending.at_s for ending in self.by_rank.values()), default=0.0)
         if not self.has_failed() and not missing:
-            return [f"{name_ranks(self.by_rank)} ended well, the last after {last_s:.1f} s"]
+            well = [rank for rank in self.by_rank if rank not in self.survived]
+            return [f"{name_ranks(well)} ended well, the last after {last_s:.1f} s", *sorted(survived)]
         if not self.has_failed():
             others = "; all others ended well" if self.by_rank else ""
             return [f"nothing was heard of {name_ranks(missing)}{others}"]
@@ -412,6 +438,7 @@ class Endings:
             if still and ending.code == codes.PEER_LOST:
                 how_it_ended, why = "failed", f"{name_ranks(still)} {_STOOD_STILL}"
             lines.append(f"the run {how_it_ended} after {ending.at_s:.1f} s: {why}")
+        lines += sorted(survived)
         # One line for each kind of end, not for each of perhaps thousands of ranks.
         ways: dict[str, list[int]] = {}
         for rank in sorted(self.by_rank):

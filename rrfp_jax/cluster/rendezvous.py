@@ -103,6 +103,8 @@ class RunStatus:
     """Whether a rank that has come will connect to the coordination service."""
     service: ProcessEnding | None = None
     """End of the coordination service, if it came too early: JAX aborts all ranks."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Reasons for which ranks were declared lost, by rank; one that still runs must be ended."""
     is_last: bool = False
     """Whether the head ends, and says nothing more."""
 
@@ -119,6 +121,24 @@ class LauncherReport:
     """Version of the latest status that it has."""
     is_leaving: bool = False
     """Whether it ends, and needs no further status."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberReport:
+    """A report that a rank sends to the head, again and again, once all have come together."""
+
+    rank: int
+    num_stages: int
+    data: int
+    """The number of replicas of the pipeline."""
+    unit_size: int
+    """The number of devices of each replica of a stage."""
+    epoch: int = 0
+    """The latest epoch of which the rank knows."""
+    accusations: tuple[tuple[int, str], ...] = ()
+    """Living ranks that it suspects, with reasons."""
+    has_left: bool = False
+    """Whether it has come to the end of the run."""
 
 
 class Rendezvous:

@@ -82,3 +82,26 @@ def test_a_crash_is_told_with_what_the_rank_said_last():
     found = endings((0, 134, 1.0), (1, 5, 1.1), (2, 5, 1.1))
     assert found.summary({0: "Too many open files"}.get)[-1] == "  rank 0 said last: Too many open files"
     assert "lack of memory" in found.summary({1: "it is gone"}.get)[-1]
+
+
+def test_losses_that_the_others_survive_are_no_failures():
+    found = endings((0, 0, 9.0), (1, 137, 2.0))
+    assert found.has_failed()
+    found.lost = {1: "rank 1 ended with code 137"}
+    assert not found.has_failed()
+    assert found.missing() == [2]
+    found.by_rank[2] = ProcessEnding(code=0, at_s=9.5)
+    assert (found.code(), found.cause()) == (0, None)
+    assert found.summary() == [
+        "ranks 0, 2 ended well, the last after 9.5 s",
+        "  rank 1 was lost, and the others went on: rank 1 ended with code 137",
+    ]
+    found.by_rank[2] = ProcessEnding(code=4, at_s=9.5)
+    assert (found.code(), found.cause()) == (4, 2)
+    assert "  rank 1 was lost, and the others went on: rank 1 ended with code 137" in found.summary()
+
+
+def test_a_run_of_which_all_ranks_are_lost_has_failed_for_its_first_cause():
+    found = endings((0, 5, 3.0), (1, 137, 2.0), (2, 5, 3.1))
+    found.lost = dict.fromkeys(range(3), "stage 1 has no replica left")
+    assert (found.code(), found.cause()) == (137, 1)

@@ -214,14 +214,14 @@ class Lossy:
 
 def test_no_ending_is_lost_where_messages_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "_REPEAT_S", 0.1)
-    monkeypatch.setattr(clients._Client, "say", lambda client, data: Lossy.send(client.lossy, data))
-    opened = clients._Client.__init__
+    monkeypatch.setattr(clients.Client, "say", lambda client, data: Lossy.send(client.lossy, data))
+    opened = clients.Client.__init__
 
     def open_lossy(client: Any, *arguments: Any) -> None:
         opened(client, *arguments)
         client.lossy = Lossy(client._socket, 3)
 
-    monkeypatch.setattr(clients._Client, "__init__", open_lossy)
+    monkeypatch.setattr(clients.Client, "__init__", open_lossy)
     key = RunKey.generate()
     with RendezvousServer(2, key) as server:
         replies = Lossy(server._socket, 2)
