@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from rrfp_jax.core import HINTS, Agreement, AheadBound, GroupProtocol, StageArbiter, StepRules
-from rrfp_jax.core.memory import ReadAhead, Window, holding_turns, peak_of_turns, turns_of_table
+from rrfp_jax.core import HINTS, Agreement, AheadBound, GroupProtocol, MessageKind, StageArbiter, StepRules
+from rrfp_jax.core.memory import Window, holding_turns, peak_of_turns, turns_of_table
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement, Task, TaskKind, linear, looped
 from rrfp_jax.schedules.table import execution_order
 from tests.checking.guided import guided, random_rows
@@ -199,20 +199,15 @@ class Unbounded(StageArbiter):
 class Deaf(StageArbiter):
     """Never hears that something was taken elsewhere."""
 
-    def _begin(self, ranked):
-        super()._begin(ranked)
-        if self._ahead is not None:
-            self._ahead.__class__ = WithoutEars
+    def _arrive(self, event, out):
+        ahead = self._ahead
+        if event.message.kind is MessageKind.TAKEN:
+            self._ahead = None
+        super()._arrive(event, out)
+        self._ahead = ahead
 
     def validate(self):
         """As above."""
-
-
-class WithoutEars(ReadAhead):
-    __slots__ = ()
-
-    def hear(self, message):
-        pass
 
 
 @pytest.mark.parametrize(
