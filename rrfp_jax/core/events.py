@@ -21,6 +21,12 @@ class MessageKind(StrEnum):
     """The gradient of an input of chunk ``source`` for its predecessor, chunk ``target``."""
     SHARED = "shared"
     """The accumulated gradients of the parameters that chunk ``source`` shares with chunk ``target``."""
+    PIECE = "piece"
+    """A piece of the accumulated gradients of chunk ``source``, for the replica that adds it up for chunk ``target``:
+    its copy, or a chunk that shares parameters with that one. ``microbatch`` is the number of the piece."""
+    SUM = "sum"
+    """A piece of the gradients of a chunk, added up over all replicas by the copy ``source``, for the copy ``target``.
+    ``microbatch`` is the number of the piece."""
     REPORT = "report"
     """The contribution of stage ``source``, and of the stages below it, to the step's agreement. For stage
     ``target``."""
@@ -39,7 +45,8 @@ class Message(NamedTuple):
     microbatch: int = NO_MICROBATCH
 
     def __str__(self) -> str:
-        of = "" if self.microbatch < 0 else f" of microbatch {self.microbatch}"
+        counted = "number" if self.kind in (MessageKind.PIECE, MessageKind.SUM) else "of microbatch"
+        of = "" if self.microbatch < 0 else f" {counted} {self.microbatch}"
         place = "stage" if self.kind in (MessageKind.REPORT, MessageKind.VERDICT) else "chunk"
         return f"{self.kind}{of} from {place} {self.source} to {place} {self.target}"
 

@@ -7,12 +7,22 @@ condition that fires by itself and may send messages; it is never dispatched. Th
   its share of the gradients;
 * *complete here* and *complete in all replicas*, of a chunk with copies in other replicas: they send to each other
   along a tree of the replicas, up and then down, and R follows;
+* *gradients complete* and *sums complete* of a chunk whose replicas add up by messages: below;
 * *report*: the stage has done its part of the step's agreement, and the reports of the stages below it in the tree of
   stages (:func:`report_tree`) are in; sends one report for all of them to the stage above;
 * *taken*, of a chunk that reads ahead (:mod:`rrfp_jax.core.memory`): all its readers on other stages have sent their
   receipts, so that the chunk's step ends no sooner;
 * *verdict*: on the root, the first stage, its report is complete; elsewhere, the verdict has arrived from above. Sends
   it to the stages below.
+
+Sums by messages
+----------------
+The gradients of a chunk are cut into as many pieces as the graph has replicas. Piece k is added up by the k-th of the
+replicas in which the chunk is not lost, modulo their number. As its gradients are complete a replica sends every piece to the replica that adds it up.
+R of a chunk adds up the pieces of its replica: it waits for its own gradients and for their pieces of all other living
+replicas, and its end sends the sums to these. Once R has ended and all other sums are here, they are *complete*: U may
+run, and the stage may report. So a stage that knows the verdict has all that its updates need. Chunks of one replica
+that share parameters send their shared layers' pieces straight to the replicas that add them up for each of them.
 
 Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` that it counts down. The plan of a step in
 which some pairs are absent is the full one with their tasks taken out (:mod:`rrfp_jax.core.stage_setup`).
@@ -61,12 +71,17 @@ class StepRules:
     lockstep: bool = False
     """End the step in one fixed order on each stage, as collectives between replicas of a stage need it: all R from the
     last chunk to the first, as backwards complete them, and then all U from the first to the last."""
+    by_messages: bool = False
+    """Whether the replicas of a stage add up their gradients by messages, in pieces, instead of all together in R. Not
+    in lockstep."""
     tree_degree: int = CONTROL_DEGREE
     """How many stages report to the same one at most."""
 
     def __post_init__(self) -> None:
         if self.tree_degree < 1:
             raise ValueError(f"tree_degree is {self.tree_degree}: at least 1 stage must report to another")
+        if self.by_messages and self.lockstep:
+            raise ValueError("replicas that add up by messages end no step in lockstep: leave out one of both")
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +158,21 @@ def report_tree(
     return None if above is None else living[above], tuple(living[c] for c in children(place, len(living), degree))
 
 
+def pieces_of_chunks(sharers: Iterable[int], num_replicas: int) -> dict[int, tuple[int, ...]]:
+    """Returns the pieces that each of these chunks adds up: ascending copies in living replicas of one or more chunks.
+
+    There are always ``num_replicas`` pieces, so that their sums keep their bits where a replica is lost.
+    """
+    copies: dict[int, list[int]] = {}
+    for chunk in sharers:
+        copies.setdefault(chunk // num_replicas, []).append(chunk)
+    return {
+        chunk: tuple(range(rank, num_replicas, len(living)))
+        for living in copies.values()
+        for rank, chunk in enumerate(living)
+    }
+
+
 def end_followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the nodes among these that wait for real ends: gates, and the tasks of engines beside compute."""
     lanes, num_tasks = plan.lanes, len(plan.tasks)
@@ -192,6 +222,8 @@ class _PlanBuilder:
         self.arrivals: dict[Message, int] = {}
         self.nodes: dict[tuple[TaskKind, int], dict[int, int]] = {}
         self.input_gates: dict[int, int] = {}
+        self.sums: dict[int, int] = {}
+        """The gates of chunks whose sums come by messages."""
         self.holds: dict[int, tuple[int, ...]] = {}
         self.lets_go: dict[int, tuple[int, ...]] = {}
 
@@ -359,6 +391,9 @@ class _PlanBuilder:
     def _wire_reduction(self, chunk: int) -> None:
         """Let R of a chunk wait for the gradients of all chunks that share its parameters."""
         reduction = self.index[Task(TaskKind.R, chunk)]
+        if self.rules.by_messages and self.graph.num_replicas > 1:
+            self._wire_pieces(chunk, reduction)
+            return
         own, copies = self._sharers(chunk)
         stage_of = self.placement.stage_of_chunk
         complete = [node for c in own if stage_of[c] == self.stage for node in self._accumulations(c)]
@@ -391,6 +426,32 @@ class _PlanBuilder:
         self._after(reduction, everywhere)
         return here
 
+    def _wire_pieces(self, chunk: int, reduction: int) -> None:
+        """Let R of a chunk wait for the pieces that its replica adds up, and its sums for those of the others."""
+        stage_of, num_replicas = self.placement.stage_of_chunk, self.graph.num_replicas
+        sharers = [c for c in self.graph.sharing(chunk) if self.graph.trains(c)]
+        pieces = pieces_of_chunks(sharers, num_replicas)
+        complete = self._gate(f"gradients of chunk {chunk} complete here")
+        self._after(complete, *self._accumulations(chunk))
+        self._after(reduction, *self._accumulations(chunk))
+        sums = self.sums[chunk] = self._gate(f"sums of chunk {chunk} complete")
+        self._after(sums, reduction)
+        for other in sharers:
+            if stage_of[other] != self.stage:
+                self.sends[complete] += [
+                    (Message(MessageKind.PIECE, chunk, other, piece), stage_of[other]) for piece in pieces[other]
+                ]
+                for piece in pieces[chunk]:
+                    self._after_message(reduction, Message(MessageKind.PIECE, other, chunk, piece))
+            elif other != chunk:
+                self._after(reduction, *self._accumulations(other))
+            if other != chunk and other // num_replicas == chunk // num_replicas:
+                self.sends[reduction] += [
+                    (Message(MessageKind.SUM, chunk, other, piece), stage_of[other]) for piece in pieces[chunk]
+                ]
+                for piece in pieces[other]:
+                    self._after_message(sums, Message(MessageKind.SUM, other, chunk, piece))
+
     def _tell_sharer(self, gate: int, chunk: int, other: int) -> None:
         self.sends[gate].append((Message(MessageKind.SHARED, chunk, other), self.placement.stage_of_chunk[other]))
 
@@ -405,14 +466,16 @@ class _PlanBuilder:
         """Let U wait for R and, where the stages agree on something, for the verdict."""
         updates = [self.index[Task(TaskKind.U, c)] for c in self.trained]
         for chunk, update in zip(self.trained, updates, strict=True):
-            self._after(update, self.index[Task(TaskKind.R, self.trained[0] if self.rules.lockstep else chunk)])
+            reduction = self.index[Task(TaskKind.R, self.trained[0] if self.rules.lockstep else chunk)]
+            self._after(update, self.sums.get(chunk, reduction))
         if self.rules.lockstep:
             for earlier, later in pairwise(updates):
                 self._after(later, earlier)
         if self.rules.agreement is Agreement.NONE:
             return
         if self.rules.agreement is Agreement.ALL:
-            reported = list(range(self.num_microbatch_tasks + len(self.trained)))  # all but U, and what may wait for it
+            # All but U, and what may wait for it.
+            reported = [*range(self.num_microbatch_tasks + len(self.trained)), *self.sums.values()]
         else:
             sinks = (c for c in self.chunks if not self.graph.successors(c))
             reported = [node for chunk in sinks for node in self._nodes(TaskKind.F, chunk).values()]

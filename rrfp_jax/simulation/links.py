@@ -99,6 +99,8 @@ class Links:
             MessageKind.ACTIVATION: self.activation_bytes,
             MessageKind.GRADIENT: self.gradient_bytes,
             MessageKind.SHARED: self.shared_bytes,
+            MessageKind.PIECE: self.shared_bytes,
+            MessageKind.SUM: self.shared_bytes,
         }[kind]
         seconds = size / (self.bandwidth_gb_per_s * 1e9)
         return self.latency_ms + self.extra_ms.get((source, target), 0.0) + seconds * 1e3

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rrfp_jax.core import Agreement, ForesightRules, Message, MessageKind, Ordering, StepRules, stage_plan
+from rrfp_jax.core import Agreement, ForesightRules, Message, MessageKind, Ordering, StagePlan, StepRules, stage_plan
 from rrfp_jax.core.hints import BF, FB
 from rrfp_jax.core.replicas import (
     Owners,
@@ -88,6 +88,42 @@ def test_in_lockstep_reductions_descend_as_backwards_do_and_updates_follow_ascen
     assert plan.index[Task(TaskKind.R, 5)] in plan.prerequisites[plan.index[Task(TaskKind.R, 1)]]
     assert plan.index[Task(TaskKind.R, 1)] in update[1] & update[5]
     assert plan.index[Task(TaskKind.U, 1)] in update[5]
+
+
+def exchanged(plans: list[StagePlan], kind: MessageKind) -> set[tuple[Message, int]]:
+    sent = {(m, stage) for plan in plans for sends in plan.sends for m, stage in sends if m.kind is kind}
+    assert sent == {(m, plan.stage) for plan in plans for m in plan.arrivals if m.kind is kind}
+    return sent
+
+
+@pytest.mark.parametrize("lost", [(), (2,), (0, 5), (0, 2)])
+def test_replicas_that_add_up_by_messages_exchange_every_piece_once(lost: tuple[int, ...]) -> None:
+    """Units 0, 2, 4 are the replicas of stage 0, and 1, 3, 5 those of stage 1."""
+    graph, placement = replicated_graph(chain(2, 1), 3), replicated_placement(linear(2), 3)
+    alive = [[r for r in range(3) if 2 * r + stage not in lost] for stage in range(2)]
+    owners = tuple(tuple(living[m % len(living)] for m in range(3)) for living in alive)
+    graph = with_owners(graph, placement, StepOwners(owners, lost))
+    plans = [stage_plan(graph, placement, unit, StepRules(by_messages=True)) for unit in range(6) if unit not in lost]
+    sums = []
+    for base in (0, 1):
+        copies = [c for c in range(3 * base, 3 * base + 3) if c not in graph.lost]
+        sums += [(copies[k % len(copies)], c, k) for k in range(3) for c in copies if c != copies[k % len(copies)]]
+    assert sorted((m.source, m.target, m.microbatch) for m, _ in exchanged(plans, MessageKind.SUM)) == sorted(sums)
+    assert sorted((m.target, m.source, m.microbatch) for m, _ in exchanged(plans, MessageKind.PIECE)) == sorted(sums)
+
+
+def test_pieces_of_shared_layers_go_straight_to_those_that_add_them_up() -> None:
+    graph, placement = replicated_graph(chain(3, 1, shared=((0, 2),)), 2), replicated_placement(linear(3), 2)
+    plans = [stage_plan(graph, placement, stage, StepRules(by_messages=True)) for stage in range(6)]
+    pieces = {(m.source, m.target, m.microbatch) for m, _ in exchanged(plans, MessageKind.PIECE)}
+    assert {source for source, target, k in pieces if (target, k) == (4, 0)} == {0, 1, 5}
+    assert all(target % 2 == k for _, target, k in pieces)
+    assert not exchanged(plans, MessageKind.SHARED)
+
+
+def test_sums_by_messages_are_not_in_lockstep() -> None:
+    with pytest.raises(ValueError, match="lockstep"):
+        StepRules(by_messages=True, lockstep=True)
 
 
 @pytest.mark.parametrize("consume", ["ready", "strict"])

@@ -106,12 +106,17 @@ class _StepDemands:
         self.remote: dict[Task, set[Message]] = defaultdict(set)
         self.sends: dict[tuple[Message, int], tuple[int, set[Task], set[Message]]] = {}
         self.received: dict[int, set[Message]] = defaultdict(set)
+        self.sums: dict[int, set[Message]] = defaultdict(set)
+        """By chunk, the messages that bring the sums of pieces that other replicas add up."""
         self.tasks = list(self.graph.tasks())
         trained = [c for c in range(self.graph.num_chunks) if self.graph.trains(c)] if self.rules.updates else []
         self.last = [Task(kind, c) for kind in (TaskKind.R, TaskKind.U) for c in trained]
         self._demand_dependencies()
         self._demand_words()
-        self._demand_reductions()
+        if self.rules.by_messages and self.graph.num_replicas > 1:
+            self._demand_pieces()
+        else:
+            self._demand_reductions()
         self._demand_agreement()
         if self.graph.ops:
             self._demand_operations()
@@ -205,6 +210,33 @@ class _StepDemands:
                 for chunk in copies:
                     self.ended[sums[chunk]] |= self.local[sums[chunk]] - set(self.last)
 
+    def _demand_pieces(self) -> None:
+        """The replicas add up by messages: piece k at the k-th living one, which hands the sum to the others."""
+        stage_of, trained = self.placement.stage_of_chunk, sorted({task.chunk for task in self.last})
+        num_replicas = self.graph.num_replicas
+        for chunk in trained:
+            reduction, update = Task(TaskKind.R, chunk), Task(TaskKind.U, chunk)
+            self.local[update].add(reduction)
+            self.ended[update].add(reduction)
+            # Copies have the same base number; chunks are numbered by base first, and those that are lost do not train.
+            copies = [c for c in trained if c - c % num_replicas == chunk - chunk % num_replicas]
+            added = [k for k in range(num_replicas) if copies[k % len(copies)] == chunk]
+            for sharer in (c for c in self.graph.sharing(chunk) if c in trained):
+                gradients = self._gradients(sharer)
+                if stage_of[sharer] == stage_of[chunk]:
+                    self.local[reduction] |= gradients
+                    continue
+                pieces = {Message(MessageKind.PIECE, sharer, chunk, k) for k in added}
+                self.remote[reduction] |= pieces
+                for piece in pieces:
+                    self._promise(piece, stage_of[sharer], stage_of[chunk], gradients, set())
+            for copy in (c for c in copies if c != chunk):
+                for k in added:
+                    total = Message(MessageKind.SUM, chunk, copy, k)
+                    self._promise(total, stage_of[chunk], stage_of[copy], {reduction}, set())
+                    self.remote[Task(TaskKind.U, copy)].add(total)
+                    self.sums[copy].add(total)
+
     def _demand_agreement(self) -> None:
         if self.rules.agreement is Agreement.NONE:
             return
@@ -218,7 +250,7 @@ class _StepDemands:
         living = [stage for stage in range(self.placement.num_stages) if stage not in self.setting.lost]
         root, degree = living[0], self.rules.tree_degree
         above = {stage: living[(place - 1) // degree] for place, stage in enumerate(living) if place}
-        reports: dict[int, set[Message]] = defaultdict(set)
+        reports = self._sums_before_reports()
         for stage, target in above.items():
             reports[target].add(Message(MessageKind.REPORT, stage, target))
         for stage, target in above.items():
@@ -237,6 +269,14 @@ class _StepDemands:
                 self.local[update] |= reported[root]
                 self.ended[update] |= reported[root]
                 self.remote[update] |= reports[root]
+
+    def _sums_before_reports(self) -> dict[int, set[Message]]:
+        """By stage, the sums that must be here before it reports."""
+        before: dict[int, set[Message]] = defaultdict(set)
+        if self.rules.agreement is Agreement.ALL:
+            for chunk, sums in self.sums.items():
+                before[self.placement.stage_of_chunk[chunk]] |= sums
+        return before
 
     def _demand_operations(self) -> None:
         """What operations wait for and what waits for them; on engines real ends count, as copies queue nowhere."""

@@ -1,0 +1,97 @@
+"""Replicas that add up by messages, in every interleaving: all steps end, and no update comes before all sums."""
+
+import pytest
+
+from rrfp_jax.core import HINTS, Agreement, MessageKind, Send, StageArbiter, StepRules, plan
+from rrfp_jax.core.replicas import StepOwners, replicated_graph, replicated_placement
+from rrfp_jax.schedules import absences, chain, linear, looped
+from tests.model_checker import CheckError, Setting, explore
+
+TIED = ((0, 1),)
+
+
+def setting_of(base, placement, *, num_replicas=2, hints=("bf", "fb"), window=2, arbiter=StageArbiter, **more):
+    graph, everywhere = replicated_graph(base, num_replicas), replicated_placement(placement, num_replicas)
+    rules = StepRules(by_messages=True, **more.pop("rules", {}))
+    return Setting(
+        graph=graph,
+        placement=everywhere,
+        windows=(window,) * everywhere.num_stages,
+        policies=tuple(HINTS[hints[stage % len(hints)]] for stage in range(everywhere.num_stages)),
+        rules=rules,
+        arbiter=arbiter,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("agreement", list(Agreement))
+@pytest.mark.parametrize("shared", [(), TIED], ids=["untied", "tied"])
+def test_two_stages_of_two_replicas(agreement, shared):
+    setting = setting_of(chain(2, 1, shared=shared), linear(2), rules={"agreement": agreement})
+    assert explore(setting).num_states > 1
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+def test_two_stages_of_two_replicas_and_two_microbatches_each(split):
+    setting = setting_of(chain(2, 2, split=split, shared=TIED), linear(2), window=1, hints=("bf",))
+    assert explore(setting).num_states > 1
+
+
+@pytest.mark.parametrize("shared", [(), TIED], ids=["untied", "tied"])
+def test_two_chunks_of_one_stage(shared):
+    assert explore(setting_of(chain(2, 1, shared=shared), looped(1, 2), window=1)).num_states > 1
+
+
+def test_three_replicas():
+    setting = setting_of(chain(1, 1), linear(1), num_replicas=3, rules={"tree_degree": 1})
+    assert explore(setting).num_states > 1
+
+
+def test_a_chunk_that_every_microbatch_of_a_replica_skips_still_sends_its_pieces():
+    setting = setting_of(chain(1, 2), linear(1), absences=((), absences({(0, 0), (0, 1)})))
+    assert explore(setting).num_states > 1
+
+
+def test_units_that_are_lost():
+    owners = StepOwners(((1, 1), (0, 1)), lost=(0,))
+    for shared in ((), TIED):
+        setting = setting_of(chain(2, 1, shared=shared), linear(2), owners=(owners,), lost=(0,))
+        assert explore(setting).num_states > 1
+
+
+def test_choices_ahead():
+    setting = setting_of(chain(1, 1), linear(1), certain_ahead=True, decides_early=True)
+    assert explore(setting).num_states > 1
+
+
+class _Silent(StageArbiter):
+    """Loses the messages of one kind."""
+
+    lost = MessageKind.PIECE
+
+    def handle(self, event):
+        instructions = super().handle(event)
+        return [each for each in instructions if not isinstance(each, Send) or each.message.kind is not self.lost]
+
+
+class _SilentSums(_Silent):
+    lost = MessageKind.SUM
+
+
+@pytest.mark.parametrize("arbiter", [_Silent, _SilentSums])
+def test_a_message_that_is_not_sent_is_found(arbiter):
+    with pytest.raises(CheckError):
+        explore(setting_of(chain(2, 1), linear(2), arbiter=arbiter))
+
+
+@pytest.mark.parametrize("agreement", list(Agreement))
+def test_an_update_before_the_sums_of_others_is_found(monkeypatch, agreement):
+    wire = plan._PlanBuilder._wire_agreement
+
+    def hasty(self):
+        self.sums.clear()
+        wire(self)
+
+    monkeypatch.setattr(plan._PlanBuilder, "_wire_agreement", hasty)
+    with pytest.raises(CheckError):
+        explore(setting_of(chain(2, 1), linear(2), rules={"agreement": agreement}))
