@@ -18,11 +18,12 @@ condition that fires by itself and may send messages; it is never dispatched. Th
 Sums by messages
 ----------------
 The gradients of a chunk are cut into as many pieces as the graph has replicas. Piece k is added up by the k-th of the
-replicas in which the chunk is not lost, modulo their number. As its gradients are complete a replica sends every piece to the replica that adds it up.
-R of a chunk adds up the pieces of its replica: it waits for its own gradients and for their pieces of all other living
-replicas, and its end sends the sums to these. Once R has ended and all other sums are here, they are *complete*: U may
-run, and the stage may report. So a stage that knows the verdict has all that its updates need. Chunks of one replica
-that share parameters send their shared layers' pieces straight to the replicas that add them up for each of them.
+replicas in which the chunk is not lost, modulo their number. As its gradients are complete a replica sends every piece
+to the replica that adds it up. R of a chunk adds up the pieces of its replica: it waits for its own gradients and for
+their pieces of all other living replicas, and its end sends the sums to these. Once R has ended and all other sums are
+here, they are *complete*: U may run, and the stage may report. So a stage that knows the verdict has all that its
+updates need. Chunks of one replica that share parameters send their shared layers' pieces straight to the replicas that
+add them up for each of them.
 
 Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` that it counts down. The plan of a step in
 which some pairs are absent is the full one with their tasks taken out (:mod:`rrfp_jax.core.stage_setup`).

@@ -17,6 +17,7 @@ keys and its weight follow from its number and the step's, so owners change noth
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -43,6 +44,17 @@ def block_owners(num_stages: int, num_microbatches: int, num_replicas: int) -> O
     """
     share = microbatches_per_replica(num_microbatches, num_replicas)
     return (tuple(m // share for m in range(num_microbatches)),) * num_stages
+
+
+class ReduceWay(StrEnum):
+    """The way in which the replicas of a stage add up their gradients."""
+
+    AUTO = "auto"
+    """The way that fits the run: the collective, for now."""
+    MESSAGES = "messages"
+    """By messages: each replica adds up pieces, over the same connections as activations, while backwards still run."""
+    COLLECTIVE = "collective"
+    """By a collective of JAX over the devices of all replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)

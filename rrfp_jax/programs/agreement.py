@@ -30,8 +30,8 @@ class StageReport:
 
     squared_norms: tuple[tuple[int, float], ...] = ()
     """Tuples (chunk, sum of its squared gradients) as ``reduce`` returns the sum, with the chunk's number within its
-    replica: the owner of shared parameters counts them. A negative sign, of a zero too, says that the chunk's next
-    update cannot be finite."""
+    replica, one for each piece where replicas add up pieces: the owner of shared parameters counts them. A negative
+    sign, of a zero too, says that the chunk's next update cannot be finite."""
     losses: tuple[tuple[int, int, float, float], ...] = ()
     """Tuples (microbatch, chunk, loss sum, weight), one for every loss that was computed here."""
     named_sums: tuple[tuple[int, int, str, float], ...] = ()
@@ -121,7 +121,9 @@ def agree(
     weight = _sum(losses["weight"], order)
     loss_sum = _sum(losses["loss"], order)
     loss = _divide(loss_sum, weight)
-    norms, order = _in_order(plain["squared_norms"], _NORMS)
+    norms = np.frombuffer(plain["squared_norms"], _NORMS)
+    # Norms of several pieces of a chunk in an order that no one who reports can change.
+    order = np.lexsort((np.abs(norms["value"]), norms["place"]))
     grad_norm = _divide(math.sqrt(_sum(np.abs(norms["value"]), order)), abs(weight))
     factor = 1.0 if clip_norm is None or grad_norm < clip_norm else clip_norm / grad_norm
     fault = _fault(losses["weight"], weight, loss, grad_norm) or _fault_of_update(norms)

@@ -32,7 +32,7 @@ from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.shardings import all_passing, shardings_of, spread, unit_shardings
 from rrfp_jax.programs.state import zeros
-from rrfp_jax.programs.updates import StageUpdates, UnitUpdates
+from rrfp_jax.programs.updates import PieceUpdates, StageUpdates, UnitUpdates
 from rrfp_jax.schedules import PipelineGraph
 
 
@@ -149,6 +149,7 @@ class CompiledChunk:
         seed: of the run's random keys, 0 to 2**32 - 1.
         stage: the updates that the replicas of the chunk's stage make together, if there are several: they take the
             place of R and, with a sharded optimizer state, of U.
+        copies: the replica of this unit, and of how many, where they add up gradients by messages; None elsewhere.
         store: the programs that are compiled already for chunks of its kind; None: none.
 
     Raises ValueError, naming the chunk, where it cannot be compiled.
@@ -166,6 +167,7 @@ class CompiledChunk:
         sharding: Sharding,
         seed: int = 0,
         stage: StageUpdates | None = None,
+        copies: tuple[int, int] | None = None,
         store: ProgramStore | None = None,
     ) -> None:
         check_seed(seed)
@@ -182,8 +184,11 @@ class CompiledChunk:
         self._sums = accumulator_spec(pick(self._params, trained))
         with naming_chunk(chunks, index):
             self._derived, of_kind = self._compile_kinds([variant.plan for variant in variants], store)
-            self.updates = UnitUpdates(
-                index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=stage, store=store
+            options: dict[str, Any] = {"optimizer": optimizer, "sharding": sharding, "store": store}
+            self.updates: UnitUpdates = (
+                UnitUpdates(index, chunks, graph, stage=stage, **options)
+                if copies is None
+                else PieceUpdates(index, chunks, graph, replica=copies[0], num_replicas=copies[1], **options)
             )
             """R and U of the unit."""
         forward_graph, quiet = graph.evaluating(), as_evaluated(self.chunk)
@@ -208,6 +213,8 @@ class CompiledChunk:
         have the variant's number behind."""
         self.compiled |= self.updates.compiled | ({} if stage is None else stage.compiled)
         common = _temporaries(self.compiled)
+        # All pieces lie beside the accumulators while these are cut, and again while they are joined.
+        common |= {name: common[name] + num_bytes(self._sums) for name in ("cut", "join") if name in common}
         self.sizes_of_variants = tuple(
             self._sizes(variant, common | _temporaries(programs.compiled))
             for variant, programs in zip(self.variants, of_kind, strict=True)

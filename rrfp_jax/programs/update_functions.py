@@ -16,6 +16,8 @@ holders of a shared layer add: sums from one of them would be as many bytes as t
 the terms had come and the replicas had met.
 Elsewhere the collective adds, and gives all replicas the same bits, since each element is added up once. The norm is
 always added in order.
+Replicas that add up by messages (:mod:`rrfp_jax.programs.pieces`) add in the same order, always. So their sums depend
+neither on who adds up a piece nor on when it came.
 
 Faults of an update
 -------------------
@@ -41,6 +43,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.jaxprs import called_jaxpr, open_jaxpr
+from rrfp_jax.programs.pieces import GradientPiece, PieceLayout, in_rows
 from rrfp_jax.programs.shapes import Specs, holders, pick, spec_of
 from rrfp_jax.programs.shardings import DATA, WHOLE, axes_at, axes_of_spec
 from rrfp_jax.programs.splitting.ir import Apply
@@ -119,6 +122,56 @@ def reduce_function(
         return reduce
     in_specs, out_specs = (partition, partitions_of_others), (at, WHOLE)
     return jax.shard_map(reduce, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def sum_function(
+    tie: Tie, layout: PieceLayout, replica: int, mesh: Mesh | None, names_of_others: Sequence[tuple[str, ...]]
+) -> Callable[..., tuple[GradientPiece, jax.Array]]:
+    """Returns ``add(own, rest, lives) -> (sum, squared_norm)`` for one piece of a chunk's gradients.
+
+    ``own`` is the part of this replica's piece with the chunk's own layers. ``rest`` is (shared, tied, others): the
+    part with shared layers, those that each other chunk of the tie holds in this replica (``names_of_others``), and
+    the piece and ``tied`` of every other replica, ascending. ``lives[replica, place]`` is a truth value for each
+    replica and chunk of the tie: where it is False the term is left out.
+    """
+
+    def add(own: Any, rest: Any, lives: jax.Array) -> tuple[GradientPiece, jax.Array]:
+        shared, tied, others = rest
+        parts = [*others[:replica], (GradientPiece(own, shared), tied), *others[replica:]]
+        replicas = range(layout.num_pieces)
+        owned = _sum_of_living([(parts[r][0].own, lives[r, tie.own_position]) for r in replicas])[0]
+        sums = {}
+        for name in tie.names:
+            within = []
+            for r, (piece, own_tied) in enumerate(parts):
+                held = [*own_tied[: tie.own_position], piece.shared, *own_tied[tie.own_position :]]
+                within.append(
+                    _sum_of_living([(each[name], lives[r, place]) for place, each in enumerate(held) if name in each])
+                )
+            sums[name] = _sum_of_living(within)[0]
+        total = GradientPiece(owned, sums)
+        counted = [name for name in tie.names if name not in tie.uncounted]
+        rows = jax.tree.map(in_rows, (total.own, pick(total.shared, counted)))
+        return total, _squared_norm(rows, (layout.partition.own, pick(layout.partition.shared, counted)))
+
+    if mesh is None:
+        return add
+    at = layout.partition
+    tied = tuple(pick(at.shared, names) for names in names_of_others)
+    in_specs = (at.own, (at.shared, tied, ((at, tied),) * (layout.num_pieces - 1)), WHOLE)
+    return jax.shard_map(add, mesh=mesh, in_specs=in_specs, out_specs=(at, WHOLE), check_vma=False)
+
+
+def _sum_of_living(terms: Sequence[tuple[Any, jax.Array]]) -> tuple[Any, jax.Array]:
+    """Returns the sum of those trees whose truth value holds, from the first to the last, and whether one does."""
+    total, has_begun = terms[0]
+    for term, is_alive in terms[1:]:
+
+        def more(total: Any, term: Any, is_alive: Any = is_alive, has_begun: Any = has_begun) -> Any:
+            return jnp.where(is_alive, jnp.where(has_begun, total + term, term), total)
+
+        total, has_begun = jax.tree.map(more, total, term), has_begun | is_alive
+    return total, has_begun
 
 
 def update_function(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any, Any]]:

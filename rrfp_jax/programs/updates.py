@@ -1,7 +1,8 @@
 """R and U of one chunk, compiled: on its own unit, or on all replicas of its stage together.
 
 Without data parallelism :class:`UnitUpdates` runs both. With it, R runs on the whole stage (:class:`StageUpdates`); so
-does U where the replicas share the optimizer state, and else every replica updates itself.
+does U where the replicas share the optimizer state, and else every replica updates itself. Replicas that add up by
+messages run everything on their own units (:class:`PieceUpdates`).
 
 The programs of a stage run on all its devices. Every process that holds some of them launches each once, with the
 arrays of all its replicas, and all processes launch them in the same order.
@@ -23,12 +24,20 @@ from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk import Chunk, Params, trained_specs
 from rrfp_jax.programs.compiling import FlatProgram, shared_program
+from rrfp_jax.programs.pieces import GradientPiece, PieceLayout, tied_names
 from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import accumulator_spec, pick, spec_of
 from rrfp_jax.programs.shardings import WHOLE, axes_of, mesh_of, param_partition, place, shardings_of, shared_out
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs
-from rrfp_jax.programs.update_functions import reduce_function, scalars_of, signed_norm, tie_of, update_function
+from rrfp_jax.programs.update_functions import (
+    reduce_function,
+    scalars_of,
+    signed_norm,
+    sum_function,
+    tie_of,
+    update_function,
+)
 from rrfp_jax.schedules import PipelineGraph
 
 
@@ -217,6 +226,128 @@ class UnitUpdates(_Updates):
             return params, optimizer_state, accumulators
         changed, states, cleared = self._run_updates(params, optimizer_state, accumulators, scale, apply)
         return {**params, **changed}, states, cleared
+
+
+class PieceUpdates(UnitUpdates):
+    """R and U of one chunk on its own unit, for replicas that add up their gradients by messages.
+
+    ``cut`` makes pieces of the accumulators, ``add`` adds up one piece, and ``join`` makes accumulators of the sums of
+    all pieces, which ``update`` takes.
+
+    Args:
+        replica, num_replicas: the replica of this unit, and of how many.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        chunks: Sequence[Chunk],
+        graph: PipelineGraph,
+        *,
+        optimizer: optax.GradientTransformation,
+        sharding: Sharding,
+        replica: int,
+        num_replicas: int,
+        store: ProgramStore | None = None,
+    ) -> None:
+        self.replica = replica
+        self.layout = PieceLayout(chunks, index, axes_of(mesh_of(sharding)), num_replicas)
+        self.shared_with = {other: tied_names(chunks, other, index) for other in graph.sharing(index) if other != index}
+        """By chunk of the tie, the shared layers that train and that it has in common with this one."""
+        self._names_of_others = tuple(self.shared_with.values())
+        super().__init__(index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=None, store=store)
+
+    def _compile_reduce(self) -> None:
+        sums, layout, scalar = accumulator_spec(self._params), self.layout, self._scalar
+        at_params, at = self._at(self._partition), layout.at(scalar)
+        of_layers, of_piece = self._partition, layout.partition
+        on_each = partial(jax.shard_map, mesh=self._mesh, check_vma=False) if self._mesh is not None else _as_it_is
+        all_pieces = (layout.spec,) * layout.num_pieces
+        self._cut = self._compile(
+            "cut",
+            "cut",
+            on_each(layout.cut, in_specs=(of_layers,), out_specs=(of_piece,) * layout.num_pieces),
+            sums,
+            in_shardings=(at_params,),
+            out_shardings=(at,) * layout.num_pieces,
+        )
+        self._join = self._compile(
+            "join",
+            "join",
+            on_each(layout.join, in_specs=((of_piece,) * layout.num_pieces,), out_specs=of_layers),
+            all_pieces,
+            in_shardings=((at,) * layout.num_pieces,),
+            out_shardings=at_params,
+        )
+        add_up = sum_function(self._tie, layout, self.replica, self._mesh, self._names_of_others)
+
+        def add(own: Any, rest: Any, lives: Any, scalars: Any) -> tuple[GradientPiece, Any]:
+            total, squared_norm = add_up(own, rest, lives)
+            return total, self._signed(squared_norm, scalars)
+
+        def with_tied(piece: GradientPiece) -> Any:
+            return piece, tuple(pick(piece.shared, names) for names in self._names_of_others)
+
+        def rest_of(piece: GradientPiece) -> Any:
+            return piece.shared, with_tied(piece)[1], (with_tied(piece),) * (layout.num_pieces - 1)
+
+        self._reduce = self._compile(
+            "reduce",
+            "reduce",
+            add,
+            *(layout.spec.own, rest_of(layout.spec)),
+            *(jax.ShapeDtypeStruct((layout.num_pieces, len(self._tie.sharing)), np.bool_), self._scalars),
+            in_shardings=(at.own, rest_of(at), scalar, scalar),
+            out_shardings=(at, scalar),
+            donate=(0,),
+        )
+
+    def cut(self, accumulators: Any) -> tuple[GradientPiece, ...]:
+        """Returns the accumulators, cut into as many pieces as there are replicas. Consumes nothing."""
+        if not self.trains:
+            return (GradientPiece((), {}),) * self.layout.num_pieces
+        pieces: tuple[GradientPiece, ...] = self._cut(accumulators)
+        return pieces
+
+    def add(
+        self, terms: Mapping[tuple[int, int], Any], optimizer_state: tuple[Any, ...] | None = None
+    ) -> tuple[GradientPiece, Any]:
+        """Returns the sum of one piece over the replicas, and its squared norm as :meth:`reduce` returns that of all.
+
+        ``terms`` has, by replica and chunk of ``graph.sharing(index)``, this chunk's pieces, and the parts of the
+        layers that others share with it, by name. What is not there is not added. Consumes this replica's own part,
+        but for shared layers.
+        """
+        mine = terms[self.replica, self.index]
+        if not self.trains:
+            return mine, np.float32(0)
+        replicas, zeros = range(self.layout.num_pieces), None
+        if len(terms) < len(replicas) * len(self._tie.sharing):
+            zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), self.layout.spec)
+
+        def tied(replica: int) -> Any:
+            return tuple(
+                terms[replica, other] if zeros is None or (replica, other) in terms else pick(zeros.shared, names)
+                for other, names in self.shared_with.items()
+            )
+
+        others = tuple((terms.get((r, self.index), zeros), tied(r)) for r in replicas if r != self.replica)
+        assert self._reduce is not None
+        result: tuple[GradientPiece, Any] = self._reduce(
+            mine.own,
+            (mine.shared, tied(self.replica), others),
+            np.array([[(replica, chunk) in terms for chunk in self._tie.sharing] for replica in replicas]),
+            self._scalars_of(optimizer_state),
+        )
+        return result
+
+    def join(self, pieces: Sequence[GradientPiece]) -> Any:
+        """Returns the accumulators that these pieces make, all of them in order. Consumes nothing."""
+        return self._join(tuple(pieces)) if self.trains else {}
+
+
+def _as_it_is(function: Any, **_: Any) -> Any:
+    return function
 
 
 class Reduced(NamedTuple):

@@ -32,7 +32,7 @@ StepPair = tuple[int, int]
 _Place = Callable[[], dict[str, Any]]
 """Begins to copy the leaves of a microbatch; returns them as they lie on the devices."""
 
-_COUNTED = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
+_COUNTED = (MessageKind.ACTIVATION, MessageKind.GRADIENT, MessageKind.PIECE, MessageKind.SUM)
 
 
 class Mailbox:
@@ -123,7 +123,7 @@ class Mailbox:
 
 
 def _num_bytes(message: Message, value: Any) -> int:
-    """Returns the bytes of an activation or a gradient. Values that end a step are read where they lie, and count 0."""
+    """Returns the bytes of arrays that a task takes out. Other values are read where they lie, and count 0."""
     if message.kind not in _COUNTED:
         return 0
     if isinstance(value, np.ndarray):

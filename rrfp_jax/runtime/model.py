@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -23,10 +24,11 @@ from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
 from rrfp_jax.programs.chunk_plan import check_reached, plan_chunk
 from rrfp_jax.programs.compiled import ChunkSizes, CompiledChunk, Variant
 from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_jit, times_kernels
+from rrfp_jax.programs.pieces import PieceLayout, tied_names
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import ChunkShapes, accumulator_spec, derive_shapes, describe_chunk, gradient_spec, pick
-from rrfp_jax.programs.shardings import all_passing, mesh_of, unit_shardings
+from rrfp_jax.programs.shardings import all_passing, axes_of, mesh_of, unit_shardings
 from rrfp_jax.programs.stage_devices import StageDevices, connect
 from rrfp_jax.programs.state import (
     ChunkState,
@@ -96,6 +98,7 @@ class HostedModel:
         self.chunks, self.placement, self.process = tuple(chunks), placement, process
         self.optimizer, self.updates = optimizer, updates
         self._seed, self._remat = seed, tuple(remat)
+        self._by_messages = updates.by_messages(process.layout.data)
         self._compiled: dict[Hashable, HostedPrograms] = {}
         self._store = ProgramStore()
         self._target = Target.of(process.own_device(process.units[0]))
@@ -113,6 +116,25 @@ class HostedModel:
         hosted, stage_of = set(process.units), placement.stage_of_chunk
         self.base_chunks = tuple(c for c in range(len(self.chunks)) if hosted & set(layout.units_of_stage(stage_of[c])))
         """Base numbers of the hosted chunks, ascending."""
+        if self._by_messages:
+            self._check_messages()
+
+    def _check_messages(self) -> None:
+        """Raises ValueError where units cannot add up gradients by messages."""
+        layout, stage_of = self.process.layout, self.placement.stage_of_chunk
+        spread_out = next((unit for unit in range(layout.num_units) if len(layout.ranks_of(unit)) > 1), None)
+        if spread_out is not None:
+            raise ValueError(
+                f"reduce is messages, and a replica of stage {layout.stage_of(spread_out)} spans "
+                f"{len(layout.ranks_of(spread_out))} processes: give each a process of its own, or reduce collective"
+            )
+        for one, other in combinations(range(len(self.chunks)), 2):
+            meshes = [self._grid(base).unit_mesh(0).shape for base in (one, other)]
+            if tied_names(self.chunks, one, other) and meshes[0] != meshes[1]:
+                raise ValueError(
+                    f"reduce is messages, and stages {stage_of[one]} and {stage_of[other]}, which share layers, have "
+                    "different meshes: give them the same, or reduce collective"
+                )
 
     def _grid(self, base: int) -> StageDevices:
         return self.grids[self.placement.stage_of_chunk[base]]
@@ -257,6 +279,7 @@ class HostedModel:
                         sharding=self._grid(base).unit_sharding(replica),
                         seed=self._seed,
                         stage=together,
+                        copies=(replica, self.process.layout.data) if self._by_messages else None,
                         store=self._store,
                     )
                     for replica, number in self.numbers(base).items()
@@ -353,12 +376,13 @@ class HostedModel:
         num_programs = num_units * (sum(plan.num_programs for plan in plans) + derives)
         if graph.trains(base) and jax.tree.leaves(trained):
             num_updates = len(layer_groups(self.chunks[base], trained))
-            num_programs += 1 + num_updates * (1 if self.updates.shard_optimizer else num_units)
+            num_programs += num_updates * (1 if self.updates.shard_optimizer else num_units)
+            num_programs += 3 * num_units if self._by_messages else 1
         return num_programs
 
     def _compile_updates(self, base: int, graph: PipelineGraph) -> StageUpdates | None:
-        """Returns R and U of all replicas together; None where there is one replica."""
-        if self.process.layout.data == 1:
+        """Returns R and U of all replicas together; None where there is one replica, or each runs its own."""
+        if self.process.layout.data == 1 or self._by_messages:
             return None
         return StageUpdates(
             base,
@@ -408,6 +432,8 @@ class HostedModel:
                 ]
                 spec = accumulator_spec(pick(shapes[0][bases[0]].params, names))
                 return ArrayEdge(spec=spec, source=ends[0], target=ends[1])
+            if message.kind in (MessageKind.PIECE, MessageKind.SUM):
+                return self._edge_of_pieces(message, bases)
             at_ends = [shapes[bucket][base] for base in bases]
             carried = at_ends[0].outputs
             if message.kind is MessageKind.GRADIENT:
@@ -419,6 +445,19 @@ class HostedModel:
             return known.setdefault(which, ArrayEdge(spec=carried, source=lying[0], target=lying[1]))
 
         return edge
+
+    def _edge_of_pieces(self, message: Message, bases: tuple[int, int]) -> ArrayEdge:
+        """Returns the edge of a piece, or of its sum; chunks of different base numbers exchange shared layers alone."""
+        layout, at_ends = None, []
+        for end in (message.source, message.target):
+            boundary = self._boundary(end)
+            layout = PieceLayout(self.chunks, bases[0], axes_of(mesh_of(boundary)), self.process.layout.data)
+            at_ends.append(layout.at(boundary))
+        assert layout is not None
+        carried: list[Any] = [layout.spec, *at_ends]
+        if bases[0] != bases[1]:
+            carried = [pick(each.shared, tied_names(self.chunks, *bases)) for each in carried]
+        return ArrayEdge(spec=carried[0], source=carried[1], target=carried[2])
 
 
 def _shapes(chunks: Sequence[Chunk], graph: PipelineGraph, buckets: Buckets) -> tuple[tuple[ChunkShapes, ...], ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.core import Agreement, GroupProtocol, StepRules
 from rrfp_jax.core.dispatch import AUTO, DISPATCH_WORDS, is_dispatch
+from rrfp_jax.core.replicas import ReduceWay
 from rrfp_jax.field_rules import check_types
 from rrfp_jax.programs.agreement import check_clip_norm
 from rrfp_jax.runtime.stage_threads import StageExecutor
@@ -26,10 +27,24 @@ class UpdateRules:
     machine's own sums are not reproducible."""
     shard_optimizer: bool = False
     """Divide the optimizer state among the replicas (ZeRO-1)."""
+    reduce: ReduceWay | str = ReduceWay.AUTO
+    """The way in which replicas add up their gradients: ``auto``, ``messages`` or ``collective``. With ``messages``
+    each unit must lie in one process, and hold its optimizer state whole."""
 
     def __post_init__(self) -> None:
         check_types(self)
         check_clip_norm(self.clip_norm)
+        if self.reduce not in tuple(ReduceWay):
+            raise ValueError(f"reduce is {self.reduce!r}: give {', '.join(ReduceWay)}")
+        if self.shard_optimizer and self.reduce == ReduceWay.MESSAGES:
+            raise ValueError(
+                "reduce is messages and the replicas share the optimizer state, which only a collective can: give "
+                "collective, or leave the optimizer state whole"
+            )
+
+    def by_messages(self, num_replicas: int) -> bool:
+        """Returns whether so many replicas add up by messages."""
+        return num_replicas > 1 and self.reduce == ReduceWay.MESSAGES
 
     @property
     def needs_norm(self) -> bool:
@@ -39,7 +54,13 @@ class UpdateRules:
     def step_rules(self, num_replicas: int) -> StepRules:
         """Returns the consequences of these rules for the order of tasks."""
         agreement = Agreement.ALL if self.needs_norm else Agreement.LOSS
-        return StepRules(ordered=self.deterministic, agreement=agreement, lockstep=num_replicas > 1)
+        by_messages = self.by_messages(num_replicas)
+        return StepRules(
+            ordered=self.deterministic,
+            agreement=agreement,
+            lockstep=num_replicas > 1 and not by_messages,
+            by_messages=by_messages,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -339,7 +339,7 @@ def _stage_maker(
             placement=order.placement,
             copies=copies,
             update_rules=model.updates,
-            tree_degree=step_rules.tree_degree,
+            step_rules=step_rules,
             stop_requests=process.stop_requests,
             replicas=replicas.get(layout.stage_of(unit)),
             meter=MemoryMeter(own, process.own_device(unit), remaking),

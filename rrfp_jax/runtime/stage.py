@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from rrfp_jax.core import Message, MessageKind
+from rrfp_jax.core import Message, MessageKind, StepRules
 from rrfp_jax.core.plan import report_tree
 from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.agreement import StageReport, Verdict, agree, merged
@@ -34,6 +34,7 @@ from rrfp_jax.runtime.mailbox import LeavesAhead, Mailbox, SendArray
 from rrfp_jax.runtime.operations import OperationContext, operations_of
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_memory import MemoryMeter, held_by
+from rrfp_jax.runtime.stage_pieces import PieceExchange
 from rrfp_jax.runtime.stage_replicas import StageReplicas
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.runtime.transports.edges import is_on_host
@@ -87,7 +88,7 @@ class ProgramStage:
         graph, placement: those of all replicas.
         copies: tells how the numbers of chunks belong to replicas.
         update_rules: the treatment of gradients.
-        tree_degree: the most children of a stage in the tree along which reports go up.
+        step_rules: the rules of a step that trains.
         stop_requests: requests of single processes, which the verdict tells to all.
         replicas: runs R and U for all replicas of the stage together; None: there is only one.
         meter: counts the memory that the stage holds.
@@ -105,7 +106,7 @@ class ProgramStage:
         placement: Placement,
         copies: Replication,
         update_rules: UpdateRules,
-        tree_degree: int,
+        step_rules: StepRules,
         stop_requests: StopRequests,
         replicas: StageReplicas | None,
         meter: MemoryMeter,
@@ -118,8 +119,19 @@ class ProgramStage:
         self._replicas, self._meter, self._send_array = replicas, meter, send_array
         self._replica = self._copies.replica(next(iter(programs)))
         self._mailbox = Mailbox(self._placement, stage, send_array)
+        self._exchange: PieceExchange | None = None
+        """None unless replicas add up their gradients by messages."""
+        if step_rules.by_messages:
+            self._exchange = PieceExchange(
+                self._programs,
+                states,
+                graph=graph,
+                copies=copies,
+                mailbox=self._mailbox,
+                meter=meter,
+            )
         self._steps: dict[int, _Step] = {}
-        self._tree_degree = tree_degree
+        self._tree_degree = step_rules.tree_degree
         self._posts_at_once = not any(is_on_host(each.sharding) for each in programs.values())
         """Whether messages leave as their task is launched. Where programs run on the host, other stages get a view of
         a value, for which it must be complete."""
@@ -149,6 +161,8 @@ class ProgramStage:
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
         self._steps[step] = _Step(graph, batch, *report_tree(graph, self._placement, self._stage, self._tree_degree))
         self._mailbox.begin(step)
+        if self._exchange is not None:
+            self._exchange.begin(step, graph)
         if self._leaves_ahead is None:
             return
         for chunk, compiled in self._programs.items():
@@ -173,6 +187,12 @@ class ProgramStage:
             return self._verdict(step).as_plain()
         if kind is MessageKind.TAKEN:
             return None
+        if kind is MessageKind.PIECE and not self._steps[step].graph.present(message.source):
+            # No task completes these gradients: they are zeros, which are cut as the first of their pieces leaves.
+            assert self._exchange is not None
+            posts = self._exchange.cut(step, message.source)
+            jax.block_until_ready([value for _, value in posts])
+            self._post(step, posts)
         return self._mailbox.payload(step, message)
 
     def finish(self, step: int) -> StageOutcome:
@@ -180,6 +200,8 @@ class ProgramStage:
         peak = self._meter.reset()
         outcome = StageOutcome(self._verdict(step), peak.device, peak.host)
         del self._steps[step]
+        if self._exchange is not None:
+            self._exchange.finish(step)
         if self._leaves_ahead is not None:
             self._leaves_ahead.forget(step)
         self._mailbox.finish(step)
@@ -297,7 +319,9 @@ class ProgramStage:
 
     def _post(self, step: int, posts: Iterable[tuple[Message, Any]]) -> None:
         for message, value in posts:
-            self._mailbox.post(step, message, value, self._steps[step].batch.buckets[message.microbatch])
+            is_piece = message.kind in (MessageKind.PIECE, MessageKind.SUM)
+            bucket = 0 if is_piece else self._steps[step].batch.buckets[message.microbatch]
+            self._mailbox.post(step, message, value, bucket)
 
     def _measure(self, step: int, task: Task) -> None:
         op = self._operations.get(task.kind)
@@ -366,6 +390,8 @@ class ProgramStage:
             for predecessor, grad in zip(predecessors, input_grads, strict=True)
             if predecessor is not None
         ]
+        if not is_split and graph.trains(chunk):
+            return self._with_pieces(step, chunk, awaited, posts)
         return _Enqueued(awaited, posts)
 
     def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
@@ -374,7 +400,12 @@ class ProgramStage:
         held.accumulators, done = programs.weight_gradient(
             held.params, residuals, held.accumulators, derived=held.derived
         )
-        return _Enqueued(done)
+        return self._with_pieces(step, chunk, done, [])
+
+    def _with_pieces(self, step: int, chunk: int, awaited: Any, posts: list[tuple[Message, Any]]) -> _Enqueued:
+        """Returns the rest of a task that has added to the gradients of a chunk: the last one sends their pieces."""
+        pieces = [] if self._exchange is None else self._exchange.added(step, chunk)
+        return _Enqueued((awaited, [value for _, value in pieces]), [*posts, *pieces])
 
     # -- operations, R and U -----------------------------------------------------------------------------------------
 
@@ -404,6 +435,12 @@ class ProgramStage:
 
     def _reduce(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held, state = self._programs[chunk], self.states[chunk], self._steps[step]
+        if self._exchange is not None:
+            norms, posts = self._exchange.reduce(step, chunk)
+            _start_copies(norms)
+            found = [(self._copies.base(chunk), norm) for norm in norms]
+            awaited = norms, [value for _, value in posts]
+            return _Enqueued(awaited, posts, record=partial(state.squared_norms.extend, found))
         shared: tuple[Any, ...] = ()
         if len(tied := self._copies.of_replica(self._graph.sharing(chunk), self._replica)) > 1:
             state.shared_layers[chunk] = programs.shared_layers(held.accumulators)
@@ -429,6 +466,8 @@ class ProgramStage:
     def _update(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held, verdict = self._programs[chunk], self.states[chunk], self._verdict(step)
         base = self._copies.base(chunk)
+        if self._exchange is not None:
+            self._exchange.join(step, chunk)
         if self._replicas is not None and self._replicas.shares_optimizer(base):
             held.params = self._replicas.update(step, base, self._replica, held.params, verdict)
         else:

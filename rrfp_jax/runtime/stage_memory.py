@@ -29,7 +29,7 @@ _PROGRAM_OF_KIND = {
     TaskKind.U: "update ",
 }
 """First words of the names of the programs of each kind of task."""
-ONCE_PER_STEP = ("prepare", _PROGRAM_OF_KIND[TaskKind.R], _PROGRAM_OF_KIND[TaskKind.U])
+ONCE_PER_STEP = ("prepare", "cut", "join", _PROGRAM_OF_KIND[TaskKind.R], _PROGRAM_OF_KIND[TaskKind.U])
 """First words of the names of programs that run once per step, when no microbatch of their chunk is in flight."""
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from rrfp_jax.bounded_text import shown
+from rrfp_jax.core.replicas import ReduceWay
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields, fill_fields
 from rrfp_jax.layout import TENSOR, checked_axes
 from rrfp_jax.models.cuts import ChunkLayout
@@ -35,6 +36,9 @@ class PipelineConfig:
     """Number of stages. Each has devices of its own unless ``run.devices`` is fewer."""
     replicas: int = 1
     """Number of replicas of the whole pipeline. Each takes an equal part of the microbatches."""
+    reduce: str = "auto"
+    """How replicas add up gradients: by ``messages`` while backwards still run, for stages that each lie in one process
+    per replica, or by a ``collective``. ``auto`` chooses the collective."""
     mesh: dict[str, int] | None = None
     """The axes over the devices of a stage with their sizes, innermost first, for example ``{tensor: 2, fsdp: 4}``.
     ``tensor`` shares matrices; ``fsdp`` cuts parameters, gradients, optimizer state and the rows of a microbatch;
@@ -80,6 +84,8 @@ class PipelineConfig:
         check_fields(self, NOT_NEGATIVE, "recompute")
         check_fields(self, _ORDER, "consume")
         check_fields(self, _MEMORY, "memory_limit")
+        if self.reduce not in tuple(ReduceWay):
+            raise ValueError(f"reduce is {self.reduce!r}: give {', '.join(ReduceWay)}")
         if self.recompute is not None and self.remat == "full":
             raise ValueError("recompute and remat full both compute forwards again: leave one of them out")
         if self.offload is not None and self.window is not None:  # which may be in bytes

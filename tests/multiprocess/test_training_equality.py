@@ -32,6 +32,7 @@ ONE_OF_EACH = [
         options={"schedule": "zb-h1"},
         delay_ms=8.0,
     ),
+    Case(name="by messages", cut=(1, 1), num_stages=2, data=2, num_ranks=4, options={"reduce": "messages"}),
     Case(name="2 x 2 x 2", cut=(1, 1), num_stages=2, data=2, mesh={"fsdp": 2}, num_ranks=4),
 ]
 LONG = Case(
@@ -42,7 +43,17 @@ LONG = Case(
     num_ranks=3,
     options={"deterministic": True, "hint": "f-priority"},
 )
-FROZEN = [
+OTHER_MODELS = [
+    Case(
+        name="tied, by messages",
+        model="tied",
+        cut=(1, 1),
+        num_stages=2,
+        data=2,
+        tensor=2,
+        num_ranks=4,
+        options={"reduce": "messages", "hint": "bfw"},
+    ),
     Case(name="passes on", cut=(0, 1, 1, 0), frozen=("layers.0",), num_stages=4, num_ranks=4, options=SPLIT),
     Case(
         name="forwards only",
@@ -143,16 +154,16 @@ def same_as_one_process(case: Case, result: tuple[list[float], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cases", "frozen"),
-    [(ONE_OF_EACH[:1], FROZEN[-1:]), pytest.param(ONE_OF_EACH, FROZEN, marks=pytest.mark.slow)],
+    ("cases", "others"),
+    [(ONE_OF_EACH[:1], OTHER_MODELS[-1:]), pytest.param(ONE_OF_EACH, OTHER_MODELS, marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
-def test_one_layout_of_each_kind(cases: list[Case], frozen: list[Case], tmp_path: Path) -> None:
-    results = train_together([*cases, *frozen, LONG], tmp_path)
+def test_one_layout_of_each_kind(cases: list[Case], others: list[Case], tmp_path: Path) -> None:
+    results = train_together([*cases, *others, LONG], tmp_path)
     reference = train_reference(cases[0])
     for case in cases:
         assert_same_training(*results[case.name], *reference)
-    for case in frozen:
+    for case in others:
         assert_same_training(*results[case.name], *train_reference(case))
     same_as_one_process(LONG, results[LONG.name])
 

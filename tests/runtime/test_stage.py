@@ -11,9 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from rrfp_jax.core import Message, MessageKind
+from rrfp_jax.core import Message, MessageKind, StepRules
 from rrfp_jax.core.replicas import Replication
-from rrfp_jax.layout import CONTROL_DEGREE
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
@@ -41,7 +40,7 @@ def tied_stage(reduce: Any = None) -> ProgramStage:
         placement=linear(2),
         copies=Replication(num_chunks=2, num_microbatches=1, num_replicas=1),
         update_rules=UpdateRules(),
-        tree_degree=CONTROL_DEGREE,
+        step_rules=StepRules(),
         stop_requests=SimpleNamespace(),  # type: ignore[arg-type]
         replicas=None,
         meter=SimpleNamespace(ran=lambda *_, **__: None),  # type: ignore[arg-type]

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from rrfp_jax.core import Message, MessageKind
+from rrfp_jax.core import Message, MessageKind, StepRules
 from rrfp_jax.core.replicas import Replication, replicated_graph, replicated_placement
-from rrfp_jax.layout import CONTROL_DEGREE
 from rrfp_jax.programs.agreement import StageReport
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
@@ -123,7 +122,7 @@ def make_stage(
         placement=placement,
         copies=copies,
         update_rules=UpdateRules(),
-        tree_degree=CONTROL_DEGREE,
+        step_rules=StepRules(),
         stop_requests=SimpleNamespace(decide=lambda stage, step: (False, False)),
         replicas=replicas,
         meter=SimpleNamespace(ran=lambda *_, **__: None),

@@ -66,6 +66,7 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
             clip_norm=config.optimizer.clip_norm,
             deterministic=config.run.deterministic,
             shard_optimizer=config.optimizer.shard,
+            reduce=config.pipeline.reduce,
         ),
         remat=layout.remat,
         seed=config.run.seed,

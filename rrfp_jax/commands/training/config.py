@@ -34,6 +34,7 @@ from rrfp_jax.commands.common.options import (
 )
 from rrfp_jax.commands.training.config_sources import at_home, find_config, refuse_code
 from rrfp_jax.core import FUSED, SPLIT, hint_names
+from rrfp_jax.core.replicas import ReduceWay
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES as REMATS
 from rrfp_jax.data.config import (
     DATA_KINDS,
@@ -204,6 +205,7 @@ def choices_of_options() -> dict[str, Sequence[str]]:
         "pipeline.hint": (*hint_names(), "FILE.py:NAME"),
         "pipeline.remat": REMATS,
         "pipeline.backward": (SPLIT, FUSED),
+        "pipeline.reduce": tuple(ReduceWay),
         "cluster.transport": TRANSPORTS,
         "optimizer.name": tuple(OPTIMIZERS),
         "optimizer.schedule": tuple(SCHEDULES),

@@ -1,0 +1,189 @@
+"""The accumulated gradients of a chunk, cut into pieces for replicas that add them up by messages.
+
+There are as many pieces as replicas, and all of them have the same shapes: the gradients are laid out one after another
+in flat arrays, each of which is cut into equal parts, the last one filled up with zeros. Gradients share a flat array
+if they have the same dtype and are cut over the same axes of the unit's mesh; each device lays out its own shards, so
+that nothing moves between devices. Shared layers have flat arrays of their own, so that chunks that hold other layers
+beside them cut them alike.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec, Sharding
+
+from rrfp_jax.programs.chunk import Chunk, trained_specs
+from rrfp_jax.programs.shapes import Specs, accumulator_spec, pick, spec_of
+from rrfp_jax.programs.shardings import WHOLE, axes_at, axes_of_spec, param_partition, place
+
+
+class GradientPiece(NamedTuple):
+    """A part of the gradients of one chunk, as flat arrays."""
+
+    own: Any
+    """Parts of the layers that the chunk has alone."""
+    shared: dict[str, Any]
+    """Parts of each shared layer that trains, by name."""
+
+
+_ROW = 1024
+"""Elements of a row: XLA adds up a long flat array on one core, and one of rows on several (measured on CPU: 42 ms and
+5 ms for 8 MiB)."""
+_MANY_ROWS = 64
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """One flat array before it is cut."""
+
+    leaves: tuple[int, ...]
+    """The gradients in it, by their number among those of its layers."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Their shapes on each device."""
+    length: int
+    """The number of elements of a piece on each device."""
+    spec: jax.ShapeDtypeStruct
+    """The shape of a piece on the whole unit."""
+    partition: PartitionSpec
+
+
+class PieceLayout:
+    """How the gradients of chunk ``index`` are cut on a unit with these axes.
+
+    Args:
+        axes: the axes of the unit with their sizes; empty for a unit of one device.
+        num_pieces: the number of pieces.
+
+    ``cut`` and ``join`` are to be traced, on each device of a unit in the manner of ``shard_map``.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], index: int, axes: Mapping[str, int], num_pieces: int) -> None:
+        params = spec_of(trained_specs(chunks[index]))
+        partition = pick(param_partition(chunks, index, axes), params)
+        names = tuple(sorted(chunks[index].tied))
+        own = tuple(name for name in params if name not in names)
+        self.num_pieces = num_pieces
+        self._layers = {"": own, **{name: (name,) for name in names}}
+        """The layers of each set of flat arrays; the empty name has the chunk's own."""
+        sums = accumulator_spec(params)
+        self._treedefs: dict[str, Any] = {
+            name: jax.tree.structure(pick(sums, layers)) for name, layers in self._layers.items()
+        }
+        self._flats = {
+            name: _flats_of(pick(sums, layers), pick(partition, layers), axes, num_pieces)
+            for name, layers in self._layers.items()
+        }
+        self.spec = self._piece(lambda flat: flat.spec)
+        """The shapes of a piece."""
+        self.partition = self._piece(lambda flat: flat.partition)
+        """A ``PartitionSpec`` for each array of a piece."""
+
+    def _piece(self, of_flat: Callable[[_Flat], Any]) -> GradientPiece:
+        arrays = {name: tuple(map(of_flat, flats)) for name, flats in self._flats.items()}
+        return GradientPiece(arrays.pop(""), arrays)
+
+    def at(self, boundary: Sharding) -> GradientPiece:
+        """Returns the shardings of a piece on a unit with this boundary."""
+        shardings: GradientPiece = place(self.partition, boundary)
+        return shardings
+
+    def cut(self, gradients: Mapping[str, Any]) -> tuple[GradientPiece, ...]:
+        parts = {
+            name: [_cut(flat, jax.tree.leaves(pick(gradients, layers)), self.num_pieces) for flat in self._flats[name]]
+            for name, layers in self._layers.items()
+        }
+
+        def piece(number: int) -> GradientPiece:
+            arrays = {name: tuple(of_flat[number] for of_flat in flats) for name, flats in parts.items()}
+            return GradientPiece(arrays.pop(""), arrays)
+
+        return tuple(map(piece, range(self.num_pieces)))
+
+    def join(self, pieces: Sequence[GradientPiece]) -> dict[str, Any]:
+        """Returns the gradients of which these are all pieces, in order."""
+        gradients: dict[str, Any] = {}
+        for name, flats in self._flats.items():
+            leaves: list[Any] = [None] * self._treedefs[name].num_leaves
+            for number, flat in enumerate(flats):
+                parts = [(piece.shared[name] if name else piece.own)[number] for piece in pieces]
+                for leaf, array in zip(flat.leaves, _join(flat, parts), strict=True):
+                    leaves[leaf] = array
+            gradients |= jax.tree.unflatten(self._treedefs[name], leaves)
+        return gradients
+
+
+def tied_names(chunks: Sequence[Chunk], one: int, other: int) -> tuple[str, ...]:
+    """Returns the shared layers that train and that both chunks hold."""
+    return tuple(sorted(chunks[one].tied & chunks[other].tied))
+
+
+def _flats_of(sums: Specs, partition: Any, axes: Mapping[str, int], num_pieces: int) -> tuple[_Flat, ...]:
+    groups: dict[tuple[np.dtype, tuple[str, ...]], list[tuple[int, tuple[int, ...]]]] = {}
+    for number, (leaf, spec) in enumerate(zip(jax.tree.leaves(sums), jax.tree.leaves(partition), strict=True)):
+        cuts = [math.prod(axes[axis] for axis in axes_at(spec, dim)) for dim in range(len(spec))]
+        cuts += [1] * (len(leaf.shape) - len(cuts))
+        shape = tuple(size // parts for size, parts in zip(leaf.shape, cuts, strict=True))
+        # Axes in the order of the mesh: the order within a spec says how an array lies, which does not matter here.
+        named = tuple(axis for axis in axes if axis in axes_of_spec(spec))
+        groups.setdefault((np.dtype(leaf.dtype), named), []).append((number, shape))
+    flats = []
+    for (dtype, named), members in groups.items():
+        numbers, shapes = zip(*members, strict=True)
+        length = -(-sum(map(math.prod, shapes)) // num_pieces)
+        if length > _MANY_ROWS * _ROW:
+            length += -length % _ROW
+        num_shards = math.prod(axes[axis] for axis in named)
+        spec = jax.ShapeDtypeStruct((length * num_shards,), dtype)
+        flats.append(_Flat(numbers, shapes, length, spec, PartitionSpec(named) if named else WHOLE))
+    return tuple(flats)
+
+
+def _cut(flat: _Flat, leaves: Sequence[Any], num_pieces: int) -> list[Any]:
+    """Returns the pieces of one flat array, each made at once, so that the whole array is never made."""
+    parts: list[list[Any]] = [[] for _ in range(num_pieces)]
+    start = 0
+    for number in flat.leaves:
+        elements = leaves[number].reshape(-1)
+        for piece, first, last in _spans(start, elements.size, flat.length):
+            parts[piece].append(elements[first - start : last - start])
+        start += elements.size
+    if left := num_pieces * flat.length - start:
+        filling = jnp.zeros(left, flat.spec.dtype)
+        for piece, first, last in _spans(start, left, flat.length):
+            parts[piece].append(filling[first - start : last - start])
+    return [jnp.concatenate(own) if own else jnp.zeros(0, flat.spec.dtype) for own in parts]
+
+
+def _join(flat: _Flat, pieces: Sequence[Any]) -> list[Any]:
+    """Returns the gradients of one flat array, each made of the pieces in which it lies."""
+    gradients, start = [], 0
+    for shape in flat.shapes:
+        size = math.prod(shape)
+        parts = [
+            pieces[piece][first - piece * flat.length : last - piece * flat.length]
+            for piece, first, last in _spans(start, size, flat.length)
+        ]
+        whole = jnp.concatenate(parts) if parts else jnp.zeros(0, flat.spec.dtype)
+        gradients.append(whole.reshape(shape))
+        start += size
+    return gradients
+
+
+def _spans(start: int, size: int, length: int) -> list[tuple[int, int, int]]:
+    """Returns the pieces over which these elements of a flat array extend, each with its first element and its end."""
+    if not size:
+        return []
+    return [
+        (piece, max(start, piece * length), min(start + size, (piece + 1) * length))
+        for piece in range(start // length, (start + size - 1) // length + 1)
+    ]
+
+
+def in_rows(array: Any) -> Any:
+    """Returns a part of a piece in a shape whose elements are quickly added up."""
+    return array.reshape(-1, _ROW) if array.size > _MANY_ROWS * _ROW else array

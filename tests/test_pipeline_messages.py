@@ -1,0 +1,193 @@
+"""Replicas that add up their gradients by messages train what the plain loop trains."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rrfp_jax.core import Ordering
+from rrfp_jax.layout import Layout
+from rrfp_jax.private.jax_names import compiler
+from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
+from rrfp_jax.runtime.process import Process
+from rrfp_jax.schedules import Placement, ScheduleRequest, Task, build_schedule, linear, looped
+from rrfp_jax.testing import DelayedStage
+from tests import pipelines, ragged
+from tests.pipelines import make_pipeline
+from tests.plain_loop import assert_same_training, train_plainly
+from tests.programs.toys import VOCAB, plain_model
+
+NUM_MICROBATCHES, NUM_STEPS = 4, 8
+CASES: dict[str, dict[str, Any]] = {
+    "data 2": {"data": 2},
+    "data 4": {"data": 4},
+    "tied": {"data": 2, "tied": True},
+    "tied, data 4, split": {"data": 4, "tied": True, "hint": "bfw"},
+    "split": {"data": 2, "hint": "bfw"},
+    "split table": {"data": 2, "schedule": "zb-h1"},
+    "clipped": {"data": 2, "clip_norm": 0.5, "tied": True},
+    "no agreement on norms": {"data": 2, "skip_nonfinite": False},
+    "tensor 2": {"data": 2, "tensor": 2, "tied": True, "clip_norm": 0.5},
+    "fsdp 2": {"data": 2, "mesh": {"fsdp": 2}, "clip_norm": 0.5},
+    "two chunks per stage": {"data": 2, "layers": (1, 1, 1, 0), "tied": True},
+    "tied on one stage": {"data": 2, "layers": (1, 0), "num_stages": 1, "tied": True},
+}
+
+
+def make_batches(num_steps: int = NUM_STEPS, num_microbatches: int = NUM_MICROBATCHES) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    batches = []
+    for _ in range(num_steps):
+        sequence = ((rng.integers(0, VOCAB, (num_microbatches, 2, 1)) + np.arange(9)) % VOCAB).astype(np.int32)
+        weights = (rng.random((num_microbatches, 2, 8)) < 0.8).astype(np.float32)
+        batches.append({"tokens": sequence[..., :-1], "targets": sequence[..., 1:], "weights": weights})
+    return batches
+
+
+def pipeline_of(*, tied: bool = False, layers: tuple[int, ...] = (1, 1), num_stages: int = 2, **options: Any) -> Any:
+    if "schedule" in options:
+        request = ScheduleRequest(num_stages=num_stages, num_microbatches=NUM_MICROBATCHES // options["data"])
+        options["schedule"] = build_schedule(options["schedule"], request)
+    placement = looped(num_stages, len(layers) // num_stages) if len(layers) > num_stages else linear(num_stages)
+    return make_pipeline(
+        plain_model(layers, tied=tied),
+        placement=placement,
+        optimizer=optax.adamw(3e-3, weight_decay=0.01),
+        **{"reduce": "messages", "progress_deadline_s": 60, **options},
+    )
+
+
+def trained(pipeline: Any, batches: list[dict[str, np.ndarray]]) -> tuple[list[float], dict[str, Any], Any]:
+    with pipeline:
+        state = pipeline.init(jax.random.key(1))
+        initial = jax.tree.map(np.array, pipeline.params(state))
+        losses = []
+        for batch in batches:
+            state, metrics = pipeline.step(state, batch)
+            losses.append(metrics)
+        return [metrics.result().loss for metrics in losses], jax.tree.map(np.array, pipeline.params(state)), initial
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_the_plain_loop(name: str) -> None:
+    case, batches = CASES[name], make_batches()
+    losses, params, initial = trained(pipeline_of(**case), batches)
+    chunks = plain_model(case.get("layers", (1, 1)), tied=case.get("tied", False))
+    optimizer = optax.adamw(3e-3, weight_decay=0.01)
+    expected = train_plainly(chunks, initial, optimizer, batches, clip_norm=case.get("clip_norm"))
+    assert_same_training(losses, params, *expected)
+
+
+def random_delay(step: int, task: Task) -> float:
+    """Up to two milliseconds, another for every task and step."""
+    return float(np.random.default_rng((step, ord(task.kind), task.chunk, task.microbatch + 1)).uniform(0, 2e-3))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (4, 1), (2, 2)])
+def test_bits_are_those_of_the_ordered_collective_in_any_order(data: int, tensor: int) -> None:
+    """Norms are added up in another order than by the collective, so that nothing may be clipped here."""
+    batches = make_batches()
+    options = {"data": data, "tensor": tensor, "tied": True, "deterministic": True}
+    losses, params, _ = trained(pipeline_of(**options, reduce="collective", hint="bf"), batches)
+    messages = pipeline_of(**options)
+    delayed = RuntimeOptions(wrap_stage=lambda stage: DelayedStage(stage, random_delay))
+    for order, runtime in [(Ordering(hint="bf"), None), (Ordering(hint="fb", window=1), None), (Ordering(), delayed)]:
+        others = trained(messages.reordered(order, options=runtime), batches)
+        assert others[0] == losses
+        jax.tree.map(np.testing.assert_array_equal, others[1], params)
+
+
+@pytest.mark.slow
+def test_clipped_bits_do_not_depend_on_the_order() -> None:
+    batches, bits = make_batches(), []
+    messages = pipeline_of(data=4, tied=True, deterministic=True, clip_norm=0.1)
+    for order in (Ordering(hint="bf"), Ordering(hint="fb", window=1), Ordering(hint="bfw")):
+        runtime = RuntimeOptions(wrap_stage=lambda stage: DelayedStage(stage, random_delay))
+        bits.append(trained(messages.reordered(order, options=runtime), batches))
+    for other in bits[1:]:
+        assert other[0] == bits[0][0]
+        jax.tree.map(np.testing.assert_array_equal, other[1], bits[0][1])
+
+
+def test_a_step_that_is_not_finite_is_left_out_everywhere() -> None:
+    batches = make_batches(4)
+    spoilt = {**batches[1], "weights": batches[1]["weights"].copy()}
+    spoilt["weights"][3, 0, 0] = np.inf
+    losses, params, _ = trained(pipeline_of(data=2, tied=True), [batches[0], spoilt, *batches[2:]])
+    expected, expected_params, _ = trained(pipeline_of(data=2, tied=True), [batches[0], *batches[2:]])
+    assert not np.isfinite(losses[1])
+    assert [losses[0], *losses[2:]] == expected
+    jax.tree.map(np.testing.assert_array_equal, params, expected_params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hint", ["bf", "bfw"])
+def test_replicas_without_any_image_add_zeros(hint: str) -> None:
+    """Also in steps in which all replicas, or one of them, have no microbatch for an encoder."""
+    steps = ragged.make_steps(6, 4)
+    pipeline = make_pipeline(
+        ragged.CHUNKS,
+        placement=Placement((0, 1, 0, 1, 1)),
+        edges=ragged.EDGES,
+        optimizer=optax.adam(1e-2),
+        reduce="messages",
+        data=2,
+        hint=hint,
+    )
+    with pipeline:
+        state = pipeline.init(jax.random.key(0))
+        initial = jax.tree.map(np.array, pipeline.params(state))
+        pipeline.prepare(ragged.as_batch(steps[0]), buckets=ragged.all_buckets())
+        results = []
+        for microbatches in steps:
+            state, metrics = pipeline.step(state, ragged.as_batch(microbatches))
+            results.append(metrics)
+        losses, params = [each.result().loss for each in results], jax.tree.map(np.array, pipeline.params(state))
+    expected_losses, norms, expected = ragged.train_plainly(initial, optax.adam(1e-2), steps)
+    assert_same_training(losses, params, expected_losses, expected)
+    np.testing.assert_allclose([each.result().grad_norm for each in results], norms, rtol=1e-5)
+
+
+def test_nothing_compiles_after_the_first_step_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, compiled, counts = make_batches(3), [], []
+    with pipeline_of(data=2, tied=True) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        pipeline.prepare(batches[0], progress=lambda done, total: counts.append((done, total)))
+        whole = compiler.compile_or_get_cached
+        monkeypatch.setattr(compiler, "compile_or_get_cached", lambda *a, **k: compiled.append(a) or whole(*a, **k))
+        for batch in batches:
+            state, metrics = pipeline.step(state, batch)
+        metrics.result()
+    assert not compiled
+    assert counts[-1][0] == counts[-1][1]
+
+
+def test_stages_hold_no_more_than_was_forecast() -> None:
+    batches = make_batches(3)
+    with pipeline_of(data=2, tied=True, hint="bf") as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        for batch in batches:
+            state, metrics = pipeline.step(state, batch)
+        peaks = metrics.result().peak_memory_bytes
+        forecast = [each.peak for each in pipeline.forecast]
+    assert all(0 < peak <= most for peak, most in zip(peaks, forecast, strict=True))
+
+
+def test_units_that_cannot_add_up_by_messages_are_refused() -> None:
+    with pytest.raises(ValueError, match="share the optimizer state, which only a collective can"):
+        UpdateRules(reduce="messages", shard_optimizer=True)
+    with pytest.raises(ValueError, match="reduce is 'letters': give auto, messages, collective"):
+        UpdateRules(reduce="letters")
+    meshes = Process(Layout(num_stages=2, data=2, mesh=({"tensor": 2}, {"fsdp": 2})))
+    with pytest.raises(ValueError, match="stages 0 and 1, which share layers, have different meshes"):
+        pipelines.make_pipeline(
+            plain_model((1, 1), tied=True),
+            placement=linear(2),
+            optimizer=optax.sgd(0.1),
+            reduce="messages",
+            process=meshes,
+        )
