@@ -133,6 +133,7 @@ def test_training_is_the_same_with_and_without() -> None:
         {"tensor": 2},
         {"data": 2},
         {"data": 2, "shard_optimizer": True},
+        {"data": 2, "reduce": "messages"},
         {"remat": "full"},
         {"dispatch_ahead": "just-in-time"},
         {"clip_norm": None, "skip_nonfinite": False},

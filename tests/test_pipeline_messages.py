@@ -8,18 +8,30 @@ import optax
 import pytest
 
 from rrfp_jax.core import Ordering
+from rrfp_jax.core.dispatch import JUST_IN_TIME
+from rrfp_jax.core.replicas import ReduceWay
 from rrfp_jax.layout import Layout
 from rrfp_jax.private.jax_names import compiler
+from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.schedules import Placement, ScheduleRequest, Task, build_schedule, linear, looped
-from rrfp_jax.testing import DelayedStage
+from rrfp_jax.testing import AcceleratedStage, DelayedStage, EmulatedAccelerator
 from tests import pipelines, ragged
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.programs.toys import VOCAB, plain_model
+from tests.runtime.logged_runs import replays_as_recorded
 
 NUM_MICROBATCHES, NUM_STEPS = 4, 8
+
+
+def on_accelerator(stage: StageExecutor) -> StageExecutor:
+    """Tasks end a while after their programs have, so the next one is launched before."""
+    return AcceleratedStage(stage, EmulatedAccelerator(launch_ms=0.1), lambda step, task: 0.5)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "data 2": {"data": 2},
     "data 4": {"data": 4},
@@ -31,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no agreement on norms": {"data": 2, "skip_nonfinite": False},
     "tensor 2": {"data": 2, "tensor": 2, "tied": True, "clip_norm": 0.5},
     "fsdp 2": {"data": 2, "mesh": {"fsdp": 2}, "clip_norm": 0.5},
+    "handed over early": {"data": 2, "tied": True, "dispatch_ahead": JUST_IN_TIME, "wrap_stage": on_accelerator},
     "two chunks per stage": {"data": 2, "layers": (1, 1, 1, 0), "tied": True},
     "tied on one stage": {"data": 2, "layers": (1, 0), "num_stages": 1, "tied": True},
 }
@@ -79,6 +92,38 @@ def test_training_is_that_of_the_plain_loop(name: str) -> None:
     optimizer = optax.adamw(3e-3, weight_decay=0.01)
     expected = train_plainly(chunks, initial, optimizer, batches, clip_norm=case.get("clip_norm"))
     assert_same_training(losses, params, *expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied", "tied, data 4, split", "tensor 2"])
+def test_pieces_that_leave_at_the_launch_train_the_same_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on devices that do not work in the host's memory."""
+    monkeypatch.setattr("rrfp_jax.runtime.stage.is_on_host", lambda sharding: False)
+    test_training_is_that_of_the_plain_loop(name)
+
+
+@pytest.mark.slow
+def test_bidirectional_chunks_share_all_their_layers() -> None:
+    chunks = mirrored(plain_model((1, 1)))
+    table = build_schedule("chimera", ScheduleRequest(num_stages=2, num_microbatches=2))
+    results = [
+        trained(
+            make_pipeline(
+                chunks,
+                optimizer=optax.adamw(3e-3),
+                schedule=table,
+                consume="strict",
+                process=Process(Layout(num_stages=2, data=2)),
+                reduce=way,
+                deterministic=True,
+            ),
+            make_batches(),
+        )
+        for way in ReduceWay
+    ]
+    for losses, params, _ in results[1:]:
+        assert losses == results[0][0]
+        jax.tree.map(np.testing.assert_array_equal, params, results[0][1])
 
 
 def random_delay(step: int, task: Task) -> float:
@@ -175,6 +220,15 @@ def test_stages_hold_no_more_than_was_forecast() -> None:
         peaks = metrics.result().peak_memory_bytes
         forecast = [each.peak for each in pipeline.forecast]
     assert all(0 < peak <= most for peak, most in zip(peaks, forecast, strict=True))
+
+
+def test_every_stage_can_be_replayed() -> None:
+    with pipeline_of(data=2, tied=True) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        for batch in make_batches(2):
+            state, metrics = pipeline.step(state, batch)
+        metrics.result()
+        assert all(replays_as_recorded(log) for log in pipeline.runtime.logs().values())
 
 
 def test_units_that_cannot_add_up_by_messages_are_refused() -> None:

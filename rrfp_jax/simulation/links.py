@@ -57,7 +57,7 @@ class Links:
     gradient_bytes: float = 0.0
     """Bytes of one microbatch's gradient between two chunks; ``activation_bytes`` is the same for its activation."""
     shared_bytes: float = 0.0
-    """Gradients of shared parameters, once per step."""
+    """Gradients of shared parameters, or a piece of those of a chunk, once per step."""
     bandwidth_gb_per_s: float = math.inf
     """Bandwidth of each directed link, 10^9 bytes per second."""
     extra_ms: Mapping[tuple[int, int], float] = field(default_factory=dict)
@@ -98,10 +98,7 @@ class Links:
         size = {
             MessageKind.ACTIVATION: self.activation_bytes,
             MessageKind.GRADIENT: self.gradient_bytes,
-            MessageKind.SHARED: self.shared_bytes,
-            MessageKind.PIECE: self.shared_bytes,
-            MessageKind.SUM: self.shared_bytes,
-        }[kind]
+        }.get(kind, self.shared_bytes)
         seconds = size / (self.bandwidth_gb_per_s * 1e9)
         return self.latency_ms + self.extra_ms.get((source, target), 0.0) + seconds * 1e3
 
