@@ -47,7 +47,7 @@ def test_few_faults(setting):
         {"num_steps": 1, "gatherings": (0, 1)},
         {"num_steps": 2, "deaths": 0, "suspicions": 1},
         {"num_steps": 1, "deaths": 1, "suspicions": 1},
-        {"num_steps": 1, "gatherings": (0, 1), "deaths": 0, "suspicions": 1},
+        {"num_steps": 0, "gatherings": (0,), "deaths": 1, "suspicions": 1},
         {"num_stages": 1, "num_replicas": 3, "num_steps": 2, "deaths": 2, "suspicions": 1},
         {"num_stages": 1, "num_replicas": 3, "num_steps": 2, "gatherings": (1, 2), "deaths": 2},
         {"num_stages": 1, "num_replicas": 3, "num_steps": 1, "deaths": 0, "suspicions": 3},
@@ -191,7 +191,7 @@ def test_random_losses(seed, num_stages, num_replicas):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 2**32), num_stages=st.integers(1, 4), num_replicas=st.integers(2, 4))
-def test_random_losses_of_larger_pipelines(seed, num_stages, num_replicas):
-    check_walks(seed, num_stages, num_replicas)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), sizes=st.sampled_from([(1, 5), (2, 3), (3, 2), (3, 3), (4, 2)]))
+def test_random_losses_of_larger_pipelines(seed, sizes):
+    check_walks(seed, *sizes)
