@@ -376,6 +376,8 @@ class Pipeline:
             return running.order.graph
         if not self.options.other_owners:
             raise ValueError("replicas were not connected for other owners: give the pipeline's options other_owners")
+        if owners.lost:
+            raise ValueError(f"units {list(owners.lost)} are named as lost, and all of them live: leave lost out")
         return with_owners(running.order.graph, running.order.placement, owners)
 
     def _make_room(self) -> None:

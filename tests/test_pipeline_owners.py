@@ -112,6 +112,7 @@ def test_what_cannot_have_other_owners_is_refused_and_the_run_goes_on() -> None:
     cases = [
         ({"data": 2}, given, "replicas were not connected for other owners"),
         (OWNERS, draw(2, 3), "owners are of 2 stages and 3 microbatches, the pipeline has 2 and 4"),
+        (OWNERS, given._replace(lost=(1,)), r"units \[1\] are named as lost, and all of them live: leave lost out"),
         ({**OWNERS, "schedule": table, "consume": "strict"}, given, "strict consumption keeps to its table's"),
     ]
     for options, owners, message in cases:
