@@ -88,6 +88,8 @@ class ChunkSizes:
     does not say."""
     leaves_ahead_bytes: int = 0
     """Bytes of batch leaves of coming microbatches; 0 on CPU, where they stay where they are."""
+    pieces_bytes: int = 0
+    """Bytes of the pieces that other replicas may send while microbatches of this one are in flight."""
 
 
 def _largest(sizes: Sequence[ChunkSizes]) -> ChunkSizes:
@@ -288,6 +290,7 @@ class CompiledChunk:
             owed=plan.weight_residuals.num_bytes,
             temporaries=temporaries,
             leaves_ahead_bytes=0 if on_host else LEAVES_AHEAD * passing_bytes(variant.shapes.leaves),
+            pieces_bytes=self.updates.arriving_bytes if isinstance(self.updates, PieceUpdates) else 0,
         )
 
     def zeros(self) -> Any:

@@ -26,8 +26,17 @@ from rrfp_jax.programs.chunk import Chunk, Params, trained_specs
 from rrfp_jax.programs.compiling import FlatProgram, shared_program
 from rrfp_jax.programs.pieces import GradientPiece, PieceLayout, tied_names
 from rrfp_jax.programs.sameness import ProgramStore
-from rrfp_jax.programs.shapes import accumulator_spec, pick, spec_of
-from rrfp_jax.programs.shardings import WHOLE, axes_of, mesh_of, param_partition, place, shardings_of, shared_out
+from rrfp_jax.programs.shapes import accumulator_spec, num_bytes, pick, spec_of
+from rrfp_jax.programs.shardings import (
+    WHOLE,
+    axes_of,
+    mesh_of,
+    param_partition,
+    place,
+    shardings_of,
+    shared_out,
+    spread,
+)
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.programs.state import layer_groups, optimizer_specs
 from rrfp_jax.programs.update_functions import (
@@ -301,6 +310,13 @@ class PieceUpdates(UnitUpdates):
             out_shardings=(at, scalar),
             donate=(0,),
         )
+
+    @property
+    def arriving_bytes(self) -> int:
+        """The most bytes of one piece that arrive from other replicas and from chunks of the tie, on one device."""
+        spec = spread(self.layout.spec, self.layout.at(self._scalar))
+        tied = sum(num_bytes(pick(spec.shared, names)) for names in self._names_of_others)
+        return (self.layout.num_pieces - 1) * num_bytes(spec) + self.layout.num_pieces * tied
 
     def cut(self, accumulators: Any) -> tuple[GradientPiece, ...]:
         """Returns the accumulators, cut into as many pieces as there are replicas. Consumes nothing."""

@@ -60,6 +60,7 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         sizes.derived_bytes,
         sizes.zeros_bytes,
         sizes.leaves_ahead_bytes,
+        sizes.pieces_bytes,
     )
     by_program = sizes.temporaries.items()
     return ChunkBytes(
