@@ -380,15 +380,6 @@ class _PlanBuilder:
                 needed = self.graph.dependencies(self.tasks[follower])
                 self._after(node, *(self.index[t] for t in needed if t.chunk != task.chunk and t in self.index))
 
-    def _gather(self, node: int, messages: list[Message]) -> None:
-        """Let one gate wait for all messages of a task, for others to wait for it too."""
-        self.input_gates[node] = gate = self._gate(f"inputs of {self.tasks[node]}")
-        for message in messages:
-            self.arrivals[message] = gate
-        self.needs[gate] = len(messages)
-        self.needs[node] -= len(messages)
-        self._after(node, gate)
-
     def _wire_reduction(self, chunk: int) -> None:
         """Let R of a chunk wait for the gradients of all chunks that share its parameters."""
         reduction = self.index[Task(TaskKind.R, chunk)]
