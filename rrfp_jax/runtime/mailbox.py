@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import jax
 import numpy as np
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
+from rrfp_jax.programs.shapes import num_bytes as bytes_on_device
 from rrfp_jax.schedules import Placement
 
 SendArray = Callable[[Any, int, Message, int, int | None], Any]
@@ -41,7 +41,7 @@ class Mailbox:
     def __init__(self, placement: Placement, stage: int, send_array: SendArray) -> None:
         self._placement, self._stage, self._send_array = placement, stage, send_array
         self._inbox: dict[int, dict[Message, tuple[Any, int]]] = {}
-        """By step and message, a value and its bytes."""
+        """By step and message, a value and its bytes on one device."""
         self._outbox: dict[tuple[int, Message], Any] = {}
         self._ahead: set[tuple[int, Message]] = set()
         """Messages that were fetched and have not been delivered."""
@@ -52,7 +52,7 @@ class Mailbox:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the values that have arrived and have not been taken."""
+        """Bytes, on one device of the stage, of the values that have arrived and have not been taken."""
         return self._accepted_bytes + self._posted_bytes - self._taken_bytes
 
     def begin(self, step: int) -> None:
@@ -123,12 +123,11 @@ class Mailbox:
 
 
 def _num_bytes(message: Message, value: Any) -> int:
-    """Returns the bytes of arrays that a task takes out. Other values are read where they lie, and count 0."""
+    """Returns the bytes, on one device, of arrays that a task takes out. Other values are read where they lie, and
+    count 0."""
     if message.kind not in _COUNTED:
         return 0
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(value))
+    return value.nbytes if isinstance(value, np.ndarray) else bytes_on_device(value)
 
 
 class LeavesAhead:

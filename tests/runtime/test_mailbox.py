@@ -1,7 +1,9 @@
 """The mailbox routes values by their messages, early ones too."""
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.runtime.mailbox import Mailbox
@@ -44,6 +46,14 @@ def test_what_has_arrived_and_was_not_taken_is_counted() -> None:
     assert mailbox.held_bytes == 12 + 9
     mailbox.take(0, arriving)
     assert mailbox.held_bytes == 9
+
+
+def test_an_array_on_several_devices_counts_as_its_part_on_one() -> None:
+    mailbox, arriving = make_mailbox(), Message(MessageKind.GRADIENT, 1, 0, 4)
+    mailbox.begin(0)
+    at = NamedSharding(jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2]), PartitionSpec("fsdp"))
+    mailbox.accept(0, arriving, jax.device_put(np.zeros((4, 3), np.float32), at))
+    assert mailbox.held_bytes == 24
 
 
 def test_messages_of_a_later_step_wait_and_an_ended_step_is_forgotten() -> None:
