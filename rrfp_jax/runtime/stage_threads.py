@@ -219,6 +219,7 @@ class ComputeThread(StageThreads):
         while (instruction := self._next()) is not None:
             step, task = instruction
             error: BaseException | None = None
+            wait: Callable[[], None] | None = None
             start_s = clock()
             self._running = (instruction, start_s)
             try:
@@ -229,6 +230,7 @@ class ComputeThread(StageThreads):
                 error = caught
             end_s = clock()
             self._running = None
+            del wait  # It holds results of the task, which nobody may keep alive here.
             self._done(instruction, start_s, end_s, error)
 
     def _next(self) -> RunTask | None:
