@@ -2,7 +2,8 @@
 
 A stage's peak is the sum of
 
-* its lasting bytes: parameters, gradient accumulators, optimizer state, values derived from parameters;
+* its lasting bytes: parameters, gradient accumulators, optimizer state, values derived from parameters, and room for
+  pieces of gradients where replicas add up by messages;
 * the bytes of each microbatch in flight, ``window`` of them at most: per chunk the stash from F to the backward or,
   where the backward is split, the residuals that I hands to W, whichever is larger. A microbatch is reserved whole,
   with all its chunks. Where a footprint counts, it is that many activations of one chunk and microbatch, of the largest
@@ -67,7 +68,8 @@ class ChunkBytes:
     """The bytes of one chunk."""
 
     fixed: int
-    """Parameters, accumulators, optimizer state, values derived from parameters, and zeros for skipped gradients."""
+    """Parameters, accumulators, optimizer state, values derived from parameters, zeros for skipped gradients, and room
+    for pieces of gradients that other replicas send."""
     stash: int
     """Per microbatch, from F to B or I; inputs that the stash keeps alive included."""
     owed: int

@@ -89,7 +89,7 @@ class ChunkSizes:
     leaves_ahead_bytes: int = 0
     """Bytes of batch leaves of coming microbatches; 0 on CPU, where they stay where they are."""
     pieces_bytes: int = 0
-    """Bytes of the pieces that other replicas may send while microbatches of this one are in flight."""
+    """Bytes that are kept free for pieces of gradients (:class:`rrfp_jax.programs.pieces.PieceBytes`)."""
 
 
 def _largest(sizes: Sequence[ChunkSizes]) -> ChunkSizes:
@@ -215,8 +215,8 @@ class CompiledChunk:
         have the variant's number behind."""
         self.compiled |= self.updates.compiled | ({} if stage is None else stage.compiled)
         common = _temporaries(self.compiled)
-        # All pieces lie beside the accumulators while these are cut, and again while they are joined.
-        common |= {name: common[name] + num_bytes(self._sums) for name in ("cut", "join") if name in common}
+        if isinstance(self.updates, PieceUpdates):
+            common |= {name: common[name] + made for name, made in self.updates.piece_bytes.made.items()}
         self.sizes_of_variants = tuple(
             self._sizes(variant, common | _temporaries(programs.compiled))
             for variant, programs in zip(self.variants, of_kind, strict=True)
@@ -290,7 +290,7 @@ class CompiledChunk:
             owed=plan.weight_residuals.num_bytes,
             temporaries=temporaries,
             leaves_ahead_bytes=0 if on_host else LEAVES_AHEAD * passing_bytes(variant.shapes.leaves),
-            pieces_bytes=self.updates.arriving_bytes if isinstance(self.updates, PieceUpdates) else 0,
+            pieces_bytes=self.updates.piece_bytes.lasting if isinstance(self.updates, PieceUpdates) else 0,
         )
 
     def zeros(self) -> Any:

@@ -9,7 +9,7 @@ beside them cut them alike.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,28 @@ class GradientPiece(NamedTuple):
     """Parts of the layers that the chunk has alone."""
     shared: dict[str, Any]
     """Parts of each shared layer that trains, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceBytes:
+    """The most bytes that the pieces of one chunk take on a device of its unit, whatever comes first.
+
+    Once the gradients are cut, one thing lies here for each piece in place of the accumulators: the piece until it is
+    sent or added up, and its sum from then on. The sum of a piece that was sent comes back from a unit that has it.
+
+    Beside these lie the pieces of others that this unit adds up, of one step at a time. A replica's gradients of the
+    next step are complete once its microbatches have passed through its copy of this chunk, which begins that step
+    when it has all sums of this one. So R here has added up all pieces of this step before.
+    """
+
+    piece: int = 0
+    """Bytes of one piece."""
+    lasting: int = 0
+    """Bytes of the pieces of others, and bytes that the chunk's own pieces have beyond its accumulators: at any time,
+    also while microbatches are in flight."""
+    made: Mapping[str, int] = field(default_factory=dict)
+    """By program, the bytes of results that take the place of nothing while it runs: all pieces lie beside the
+    accumulators as these are cut or joined, and sums of shared layers lie beside their own piece."""
 
 
 _ROW = 1024

@@ -24,7 +24,7 @@ from jax.stages import Compiled
 
 from rrfp_jax.programs.chunk import Chunk, Params, trained_specs
 from rrfp_jax.programs.compiling import FlatProgram, shared_program
-from rrfp_jax.programs.pieces import GradientPiece, PieceLayout, tied_names
+from rrfp_jax.programs.pieces import GradientPiece, PieceBytes, PieceLayout, tied_names
 from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import accumulator_spec, num_bytes, pick, spec_of
 from rrfp_jax.programs.shardings import (
@@ -265,6 +265,8 @@ class PieceUpdates(UnitUpdates):
         """By chunk of the tie, the shared layers that train and that it has in common with this one."""
         self._names_of_others = tuple(self.shared_with.values())
         super().__init__(index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=None, store=store)
+        self.piece_bytes = self._count_bytes() if self.trains else PieceBytes()
+        """The memory of pieces on this unit."""
 
     def _compile_reduce(self) -> None:
         sums, layout, scalar = accumulator_spec(self._params), self.layout, self._scalar
@@ -311,12 +313,16 @@ class PieceUpdates(UnitUpdates):
             donate=(0,),
         )
 
-    @property
-    def arriving_bytes(self) -> int:
-        """The most bytes of one piece that arrive from other replicas and from chunks of the tie, on one device."""
-        spec = spread(self.layout.spec, self.layout.at(self._scalar))
+    def _count_bytes(self) -> PieceBytes:
+        spec, num_pieces = spread(self.layout.spec, self.layout.at(self._scalar)), self.layout.num_pieces
+        piece, shared = num_bytes(spec), num_bytes(spec.shared)
         tied = sum(num_bytes(pick(spec.shared, names)) for names in self._names_of_others)
-        return (self.layout.num_pieces - 1) * num_bytes(spec) + self.layout.num_pieces * tied
+        filling = num_pieces * piece - num_bytes(spread(accumulator_spec(self._params), self._at(self._partition)))
+        return PieceBytes(
+            piece=piece,
+            lasting=(num_pieces - 1) * piece + num_pieces * tied + filling,
+            made={"cut": num_pieces * piece, "join": num_pieces * piece, "reduce": shared},
+        )
 
     def cut(self, accumulators: Any) -> tuple[GradientPiece, ...]:
         """Returns the accumulators, cut into as many pieces as there are replicas. Consumes nothing."""

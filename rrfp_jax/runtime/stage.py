@@ -332,6 +332,8 @@ class ProgramStage:
         is_remade = bool(state.graph.ops) and self._is_remade(task.chunk, task.microbatch)
         inbox_bytes = self._mailbox.held_bytes + self._in_transit()
         self._meter.ran(task, bucket, inbox_bytes, is_remade=is_remade)
+        if self._exchange is not None:
+            self._exchange.count_cut(step, task.chunk)
 
     def _is_remade(self, chunk: int, microbatch: int) -> bool:
         return any(op.exists(chunk, microbatch) for op in self._remake_stash)

@@ -29,7 +29,9 @@ _PROGRAM_OF_KIND = {
     TaskKind.U: "update ",
 }
 """First words of the names of the programs of each kind of task."""
-ONCE_PER_STEP = ("prepare", "cut", "join", _PROGRAM_OF_KIND[TaskKind.R], _PROGRAM_OF_KIND[TaskKind.U])
+CUT, JOIN = "cut", "join"
+"""Names of the programs that make pieces of accumulators, and accumulators of sums of pieces."""
+ONCE_PER_STEP = ("prepare", CUT, JOIN, _PROGRAM_OF_KIND[TaskKind.R], _PROGRAM_OF_KIND[TaskKind.U])
 """First words of the names of programs that run once per step, when no microbatch of their chunk is in flight."""
 
 
@@ -63,6 +65,12 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         sizes.pieces_bytes,
     )
     by_program = sizes.temporaries.items()
+    step_temporaries = [
+        # Accumulators are cut while the last gradients of microbatches wait to be sent.
+        size + (sizes.input_grads_bytes if name == CUT else 0)
+        for name, size in by_program
+        if name.startswith(ONCE_PER_STEP)
+    ]
     return ChunkBytes(
         fixed=sum(fixed),
         stash=sizes.stash_bytes + sizes.kept_bytes,
@@ -71,7 +79,7 @@ def chunk_bytes(sizes: ChunkSizes) -> ChunkBytes:
         output_grads=sizes.output_grads_bytes,
         outputs=max(sizes.outputs_bytes, sizes.input_grads_bytes),
         temporaries=max((size for name, size in by_program if not name.startswith(ONCE_PER_STEP)), default=0),
-        step_temporaries=max((size for name, size in by_program if name.startswith(ONCE_PER_STEP)), default=0),
+        step_temporaries=max(step_temporaries, default=0),
         moves=sizes.stash_bytes + sizes.kept_inputs_bytes,
         stays=sizes.kept_others_bytes,
     )
@@ -122,7 +130,9 @@ class MemoryMeter:
         self._device, self._remaking = device, tuple(remaking)
         self._lock = threading.Lock()
         self._on_host = self._host_peak = self._temporaries = 0
-        self._held = self._peak = sum(chunk_bytes(each.sizes).fixed for each in programs.values())
+        # Pieces are counted as they come.
+        fixed = (chunk_bytes(each.sizes).fixed - each.sizes.pieces_bytes for each in programs.values())
+        self._held = self._peak = sum(fixed)
         self._variant_of = {chunk: each.variant_of for chunk, each in programs.items()}
         # Looked up once: the bytes that each kind of task takes for good, and while it runs.
         self._taken: dict[tuple[TaskKind, int, int, bool], int] = {}
@@ -163,10 +173,14 @@ class MemoryMeter:
         variant = 0 if task.microbatch < 0 else self._variant_of[task.chunk][bucket]
         assert variant is not None
         which = task.kind, task.chunk, variant, is_remade
+        self.count(self._running[which], self._taken.get(which, 0), inbox_bytes)
+
+    def count(self, temporaries: int, taken: int, inbox_bytes: int) -> None:
+        """Counts a program that needs so many bytes while it runs, and takes so many for good, or frees them."""
         with self._lock:
-            before, self._temporaries = self._held, self._running[which]
-            self._held += self._taken.get(which, 0)
-            self._peak = max(self._peak, max(before, self._held) + self._temporaries + inbox_bytes)
+            before, self._temporaries = self._held, temporaries
+            self._held += taken
+            self._peak = max(self._peak, max(before, self._held) + temporaries + inbox_bytes)
 
     def begins(self, before: _StageBytes, after: _StageBytes, inbox_bytes: int) -> None:
         """Counts an operation that turns bytes of a microbatch into others: both are there until it has ended."""

@@ -22,7 +22,7 @@ from rrfp_jax.programs.shapes import pick
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.programs.updates import PieceUpdates
 from rrfp_jax.runtime.mailbox import Mailbox
-from rrfp_jax.runtime.stage_memory import MemoryMeter, held_by
+from rrfp_jax.runtime.stage_memory import CUT, JOIN, MemoryMeter
 from rrfp_jax.schedules import PipelineGraph
 
 Posts = list[tuple[Message, Any]]
@@ -38,6 +38,8 @@ class _Exchange:
     """The pieces that each chunk adds up that takes part: this one, its copies, and those that share layers with it."""
     own: dict[int, GradientPiece] | None = None
     """The pieces that this replica adds up itself; None until the gradients are cut."""
+    is_counted: bool = False
+    """Whether the meter has counted the cut."""
     sums: dict[int, GradientPiece] = field(default_factory=dict)
     """The pieces that it has added up."""
 
@@ -63,7 +65,7 @@ class PieceExchange:
         mailbox: Mailbox,
         meter: MemoryMeter,
     ) -> None:
-        self._states, self._copies = states, copies
+        self._states, self._copies, self._programs = states, copies, programs
         self._mailbox, self._meter = mailbox, meter
         self._updates: dict[int, PieceUpdates] = {}
         for chunk, compiled in programs.items():
@@ -100,9 +102,6 @@ class PieceExchange:
                 return []
             pieces = updates.cut(held.accumulators)
             exchange.own = {number: pieces[number] for number in exchange.pieces[chunk]}
-            both, stays = held_by((held.accumulators, pieces)), held_by(exchange.own)
-            self._meter.begins(held_by(held.accumulators), both, self._mailbox.held_bytes)
-            self._meter.ended(both, stays)
             held.accumulators = None  # The device frees them once they are cut.
         return [
             (Message(MessageKind.PIECE, chunk, other, number), _part_for(updates, base, pieces[number]))
@@ -111,6 +110,14 @@ class PieceExchange:
             for base in [self._copies.base(other)]
             for number in numbers
         ]
+
+    def count_cut(self, step: int, chunk: int) -> None:
+        """Counts the memory of a chunk's cut, if there was one; called behind the count of the task that made it, since
+        its own bytes are free by then."""
+        exchange = self._steps[step].get(chunk)
+        if exchange is not None and exchange.own is not None and not exchange.is_counted:
+            exchange.is_counted = True
+            self._count(CUT, chunk, self._own_bytes(exchange, chunk) - self._programs[chunk].sizes.accumulators_bytes)
 
     def reduce(self, step: int, chunk: int) -> tuple[list[Any], Posts]:
         """Adds up the pieces of a chunk that this replica adds up; returns their squared norms, and what to post."""
@@ -142,15 +149,19 @@ class PieceExchange:
     def join(self, step: int, chunk: int) -> None:
         """Makes a chunk's accumulators of the sums of all its pieces."""
         exchange, held = self._steps[step][chunk], self._states[chunk]
-        before, pieces = held_by(exchange.sums), dict(exchange.sums)
+        pieces = dict(exchange.sums)
         for copy in self._copies_of(chunk, exchange):
             for number in exchange.pieces[copy]:
                 pieces[number] = self._mailbox.take(step, Message(MessageKind.SUM, copy, chunk, number))
         held.accumulators = self._updates[chunk].join([pieces[number] for number in sorted(pieces)])
         exchange.sums.clear()
-        both, after = held_by((pieces, held.accumulators)), held_by(held.accumulators)
-        self._meter.begins(before, both, self._mailbox.held_bytes)
-        self._meter.ended(both, after)
+        self._count(JOIN, chunk, self._programs[chunk].sizes.accumulators_bytes - self._own_bytes(exchange, chunk))
+
+    def _own_bytes(self, exchange: _Exchange, chunk: int) -> int:
+        return len(exchange.pieces[chunk]) * self._updates[chunk].piece_bytes.piece
+
+    def _count(self, program: str, chunk: int, taken: int) -> None:
+        self._meter.count(self._programs[chunk].sizes.temporaries.get(program, 0), taken, self._mailbox.held_bytes)
 
 
 def _part_for(updates: PieceUpdates, base: int, piece: GradientPiece) -> Any:

@@ -1,11 +1,14 @@
 """Replicas that add up by messages, in every interleaving: all steps end, and no update comes before all sums."""
 
+import random
+
 import pytest
 
-from rrfp_jax.core import HINTS, Agreement, MessageKind, Send, StageArbiter, StepRules, plan
+from rrfp_jax.core import HINTS, Agreement, InputArrived, MessageKind, Send, StageArbiter, StepRules, TaskFinished, plan
 from rrfp_jax.core.replicas import StepOwners, replicated_graph, replicated_placement
-from rrfp_jax.schedules import absences, chain, linear, looped
+from rrfp_jax.schedules import TaskKind, absences, chain, linear, looped
 from tests.model_checker import CheckError, Setting, explore
+from tests.model_checker.random_walk import random_walk
 
 TIED = ((0, 1),)
 
@@ -62,6 +65,44 @@ def test_units_that_are_lost():
 def test_choices_ahead():
     setting = setting_of(chain(1, 1), linear(1), certain_ahead=True, decides_early=True)
     assert explore(setting).num_states > 1
+
+
+class _Holding(StageArbiter):
+    """Checks the argument by which memory is forecast (:class:`rrfp_jax.programs.pieces.PieceBytes`): pieces of others
+    lie here of one step at a time, and so do sums."""
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.come, self.here = set(), {MessageKind.PIECE: set(), MessageKind.SUM: set()}
+
+    def handle(self, event):
+        if isinstance(event, InputArrived) and event.message.kind in self.here:
+            held, key = self.here[event.message.kind], event[:1] + event[2:]
+            if key not in self.come:  # the second delivery of a message is dropped
+                self.come.add(key)
+                held.add((event.step, event.message))
+                assert len({step for step, message in held if message.target == event.message.target}) == 1
+        elif isinstance(event, TaskFinished) and event.task.kind in (TaskKind.R, TaskKind.U):
+            held = self.here[MessageKind.PIECE if event.task.kind is TaskKind.R else MessageKind.SUM]
+            held.difference_update([each for each in held if each[1].target == event.task.chunk])
+        return super().handle(event)
+
+
+@pytest.mark.parametrize("agreement", list(Agreement))
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_pieces_and_sums_are_of_one_step_at_a_time(agreement, num_replicas):
+    for seed in range(10):
+        draw = random.Random(seed).randrange
+        base = chain(3, 2, split=draw(2) == 1, shared=((0, 2),) if draw(2) else ())
+        setting = setting_of(
+            base,
+            linear(3),
+            num_replicas=num_replicas,
+            rules={"agreement": agreement},
+            arbiter=_Holding,
+            absences=((),) * 4,
+        )
+        random_walk(setting, draw)
 
 
 class _Silent(StageArbiter):

@@ -126,6 +126,22 @@ def test_sums_are_ascending_and_norms_those_of_all_pieces(tensor: int) -> None:
         np.testing.assert_allclose(sum(norms), squares, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_bytes_are_those_of_the_arrays_on_one_device(tensor: int) -> None:
+    chunks = [holder("first", tied=True), holder("last", {"matrix": (6, 4), "vector": (7,)}, tied=True)]
+    updates = updates_of(chunks, chain(2, 4, shared=((0, 1),)), tensor)
+    everywhere = [(replica, chunk) for replica in range(len(updates)) for chunk in (0, 1)]
+    for at in everywhere:
+        each = updates[at[0]][at[1]]
+        cuts = {(r, c): updates[r][c].cut(put(updates[r][c], gradients_of(chunks[c], r))) for r, c in everywhere}
+        pieces, sums = cuts[at], put(each, gradients_of(chunks[at[1]], 0))
+        others = [cuts[o][at[0]] if o[1] == at[1] else cuts[o][at[0]].shared for o in everywhere if o != at]
+        found = each.piece_bytes
+        assert num_bytes(pieces) == len(pieces) * found.piece == found.made["cut"] == found.made["join"]
+        assert found.lasting == num_bytes(others) + num_bytes(pieces) - num_bytes(sums)
+        assert found.made["reduce"] == num_bytes(pieces[0].shared)
+
+
 def test_replicas_that_take_no_part_are_left_out() -> None:
     chunk = holder("only")
     updates = updates_of([chunk], chain(1, 6), 1)
