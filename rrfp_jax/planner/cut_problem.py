@@ -152,6 +152,11 @@ class LayerCutProblem:
         """Milliseconds of all tasks of a microbatch, by layer."""
         return np.array([self.costs.of(layer).work_ms(split=self.split) for layer in range(self.costs.num_layers)])
 
+    @cached_property
+    def layer_forward_ms(self) -> Floats:
+        """Milliseconds of a microbatch's forward, by layer."""
+        return np.array([self.costs.of(layer).forward_ms for layer in range(self.costs.num_layers)])
+
     @property
     def overhead_ms(self) -> float:
         """Milliseconds that a chunk's tasks of a microbatch take beside its layers."""

@@ -6,14 +6,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.core import Ordering
-from rrfp_jax.costs import LayerCosts, ModelCosts
+from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.costs.forecast import forecast_memory
 from rrfp_jax.planner import best_cut as best_cut_module
 from rrfp_jax.planner.best_cut import best_cut
 from rrfp_jax.planner.cut_problem import LayerCutProblem, MemoryBudget
 from rrfp_jax.planner.integer_cut import solve
 from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, linear, looped, v_shaped, waves
+from rrfp_jax.simulation import simulate
 from tests.planner.cut_models import MICROBATCHES, PLACEMENTS, every_cut, fits, largest_ms, models, rooms
+from tests.simulation.helpers import RULES
 
 LAYER = LayerCosts(
     forward_ms=2.0, input_gradient_ms=2.0, weight_gradient_ms=2.0, fixed_bytes=1000, stash_bytes=100, output_bytes=10
@@ -172,3 +174,63 @@ def test_what_cannot_be_is_one_sentence() -> None:
         best_cut(costs, v_shaped(2), 4, memory=MemoryBudget(limits=(10, 10), held=(1.0, 1.0)))
     with pytest.raises(ValueError, match=r"stage \d needs .* KiB of 3.906 KiB: hold fewer activations"):
         best_cut(costs, linear(2), 4, memory=MemoryBudget(limits=(4000, 4000), held=(1.0, 1.0)))
+
+
+# -- the step of 1F1B --------------------------------------------------------------------------------------------------
+
+
+def ended_model(layers: int, *, embedding: float, head: float, backward: float) -> ModelCosts:
+    times = {"embedding": embedding, "layer": 1.0, "head": head}
+    types = {
+        name: LayerCosts(forward_ms=each, input_gradient_ms=backward * each, weight_gradient_ms=0.0)
+        for name, each in times.items()
+    }
+    return ModelCosts(layers=("embedding", *["layer"] * layers, "head"), types=types)
+
+
+def simulated_ms(cut: CutModel) -> float:
+    """The time of a step of strict 1F1B, with no time between the stages."""
+    request = ScheduleRequest(num_stages=cut.placement.num_stages, num_microbatches=cut.num_microbatches)
+    order = Ordering(schedule=build_schedule("1f1b", request), consume="strict").resolve(cut.placement, cut.graph)
+    return simulate(order.arbiters(RULES), cut.simulated_costs()).timeline.makespan_s() * 1e3
+
+
+def told_ms(cut: CutModel) -> float:
+    problem = LayerCutProblem(
+        costs=cut.costs, placement=cut.placement, num_microbatches=cut.num_microbatches, split=cut.split
+    )
+    first, stop = zip(*cut.bounds, strict=True)
+    return float(best_cut_module._step_ms_by_stage(problem)[range(len(first)), first, stop].max())
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_a_step_takes_at_least_what_its_stages_tell(data: st.DataObject) -> None:
+    stages, microbatches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 12))
+    ends = [data.draw(st.floats(0.1, 6.0)) for _ in range(2)]
+    costs = ended_model(9, embedding=ends[0], head=ends[1], backward=data.draw(st.floats(0.5, 3.0)))
+    inner = sorted(data.draw(st.sets(st.integers(1, 10), min_size=stages - 1, max_size=stages - 1)))
+    counts = tuple(np.diff([0, *inner, 11]).tolist())
+    cut = CutModel(
+        costs=costs, counts=counts, placement=linear(stages), num_microbatches=microbatches, split=False
+    )  # fmt: skip
+    assert told_ms(cut) <= simulated_ms(cut) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("counts", [(2, 3, 3, 3), (3, 3, 3, 2), (4, 3, 2, 2), (3, 2, 4, 2)])
+def test_with_many_microbatches_it_takes_just_that(counts: tuple[int, ...]) -> None:
+    costs = ended_model(9, embedding=0.4, head=1.7, backward=2.0)
+    cut = CutModel(costs=costs, counts=counts, placement=linear(4), num_microbatches=24, split=False)
+    assert told_ms(cut) == pytest.approx(simulated_ms(cut), rel=1e-9)
+
+
+@pytest.mark.parametrize(("embedding", "head"), [(0.3, 3.0), (1.5, 2.0), (0.5, 4.0), (2.0, 6.5)])
+def test_of_cuts_whose_fullest_stages_are_alike_none_takes_less(embedding: float, head: float) -> None:
+    costs = ended_model(10, embedding=embedding, head=head, backward=2.0)
+    cuts = list(every_cut(costs, linear(4), split=False))
+    found = best_cut(costs, linear(4), MICROBATCHES, split=False)
+    least_ms = min(map(largest_ms, cuts))
+    alike = [cut for cut in cuts if largest_ms(cut) <= least_ms * (1 + 1e-9)]
+    assert len(alike) > 1
+    assert largest_ms(found) == pytest.approx(least_ms)
+    assert simulated_ms(found) == pytest.approx(min(map(simulated_ms, alike)))
