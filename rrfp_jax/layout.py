@@ -251,7 +251,38 @@ def children(place: int, num_places: int, degree: int = CONTROL_DEGREE) -> range
     return range(min(first, num_places), min(first + degree, num_places))
 
 
-def neighbours(place: int, num_places: int, degree: int = CONTROL_DEGREE) -> tuple[int, ...]:
-    """Returns the place above, if there is one, and the places right below."""
-    above = parent(place, degree)
-    return (*(() if above is None else (above,)), *children(place, num_places, degree))
+@dataclass(frozen=True)
+class ControlTree:
+    """The place of one rank in the tree of the ranks that live: ``parent`` is None on the root, the first of them."""
+
+    rank: int
+    living: tuple[int, ...]
+    """The ranks that live, ascending."""
+
+    @property
+    def is_root(self) -> bool:
+        return self.rank == self.living[0]
+
+    @cached_property
+    def parent(self) -> int | None:
+        above = parent(self.living.index(self.rank))
+        return None if above is None else self.living[above]
+
+    @cached_property
+    def children(self) -> tuple[int, ...]:
+        """The ranks right below, ascending."""
+        return tuple(self.living[place] for place in children(self.living.index(self.rank), len(self.living)))
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The rank above, if there is one, and the ranks right below."""
+        return (*(() if self.parent is None else (self.parent,)), *self.children)
+
+    def is_leaf(self, rank: int) -> bool:
+        """Returns whether nobody is below a rank."""
+        return not children(self.living.index(rank), len(self.living))
+
+
+def whole_tree(rank: int, num_ranks: int) -> ControlTree:
+    """Returns the place of a rank while all ranks live."""
+    return ControlTree(rank, tuple(range(num_ranks)))

@@ -49,6 +49,7 @@ from rrfp_jax.runtime.operations import check_operations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.prepare import CompiledOnly, Prepared, compile_only, prepare_pipeline
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.recovery import RecoveringRuntime
 from rrfp_jax.runtime.steps import Hold
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement
 
@@ -479,6 +480,8 @@ class Pipeline:
         for base in self._model.base_chunks:
             replicas = sorted(self._model.numbers(base))
             own = range(replicas[0] * share, (replicas[-1] + 1) * share)
+            if self.process.recovers:  # those of a lost replica may come here
+                own = range(num_microbatches)
             for name in self.chunks[base].leaves:
                 # One range over all chunks that read the leaf: data sets make consecutive microbatches.
                 known = reads.get(name, own)
@@ -544,7 +547,8 @@ class Pipeline:
     @property
     def runtime(self) -> PipelineRuntime:
         """The running stages, for their event logs."""
-        return self._running().runtime
+        runtime = self._running().runtime
+        return runtime.runtime if isinstance(runtime, RecoveringRuntime) else runtime
 
     def _running(self) -> Prepared:
         if self._preparation is None:

@@ -4,7 +4,9 @@ The ranks of a run save and restore together, by joint calls, without losing eac
 phases, and at the end of each all ranks gather. A gathering is named by (call, number, phase). The number advances once
 per call, before anything can fail, and a rank that could not do its share of a phase says so in that phase's gathering.
 So every rank comes to the same gatherings, whoever is slow and whatever fails, and leaves them with the same outcome.
-There is no deadline: a rank that lives is waited for, and one that is lost ends the gathering on all others.
+There is no deadline: a rank that lives is waited for. One that is lost ends the gathering on all others, or, where
+these go on without it, is missing in the result. Then the call fails on all of them, since nobody has done the lost
+rank's share, and the next one shares out anew.
 """
 
 import logging
@@ -37,6 +39,7 @@ from rrfp_jax.checkpoint._records import (
     step_directory,
     steps_in,
 )
+from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.programs.shardings import spread
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.waiting import result_of
@@ -52,15 +55,24 @@ class Coordinator(Protocol):
 
     rank: int
 
-    def gather(self, name: str, data: Any = None) -> Mapping[int, Any]:
-        """Blocks until every rank has brought plain data, and returns the data of all by rank.
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks that live, ascending."""
 
-        ``name`` is new for every gathering, and the same on all ranks. Raises ConnectionError if a rank is lost.
+    def gather(self, name: str, data: Any = None) -> Mapping[int, Any]:
+        """Blocks until every living rank has brought plain data, and returns the data of all by rank, the same on all.
+
+        ``name`` is new for every gathering, and the same on all ranks. Raises ConnectionError if a rank is lost without
+        which the others cannot go on.
         """
 
 
 class NotDone(ValueError):
     """Raised if a rank could not do its share; the message is one sentence, and the same on all ranks."""
+
+
+class _RanksLost(NotDone):
+    """Raised if ranks were lost during a call, and the others go on."""
 
 
 def one_line(error: BaseException) -> str:
@@ -84,6 +96,8 @@ class SaveOutcome:
     step: int
     failure: str | None
     """Why the step was not committed. None: it was."""
+    met_loss: bool = False
+    """Whether ranks were lost meanwhile, so that the others should save again."""
 
 
 class Checkpoints:
@@ -95,7 +109,7 @@ class Checkpoints:
         keep: the number of committed steps that stay.
         coordinator: None for a run of one process.
         layout: written down with every step, for people.
-        before_commit: called on rank 0 before a step is committed; an error that it raises prevents the commit.
+        before_commit: called on the first rank before a step is committed; an error that it raises prevents the commit.
 
     Leftovers of saves that did not come to an end are removed at once. Ranks wait for each other for as long as all of
     them live. An error of one rank reaches all of them: :class:`NotDone`, a ValueError, with the same sentence.
@@ -113,18 +127,39 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep is {keep}: give 1 or more checkpoints")
-        self.directory, self._owners, self._keep = Path(directory).absolute(), owners, keep
+        self.directory, self._keep = Path(directory).absolute(), keep
         self._layout = dict(layout or {})
-        self._parts = parts_of_step(owners)
-        self._coordinator = coordinator or SimpleNamespace(rank=0, gather=lambda name, data=None: {0: data})
+        self._coordinator = coordinator or SimpleNamespace(
+            rank=0, living=(0,), gather=lambda name, data=None: {0: data}
+        )
         self._rank, self._before_commit, self._num_calls = self._coordinator.rank, before_commit, Counter[str]()
-        self._level = logging.DEBUG if self._rank else logging.WARNING  # a warning of all ranks is logged once
+        self.living = tuple(self._coordinator.living)
+        """The ranks that share out the next call."""
+        self._share_out(owners)
+        self._under_way: Future[SaveOutcome] | None = None
+        self._on_first(self._next("leftovers"), "removed", lambda: remove_leftovers(self.directory))
+
+    def _share_out(self, owners: Mapping[str, Owner]) -> None:
+        self._owners, self._parts = owners, parts_of_step(owners)
         num_ranks = 1 + max(rank for part in self._parts for rank in part.ranks)
         # ``jax.process_index()`` of every rank: the rank itself, or 0 if each rank runs a JAX of its own.
         processes = range(num_ranks) if jax.process_count() > 1 else [0] * num_ranks
         self._writer = PartWriter(self._rank, self._parts, processes)
-        self._under_way: Future[SaveOutcome] | None = None
-        self._on_first(self._next("leftovers"), "removed", lambda: remove_leftovers(self.directory))
+
+    def follow(self, living: tuple[int, ...], owners: Mapping[str, Owner]) -> None:
+        """Goes on without ranks that are lost: from now on these live, and own the layers. Blocks until the save under
+        way has ended."""
+        self.close()
+        self.living = living
+        self._share_out(owners)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._rank == self.living[0]
+
+    @property
+    def _level(self) -> int:
+        return logging.WARNING if self._is_first else logging.DEBUG  # a warning of all ranks is logged once
 
     def _next(self, kind: str) -> str:
         """Returns the name of the next joint call of its kind."""
@@ -143,15 +178,21 @@ class Checkpoints:
             failure, cause = one_line(error), error
             if not isinstance(error, Unusable):  # which is the same on all ranks
                 failure = f"rank {self._rank}: {failure}"
-        gathered = self._coordinator.gather(f"checkpoint {call} {phase}", [result, failure])
-        failures = [why for _, (_, why) in sorted(gathered.items()) if why is not None]
+        told = [result, failure, list(self.living)]
+        gathered = self._coordinator.gather(f"checkpoint {call} {phase}", told)
+        # Some may have heard of a loss before the call, and shared out otherwise than the rest.
+        ranks = sorted(gathered)
+        missing = {rank for *_, living in gathered.values() for rank in living} - gathered.keys()
+        if missing or any(living != ranks for *_, living in gathered.values()):
+            raise _RanksLost(f"{name_ranks(sorted(missing)) if missing else 'a rank'} was lost meanwhile")
+        failures = [gathered[rank][1] for rank in ranks if gathered[rank][1] is not None]
         if failures:
             raise NotDone(failures[0]) from cause
-        return [gathered[rank][0] for rank in sorted(gathered)]
+        return [gathered[rank][0] for rank in ranks]
 
     def _on_first(self, call: str, phase: str, action: Callable[[], Any]) -> Any:
-        """Returns rank 0's result of an action that only rank 0 does."""
-        return self._on_all(call, phase, action if self._rank == 0 else lambda: None)[0]
+        """Returns the first rank's result of an action that only the first rank does."""
+        return self._on_all(call, phase, action if self._is_first else lambda: None)[0]
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -171,7 +212,7 @@ class Checkpoints:
             step: the number of steps that the state has been trained; a step that is committed already is replaced.
             states: states of this process's chunks, copies of chunks included. Their arrays may be given away (donated)
                 once this returns.
-            host: plain data to be kept with the step; rank 0's counts.
+            host: plain data to be kept with the step; that of the first rank counts.
             keep_also: committed steps that stay beside the newest ones.
 
         Raises ValueError if ``host`` is not plain data, or if states lack a layer that this rank is to write; the step
@@ -202,6 +243,12 @@ class Checkpoints:
         """Whether the last save is known to have ended without a checkpoint."""
         save = self._under_way
         return save is not None and save.done() and (save.exception() or save.result().failure) is not None
+
+    @property
+    def has_met_loss(self) -> bool:
+        """Whether the last save is known to have failed because ranks were lost meanwhile."""
+        save = self._under_way
+        return save is not None and save.done() and save.exception() is None and save.result().met_loss
 
     def close(self) -> SaveOutcome | None:
         """Blocks until the save under way has ended, and frees the threads; returns how the last save ended."""
@@ -250,7 +297,7 @@ class Checkpoints:
             return f"data-{secrets.token_hex(4)}"
 
         try:
-            # Every attempt writes to a directory of its own, whose name rank 0 chooses.
+            # Every attempt writes to a directory of its own, whose name the first rank chooses.
             data = self._on_all(call, "start", start)[0]
             try:
                 self._on_all(call, "written", lambda: self._writer.write(directory / data, arrays))
@@ -258,8 +305,10 @@ class Checkpoints:
                 parts = {part: checksum for own in finished for part, checksum in own.items()}
                 commit = {"step": step, "data": data, "parts": parts, "layout": self._layout, "host": dict(host)}
                 self._on_first(call, "committed", lambda: self._commit(Commit(**commit), directory))
+            except _RanksLost:
+                raise  # The lost rank may have committed the step, so its data stay.
             except NotDone:
-                if self._rank == 0:
+                if self._is_first:
                     remove_tree(directory / data)
                     with suppress(OSError):
                         directory.rmdir()  # only if it is empty
@@ -268,23 +317,23 @@ class Checkpoints:
                 # Rank 0 may have committed the step before it was lost: the record says so.
                 if not is_committed(self.directory, step, data):
                     raise
-            if self._rank == 0:
+            if self._is_first:
                 # The step is committed. Files that stay too long are removed after the next one.
                 with suppress(OSError):
                     keep_last(self.directory, step, self._keep, keep_also=keep_also)
         except Exception as error:
             failure = one_line(error)
             _LOG.log(self._level, "step %d was not saved: %s", step, failure)
-            return SaveOutcome(step=step, failure=failure)
+            return SaveOutcome(step=step, failure=failure, met_loss=isinstance(error, _RanksLost))
         return SaveOutcome(step=step, failure=None)
 
     def _commit(self, commit: Commit, directory: Path) -> None:
-        """Commits a step on rank 0, once all have written. Raises OSError if the disk does not let it."""
+        """Commits a step on the first rank, once all have written. Raises OSError if the disk does not let it."""
         missing = [part.name for part in self._parts if not (directory / commit.data / f"{part.name}.json").exists()]
         if missing:
             raise OSError(
-                f"{', '.join(missing)} is not in {directory} as rank 0 sees it: checkpoints need a directory that all "
-                "processes share"
+                f"{', '.join(missing)} is not in {directory} as rank {self._rank} sees it: checkpoints need a "
+                "directory that all processes share"
             )
         self._before_commit()
         try:

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +69,12 @@ def layer_owners(
     devices: Sequence[jax.Device],
     *,
     shard_optimizer: bool = False,
+    living: Collection[int] | None = None,
 ) -> dict[str, Owner]:
     """Returns the owner of every layer, in the model's order, known without a look at any array.
 
-    A layer belongs to the lowest chunk that holds it, and there to the first replica, or to all of them if they share
-    out the optimizer state.
+    A layer belongs to the lowest chunk that holds it, and there to the first replica that lives, or to all of them if
+    they share out the optimizer state.
 
     Args:
         layers_of_chunk: names of the layers of every chunk of one replica.
@@ -81,10 +82,12 @@ def layer_owners(
         layout: how devices are dealt out to stages and replicas.
         devices: devices by global number.
         shard_optimizer: whether replicas share out the optimizer state.
+        living: the ranks that live; None: all.
     """
     owners: dict[str, Owner] = {}
     for layers, stage in zip(layers_of_chunk, stage_of_chunk, strict=True):
-        unit = layout.unit(stage, 0)
+        units = (layout.unit(stage, replica) for replica in range(layout.data))
+        unit = next(each for each in units if living is None or {*layout.ranks_of(each)} <= {*living})
         owner = Owner(
             ranks=layout.ranks_of_stage(stage) if shard_optimizer else layout.ranks_of(unit),
             device=devices[layout.devices_of(unit)[0]],

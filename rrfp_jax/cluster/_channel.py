@@ -320,6 +320,18 @@ class Topics:
         """The loop on which messages are handed over, once there is one."""
         self._garbage = QuietLog(_LOG)
         self.kept_bytes = self.num_dropped = 0
+        self.epoch = 0
+        """Number of the present epoch. A topic of one epoch ends in ``@`` and the epoch's number."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Drops messages of topics of earlier epochs, now and later; called on the event loop."""
+        self.epoch = epoch
+        for topic in [topic for topic in self._kept if self._is_of_the_past(topic)]:
+            self.kept_bytes -= sum(num_bytes for *_, num_bytes in self._kept.pop(topic))
+
+    def _is_of_the_past(self, topic: bytes) -> bool:
+        _, mark, number = topic.rpartition(b"@")
+        return bool(mark) and number.isdigit() and int(number) < self.epoch
 
     def subscribe(self, topic: bytes, handler: Callable[..., None], *, is_packed: bool) -> None:
         """Gives a topic's messages to ``handler``, kept ones first; any thread may call it."""
@@ -335,6 +347,8 @@ class Topics:
         # While older messages of the topic are kept, a newer one waits behind them, handler or not.
         if handler is not None and topic not in self._kept:
             self._give(handler, rank, header, frames)
+            return
+        if self._is_of_the_past(topic):
             return
         num_bytes = _OVERHEAD_BYTES + len(header) + sum(frame.nbytes for frame in frames)
         if self.kept_bytes + num_bytes > self._limit:

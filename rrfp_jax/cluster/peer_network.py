@@ -281,6 +281,15 @@ class PeerNetwork:
         """Keeps the messages of a topic for the next handler; the bytes that wait for one are bounded."""
         self._topics.handlers.pop(topic.encode() if isinstance(topic, str) else topic, None)
 
+    def in_epoch(self, topic: str) -> str:
+        """Returns the name of a topic in the present epoch (:mod:`rrfp_jax.core.membership`). Its messages reach those
+        alone who have come to the same epoch: those of an earlier one are dropped, those of a later one are kept."""
+        return f"{topic}@{self._topics.epoch}"
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Comes to a later epoch; on the event loop."""
+        self._topics.begin_epoch(epoch)
+
     def call_soon(self, call: Callable[[], None]) -> None:
         """Has the event loop make a call in a later turn."""
         self._started().call_soon_threadsafe(call)

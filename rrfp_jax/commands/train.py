@@ -19,7 +19,7 @@ written, because its reader is gone or a disk is full, is left out, and the run 
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -157,7 +157,7 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
         run.console.say(f"{run.directory.path} holds all {run.config.run.steps} steps: give more steps, or --fresh")
         run.finish()
         return DONE
-    with run.metrics() if run.is_first else nullcontext() as metrics:
+    with run.metrics() as metrics:
         loop = run.loop(metrics)
         requests.take_signals()
         requests.action = lambda _: loop.stop()

@@ -60,8 +60,9 @@ The suspected one goes, unless its stage would have no replica left without it a
 that accuse each other the one accused first goes; the accusation by a rank that is lost counts for nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rrfp_jax.core.explain import IllegalTransition
@@ -299,6 +300,11 @@ class RankMembership:
     def first(self) -> int:
         """The first rank of the epoch, which the others tell and which answers."""
         return self.living[0]
+
+    @property
+    def suspected(self) -> Mapping[int, str]:
+        """The living ranks that this one suspects, with the reasons."""
+        return MappingProxyType(self._accused)
 
     def admits(self, epoch: int) -> Admission:
         """Returns how to treat data that another rank has sent in this epoch."""

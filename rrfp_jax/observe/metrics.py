@@ -108,6 +108,17 @@ def cut_metrics(path: Path, from_step: int) -> None:
         new.write_bytes(b"".join(kept))
 
 
+def last_rows(path: Path, num_bytes: int = 1 << 16) -> list[dict[str, Any]]:
+    """Returns the rows that lie whole within the last bytes of a metrics file; none where there is no file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if _is_object(line)]
+
+
 def _is_object(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)

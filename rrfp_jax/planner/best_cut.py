@@ -94,8 +94,8 @@ def _one_chunk_per_stage(problem: LayerCutProblem) -> Cuts:
 
 
 def _step_ms_by_stage(problem: LayerCutProblem) -> Floats:
-    """Returns milliseconds that a step of strict 1F1B takes at least [stages, first layer, behind the last], as one stage
-    with the layers before and behind it tells. The longest of a cut is exact with many microbatches and fast links.
+    """Returns milliseconds that a step of strict 1F1B takes at least [stages, first layer, behind the last], as one
+    stage with the layers before and behind it tells. The longest of a cut is exact with many microbatches.
 
     A microbatch passes the stages before a stage on its way there and back, and the stage works through all of them. It
     waits for the stages behind it where these take longer than the forwards that it runs ahead, and in the end longer

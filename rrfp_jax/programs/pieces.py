@@ -40,7 +40,9 @@ class PieceBytes:
 
     Beside these lie the pieces of others that this unit adds up, of one step at a time. A replica's gradients of the
     next step are complete once its microbatches have passed through its copy of this chunk, which begins that step
-    when it has all sums of this one. So R here has added up all pieces of this step before.
+    when it has all sums of this one. So R here has added up all pieces of this step before. After a loss a unit adds up
+    more pieces, each of fewer others: of 4 replicas the first of 3 that live adds up two pieces of two others, which is
+    more than one of three.
     """
 
     piece: int = 0

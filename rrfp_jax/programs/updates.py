@@ -318,9 +318,13 @@ class PieceUpdates(UnitUpdates):
         piece, shared = num_bytes(spec), num_bytes(spec.shared)
         tied = sum(num_bytes(pick(spec.shared, names)) for names in self._names_of_others)
         filling = num_pieces * piece - num_bytes(spread(accumulator_spec(self._params), self._at(self._partition)))
+        # Where replicas are lost, each of the rest adds up more pieces, of fewer others.
+        others = max(
+            -(-num_pieces // living) * ((living - 1) * piece + living * tied) for living in range(1, num_pieces + 1)
+        )
         return PieceBytes(
             piece=piece,
-            lasting=(num_pieces - 1) * piece + num_pieces * tied + filling,
+            lasting=others + filling,
             made={"cut": num_pieces * piece, "join": num_pieces * piece, "reduce": shared},
         )
 

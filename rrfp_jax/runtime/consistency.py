@@ -66,7 +66,7 @@ def check_same_work(process: Process, work: Iterable[tuple[str, dict[str, str]]]
             spans processes.
         name: the name of the whole of it: plans, or programs.
     """
-    if not process.layout.needs_collectives():
+    if process.cluster is None or not process.cluster.together or not process.layout.needs_collectives():
         return
     own = dict(work)
     whole = {where: {"": _digest(texts)} for where, texts in own.items()}

@@ -23,7 +23,7 @@ from rrfp_jax.cluster import MalformedMessage, PeerNetwork
 from rrfp_jax.cluster.failure_detector import watched
 from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
 from rrfp_jax.core import GroupHeard, Message, Note, TaskAnnounced
-from rrfp_jax.layout import Layout, neighbours, parent
+from rrfp_jax.layout import ControlTree, Layout, whole_tree
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 from rrfp_jax.runtime.failure import FailureNews
 from rrfp_jax.runtime.transports.messages import KEY_BYTES, MessageKey, pack_key, unpack_key
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rrfp_jax.runtime.driver import PipelineRuntime
 
 _LOG = logging.getLogger(__name__)
-_NOTE, _TASK, _FAILURE = "note", b"task", "failure"
+_NOTE, _TASK, _FAILURE = "note", "task", "failure"
 _STOP, _DECISION, _CLOCK = "stop", "decision", "clock"
 _NUM_PINGS = 8
 _FRESH_S = 60.0
@@ -48,6 +48,8 @@ class Peers:
 
     def __init__(self, network: PeerNetwork, layout: Layout, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.network, self.layout, self.rank = network, layout, network.rank
+        self.tree = whole_tree(network.rank, network.num_ranks)
+        """The ranks that live."""
         self.clocks = Clocks(network, clock)
         self.statistics = StatisticsReduction(network)
         self.all_gather = TreeAllGather(network)
@@ -55,9 +57,17 @@ class Peers:
         self._driver: PipelineRuntime | None = None
         self._led = frozenset(unit for unit in layout.units_of(self.rank) if layout.ranks_of(unit)[0] == self.rank)
         """Units that this rank hosts as the first or only one."""
+        self._task_topic = network.in_epoch(_TASK).encode()
+        self.others_go_on = False
+        """Whether the others go on without this rank where it fails, so that nobody is told."""
         self._heard: set[str] = set()
         """Ranks whose stages some news of a failure has described."""
         network.subscribe(_FAILURE, self._failure)
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks that live, ascending."""
+        return self.tree.living
 
     # -- on any thread -----------------------------------------------------------------------------------------------
 
@@ -74,7 +84,7 @@ class Peers:
         The announcement travels beside data, for which it never waits: where data queue up, it is dropped.
         """
         header = _UNIT.pack(unit) + pack_key(MessageKey(step, message))
-        self.network.send_arrays(self.layout.ranks_of(unit)[0], _TASK, header, may_drop=True)
+        self.network.send_arrays(self.layout.ranks_of(unit)[0], self._task_topic, header, may_drop=True)
 
     def step_ended_here(self, step: int, sums: StepSums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
         """Adds a step that the units of this rank have ended; see :meth:`StatisticsReduction.add`."""
@@ -82,22 +92,31 @@ class Peers:
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
+    def follow(self, tree: ControlTree) -> None:
+        """Goes on without the ranks that are not in a tree."""
+        self.tree = tree
+        for each in (self.statistics, self.clocks):
+            each.follow(tree)
+
     def attach(self, driver: "PipelineRuntime") -> None:
         """Hands everything that has come and that will come to a driver."""
         self._driver = driver
         self.statistics.begin(driver.steps.ended_everywhere)
         self.network.subscribe(_NOTE, self._note)
-        self.network.subscribe_packed(_TASK, self._task)
+        self._task_topic = self.network.in_epoch(_TASK).encode()
+        self.network.subscribe_packed(self._task_topic, self._task)
 
     def detach(self) -> None:
         """Lets go of the driver, which is closed; later messages are kept for the next."""
         if self._driver is not None:
             self._driver = None
             self.network.unsubscribe(_NOTE)
-            self.network.unsubscribe(_TASK)
+            self.network.unsubscribe(self._task_topic)
 
     def announce(self, news: FailureNews) -> None:
         """Tells this rank's neighbours of a failure, after which no all-gather can be completed. Never raises."""
+        if self.others_go_on:
+            return
         self.lose(f"rank {news.origin} gave up: {news.summary}")
         try:
             packed = pack_plain(to_plain(news), _MAX_NEWS_BYTES)
@@ -148,7 +167,7 @@ def control_neighbours(rank: int, num_ranks: int) -> frozenset[int]:
 
     The tree alone falls apart where a rank is lost; along the others the news of that still reaches everybody.
     """
-    return watched(rank, num_ranks).union(neighbours(rank, num_ranks))
+    return watched(rank, num_ranks).union(whole_tree(rank, num_ranks).neighbours)
 
 
 def _record(kind: Any, plain: Any) -> Any:
@@ -185,7 +204,7 @@ class StopRequests:
         self.is_time_to_save: Callable[[], bool] = lambda: False
         """Returns at once whether enough time has passed since the last save; asked once per step."""
         if network is not None:
-            self._neighbours = neighbours(network.rank, network.num_ranks)
+            self._tree = whole_tree(network.rank, network.num_ranks)
             network.subscribe(_STOP, lambda *_: self._tell_all())
             network.subscribe(_DECISION, self._hear_decision)
 
@@ -220,8 +239,16 @@ class StopRequests:
         if not self.stop:
             self.stop = True
             assert self._network is not None
-            for rank in self._neighbours:
+            for rank in self._tree.neighbours:
                 self._network.send(rank, _STOP, {})
+
+    def follow(self, tree: ControlTree) -> None:
+        """Goes by another tree from now on, and asks its ranks again where this one knows of a request to stop; on the
+        event loop."""
+        self._tree, asked = tree, self.stop
+        self.stop = False
+        if asked:
+            self._tell_all()
 
     def _hear_decision(self, _: int, header: dict[str, Any], __: list[memoryview]) -> None:
         self._decided[field(header, "step", int)] = field(header, "stop", bool), field(header, "save", bool)
@@ -232,7 +259,7 @@ class Clocks:
 
     def __init__(self, network: PeerNetwork, clock: Callable[[], float]) -> None:
         self._network, self._clock = network, clock
-        self._parent = parent(network.rank)
+        self._tree = whole_tree(network.rank, network.num_ranks)
         self.offset_s = 0.0
         """Seconds to add to this process's clock to have rank 0's."""
         self._round = self._num_asked = 0
@@ -246,14 +273,14 @@ class Clocks:
         self._unanswered: list[tuple[int, dict[str, Any]]] = []
         self._done = threading.Event()
         self._failure: str | None = None
-        network.subscribe(_CLOCK, self._receive)
+        self._listen()
 
     def synchronise(self, *, deadline_s: float | None = None) -> None:
         """Measures the offset; on any thread but the loop's. Raises PeerFailed where the parent does not answer."""
         self._done.clear()
         self._network.call_soon(self._begin)
         if not wait_for(self._done, deadline_s) or self._failure is not None:
-            why = self._failure or f"rank {self._parent} did not answer within {deadline_s:g} s"
+            why = self._failure or f"rank {self._tree.parent} did not answer within {deadline_s:g} s"
             raise PeerFailed(f"rank {self._network.rank} could not compare its clock: {why}")
 
     # -- on the event loop -------------------------------------------------------------------------------------------
@@ -263,10 +290,20 @@ class Clocks:
         self._failure = why
         self._done.set()
 
+    def follow(self, tree: ControlTree) -> None:
+        """Goes by another tree in a new epoch."""
+        self._network.unsubscribe(self._topic)
+        self._tree, self._unanswered = tree, []
+        self._listen()
+
+    def _listen(self) -> None:
+        self._topic = self._network.in_epoch(_CLOCK)
+        self._network.subscribe(self._topic, self._receive)
+
     def refresh(self) -> None:
         """Measures the offset again, without waiting for it, where that was last done a minute ago or more."""
         is_known = self._round == self._num_asked > 0
-        if self._parent is not None and is_known and self._clock() - self._measured_s > _FRESH_S:
+        if not self._tree.is_root and is_known and self._clock() - self._measured_s > _FRESH_S:
             self._measured_s = self._clock()
             self._pings = []
             self._ask(1)  # Number 0 is the one that a parent may hold back; it knows its own offset by now.
@@ -274,18 +311,18 @@ class Clocks:
     def _begin(self) -> None:
         self._num_asked += 1
         self._pings = []
-        if self._parent is None:
-            self._know(0.0)
+        if self._tree.is_root:
+            self._know(self.offset_s)  # 0 on rank 0, whose clock stays that of the run where it is lost
         else:
             self._ask(0)
 
     def _ask(self, number: int) -> None:
-        assert self._parent is not None
+        assert self._tree.parent is not None
         header = {"round": self._num_asked, "number": number, "sent_s": self._clock()}
-        self._network.send_arrays(self._parent, _CLOCK.encode(), pack_plain(header), ())
+        self._network.send_arrays(self._tree.parent, self._topic.encode(), pack_plain(header), ())
 
     def _receive(self, sender: int, header: dict[str, Any], _: list[memoryview]) -> None:
-        if sender == self._parent:
+        if sender == self._tree.parent:
             self._hear(header)
         elif field(header, "number", int) == 0 and field(header, "round", int) > self._round:
             self._unanswered.append((sender, header))
@@ -299,7 +336,7 @@ class Clocks:
             self._note_trip(now_s - answered_s)
         self._answered[child] = (*place, now_s)
         answer = {**header, "clock_s": self._clock(), "offset_s": self.offset_s}
-        self._network.send_arrays(child, _CLOCK.encode(), pack_plain(answer), ())
+        self._network.send_arrays(child, self._topic.encode(), pack_plain(answer), ())
 
     def _hear(self, header: dict[str, Any]) -> None:
         now_s, number = self._clock(), field(header, "number", int)

@@ -411,7 +411,8 @@ class FailureReport:
 
     def _end_when_complete(self) -> None:
         assert self.failing is not None
-        if self._peers is None or self.failing.is_complete(self._peers.layout, self._peers.rank):
+        peers = self._peers
+        if peers is None or peers.others_go_on or self.failing.is_complete(peers.layout, peers.rank):
             self._end()
 
     def _end(self) -> None:

@@ -99,6 +99,10 @@ class Mailbox:
         else:
             self._outbox[step, message] = staged
 
+    def holds(self, step: int, message: Message) -> bool:
+        """Returns whether a value has arrived and was not taken."""
+        return message in self._inbox.get(step, ())
+
     def read(self, step: int, message: Message) -> Any:
         """Returns a value that has arrived; it stays until the step ends or :meth:`take` removes it."""
         return self._inbox[step][message][0]

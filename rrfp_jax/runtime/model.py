@@ -118,6 +118,11 @@ class HostedModel:
         """Base numbers of the hosted chunks, ascending."""
         if self._by_messages:
             self._check_messages()
+        elif process.cluster is not None and not process.cluster.together and process.layout.needs_collectives():
+            raise ValueError(
+                f"the replicas of a stage lie in several processes ({process.layout.describe()}) that have not started "
+                "JAX together: join the cluster with together=True, or take reduce messages"
+            )
 
     def _check_messages(self) -> None:
         """Raises ValueError where units cannot add up gradients by messages."""

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, replace
 from zlib import crc32
 
 from rrfp_jax.core import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
-from rrfp_jax.core.replicas import Replication, microbatches_per_replica, replication
+from rrfp_jax.core.replicas import Replication, block_owners, microbatches_per_replica, replication, with_owners
 from rrfp_jax.costs.forecast import (
     ChunkBytes,
     StageForecast,
@@ -37,9 +37,10 @@ from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.process import Process
+from rrfp_jax.runtime.recovery import RecoveringRuntime
 from rrfp_jax.runtime.stage import ProgramStage
 from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes
-from rrfp_jax.runtime.stage_replicas import StageReplicas
+from rrfp_jax.runtime.stage_reduction import StageReplicas
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.schedules import PipelineGraph, TaskKind
 
@@ -61,7 +62,7 @@ class Prepared:
     """The predicted memory of every unit."""
     sizes: Mapping[int, ChunkSizes]
     """Sizes of the chunks that this process hosts, by number among all replicas."""
-    runtime: PipelineRuntime
+    runtime: PipelineRuntime | RecoveringRuntime
     weights: MicrobatchWeights
     """Weights of microbatches, where their bytes are bounded."""
     evaluation: PreparedEvaluation | None
@@ -121,21 +122,51 @@ def prepare_pipeline(
     copies = replication(graph, num_replicas)
     rules = model.updates.step_rules(num_replicas)
     dispatch = dispatch_of(options.dispatch_ahead, on_host=process.own_device(process.units[0]).platform == "cpu")
-    runtime = process.start(
-        order.arbiters(
-            rules,
-            certain_ahead=dispatch.certain,
-            members=process.members(),
-            protocol=GroupProtocol(options.group_protocol),
-            shortest_s=process.shortest_foreseen_s(),
-            evaluation_batches=0 if evaluation is None else evaluation.batches,
-        ),
-        _stage_maker(model, order, state, programs, copies=copies, step_rules=rules, wrap=options.wrap_stage),
-        options,
-        edge=model.edges(programs),
-        num_buckets=len(programs.shapes),
-        just_in_time=dispatch.just_in_time,
+    arbiters = order.arbiters(
+        rules,
+        certain_ahead=dispatch.certain,
+        members=process.members(),
+        protocol=GroupProtocol(options.group_protocol),
+        shortest_s=process.shortest_foreseen_s(),
+        evaluation_batches=0 if evaluation is None else evaluation.batches,
     )
+    edge = model.edges(programs)
+
+    def start(first_step: int | None = None) -> tuple[PipelineRuntime, list[ProgramStage]]:
+        """Starts a runtime; after a loss its first step is given."""
+        made: list[ProgramStage] = []
+        make_stage = _stage_maker(
+            model, order, state, programs, copies=copies, step_rules=rules, wrap=options.wrap_stage, made=made
+        )
+        started = process.start(
+            arbiters if first_step is None else [arbiter.fresh(first_step - 1) for arbiter in arbiters],
+            make_stage,
+            replace(options, other_owners=True) if process.recovers else options,
+            edge=edge,
+            num_buckets=len(programs.shapes),
+            just_in_time=dispatch.just_in_time,
+            others_live=first_step is None,
+        )
+        return started, made
+
+    weights = MicrobatchWeights(order, programs.chunks, process.units)
+    runtime: PipelineRuntime | RecoveringRuntime
+    if process.recovers:
+        if process.recovery is not None:
+            raise ValueError(
+                "this process has had a pipeline that goes on without lost ranks, and can have one: start the "
+                "processes again for another"
+            )
+        owners = block_owners(process.layout.num_stages, num_microbatches, num_replicas)
+        runtime = process.recovery = RecoveringRuntime(
+            process,
+            owners,
+            start,
+            step,
+            weigh=lambda buckets, given: weights.of(buckets, with_owners(order.graph, order.placement, given)),
+        )
+    else:
+        runtime, _ = start()
     skipped = [frozenset(c for c, each in enumerate(of) if not each.exists) for of in programs.shapes]
     prepared_evaluation = None
     if evaluation is not None and evaluated is not None:
@@ -154,7 +185,7 @@ def prepare_pipeline(
         forecast=tuple(forecast),
         sizes={chunk: each.sizes for chunk, each in programs.chunks.items()},
         runtime=runtime,
-        weights=MicrobatchWeights(order, programs.chunks, process.units),
+        weights=weights,
         evaluation=prepared_evaluation,
     )
 
@@ -315,6 +346,7 @@ def _stage_maker(
     copies: Replication,
     step_rules: StepRules,
     wrap: Callable[[StageExecutor], StageExecutor] | None,
+    made: list[ProgramStage],
 ) -> Callable[[int, SendArray], StageExecutor]:
     """Returns a function that builds the executor of a hosted unit; the executors take ``state`` over."""
     process, layout = model.process, model.process.layout
@@ -346,6 +378,7 @@ def _stage_maker(
             send_array=send_array,
             in_transit=process.bytes_in_transit,
         )
+        made.append(stage)
         if wrap is None:
             return stage
         wrapped = wrap(stage)

@@ -22,7 +22,7 @@ from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.cluster.config import TRANSPORTS, Selection, host_of
 from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.field_rules import typed
-from rrfp_jax.layout import Layout, neighbours
+from rrfp_jax.layout import Layout, whole_tree
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.control_plane import Peers, StopRequests, control_neighbours
@@ -30,6 +30,7 @@ from rrfp_jax.runtime.driver import PipelineRuntime
 from rrfp_jax.runtime.failure import RunFailed
 from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.options import RuntimeOptions
+from rrfp_jax.runtime.recovery import RecoveringRuntime
 from rrfp_jax.runtime.stage_threads import StageExecutor
 from rrfp_jax.runtime.start_jax import check_found_devices, check_same_platform
 from rrfp_jax.runtime.transports import (
@@ -123,6 +124,10 @@ class Process:
         self._transport: PipelineTransport | None = None
         """Transport of the runtime that was started last."""
         self._num_gatherings = 0
+        self._by_transfer = frozenset[int]()
+        """Ranks to which arrays go by transfer."""
+        self.recovery: RecoveringRuntime | None = None
+        """Goes on where ranks are lost; None: the run ends with the first of them."""
         if devices is not None:
             self.use_devices(devices)
 
@@ -148,6 +153,22 @@ class Process:
         process.is_here = False
         return process
 
+    @property
+    def recovers(self) -> bool:
+        """Whether a pipeline goes on without ranks that are lost: each has a JAX of its own, and stages have
+        replicas."""
+        return self.cluster is not None and not self.cluster.together and self.layout.data > 1
+
+    @property
+    def living(self) -> tuple[int, ...]:
+        """The ranks that live, ascending."""
+        return (0,) if self.peers is None else self.peers.living
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank that lives: the one that prints, and writes a run's files."""
+        return self.rank == self.living[0]
+
     # -- start -------------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
@@ -168,7 +189,8 @@ class Process:
         """
         if self.cluster is None:
             return
-        spans = self.layout.needs_collectives()
+        # Joined apart, the replicas of a stage add up by messages, which a pipeline checks.
+        spans = self.layout.needs_collectives(sums_by_messages=not self.cluster.together)
         # Collectives of GPUs know no two processes on one device.
         if platform != "cpu" and self.cluster.config.processes_per_device > 1 and spans:
             raise ValueError(
@@ -225,6 +247,16 @@ class Process:
             self._devices = tuple(by_rank[rank][index] for rank, indices in shared.items() for index in indices)
         return self._devices
 
+    @property
+    def device_kinds(self) -> list[str]:
+        """The kind of every device of the run, once for each, however many stages or processes share it."""
+        if self.cluster is None or self.cluster.together:
+            return [device.device_kind for device in {*self.devices}]
+        # Where each process has a JAX of its own, its devices stand for those of the others.
+        of_rank = {*self.layout.shared_devices(0, self.num_devices)}
+        kind = self.own_device(self.units[0]).device_kind
+        return [kind] * max(1, len(of_rank) * self.layout.num_ranks // self.cluster.config.processes_per_device)
+
     def devices_of(self, unit: int) -> list[jax.Device]:
         """Returns a unit's devices, the first axis of its mesh innermost."""
         return [self.devices[index] for index in self.layout.devices_of(unit)]
@@ -264,6 +296,7 @@ class Process:
         num_buckets: int = 1,
         just_in_time: bool = False,
         delay_s: Callable[[Message], float] | None = None,
+        others_live: bool = True,
     ) -> PipelineRuntime:
         """Starts the hosted units' actors, and blocks until all processes have started theirs.
 
@@ -273,6 +306,7 @@ class Process:
             edge: returns the content of a message of a bucket and its shardings at both ends; None for plain data.
             num_buckets: the number of shapes that microbatches may have.
             just_in_time, delay_s: see :class:`PipelineRuntime`, for which the options are, too.
+            others_live: False after a loss: nobody is waited for.
 
         Raises RunFailed where another process is lost meanwhile.
         """
@@ -281,7 +315,8 @@ class Process:
         placement, messages = arbiters[0].placement, _messages(arbiters)
         if options.other_owners:
             messages = _between_replicas(messages, arbiters[0].graph, placement, {a.stage for a in arbiters})
-        by_transfer = self._connect_stages(placement, messages)
+        if others_live:
+            self._by_transfer = self._connect_stages(placement, messages)
 
         def make_transport(deliver: Deliver, failed: Failed) -> PipelineTransport:
             self._transport = PipelineTransport(
@@ -294,7 +329,7 @@ class Process:
                 failed=failed,
                 num_buckets=num_buckets,
                 server=self._server,
-                transfer_ranks=by_transfer,
+                transfer_ranks=self._by_transfer,
             )
             self._transport.prepare(messages)
             return self._transport
@@ -318,8 +353,9 @@ class Process:
                 # The last messages of a rank that has ended in good order may still be on the way.
                 loop.call_later(_FAREWELL_S, self._has_left, rank)
 
-            self.cluster.watch(self._lost, left, self._broken)
-            self.gather("start")
+            if others_live:
+                self.cluster.watch(self._lost, left, self._broken)
+                self.gather("start")
         return runtime
 
     def losses_first(self) -> AbstractContextManager[None]:
@@ -346,6 +382,8 @@ class Process:
         if self.peers is None:
             return {0: data}
         self._num_gatherings += 1
+        if self.recovery is not None:
+            return self.recovery.gather(name, data)
         with self._meeting():
             return self.peers.gather(f"{name} {self._num_gatherings}", data, to_all=to_all)
 
@@ -362,21 +400,22 @@ class Process:
     def whole_timeline(self, own: Timeline) -> Timeline:
         """Returns the record of all units, on rank 0's clock, made of the records of all processes.
 
-        All processes call this; only rank 0 gets all, the others their own back.
+        All processes call this; only the first that lives gets all, the others their own back.
         """
         if self.peers is None:
             return own
-        with self._meeting():
-            self.peers.clocks.synchronise()
+        if self.recovery is None:  # Where ranks may be lost meanwhile, a minute's drift counts less.
+            with self._meeting():
+                self.peers.clocks.synchronise()
         whole = Timeline(own.num_stages)
         for unit in self.units:
             if self.layout.ranks_of(unit)[0] == self.rank:
                 whole.extend(own.of_stage(unit))
         plain = whole.as_plain(later_s=self.peers.clocks.offset_s)
         everybody = self.gather("timelines", plain, to_all=False)
-        if self.rank:
+        if not self.is_first:
             return own
-        for rank in range(1, self.layout.num_ranks):
+        for rank in everybody.keys() - {self.rank}:
             whole.extend(Timeline.from_plain(own.num_stages, everybody[rank]))
         return whole
 
@@ -384,10 +423,14 @@ class Process:
         """Ends in good order: blocks until all processes have come so far, and leaves. Raises RunFailed as
         ``gather``."""
         self.gather("end")
+        if self.recovery is not None:
+            self.recovery.leave()
         self.close()
 
     def close(self) -> None:
         """Leaves the run; others that are not done yet take it for a failure."""
+        if self.recovery is not None:
+            self.recovery.end()
         if self.cluster is not None:
             self.cluster.watch(lambda rank, reason: None)
         if self._transport is not None:
@@ -403,7 +446,9 @@ class Process:
         if self.cluster is None:
             return frozenset()
         network, stages = self.cluster.network, partners(self.layout, placement, self.rank, messages)
-        network.open_direct_connections(stages.union(neighbours(self.rank, self.layout.num_ranks)))
+        if self.recovers:
+            stages = {*range(self.layout.num_ranks)}  # any of them may come to need any other
+        network.open_direct_connections(stages.union(whole_tree(self.rank, self.layout.num_ranks).neighbours))
         if self._selection == "sockets":
             return frozenset()
         arrays = [message for message in messages if message.kind not in _CONTROL_ONLY]
@@ -440,6 +485,9 @@ class Process:
 
     def _lost(self, rank: int, reason: str) -> None:
         assert self.peers is not None
+        if self.recovery is not None:
+            self.recovery.suspect(rank, reason)
+            return
         self.peers.lose(f"rank {rank} was lost: {reason}")
         if self._runtime is not None:
             self._runtime.failure.lost(rank, reason)
@@ -447,12 +495,17 @@ class Process:
     def _broken(self, text: str) -> None:
         """Ends the run, since ranks that live no longer hear each other."""
         assert self.peers is not None
+        if self.recovery is not None:
+            self.recovery.give_up(text)
+            return
         self.peers.lose(text)
         if self._runtime is not None:
             self._runtime.failure.broken(text)
 
     def _has_left(self, rank: int) -> None:
         assert self.peers is not None
+        if self.recovery is not None:
+            return  # its process has ended, which the head knows
         if self._runtime is not None and self._runtime.steps:
             self._lost(rank, "it ended while a step was under way")
         else:

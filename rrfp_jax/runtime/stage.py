@@ -34,8 +34,7 @@ from rrfp_jax.runtime.mailbox import LeavesAhead, Mailbox, SendArray
 from rrfp_jax.runtime.operations import OperationContext, operations_of
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_memory import MemoryMeter, held_by
-from rrfp_jax.runtime.stage_pieces import PieceExchange
-from rrfp_jax.runtime.stage_replicas import StageReplicas
+from rrfp_jax.runtime.stage_reduction import PieceExchange, StageReplicas
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
 from rrfp_jax.runtime.transports.edges import is_on_host
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
@@ -65,6 +64,8 @@ class _Step:
     """Shared accumulators of this stage's chunks as they were before any R: each R keeps its own here, and then
     replaces them by the sum."""
     verdict: Verdict | None = None
+    updated: set[int] = field(default_factory=set)
+    """Chunks whose U was launched."""
 
 
 class _Enqueued(NamedTuple):
@@ -131,6 +132,8 @@ class ProgramStage:
                 meter=meter,
             )
         self._steps: dict[int, _Step] = {}
+        self._last: tuple[int, Verdict] | None = None
+        """The last step that has ended, with its verdict."""
         self._tree_degree = step_rules.tree_degree
         self._posts_at_once = not any(is_on_host(each.sharding) for each in programs.values())
         """Whether messages leave as their task is launched. Where programs run on the host, other stages get a view of
@@ -199,6 +202,7 @@ class ProgramStage:
         """Frees all that the stage held of a step; returns the step's verdict and the stage's peak memory."""
         peak = self._meter.reset()
         outcome = StageOutcome(self._verdict(step), peak.device, peak.host)
+        self._last = step, self._verdict(step)
         del self._steps[step]
         if self._exchange is not None:
             self._exchange.finish(step)
@@ -246,6 +250,31 @@ class ProgramStage:
             message = Message(MessageKind.VERDICT, state.above, self._stage)
             state.verdict = Verdict(**self._mailbox.read(step, message))
         return state.verdict
+
+    # -- while the pipeline is frozen (:mod:`rrfp_jax.runtime.recovery`) -----------------------------------------------
+
+    def newest_verdict(self) -> tuple[int, Verdict] | None:
+        """Returns the newest step whose verdict is known here, with the verdict; None where there is none."""
+        for step, state in sorted(self._steps.items(), reverse=True):
+            message = None if state.above is None else Message(MessageKind.VERDICT, state.above, self._stage)
+            if state.verdict is not None or (message is not None and self._mailbox.holds(step, message)):
+                return step, self._verdict(step)
+        return self._last
+
+    def finish_decided(self, step: int, verdict: Verdict) -> None:
+        """Updates what a step has not updated yet whose verdict others have told; blocks until that is done."""
+        state = self._steps.get(step)
+        if state is None:  # It has ended here.
+            return
+        state.verdict = verdict
+        for chunk in self._programs:
+            if state.graph.trains(chunk) and chunk not in state.updated:
+                jax.block_until_ready(self._update(step, chunk, -1).awaited)
+
+    def clear(self) -> None:
+        """Drops the gradients that steps have added up which are done again."""
+        for chunk, held in self.states.items():
+            held.accumulators = self._programs[chunk].zeros()
 
     # -- on the stage's threads --------------------------------------------------------------------------------------
 
@@ -468,6 +497,7 @@ class ProgramStage:
     def _update(self, step: int, chunk: int, _: int) -> _Enqueued:
         programs, held, verdict = self._programs[chunk], self.states[chunk], self._verdict(step)
         base = self._copies.base(chunk)
+        self._steps[step].updated.add(chunk)
         if self._exchange is not None:
             self._exchange.join(step, chunk)
         if self._replicas is not None and self._replicas.shares_optimizer(base):

@@ -16,7 +16,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,10 +32,11 @@ from rrfp_jax.waiting import result_of
 
 if TYPE_CHECKING:
     from rrfp_jax.runtime.driver import PipelineRuntime
+    from rrfp_jax.runtime.recovery import RecoveringRuntime
 
 _Result = TypeVar("_Result")
 _STEPS_NAMED = 16
-_open: "weakref.WeakSet[PipelineRuntime]" = weakref.WeakSet()
+_open: "weakref.WeakSet[PipelineRuntime | RecoveringRuntime]" = weakref.WeakSet()
 _makers: set[int] = set()
 """Ids of the process that has made pipelines, and of those that it was forked from and that had made some."""
 
@@ -57,7 +58,9 @@ class StepOutcome:
     looking_ahead: int = 0
     """Number of stages hosted here whose foresight was at work."""
     statistics: StepStatistics | None = None
-    """Statistics of all ranks together, on rank 0 of several."""
+    """Statistics of all ranks together, on the first of several."""
+    lost_units: tuple[int, ...] = ()
+    """Units that were lost before the step had ended."""
 
     @cached_property
     def peak_memory_bytes(self) -> dict[int, int]:
@@ -146,7 +149,7 @@ class StepsUnderWay:
         if len(pending.outcomes) < self._num_hosted:
             return
         # Rank 0 resolves its future once the statistics of all others are here (``ended_everywhere``).
-        if peers is None or peers.rank:
+        if peers is None or not peers.tree.is_root:
             self._resolve(step, None)
         if peers is not None:
             peers.step_ended_here(step, pending.sums, pending.peaks)
@@ -192,10 +195,10 @@ class Hold:
                 "child: start it with multiprocessing's spawn method, or make pipelines in the parent alone"
             )
 
-    def keep_open(self, runtime: "PipelineRuntime") -> None:
+    def keep_open(self, runtime: "PipelineRuntime | RecoveringRuntime") -> None:
         """Has the runtime closed when the hold is gone, or when the process ends."""
 
-        def close_unused(unused: "PipelineRuntime") -> None:
+        def close_unused(unused: "PipelineRuntime | RecoveringRuntime") -> None:
             if unused in _open:
                 unused.close_soon()
 
@@ -242,6 +245,12 @@ class StepMetrics(Generic[_Result]):
         return self._make(result_of(self._future))
 
 
+def _with_lost(peaks: Mapping[int, int], lost_units: Iterable[int]) -> tuple[int, ...]:
+    """Returns the peaks of units in their order, 0 for lost ones."""
+    whole = {**dict.fromkeys(lost_units, 0), **peaks} if peaks else peaks
+    return tuple(peak for _, peak in sorted(whole.items()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """The result of one training step."""
@@ -273,6 +282,8 @@ class StepResult:
     """Fault of the step: a loss or gradients that are not finite, no weight at all, or a negative one."""
     means: dict[str, float] = field(default_factory=dict, repr=False)
     """Sums of the last chunk beside the loss, by name, over the total weight."""
+    lost_units: tuple[int, ...] = field(default=(), repr=False)
+    """Units that were lost before the step had ended, whose microbatches others have run."""
     forwards_skipped: int = field(default=0, repr=False)
     """Number of pairs of a chunk and a microbatch that skipped it, such as encoders and microbatches without images."""
 
@@ -287,8 +298,9 @@ class StepResult:
             grad_norm=verdict.grad_norm if has_norm else None,
             skipped=not verdict.apply,
             fault=verdict.fault,
-            peak_memory_bytes=tuple(outcome.peak_memory_bytes.values()),
-            peak_host_bytes=tuple(outcome.peak_host_bytes.values()),
+            peak_memory_bytes=_with_lost(outcome.peak_memory_bytes, outcome.lost_units),
+            peak_host_bytes=_with_lost(outcome.peak_host_bytes, outcome.lost_units),
+            lost_units=outcome.lost_units,
             timeline=outcome.timeline,
             sums=outcome.sums,
             stop=verdict.stop,

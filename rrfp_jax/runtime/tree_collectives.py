@@ -22,12 +22,12 @@ from typing import Any
 
 from rrfp_jax.cluster import MalformedMessage, PeerNetwork
 from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
-from rrfp_jax.layout import children, parent
+from rrfp_jax.layout import ControlTree, children, parent, whole_tree
 from rrfp_jax.schedules.timeline import IdleReason, StepSums
 from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
-_GATHER, _STATISTICS = "gather", b"outcome"
+_GATHER, _STATISTICS = "gather", "outcome"
 _SPEAK_AFTER_S = 5.0
 """Seconds after which rank 0 logs the ranks that it waits for."""
 _ENTRY = struct.Struct("<IQ")
@@ -195,17 +195,27 @@ class StatisticsReduction:
 
     def __init__(self, network: PeerNetwork) -> None:
         self._network = network
-        self._parent, self._children = parent(network.rank), children(network.rank, network.num_ranks)
+        self._tree = whole_tree(network.rank, network.num_ranks)
         self._epoch = 0
         self._ended: Callable[[int, StepStatistics], None] = lambda step, statistics: None
         self._known: dict[tuple[int, int], list[StepStatistics]] = {}
-        network.subscribe_packed(_STATISTICS, self._receive)
+        self._listen()
 
     def begin(self, ended: Callable[[int, StepStatistics], None]) -> None:
         """Starts another pipeline, on all ranks; rank 0 calls ``ended`` with every step that all have ended."""
         self._epoch += 1
         self._ended = ended
         self._known = {key: known for key, known in self._known.items() if key[0] >= self._epoch}
+
+    def follow(self, tree: ControlTree) -> None:
+        """Goes by another tree in a new epoch, without the statistics that were on their way; before :meth:`begin`."""
+        self._network.unsubscribe(self._topic)
+        self._tree, self._known = tree, {}
+        self._listen()
+
+    def _listen(self) -> None:
+        self._topic = self._network.in_epoch(_STATISTICS).encode()
+        self._network.subscribe_packed(self._topic, self._receive)
 
     def add(self, step: int, sums: StepSums, peaks_of_units: Mapping[int, tuple[int, int]]) -> None:
         """Adds a step that the units of this rank have ended.
@@ -221,7 +231,7 @@ class StatisticsReduction:
 
     def _receive(self, child: int, header: bytes, frames: list[memoryview]) -> None:
         is_whole = len(header) == _HEADER.size and len(frames) == 1 and not frames[0].nbytes % _PEAK.size
-        if child not in self._children or not is_whole:
+        if child not in self._tree.children or not is_whole:
             raise MalformedMessage(f"an outcome that rank {child} cannot have sent")
         epoch, step, num_stages, start_s, end_s, cost_s, work_s, looking_ahead, *idle_s = _HEADER.unpack(header)
         sums = StepSums(
@@ -239,15 +249,15 @@ class StatisticsReduction:
     def _add(self, epoch: int, step: int, statistics: StepStatistics) -> None:
         known = self._known.setdefault((epoch, step), [])
         known.append(statistics)
-        if len(known) <= len(self._children):
+        if len(known) <= len(self._tree.children):
             return
         del self._known[epoch, step]
         first, *others = (each.sums for each in known)
         sums, peaks = first.merged(*others), b"".join(each.peaks for each in known)
-        if self._parent is None:
+        if self._tree.parent is None:
             self._ended(step, StepStatistics(sums, peaks))
             return
         seconds = sums.start_s, sums.end_s, sums.cost_s, sums.work_s
         idle_s = (sums.idle_s.get(reason, 0.0) for reason in _REASONS)
         header = _HEADER.pack(epoch, step, sums.num_stages, *seconds, sums.looking_ahead, *idle_s)
-        self._network.send_arrays(self._parent, _STATISTICS, header, [peaks])
+        self._network.send_arrays(self._tree.parent, self._topic, header, [peaks])

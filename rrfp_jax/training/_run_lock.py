@@ -97,6 +97,11 @@ class RunLock:
         self._keeper = threading.Thread(target=self._keep, name="run lock", daemon=True)
         self._keeper.start()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this object has taken the lock, and not given it back."""
+        return self._keeper is not None and not self._released.is_set()
+
     def check(self) -> None:
         """Raises LockHeld if the lock was taken over because its holder seemed to be dead."""
         found = _read(self._path)

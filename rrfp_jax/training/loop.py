@@ -3,8 +3,9 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,12 +17,12 @@ from rrfp_jax.costs.devices import peak_flops
 from rrfp_jax.data import BrokenData
 from rrfp_jax.data.dataset import BatchContents, contents_of
 from rrfp_jax.observe.metrics import MetricsFile
-from rrfp_jax.observe.trackers import TrackedMetrics
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.runtime import StepMetrics, StepResult
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
+from rrfp_jax.training.run_directory import RunRows
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 60.0
@@ -65,7 +66,9 @@ class StepRow:
     mfu: float | None = None
     """Model FLOPs utilisation: the part of the devices' bfloat16 peaks, 0 to 1; None where one of these is not known,
     as of CPUs."""
-    bubble_fraction: float
+    bubble_fraction: float | None
+    """Part of the stages' time in which they ran no task, 0 to 1; None, with no ``idle_s`` and no peaks, for a step in
+    which the rank that collects these numbers was lost."""
     idle_s: dict[str, float]
     """Seconds that stages were idle, by reason (:class:`.IdleReason`), added up over all stages."""
     looking_ahead: int
@@ -79,20 +82,23 @@ class StepRow:
     bad_samples: int
     """Number of samples that this run has left out so far, because they could not be read."""
     peak_memory_bytes: tuple[int, ...]
-    """Peak memory of each stage during the step, in bytes."""
+    """Peak memory of each stage during the step, in bytes; 0 of units that are lost."""
     peak_host_bytes: tuple[int, ...]
     """Peak of each stage's data in host memory, beside that on its devices, in bytes."""
+    lost_units: tuple[int, ...] = ()
+    """Units that were lost before the step had ended. The living replicas of their stages have run their
+    microbatches."""
 
 
 def speed_of_steps(
-    devices: Iterable[jax.Device], flops: Callable[[BatchContents], float]
+    kinds: Sequence[str], flops: Callable[[BatchContents], float]
 ) -> Callable[[BatchContents, float, float], dict[str, Any]]:
     """Returns a function from a step's contents, loss weight and seconds to the fields of its row that tell its speed.
 
-    ``devices`` are those of the whole run; each counts once, however many stages share it. ``flops`` tells how many
+    ``kinds`` has the kind of every device of the run (:attr:`.Process.device_kinds`). ``flops`` tells how many
     operations the model needs for a step (:mod:`rrfp_jax.costs.flops`).
     """
-    peaks = [peak_flops(device.device_kind) for device in {*devices}]
+    peaks = [peak_flops(kind) for kind in kinds]
     # The sum of their bfloat16 peaks, if that of every kind is known, which it is not of CPUs.
     known = [peak for peak in peaks if peak is not None]
     peak, num_devices = sum(known) if len(known) == len(peaks) else None, len(peaks)
@@ -120,7 +126,8 @@ class RunSaver:
         every: number of steps from one save to the next; None: steps do not count.
         minutes: minutes after which a save is due since the last one; None: time does not count.
         keep: how many committed steps stay.
-        before_commit: called on rank 0 before a step is committed; an error that it raises keeps it from being so.
+        before_commit: called on the first rank before a step is committed; an error that it raises keeps it from being
+            so.
     """
 
     def __init__(
@@ -139,15 +146,17 @@ class RunSaver:
             index: ChunkLayers(chunk, pipeline.optimizer, trains=pipeline.trains(index))
             for index, chunk in enumerate(chunks)
         }
+        self._owners = partial(
+            layer_owners,
+            [param_specs(chunk) for chunk in chunks],
+            stages,
+            process.layout,
+            process.devices,
+            shard_optimizer=pipeline.updates.shard_optimizer,
+        )
         self.checkpoints = Checkpoints(
             directory,
-            layer_owners(
-                [param_specs(chunk) for chunk in chunks],
-                stages,
-                process.layout,
-                process.devices,
-                shard_optimizer=pipeline.updates.shard_optimizer,
-            ),
+            self._owners(),
             keep=keep,
             coordinator=process.peers,
             before_commit=before_commit,
@@ -168,8 +177,15 @@ class RunSaver:
         targets = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
         return self._pipeline.restore(self.checkpoints.start_from(checkpoints, targets), 0)
 
+    def must_repeat(self) -> bool:
+        """Blocks until the save under way has ended; returns whether it was spoilt by a loss."""
+        self.checkpoints.wait()
+        return self.checkpoints.has_met_loss
+
     def is_time(self) -> bool:
-        """Returns whether enough minutes have passed by the clock of this process."""
+        """Returns whether enough minutes have passed by the clock of this process, or a save was spoilt by a loss."""
+        if self.checkpoints.has_met_loss:
+            return True
         if self._minutes is None:
             return False
         # A save that failed is tried again soon, but not at every step.
@@ -189,6 +205,9 @@ class RunSaver:
             last = self.checkpoints.wait()
             if last is None or last.failure is None:  # the state was restored from there, or is saved
                 return
+        living = self._pipeline.process.living
+        if living != self.checkpoints.living:
+            self.checkpoints.follow(living, self._owners(living=living))
         states = [(self._layers[chunk], each) for chunk, each in self._pipeline.chunk_states(state)]
         self.checkpoints.save(state.step, states, host, keep_also=keep_also)
         self._last_s, self._last_step = time.monotonic(), state.step
@@ -260,7 +279,7 @@ class TrainingLoop:
 
     Args:
         learning_rate: the learning rate of each update, counted without the skipped ones.
-        metrics: receives one row per step; None in processes that do not write them.
+        metrics: receives one row per step; None: nothing does.
         on_step: called with every row, for progress displays.
         saver: saves the state at step boundaries and at the end; None: nothing is saved.
         host_data: plain data that is saved with the state.
@@ -278,7 +297,7 @@ class TrainingLoop:
         pipeline: Pipeline,
         *,
         learning_rate: Callable[[int], Any],
-        metrics: MetricsFile | TrackedMetrics | None,
+        metrics: RunRows | MetricsFile | None,
         on_step: Callable[[StepRow], None],
         saver: RunSaver | None = None,
         host_data: Mapping[str, Any] | None = None,
@@ -364,6 +383,8 @@ class TrainingLoop:
         if running is not None and self.unreadable is not None and self._saver is not None:
             # The data ended the loop after a step that is no boundary: nobody knew that it would be the last.
             self._save(state)
+        while self._saver is not None and self._saver.must_repeat():
+            self._save(state)
         self.was_stopped = self._stop and state.step < num_steps
         self.timeline = self._pipeline.process.whole_timeline(self.timeline)
         return state
@@ -441,7 +462,7 @@ class TrainingLoop:
             patch_padding=contents.patch_padding,
             forwards_skipped=result.forwards_skipped,
             **speed,
-            bubble_fraction=result.sums.bubble_fraction(),
+            bubble_fraction=result.sums.bubble_fraction() if result.sums.cost_s else None,
             idle_s={str(reason): result.sums.idle_s.get(reason, 0.0) for reason in IdleReason},
             looking_ahead=result.sums.looking_ahead,
             skipped=result.skipped,
@@ -450,6 +471,7 @@ class TrainingLoop:
             bad_samples=num_bad,
             peak_memory_bytes=result.peak_memory_bytes,
             peak_host_bytes=result.peak_host_bytes,
+            lost_units=result.lost_units,
         )
         if self._metrics is not None:
             self._metrics.write(asdict(row))

@@ -38,7 +38,8 @@ class PipelineConfig:
     """Number of replicas of the whole pipeline. Each takes an equal part of the microbatches."""
     reduce: str = "auto"
     """How replicas add up gradients: by ``messages`` while backwards still run, for stages that each lie in one process
-    per replica, or by a ``collective``. ``auto`` chooses the collective."""
+    per replica, or by a ``collective``. ``auto`` chooses the collective. With ``messages`` a run goes on without ranks
+    that are lost, as long as a replica of each stage is left."""
     mesh: dict[str, int] | None = None
     """The axes over the devices of a stage with their sizes, innermost first, for example ``{tensor: 2, fsdp: 4}``.
     ``tensor`` shares matrices; ``fsdp`` cuts parameters, gradients, optimizer state and the rows of a microbatch;

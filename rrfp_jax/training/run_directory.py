@@ -18,18 +18,20 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import yaml
 
 from rrfp_jax.hf.model_folder import KEPT, files_are_kept
-from rrfp_jax.observe.metrics import MetricsFile, cut_metrics
+from rrfp_jax.observe.metrics import MetricsFile, cut_metrics, last_rows
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
-from rrfp_jax.observe.trackers import TRACKER_FILES, TrackedMetrics, TrackedRun, TrackerConfig
+from rrfp_jax.observe.trackers import EVALUATION, STEP, TRACKER_FILES, TrackedMetrics, TrackedRun, TrackerConfig
 from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.runtime.event_log import PATTERN as LOG_PATTERN
 from rrfp_jax.runtime.event_log import RunLog, log_name, write_log
@@ -169,6 +171,57 @@ class RunDirectory:
             with replacing(self.path / _FAILURE) as path:
                 path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
         return self.path / _FAILURE
+
+
+_NOT_KNOWN: dict[str, Any] = {"bubble_fraction": None, "idle_s": {}, "peak_memory_bytes": (), "peak_host_bytes": ()}
+_NUM_KEPT = 8
+"""Rows that a rank keeps which does not write them; ranks are never more than three steps apart."""
+
+
+class RunRows:
+    """The rows of a run. The first rank that lives writes them; the others keep the latest, to go on from there.
+
+    A context manager, which closes the file and the trackers.
+
+    Args:
+        path: the metrics file.
+        is_first: returns whether this is the first rank that lives.
+        open_metrics: opens the file and the trackers for rows from a step on.
+    """
+
+    def __init__(
+        self, path: Path, is_first: Callable[[], bool], open_metrics: Callable[[int | None], TrackedMetrics]
+    ) -> None:
+        self._path, self._is_first, self._open = path, is_first, open_metrics
+        self._kept: deque[dict[str, Any]] = deque(maxlen=_NUM_KEPT)
+        self._metrics = open_metrics(None) if is_first() else None
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Writes a row, or keeps it."""
+        if self._metrics is None:
+            # Numbers of all stages together are known to the first rank alone.
+            self._kept.append({**row, **(_NOT_KNOWN if "idle_s" in row else {})})
+            if self._is_first():
+                self._take_over()
+        else:
+            self._metrics.write(row)
+
+    def _take_over(self) -> None:
+        """Goes on after the last row that the first rank before has written."""
+        written = {(row.get(STEP), row.get(EVALUATION)) for row in last_rows(self._path)}
+        rows = [row for row in self._kept if (row[STEP], row.get(EVALUATION)) not in written]
+        self._metrics = self._open(rows[0][STEP] if rows else None)
+        for row in rows:
+            self._metrics.write(row)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._metrics is not None:
+            self._metrics.close(failed=kind is not None)
 
 
 def new_run_path(name: str, now: datetime) -> Path:

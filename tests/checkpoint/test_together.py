@@ -38,15 +38,23 @@ class Meetings:
         self.names: dict[int, list[str]] = {0: [], 1: []}
         self.deaf: tuple[int, str] | None = None
         """A rank that hears nothing in gatherings of this phase, as if another were lost."""
+        self.dies: tuple[int, str] | None = None
+        """A rank that is lost when it comes to a gathering of this phase, and without which the other goes on."""
+        self._living = {0, 1}
 
     def gather(self, rank: int, name: str, data: Any) -> Mapping[int, Any]:
         self.names[rank].append(name)
         with self._changed:
             brought = self._brought.setdefault(name, {})
             assert rank not in brought, f"{name} is not new"
-            brought[rank] = data
+            if self.dies is not None and self.dies[0] == rank and name.endswith(self.dies[1]):
+                self._living.discard(rank)
+            else:
+                brought[rank] = data
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: len(brought) == 2, PATIENCE_S), f"rank {rank} is alone in {name}"
+            if rank not in self._living:
+                raise ConnectionError("this rank is lost")
+            assert self._changed.wait_for(lambda: brought.keys() >= self._living, PATIENCE_S), f"{rank} alone in {name}"
         if self.deaf is not None and self.deaf[0] == rank and name.endswith(self.deaf[1]):
             raise ConnectionError("the other rank was lost")
         return dict(brought)
@@ -57,6 +65,7 @@ class Rank:
 
     def __init__(self, rank: int, meetings: Meetings, delay_s: Callable[[], float] = lambda: 0.0) -> None:
         self.rank, self._meetings, self._delay_s = rank, meetings, delay_s
+        self.living = (0, 1)
 
     def gather(self, name: str, data: Any = None) -> Mapping[int, Any]:
         time.sleep(self._delay_s())
@@ -214,11 +223,49 @@ def _save_alone(ranks: Ranks, rank: int, step: int) -> str | None:
     for name in names:
         number = member._num_calls["save"] + 1
         meetings = coordinator._meetings  # type: ignore[attr-defined]
-        meetings._brought[f"checkpoint save {number} {name}"] = {0: ["data-00", None]}
+        meetings._brought[f"checkpoint save {number} {name}"] = {0: ["data-00", None, [0, 1]]}
     member.save(step, [trained(PIECES, step)[rank]], {})
     saved = member.wait()
     assert saved is not None
     return saved.failure
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("phase", ["start", "written", "finished", "committed"])
+def test_a_loss_spoils_a_save_and_the_rest_save_again(
+    ranks: Ranks, meetings: Meetings, tmp_path: Path, phase: str, lost: int
+) -> None:
+    assert ranks.save(1) == [None, None]
+    meetings.dies = lost, phase
+    left, pieces = 1 - lost, trained(PIECES, 2)
+    assert ranks.save(2)[left] == f"rank {lost} was lost meanwhile"
+    member = ranks.members[left]
+    assert member.has_met_loss
+    owners = {name: Owner(ranks=(left,), device=owner.device) for name, owner in OWNERS.items()}
+    member.follow((left,), owners)
+    member.save(2, pieces, {"step": 2})
+    saved = member.wait()
+    assert saved is not None
+    assert (saved.failure, saved.met_loss) == (None, False)
+    # Another run reads all of it.
+    after = Checkpoints(tmp_path, {name: Owner(ranks=(0,), device=owner.device) for name, owner in OWNERS.items()})
+    found = after.newest()
+    assert found is not None
+    assert found.step == 2
+    assert bits(list(zip([layers for layers, _ in PIECES], after.restore(found, PIECES), strict=True))) == bits(pieces)
+
+
+def test_ranks_that_share_out_unequally_save_nothing(ranks: Ranks, meetings: Meetings) -> None:
+    """One of them has heard of a loss before the call, the other one has not."""
+    meetings._living = {0}
+    ranks.members[0].follow((0,), {name: Owner(ranks=(0,), device=owner.device) for name, owner in OWNERS.items()})
+    pieces = trained(PIECES, 1)
+    ranks.members[0].living = (0, 1)
+    ranks.members[0].save(1, pieces, {})
+    saved = ranks.members[0].wait()
+    assert saved is not None
+    assert saved.met_loss
+    assert is_committed(ranks.members[0].directory, 1) is False
 
 
 def test_a_commit_that_stands_counts_although_the_disk_then_failed(

@@ -45,6 +45,7 @@ ROW = {
     "bad_samples",
     "peak_memory_bytes",
     "peak_host_bytes",
+    "lost_units",
 }
 
 

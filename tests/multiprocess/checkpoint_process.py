@@ -39,6 +39,7 @@ class Folder:
 
     def __init__(self, path: Path, rank: int, num_ranks: int) -> None:
         self.path, self.rank, self.num_ranks = path, rank, num_ranks
+        self.living = tuple(range(num_ranks))
         path.mkdir(parents=True, exist_ok=True)
 
     def gather(self, name: str, data: Any = None) -> Mapping[int, Any]:

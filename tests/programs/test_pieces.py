@@ -1,5 +1,6 @@
 """Gradients cut into pieces, added up replica by replica, and joined: against sums of NumPy's."""
 
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -135,10 +136,19 @@ def test_bytes_are_those_of_the_arrays_on_one_device(tensor: int) -> None:
         each = updates[at[0]][at[1]]
         cuts = {(r, c): updates[r][c].cut(put(updates[r][c], gradients_of(chunks[c], r))) for r, c in everywhere}
         pieces, sums = cuts[at], put(each, gradients_of(chunks[at[1]], 0))
-        others = [cuts[o][at[0]] if o[1] == at[1] else cuts[o][at[0]].shared for o in everywhere if o != at]
-        found = each.piece_bytes
+        found, num_replicas = each.piece_bytes, len(updates)
+        # Each of those that live adds up every piece that it gets, of all others that live, whoever is lost.
+        others = [
+            [
+                cuts[o][piece] if o[1] == at[1] else cuts[o][piece].shared
+                for piece in range(0, num_replicas, len(living))
+                for o in everywhere
+                if o != at and o[0] in living
+            ]
+            for living in ({at[0], *rest} for n in range(num_replicas) for rest in combinations(range(num_replicas), n))
+        ]
         assert num_bytes(pieces) == len(pieces) * found.piece == found.made["cut"] == found.made["join"]
-        assert found.lasting == num_bytes(others) + num_bytes(pieces) - num_bytes(sums)
+        assert found.lasting == max(map(num_bytes, others)) + num_bytes(pieces) - num_bytes(sums)
         assert found.made["reduce"] == num_bytes(pieces[0].shared)
 
 

@@ -123,7 +123,7 @@ def test_announcements_reach_the_leader_of_a_unit(peers: list[Peers]) -> None:
 def test_an_announcement_that_cannot_be_is_dropped(peers: list[Peers], garbage: bytes) -> None:
     leader = Recorder()
     on_loop(peers[0], lambda: peers[0].attach(leader))
-    on_loop(peers[2], lambda: peers[2].network.send_arrays(0, b"task", garbage, may_drop=True))
+    on_loop(peers[2], lambda: peers[2].network.send_arrays(0, b"task@0", garbage, may_drop=True))
     assert eventually(lambda: traffic(peers[0].network).num_dropped == 1)
     assert not leader.announced
 
@@ -270,7 +270,7 @@ def test_a_note_that_is_none_is_dropped(peers: list[Peers]) -> None:
     on_loop(peers[0], lambda: peers[0].attach(listener))
     header = {"unit": 0, "step": 1, "member": 1, "note": ["Nonsense", 1]}
     peers[1].network.on_loop(peers[1].network.send, 0, "note", header)
-    peers[1].network.on_loop(peers[1].network.send, 0, "outcome", {"step": "zero"}, [b""])
+    peers[1].network.on_loop(peers[1].network.send, 0, "outcome@0", {"step": "zero"}, [b""])
     assert eventually(lambda: traffic(peers[0].network).num_dropped == 2)
     assert not listener.notes
     assert not listener.ended

@@ -149,7 +149,7 @@ def test_alone_there_is_nobody_to_hear() -> None:
 
 def test_a_transport_that_failed_since_a_rank_was_lost_or_the_network_broke_is_told_as_that() -> None:
     for happens in ("lost", "broken"):
-        peers: Any = SimpleNamespace(rank=0, layout=LAYOUT, announce=lambda _: None)
+        peers: Any = SimpleNamespace(rank=0, layout=LAYOUT, others_go_on=False, announce=lambda _: None)
         loop: Any = SimpleNamespace(call_later=lambda *_: None)
         report = FailureReport(loop, peers, 8.0, list, lambda error: None)
         cause = TransportFailed("rank 0 could not fetch the activation from rank 1")
@@ -166,7 +166,9 @@ def test_where_the_network_broke_nobody_is_named_who_is_well() -> None:
     news = FailureNews(kind="PeerLost", origin=0, summary="rank 2 (stage 2) was lost: silent", states={}, lost=claims)
     for comes_first in ("news", "broken"):
         told: list[FailureNews] = []
-        peers: Any = SimpleNamespace(rank=3, layout=Layout(num_stages=4, num_ranks=4), announce=told.append)
+        peers: Any = SimpleNamespace(
+            rank=3, layout=Layout(num_stages=4, num_ranks=4), others_go_on=False, announce=told.append
+        )
         loop: Any = SimpleNamespace(call_later=lambda *_: None)
         report = FailureReport(loop, peers, 8.0, list, lambda error: None)
         for what in ("news", "broken") if comes_first == "news" else ("broken", "news"):
@@ -181,7 +183,7 @@ def test_where_the_network_broke_nobody_is_named_who_is_well() -> None:
 def test_a_rank_never_quotes_that_it_was_lost_itself(is_judged: bool) -> None:
     """What ranks 2 and 3 say no longer reaches 0 and 1, whose news still come; this is rank 2's report."""
     text = "ranks 0-1 and ranks 2-3 lost sight of each other: the network between HOST0 and HOST1"
-    peers: Any = SimpleNamespace(rank=2, layout=LAYOUT, announce=lambda news: None)
+    peers: Any = SimpleNamespace(rank=2, layout=LAYOUT, others_go_on=False, announce=lambda news: None)
     loop: Any = SimpleNamespace(call_later=lambda *_: None)
     report = FailureReport(loop, peers, 8.0, list, lambda error: None)
     for rank in (0, 1, 3):

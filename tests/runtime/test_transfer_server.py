@@ -71,7 +71,12 @@ def test_a_server_that_no_partner_fetches_from_is_ended(
         return {(0, 1): why}
 
     cluster = Mock(
-        spec=Cluster, rank=0, num_ranks=2, config=Mock(encrypt_arrays=False), network=Mock(rank=0, num_ranks=2)
+        spec=Cluster,
+        rank=0,
+        num_ranks=2,
+        together=True,
+        config=Mock(encrypt_arrays=False),
+        network=Mock(rank=0, num_ranks=2),
     )
     monkeypatch.setattr(process, "try_transfers", try_transfers)
     monkeypatch.setattr(process, "why_untried", lambda platform, encrypts: None)

@@ -296,9 +296,9 @@ def test_garbage_is_dropped(selection: str) -> None:
     with connected(PAIR, single_edge(value), selection) as ranks:
         network = ranks[0].network
         assert network is not None
-        topics = ["part"] if selection == "sockets" else ["transfer-offer", "transfer-confirmation"]
+        topics = ["part@0"] if selection == "sockets" else ["transfer-offer", "transfer-confirmation"]
         identity = [0, 0, 0, 1, 3]
-        for topic in [*topics, "control"]:
+        for topic in [*topics, "control@0"]:
             for header in (
                 {},
                 {"k": identity},
@@ -311,12 +311,12 @@ def test_garbage_is_dropped(selection: str) -> None:
                 network.on_loop(network.send, 1, topic, header)
         for message in (ACTIVATION, Message(MessageKind.REPORT, 0, 7), Message(MessageKind.REPORT, 1, 0)):
             packed = pack_key(MessageKey(0, message))
-            network.call_soon(partial(network.send_arrays, 1, b"control", packed, [b"\x01"]))
+            network.call_soon(partial(network.send_arrays, 1, b"control@0", packed, [b"\x01"]))
         network.call_soon(
             partial(
                 network.send_arrays,
                 1,
-                b"control",
+                b"control@0",
                 pack_key(MessageKey(0, Message(MessageKind.REPORT, 0, 1))),
                 [b"\xc1"],
             )

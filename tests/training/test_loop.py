@@ -50,6 +50,7 @@ class FakePipeline:
             skipped=step in self._skipped,
             peak_memory_bytes=(7,),
             peak_host_bytes=(0,),
+            lost_units=(),
             timeline=timeline,
             sums=timeline.sums(),
             stop=stop,
@@ -62,7 +63,9 @@ class FakePipeline:
 class FakeSaver:
     """Notes the steps at which it is told to save, with the number of skipped updates."""
 
-    def __init__(self, every: int | None = None, time_at: int | None = None) -> None:
+    def __init__(self, every: int | None = None, time_at: int | None = None, spoilt: int = 0) -> None:
+        self._spoilt = spoilt
+        """How many saves losses spoil at the end."""
         self._every, self._time_at, self._num_asked = every, time_at, 0
         self.saved: list[tuple[int, int]] = []
 
@@ -75,6 +78,10 @@ class FakeSaver:
 
     def save(self, state: PipelineState, host) -> None:
         self.saved.append((state.step, host["num_skipped"]))
+
+    def must_repeat(self) -> bool:
+        self._spoilt -= 1
+        return self._spoilt >= 0
 
 
 @pytest.fixture
@@ -142,8 +149,9 @@ def test_the_timeline_holds_the_last_step_that_finished(run):
         (FakeSaver(), [(5, 1)]),
         (FakeSaver(every=2), [(2, 0), (4, 1), (5, 1)]),
         (FakeSaver(time_at=2), [(3, 1), (5, 1)]),
+        (FakeSaver(spoilt=2), [(5, 1), (5, 1), (5, 1)]),
     ],
-    ids=["at the end", "every 2 steps", "by time"],
+    ids=["at the end", "every 2 steps", "by time", "again where losses spoil it"],
 )
 def test_when_the_state_is_saved(run, saver: FakeSaver, saved: list[tuple[int, int]]):
     run(FakePipeline(skipped=frozenset({2})), 5, saver=saver)

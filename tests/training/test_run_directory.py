@@ -12,7 +12,7 @@ from rrfp_jax.runtime import WaitForReport
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import Span, Timeline
 from rrfp_jax.training import run_directory
-from rrfp_jax.training.run_directory import RunDirectory, new_run_path
+from rrfp_jax.training.run_directory import RunDirectory, RunRows, new_run_path
 
 TIMELINE = Timeline(1, [Span(0, 0, Task.parse("0F0"), 0.0, 1.0)])
 
@@ -190,3 +190,38 @@ def test_new_paths_do_not_exist_yet(tmp_path, monkeypatch):
     assert second.name == "debug-20240506-070809-2"
     second.mkdir()
     assert new_run_path("debug", now).name == "debug-20240506-070809-3"
+
+
+@pytest.mark.parametrize("num_written", range(4))
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_next_rank_goes_on_with_the_rows_where_the_first_one_was_lost(tmp_path, num_written, is_cut):
+    """The first has written some of the rows, the last of them perhaps in part; none is missing, none comes twice."""
+    directory, first = RunDirectory(tmp_path), {"rank": 0}
+
+    def rows_of(rank: int) -> RunRows:
+        def open_metrics(step):
+            return directory.tracked_metrics({}, first_step=step or 0)
+
+        return RunRows(directory.path / "metrics.jsonl", lambda: first["rank"] == rank, open_metrics)
+
+    rows = [{"step": step, "idle_s": {"fill": 0.5}, "bubble_fraction": 0.5} for step in range(3)]
+    rows.insert(2, {"step": 1, "evaluation": "held out", "loss": 2.0})
+    with rows_of(0) as lost:
+        for row in rows[:num_written]:
+            lost.write(row)
+    if is_cut:
+        with (directory.path / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 1, "idle')
+    with rows_of(1) as next_one:
+        for row in rows[:3]:
+            next_one.write(row)
+        first["rank"] = 1
+        for row in [*rows[3:], {"step": 3, "idle_s": {}}]:
+            next_one.write(row)
+    written = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row.get("evaluation")) for row in written] == [
+        *((0, None), (1, None), (1, "held out"), (2, None), (3, None))
+    ]  # fmt: skip
+    # Another rank does not know what the stages did together.
+    known = [row["bubble_fraction"] for row in written if "bubble_fraction" in row]
+    assert known == [0.5] * min(num_written, 2) + [None] * (3 - min(num_written, 2))

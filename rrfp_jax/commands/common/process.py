@@ -36,6 +36,7 @@ def enter(
     devices: int | None = None,
     pinned: bool = False,
     xla_flags: Sequence[str] = (),
+    sums_by_messages: bool = False,
 ) -> "Process":
     """Find out which process this is, meet the others, and start JAX: before anything else uses it.
 
@@ -45,6 +46,7 @@ def enter(
         platform: ``cpu`` for virtual devices, else the devices that JAX finds.
         devices: how many each process takes; None: one for each that the layout asks of it. Stages share fewer.
         pinned: as for :func:`use_cpu`.
+        sums_by_messages: whether replicas add up gradients by messages.
         xla_flags: for XLA, where the environment does not say otherwise; see :mod:`rrfp_jax.runtime.jax_environment`.
 
     Raises ValueError where layout, processes and devices do not fit, JAX sees CPU devices only on a host with more, or
@@ -77,7 +79,7 @@ def enter(
         return process
     # Chips of several TPU hosts are joined by their own runtime, which JAX then describes on every host.
     has_tpus = platform != "cpu" and TPU in installed_accelerators()
-    together = layout.needs_collectives() or has_tpus
+    together = layout.needs_collectives(sums_by_messages=sums_by_messages) or has_tpus
     process = Process(
         layout,
         join(membership, configuration, cluster, together=together),

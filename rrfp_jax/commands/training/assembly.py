@@ -1,5 +1,8 @@
 """A planned run put together: its model, its pipeline, and the objects that train or evaluate them."""
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -31,8 +34,18 @@ from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
 from rrfp_jax.training.loop import RunSaver, StepProfile, TrainingLoop, speed_of_steps
 from rrfp_jax.training.optimizer import check_groups, learning_rate_schedule, make_optimizer, rates_changed
 from rrfp_jax.training.run_config import parse_steps
-from rrfp_jax.training.run_directory import CHECKPOINTS, CONFIG, METRICS, PROFILE_FOLDER, RunDirectory
+from rrfp_jax.training.run_directory import (
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    PROFILE_FOLDER,
+    RunDirectory,
+    RunRows,
+)
 
+_LOG = logging.getLogger(__name__)
+_TAKE_OVER_TRIES, _TAKE_OVER_PAUSE_S = 30, 2.0
+"""Tries to take over the lock of a lost rank: for a minute, after which the launcher has ended it for long."""
 _DATA_THREADS = 2
 """Threads that decode images or draw them, or run a user's own code."""
 
@@ -93,6 +106,7 @@ def _enter_run(planned: PlannedRun) -> Process:
         devices=config.run.devices,
         pinned=config.run.deterministic,
         xla_flags=config.run.xla_flags,
+        sums_by_messages=layout.reduce == "messages",
     )
 
 
@@ -118,7 +132,7 @@ class Run:
     """A run that is ready to begin: this process's share of it."""
 
     def __init__(self, planned: PlannedRun) -> None:
-        """Build model and pipeline; rank 0's run directory becomes that of all processes.
+        """Build model and pipeline; the first rank's run directory becomes that of all processes.
 
         Raises ValueError, with the remedy, on whatever does not fit.
         """
@@ -129,13 +143,12 @@ class Run:
         self._cache = use_compile_cache()
         self.process = process = _enter_run(planned)
         self.pipeline = make_pipeline(config, chunks, process, planned.ordered)
-        # Ranks may be started in different folders, so rank 0 sends its whole path. Alone, the path stays as given.
+        # Ranks may be started in different folders, so the first sends its whole path. Alone, the path stays as given.
         path = str(planned.path.absolute()) if process.cluster else str(planned.path)
         self.directory = RunDirectory(Path(process.gather("run directory", path)[0]))
         self.config, self.dataset = config, planned.dataset
         self._training, self._known, self._saved = planned.training, planned.known, planned.saved
-        self.is_first = not process.rank
-        """Whether this process is the one that prints and writes the run's files."""
+        self._lock_taken: threading.Thread | None = None
         self._profile: StepProfile | None = None
         if self.is_first and config.run.profile_steps is not None:
             self._profile = StepProfile(
@@ -155,6 +168,11 @@ class Run:
         self._evaluations = _evaluations_of(planned, self.pipeline)
         self.is_saved = True
         """Whether the last checkpoint was committed; known once the run has finished."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that prints and writes the run's files: the first rank that lives."""
+        return self.process.is_first
 
     @property
     def is_complete(self) -> bool:
@@ -184,8 +202,7 @@ class Run:
             every=settings.checkpoint_every,
             minutes=settings.checkpoint_minutes,
             keep=settings.keep_checkpoints,
-            # A run that seemed dead may have lost the directory to another one, whose checkpoints it must not replace.
-            before_commit=self.directory.lock.check,
+            before_commit=self._check_lock,
         )
         # The state comes before compiling, which takes minutes: a checkpoint that does not fit is refused at once.
         if (found := None if fresh else saver.checkpoints.newest()) is not None:
@@ -200,6 +217,9 @@ class Run:
             first = self.batches.shown(0, self.pipeline.reads(self.config.data.num_microbatches))
             shapes = None if self._evaluations is None else self._evaluations.shapes()
             self.pipeline.prepare(first, buckets=self.dataset.buckets, evaluation=shapes, progress=progress)
+        if self.process.recovery is not None:
+            self.process.recovery.on_loss = self._take_over_if_first
+            self._take_over_if_first()
         if self._cache is not None:
             self.console.say(self._cache.describe())
         # Files of an earlier run go last, when nothing can be refused any more.
@@ -243,26 +263,58 @@ class Run:
         self.console.say(f"the resolved configuration is in {path / CONFIG}")
 
     def _first_does(self, what: str, action: Callable[[], None]) -> None:
-        """Runs ``action`` on rank 0 while the others wait; all ranks raise the ValueError that it raises."""
+        """Runs ``action`` on the first rank while the others wait; all ranks raise the ValueError that it raises."""
         problem = None
         if self.is_first:
             try:
                 action()
             except ValueError as error:
                 problem = str(error)
-        problem = self.process.gather(what, problem)[0]
+        gathered = self.process.gather(what, problem)
+        problem = gathered[min(gathered)]
         if problem is not None:
             raise ValueError(problem)
 
-    def metrics(self) -> TrackedMetrics:
-        """The run's rows, on the first rank: the file, and the trackers that it names."""
-        trackers = read_trackers(self.config.run.trackers)
-        if trackers:
-            names = ", ".join(each.tracker for each in trackers)
-            self.console.say(f"the rows of {self.directory.path / METRICS} also go to {names}")
-        return self.directory.tracked_metrics(self.config.as_dict(), trackers, first_step=self.state.step)
+    def _take_over_if_first(self) -> None:
+        """Does from now on what the first rank did, which is lost; rows are taken over as they come."""
+        if not self.is_first or self._lock_taken is not None or self.directory.lock.is_held:
+            return
+        self.console.speak()
+        self.console.say(f"rank {self.process.rank} prints and writes the run's files from now on")
+        self._lock_taken = threading.Thread(target=self._take_lock, name="run lock taken over", daemon=True)
+        self._lock_taken.start()
 
-    def loop(self, metrics: TrackedMetrics | None) -> TrainingLoop:
+    def _take_lock(self) -> None:
+        # A rank that is lost may live on for a moment, until the launcher ends it.
+        for _ in range(_TAKE_OVER_TRIES):
+            try:
+                self.directory.lock.take()
+            except (ValueError, OSError) as error:
+                _LOG.warning("%s", error)
+                time.sleep(_TAKE_OVER_PAUSE_S)
+            else:
+                return
+
+    def _check_lock(self) -> None:
+        """Raises LockHeld where this run has lost the directory to another, whose checkpoints it must not replace."""
+        if self._lock_taken is not None:
+            self._lock_taken.join()
+        self.directory.lock.check()
+
+    def metrics(self) -> RunRows:
+        """The run's rows: the file, and the trackers that the configuration names."""
+        trackers = read_trackers(self.config.run.trackers)
+
+        def open_metrics(first_step: int | None) -> TrackedMetrics:
+            if trackers:
+                names = ", ".join(each.tracker for each in trackers)
+                self.console.say(f"the rows of {self.directory.path / METRICS} also go to {names}")
+            step = self.state.step if first_step is None else first_step
+            return self.directory.tracked_metrics(self.config.as_dict(), trackers, first_step=step)
+
+        return RunRows(self.directory.path / METRICS, lambda: self.is_first, open_metrics)
+
+    def loop(self, metrics: RunRows) -> TrainingLoop:
         """The loop over this run's steps."""
         return TrainingLoop(
             self.pipeline,
@@ -272,8 +324,7 @@ class Run:
             saver=self._saver,
             host_data={"config": self._training},
             profile=self._profile,
-            # Rank 0 alone writes rows, and only they tell the speed.
-            speed=speed_of_steps(self.process.devices, model_flops(self.config)) if self.is_first else None,
+            speed=speed_of_steps(self.process.device_kinds, model_flops(self.config)),
             num_skipped=self._num_skipped,
             evaluations=self._evaluations,
             on_evaluation=self.console.show_evaluation,
@@ -387,6 +438,7 @@ def evaluate_run(planned: PlannedRun, run: Path) -> tuple[int, list[EvaluationRo
         edges=None if cut is None else cut.edges,
         process=process,
         optimizer=optax.identity(),
+        updates=UpdateRules(reduce=config.pipeline.reduce),
         seed=config.run.seed,
         options=_runtime_options(config),
         trains=False,

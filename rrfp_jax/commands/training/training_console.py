@@ -92,6 +92,10 @@ class TrainingConsole:
         finally:
             report.stop()
 
+    def speak(self) -> None:
+        """Is quiet no more, and prints lines."""
+        self._console.quiet = False
+
     def say(self, text: str) -> None:
         """A line of its own, above the bar."""
         self._console.print(text, markup=False, soft_wrap=not self._has_bar)
@@ -144,7 +148,7 @@ class TrainingConsole:
             self._first = row
             self._progress.reset(self._task, completed=row.step)
         self._last = row
-        told = f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s  bubble {row.bubble_fraction:.0%}"
+        told = f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s  bubble {row.bubble_fraction or 0:.0%}"
         self._progress.update(self._task, advance=1, told=told)
         if self._has_bar:
             if row.skipped:
@@ -172,7 +176,7 @@ class TrainingConsole:
             ms=row.step_time_s * 1e3,
             speed=row.tokens_per_s,
             images=f"{row.images_per_s:7,.0f} images/s  " if self._saw_images else "",
-            bubble=row.bubble_fraction,
+            bubble=row.bubble_fraction or 0.0,
             note=(f"  ahead {row.looking_ahead}/{ahead}" if ahead else "") + skipped,
         )
 

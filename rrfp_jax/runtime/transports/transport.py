@@ -54,7 +54,7 @@ from rrfp_jax.schedules import Placement
 
 _EAGER_BYTES = 1 << 16
 """Up to this size, sockets cost less than a transfer, even encrypted."""
-_PART, _CONTROL = b"part", b"control"
+_PART, _CONTROL = "part", "control"
 """The topics of parts of messages, and of plain data."""
 _MAX_CONTROL_BYTES = 1 << 28
 _CLOSE_TIMEOUT_S = 2.0
@@ -168,6 +168,8 @@ class PipelineTransport:
         self._transfers: Transfers | None = None
         if network is None:
             return
+        # Messages of an epoch reach nobody who has come to another (:mod:`rrfp_jax.core.membership`).
+        self._part, self._control = (network.in_epoch(topic).encode() for topic in (_PART, _CONTROL))
         if server is not None and (ranks := frozenset(transfer_ranks)):
             self._transfers = Transfers(
                 network,
@@ -182,8 +184,8 @@ class PipelineTransport:
             )
             self._transfers.open()
         # Last, since messages may be waiting, which the loop hands over at once.
-        network.subscribe_packed(_PART, self._receive_part)
-        network.subscribe_packed(_CONTROL, self._receive_control)
+        network.subscribe_packed(self._part, self._receive_part)
+        network.subscribe_packed(self._control, self._receive_control)
 
     def close(self) -> None:
         """Takes no more messages, which the network keeps for the next transport, and stops the threads. May be called
@@ -192,8 +194,8 @@ class PipelineTransport:
             return
         self._is_closed = True
         if self._network is not None:
-            self._network.unsubscribe(_CONTROL)
-            self._network.unsubscribe(_PART)
+            self._network.unsubscribe(self._control)
+            self._network.unsubscribe(self._part)
         if self._transfers is not None:
             self._transfers.close()
         self._fetching.close(_CLOSE_TIMEOUT_S)
@@ -310,7 +312,7 @@ class PipelineTransport:
             # Packed once for all receivers, and not at all where the only one is this rank.
             if packed is None:
                 packed = pack_plain(payload, _MAX_CONTROL_BYTES)
-            self._network.send_arrays(receiver, _CONTROL, pack_key(MessageKey(step, message)), [packed])
+            self._network.send_arrays(receiver, self._control, pack_key(MessageKey(step, message)), [packed])
 
     # -- on the event loop -------------------------------------------------------------------------------------------
 
@@ -334,7 +336,7 @@ class PipelineTransport:
         small, frames, num_bytes = part
         self.held.add(sent=num_bytes)  # Before, for it may be confirmed at once.
         confirmed = partial(self.held.add, sent=-num_bytes)
-        self._network.send_arrays(receiver, _PART, pack_key(key) + small, frames, confirmed)
+        self._network.send_arrays(receiver, self._part, pack_key(key) + small, frames, confirmed)
 
     def _receive_part(self, sender: int, header: bytes, frames: list[memoryview]) -> None:
         key = unpack_key(header)

@@ -18,7 +18,7 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage import ProgramStage
-from rrfp_jax.runtime.stage_replicas import StageReplicas
+from rrfp_jax.runtime.stage_reduction import StageReplicas
 from rrfp_jax.schedules import Task, TaskKind, chain, looped
 
 PATIENCE_S = 20.0

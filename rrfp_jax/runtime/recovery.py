@@ -1,0 +1,416 @@
+"""Recovery: a pipeline goes on without ranks that are lost, in the same processes, with the programs that are compiled.
+
+:class:`RecoveringRuntime` stands between a pipeline and its :class:`~rrfp_jax.runtime.driver.PipelineRuntime`, of which
+it makes a new one in each epoch. The rules, and the argument why survivors never disagree, are those of
+:mod:`rrfp_jax.core.membership`, which is driven here:
+
+1. The network suspects a rank, and the head declares an epoch without it (:mod:`rrfp_jax.cluster._head_link`).
+2. This rank freezes: its runtime is closed, tasks that run come to their end, and messages of the epoch are refused.
+   The stages keep the steps under way, with the sums that have come.
+3. The survivors tell the newest verdict that each knows. Who has not finished that step does so: the sums of all its
+   gradients are here, since a verdict is only made after everybody has them.
+4. Everything later is dropped, and accumulators are cleared. A new runtime starts with the same states. Once all
+   survivors have come so far, the steps that were submitted and have not ended are submitted again, with other owners
+   of the microbatches.
+
+Callers notice nothing but the time: the futures of steps stay those that :meth:`RecoveringRuntime.submit` has returned.
+
+The run ends where the rules do not help, with an error on each rank: the launcher is gone, which alone declares losses;
+ranks live that no longer hear each other; a task here never ends. A rank whose task raises an error ends by itself, and
+the others go on without it.
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from rrfp_jax.cluster import MalformedMessage
+from rrfp_jax.cluster._head_link import HeadLink
+from rrfp_jax.cluster.rendezvous import name_ranks
+from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
+from rrfp_jax.core.membership import (
+    BroughtData,
+    EndRank,
+    EpochDeclared,
+    FinishDecided,
+    FreezeStep,
+    GatherCalled,
+    GatheredResult,
+    GatheringEnded,
+    LeaveRun,
+    MembershipEvent,
+    NewestVerdict,
+    PassOn,
+    PeerNote,
+    RankMembership,
+    RankSuspected,
+    Recovered,
+    ResumeFrom,
+    StepDecided,
+    TellHead,
+    TellRank,
+)
+from rrfp_jax.core.rebalancing import adopted_owners
+from rrfp_jax.core.replicas import Owners, StepOwners
+from rrfp_jax.exit_codes import PEER_LOST, print_fatal_message
+from rrfp_jax.layout import ControlTree, Layout
+from rrfp_jax.programs.agreement import Verdict
+from rrfp_jax.programs.batches import StepBatch
+from rrfp_jax.runtime.failure import PeerLost, RunFailed, WaitForReport
+from rrfp_jax.runtime.stage import ProgramStage
+from rrfp_jax.runtime.steps import StepOutcome
+from rrfp_jax.schedules import Absences
+from rrfp_jax.schedules.timeline import Timeline
+from rrfp_jax.waiting import result_of, wait_for
+
+if TYPE_CHECKING:
+    from rrfp_jax.runtime.driver import PipelineRuntime
+    from rrfp_jax.runtime.process import Process
+
+_LOG = logging.getLogger(__name__)
+_NOTE = "member"
+_RUN, _CHECKPOINT, _EPOCH = "run", "checkpoint", "epoch"
+"""Lanes of gatherings: those of the main thread, of the thread that saves, and of recovery itself."""
+_NOTES: dict[str, Any] = {kind.__name__: kind for kind in (NewestVerdict, Recovered, BroughtData, GatheredResult)}
+_MAX_NOTE_BYTES = 1 << 26
+_LEAVE_S = 5.0
+_HEAD_S = 30.0
+"""Seconds after which the head is given up that has not answered a suspicion."""
+
+
+@dataclass
+class _Submitted:
+    """A step that was submitted and has not ended."""
+
+    batch: StepBatch
+    absent: Absences
+    weights: Mapping[int, tuple[int, ...]]
+    evaluates: bool
+    owners: StepOwners | None
+    trained: int | None
+    future: "Future[StepOutcome]"
+
+
+class RecoveringRuntime:
+    """Runs a pipeline in one epoch after another; called like the runtime that it has at the time.
+
+    Args:
+        process: this rank.
+        owners: the normal owners of the microbatches of a step.
+        start: starts a runtime, after a loss with the step that is its first, and returns it with its stages.
+        first_step: the step to begin with.
+        weigh: returns the weights of microbatches, by unit, from their buckets and owners.
+    """
+
+    def __init__(
+        self,
+        process: "Process",
+        owners: Owners,
+        start: Callable[..., "tuple[PipelineRuntime, list[ProgramStage]]"],
+        first_step: int,
+        *,
+        weigh: Callable[[Sequence[int], StepOwners], dict[int, tuple[int, ...]]],
+    ) -> None:
+        assert process.cluster is not None
+        assert process.peers is not None
+        self._layout: Layout = process.layout
+        self._stop_requests = process.stop_requests
+        self._rank, self._network, self._peers = process.rank, process.cluster.network, process.peers
+        self._normal, self._start, self._weigh = owners, start, weigh
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called once the living ranks have changed, on the recovery's thread; must return at once."""
+        self._lost: tuple[int, ...] = ()
+        """The units that are lost."""
+        self._membership = RankMembership(self._rank, self._layout.num_ranks, first_step=first_step)
+        self._is_waiting = False
+        """Whether this rank waits until all survivors have a runtime in this epoch."""
+        self._suspected_s: float | None = None
+        """Time of the first suspicion that the head has not answered."""
+        self._lock = threading.RLock()
+        """Guards the four below, and the gatherings."""
+        self._pending: dict[int, _Submitted] = {}
+        self._is_frozen = self._is_closed = False
+        self._error: RunFailed | None = None
+        self._gatherings: dict[str, Future[dict[int, Any]]] = {}
+        self._events: queue.SimpleQueue[MembershipEvent | None] = queue.SimpleQueue()
+        self.runtime, self._stages = start()
+        self._network.subscribe(_NOTE, self._hear)
+        self._peers.gather = self.gather  # type: ignore[method-assign]
+        self._peers.others_go_on = True
+        cluster = process.cluster
+        self._head = HeadLink(
+            cluster.membership.rendezvous, cluster.key, self._rank, self._layout, on_declared=self._events.put
+        )
+        self._thread = threading.Thread(target=self._run, name="rrfp-recovery", daemon=True)
+        self._thread.start()
+
+    # -- called from any thread --------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        step: int,
+        batch: StepBatch,
+        absent: Absences = (),
+        weights: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        *,
+        evaluates: bool = False,
+        owners: StepOwners | None = None,
+        trained: int | None = None,
+    ) -> "Future[StepOutcome]":
+        """Enqueues a step, as :meth:`PipelineRuntime.submit`; its future waits for the step's end in whatever epoch."""
+        submitted = _Submitted(batch, absent, weights, evaluates, owners, trained, Future())
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            self._pending[step] = submitted
+            if not self._is_frozen:
+                self._pass_on(step, submitted)
+        return submitted.future
+
+    def suspect(self, rank: int, reason: str) -> None:
+        """Notes that the network takes a rank for lost."""
+        self._events.put(RankSuspected(rank, reason))
+
+    def give_up(self, why: str) -> None:
+        """Ends the run on this rank, with the reason."""
+        with self._lock:
+            self._error = self._error or PeerLost(WaitForReport(summary=why, stages=()))
+        self._events.put(None)
+
+    def gather(
+        self,
+        name: str,
+        data: Any = None,
+        *,
+        to_all: bool = True,  # noqa: ARG002 - all get it
+        deadline_s: float | None = None,  # noqa: ARG002 - a rank that does not come is lost
+    ) -> dict[int, Any]:
+        """Brings plain data, blocks until every living rank has, and returns their data by rank, the same on all.
+
+        Gatherings whose names begin with "checkpoint" and others may be called at the same time by two threads. Raises
+        RunFailed where the run cannot go on.
+        """
+        lane = _CHECKPOINT if name.startswith(_CHECKPOINT) else _RUN
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            waiting = self._gatherings[lane] = Future()
+        self._events.put(GatherCalled(lane, data))
+        return result_of(waiting)
+
+    def leave(self) -> None:
+        """Tells the head that this rank has come to the end of the run; an end without that counts as a loss."""
+        self._head.leave(_LEAVE_S)
+
+    def close(self) -> bool:
+        """Runs no more steps, as :meth:`PipelineRuntime.close`; gatherings go on. Also again."""
+        with self._lock:
+            self._is_closed = True
+        return self.runtime.close()
+
+    def end(self) -> None:
+        """Leaves the run for good."""
+        self.close()
+        self._events.put(None)
+        self._thread.join()
+        self._head.close()
+        self._network.unsubscribe(_NOTE)
+
+    def close_soon(self) -> None:
+        """Closes everything on a thread of its own, without waiting; for the garbage collector."""
+        threading.Thread(target=self.close, name="rrfp-close", daemon=True).start()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _pass_on(self, step: int, submitted: _Submitted) -> None:
+        owners, weights = submitted.owners, submitted.weights
+        if self._lost:
+            living = [unit for unit in range(self._layout.num_units) if unit not in self._lost]
+            owners = StepOwners(adopted_owners(self._normal if owners is None else owners.owners, living), self._lost)
+            weights = self._weigh(submitted.batch.buckets, owners) if weights else weights
+        inner = self.runtime.submit(
+            step,
+            submitted.batch,
+            submitted.absent,
+            weights,
+            evaluates=submitted.evaluates,
+            owners=owners,
+            trained=submitted.trained,
+        )
+        inner.add_done_callback(partial(self._ended, step, self.runtime))
+
+    def _ended(self, step: int, runtime: "PipelineRuntime", inner: "Future[StepOutcome]") -> None:
+        error = inner.exception()
+        with self._lock:
+            # What a frozen runtime could not end is submitted again.
+            if error is not None and (self._is_frozen or runtime is not self.runtime):
+                return
+            submitted = self._pending.pop(step, None)
+        if submitted is None:
+            return
+        if error is None:
+            submitted.future.set_result(replace(inner.result(), lost_units=self._lost))
+        else:
+            submitted.future.set_exception(error)
+
+    # -- on the recovery's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    event = self._events.get(timeout=_HEAD_S)
+                except queue.Empty:
+                    self._check_head()
+                    continue
+                if event is None:
+                    break
+                if isinstance(event, EpochDeclared) and event.epoch > self._membership.epoch:
+                    self._freeze()
+                self._carry_out(event)
+                self._check_head()
+        except Exception as error:
+            _LOG.exception("rank %d cannot go on without the ranks that were lost", self._rank)
+            summary = f"rank {self._rank} cannot go on without the ranks that were lost: {error}"
+            self._error = PeerLost(WaitForReport(summary=summary, stages=()))
+        if self._error is not None:
+            self._fail_all(self._error)
+
+    def _check_head(self) -> None:
+        """Raises an error where the head does not say who is lost."""
+        if not (suspected := self._membership.suspected):
+            self._suspected_s = None
+        elif self._suspected_s is None:
+            self._suspected_s = time.monotonic()
+        elif time.monotonic() - self._suspected_s >= _HEAD_S:
+            whom = "; ".join(f"rank {rank} is suspected ({why})" for rank, why in suspected.items())
+            silent = f"the launcher, which declares losses, was last heard {self._head.silent_s:.0f} s ago"
+            raise RuntimeError(f"{whom}, and {silent}")
+
+    def _freeze(self) -> None:
+        """Closes the runtime, and tells the membership of all verdicts that are known here."""
+        with self._lock:
+            self._is_frozen = True
+        if not self.runtime.close():
+            raise RuntimeError("a task of the stages hosted here does not come to its end")
+        known = [told for stage in self._stages if (told := stage.newest_verdict()) is not None]
+        if known:
+            newest, verdict = max(known, key=lambda told: told[0])
+            for step in range(self._membership.newest + 1, newest + 1):
+                self._carry_out(StepDecided(step, verdict.as_plain() if step == newest else None))
+
+    def _carry_out(self, event: MembershipEvent) -> None:
+        for instruction in self._membership.handle(event):
+            match instruction:
+                case TellHead(_, accusations):
+                    self._head.accuse(accusations)
+                case TellRank(rank, epoch, note):
+                    packed = pack_plain([type(note).__name__, *note], _MAX_NOTE_BYTES)
+                    self._network.on_loop(self._network.send, rank, _NOTE, {"epoch": epoch}, [packed])
+                case FreezeStep(epoch, living, reason):
+                    _LOG.warning("epoch %d: %s; %s go on", epoch, reason, name_ranks(living))
+                case FinishDecided(step, verdict):
+                    self._finish(step, Verdict(**verdict))
+                case ResumeFrom(epoch, living, step):
+                    self._resume(epoch, living, step)
+                case GatheringEnded(lane, result) if lane == _EPOCH:
+                    self._go_on({epoch for _, epoch in result})
+                case GatheringEnded(lane, result):
+                    self._gatherings.pop(lane).set_result(dict(result))
+                case LeaveRun():
+                    # All have come to the last gathering, where ranks meet before they leave. The others may be gone
+                    # before its result has come, and nobody reads it.
+                    while self._gatherings:
+                        self._gatherings.popitem()[1].set_result({})
+                case EndRank(reason):
+                    print_fatal_message(f"error: rank {self._rank} is no part of the run any more: {reason}")
+                    os._exit(PEER_LOST)
+
+    def _finish(self, step: int, verdict: Verdict) -> None:
+        for stage in self._stages:
+            stage.finish_decided(step, verdict)
+
+    def _resume(self, epoch: int, living: tuple[int, ...], step: int) -> None:
+        """Starts a new runtime, and tells the others once it takes messages."""
+        units, ranks_of = range(self._layout.num_units), self._layout.ranks_of
+        self._lost = tuple(unit for unit in units if not set(ranks_of(unit)) <= set(living))
+        entered = threading.Event()
+
+        def enter() -> None:
+            self._network.begin_epoch(epoch)
+            tree = ControlTree(self._rank, living)
+            self._peers.follow(tree)
+            self._stop_requests.follow(tree)
+            entered.set()
+
+        self._network.call_soon(enter)
+        wait_for(entered)
+        for stage in self._stages:
+            stage.clear()
+        with self._lock:
+            # A pipeline that is closed meanwhile has nothing left to run.
+            if not self._is_closed:
+                self.runtime, self._stages = self._start(step)
+        self.on_loss()
+        # A gathering that another loss has interrupted goes on by itself; its result will tell the earlier epoch.
+        if not self._is_waiting:
+            self._wait_for_others(epoch)
+
+    def _wait_for_others(self, epoch: int) -> None:
+        self._is_waiting = True
+        self._events.put(GatherCalled(_EPOCH, epoch))
+
+    def _go_on(self, epochs: set[int]) -> None:
+        """Runs all steps that have not ended, once every survivor takes messages of this epoch."""
+        self._is_waiting = False
+        if epochs != {self._membership.epoch}:  # All ranks have this result, so all wait again.
+            self._wait_for_others(self._membership.epoch)
+            return
+        step, verdict = self._membership.newest + 1, self._membership.verdict
+        with self._lock:
+            self._is_frozen = False
+            ended = [number for number in self._pending if number < step]
+            over = {number: self._pending.pop(number) for number in ended}
+            for number, submitted in sorted(self._pending.items()):
+                self._pass_on(number, submitted)
+        for number, submitted in over.items():
+            # No times and peaks are known of a step that was finished while the pipeline was frozen.
+            submitted.future.set_result(
+                StepOutcome(
+                    step=number,
+                    result=Verdict(**verdict),
+                    stages={},
+                    timeline=Timeline(self._layout.num_units),
+                    ended_s=time.perf_counter(),
+                    lost_units=self._lost,
+                )
+            )
+
+    def _fail_all(self, error: RunFailed) -> None:
+        with self._lock:
+            pending, self._pending = list(self._pending.values()), {}
+            waiting, self._gatherings = list(self._gatherings.values()), {}
+        for submitted in pending:
+            submitted.future.set_exception(error)
+        for gathering in waiting:
+            gathering.set_exception(error)
+
+    # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def _hear(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:
+        try:
+            name, *fields = unpack_plain(bytes(frames[0]), _MAX_NOTE_BYTES)
+            note = _NOTES[name](*fields)
+            if isinstance(note, Recovered):
+                note = note._replace(results=tuple(PassOn(*each) for each in note.results))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise MalformedMessage(f"rank {sender} sends a note that is none: {error}") from error
+        self._events.put(PeerNote(sender, field(header, "epoch", int), note))

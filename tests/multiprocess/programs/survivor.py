@@ -1,0 +1,86 @@
+"""A rank of 2 stages in 2 replicas that trains a small model, one of which is struck dead in the middle.
+
+``survivor FOLDER STEPS VICTIM STEP DELAY_S``: a time after rank VICTIM has enqueued STEP it kills itself.
+"""
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from rrfp_jax import Pipeline, linear
+from rrfp_jax.cluster import ClusterConfig
+from rrfp_jax.commands.common.process import enter
+from rrfp_jax.core import Ordering
+from rrfp_jax.models import LanguageModelConfig, language_model
+from rrfp_jax.runtime.options import UpdateRules
+
+NUM_MICROBATCHES, ROWS, LENGTH, VOCABULARY = 8, 2, 16, 64
+MODEL = LanguageModelConfig(vocab_size=VOCABULARY, hidden=32, num_layers=2, num_heads=4, mlp_dim=64)
+
+
+def make_pipeline(**more: Any) -> Pipeline:
+    return Pipeline(
+        language_model(MODEL).split(num_chunks=2),
+        placement=linear(2),
+        ordering=Ordering(hint="bf", window=NUM_MICROBATCHES),
+        optimizer=optax.adamw(1e-3, eps=1e-6),
+        **more,
+    )
+
+
+def make_batch(step: int) -> dict[str, np.ndarray]:
+    rows = np.random.default_rng(step).integers(0, VOCABULARY, (NUM_MICROBATCHES, ROWS, LENGTH + 1), np.int32)
+    weights = np.ones((NUM_MICROBATCHES, ROWS, LENGTH), np.float32)
+    return {"tokens": rows[..., :-1], "targets": rows[..., 1:], "weights": weights}
+
+
+def train(pipeline: Pipeline, num_steps: int, before: Any = lambda step: None) -> tuple[list[float], Any]:
+    """Returns the losses, and the parameters that lie here by chunk."""
+    state, losses = pipeline.init(jax.random.key(0)), []
+    for step in range(num_steps):
+        before(step)
+        state, metrics = pipeline.step(state, make_batch(step))
+        losses.append(metrics.result().loss)
+    return losses, {chunk: jax.tree.map(np.asarray, held.params) for chunk, held in pipeline.chunk_states(state)}
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
+    folder, (num_steps, victim, at) = Path(sys.argv[1]), map(int, sys.argv[2:5])
+    process = enter(
+        num_stages=2, data=2, configuration={}, cluster=ClusterConfig(), platform="cpu", sums_by_messages=True
+    )
+    assert process.device_kinds == ["cpu"] * 4
+    compiled: list[int] = []
+
+    def count(name: str, *_: Any, **__: Any) -> None:
+        if "backend_compile" in name:
+            compiled[-1:] = [sum(compiled) + 1]
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+
+    def strike(step: int) -> None:
+        if step == 1:
+            programs.append(sum(compiled))
+        if (process.rank, step) == (victim, at):
+            threading.Timer(float(sys.argv[5]), os.kill, [os.getpid(), signal.SIGKILL]).start()
+
+    programs: list[int] = []
+    pipeline = make_pipeline(process=process, updates=UpdateRules(reduce="messages"))
+    losses, params = train(pipeline, num_steps, strike)
+    programs.append(sum(compiled))
+    (folder / f"rank{process.rank}").write_bytes(pickle.dumps((losses, params, programs)))
+    process.finish()
+
+
+if __name__ == "__main__":
+    main()
