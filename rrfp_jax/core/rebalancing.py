@@ -27,9 +27,11 @@ all that it needs, 850 for k = 1, 760 for k = 4 and 720 for k = 8.
 Slow units
 ----------
 A step that takes longer is no evidence: its microbatches may be longer. So the measure of a unit is its *ratio*, busy
-time to the cost that was predicted of the very tasks that it ran (:mod:`rrfp_jax.costs.task_costs`), relative to the
-same ratio of its stage's replicas. The amount of work cancels, and all that their programs have in common; the device
-stays. The reference is the lower median, so that of two replicas the faster one is the measure.
+time to the cost that was predicted of the very tasks that it ran, relative to the same ratio of its stage's replicas.
+The amount of work cancels, and all that their programs have in common; the device stays. The reference is the lower
+median, so that of two replicas the faster one is the measure. A program's time follows from the shapes of its
+microbatch, so the prediction is the mean time of all tasks so far of the same chunk, kind and bucket of shapes, in all
+replicas (:class:`OwnerPlanner`). A slow replica raises it for all alike.
 
 :class:`SpeedWatch` keeps for each unit a *factor in force*, 1 at first. It changes when the median of the last nine
 steps, of which there must be five, departs from it by a tenth or more. So no change comes without five steps that
@@ -60,6 +62,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 from statistics import median, median_low
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rrfp_jax.core.replicas import Owners
@@ -216,6 +219,79 @@ class SpeedWatch:
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
+
+
+class AlikeTasks(NamedTuple):
+    """Tasks that take the same time on equal devices: of one kind, on one chunk, for microbatches of equal shapes."""
+
+    chunk: int
+    """The chunk's number within its replica."""
+    kind: str
+    bucket: int
+
+
+class TaskTimes(NamedTuple):
+    """Number and time of some tasks."""
+
+    num_tasks: int
+    busy_s: float
+
+    @property
+    def mean_s(self) -> float:
+        return self.busy_s / self.num_tasks
+
+
+class OwnerPlan(NamedTuple):
+    """All that the owners of one step follow from, beside the living units."""
+
+    factors: Mapping[int, float] = MappingProxyType({})
+    """How many times as long as its peers a unit takes, of the slow ones, by unit."""
+    costs: Sequence[Sequence[float]] = ()
+    """[stages][microbatches], the predicted costs of the step."""
+
+    def owners(self, owners: Owners) -> Owners:
+        """Returns the step's table, planned from the normal one, or the one after a loss."""
+        return planned_owners(owners, self.factors, self.costs) if self.factors else owners
+
+
+class OwnerPlanner:
+    """Finds slow units by the times of their tasks, and plans the owners of coming steps.
+
+    Args:
+        stage_of_chunk: the stage of every chunk of one replica.
+    """
+
+    def __init__(self, stage_of_chunk: Sequence[int]) -> None:
+        self._stage_of_chunk = tuple(stage_of_chunk)
+        self._watch = SpeedWatch(1 + max(stage_of_chunk))
+        self._known: dict[AlikeTasks, TaskTimes] = {}
+        """The tasks of all replicas so far."""
+
+    def observe(self, step: int, times: Mapping[int, Mapping[AlikeTasks, TaskTimes]]) -> list[SpeedChange]:
+        """Takes in the tasks of a step, by unit, of all living units; returns what it finds."""
+        for of_unit in times.values():
+            for alike, (num_tasks, busy_s) in of_unit.items():
+                before = self._known.get(alike, TaskTimes(0, 0.0))
+                self._known[alike] = TaskTimes(before.num_tasks + num_tasks, before.busy_s + busy_s)
+        work = {
+            unit: UnitWork(
+                cost=fsum(self._known[alike].mean_s * each.num_tasks for alike, each in of_unit.items()),
+                busy_s=fsum(each.busy_s for each in of_unit.values()),
+            )
+            for unit, of_unit in times.items()
+        }
+        return self._watch.observe(step, work)
+
+    def plan(self, buckets: Sequence[int]) -> OwnerPlan:
+        """Returns the plan for a step whose microbatches have these buckets."""
+        if not self._watch.factors:
+            return OwnerPlan()
+        costs: list[dict[int, float]] = [dict.fromkeys(buckets, 0.0) for _ in range(1 + max(self._stage_of_chunk))]
+        for (chunk, _, bucket), known in self._known.items():
+            of_stage = costs[self._stage_of_chunk[chunk]]
+            if bucket in of_stage:
+                of_stage[bucket] += known.mean_s
+        return OwnerPlan(self._watch.factors, [[of_stage[each] for each in buckets] for of_stage in costs])
 
 
 def planned_owners(owners: Owners, factors: Mapping[int, float], costs: Sequence[Sequence[float]] = ()) -> Owners:

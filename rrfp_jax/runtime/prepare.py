@@ -15,6 +15,7 @@ from dataclasses import astuple, dataclass, replace
 from zlib import crc32
 
 from rrfp_jax.core import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
+from rrfp_jax.core.rebalancing import OwnerPlanner
 from rrfp_jax.core.replicas import Replication, block_owners, microbatches_per_replica, replication, with_owners
 from rrfp_jax.costs.forecast import (
     ChunkBytes,
@@ -164,6 +165,8 @@ def prepare_pipeline(
             start,
             step,
             weigh=lambda buckets, given: weights.of(buckets, with_owners(order.graph, order.placement, given)),
+            # Other owners add up in another order.
+            planner=None if model.updates.deterministic else OwnerPlanner(model.placement.stage_of_chunk),
         )
     else:
         runtime, _ = start()

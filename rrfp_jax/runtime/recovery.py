@@ -15,6 +15,9 @@ it makes a new one in each epoch. The rules, and the argument why survivors neve
 
 Callers notice nothing but the time: the futures of steps stay those that :meth:`RecoveringRuntime.submit` has returned.
 
+Slow units are found and relieved here too (:mod:`rrfp_jax.core.rebalancing`). Every few steps all ranks gather the
+times of their tasks. Each plans the owners of a step from the same gatherings, so all find the same.
+
 The run ends where the rules do not help, with an error on each rank: the launcher is gone, which alone declares losses;
 ranks live that no longer hear each other; a task here never ends. A rank whose task raises an error ends by itself, and
 the others go on without it.
@@ -30,7 +33,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rrfp_jax.cluster import MalformedMessage
 from rrfp_jax.cluster._head_link import HeadLink
@@ -58,7 +61,7 @@ from rrfp_jax.core.membership import (
     TellHead,
     TellRank,
 )
-from rrfp_jax.core.rebalancing import adopted_owners
+from rrfp_jax.core.rebalancing import AlikeTasks, OwnerPlan, OwnerPlanner, TaskTimes, adopted_owners
 from rrfp_jax.core.replicas import Owners, StepOwners
 from rrfp_jax.exit_codes import PEER_LOST, print_fatal_message
 from rrfp_jax.layout import ControlTree, Layout
@@ -77,13 +80,20 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _NOTE = "member"
-_RUN, _CHECKPOINT, _EPOCH = "run", "checkpoint", "epoch"
+_RUN, _CHECKPOINT, _EPOCH, _TIMES = "run", "checkpoint", "epoch", "times"
 """Lanes of gatherings: those of the main thread, of the thread that saves, and of recovery itself."""
+_STEPS_PER_GATHERING, _LAG = 2, 3
+"""Steps whose times are gathered together, and how many steps a plan lies behind them at least: two are submitted
+ahead, and the gathering takes a moment."""
 _NOTES: dict[str, Any] = {kind.__name__: kind for kind in (NewestVerdict, Recovered, BroughtData, GatheredResult)}
 _MAX_NOTE_BYTES = 1 << 26
 _LEAVE_S = 5.0
 _HEAD_S = 30.0
 """Seconds after which the head is given up that has not answered a suspicion."""
+
+
+_Times = tuple[int, list[list[Any]]]
+"""A step, and for all tasks of a unit that are alike: unit, chunk, kind, bucket, number of tasks and seconds."""
 
 
 @dataclass
@@ -96,7 +106,16 @@ class _Submitted:
     evaluates: bool
     owners: StepOwners | None
     trained: int | None
+    plan: OwnerPlan
     future: "Future[StepOutcome]"
+
+
+class _StepTimed(NamedTuple):
+    """A training step has ended here, with the times of its tasks."""
+
+    step: int
+    buckets: Sequence[int]
+    timeline: Timeline
 
 
 class RecoveringRuntime:
@@ -108,6 +127,7 @@ class RecoveringRuntime:
         start: starts a runtime, after a loss with the step that is its first, and returns it with its stages.
         first_step: the step to begin with.
         weigh: returns the weights of microbatches, by unit, from their buckets and owners.
+        planner: finds slow units and plans owners; None: nothing does.
     """
 
     def __init__(
@@ -118,6 +138,7 @@ class RecoveringRuntime:
         first_step: int,
         *,
         weigh: Callable[[Sequence[int], StepOwners], dict[int, tuple[int, ...]]],
+        planner: OwnerPlanner | None = None,
     ) -> None:
         assert process.cluster is not None
         assert process.peers is not None
@@ -130,6 +151,14 @@ class RecoveringRuntime:
         self._lost: tuple[int, ...] = ()
         """The units that are lost."""
         self._membership = RankMembership(self._rank, self._layout.num_ranks, first_step=first_step)
+        self._planner = planner
+        self._num_submitted = self._num_observed = 0
+        """Training steps that were submitted, and gatherings of times that the planner has taken in."""
+        self._times: list[_Times] = []
+        """Times of this rank's tasks in the steps that were not gathered yet, with the steps' numbers."""
+        self._is_gathering_times = False
+        self._gathered_times: queue.SimpleQueue[Mapping[int, list[_Times]] | None] = queue.SimpleQueue()
+        """Results that the planner has not taken in; None once there will be none."""
         self._is_waiting = False
         """Whether this rank waits until all survivors have a runtime in this epoch."""
         self._suspected_s: float | None = None
@@ -140,7 +169,7 @@ class RecoveringRuntime:
         self._is_frozen = self._is_closed = False
         self._error: RunFailed | None = None
         self._gatherings: dict[str, Future[dict[int, Any]]] = {}
-        self._events: queue.SimpleQueue[MembershipEvent | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[MembershipEvent | _StepTimed | None] = queue.SimpleQueue()
         self.runtime, self._stages = start()
         self._network.subscribe(_NOTE, self._hear)
         self._peers.gather = self.gather  # type: ignore[method-assign]
@@ -166,7 +195,10 @@ class RecoveringRuntime:
         trained: int | None = None,
     ) -> "Future[StepOutcome]":
         """Enqueues a step, as :meth:`PipelineRuntime.submit`; its future waits for the step's end in whatever epoch."""
-        submitted = _Submitted(batch, absent, weights, evaluates, owners, trained, Future())
+        plan = OwnerPlan()
+        if self._planner is not None and not evaluates:
+            plan = self._plan(self._planner, batch.buckets)
+        submitted = _Submitted(batch, absent, weights, evaluates, owners, trained, plan, Future())
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -230,11 +262,29 @@ class RecoveringRuntime:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def _plan(self, planner: OwnerPlanner, buckets: Sequence[int]) -> OwnerPlan:
+        """Returns the plan of a training step that is submitted now, after waiting for the times that decide it."""
+        while self._num_observed < (self._num_submitted - _LAG) // _STEPS_PER_GATHERING:
+            if (gathered := self._gathered_times.get()) is None:
+                break  # The step will not be run.
+            self._num_observed += 1
+            for of_step in zip(*gathered.values(), strict=True):
+                times: dict[int, dict[AlikeTasks, TaskTimes]] = {}
+                for _, found in of_step:
+                    for unit, chunk, kind, bucket, num_tasks, busy_s in found:
+                        times.setdefault(unit, {})[AlikeTasks(chunk, kind, bucket)] = TaskTimes(num_tasks, busy_s)
+                for change in planner.observe(of_step[0][0], times):
+                    if self._peers.tree.is_root:
+                        _LOG.warning("%s", change.sentence)
+        self._num_submitted += 1
+        return planner.plan(buckets)
+
     def _pass_on(self, step: int, submitted: _Submitted) -> None:
         owners, weights = submitted.owners, submitted.weights
-        if self._lost:
+        if self._lost or (owners is None and submitted.plan.factors):
             living = [unit for unit in range(self._layout.num_units) if unit not in self._lost]
-            owners = StepOwners(adopted_owners(self._normal if owners is None else owners.owners, living), self._lost)
+            table = adopted_owners(self._normal if owners is None else owners.owners, living)
+            owners = StepOwners(submitted.plan.owners(table) if owners is None else table, self._lost)
             weights = self._weigh(submitted.batch.buckets, owners) if weights else weights
         inner = self.runtime.submit(
             step,
@@ -257,9 +307,16 @@ class RecoveringRuntime:
         if submitted is None:
             return
         if error is None:
-            submitted.future.set_result(replace(inner.result(), lost_units=self._lost))
+            outcome = replace(inner.result(), lost_units=self._lost, slow_units=submitted.plan.factors)
+            self._tell_times(submitted, outcome)
+            submitted.future.set_result(outcome)
         else:
             submitted.future.set_exception(error)
+
+    def _tell_times(self, submitted: _Submitted, outcome: StepOutcome) -> None:
+        if self._planner is not None and not submitted.evaluates:
+            step = outcome.step if submitted.trained is None else submitted.trained
+            self._events.put(_StepTimed(step, submitted.batch.buckets, outcome.timeline))
 
     # -- on the recovery's thread ------------------------------------------------------------------------------------
 
@@ -273,6 +330,9 @@ class RecoveringRuntime:
                     continue
                 if event is None:
                     break
+                if isinstance(event, _StepTimed):
+                    self._note_times(*event)
+                    continue
                 if isinstance(event, EpochDeclared) and event.epoch > self._membership.epoch:
                     self._freeze()
                 self._carry_out(event)
@@ -323,6 +383,10 @@ class RecoveringRuntime:
                     self._resume(epoch, living, step)
                 case GatheringEnded(lane, result) if lane == _EPOCH:
                     self._go_on({epoch for _, epoch in result})
+                case GatheringEnded(lane, result) if lane == _TIMES:
+                    self._gathered_times.put(dict(result))
+                    self._is_gathering_times = False
+                    self._gather_times()
                 case GatheringEnded(lane, result):
                     self._gatherings.pop(lane).set_result(dict(result))
                 case LeaveRun():
@@ -333,6 +397,23 @@ class RecoveringRuntime:
                 case EndRank(reason):
                     print_fatal_message(f"error: rank {self._rank} is no part of the run any more: {reason}")
                     os._exit(PEER_LOST)
+
+    def _note_times(self, step: int, buckets: Sequence[int], timeline: Timeline) -> None:
+        """Has the times of a step's tasks gathered with those of others; steps come in their order."""
+        found: dict[tuple[int, int, str, int], tuple[int, float]] = {}
+        for span in timeline.spans:
+            if span.task.microbatch >= 0 and not span.is_beside:
+                base, bucket = span.task.chunk // self._layout.data, buckets[span.task.microbatch]
+                number, busy_s = found.get(alike := (span.stage, base, str(span.task.kind), bucket), (0, 0.0))
+                found[alike] = number + 1, busy_s + span.end_s - span.start_s
+        self._times.append((step, [[*alike, *times] for alike, times in found.items()]))
+        self._gather_times()
+
+    def _gather_times(self) -> None:
+        if not self._is_gathering_times and len(self._times) >= _STEPS_PER_GATHERING:
+            told, self._times = self._times[:_STEPS_PER_GATHERING], self._times[_STEPS_PER_GATHERING:]
+            self._is_gathering_times = True
+            self._carry_out(GatherCalled(_TIMES, told))
 
     def _finish(self, step: int, verdict: Verdict) -> None:
         for stage in self._stages:
@@ -383,21 +464,23 @@ class RecoveringRuntime:
                 self._pass_on(number, submitted)
         for number, submitted in over.items():
             # No times and peaks are known of a step that was finished while the pipeline was frozen.
-            submitted.future.set_result(
-                StepOutcome(
-                    step=number,
-                    result=Verdict(**verdict),
-                    stages={},
-                    timeline=Timeline(self._layout.num_units),
-                    ended_s=time.perf_counter(),
-                    lost_units=self._lost,
-                )
+            outcome = StepOutcome(
+                step=number,
+                result=Verdict(**verdict),
+                stages={},
+                timeline=Timeline(self._layout.num_units),
+                ended_s=time.perf_counter(),
+                lost_units=self._lost,
+                slow_units=submitted.plan.factors,
             )
+            self._tell_times(submitted, outcome)
+            submitted.future.set_result(outcome)
 
     def _fail_all(self, error: RunFailed) -> None:
         with self._lock:
             pending, self._pending = list(self._pending.values()), {}
             waiting, self._gatherings = list(self._gatherings.values()), {}
+        self._gathered_times.put(None)
         for submitted in pending:
             submitted.future.set_exception(error)
         for gathering in waiting:

@@ -61,6 +61,8 @@ class StepOutcome:
     """Statistics of all ranks together, on the first of several."""
     lost_units: tuple[int, ...] = ()
     """Units that were lost before the step had ended."""
+    slow_units: Mapping[int, float] = field(default_factory=dict)
+    """How many times as long as its peers a unit takes, by units that have fewer microbatches for that."""
 
     @cached_property
     def peak_memory_bytes(self) -> dict[int, int]:
@@ -284,6 +286,8 @@ class StepResult:
     """Sums of the last chunk beside the loss, by name, over the total weight."""
     lost_units: tuple[int, ...] = field(default=(), repr=False)
     """Units that were lost before the step had ended, whose microbatches others have run."""
+    slow_units: Mapping[int, float] = field(default_factory=dict, repr=False)
+    """How many times as long as its peers a unit takes, by units that have fewer microbatches for that."""
     forwards_skipped: int = field(default=0, repr=False)
     """Number of pairs of a chunk and a microbatch that skipped it, such as encoders and microbatches without images."""
 
@@ -301,6 +305,7 @@ class StepResult:
             peak_memory_bytes=_with_lost(outcome.peak_memory_bytes, outcome.lost_units),
             peak_host_bytes=_with_lost(outcome.peak_host_bytes, outcome.lost_units),
             lost_units=outcome.lost_units,
+            slow_units=outcome.slow_units,
             timeline=outcome.timeline,
             sums=outcome.sums,
             stop=verdict.stop,

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -88,6 +88,8 @@ class StepRow:
     lost_units: tuple[int, ...] = ()
     """Units that were lost before the step had ended. The living replicas of their stages have run their
     microbatches."""
+    slow_units: dict[str, float] = field(default_factory=dict)
+    """How many times as long as its peers a unit takes, by units that have fewer microbatches for that."""
 
 
 def speed_of_steps(
@@ -472,6 +474,7 @@ class TrainingLoop:
             peak_memory_bytes=result.peak_memory_bytes,
             peak_host_bytes=result.peak_host_bytes,
             lost_units=result.lost_units,
+            slow_units={str(unit): factor for unit, factor in result.slow_units.items()},
         )
         if self._metrics is not None:
             self._metrics.write(asdict(row))

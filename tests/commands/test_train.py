@@ -46,6 +46,7 @@ ROW = {
     "peak_memory_bytes",
     "peak_host_bytes",
     "lost_units",
+    "slow_units",
 }
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import time
 from contextlib import suppress
@@ -53,6 +54,24 @@ def test_survivors_go_on_with_what_a_lost_rank_had_to_do(
             jax.tree.map(
                 lambda own, all_: np.testing.assert_allclose(own, all_, rtol=1e-5, atol=1e-5), held, params[chunk]
             )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [0, 3])
+def test_a_slow_unit_gets_fewer_microbatches(slow: int, unharmed: tuple, tmp_path: Path) -> None:
+    with launched("--processes", 4, "--", "slowed", tmp_path, STEPS, slow) as launcher:
+        assert launcher.wait(200) == 0, launcher.text
+    unit = {0: 0, 3: 3}[slow]
+    assert re.search(
+        rf"stage {slow // 2}, replica {slow % 2} takes 1\.\d+ times as long as its stage's replicas", launcher.text
+    )
+    losses, _ = unharmed
+    for rank in range(4):
+        own_losses, slow_units = zip(*pickle.loads((tmp_path / f"rank{rank}").read_bytes()), strict=True)
+        np.testing.assert_allclose(own_losses, losses, rtol=1e-6)
+        # After five steps that agree, and two on their way.
+        assert [set(each) for each in slow_units[9:]] == [{unit}] * (STEPS - 9)
+        assert not any(slow_units[:8])
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

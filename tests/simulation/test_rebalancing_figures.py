@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from rrfp_jax.core import StageArbiter, StageSetup, hint_by_name, ready
-from rrfp_jax.core.rebalancing import SpeedWatch, UnitWork, adopted_owners, planned_owners
+from rrfp_jax.core.rebalancing import AlikeTasks, OwnerPlanner, TaskTimes, adopted_owners
 from rrfp_jax.core.replicas import StepOwners, block_owners, replicated_graph, replicated_placement, with_owners
-from rrfp_jax.costs.task_costs import TaskSums, fitted_line
 from rrfp_jax.schedules import chain, linear
 from rrfp_jax.simulation import Costs, lower_bound, simulate
 from tests.simulation.helpers import RULES
@@ -134,9 +133,7 @@ def test_a_loss_costs_less_the_more_microbatches_the_stages_may_hold(more, expec
 
 class Machine(NamedTuple):
     """Units whose tasks take 2 ms, 8 ms for a microbatch of usual length and 3 ms for its square; noise on each task.
-
-    The operations that are known count the square for a quarter, so that time is no line in them.
-    """
+    Lengths are padded to buckets of a fourth of the usual one."""
 
     num_stages: int
     num_replicas: int
@@ -150,7 +147,7 @@ class Machine(NamedTuple):
 
     def lengths(self, rng):
         z = rng.standard_normal(self.num_replicas * self.share)
-        return np.exp(self.spread * z - self.spread**2 / 2)
+        return np.ceil(4 * np.exp(self.spread * z - self.spread**2 / 2)) / 4
 
     def durations_ms(self, step, lengths, rng):
         """[stages x replicas, microbatches, 3]. Noise belongs to a stage and microbatch, whoever runs it."""
@@ -163,48 +160,34 @@ class Machine(NamedTuple):
         return drawn.reshape(-1, len(lengths), 3)
 
 
-class Planner:
-    """All that a run does between its steps: measure, fit, watch, and plan the next owners."""
+class Planned:
+    """A run that measures its tasks, and plans owners between its steps, from all steps before."""
 
     def __init__(self, machine):
         self.machine, self.normal = machine, blocks(*machine[:3])
-        self.watch, self.sums = SpeedWatch(machine.num_stages), {}
+        self.planner = OwnerPlanner(range(machine.num_stages))
 
-    def owners(self, flops):
-        if not self.watch.factors:
-            return self.normal
-        costs = []
-        for stage in range(self.machine.num_stages):
-            lines = [fitted_line(self.sums[stage, kind]) for kind in "FB"]
-            costs.append([sum(task_s + flop_s * each for task_s, flop_s in lines) for each in flops.tolist()])
-        return planned_owners(self.normal, self.watch.factors, costs)
-
-    def measured(self, step, owners, flops, durations_ms):
-        """Takes in the step's durations, each unit's in sums over its own tasks."""
-        units, kinds = {}, {"F": durations_ms[..., 0], "B": durations_ms[..., 1:].sum(-1)}
-        for stage, row in enumerate(map(np.array, owners)):
-            for replica, kind in product(range(self.machine.num_replicas), kinds):
-                x, s = flops[row == replica], kinds[kind][stage * self.machine.num_replicas + replica, row == replica]
-                s = s / 1e3
-                found = TaskSums(*map(float, (len(x), x.sum(), x @ x, s.sum(), x @ s)))
-                units[stage, replica, kind] = found
-                self.sums[stage, kind] = self.sums.get((stage, kind), TaskSums()).plus(found)
-        work = {}
-        for (stage, replica, kind), found in units.items():
-            cost, busy_s = work.get(unit := replica * len(owners) + stage, (0.0, 0.0))
-            line = fitted_line(self.sums[stage, kind])
-            work[unit] = UnitWork(cost + line.predicted_s(found), busy_s + found.busy_s)
-        return self.watch.observe(step, work)
+    def measured(self, step, owners, buckets, durations_ms):
+        """Takes in the step's durations, of each unit those of its own tasks."""
+        times = {}
+        kinds = {"F": durations_ms[..., 0], "B": durations_ms[..., 1:].sum(-1)}
+        for stage, row in enumerate(owners):
+            for kind, (microbatch, replica) in product(kinds, enumerate(row)):
+                of_unit = times.setdefault(replica * len(owners) + stage, {})
+                num_tasks, busy_s = of_unit.get(alike := AlikeTasks(stage, kind, buckets[microbatch]), (0, 0.0))
+                more_s = kinds[kind][stage * self.machine.num_replicas + replica, microbatch] / 1e3
+                of_unit[alike] = TaskTimes(num_tasks + 1, busy_s + more_s)
+        return self.planner.observe(step, times)
 
     def steps(self, num_steps, seed, *, moves=True):
         """Yields owners, durations and findings of each step."""
         rng = np.random.default_rng(seed)
         for step in range(num_steps):
             lengths = self.machine.lengths(rng)
-            flops = lengths + lengths**2 / 4
-            owners = self.owners(flops) if moves else self.normal
+            buckets = (4 * lengths).astype(int).tolist()
+            owners = self.planner.plan(buckets).owners(self.normal) if moves else self.normal
             durations_ms = self.machine.durations_ms(step, lengths, rng)
-            yield owners, durations_ms, self.measured(step, owners, flops, durations_ms)
+            yield owners, durations_ms, self.measured(step, owners, buckets, durations_ms)
 
 
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 220), marks=pytest.mark.slow)], ids=len)
@@ -212,7 +195,7 @@ def test_a_unit_that_takes_1_2_times_as_long_is_found_in_twenty_steps(seeds):
     machine = Machine(2, 4, SHARE, {(1, 2): 1.2})
     found = []
     for seed in seeds:
-        changes = [each for *_, some in Planner(machine).steps(25, seed, moves=False) for each in some]
+        changes = [each for *_, some in Planned(machine).steps(25, seed, moves=False) for each in some]
         assert {(each.stage, each.replica) for each in changes} <= {(1, 2)}
         found += [change.step - machine.onset + 1 for change in changes[:1]]
     assert len(found) >= 0.99 * len(seeds)
@@ -231,10 +214,10 @@ def test_a_unit_that_takes_1_2_times_as_long_is_found_in_twenty_steps(seeds):
     ],
 )
 def test_microbatches_of_varying_length_are_no_slow_units_and_move_nothing(size, spread, num_steps):
-    planner = Planner(Machine(*size, {}, spread=spread))
-    for owners, _, changes in planner.steps(num_steps, seed=1):
+    run = Planned(Machine(*size, {}, spread=spread))
+    for owners, _, changes in run.steps(num_steps, seed=1):
         assert changes == []
-        assert owners is planner.normal
+        assert owners is run.normal
 
 
 def recovered(machine, num_steps, seeds, *, split):
@@ -243,8 +226,8 @@ def recovered(machine, num_steps, seeds, *, split):
     sums = np.zeros(3)
     for seed in seeds:
         even = machine._replace(slow={})
-        runs = [Planner(even).steps(num_steps, seed, moves=False), Planner(machine).steps(num_steps, seed, moves=False)]
-        for step, runs_now in enumerate(zip(*runs, Planner(machine).steps(num_steps, seed), strict=True)):
+        runs = [Planned(even).steps(num_steps, seed, moves=False), Planned(machine).steps(num_steps, seed, moves=False)]
+        for step, runs_now in enumerate(zip(*runs, Planned(machine).steps(num_steps, seed), strict=True)):
             if step >= machine.onset + 10:
                 times = [
                     step_ms(owners, durations_ms, split=split, num_replicas=machine.num_replicas)
