@@ -42,6 +42,7 @@ from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params
 from rrfp_jax.programs.state import ChunkState, layer_groups
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
+from rrfp_jax.runtime.consistency import state_difference
 from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes
 from rrfp_jax.runtime.jax_environment import require_determinism
 from rrfp_jax.runtime.model import HostedModel, HostedState
@@ -202,6 +203,14 @@ class Pipeline:
         """Returns the state of every chunk that this process hosts, copies of replicas included, each with the chunk's
         number in the model; waits for the steps enqueued. The arrays are in use, as those of :meth:`params`."""
         return self._model.by_chunk(self._held(state))
+
+    def differing_copies(self, state: PipelineState) -> str | None:
+        """Returns the first array of which replicas hold different bits, in words; None if all copies agree.
+
+        All processes call this method, and get the same; it waits for the steps enqueued. A difference means that a
+        device has computed wrongly.
+        """
+        return state_difference(self._model, self._held(state), state.step)
 
     def state_specs(self) -> list[tuple[int, ChunkState]]:
         """Returns the shapes and shardings of the arrays of :meth:`chunk_states`; nothing is computed."""

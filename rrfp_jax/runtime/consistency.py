@@ -1,4 +1,4 @@
-"""Checks before the first step that all ranks compute the same: the same programs, and the same state.
+"""Checks that all ranks compute the same: the same programs, and the same state.
 
 Programs: the processes that share a stage compare their programs twice. Before they are compiled
 (:func:`planned_work`): if a program spans several processes with GPUs, these time its kernels together while they
@@ -9,8 +9,9 @@ be put in different orders. Once they are compiled (:func:`shared_work`): do all
 same order?
 
 State (:func:`check_same_state`): all copies of a parameter, and of an optimizer state, must have the same bits.
-Replicas of a stage add up their gradients and are not brought together otherwise, so a difference at the start stays
-for ever, without a word. Devices that hold the same part of the same array must agree: in other replicas, in other
+Replicas of a stage add up their gradients and are not brought together otherwise, so a difference stays for ever,
+without a word. It is looked for before the first step, and before each save, where it tells of a device that has
+computed wrongly. Devices that hold the same part of the same array must agree: in other replicas, in other
 processes of a unit, and on other stages if layers are tied. Each device adds up a hash of every element that it holds,
 made of the element's bits and its place, so only numbers go through the host and the network. That is one pass over an
 accelerator's memory; on CPU devices a core takes about 2.5 s for a gigabyte.
@@ -212,6 +213,15 @@ def check_same_state(model: HostedModel, state: HostedState, step: int) -> None:
 
     All processes call this function. It waits for the state's arrays.
     """
+    if (found := state_difference(model, state, step)) is not None:
+        raise ValueError(f"{found}; {_REMEDY}")
+
+
+def state_difference(model: HostedModel, state: HostedState, step: int) -> str | None:
+    """Returns the first difference between copies, or of the numbers of steps, in words; None if there is none.
+
+    All processes call this function, and get the same. It waits for the state's arrays.
+    """
     process = model.process
     own = _sums(model, state)
     digests = {place: {group: _digest(sums) for group, sums in groups.items()} for place, groups in own.items()}
@@ -219,18 +229,19 @@ def check_same_state(model: HostedModel, state: HostedState, step: int) -> None:
     steps = {each["step"]: rank for rank, each in sorted(told.items(), reverse=True)}
     if len(steps) > 1:
         (one, first), (other, second) = sorted(steps.items(), key=lambda each: each[1])[:2]
-        raise ValueError(f"rank {second} goes on after {other} steps and rank {first} after {one}: {_REMEDY}")
+        return f"rank {second} goes on after {other} steps and rank {first} after {one}"
     known, differing = dict[str, str](), set[str]()
     for each in told.values():
         for groups in each["digests"].values():
             differing |= {name for name, value in groups.items() if known.setdefault(name, value) != value}
     if differing:
         suspect = {place: {g: sums for g, sums in groups.items() if g in differing} for place, groups in own.items()}
-        _refuse_differences(process.gather("sums of the state", suspect))
+        return _first_difference(process.gather("sums of the state", suspect))
+    return None
 
 
-def _refuse_differences(told: Mapping[int, Mapping[str, _Sums]]) -> None:
-    """Raises ValueError with the first array of which two places hold different bits, and the number of further ones.
+def _first_difference(told: Mapping[int, Mapping[str, _Sums]]) -> str | None:
+    """Returns the first array of which two places hold different bits, and the number of further ones; None: none does.
 
     There need not be such an array: units of several processes may hold the same part of some arrays, and not of all.
     """
@@ -244,9 +255,10 @@ def _refuse_differences(told: Mapping[int, Mapping[str, _Sums]]) -> None:
                 if known != value:
                     differs = f"differs between {known_place} (checksum {known:08x}) and {place} ({value:08x})"
                     found.setdefault((owner, array), f"{owner}: {array} {differs}")
-    if found:
-        more = f", as {len(found) - 1} more arrays do" if len(found) > 1 else ""
-        raise ValueError(f"{next(iter(found.values()))}{more}; {_REMEDY}")
+    if not found:
+        return None
+    more = f", as {len(found) - 1} more arrays do" if len(found) > 1 else ""
+    return f"{next(iter(found.values()))}{more}"
 
 
 def _sums(model: HostedModel, state: HostedState) -> dict[str, _Sums]:

@@ -207,6 +207,9 @@ class RunSaver:
             last = self.checkpoints.wait()
             if last is None or last.failure is None:  # the state was restored from there, or is saved
                 return
+        found = self._pipeline.differing_copies(state)
+        if found is not None and self._pipeline.process.is_first:
+            _log.error("after %d steps %s: a device computes wrongly; go on from an earlier save", state.step, found)
         living = self._pipeline.process.living
         if living != self.checkpoints.living:
             self.checkpoints.follow(living, self._owners(living=living))
