@@ -202,9 +202,14 @@ class RecoveringRuntime:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            # Noted first: a step may have ended by the time that its callback is added.
             self._pending[step] = submitted
             if not self._is_frozen:
-                self._pass_on(step, submitted)
+                try:
+                    self._pass_on(step, submitted)
+                except Exception:
+                    del self._pending[step]  # It was refused.
+                    raise
         return submitted.future
 
     def suspect(self, rank: int, reason: str) -> None:
