@@ -478,13 +478,15 @@ class StageArbiter:
 
     def _hear_announcement(self, event: TaskAnnounced | InputPromised) -> bool:
         """Take in an announcement, which only foresight uses. Returns whether it may end a hold."""
-        foresight = self._foresight
-        if foresight is None:
-            return False
         step, time_s, message = event
+        foresight = self._foresight
         if step != self.step or not self.is_active:
-            if (self.step is None or step > self.step) and self._lacks_early(step, message):
-                foresight.hear_early(step, message, time_s)
+            # A step without foresight, such as one in which this stage owns nothing, must not lose them either.
+            later = foresight or self._resting
+            if later is not None and (self.step is None or step > self.step) and self._lacks_early(step, message):
+                later.hear_early(step, message, time_s)
+            return False
+        if foresight is None:
             return False
         number = self._ranked.plan.arrivals.get(message)
         if number is not None and number not in self._arrived:
