@@ -564,6 +564,26 @@ def test_a_follower_hears_announcements_and_ticks_and_does_nothing():
     assert follower.key() == before
 
 
+def test_announcements_of_the_next_step_are_heard_while_a_step_without_foresight_runs():
+    """An evaluation: the stage's state after it is that of a stage that has heard them between the steps."""
+    states = []
+    for heard_within in (True, False):
+        stage = StageArbiter(setup_of(FUSED, evaluation_batches=1))
+        stage.handle(StepStarted(0, 0.0, evaluates=True))
+        announced = TaskAnnounced(1, 0.5, Message(*GRADIENT, 0))
+        if heard_within:
+            stage.handle(announced)
+        for microbatch in range(3):
+            stage.handle(TaskFinished(0, 1.0 + microbatch, Task(TaskKind.F, 0, microbatch)))
+            stage.handle(InputArrived(0, 1.0 + microbatch, Message(MessageKind.TAKEN, 1, 0, microbatch)))
+        stage.handle(InputArrived(0, 4.0, Message(MessageKind.REPORT, 1, 0)))
+        assert not stage.is_active
+        if not heard_within:
+            stage.handle(announced)
+        states.append(stage.key())
+    assert states[0] == states[1]
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
