@@ -278,10 +278,6 @@ class ControlTree:
         """The rank above, if there is one, and the ranks right below."""
         return (*(() if self.parent is None else (self.parent,)), *self.children)
 
-    def is_leaf(self, rank: int) -> bool:
-        """Returns whether nobody is below a rank."""
-        return not children(self.living.index(rank), len(self.living))
-
 
 def whole_tree(rank: int, num_ranks: int) -> ControlTree:
     """Returns the place of a rank while all ranks live."""

@@ -172,7 +172,7 @@ class RecoveringRuntime:
         self._events: queue.SimpleQueue[MembershipEvent | _StepTimed | None] = queue.SimpleQueue()
         self.runtime, self._stages = start()
         self._network.subscribe(_NOTE, self._hear)
-        self._peers.gather = self.gather  # type: ignore[method-assign]
+        self._peers.gather = self.gather  # type: ignore[method-assign, assignment]
         self._peers.others_go_on = True
         cluster = process.cluster
         self._head = HeadLink(
@@ -222,14 +222,7 @@ class RecoveringRuntime:
             self._error = self._error or PeerLost(WaitForReport(summary=why, stages=()))
         self._events.put(None)
 
-    def gather(
-        self,
-        name: str,
-        data: Any = None,
-        *,
-        to_all: bool = True,  # noqa: ARG002 - all get it
-        deadline_s: float | None = None,  # noqa: ARG002 - a rank that does not come is lost
-    ) -> dict[int, Any]:
+    def gather(self, name: str, data: Any = None) -> dict[int, Any]:
         """Brings plain data, blocks until every living rank has, and returns their data by rank, the same on all.
 
         Gatherings whose names begin with "checkpoint" and others may be called at the same time by two threads. Raises

@@ -286,11 +286,12 @@ class Run:
 
     def _take_lock(self) -> None:
         # A rank that is lost may live on for a moment, until the launcher ends it.
-        for _ in range(_TAKE_OVER_TRIES):
+        for tries_left in reversed(range(_TAKE_OVER_TRIES)):
             try:
                 self.directory.lock.take()
             except (ValueError, OSError) as error:
-                _LOG.warning("%s", error)
+                if not tries_left:
+                    _LOG.warning("nothing more can be saved: %s", error)
                 time.sleep(_TAKE_OVER_PAUSE_S)
             else:
                 return
@@ -454,4 +455,4 @@ def evaluate_run(planned: PlannedRun, run: Path) -> tuple[int, list[EvaluationRo
         rows = evaluations.run(state)
         saver.checkpoints.close()
     process.finish()
-    return step, rows, not process.rank
+    return step, rows, process.is_first

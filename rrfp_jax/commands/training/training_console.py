@@ -20,12 +20,16 @@ from rrfp_jax.training.loop import StepRow
 
 _LINE = (
     "step {step:5d}  loss {loss:7.4f}  grad norm {norm:>8}  lr {rate:.2e}  {ms:7.1f} ms  {speed:9,.0f} tokens/s  "
-    "{images}bubble {bubble:5.1%}{note}"
+    "{images}bubble {bubble:>5}{note}"
 )
 _COLUMN_GAP = 3
 """Between two columns of a table, in characters."""
 _LINE_EVERY_S = 10.0
 """How often a line tells of progress where no bar can be drawn."""
+
+
+def _percent(part: float | None, places: int) -> str:
+    return "-" if part is None else f"{part:.{places}%}"
 
 
 class CompileReport:
@@ -148,7 +152,7 @@ class TrainingConsole:
             self._first = row
             self._progress.reset(self._task, completed=row.step)
         self._last = row
-        told = f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s  bubble {row.bubble_fraction or 0:.0%}"
+        told = f"loss {row.loss:.4f}  {row.tokens_per_s:,.0f} tokens/s  bubble {_percent(row.bubble_fraction, 0)}"
         self._progress.update(self._task, advance=1, told=told)
         if self._has_bar:
             if row.skipped:
@@ -176,7 +180,7 @@ class TrainingConsole:
             ms=row.step_time_s * 1e3,
             speed=row.tokens_per_s,
             images=f"{row.images_per_s:7,.0f} images/s  " if self._saw_images else "",
-            bubble=row.bubble_fraction or 0.0,
+            bubble=_percent(row.bubble_fraction, 1),
             note=(f"  ahead {row.looking_ahead}/{ahead}" if ahead else "") + skipped,
         )
 
