@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from rrfp_jax.core import Order, Ordering
-from rrfp_jax.core.replicas import StepOwners, microbatches_per_replica, with_owners
+from rrfp_jax.core.replicas import StepOwners, check_blocks, microbatches_per_replica, with_owners
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.field_rules import is_whole, typed, with_type
 from rrfp_jax.private.jax_names import trace_state_clean
@@ -388,7 +388,10 @@ class Pipeline:
             raise ValueError("replicas were not connected for other owners: give the pipeline's options other_owners")
         if owners.lost:
             raise ValueError(f"units {list(owners.lost)} are named as lost, and all of them live: leave lost out")
-        return with_owners(running.order.graph, running.order.placement, owners)
+        graph = with_owners(running.order.graph, running.order.placement, owners)
+        if self.updates.deterministic and self.updates.by_messages(self.layout.data):
+            check_blocks(graph)
+        return graph
 
     def _make_room(self) -> None:
         """Wait until one more step may be enqueued."""

@@ -63,6 +63,30 @@ def test_other_owners_in_every_step(per_stage: int, options: dict[str, Any], tmp
     assert all(stage.num_events for stage in replay.stages)
 
 
+def test_owners_of_whole_blocks_do_not_change_a_bit_of_a_deterministic_run() -> None:
+    """Tied layers and a split backward too; a unit may run all blocks of its stage, or none."""
+    chunks = make_chunks(4, tied=True)
+    share, tables = NUM_MICROBATCHES // 2, [((0, 0), (1, 0)), ((1, 1), (0, 1)), ((1, 0), (1, 1))]
+    shared_out = StepOwners(((0, 1) * share,) * 2)
+    options = {"deterministic": True, "reduce": "messages", "clip_norm": 1.0, "hint": "bfw", "backward": "split"}
+
+    def train(*, moves: bool) -> tuple[list[float], Any]:
+        with make_pipeline(chunks, placement=looped(2, 2), optimizer=OPTIMIZER, **OWNERS, **options) as pipeline:
+            state, results = pipeline.init(jax.random.key(1)), []
+            for step, batch in enumerate(make_batches()):
+                rows = tuple(tuple(r for r in row for _ in range(share)) for row in tables[step % len(tables)])
+                state, metrics = pipeline.step(state, batch, owners=StepOwners(rows) if moves else None)
+                results.append(metrics)
+            with pytest.raises(ValueError, match="give all microbatches of a block to one replica"):
+                pipeline.step(state, batch, owners=shared_out)
+            return [each.result().loss for each in results], jax.tree.map(np.array, pipeline.params(state))
+
+    losses, params = train(moves=False)
+    moved_losses, moved = train(moves=True)
+    assert moved_losses == losses
+    jax.tree.map(np.testing.assert_array_equal, moved, params)
+
+
 @pytest.mark.parametrize(
     "frozen", [(), pytest.param(("image", "sound"), marks=pytest.mark.slow)], ids=["trained", "frozen"]
 )

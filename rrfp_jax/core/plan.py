@@ -24,6 +24,8 @@ their pieces of all other living replicas, and its end sends the sums to these. 
 here, they are *complete*: U may run, and the stage may report. So a stage that knows the verdict has all that its
 updates need. Chunks of one replica that share parameters send their shared layers' pieces straight to the replicas that
 add them up for each of them.
+In deterministic mode a replica that runs several blocks of microbatches makes a sum of each, in microbatch order, and
+sends pieces of each (:func:`blocks_of`). So whoever runs a block, the same terms are added up in the same order.
 
 Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` that it counts down. The plan of a step in
 which some pairs are absent is the full one with their tasks taken out (:mod:`rrfp_jax.core.stage_setup`).
@@ -64,7 +66,7 @@ class StepRules:
     """The parts of a step beyond the graph's own tasks. Raises ValueError for a tree that cannot be."""
 
     ordered: bool = False
-    """Accumulate each chunk's gradients in microbatch order (deterministic mode)."""
+    """Accumulate each chunk's gradients in microbatch order (deterministic mode); by messages in each block alone."""
     updates: bool = True
     """End the step with R and U of every chunk that has a backward."""
     agreement: Agreement = Agreement.ALL
@@ -174,6 +176,18 @@ def pieces_of_chunks(sharers: Iterable[int], num_replicas: int) -> dict[int, tup
     }
 
 
+def blocks_of(graph: PipelineGraph, chunk: int, *, ordered: bool) -> tuple[int, ...]:
+    """Returns the blocks of microbatches of which this chunk makes a sum each.
+
+    Piece ``k`` of the sum at place ``p`` among them travels as number ``p * graph.num_replicas + k``. Unless
+    ``ordered``, there is one sum of all microbatches, in the place of the replica's own block.
+    """
+    base, replica = divmod(chunk, graph.num_replicas)
+    if not ordered or not graph.holders:
+        return (replica,)
+    return tuple(block for block, holder in enumerate(graph.holders[base]) if holder == replica)
+
+
 def end_followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the nodes among these that wait for real ends: gates, and the tasks of engines beside compute."""
     lanes, num_tasks = plan.lanes, len(plan.tasks)
@@ -236,9 +250,11 @@ class _PlanBuilder:
             elif self.graph.successors(chunk):
                 self._wire_readers(chunk)
         if self.rules.ordered:
+            share = self.graph.num_microbatches // self.graph.num_replicas
             for chunk in filter(self.graph.trains, self.chunks):
-                for earlier, later in pairwise(self._accumulations(chunk)):
-                    self._after(later, earlier)
+                for earlier, later in pairwise(self._nodes(self.graph.accumulating_kind(chunk), chunk).items()):
+                    if not self.rules.by_messages or earlier[0] // share == later[0] // share:
+                        self._after(later[1], earlier[1])
         for chunk in self.trained:
             self._wire_reduction(chunk)
         if self.rules.lockstep:
@@ -431,10 +447,13 @@ class _PlanBuilder:
         for other in sharers:
             if stage_of[other] != self.stage:
                 self.sends[complete] += [
-                    (Message(MessageKind.PIECE, chunk, other, piece), stage_of[other]) for piece in pieces[other]
+                    (Message(MessageKind.PIECE, chunk, other, first + piece), stage_of[other])
+                    for first in self._firsts(chunk)
+                    for piece in pieces[other]
                 ]
-                for piece in pieces[chunk]:
-                    self._after_message(reduction, Message(MessageKind.PIECE, other, chunk, piece))
+                for first in self._firsts(other):
+                    for piece in pieces[chunk]:
+                        self._after_message(reduction, Message(MessageKind.PIECE, other, chunk, first + piece))
             elif other != chunk:
                 self._after(reduction, *self._accumulations(other))
             if other != chunk and other // num_replicas == chunk // num_replicas:
@@ -443,6 +462,12 @@ class _PlanBuilder:
                 ]
                 for piece in pieces[other]:
                     self._after_message(sums, Message(MessageKind.SUM, other, chunk, piece))
+
+    def _firsts(self, chunk: int) -> range:
+        """Returns the numbers from which the pieces of each sum of a chunk count."""
+        num_replicas = self.graph.num_replicas
+        num_sums = len(blocks_of(self.graph, chunk, ordered=self.rules.ordered))
+        return range(0, num_sums * num_replicas, num_replicas)
 
     def _tell_sharer(self, gate: int, chunk: int, other: int) -> None:
         self.sends[gate].append((Message(MessageKind.SHARED, chunk, other), self.placement.stage_of_chunk[other]))

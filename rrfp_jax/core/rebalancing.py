@@ -8,7 +8,8 @@ After a loss
 ------------
 The lost unit's microbatches go to the living replicas of its stage, one after another to the one with the fewest
 (:func:`adopted_owners`); all others stay. The table follows from the normal one and the living units alone, so a unit
-that comes back finds its own microbatches again.
+that comes back finds its own microbatches again. In a deterministic run one replica takes them all, since the bits of
+a sum depend on how it is cut.
 
 No table with these counts can do better, and with the right order none does worse. With F and B the same for all
 microbatches, a stage needs its *fill* (one F of each stage before it), the work of its *busiest* unit, and its *drain*:
@@ -85,26 +86,32 @@ _MOST_LEAVING = 0.5
 # -- after a loss ------------------------------------------------------------------------------------------------------
 
 
-def adopted_owners(normal: Owners, living: Collection[int]) -> Owners:
+def adopted_owners(normal: Owners, living: Collection[int], *, in_blocks: bool = False) -> Owners:
     """Returns the table in which living replicas of the same stage run the microbatches of lost units.
 
     Args:
         normal: the table without losses.
         living: numbers of the units that live, each ``replica * num_stages + stage``.
+        in_blocks: whether one replica runs all that an owner of the normal table ran.
 
     Raises ValueError naming the first stage that has no living replica among its owners.
     """
-    return tuple(_adopted_row(stage, row, living, len(normal)) for stage, row in enumerate(normal))
+    return tuple(_adopted_row(stage, row, living, len(normal), in_blocks) for stage, row in enumerate(normal))
 
 
-def _adopted_row(stage: int, row: tuple[int, ...], living: Collection[int], num_stages: int) -> tuple[int, ...]:
+def _adopted_row(
+    stage: int, row: tuple[int, ...], living: Collection[int], num_stages: int, in_blocks: bool
+) -> tuple[int, ...]:
     counts = {r: row.count(r) for r in sorted(set(row)) if r * num_stages + stage in living}
     if not counts:
         raise ValueError(f"stage {stage} has lost all its replicas: restart the run in a layout that fits")
     # Each stage begins with another replica, so that one replica does not get the odd microbatch of every stage.
     replicas, new = len(set(row)), []
+    adopters: dict[int, int] = {}
     for owner in row:
         adopter = owner if owner in counts else min(counts, key=lambda r: (counts[r], (r + stage) % replicas))
+        if in_blocks:
+            adopter = adopters.setdefault(owner, adopter)
         counts[adopter] += adopter != owner
         new.append(adopter)
     return tuple(new)

@@ -199,7 +199,19 @@ def with_owners(graph: PipelineGraph, placement: Placement, given: StepOwners) -
             if ends[0][a] & ends[1][b]
         ]
     lost = frozenset(chunk for unit in given.lost for chunk in placement.chunks_of_stage[unit])
-    return replace(graph, edges=tuple(map(Edge._make, edges)), absent=tuple(absent), lost=lost)
+    whole = all(len(set(row[m : m + share])) == 1 for row in given.owners for m in range(0, len(row), share))
+    stages = placement.stage_of_chunk[::num_replicas]  # of replica 0, where units have the stages' own numbers
+    holders = tuple(given.owners[stage][::share] for stage in stages) if whole else ()
+    return replace(graph, edges=tuple(map(Edge._make, edges)), absent=tuple(absent), lost=lost, holders=holders)
+
+
+def check_blocks(graph: PipelineGraph) -> None:
+    """Raises ValueError for other owners, of which ``graph`` was made, that a deterministic run cannot have."""
+    if not graph.holders:
+        raise ValueError(
+            "deterministic runs that add up by messages make one sum of each replica's block of microbatches, and "
+            "these owners share one out: give all microbatches of a block to one replica"
+        )
 
 
 def _check_owners(given: StepOwners, num_stages: int, num_microbatches: int, num_replicas: int) -> None:

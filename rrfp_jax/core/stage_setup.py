@@ -47,7 +47,7 @@ from rrfp_jax.core.foresight import ArrivalTable, ForesightRules
 from rrfp_jax.core.hints import BF, BF_DEEP, SCHEDULE_WEIGHTS_LAST, Consumption, Rank, ready, schedule_hint
 from rrfp_jax.core.memory import AheadBound, RowMemory, canonical_row
 from rrfp_jax.core.plan import FINISHED, NUM_LANES, Agreement, StagePlan, StepRules, stage_plan
-from rrfp_jax.core.replicas import StepOwners, with_owners
+from rrfp_jax.core.replicas import StepOwners, check_blocks, with_owners
 from rrfp_jax.schedules import Absences, PipelineGraph, Placement, Task, TaskKind, bits
 
 OUTPUTS_AHEAD = 4
@@ -155,7 +155,7 @@ class StageSetup:
     @property
     def sequence(self) -> tuple[int, ...]:
         """The microbatches of the step in the order in which memory is reserved; empty: by number, or by a table."""
-        if self.owners is None or self.rules.ordered:
+        if self.owners is None or (self.rules.ordered and not self.rules.by_messages):
             return ()
         share = self.graph.num_microbatches // self.graph.num_replicas
         return tuple(sorted(range(self.graph.num_microbatches), key=lambda m: (m % share, m)))
@@ -191,6 +191,8 @@ class StageSetup:
                 "strict consumption keeps to its table's microbatches, so owners cannot change: take consume ready"
             )
         graph = with_owners(self.graph, self.placement, given)
+        if self.rules.ordered and self.rules.by_messages:
+            check_blocks(graph)
         own = self.placement.chunks_of_stage[self.stage]
         consumption, hint = self.consumption, self.consumption.hint
         is_guided = hint.row is not None
@@ -471,7 +473,10 @@ class _Removal:
         """Let accumulation in microbatch order go on behind the microbatches that are left out."""
         graph, index = self.graph, self.plan.index
         kind, earlier, is_gap = graph.accumulating_kind(chunk), None, False
+        share, block = graph.num_microbatches // graph.num_replicas, -1
         for m in graph.microbatches(chunk):
+            if self.rules.by_messages and m // share != block:
+                earlier, is_gap, block = None, False, m // share
             if mask >> m & 1:
                 is_gap = True
                 continue

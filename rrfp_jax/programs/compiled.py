@@ -151,7 +151,8 @@ class CompiledChunk:
         seed: of the run's random keys, 0 to 2**32 - 1.
         stage: the updates that the replicas of the chunk's stage make together, if there are several: they take the
             place of R and, with a sharded optimizer state, of U.
-        copies: the replica of this unit, and of how many, where they add up gradients by messages; None elsewhere.
+        copies: the replica of this unit, of how many, and whether each adds up in blocks, where they add up gradients
+            by messages (:class:`.PieceUpdates`); None elsewhere.
         store: the programs that are compiled already for chunks of its kind; None: none.
 
     Raises ValueError, naming the chunk, where it cannot be compiled.
@@ -169,7 +170,7 @@ class CompiledChunk:
         sharding: Sharding,
         seed: int = 0,
         stage: StageUpdates | None = None,
-        copies: tuple[int, int] | None = None,
+        copies: tuple[int, int, bool] | None = None,
         store: ProgramStore | None = None,
     ) -> None:
         check_seed(seed)
@@ -190,7 +191,9 @@ class CompiledChunk:
             self.updates: UnitUpdates = (
                 UnitUpdates(index, chunks, graph, stage=stage, **options)
                 if copies is None
-                else PieceUpdates(index, chunks, graph, replica=copies[0], num_replicas=copies[1], **options)
+                else PieceUpdates(
+                    index, chunks, graph, replica=copies[0], num_replicas=copies[1], in_blocks=copies[2], **options
+                )
             )
             """R and U of the unit."""
         forward_graph, quiet = graph.evaluating(), as_evaluated(self.chunk)

@@ -245,6 +245,7 @@ class PieceUpdates(UnitUpdates):
 
     Args:
         replica, num_replicas: the replica of this unit, and of how many.
+        in_blocks: whether a replica that runs several blocks of microbatches adds up each by itself.
     """
 
     def __init__(
@@ -257,9 +258,10 @@ class PieceUpdates(UnitUpdates):
         sharding: Sharding,
         replica: int,
         num_replicas: int,
+        in_blocks: bool = False,
         store: ProgramStore | None = None,
     ) -> None:
-        self.replica = replica
+        self.replica, self._in_blocks = replica, in_blocks
         self.layout = PieceLayout(chunks, index, axes_of(mesh_of(sharding)), num_replicas)
         self.shared_with = {other: tied_names(chunks, other, index) for other in graph.sharing(index) if other != index}
         """By chunk of the tie, the shared layers that train and that it has in common with this one."""
@@ -322,6 +324,8 @@ class PieceUpdates(UnitUpdates):
         others = max(
             -(-num_pieces // living) * ((living - 1) * piece + living * tied) for living in range(1, num_pieces + 1)
         )
+        if self._in_blocks:  # It may run all of them, and add up all pieces of layers that others share with it.
+            others = num_pieces * ((num_pieces - 1) * piece + num_pieces * tied)
         return PieceBytes(
             piece=piece,
             lasting=others + filling,

@@ -284,7 +284,9 @@ class HostedModel:
                         sharding=self._grid(base).unit_sharding(replica),
                         seed=self._seed,
                         stage=together,
-                        copies=(replica, self.process.layout.data) if self._by_messages else None,
+                        copies=(replica, self.process.layout.data, self.updates.deterministic)
+                        if self._by_messages
+                        else None,
                         store=self._store,
                     )
                     for replica, number in self.numbers(base).items()

@@ -167,6 +167,7 @@ def prepare_pipeline(
             weigh=lambda buckets, given: weights.of(buckets, with_owners(order.graph, order.placement, given)),
             # Other owners add up in another order.
             planner=None if model.updates.deterministic else OwnerPlanner(model.placement.stage_of_chunk),
+            in_blocks=model.updates.deterministic,
         )
     else:
         runtime, _ = start()

@@ -128,6 +128,7 @@ class RecoveringRuntime:
         first_step: the step to begin with.
         weigh: returns the weights of microbatches, by unit, from their buckets and owners.
         planner: finds slow units and plans owners; None: nothing does.
+        in_blocks: whether one replica takes all microbatches of a lost unit (deterministic runs).
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class RecoveringRuntime:
         *,
         weigh: Callable[[Sequence[int], StepOwners], dict[int, tuple[int, ...]]],
         planner: OwnerPlanner | None = None,
+        in_blocks: bool = False,
     ) -> None:
         assert process.cluster is not None
         assert process.peers is not None
@@ -151,7 +153,7 @@ class RecoveringRuntime:
         self._lost: tuple[int, ...] = ()
         """The units that are lost."""
         self._membership = RankMembership(self._rank, self._layout.num_ranks, first_step=first_step)
-        self._planner = planner
+        self._planner, self._in_blocks = planner, in_blocks
         self._num_submitted = self._num_observed = 0
         """Training steps that were submitted, and gatherings of times that the planner has taken in."""
         self._times: list[_Times] = []
@@ -281,7 +283,7 @@ class RecoveringRuntime:
         owners, weights = submitted.owners, submitted.weights
         if self._lost or (owners is None and submitted.plan.factors):
             living = [unit for unit in range(self._layout.num_units) if unit not in self._lost]
-            table = adopted_owners(self._normal if owners is None else owners.owners, living)
+            table = adopted_owners(self._normal if owners is None else owners.owners, living, in_blocks=self._in_blocks)
             owners = StepOwners(submitted.plan.owners(table) if owners is None else table, self._lost)
             weights = self._weigh(submitted.batch.buckets, owners) if weights else weights
         inner = self.runtime.submit(

@@ -130,6 +130,7 @@ class ProgramStage:
                 copies=copies,
                 mailbox=self._mailbox,
                 meter=meter,
+                ordered=step_rules.ordered,
             )
         self._steps: dict[int, _Step] = {}
         self._last: tuple[int, Verdict] | None = None
@@ -411,6 +412,8 @@ class ProgramStage:
                 state.weight_residuals[chunk, microbatch] = residuals
             awaited = input_grads, residuals
         else:
+            if self._exchange is not None and graph.trains(chunk):
+                self._exchange.turn_to(step, chunk, microbatch)
             input_grads, held.accumulators, awaited = programs.backward(
                 held.params, stash, output_grads, held.accumulators, derived=held.derived
             )
@@ -428,6 +431,8 @@ class ProgramStage:
     def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
         programs, held = self._programs_of(step, chunk, microbatch), self.states[chunk]
         residuals = self._steps[step].weight_residuals.pop((chunk, microbatch))
+        if self._exchange is not None:
+            self._exchange.turn_to(step, chunk, microbatch)
         held.accumulators, done = programs.weight_gradient(
             held.params, residuals, held.accumulators, derived=held.derived
         )

@@ -3,8 +3,10 @@
 **By messages** (:class:`PieceExchange`). The task that completes a chunk's gradients also cuts them into pieces
 (:mod:`rrfp_jax.programs.pieces`), so that these leave while the stage goes on with other tasks. From then on the chunk
 has no accumulators: U joins the sums of all pieces to new ones, which its update clears. A piece that this replica adds
-up itself stays here until R. The compute thread alone calls all of this, but for :meth:`PieceExchange.cut` of a chunk
-of which a step has no microbatch: no task completes its gradients, which are zeros.
+up itself stays here until R. In a deterministic run a replica that runs several blocks of microbatches, as after a
+loss, has accumulators for each (:func:`rrfp_jax.core.plan.blocks_of`), so that sums keep their bits. The compute thread
+alone calls all of this, but for :meth:`PieceExchange.cut` of a chunk of which a step has no microbatch: no task
+completes its gradients, which are zeros.
 
 **By one launch** (:class:`StageReplicas`), which with a sharded optimizer state U is too. A program over several
 replicas' devices is launched once per process, although each replica has a compute thread of its own. So the threads
@@ -17,10 +19,13 @@ import threading
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
+import jax
+
 from rrfp_jax.core import Message, MessageKind
-from rrfp_jax.core.plan import pieces_of_chunks
+from rrfp_jax.core.plan import blocks_of, pieces_of_chunks
 from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.agreement import Verdict
 from rrfp_jax.programs.compiled import CompiledChunk
@@ -46,8 +51,14 @@ class _Exchange:
     """How many tasks are left that add to the gradients."""
     pieces: dict[int, tuple[int, ...]]
     """The pieces that each chunk adds up that takes part: this one, its copies, and those that share layers with it."""
-    own: dict[int, GradientPiece] | None = None
-    """The pieces that this replica adds up itself; None until the gradients are cut."""
+    blocks: dict[int, tuple[int, ...]]
+    """The blocks of which each of these chunks makes a sum."""
+    block: int
+    """The block whose accumulators are those of the chunk's state."""
+    accumulators: dict[int, Any] = field(default_factory=dict)
+    """The accumulators of other blocks."""
+    own: dict[tuple[int, int], GradientPiece] | None = None
+    """By block and number, the pieces that this replica adds up itself; None until the gradients are cut."""
     is_counted: bool = False
     """Whether the meter has counted the cut."""
     sums: dict[int, GradientPiece] = field(default_factory=dict)
@@ -63,6 +74,7 @@ class PieceExchange:
         copies: tells how the numbers of chunks belong to replicas.
         mailbox: has the pieces and sums that have arrived.
         meter: counts the pieces that lie here.
+        ordered: whether each block of microbatches is added up by itself.
     """
 
     def __init__(
@@ -74,7 +86,9 @@ class PieceExchange:
         copies: Replication,
         mailbox: Mailbox,
         meter: MemoryMeter,
+        ordered: bool,
     ) -> None:
+        self._ordered = ordered
         self._states, self._copies, self._programs = states, copies, programs
         self._mailbox, self._meter = mailbox, meter
         self._updates: dict[int, PieceUpdates] = {}
@@ -87,16 +101,27 @@ class PieceExchange:
 
     def begin(self, step: int, graph: PipelineGraph) -> None:
         """Takes a step with this graph, which lacks the pairs that the step lacks."""
-        self._steps[step] = {
-            chunk: _Exchange(
-                left=len(graph.microbatches(chunk)),
-                pieces=pieces_of_chunks(filter(graph.trains, graph.sharing(chunk)), self._copies.num_replicas),
-            )
-            for chunk in self._updates
-        }
+        self._steps[step] = {chunk: self._exchange(chunk, graph) for chunk in self._updates}
+
+    def _exchange(self, chunk: int, graph: PipelineGraph) -> _Exchange:
+        pieces = pieces_of_chunks(filter(graph.trains, graph.sharing(chunk)), self._copies.num_replicas)
+        blocks = {each: blocks_of(graph, each, ordered=self._ordered) for each in pieces}
+        first = blocks[chunk][0] if blocks[chunk] else self._copies.replica(chunk)
+        return _Exchange(left=len(graph.microbatches(chunk)), pieces=pieces, blocks=blocks, block=first)
 
     def finish(self, step: int) -> None:
         del self._steps[step]
+
+    def turn_to(self, step: int, chunk: int, microbatch: int) -> None:
+        """Makes the accumulators of a microbatch's block those of the chunk's state."""
+        exchange = self._steps[step][chunk]
+        if len(exchange.blocks[chunk]) < 2 or (block := self._copies.owner(microbatch)) == exchange.block:
+            return
+        held, found = self._states[chunk], exchange.accumulators.pop(block, None)
+        if found is None:
+            found = self._programs[chunk].zeros()
+            self._count("", chunk, self._programs[chunk].sizes.accumulators_bytes)
+        exchange.accumulators[exchange.block], exchange.block, held.accumulators = held.accumulators, block, found
 
     def added(self, step: int, chunk: int) -> Posts:
         """Counts a task that adds to the gradients of a chunk; the last one has them cut. Returns what to post."""
@@ -110,16 +135,26 @@ class PieceExchange:
             exchange, held, updates = self._steps[step][chunk], self._states[chunk], self._updates[chunk]
             if exchange.own is not None:
                 return []
-            pieces = updates.cut(held.accumulators)
-            exchange.own = {number: pieces[number] for number in exchange.pieces[chunk]}
-            held.accumulators = None  # The device frees them once they are cut.
-        return [
-            (Message(MessageKind.PIECE, chunk, other, number), _part_for(updates, base, pieces[number]))
-            for other, numbers in exchange.pieces.items()
-            if other != chunk
-            for base in [self._copies.base(other)]
-            for number in numbers
-        ]
+            exchange.own, sums = {}, exchange.accumulators
+            sums[exchange.block], held.accumulators = held.accumulators, None  # The device frees what is cut.
+            posts: Posts = []
+            for place, block in enumerate(exchange.blocks[chunk]):
+                pieces = updates.cut(sums.pop(block) if block in sums else self._programs[chunk].zeros())
+                if place:  # Memory is kept for one cut at a time.
+                    jax.block_until_ready(pieces)
+                exchange.own |= {(block, number): pieces[number] for number in exchange.pieces[chunk]}
+                for other, numbers in exchange.pieces.items():
+                    base, first = self._copies.base(other), place * self._copies.num_replicas
+                    posts += [
+                        (
+                            Message(MessageKind.PIECE, chunk, other, first + number),
+                            _part_for(updates, base, pieces[number]),
+                        )
+                        for number in numbers
+                        if other != chunk
+                    ]
+            sums.clear()
+        return posts
 
     def count_cut(self, step: int, chunk: int) -> None:
         """Counts the memory of a chunk's cut, if there was one; called behind the count of the task that made it, since
@@ -127,7 +162,9 @@ class PieceExchange:
         exchange = self._steps[step].get(chunk)
         if exchange is not None and exchange.own is not None and not exchange.is_counted:
             exchange.is_counted = True
-            self._count(CUT, chunk, self._own_bytes(exchange, chunk) - self._programs[chunk].sizes.accumulators_bytes)
+            num_sums = len(exchange.blocks[chunk])
+            freed = max(num_sums, 1) * self._programs[chunk].sizes.accumulators_bytes
+            self._count(CUT, chunk, num_sums * self._own_bytes(exchange, chunk) - freed)
 
     def reduce(self, step: int, chunk: int) -> tuple[list[Any], Posts]:
         """Adds up the pieces of a chunk that this replica adds up; returns their squared norms, and what to post."""
@@ -138,10 +175,11 @@ class PieceExchange:
         norms = []
         for number in exchange.pieces[chunk]:
             terms = {
-                (self._copies.replica(source), self._copies.base(source)): exchange.own.pop(number)
+                (block, self._copies.base(source)): exchange.own.pop((block, number))
                 if source == chunk
-                else self._mailbox.take(step, Message(MessageKind.PIECE, source, chunk, number))
-                for source in exchange.pieces
+                else self._mailbox.take(step, Message(MessageKind.PIECE, source, chunk, first + number))
+                for source, blocks in exchange.blocks.items()
+                for first, block in zip(count(step=self._copies.num_replicas), blocks, strict=False)
             }
             exchange.sums[number], norm = updates.add(terms, *state)
             norms.append(norm)
@@ -149,6 +187,7 @@ class PieceExchange:
                 (Message(MessageKind.SUM, chunk, copy, number), exchange.sums[number])
                 for copy in self._copies_of(chunk, exchange)
             ]
+        self._count("", chunk, (1 - len(exchange.blocks[chunk])) * self._own_bytes(exchange, chunk))
         return norms, posts
 
     def _copies_of(self, chunk: int, exchange: _Exchange) -> list[int]:

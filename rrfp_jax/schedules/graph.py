@@ -77,7 +77,9 @@ class PipelineGraph:
 
     Of ``num_replicas`` replicas, chunks ``b * num_replicas`` and on are the copies of one chunk; a microbatch runs on
     one of them and is absent from the others (:mod:`rrfp_jax.core.replicas`). ``lost`` holds chunks that take no part:
-    they run no microbatch, sum up and update nothing.
+    they run no microbatch, sum up and update nothing. ``holders`` has, for every ``b`` and each block of as many
+    consecutive microbatches as a replica has, the replica that runs the block; it is empty where each runs its own, and
+    where a block is shared out.
     """
 
     num_chunks: int
@@ -90,6 +92,7 @@ class PipelineGraph:
     ops: tuple[Op, ...] = ()
     num_replicas: int = 1
     lost: frozenset[int] = field(default=frozenset())
+    holders: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         check_types(self, "num_chunks", "num_microbatches", "edges", "split", "frozen", "ops", "num_replicas", "lost")

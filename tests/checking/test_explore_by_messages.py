@@ -62,6 +62,28 @@ def test_units_that_are_lost():
         assert explore(setting).num_states > 1
 
 
+@pytest.mark.parametrize("shared", [(), TIED], ids=["untied", "tied"])
+def test_deterministic_runs_add_up_each_block_by_itself(shared):
+    ordered = {"rules": {"ordered": True}}
+    for num, owners in [
+        (1, StepOwners(((1, 1), (0, 1)), lost=(0,))),
+        (2, StepOwners(((1, 1, 1, 1), (0, 0, 1, 1)), lost=(0,))),
+        (1, StepOwners(((1, 1), (1, 0)))),
+    ]:
+        setting = setting_of(
+            chain(2, num, shared=shared), linear(2), owners=(owners,), lost=owners.lost, hints=("bf",), **ordered
+        )
+        assert explore(setting).num_states > 1
+
+
+def test_deterministic_runs_refuse_owners_that_share_out_a_block():
+    setting = setting_of(
+        chain(2, 2), linear(2), owners=(StepOwners(((0, 1, 0, 1), (0, 0, 1, 1))),), rules={"ordered": True}
+    )
+    with pytest.raises(CheckError, match="give all microbatches of a block to one replica"):
+        explore(setting)
+
+
 def test_choices_ahead():
     setting = setting_of(chain(1, 1), linear(1), certain_ahead=True, decides_early=True)
     assert explore(setting).num_states > 1

@@ -242,7 +242,8 @@ def test_the_blocks_as_owners_are_the_graph_itself() -> None:
         graph, placed = replicated_graph(base, 3), replicated_placement(placement, 3)
         made = with_owners(graph, placed, StepOwners(block_owners(2, 9, 3)))
         assert sorted(made.edges) == sorted(graph.edges)
-        assert replace(made, edges=graph.edges) == graph
+        assert replace(made, edges=graph.edges, holders=()) == graph
+        assert made.holders == ((0, 1, 2),) * base.num_chunks
 
 
 def test_pairs_that_a_step_lacks_move_with_their_microbatches() -> None:

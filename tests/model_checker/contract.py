@@ -101,6 +101,7 @@ class _StepDemands:
         self.rules, self.placement = setting.rules_of_step(step), setting.placement
         self.graph = setting.graph_of_step(step)
         self.operations = Operations(self.graph)
+        self._share = self.graph.num_microbatches // self.graph.num_replicas
         self.local: dict[Task, set[Task]] = defaultdict(set)
         self.ended: dict[Task, set[Task]] = defaultdict(set)
         self.remote: dict[Task, set[Message]] = defaultdict(set)
@@ -141,7 +142,9 @@ class _StepDemands:
                 self._promise(message, sender, receiver, {dependency}, set())
             adds = self.graph.trains(task.chunk) and task.kind is self.graph.accumulating_kind(task.chunk)
             if self.rules.ordered and adds:
-                self.local[task] |= {Task(task.kind, task.chunk, m) for m in range(task.microbatch)} & set(self.tasks)
+                first = task.microbatch - task.microbatch % self._share if self.rules.by_messages else 0
+                earlier = {Task(task.kind, task.chunk, m) for m in range(first, task.microbatch)}
+                self.local[task] |= earlier & set(self.tasks)
 
     def _demand_words(self) -> None:
         """Who reads a chunk that runs F only says so, where that one is on another stage."""
@@ -226,7 +229,11 @@ class _StepDemands:
                 if stage_of[sharer] == stage_of[chunk]:
                     self.local[reduction] |= gradients
                     continue
-                pieces = {Message(MessageKind.PIECE, sharer, chunk, k) for k in added}
+                pieces = {
+                    Message(MessageKind.PIECE, sharer, chunk, k + num_replicas * place)
+                    for place in range(self._num_sums(sharer))
+                    for k in added
+                }
                 self.remote[reduction] |= pieces
                 for piece in pieces:
                     self._promise(piece, stage_of[sharer], stage_of[chunk], gradients, set())
@@ -236,6 +243,15 @@ class _StepDemands:
                     self._promise(total, stage_of[chunk], stage_of[copy], {reduction}, set())
                     self.remote[Task(TaskKind.U, copy)].add(total)
                     self.sums[copy].add(total)
+
+    def _num_sums(self, chunk: int) -> int:
+        """In ordered steps with other owners a chunk makes a sum of each block of microbatches that it runs."""
+        given = self.setting.owners[self.step] if self.setting.owners else None
+        if not self.rules.ordered or given is None:
+            return 1
+        number = self.graph.num_replicas
+        row = given.owners[self.placement.stage_of_chunk[chunk - chunk % number]]
+        return [row[m] for m in range(0, len(row), self._share)].count(chunk % number)
 
     def _demand_agreement(self) -> None:
         if self.rules.agreement is Agreement.NONE:

@@ -249,7 +249,7 @@ class Setting:
         graph, number = self.graph_of_owners(given), self.graph.num_microbatches
         size = number // self.graph.num_replicas
         sequence = tuple(block * size + place for place in range(size) for block in range(number // size))
-        if self.rules.ordered:
+        if self.rules.ordered and not self.rules.by_messages:
             sequence = tuple(range(number))
         policies: list[Policy] = []
         for stage, policy in enumerate(self.policies):

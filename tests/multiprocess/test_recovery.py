@@ -57,6 +57,24 @@ def test_survivors_go_on_with_what_a_lost_rank_had_to_do(
 
 
 @pytest.mark.slow
+def test_a_deterministic_run_keeps_its_bits_through_a_loss(tmp_path: Path) -> None:
+    trained = []
+    for victim in (-1, 0, 3):
+        (folder := tmp_path / str(victim)).mkdir()
+        program = ("survivor", folder, STEPS, victim, 4, 0.01, "deterministic")
+        with launched("--processes", 4, "--", *program, NPROC="1") as launcher:
+            assert launcher.wait(120) == 0, launcher.text
+        trained.append({rank: pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in (1, 2)})
+    unharmed, *struck = trained
+    for rank, (losses, params, _) in unharmed.items():
+        for survivors in struck:
+            own_losses, own_params, (before, after) = survivors[rank]
+            assert own_losses == losses
+            assert after == before, "nothing is compiled after the first step"
+            jax.tree.map(np.testing.assert_array_equal, own_params, params)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 3])
 def test_a_slow_unit_gets_fewer_microbatches(slow: int, unharmed: tuple, tmp_path: Path) -> None:
     with launched("--processes", 4, "--", "slowed", tmp_path, STEPS, slow) as launcher:

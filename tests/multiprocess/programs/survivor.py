@@ -1,6 +1,7 @@
 """A rank of 2 stages in 2 replicas that trains a small model, one of which is struck dead in the middle.
 
-``survivor FOLDER STEPS VICTIM STEP DELAY_S``: a time after rank VICTIM has enqueued STEP it kills itself.
+``survivor FOLDER STEPS VICTIM STEP DELAY_S [deterministic]``: a time after rank VICTIM has enqueued STEP it kills
+itself; -1: nobody does.
 """
 
 import faulthandler
@@ -75,7 +76,9 @@ def main() -> None:
             threading.Timer(float(sys.argv[5]), os.kill, [os.getpid(), signal.SIGKILL]).start()
 
     programs: list[int] = []
-    pipeline = make_pipeline(process=process, updates=UpdateRules(reduce="messages"))
+    pipeline = make_pipeline(
+        process=process, updates=UpdateRules(reduce="messages", deterministic="deterministic" in sys.argv)
+    )
     losses, params = train(pipeline, num_steps, strike)
     programs.append(sum(compiled))
     (folder / f"rank{process.rank}").write_bytes(pickle.dumps((losses, params, programs)))
