@@ -79,6 +79,9 @@ def test_owners_of_whole_blocks_do_not_change_a_bit_of_a_deterministic_run() -> 
                 results.append(metrics)
             with pytest.raises(ValueError, match="give all microbatches of a block to one replica"):
                 pipeline.step(state, batch, owners=shared_out)
+            peaks = [each.result().peak_memory_bytes for each in results]
+            most = [each.peak for each in pipeline.forecast]
+            assert all(0 < held <= bound for step in peaks for held, bound in zip(step, most, strict=True))
             return [each.result().loss for each in results], jax.tree.map(np.array, pipeline.params(state))
 
     losses, params = train(moves=False)

@@ -146,14 +146,15 @@ class Order:
         if foresight is not None:
             foresight = replace(foresight, shortest_s=max(foresight.shortest_s, shortest_s))
         wanted = dict.fromkeys(range(self.placement.num_stages), (0, 1)) if members is None else members
-        ahead = self.ahead_bounds()
+        ahead, share = self.ahead_bounds(), self.graph.num_microbatches // self.graph.num_replicas
         setups = {
             stage: StageSetup(
                 self.graph,
                 self.placement,
                 stage,
                 consumption=self.consumptions[stage],
-                window=self.windows[stage],
+                # A step in which a unit owns more than its share holds no more than the others.
+                window=min(self.windows[stage], share),
                 capacity=None if self.capacities is None else self.capacities[stage],
                 rules=rules,
                 certain_ahead=certain_ahead,
