@@ -123,12 +123,16 @@ def trained(chunks: Sequence[Chunk], **options: Any) -> tuple[list[float], Any, 
 def alone(chunk: Chunk) -> Chunk:
     """The chunk as a kind of its own."""
     init, apply, own = chunk.init, chunk.apply, object()
+    assert isinstance(init, InitLayers)  # whose layers know their own numbers, so that all begin with the same values
+
+    def init_alone(key: Any, *, numbers: Any) -> Any:
+        return init.function(key, numbers=numbers) if own else {}
 
     def apply_alone(params: Any, inputs: Any, leaves: Any, *, key: Any) -> Any:
         assert own
         return apply(params, inputs, leaves, key=key)
 
-    return replace(chunk, init=lambda key: init(key) if own else {}, apply=apply_alone)
+    return replace(chunk, init=InitLayers(init_alone, init.names, init.numbers), apply=apply_alone)
 
 
 @pytest.mark.slow

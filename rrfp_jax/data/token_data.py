@@ -170,12 +170,14 @@ class _PackedRows:
 
     def __init__(self, tokens: TokenSet, config: RowsConfig, part: Part) -> None:
         self._tokens, self._length = tokens, config.length
-        # The first document that begins in the last fraction of the tokens, and all after it, are held out.
+        # The first document that begins in the last fraction of the tokens, and all after it, are held out. Where none
+        # begins there, as with few documents, it is the last one, unless that is the only one.
         num_train = num_trained(tokens.num_tokens, config.held_out)
         first_held_out = tokens.num_documents
         if num_train < tokens.num_tokens:
             first_held_out = tokens.document_at(num_train)
-            first_held_out += tokens.document(first_held_out)[0] < num_train
+            begins_before = tokens.document(first_held_out)[0] < num_train
+            first_held_out += begins_before and not 0 < first_held_out == tokens.num_documents - 1
         first, stop = (0, first_held_out) if part == TRAIN else (first_held_out, tokens.num_documents)
         self._starts, self._documents = row_index(tokens, config.length, first, stop)
         self.num = len(self._starts) - 1

@@ -235,8 +235,8 @@ def test_a_configuration_with_an_encoder_as_it_is(where: str, costs: str, capsys
     counts = {"encoder": [3, 2, 2], "own": [2, 1, 2, 2], "decoder": [2, 3, 2]}[where]
     assert only["layers_of_chunk"] == counts
     run = plan_run(load_train_config("seen.yaml", {}), Path("run"))
-    assert run.cut is not None
-    assert len(run.cut.chunks) == len(counts)
+    assert run.ordered.cut is not None
+    assert len(run.ordered.cut.chunks) == len(counts)
     with pytest.raises(BadInput, match="--costs knows one mesh for all stages"):
         main(["--config", "seen.yaml", "--costs", costs])
 

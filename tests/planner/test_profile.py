@@ -17,7 +17,7 @@ TINY: dict[str, Any] = {
     "data": {"length": 16, "batch_size": 8, "num_microbatches": 4, "max_bytes": 65536},
     "pipeline": {"num_stages": 2, "hint": "bf", "window": 4},
     "optimizer": {"learning_rate": 1e-3},
-    "run": {"steps": 4, "platform": "cpu", "timeline_steps": 3},
+    "run": {"steps": 4, "platform": "cpu"},
 }
 
 
