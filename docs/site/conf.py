@@ -45,14 +45,13 @@ html_theme_options = {"navigation_with_keys": True}
 GROUPS = {
     "Start": [
         "docs/README",
-        "docs/start",
         "docs/models",
         "docs/data",
         "docs/runs",
         "docs/trouble",
     ],
     "Pipelines": ["docs/orders", "docs/schedules", "docs/planning"],
-    "Machines": ["docs/parallelism", "docs/accelerators", "docs/security", "tpu_gpu_configs/README"],
+    "Machines": ["docs/parallelism", "docs/elastic", "docs/accelerators", "docs/security", "tpu_gpu_configs/README"],
     "Inside": ["docs/architecture", "experiments/paper/README", "experiments/paper/schedules", "CHANGELOG"],
     "Python": [
         f"docs/site/api/{name}" for name in ("pipelines", "models", "data", "operations", "language", "testing")

@@ -28,8 +28,8 @@ def printed(program: str) -> str:
     return output.getvalue()
 
 
-def test_there_are_six_steps() -> None:
-    assert len(STEPS) == 6
+def test_there_are_five_steps() -> None:
+    assert len(STEPS) == 5
 
 
 @pytest.mark.parametrize("number", range(len(STEPS)))

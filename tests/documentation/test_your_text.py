@@ -11,7 +11,7 @@ import pytest
 from tests.documentation.blocks import ROOT, blocks
 from tests.environment import of_child
 
-COMMANDS = [line for one in blocks("console") if one.path.name == "start.md" for line in one.commands]
+COMMANDS = [line for one in blocks("console") if one.path == ROOT / "docs" / "README.md" for line in one.commands]
 
 
 def test_the_page_goes_from_text_to_a_model_that_writes():
