@@ -249,6 +249,7 @@ class Liveness:
                     self._unproven.heed(event)
                 # The clock first: whatever is concluded below must not hold a pause of this process against others.
                 self._clock.advance(time.monotonic())
+                self._detector.has_just_woken = self._clock.has_just_woken
                 self._gate.answer()
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)

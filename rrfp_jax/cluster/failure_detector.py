@@ -3,8 +3,9 @@
 A rank that no longer hears another suspects it, and tells all. The suspicion may be wrong: perhaps only the connection
 between the two broke, or one direction of it. So:
 
-* **A suspected rank that lives answers**, by telling all that it is alive. Then nobody takes it for lost: the
-  connection between the two ranks broke, and both are named, and the hosts on which they are.
+* **A suspected rank that lives answers**, by telling all that it is alive, unless it stood still until just now. Then
+  nobody takes it for lost: the connection between the two ranks broke, and both are named, and the hosts on which they
+  are.
 * **A rank that does not answer within ``answer_s`` is lost.** A certain suspicion is believed at once: the process is
   gone, for its host refuses connections to its port, or it says itself that its event loop hangs. Only a rank that
   still has a connection to the suspected one waits for it to close too.
@@ -128,11 +129,19 @@ class HeartbeatClock:
         self._last_look_s = now_s
         self._heard_s = dict.fromkeys(peers, 0.0)
         self._blocked_s: dict[int, float] = {}
+        self._woke_s = -math.inf
 
     def advance(self, now_s: float) -> None:
         """Takes the time; to be called at least once per interval."""
-        self.awake_s += min(now_s - self._last_look_s, 2 * self.interval_s)
-        self._last_look_s = now_s
+        gap_s, self._last_look_s = now_s - self._last_look_s, now_s
+        self.awake_s += min(gap_s, 2 * self.interval_s)
+        if gap_s >= min(patience_s(self.deadline_s), self.deadline_s / 2):
+            self._woke_s = self.awake_s
+
+    @property
+    def has_just_woken(self) -> bool:
+        """Whether this process stood still a moment ago, for so long that others may have suspected it."""
+        return self.awake_s - self._woke_s < 2 * self.interval_s
 
     def expect(self, rank: int) -> None:
         self._heard_s[rank] = self.awake_s
@@ -226,6 +235,8 @@ class FailureDetector:
         self._broken: set[tuple[int, int]] = set()
         self._broken_due_s: float | None = None
         self._has_told_broken = False
+        self.has_just_woken = False
+        """Whether this rank stood still a moment ago. If it is suspected, that was right, and no connection broke."""
         self._conclusions: list[Conclusion] = []
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -251,7 +262,8 @@ class FailureDetector:
             self._suspicions[reporter, suspect] = suspicion._replace(reason=reason[:_MAX_REASON])
         # A certain suspicion has no answer: that event loop hangs although the rank's heartbeat goes on.
         if not is_certain and (suspect == self._rank or suspect in self._alive):
-            return self.answer(suspect, now_s) or is_news
+            answers = suspect != self._rank or not self.has_just_woken
+            return (answers and self.answer(suspect, now_s)) or is_news
         if suspect != self._rank:
             # A rank that still hears the suspect waits: its own connection would close too if the process were gone.
             at_once = is_certain and (reporter == self._rank or suspect not in hears)

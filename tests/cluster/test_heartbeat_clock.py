@@ -35,6 +35,16 @@ def test_a_process_that_slept_blames_nobody() -> None:
     assert clock.overdue()
 
 
+def test_a_process_that_stood_still_knows_so_for_a_moment() -> None:
+    clock = HeartbeatClock([1], 60.0, 0.0)
+    clock.advance(3.0)
+    assert not clock.has_just_woken
+    clock.advance(8.0)
+    assert clock.has_just_woken
+    clock.advance(10.0)
+    assert not clock.has_just_woken
+
+
 def test_a_loop_that_stands_still_is_named_and_may_recover() -> None:
     clock = HeartbeatClock([1], 8.0, 0.0)
     clock.hear(1, 7.9)
