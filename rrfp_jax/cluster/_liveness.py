@@ -8,25 +8,39 @@ is open, only the connection broke. Silence counts from the deadline on. A rank 
 first.
 
 The heartbeat comes from this thread, not from the event loop, and tells how long the loop has not run: a loop that is
-busy for less than the deadline is no reason to give a rank up, a loop that hangs is.
+busy for less than the deadline is no reason to give a rank up, a loop that hangs is. It also tells what the rank does,
+which is quoted where the rank is silent afterwards.
 """
 
+import errno
 import logging
 import math
 import os
+import socket
 import threading
 import time
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import zmq
 
 from rrfp_jax.cluster._zmq_link import ZmqLink
 from rrfp_jax.cluster._zmq_sockets import HANDSHAKE_FAILURES, Gate, UnprovenConnections, connection_events, monitor_of
-from rrfp_jax.cluster.failure_detector import Broken, Conclusion, FailureDetector, HeartbeatClock, Left, Lost, Suspicion
+from rrfp_jax.cluster.config import Address
+from rrfp_jax.cluster.failure_detector import (
+    Broken,
+    Conclusion,
+    FailureDetector,
+    HeartbeatClock,
+    Left,
+    Lost,
+    Suspicion,
+    patience_s,
+)
 from rrfp_jax.cluster.wire import MalformedMessage, QuietLog, field, pack_plain, unpack_plain
 from rrfp_jax.waiting import wait_for
 
@@ -42,6 +56,10 @@ _ANSWER_S = 0.3
 """Seconds that a suspected rank has to answer, or a heartbeat's interval where that is less."""
 _MORE_LOSSES_S = 0.3
 """Seconds within which others may be missed after the first, which may have ended for the loss of one of them."""
+_CONNECTS_S = 2.0
+"""Seconds in which a process that lives takes a connection; its host may be busy."""
+_OWN_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL)
+_MAX_ACTIVITY = 120
 
 
 class Liveness:
@@ -74,7 +92,14 @@ class Liveness:
         self._detector = FailureDetector(self._rank, [""] * (self._rank + 1), 0.0)
         self._next_beat_s = 0.0
         self._rank_at: dict[str, int] = {}
-        self._watched: set[int] = set()
+        self._watched: dict[int, str] = {}
+        """The ranks from which heartbeats come, each with the address that they come from."""
+        self._activity = ""
+        self._standstill: tuple[str, Container[int]] | None = None
+        self.activities: dict[int, str] = {}
+        """The activity that each other rank has told last."""
+        self._asked: dict[int, float] = {}
+        """Silent ranks that this one has tried to connect to, and until when it does not try again."""
         self._listeners: set[int] = set()
         self._awaited: set[str] = set()
         """Addresses to which connections do not stand yet."""
@@ -140,7 +165,7 @@ class Liveness:
                 self._awaited |= {address for address in addresses if address not in self._rank_at} - self._early
                 self._rank_at |= dict.fromkeys(addresses, rank)
                 if rank not in self._watched:
-                    self._watched.add(rank)
+                    self._watched[rank] = addresses[0]
                     self._unheard.add(rank)
                     self._clock.expect(rank)
                     self._link.connect(rank, addresses[0])
@@ -168,6 +193,12 @@ class Liveness:
     def connection_ended(self, rank: int) -> None:
         """Notes that a connection that is not watched here has ended: the rank may leave, be gone, or be cut off."""
         self._command(lambda: self._await_farewell(rank))
+
+    def tell_activity(self, activity: str, standstill: tuple[str, Container[int]] | None) -> None:
+        """Takes note of what this rank does and waits for; see :meth:`PeerNetwork.tell_activity`."""
+        self._activity, self._standstill = activity, standstill
+        if standstill is not None:
+            self._command(self._ask_silent)
 
     def stop(self, timeout_s: float) -> None:
         """Says farewell and ends the thread; the gate is closed with it."""
@@ -218,6 +249,7 @@ class Liveness:
                     self._unproven.heed(event)
                 # The clock first: whatever is concluded below must not hold a pause of this process against others.
                 self._clock.advance(time.monotonic())
+                self._detector.has_just_woken = self._clock.has_just_woken
                 self._gate.answer()
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
@@ -249,6 +281,7 @@ class Liveness:
         # Everything that has come was heard above, so a peer that is overdue now really is.
         for rank, reason, hangs in self._clock.overdue():
             self._suspect(Suspicion(self._rank, rank, reason, hangs))
+        self._ask_silent()
         for rank, until_s in [*self._silent_data.items(), *self._closed.items()]:
             if self._clock.awake_s > until_s:
                 self._suspect(Suspicion(self._rank, rank, "closed its connection"))
@@ -267,13 +300,14 @@ class Liveness:
             rank, frames = received
             try:
                 beat = unpack_plain(bytes(frames[0]))
-                blocked_s = field(beat, "blocked_s", float)
-                hears = self._watched - self._closed.keys() - self._unheard
+                blocked_s, activity = field(beat, "blocked_s", float), field(beat, "activity", str)
+                hears = self._watched.keys() - self._closed.keys() - self._unheard
                 is_news = self._detector.learn(beat.get("news"), self._clock.awake_s, hears=hears)
             except MalformedMessage as error:
                 self._garbage.warn("a heartbeat of rank %d was dropped: %s", rank, error)
                 continue
             self._clock.hear(rank, blocked_s)
+            self.activities[rank] = activity[:_MAX_ACTIVITY] or "no step under way"
             self._closed.pop(rank, None)
             self._unheard.discard(rank)
             if is_news:
@@ -315,6 +349,31 @@ class Liveness:
         if rank in self._detector.present:
             self._silent_data.setdefault(rank, self._clock.awake_s + _FAREWELL_S)
 
+    def _ask_silent(self) -> None:
+        """Tries to connect to silent ranks that may hold this one up, each on a thread of its own."""
+        if (standstill := self._standstill) is None:
+            return
+        for rank in self._clock.silent(patience_s(self._deadline_s)):
+            if rank in standstill[1] and self._asked.get(rank, 0.0) <= self._clock.awake_s:
+                self._asked[rank] = self._clock.awake_s + _CONNECTS_S + self._clock.interval_s
+                ask = partial(self._ask, rank, self._watched[rank])
+                with suppress(RuntimeError):  # no thread can be started: the deadline still counts
+                    threading.Thread(target=ask, name="rrfp-ask", daemon=True).start()
+
+    def _ask(self, rank: int, address: str) -> None:
+        if not _takes_connection(address):
+            self._command(lambda: self._is_unanswered(rank))
+
+    def _is_unanswered(self, rank: int) -> None:
+        """Suspects a rank that has taken no connection, unless it was heard meanwhile."""
+        self._hear()
+        silent_s, standstill = self._clock.silent(patience_s(self._deadline_s)).get(rank), self._standstill
+        if silent_s is not None and standstill is not None:
+            host, last = self._detector.hosts[rank], self.activities.get(rank)
+            why = f"silent for {silent_s:.1f} s and takes no connection: see on {host} whether its process is "
+            why += f"stopped (ps shows T) or the host cut off; last heard: {last}; here: {standstill[0]}"
+            self._suspect(Suspicion(self._rank, rank, why))
+
     def _suspect(self, suspicion: Suspicion) -> None:
         rank = suspicion.suspect
         if suspicion.reporter == self._rank:
@@ -355,7 +414,9 @@ class Liveness:
     def _beat(self, *, leaves: bool = False) -> None:
         self._next_beat_s = time.monotonic() + self._clock.interval_s
         blocked_s = 0.0 if self._loop_asked_s is None else self._clock.awake_s - self._loop_asked_s
-        beat = pack_plain({"blocked_s": blocked_s, "news": self._detector.news(leaves=leaves)})
+        beat = pack_plain(
+            {"blocked_s": blocked_s, "activity": self._activity, "news": self._detector.news(leaves=leaves)}
+        )
         for rank in self._listeners:
             self._link.send(rank, beat)
         if self._loop is not None and self._loop_asked_s is None:
@@ -364,3 +425,14 @@ class Liveness:
                 self._loop.call_soon_threadsafe(setattr, self, "_loop_asked_s", None)
             except RuntimeError:  # the loop was closed: nobody listens, and close() will follow or the process ends
                 self._loop, self._loop_asked_s = None, None
+
+
+def _takes_connection(address: str) -> bool:
+    """Returns whether a listening ZeroMQ socket greets a new connection, as it does on ZeroMQ's own thread, however
+    busy Python is; True also where this process can make no connection."""
+    place = Address.parse(address.removeprefix("tcp://"))
+    try:
+        with socket.create_connection((place.host, place.port), _CONNECTS_S) as connection:
+            return bool(connection.recv(1))
+    except OSError as error:
+        return error.errno in _OWN_SHORTAGES

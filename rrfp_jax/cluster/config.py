@@ -38,7 +38,8 @@ class ClusterConfig:
 
     silence_deadline_s: float = 60.0
     """Seconds of silence, or of standstill of its event loop, after which another process counts as lost; a closed
-    connection is noticed at once."""
+    connection is noticed at once. A fifteenth of it, but at least 4, is enough where this process waits for the other
+    in vain, which takes no new connection either."""
     start_deadline_s: float = 300.0
     """Seconds that all processes may take to come together, and then the slowest of them to compile."""
     interface: str | None = None

@@ -3,8 +3,9 @@
 A rank that no longer hears another suspects it, and tells all. The suspicion may be wrong: perhaps only the connection
 between the two broke, or one direction of it. So:
 
-* **A suspected rank that lives answers**, by telling all that it is alive. Then nobody takes it for lost: the
-  connection between the two ranks broke, and both are named, and the hosts on which they are.
+* **A suspected rank that lives answers**, by telling all that it is alive, unless it stood still until just now. Then
+  nobody takes it for lost: the connection between the two ranks broke, and both are named, and the hosts on which they
+  are.
 * **A rank that does not answer within ``answer_s`` is lost.** A certain suspicion is believed at once: the process is
   gone, for its host refuses connections to its port, or it says itself that its event loop hangs. Only a rank that
   still has a connection to the suspected one waits for it to close too.
@@ -24,9 +25,15 @@ and is connected, since the circle is. Such a graph of degree d stays connected 
 
 *One host may vanish, however many ranks it has*, where these are consecutive: the rest of the circle is a path. So may
 two hosts with fewer than ``stride`` ranks each: the strides lead over either gap.
+
+**A rank that stands still asks sooner.** Silence alone counts from the deadline on, for a process may be busy in one
+long call, such as a garbage collection, in which no other Python runs. But a rank that waits much longer than usual
+(:class:`WaitTimes`), for silent ranks that may hold it up, tries to connect to them. ZeroMQ's own threads take
+connections in a busy process, and in a stopped one or behind a broken network nobody does: such a rank is suspected.
 """
 
 import math
+from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -38,11 +45,13 @@ _MAX_NEWS = 1000
 """Largest number of suspicions and losses that are told on: enough for any one cause, and less than a message takes."""
 _MAX_NAMED = 32
 """Largest number of losses that a farewell names."""
-_MAX_REASON = 200
+_MAX_REASON = 300
 _ALL_WATCH = 5
 """Up to this many ranks, all watch each other."""
 _BEATS_PER_DEADLINE = 8
-_MAX_INTERVAL_S = 5.0
+_MAX_INTERVAL_S = 1.0
+_LEAST_PATIENCE_S, _PATIENCE_PER_DEADLINE = 4.0, 15
+_LONGER, _STEPS_KEPT = 4, 10
 
 
 def watched(rank: int, num_ranks: int) -> frozenset[int]:
@@ -51,6 +60,54 @@ def watched(rank: int, num_ranks: int) -> frozenset[int]:
         return frozenset(range(num_ranks)) - {rank}
     stride = round(math.sqrt(num_ranks))
     return frozenset((rank + step) % num_ranks for step in (1, -1, stride, -stride))
+
+
+def patience_s(deadline_s: float) -> float:
+    """Returns the seconds of silence and of standstill, both of which must pass before a silent rank is asked."""
+    return max(_LEAST_PATIENCE_S, deadline_s / _PATIENCE_PER_DEADLINE)
+
+
+WaitKind = tuple[int, bool]
+"""A stage, and whether it runs a task; else it is idle."""
+
+
+class WaitTimes:
+    """Tells which waits of this rank last much longer than usual; it looks at them now and then.
+
+    Such a wait has lasted for the patience, and four times as long as any of its kind in the last ten steps. In the
+    first step nothing is known, and no wait is too long: connections of collectives are made then, for example. Between
+    two looks a wait may end unseen; the patience is longer than the time between looks.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s, self._num_steps = patience_s, 0
+        self._present: dict[WaitKind, tuple[float, float]] = {}
+        """When each wait began that was not over at the last look, and how long it had lasted, by kind."""
+        self._longest: deque[dict[WaitKind, float]] = deque([{}], maxlen=_STEPS_KEPT + 1)
+        """For the last steps, the longest wait of each kind that is over."""
+
+    def look(self, now_s: float, began_s: Mapping[WaitKind, float], num_steps: int) -> dict[WaitKind, float]:
+        """Returns the kinds whose present waits are too long, with the longest of each kind in the last steps.
+
+        Args:
+            began_s: when the present wait of each kind began.
+            num_steps: the number of steps that have ended.
+        """
+        for kind, (at_s, lasted_s) in self._present.items():
+            if began_s.get(kind) != at_s:
+                self._longest[-1][kind] = max(lasted_s, self._longest[-1].get(kind, 0.0))
+        if num_steps != self._num_steps:
+            self._num_steps = num_steps
+            self._longest.append({})
+        self._present = {kind: (at_s, now_s - at_s) for kind, at_s in began_s.items()}
+        if len(self._longest) == 1:
+            return {}
+        usual_s = {kind: max(of_step.get(kind, 0.0) for of_step in self._longest) for kind in began_s}
+        return {
+            kind: usual_s[kind]
+            for kind, (_, lasted_s) in self._present.items()
+            if lasted_s > max(self._patience_s, _LONGER * usual_s[kind])
+        }
 
 
 class HeartbeatClock:
@@ -72,11 +129,19 @@ class HeartbeatClock:
         self._last_look_s = now_s
         self._heard_s = dict.fromkeys(peers, 0.0)
         self._blocked_s: dict[int, float] = {}
+        self._woke_s = -math.inf
 
     def advance(self, now_s: float) -> None:
         """Takes the time; to be called at least once per interval."""
-        self.awake_s += min(now_s - self._last_look_s, 2 * self.interval_s)
-        self._last_look_s = now_s
+        gap_s, self._last_look_s = now_s - self._last_look_s, now_s
+        self.awake_s += min(gap_s, 2 * self.interval_s)
+        if gap_s >= min(patience_s(self.deadline_s), self.deadline_s / 2):
+            self._woke_s = self.awake_s
+
+    @property
+    def has_just_woken(self) -> bool:
+        """Whether this process stood still a moment ago, for so long that others may have suspected it."""
+        return self.awake_s - self._woke_s < 2 * self.interval_s
 
     def expect(self, rank: int) -> None:
         self._heard_s[rank] = self.awake_s
@@ -91,6 +156,11 @@ class HeartbeatClock:
         self._heard_s.pop(rank, None)
         self._blocked_s.pop(rank, None)
 
+    def silent(self, at_least_s: float) -> dict[int, float]:
+        """Returns the peers that have been silent for so long, with the seconds."""
+        silent_s = {rank: self.awake_s - heard_s for rank, heard_s in self._heard_s.items()}
+        return {rank: seconds for rank, seconds in silent_s.items() if seconds >= at_least_s}
+
     def overdue(self) -> list[tuple[int, str, bool]]:
         """Returns the peers beyond the deadline, each with the reason, and whether its event loop hangs while it lives.
 
@@ -98,7 +168,7 @@ class HeartbeatClock:
         connection breaks others too, and they are not heard at the same moment.
         """
         # A peer counts as hanging only while it is heard: one that is silent is named for that.
-        silent_s = {rank: self.awake_s - heard_s for rank, heard_s in self._heard_s.items()}
+        silent_s = self.silent(0.0)
         limit_s = self.deadline_s - self.interval_s
         if any(seconds > limit_s for seconds in silent_s.values()):
             limit_s -= self.interval_s
@@ -153,7 +223,7 @@ class FailureDetector:
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], answer_s: float) -> None:
-        self._rank, self._hosts, self._answer_s = rank, hosts, answer_s
+        self._rank, self.hosts, self._answer_s = rank, hosts, answer_s
         self.present = set(range(len(hosts))) - {rank}
         """The other ranks that are neither lost nor have left."""
         self._suspicions: dict[tuple[int, int], Suspicion] = {}
@@ -165,6 +235,8 @@ class FailureDetector:
         self._broken: set[tuple[int, int]] = set()
         self._broken_due_s: float | None = None
         self._has_told_broken = False
+        self.has_just_woken = False
+        """Whether this rank stood still a moment ago. If it is suspected, that was right, and no connection broke."""
         self._conclusions: list[Conclusion] = []
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -190,7 +262,8 @@ class FailureDetector:
             self._suspicions[reporter, suspect] = suspicion._replace(reason=reason[:_MAX_REASON])
         # A certain suspicion has no answer: that event loop hangs although the rank's heartbeat goes on.
         if not is_certain and (suspect == self._rank or suspect in self._alive):
-            return self.answer(suspect, now_s) or is_news
+            answers = suspect != self._rank or not self.has_just_woken
+            return (answers and self.answer(suspect, now_s)) or is_news
         if suspect != self._rank:
             # A rank that still hears the suspect waits: its own connection would close too if the process were gone.
             at_once = is_certain and (reporter == self._rank or suspect not in hears)
@@ -295,7 +368,7 @@ class FailureDetector:
         return any(found)
 
     def _known(self, rank: Any) -> int:
-        if type(rank) is not int or not 0 <= rank < len(self._hosts):
+        if type(rank) is not int or not 0 <= rank < len(self.hosts):
             raise ValueError(f"{rank!r:.40} is no rank")
         return rank
 
@@ -315,7 +388,7 @@ class FailureDetector:
         self._broken_due_s = None
         if not self._has_told_broken:
             self._has_told_broken = True
-            self._conclusions.append(Broken(lost_sight(self._broken, self._hosts)))
+            self._conclusions.append(Broken(lost_sight(self._broken, self.hosts)))
 
 
 def lost_sight(pairs: Iterable[tuple[int, int]], hosts: Sequence[str]) -> str:

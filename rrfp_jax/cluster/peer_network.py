@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from rrfp_jax.cluster._private_connections import NUM_LISTENERS, PrivateConnecti
 from rrfp_jax.cluster._zmq_link import ZmqLink
 from rrfp_jax.cluster._zmq_sockets import Gate, UnprovenConnections, rank_role
 from rrfp_jax.cluster.config import LOOPBACK, ClusterConfig, PeerAddress, host_of
-from rrfp_jax.cluster.failure_detector import watched
+from rrfp_jax.cluster.failure_detector import patience_s, watched
 from rrfp_jax.cluster.host import FILES_FOR_MESSAGES, FILES_OF_NETWORK, require_descriptors
 from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.loop_thread import runs_here
@@ -265,6 +265,20 @@ class PeerNetwork:
         done.set()
 
     # -- messages: on any thread -------------------------------------------------------------------------------------
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds of standstill and of silence after which a silent rank is asked."""
+        return patience_s(self._config.silence_deadline_s)
+
+    def tell_activity(self, activity: str, standstill: tuple[str, Container[int]] | None) -> None:
+        """Says what this rank does, and what it has been waiting for, much longer than usual, with the ranks that may
+        hold it up (:mod:`rrfp_jax.cluster.failure_detector`); None: it goes on."""
+        self._liveness.tell_activity(activity, standstill)
+
+    def activities(self) -> dict[int, str]:
+        """Returns what the ranks whose heartbeats come here last said that they do."""
+        return dict(self._liveness.activities)
 
     def subscribe(self, topic: str, handler: Handler) -> None:
         """Gives the messages of a topic to ``handler``, one per topic.

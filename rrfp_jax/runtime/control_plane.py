@@ -11,16 +11,18 @@ shortest of these round trips also tells how long a control message takes. A par
 the child's next question, so that every rank of several knows one.
 """
 
+import asyncio
 import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.cluster import MalformedMessage, PeerNetwork
-from rrfp_jax.cluster.failure_detector import watched
+from rrfp_jax.cluster.failure_detector import WaitTimes, watched
 from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
 from rrfp_jax.core import GroupHeard, Message, Note, TaskAnnounced
 from rrfp_jax.layout import ControlTree, Layout, whole_tree
@@ -41,6 +43,7 @@ _NUM_PINGS = 8
 _FRESH_S = 60.0
 _UNIT = struct.Struct("<I")
 _MAX_NEWS_BYTES = 1 << 26
+_LOOK_S = 0.5
 
 
 class Peers:
@@ -53,13 +56,23 @@ class Peers:
         self.clocks = Clocks(network, clock)
         self.statistics = StatisticsReduction(network)
         self.all_gather = TreeAllGather(network)
-        self.gather = self.all_gather.gather
         self._driver: PipelineRuntime | None = None
         self._led = frozenset(unit for unit in layout.units_of(self.rank) if layout.ranks_of(unit)[0] == self.rank)
         """Units that this rank hosts as the first or only one."""
         self._task_topic = network.in_epoch(_TASK).encode()
         self.others_go_on = False
         """Whether the others go on without this rank where it fails, so that nobody is told."""
+        self._wait_times: WaitTimes | None = None
+        """None before the first driver has started."""
+        stages = {layout.stage_of(unit) for unit in layout.units_of(self.rank)}
+        self._partners = frozenset(rank for stage in stages for rank in layout.ranks_of_stage(stage)) - {self.rank}
+        """Ranks with which programs of this one run collectives, if any do."""
+        self.waiting_s: dict[str, float] = {}
+        """When this rank began to wait for all others at once, by the occasion."""
+        self._num_ended = 0
+        """Number of steps that the latest driver has ended."""
+        self._warned_s = 0.0
+        """Beginning of the wait that was warned of last."""
         self._heard: set[str] = set()
         """Ranks whose stages some news of a failure has described."""
         network.subscribe(_FAILURE, self._failure)
@@ -70,6 +83,20 @@ class Peers:
         return self.tree.living
 
     # -- on any thread -----------------------------------------------------------------------------------------------
+
+    def gather(self, name: str, data: Any = None, **more: Any) -> dict[int, Any]:
+        """Brings plain data and returns the data of all ranks; see :meth:`TreeAllGather.gather`."""
+        with self.waiting(name):
+            return self.all_gather.gather(name, data, **more)
+
+    @contextmanager
+    def waiting(self, occasion: str) -> Iterator[None]:
+        """Encloses a wait of this rank for all others."""
+        self.waiting_s[occasion] = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waiting_s.pop(occasion, None)
 
     def tell(self, unit: int, member: int, step: int, note: Note) -> None:
         """Sends a note to a member of a unit's group, which a task there may wait for."""
@@ -105,6 +132,35 @@ class Peers:
         self.network.subscribe(_NOTE, self._note)
         self._task_topic = self.network.in_epoch(_TASK).encode()
         self.network.subscribe_packed(self._task_topic, self._task)
+
+    def watch_waits(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Has silent ranks asked whether they live where this rank waits much longer than usual, from now on."""
+        if self._wait_times is None:
+            self._wait_times = WaitTimes(self.network.patience_s)
+            self._look_at_waits(loop, self._wait_times)
+
+    def _look_at_waits(self, loop: asyncio.AbstractEventLoop, wait_times: WaitTimes) -> None:
+        waits, now_s = {}, time.perf_counter()
+        if self._driver is not None:
+            waits, self._num_ended = self._driver.waits(), self._driver.steps.num_ended
+        for occasion, since_s in [*self.waiting_s.items()][:1]:  # the longest of them
+            waits[-1, False] = since_s, f"rank {self.rank} waits for all others ({occasion})"
+        began_s = {kind: since_s for kind, (since_s, _) in waits.items()}
+        too_long = wait_times.look(now_s, began_s, self._num_ended)
+        standstill = None
+        if too_long:
+            kind = min(too_long, key=lambda kind: waits[kind][0])
+            since_s, activity = waits[kind]
+            text = f"{activity} for {now_s - since_s:.1f} s, {too_long[kind]:.1f} s at most before"
+            # Without recovery a loss ends the run, so the deadline stays where nobody waits within a collective.
+            standstill = text, range(self.layout.num_ranks) if self.others_go_on else self._partners
+            if kind[0] in self._led and self._partners and since_s != self._warned_s:
+                self._warned_s = since_s
+                heard = self.network.activities()
+                others = "; ".join(f"rank {rank}: {heard[rank]}" for rank in self._partners & heard.keys())
+                _LOG.warning("rank %d: %s; last heard of the others: %s", self.rank, text, others)
+        self.network.tell_activity("; ".join(text for _, text in waits.values()), standstill)
+        loop.call_later(_LOOK_S, self._look_at_waits, loop, wait_times)
 
     def detach(self) -> None:
         """Lets go of the driver, which is closed; later messages are kept for the next."""

@@ -19,6 +19,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from rrfp_jax.cluster.failure_detector import WaitKind
 from rrfp_jax.cluster.loop_thread import LoopThread, runs_here
 from rrfp_jax.core import Event, InputPromised, Message, RunTask, StageArbiter, TaskAnnounced, timing_rule
 from rrfp_jax.core.groups import GroupMember
@@ -137,6 +138,7 @@ class PipelineRuntime:
         self._loop.call_soon_threadsafe(self._watch)
         if peers is not None:
             self._loop.call_soon_threadsafe(peers.attach, self)
+            self._loop.call_soon_threadsafe(peers.watch_waits, self._loop)
 
     def _add_stage(self, arbiter: StageArbiter, executor: StageExecutor, just_in_time: bool) -> None:
         stage, launch = arbiter.stage, executor.launch
@@ -361,6 +363,18 @@ class PipelineRuntime:
             self.peers.clocks.refresh()
         self._loop.call_later(deadline_s / _CHECKS_PER_DEADLINE, self._watch)
 
+    def waits(self) -> dict[WaitKind, tuple[float, str]]:
+        """Returns the present waits of the hosted stages, each with its beginning and in words."""
+        waits = {}
+        for stage, actor in self._actors.items() if self.steps else ():
+            name, started = name_unit(stage, self._stages_of_replica), actor.threads[0].started
+            if started is None:
+                waits[stage, False] = max(actor.last_event_s, self.steps.begun_s), f"{name} waits for others"
+            else:
+                (step, task), start_s = started
+                waits[stage, True] = start_s, f"{name} runs {task} of {self.steps.name(step)}"
+        return waits
+
     def _end_with(self, failure: RunFailed) -> None:
         self._serial.shut_down()
         for actor in self._actors.values():
@@ -416,7 +430,8 @@ class PipelineRuntime:
                     rank=rank,
                     stages_of_replica=self._stages_of_replica,
                 )
-                states.append(replace(state, step=None if state.step is None else self.steps.number(state.step)))
+                number = None if state.step is None else self.steps.number(state.step)
+                states.append(replace(state, step=number, is_launching=actor.threads[0].is_launching))
             except Exception:  # A fault in the report must not replace the error that ends the run.
                 _LOG.exception("stage %d cannot tell what it waits for", stage)
         return states

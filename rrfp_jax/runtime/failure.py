@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from threading import Event
 from typing import TYPE_CHECKING
 
+from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.core import MessageKind, StageArbiter
 from rrfp_jax.layout import Layout, name_unit
 from rrfp_jax.waiting import wait_for
@@ -64,13 +65,20 @@ class StageState:
     stages_of_replica: int | None = None
     """Number of stages of each replica, if there are several: ``stage`` then numbers the stages of all of them, replica
     by replica."""
+    is_launching: bool = False
+    """Whether the task that runs has not reached the devices yet."""
+
+    @property
+    def name(self) -> str:
+        return name_unit(self.stage, self.stages_of_replica)
 
     def __str__(self) -> str:
-        name = name_unit(self.stage, self.stages_of_replica)
+        name = self.name
         if self.failed:
             text = f"{name} failed in {self.running}"
         elif self.running:
-            text = f"{name} has been running {self.running} for {self.since_s:.1f} s"
+            doing = "launching" if self.is_launching else "running"
+            text = f"{name} has been {doing} {self.running} for {self.since_s:.1f} s"
         elif not self.waits:
             text = f"{name} has nothing to do ({self.idle_reason}) for {self.since_s:.1f} s"
         else:
@@ -96,12 +104,29 @@ class WaitForReport:
         if self.origin is not None:  # that rank prints the lines of code itself: once is enough
             summary, *frames = summary.split(_FRAMES, maxsplit=1)
             summary += f" (rank {self.origin} tells where in the code)" if frames else ""
-        lines = [summary, *(f"  {stage}" for stage in self.stages)]
+        lines = [summary, *(f"  {stage}" for stage in self.stages), *self._hanging_groups()]
         if culprits := self.culprits():
             each = self.stages[0].stages_of_replica
             names = " and ".join(name_unit(stage, each) for stage in culprits)
             lines.append(f"all stages that wait do so, directly or not, for {names}")
         return "\n".join(lines)
+
+    def _hanging_groups(self) -> list[str]:
+        """Returns for each stage whose ranks live and are in a task the ranks that have launched it, and the others."""
+        by_stage: dict[int, list[StageState]] = {}
+        for state in () if self.lost_ranks or any(state.failed for state in self.stages) else self.stages:
+            by_stage.setdefault(state.stage, []).append(state)
+        lines = []
+        for members in by_stage.values():
+            ranks: dict[str, list[int]] = {}
+            for state in members:
+                task = state.running.partition(",")[0] if state.running else "nothing"
+                ranks.setdefault(f"still launching {task}" if state.is_launching else task, []).append(state.rank or 0)
+            if len(members) > 1 and [*ranks] != ["nothing"]:
+                launched = ", ".join(f"{task} on {name_ranks(where)}" for task, where in ranks.items())
+                remedy = "at the links between their hosts" if len(ranks) == 1 else "for what keeps one from the task"
+                lines.append(f"{members[0].name} has launched {launched}; all these live: look {remedy}")
+        return lines
 
     def culprits(self) -> tuple[int, ...]:
         """Returns the stages for which all waiting ones wait in the end: they run a task or failed in one."""

@@ -236,7 +236,8 @@ class RecoveringRuntime:
                 raise self._error
             waiting = self._gatherings[lane] = Future()
         self._events.put(GatherCalled(lane, data))
-        return result_of(waiting)
+        with self._peers.waiting(name):
+            return result_of(waiting)
 
     def leave(self) -> None:
         """Tells the head that this rank has come to the end of the run; an end without that counts as a loss."""
@@ -359,6 +360,7 @@ class RecoveringRuntime:
         """Closes the runtime, and tells the membership of all verdicts that are known here."""
         with self._lock:
             self._is_frozen = True
+        self._peers.waiting_s.setdefault("to go on after a loss", time.perf_counter())
         if not self.runtime.close():
             raise RuntimeError("a task of the stages hosted here does not come to its end")
         known = [told for stage in self._stages if (told := stage.newest_verdict()) is not None]
@@ -455,6 +457,7 @@ class RecoveringRuntime:
         if epochs != {self._membership.epoch}:  # All ranks have this result, so all wait again.
             self._wait_for_others(self._membership.epoch)
             return
+        self._peers.waiting_s.pop("to go on after a loss", None)
         step, verdict = self._membership.newest + 1, self._membership.verdict
         with self._lock:
             self._is_frozen = False

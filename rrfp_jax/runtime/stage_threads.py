@@ -177,6 +177,11 @@ class StageThreads:
         """Instruction that the devices run, or that is being launched, and its start; for reports."""
         return self._running or self._launching
 
+    @property
+    def is_launching(self) -> bool:
+        """Whether that instruction has not reached the devices yet, as far as these threads can tell."""
+        return self._running is None and self._launching is not None
+
     def start(self) -> None:
         for thread in self._threads:
             thread.start()

@@ -108,6 +108,7 @@ class StepsUnderWay:
         self._pending: dict[int, _Pending] = {}
         self.begun_s = 0.0
         """Time at which the first step that is under way was submitted, or a step ended elsewhere."""
+        self.num_ended = 0
         self._trained: dict[int, int] = {}
         """For the last steps, the number of the training step that they are, or that an evaluation comes after."""
         self._evaluations: set[int] = set()
@@ -169,6 +170,7 @@ class StepsUnderWay:
 
     def _resolve(self, step: int, statistics: StepStatistics | None) -> None:
         pending = self._pending.pop(step)
+        self.num_ended += 1
         pending.future.set_result(
             StepOutcome(
                 step=step,

@@ -1,6 +1,7 @@
 """Meshes for tests: networks within this process, and members in processes of their own that can be killed."""
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -182,6 +183,10 @@ def live(rank: int, num_ranks: int, key: str, settings: dict[str, Any], pipe: Co
                     network.on_loop(network.send, target, "note", header, frames)
                 case ("files",):
                     report("files", len(os.listdir("/proc/self/fd")) - inherited + 3, sorted(sys.modules))
+                case ("wait", text, ranks):
+                    network.tell_activity(text, (text, ranks))
+                case ("hold", seconds):  # PyDLL keeps the interpreter's lock: no other Python runs
+                    ctypes.PyDLL(None).sleep(seconds)
                 case ("block", seconds):
                     loop.call_soon_threadsafe(time.sleep, seconds)
         network.close(linger_s=5.0)

@@ -45,6 +45,17 @@ def test_who_is_gone_for_certain_is_lost_at_once_but_for_who_still_has_a_connect
     assert watcher.conclusions(5.3) == [Lost(2, "closed its connection")]
 
 
+def test_who_stood_still_does_not_answer_so_that_no_connection_is_blamed() -> None:
+    reporter, suspect = (FailureDetector(rank, HOSTS, ANSWER_S) for rank in (0, 2))
+    reporter.suspect(Suspicion(0, 2, "silent for 6 s"), 1.0)
+    suspect.has_just_woken = True
+    assert told(reporter, suspect, 1.1)
+    assert suspect.news() == {"accusations": [[0, 2, "silent for 6 s", False]]}
+    assert suspect.conclusions(9.0) == []
+    told(suspect, reporter, 1.1)
+    assert reporter.conclusions(1.3) == [Lost(2, "silent for 6 s")]
+
+
 def test_who_is_accused_and_lives_answers_and_the_connection_is_named() -> None:
     reporter, suspect, other = (FailureDetector(rank, HOSTS, ANSWER_S) for rank in (0, 2, 3))
     reporter.suspect(Suspicion(0, 2, "silent"), 1.0)

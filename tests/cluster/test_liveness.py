@@ -1,6 +1,7 @@
 """Who is lost, who is silent and who has left: with processes that are killed, stopped, woken, busy or just done."""
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -50,6 +51,40 @@ def test_a_stopped_rank_is_named_by_the_deadline() -> None:
             assert rank == 1
             assert reason.startswith("silent for 1.")
         assert DEADLINE_S * 0.7 < time.monotonic() - stopped_s < 2 * DEADLINE_S + 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_names_a_stopped_one_long_before_the_deadline() -> None:
+    with processes(3, silence_deadline_s=60.0) as members:
+        members[1].tell("wait", "stage 1 waits", [])
+        members[0].tell("wait", "stage 0 runs 0F3 of step 5", [1, 2])
+        stopped_s = members[1].signal(signal.SIGSTOP)
+        for member in (members[0], members[2]):
+            _, rank, reason = member.wait_for("lost", 30)
+            assert rank == 1
+            assert re.fullmatch(
+                r"silent for [\d.]+ s and takes no connection: see on 127.0.0.1 whether its process is stopped "
+                r"\(ps shows T\) or the host cut off; last heard: .*; here: stage 0 runs 0F3 of step 5",
+                reason,
+            )
+        print(f"named after {time.monotonic() - stopped_s:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("why", ["busy", "spared"])
+def test_a_silent_rank_that_takes_connections_or_holds_nobody_up_is_not_named(why: str) -> None:
+    with processes(2, silence_deadline_s=60.0) as members:
+        members[0].tell("wait", "stage 0 runs 0F3 of step 5", [1] if why == "busy" else [])
+        members[1].tell("send", 0, {}, 1, 10)
+        members[0].wait_for("note")
+        if why == "busy":
+            members[1].tell("hold", 9)
+        else:
+            members[1].signal(signal.SIGSTOP)
+        time.sleep(9)
+        members[1].signal(signal.SIGCONT)
+        time.sleep(0.5)
+        assert [member.drain() for member in members] == [[], []]
 
 
 def test_a_short_stop_is_forgiven_and_nothing_is_lost() -> None:

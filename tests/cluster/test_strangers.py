@@ -257,7 +257,7 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
 
         mad._loop.call_soon_threadsafe(rave)
         assert done.wait(5)
-        accusation = pack_plain({"blocked_s": 0.0, "news": {"accusations": [[2, 7, "?", True]]}})
+        accusation = pack_plain({"blocked_s": 0.0, "activity": "", "news": {"accusations": [[2, 7, "?", True]]}})
         for said in (b"", b"\xc1", b"\x81\xa4rank\xa1x", b"\x80", b"x" * (3 << 20), accusation):
             mad._liveness._command(lambda said=said: mad._liveness._link.send(0, said))
         assert eventually(lambda: traffic(members[0].network).num_dropped >= len(mad_heads()) // 2)
@@ -273,7 +273,7 @@ def test_a_member_gone_mad_is_not_heard_and_harms_nobody(
 def test_a_heartbeat_is_that_of_whoever_has_the_connection() -> None:
     """Whatever name it bears: one that says of itself that it hangs brings nobody else into disrepute."""
     with nodes(3, silence_deadline_s=2.0) as members:
-        liar, said = members[2].network._liveness, pack_plain({"rank": 1, "blocked_s": 1e6})
+        liar, said = members[2].network._liveness, pack_plain({"rank": 1, "blocked_s": 1e6, "activity": ""})
 
         def found_out() -> bool:
             liar._command(lambda: liar._link.send(0, said))

@@ -287,6 +287,41 @@ def test_who_lives_and_is_called_lost_says_that_the_network_broke(
     assert "which does not exist" in caplog.text
 
 
+def test_a_rank_that_stands_still_says_for_whom_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of its stages, or all where the run goes on without a rank that is lost."""
+    network, now_s, told, looks = VirtualNetwork(4).ranks[0], [0.0], [], []
+    network.patience_s, network.activities = 4.0, lambda: {1: "stage 0 waits for others", 3: "something"}
+    network.tell_activity = lambda activity, standstill: told.append((activity, standstill))
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+    peers = Peers(network, Layout(num_stages=2, tensor=2, num_ranks=4))
+    driver = SimpleNamespace(steps=SimpleNamespace(ended_everywhere=None, num_ended=0), waits=lambda: {})
+    peers.attach(driver)
+    peers.watch_waits(SimpleNamespace(call_later=lambda _, look, *arguments: looks.append((look, arguments))))
+
+    def look(seconds: float) -> Any:
+        now_s[0] += seconds
+        again, arguments = looks.pop()
+        again(*arguments)
+        return told[-1]
+
+    driver.steps.num_ended, driver.waits = 1, lambda: {(0, True): (1.0, "stage 0 runs 0F3 of step 7")}
+    assert look(2) == look(2) == ("stage 0 runs 0F3 of step 7", None)
+    text = "stage 0 runs 0F3 of step 7 for 5.0 s, 0.0 s at most before"
+    assert look(2)[1] == (text, {1})
+    assert caplog.messages == [f"rank 0: {text}; last heard of the others: rank 1: stage 0 waits for others"]
+    peers.others_go_on = True
+    assert list(look(1)[1][1]) == [0, 1, 2, 3]
+    assert len(caplog.messages) == 1  # once for each wait
+    driver.waits = lambda: {}
+    assert look(1) == ("", None)
+    with peers.waiting("batch 3"):
+        assert look(1) == ("rank 0 waits for all others (batch 3)", None)
+        assert look(5)[1][0] == "rank 0 waits for all others (batch 3) for 6.0 s, 0.0 s at most before"
+    assert look(1) == ("", None)
+
+
 def requests_of(layout: Layout) -> tuple[list[StopRequests], VirtualNetwork]:
     network = VirtualNetwork(layout.num_ranks)
     return [StopRequests(rank, layout) for rank in network.ranks], network

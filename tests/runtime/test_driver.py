@@ -113,6 +113,7 @@ def distant_peers(
         others_go_on=False,
         tell=None,
         attach=lambda _: None,
+        watch_waits=lambda _: None,
         detach=lambda: None,
         clocks=SimpleNamespace(refresh=refresh, offset_s=0.0),
         layout=SimpleNamespace(ranks_of=lambda _: (0,)),

@@ -44,6 +44,28 @@ def state(stage: int, *, running: str | None = None, waits: tuple[int, ...] = ()
     )
 
 
+@pytest.mark.parametrize(
+    ("running", "launching", "said"),
+    [
+        (("2F5, 2F6", "2F5"), (), "stage 2 has launched 2F5 on ranks 0-1; all these live: look at the links between"),
+        (("2F5", None), (), "stage 2 has launched 2F5 on rank 0, nothing on rank 1; all these live: look for what"),
+        (("2F5", "2F5"), (1,), "stage 2 has launched 2F5 on rank 0, still launching 2F5 on rank 1; all these live"),
+        ((None, None), (), None),
+    ],
+)
+def test_a_report_tells_which_ranks_of_a_stage_have_launched_the_task_that_hangs(
+    running: tuple[str | None, ...], launching: tuple[int, ...], said: str | None
+) -> None:
+    states = [
+        replace(state(2, running=task), rank=rank, is_launching=rank in launching) for rank, task in enumerate(running)
+    ]
+    for more, lost in (([], {}), ([state(1, waits=(2,))], {}), ([], {3: "gone"})):
+        failure = Failure(NoProgress, "no task finished", [*states, *more], lost=lost)
+        lines = [line for line in str(failure.error(LAYOUT)).splitlines() if "has launched" in line]
+        assert len(lines) == (said is not None and not lost)
+        assert all(line.startswith(said) for line in lines if said)
+
+
 def over_the_wire(failure: Failure, rank: int) -> FailureNews:
     told = failure.news({rank: failure.states}, failure.lost, rank)
     return from_plain(FailureNews, unpack_plain(pack_plain(to_plain(told))))

@@ -3,6 +3,7 @@
 Every rank says ``running PID`` when its first task of the second step begins; faults of tasks happen then.
 """
 
+import ctypes
 import os
 import sys
 import threading
@@ -15,7 +16,7 @@ from rrfp_jax.cluster import RunKey
 from rrfp_jax.commands.common.errors import run_command
 
 OWN = int(os.environ["RRFP_RANK"])
-FOREVER_S, SLOW_S = 600.0, 0.05
+FOREVER_S, SLOW_S, HELD_S = 600.0, 0.05, 12
 
 
 def no_fault() -> None:
@@ -45,6 +46,11 @@ def hang() -> None:
     hung.join()
 
 
+def hold_up_python() -> None:
+    """As one long call does, such as a garbage collection: no other Python runs meanwhile, so no heartbeat leaves."""
+    ctypes.PyDLL(None).sleep(HELD_S)
+
+
 def slow_down() -> None:
     """Every task takes longer."""
     time.sleep(SLOW_S)
@@ -56,6 +62,7 @@ IN_A_TASK: dict[str, Callable[[], None]] = {
     "raise-long": raise_long_error,
     "oom": exhaust_memory,
     "hang": hang,
+    "hold": hold_up_python,
     "slow": slow_down,
 }
 
