@@ -17,6 +17,8 @@ from typing import Any
 
 TEXT_BYTES = 1 << 20
 """Largest size of a file that people write: a configuration, a tokenizer's settings."""
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Errors of ``link`` on a file system without hard links."""
 _LARGEST_BYTES = 1 << 28
 _MOST_VALUES = 10_000_000
 """Largest number of values in any JSON that is read: about a gigabyte of Python's objects, the text included."""

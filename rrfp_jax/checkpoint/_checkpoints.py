@@ -109,7 +109,8 @@ class Checkpoints:
         keep: the number of committed steps that stay.
         coordinator: None for a run of one process.
         layout: written down with every step, for people.
-        before_commit: called on the first rank before a step is committed; an error that it raises prevents the commit.
+        before_commit: called on the first rank before a step is committed or old ones are removed; an error that it
+            raises prevents that.
 
     Leftovers of saves that did not come to an end are removed at once. Ranks wait for each other for as long as all of
     them live. An error of one rank reaches all of them: :class:`NotDone`, a ValueError, with the same sentence.
@@ -319,8 +320,8 @@ class Checkpoints:
                     raise
             if self._is_first:
                 # The step is committed. Files that stay too long are removed after the next one.
-                with suppress(OSError):
-                    keep_last(self.directory, step, self._keep, keep_also=keep_also)
+                with suppress(OSError, ValueError):
+                    keep_last(self.directory, step, self._keep, keep_also=keep_also, before_removal=self._before_commit)
         except Exception as error:
             failure = one_line(error)
             _LOG.log(self._level, "step %d was not saved: %s", step, failure)
@@ -337,7 +338,12 @@ class Checkpoints:
             )
         self._before_commit()
         try:
-            commit.write(directory)
+            try:
+                commit.write(directory)
+            except FileExistsError:
+                # A process that was stopped after the check may continue when others have committed the step.
+                self._before_commit()
+                commit.write(directory, replaces=True)
         except OSError:
             # The error may have come after the record was in its place.
             if not is_committed(self.directory, commit.step, commit.data):

@@ -16,6 +16,7 @@ A step is removed only after a newer one is committed, and always its ``commit.j
 through a symbolic link, and a directory that holds anything that is not ours is left alone.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -24,14 +25,14 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field
 
 from rrfp_jax.checkpoint._arrays import ArrayName
-from rrfp_jax.record_files import parse_json, read_record
+from rrfp_jax.record_files import NO_LINKS, parse_json, read_record
 
 _LOG = logging.getLogger(__name__)
 _FORMAT, _VERSION = "rrfp-jax checkpoint", 1
@@ -109,11 +110,11 @@ class Commit(BaseModel, frozen=True, strict=True):
     host: dict[str, Any]
     """Plain data that the run keeps beside arrays."""
 
-    def write(self, directory: Path) -> None:
-        """Commits the step."""
+    def write(self, directory: Path, *, replaces: bool = False) -> None:
+        """Commits the step. Raises FileExistsError if there is a record already, unless this one ``replaces`` it."""
         content = {"format": _FORMAT, "version": _VERSION, **dict(self)}
         data = {"content": content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()}
-        _write_whole(directory / _COMMIT, json.dumps(data, indent=1).encode())
+        _write_whole(directory / _COMMIT, json.dumps(data, indent=1).encode(), replaces=replaces)
 
     @classmethod
     def read(cls, directory: Path) -> "Commit":
@@ -182,19 +183,29 @@ def remove_leftovers(root: Path) -> None:
             if not (directory / _COMMIT).exists():
                 remove_tree(directory)
             else:
-                _remove_other_data(directory)
+                _remove_all(_other_data(directory))
 
 
-def keep_last(root: Path, step: int, keep: int, *, keep_also: Collection[int] = ()) -> None:
+def keep_last(
+    root: Path,
+    step: int,
+    keep: int,
+    *,
+    keep_also: Collection[int] = (),
+    before_removal: Callable[[], None] = lambda: None,
+) -> None:
     """Removes old steps after ``step`` was committed. It and the ``keep - 1`` committed steps before it stay, and so
     do those of ``keep_also`` before it.
 
     Steps after it belong to a run that was given up for the one that saved this step. Directories that are not ours are
-    left alone, and are not counted.
+    left alone, and are not counted. Nothing is removed if ``before_removal`` raises an error.
     """
     ours = [other for other in steps_in(root) if is_ours(step_directory(root, other))]
     committed = [older for older in ours if older <= step and is_committed(root, older)]
     kept = {*committed[:keep], *(older for older in committed if older in keep_also)}
+    replaced = _other_data(step_directory(root, step))
+    # All that is to go is known by now: what others write after this call stays.
+    before_removal()
     for other in ours:
         directory = step_directory(root, other)
         if other in kept:
@@ -205,7 +216,7 @@ def keep_last(root: Path, step: int, keep: int, *, keep_also: Collection[int] = 
         (directory / _COMMIT).unlink(missing_ok=True)
         sync_directory(directory)
         remove_tree(directory)
-    _remove_other_data(step_directory(root, step))
+    _remove_all(replaced)
 
 
 def is_ours(path: Path) -> bool:
@@ -225,15 +236,18 @@ def _step_of(directory: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _remove_other_data(directory: Path) -> None:
-    """Removes attempts that another attempt at the same step has replaced."""
+def _other_data(directory: Path) -> list[Path]:
+    """Returns attempts that another attempt at the same step has replaced."""
     try:
         data = Commit.read(directory).data
     except Unusable:
-        return  # damaged: whoever wants to look into it still can
-    for entry in directory.iterdir():
-        if is_ours(entry) and entry.name not in (_COMMIT, data):
-            remove_tree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
+        return []  # damaged: whoever wants to look into it still can
+    return [entry for entry in directory.iterdir() if is_ours(entry) and entry.name not in (_COMMIT, data)]
+
+
+def _remove_all(entries: Iterable[Path]) -> None:
+    for entry in entries:
+        remove_tree(entry) if entry.is_dir() else entry.unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -247,18 +261,34 @@ def canonical_json(data: Any) -> bytes:
         raise ValueError(f"a checkpoint keeps plain data only (numbers, texts, lists, dictionaries): {error}") from None
 
 
-def _write_whole(path: Path, data: bytes) -> None:
-    """Writes a file so that it is there as a whole or not at all, even after a power cut."""
+def _write_whole(path: Path, data: bytes, *, replaces: bool = True) -> None:
+    """Writes a file so that it is there as a whole or not at all, even after a power cut. Raises FileExistsError if
+    there is one already that it may not replace."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if replaces:
+            os.replace(temporary, path)
+        else:
+            _link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        # The second best way: another process may make the file in between.
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(temporary, path)
 
 
 def sync_directory(path: Path) -> None:

@@ -190,6 +190,10 @@ class Liveness:
         """Takes a message by which ``reporter`` takes this rank for lost: heartbeats with that may not get through."""
         self._command(lambda: self._suspect(Suspicion(reporter, self._rank, reason)))
 
+    def leave_judgement(self) -> None:
+        """Leaves it to a head from now on to judge this rank's suspicions, which are told as losses."""
+        self._command(lambda: setattr(self._detector, "has_head", True))
+
     def connection_ended(self, rank: int) -> None:
         """Notes that a connection that is not watched here has ended: the rank may leave, be gone, or be cut off."""
         self._command(lambda: self._await_farewell(rank))

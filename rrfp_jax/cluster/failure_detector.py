@@ -11,6 +11,8 @@ between the two broke, or one direction of it. So:
   still has a connection to the suspected one waits for it to close too.
 * **A rank that leaves says so, and names the ranks that it has lost**, since it may leave for just that. The loss comes
   first then, so nobody takes a consequence for the cause.
+* **Where a head judges suspicions** (:mod:`rrfp_jax.core.membership`), a rank takes for lost whom it does not hear
+  itself, answer or not, and leaves it to the head who of the two goes. The suspicions of others do not count.
 
 News is told on once by each rank, so it reaches all over any connected graph; nothing here depends on the order in
 which it comes, nor on who tells it first. Time enters as data.
@@ -224,6 +226,8 @@ class FailureDetector:
 
     def __init__(self, rank: int, hosts: Sequence[str], answer_s: float) -> None:
         self._rank, self.hosts, self._answer_s = rank, hosts, answer_s
+        self.has_head = False
+        """Whether a head judges suspicions."""
         self.present = set(range(len(hosts))) - {rank}
         """The other ranks that are neither lost nor have left."""
         self._suspicions: dict[tuple[int, int], Suspicion] = {}
@@ -255,13 +259,15 @@ class FailureDetector:
         is_known = before is not None and before.is_certain >= is_certain
         if is_known or not (suspect == self._rank or suspect in self.present):
             return False
+        if self.has_head and reporter != self._rank:
+            return False
         # Told on if it is the first suspicion of this rank, or the first certain one: others add nothing.
         known = [other for (_, who), other in self._suspicions.items() if who == suspect]
         is_news = not known or is_certain > any(other.is_certain for other in known)
         if len(self._suspicions) < _MAX_NEWS:
             self._suspicions[reporter, suspect] = suspicion._replace(reason=reason[:_MAX_REASON])
         # A certain suspicion has no answer: that event loop hangs although the rank's heartbeat goes on.
-        if not is_certain and (suspect == self._rank or suspect in self._alive):
+        if not self.has_head and not is_certain and (suspect == self._rank or suspect in self._alive):
             answers = suspect != self._rank or not self.has_just_woken
             return (answers and self.answer(suspect, now_s)) or is_news
         if suspect != self._rank:
@@ -273,7 +279,7 @@ class FailureDetector:
 
     def answer(self, rank: int, now_s: float) -> bool:
         """Notes that a suspected rank says it is alive. Returns whether that is news."""
-        if rank != self._rank and rank not in self.present:
+        if self.has_head or (rank != self._rank and rank not in self.present):
             return False
         suspicions = [suspicion for (_, who), suspicion in self._suspicions.items() if who == rank]
         if not any(suspicion.is_certain for suspicion in suspicions):
@@ -291,7 +297,7 @@ class FailureDetector:
             return False
         self._left[rank] = dict(losses)
         # A rank that leaves for a loss names it; if the lost rank lives, the connection between the two broke.
-        for other, reason in losses.items():
+        for other, reason in () if self.has_head else losses.items():
             if other == self._rank or other in self._alive:
                 self._break(rank, other, now_s)
             elif other in self.present:

@@ -94,8 +94,9 @@ class PeerNetwork:
             self._context.destroy(linger=0)
             self._unproven.close()
             raise
-        # Called on any thread but the loop's, and on any; see :class:`Liveness`.
+        # Called on any thread but the loop's, and the others on any; see :class:`Liveness`.
         self.wait_connected, self.suspected_by = self._liveness.wait_connected, self._liveness.suspected_by
+        self.leave_judgement = self._liveness.leave_judgement
         self.address = PeerAddress(heartbeats=heartbeats.address, messages=self._link.address)
 
     # -- starting and closing: on any thread -------------------------------------------------------------------------

@@ -495,9 +495,6 @@ class Process:
     def _broken(self, text: str) -> None:
         """Ends the run, since ranks that live no longer hear each other."""
         assert self.peers is not None
-        if self.recovery is not None:
-            self.recovery.give_up(text)
-            return
         self.peers.lose(text)
         if self._runtime is not None:
             self._runtime.failure.broken(text)

@@ -18,9 +18,9 @@ Callers notice nothing but the time: the futures of steps stay those that :meth:
 Slow units are found and relieved here too (:mod:`rrfp_jax.core.rebalancing`). Every few steps all ranks gather the
 times of their tasks. Each plans the owners of a step from the same gatherings, so all find the same.
 
-The run ends where the rules do not help, with an error on each rank: the launcher is gone, which alone declares losses;
-ranks live that no longer hear each other; a task here never ends. A rank whose task raises an error ends by itself, and
-the others go on without it.
+Of two ranks that live and no longer hear each other the launcher declares one lost. The run ends where the rules do not
+help, with an error on each rank: the launcher is gone, which alone declares losses; a task here never ends. A rank
+whose task raises an error ends by itself, and the others go on without it.
 """
 
 import logging
@@ -176,6 +176,7 @@ class RecoveringRuntime:
         self._network.subscribe(_NOTE, self._hear)
         self._peers.gather = self.gather  # type: ignore[method-assign, assignment]
         self._peers.others_go_on = True
+        self._network.leave_judgement()
         cluster = process.cluster
         self._head = HeadLink(
             cluster.membership.rendezvous, cluster.key, self._rank, self._layout, on_declared=self._events.put
@@ -217,12 +218,6 @@ class RecoveringRuntime:
     def suspect(self, rank: int, reason: str) -> None:
         """Notes that the network takes a rank for lost."""
         self._events.put(RankSuspected(rank, reason))
-
-    def give_up(self, why: str) -> None:
-        """Ends the run on this rank, with the reason."""
-        with self._lock:
-            self._error = self._error or PeerLost(WaitForReport(summary=why, stages=()))
-        self._events.put(None)
 
     def gather(self, name: str, data: Any = None) -> dict[int, Any]:
         """Brings plain data, blocks until every living rank has, and returns their data by rank, the same on all.

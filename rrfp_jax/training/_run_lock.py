@@ -17,7 +17,6 @@ maker died is taken over as a lock is.
 """
 
 import contextlib
-import errno
 import json
 import logging
 import os
@@ -32,7 +31,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from rrfp_jax.record_files import read_record
+from rrfp_jax.record_files import NO_LINKS, read_record
 
 LOCK = "run.lock"
 _TOUCH_S = 5.0
@@ -40,7 +39,6 @@ _TOUCH_S = 5.0
 _STALE_S = 60.0
 """Age in seconds at which a lock is dead: a holder would have touched it twelve times by then."""
 _LOG = logging.getLogger(__name__)
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class LockHeld(ValueError):
@@ -150,7 +148,7 @@ class RunLock:
         except FileExistsError:
             return self._is_own(path)  # where the answer of a file server was lost, and the system asked again
         except OSError as error:
-            if error.errno not in _NO_LINKS:
+            if error.errno not in NO_LINKS:
                 raise
             # A file system without links: the second best way, since the lock exists before it names its holder.
             try:

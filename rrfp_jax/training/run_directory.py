@@ -20,6 +20,7 @@ import os
 import shutil
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -194,6 +195,8 @@ class RunRows:
     ) -> None:
         self._path, self._is_first, self._open = path, is_first, open_metrics
         self._kept: deque[dict[str, Any]] = deque(maxlen=_NUM_KEPT)
+        self._written: set[tuple[Any, Any]] = set()
+        """Steps and sets of rows that the first rank before has written; it may have been a little ahead."""
         self._metrics = open_metrics(None) if is_first() else None
 
     def write(self, row: dict[str, Any]) -> None:
@@ -203,13 +206,16 @@ class RunRows:
             self._kept.append({**row, **(_NOT_KNOWN if "idle_s" in row else {})})
             if self._is_first():
                 self._take_over()
-        else:
+        elif _row_key(row) not in self._written:
             self._metrics.write(row)
 
     def _take_over(self) -> None:
         """Goes on after the last row that the first rank before has written."""
-        written = {(row.get(STEP), row.get(EVALUATION)) for row in last_rows(self._path)}
-        rows = [row for row in self._kept if (row[STEP], row.get(EVALUATION)) not in written]
+        # In a copy: that rank may have been stopped, and write to the old file when it continues.
+        with suppress(OSError), replacing(self._path) as copy:
+            shutil.copyfile(self._path, copy)
+        self._written = set(map(_row_key, last_rows(self._path)))
+        rows = [row for row in self._kept if _row_key(row) not in self._written]
         self._metrics = self._open(rows[0][STEP] if rows else None)
         for row in rows:
             self._metrics.write(row)
@@ -220,8 +226,14 @@ class RunRows:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        if self._metrics is None and self._kept and kind is None and self._is_first():
+            self._take_over()  # The first rank was lost after the last step.
         if self._metrics is not None:
             self._metrics.close(failed=kind is not None)
+
+
+def _row_key(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    return row.get(STEP), row.get(EVALUATION)
 
 
 def new_run_path(name: str, now: datetime) -> Path:

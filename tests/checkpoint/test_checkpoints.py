@@ -1,6 +1,8 @@
 """Saving and restoring on the devices of one process."""
 
+import errno
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner, Unusable, layer_owners
+from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, Owner, Unusable, _checkpoints, _records, layer_owners
 from rrfp_jax.layout import Layout
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.state import ChunkState
@@ -233,6 +235,49 @@ def test_the_last_steps_are_kept_and_a_step_can_be_saved_again(
     assert newest_step(checkpoints) == 35
     assert bits(restored(checkpoints, pieces)) == bits(trained(pieces, 35))
     checkpoints.close()
+
+
+@pytest.mark.parametrize("call", ["_commit", "keep_last"])
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_process_that_stood_still_changes_nothing_after_others_have_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, has_links: bool
+) -> None:
+    """It stands still right after it has found that nobody else is at work, or before it removes old steps."""
+    pieces = pieces_of([["layers.0"]], ADAMW)
+    others, taken_over = opened(tmp_path, pieces), False
+
+    def go_on_without() -> None:
+        nonlocal taken_over
+        taken_over = True
+        for step in (20, 30):
+            assert save(others, step, pieces) is None
+
+    def check() -> None:
+        if taken_over:
+            raise ValueError("others have taken over")
+        if call == "_commit":
+            go_on_without()
+
+    def keep_last(*args: Any, **options: Any) -> None:
+        if not taken_over:
+            go_on_without()
+        _records.keep_last(*args, **options)
+
+    def link(*_: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    stopped = opened(tmp_path, pieces, before_commit=check, keep=1)
+    assert save(others, 10, pieces) is None
+    if call == "keep_last":
+        monkeypatch.setattr(_checkpoints, call, keep_last)
+    if not has_links:
+        monkeypatch.setattr(os, "link", link)
+    failure = save(stopped, 20, pieces)
+    assert failure == ("rank 0: others have taken over" if call == "_commit" else None)
+    for step in (10, 20, 30):
+        assert bits(restored(others, pieces, step)) == bits(trained(pieces, step))
+    others.close()
+    stopped.close()
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rrfp_jax.checkpoint._part_writer import PartWriter
 from tests.checkpoint.states import bits, newest_step, opened, pieces_of, restored, save, trained
 
 PIECES = pieces_of([["layers.0"], ["head"]], optax.sgd(1e-3))
-CHANGES = ("open", "mkdir", "replace", "fsync", "unlink", "rmdir", "remove")
+CHANGES = ("open", "mkdir", "link", "replace", "fsync", "unlink", "rmdir", "remove")
 
 
 class Killed(BaseException):

@@ -71,6 +71,19 @@ def test_who_is_accused_and_lives_answers_and_the_connection_is_named() -> None:
     assert other.present == {0, 1, 2}
 
 
+def test_who_is_not_heard_goes_before_the_head_although_it_answers() -> None:
+    reporter, suspect, other = (FailureDetector(rank, HOSTS, ANSWER_S) for rank in (0, 2, 3))
+    for detector in (reporter, suspect, other):
+        detector.has_head = True
+    reporter.suspect(Suspicion(0, 2, "silent"), 1.0)
+    for source, target in ((reporter, suspect), (reporter, other), (suspect, other), (suspect, reporter)):
+        assert not told(source, target, 1.01)
+    assert reporter.conclusions(1.3) == [Lost(2, "silent")]
+    assert suspect.conclusions(99.0) == other.conclusions(99.0) == []
+    assert told(reporter, suspect, 2.0, leaves=True)
+    assert suspect.conclusions(99.0) == [Left(0)]
+
+
 def test_one_way_broken_between_two_hosts() -> None:
     """What comes from b no longer reaches a. In a, b is lost; in b nobody is, and both sides are named."""
     ranks = [FailureDetector(rank, HOSTS, ANSWER_S) for rank in range(4)]

@@ -11,7 +11,7 @@ import yaml
 from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.checkpoint._arrays import ArrayName
-from rrfp_jax.checkpoint._reader import open_step, read_arrays
+from rrfp_jax.checkpoint._reader import check_files, open_step, read_arrays
 from rrfp_jax.commands.training.config import SECTIONS
 
 QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -72,14 +72,20 @@ def outcome_of(run: Path, num_steps: int) -> Outcome:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "evaluation" not in row]
     assert [row["step"] for row in rows] == list(range(num_steps))
-    found = open_step(run / "checkpoints", num_steps)
+    return Outcome([row["loss"] for row in rows], restored(run, num_steps))
+
+
+def restored(run: Path, step: int) -> dict[ArrayName, np.ndarray]:
+    """Parameters and optimizer state of a committed step, whose files are all whole."""
+    found = open_step(run / "checkpoints", step)
+    check_files(found, 0, 1)
     device = SingleDeviceSharding(jax.devices()[0])
     specs = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=device)
         for part in found.parts.values()
         for name, dtype, shape in part.arrays
     }
-    return Outcome([row["loss"] for row in rows], jax.tree.map(np.asarray, read_arrays(found, specs)))
+    return jax.tree.map(np.asarray, read_arrays(found, specs))
 
 
 def committed(run: Path) -> list[int]:

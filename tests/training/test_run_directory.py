@@ -192,10 +192,12 @@ def test_new_paths_do_not_exist_yet(tmp_path, monkeypatch):
     assert new_run_path("debug", now).name == "debug-20240506-070809-3"
 
 
-@pytest.mark.parametrize("num_written", range(4))
+@pytest.mark.parametrize("num_written", range(5))
+@pytest.mark.parametrize("num_kept", [1, 3, 5])
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_the_next_rank_goes_on_with_the_rows_where_the_first_one_was_lost(tmp_path, num_written, is_cut):
-    """The first has written some of the rows, the last of them perhaps in part; none is missing, none comes twice."""
+def test_the_next_rank_goes_on_with_the_rows_where_the_first_one_was_lost(tmp_path, num_written, num_kept, is_cut):
+    """The first has written some of the rows, the last of them perhaps in part; none is missing, none comes twice. It
+    may have been ahead, or lost at the end, or write again."""
     directory, first = RunDirectory(tmp_path), {"rank": 0}
 
     def rows_of(rank: int) -> RunRows:
@@ -206,22 +208,26 @@ def test_the_next_rank_goes_on_with_the_rows_where_the_first_one_was_lost(tmp_pa
 
     rows = [{"step": step, "idle_s": {"fill": 0.5}, "bubble_fraction": 0.5} for step in range(3)]
     rows.insert(2, {"step": 1, "evaluation": "held out", "loss": 2.0})
-    with rows_of(0) as lost:
-        for row in rows[:num_written]:
-            lost.write(row)
+    lost = rows_of(0)
+    for row in rows[:num_written]:
+        lost.write(row)
     if is_cut:
         with (directory.path / "metrics.jsonl").open("a") as file:
             file.write('{"step": 1, "idle')
+    rows.append({"step": 3, "idle_s": {}})
     with rows_of(1) as next_one:
-        for row in rows[:3]:
+        for row in rows[:num_kept]:
             next_one.write(row)
         first["rank"] = 1
-        for row in [*rows[3:], {"step": 3, "idle_s": {}}]:
+        for row in rows[num_kept:]:
             next_one.write(row)
+    lost.write({"step": 2, "idle_s": {}})  # It was only stopped.
+    lost.__exit__(None, None, None)
     written = [json.loads(line) for line in (directory.path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row.get("evaluation")) for row in written] == [
         *((0, None), (1, None), (1, "held out"), (2, None), (3, None))
     ]  # fmt: skip
-    # Another rank does not know what the stages did together.
-    known = [row["bubble_fraction"] for row in written if "bubble_fraction" in row]
-    assert known == [0.5] * min(num_written, 2) + [None] * (3 - min(num_written, 2))
+    if num_kept == 3:  # Another rank does not know what the stages did together.
+        known = [row["bubble_fraction"] for row in written if row["step"] < 3 and "evaluation" not in row]
+        num_known = sum("evaluation" not in row for row in rows[:num_written])
+        assert known == [0.5] * num_known + [None] * (3 - num_known)

@@ -33,7 +33,7 @@ def pipeline():
 
 
 def test_a_save_that_failed_is_no_last_save(pipeline, tmp_path: Path, monkeypatch, caplog) -> None:
-    problems = [OSError("the disk is full"), None, AssertionError("saved once more")]
+    problems = [OSError("the disk is full"), None, None, AssertionError("saved once more")]
 
     def before_commit() -> None:
         if (problem := problems.pop(0)) is not None:

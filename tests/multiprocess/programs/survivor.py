@@ -1,7 +1,7 @@
 """A rank of 2 stages in 2 replicas that trains a small model, one of which is struck dead in the middle.
 
-``survivor FOLDER STEPS VICTIM STEP DELAY_S [deterministic]``: a time after rank VICTIM has enqueued STEP it kills
-itself; -1: nobody does.
+``survivor FOLDER STEPS VICTIM STEP DELAY_S [deterministic]``: a time after rank VICTIM has begun STEP it kills itself;
+-1: none does.
 """
 
 import faulthandler
@@ -10,6 +10,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +70,23 @@ def main() -> None:
 
     jax.monitoring.register_event_duration_secs_listener(count)
 
-    def strike(step: int) -> None:
-        if step == 1:
-            programs.append(sum(compiled))
+    def begin(step: int) -> None:
+        mark()
+        if step == 2:
+            print(f"ready {process.rank}", flush=True)
         if (process.rank, step) == (victim, at):
             threading.Timer(float(sys.argv[5]), os.kill, [os.getpid(), signal.SIGKILL]).start()
 
-    programs: list[int] = []
+    def mark() -> None:
+        marks.append((time.perf_counter(), sum(compiled)))
+
+    marks: list[tuple[float, int]] = []
     pipeline = make_pipeline(
         process=process, updates=UpdateRules(reduce="messages", deterministic="deterministic" in sys.argv)
     )
-    losses, params = train(pipeline, num_steps, strike)
-    programs.append(sum(compiled))
-    (folder / f"rank{process.rank}").write_bytes(pickle.dumps((losses, params, programs)))
+    losses, params = train(pipeline, num_steps, begin)
+    mark()
+    (folder / f"rank{process.rank}").write_bytes(pickle.dumps((losses, params, marks)))
     process.finish()
 
 
