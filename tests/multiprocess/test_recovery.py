@@ -158,3 +158,69 @@ def test_training_goes_on_whoever_is_lost(seed: int, trained: tuple, tmp_path: P
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     unit_of = {0: 0, 1: 2, 2: 1, 3: 3}
     assert [row for row in rows if "evaluation" not in row][-1]["lost_units"] == sorted(unit_of[rank] for rank in lost)
+
+
+# -- coming back -------------------------------------------------------------------------------------------------------
+
+LONG, BEGUN = 500, 10
+"""Steps of a run that goes on for as long as a new process needs to prepare, and rows after which the first strike
+comes."""
+
+
+SELDOM_EVALUATED = ("--evaluation.every", 75)
+
+
+def long_config_of(folder: Path) -> Path:
+    changes: dict[str, Any] = {"num_stages": 2, "replicas": 2, "reduce": "messages", "steps": LONG}
+    return training_config(folder, **changes, checkpoint_every=150, held_out=0.3, silence_deadline_s=SILENCE_S)
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, list[tuple[int, float]]]:
+    folder = tmp_path_factory.mktemp("long")
+    command = (*RANKS, "--config", long_config_of(folder), "--run-dir", folder / "run", *SELDOM_EVALUATED)
+    with launched(*command, **QUICK_TO_COMPILE) as launcher:
+        assert launcher.wait(300) == 0, launcher.text
+    return outcome_of(folder / "run", LONG), evaluations_of(folder / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "lost"),
+    [
+        # Who is killed, once the launcher has said what, and how much later.
+        ([(3, "", 0.0)], []),
+        ([(0, "", 0.0)], []),
+        ([(2, "", 0.0), (2, "rank 2 is started again (1 ", 2.0)], []),
+        ([(1, "", 0.0), (3, "rank 1 is back", 0.01)], [3]),
+        ([(1, "", 0.0), (1, "rank 1 is back", 0.02)], []),
+        ([(2, "", 0.0), (3, "rank 2 is back", 1.0)], [3]),
+    ],
+    ids=["3", "0", "newcomer prepares", "other stage meanwhile", "newcomer meanwhile", "other replica later"],
+)
+def test_a_lost_rank_comes_back(plan: list, lost: list[int], long_run: tuple, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def num_rows() -> int:
+        with suppress(OSError):
+            return (run / "metrics.jsonl").read_bytes().count(b"\n")
+        return 0
+
+    restarts = 2 if not lost else 1
+    command = (*RANKS, "--config", long_config_of(tmp_path), "--run-dir", run, *SELDOM_EVALUATED)
+    with launched("--max-restarts", restarts, *command, **QUICK_TO_COMPILE) as launcher:
+        assert eventually(lambda: num_rows() >= BEGUN, 120), launcher.text
+        for rank, said, delay_s in plan:
+            assert eventually(lambda: said in launcher.text, 120), launcher.text  # noqa: B023
+            pids = launcher.ranks()
+            time.sleep(delay_s)
+            os.kill(pids[rank], signal.SIGKILL)
+        assert launcher.wait(300) == 0, launcher.text
+    text = launcher.text
+    assert f"rank {plan[0][0]} is back" in text
+    assert sorted(map(int, re.findall(r"rank (\d) was lost, and the others went on", text))) == lost, text
+    outcome, evaluations = long_run
+    outcome_of(run, LONG).assert_close(outcome)
+    np.testing.assert_allclose(evaluations_of(run), evaluations, rtol=1e-5)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len([row for row in rows if "evaluation" not in row][-1]["lost_units"]) == len(lost), text
