@@ -257,7 +257,7 @@ class ControlTree:
 
     rank: int
     living: tuple[int, ...]
-    """The ranks that live, ascending."""
+    """The ranks that live, those first that have been there longest."""
 
     @property
     def is_root(self) -> bool:

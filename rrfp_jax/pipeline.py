@@ -190,6 +190,13 @@ class Pipeline:
         self._state = self._model.initial_state(self._graph, key)
         return self._started(0)
 
+    def await_state(self) -> PipelineState:
+        """Prepare without a state, in a process that comes back to a run under way; :meth:`restore` brings one, once it
+        is prepared."""
+        self._check_new("start over")
+        self._state = self._model.initial_state(self._graph, None)
+        return self._started(0)
+
     def params(self, state: PipelineState) -> dict[str, Any]:
         """Returns the parameters by layer name, on their stages' devices; waits for the steps enqueued.
 
@@ -216,18 +223,34 @@ class Pipeline:
         """Returns the shapes and shardings of the arrays of :meth:`chunk_states`; nothing is computed."""
         return self._model.by_chunk(self._model.initial_state(self._graph, None))
 
-    def restore(self, states: Sequence[ChunkState], step: int) -> PipelineState:
+    def restore(self, states: Sequence[ChunkState], step: int, *, turn: int | None = None) -> PipelineState:
         """Go on after ``step`` steps from these states, one for each entry of :meth:`state_specs`, instead of ``init``.
 
-        Takes the states over. Optimizer state that is still a spec starts anew.
+        Takes the states over. Optimizer state that is still a spec starts anew. ``turn`` is the number of steps of any
+        kind that the others have done, where this process comes back to them.
 
         Raises ValueError, before anything is taken, for states that are not as :meth:`state_specs` says.
         """
-        self._check_new("restore a state")
+        if not self.process.comes_back:
+            self._check_new("restore a state")
         if not (is_whole(step) and 0 <= step < 2**32):
             raise ValueError(f"step is {with_type(step)}: give the number of steps done, from 0 to {2**32 - 1}")
-        self._state = self._model.from_chunks(states, self._graph)
-        return self._started(int(step))
+        state = self._model.from_chunks(states, self._graph)
+        if self._preparation is None:
+            self._state = state
+            return self._started(int(step))
+        assert self._state is not None
+        # In place: the stages will be made of these.
+        self._state.chunks.update(state.chunks)
+        self._state.shared.update(state.shared)
+        self._step, self._turn = int(step), int(step) if turn is None else turn
+        return PipelineState(self._step, self._hold)
+
+    def hold(self, state: PipelineState) -> None:
+        """Wait for lost ranks whose new processes are prepared to take part; see :meth:`RecoveringRuntime.hold`."""
+        self._held(state)
+        assert self.process.recovery is not None
+        self.process.recovery.hold(self._turn)
 
     def _started(self, step: int) -> PipelineState:
         """Returns the state that a new start begins with; the states of an earlier start no longer count."""

@@ -148,8 +148,8 @@ class Checkpoints:
         self._writer = PartWriter(self._rank, self._parts, processes)
 
     def follow(self, living: tuple[int, ...], owners: Mapping[str, Owner]) -> None:
-        """Goes on without ranks that are lost: from now on these live, and own the layers. Blocks until the save under
-        way has ended."""
+        """Goes on with the ranks that live from now on, and these owners of the layers. Blocks until the save under way
+        has ended."""
         self.close()
         self.living = living
         self._share_out(owners)
@@ -184,7 +184,7 @@ class Checkpoints:
         # Some may have heard of a loss before the call, and shared out otherwise than the rest.
         ranks = sorted(gathered)
         missing = {rank for *_, living in gathered.values() for rank in living} - gathered.keys()
-        if missing or any(living != ranks for *_, living in gathered.values()):
+        if missing or any(sorted(living) != ranks for *_, living in gathered.values()):
             raise _RanksLost(f"{name_ranks(sorted(missing)) if missing else 'a rank'} was lost meanwhile")
         failures = [gathered[rank][1] for rank in ranks if gathered[rank][1] is not None]
         if failures:
@@ -193,7 +193,8 @@ class Checkpoints:
 
     def _on_first(self, call: str, phase: str, action: Callable[[], Any]) -> Any:
         """Returns the first rank's result of an action that only the first rank does."""
-        return self._on_all(call, phase, action if self._is_first else lambda: None)[0]
+        results = self._on_all(call, phase, action if self._is_first else lambda: None)
+        return results[sorted(self.living).index(self.living[0])]
 
     # -- saving ------------------------------------------------------------------------------------------------------
 

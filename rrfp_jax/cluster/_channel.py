@@ -207,6 +207,13 @@ class Channel:
             del self.peers[rank]
             self._link.disconnect(rank)
 
+    def take_up(self, rank: int, number: int) -> None:
+        """Lets go of a process of a rank that is gone; :meth:`add` then adds the one of this number."""
+        self.drop(rank, has_left=False)
+        self.gone.discard(rank)
+        if isinstance(self._link, ZmqLink):
+            self._link.take_up(rank, number)
+
     # -- sending: on any thread where the link allows it -------------------------------------------------------------
 
     def send(

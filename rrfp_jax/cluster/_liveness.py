@@ -21,9 +21,10 @@ import threading
 import time
 from asyncio import AbstractEventLoop
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import zmq
@@ -136,13 +137,15 @@ class Liveness:
         lost: Callable[[int, str], None],
         left: Callable[[int], None] | None,
         broken: Callable[[str], None] | None,
+        absent: Iterable[int] = (),
+        numbers: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Watches this rank's own event loop from now on, and tells the callbacks there of conclusions.
 
         Args:
             hosts: the host of every rank.
             drop: called with a rank that is gone, and whether it left in good order, before any other callback.
-            lost, left, broken: see :meth:`PeerNetwork.start`.
+            lost, left, broken, absent, numbers: see :meth:`PeerNetwork.start`.
         """
         self._drop, self._on_lost, self._on_left, self._on_broken = drop, lost, left, broken
         self._num_ranks = len(hosts)
@@ -150,7 +153,9 @@ class Liveness:
         def begin() -> None:
             self._loop = loop
             self._clock = HeartbeatClock((), self._deadline_s, time.monotonic())
-            self._detector = FailureDetector(self._rank, hosts, min(_ANSWER_S, self._clock.interval_s))
+            self._detector = FailureDetector(self._rank, hosts, min(_ANSWER_S, self._clock.interval_s), numbers)
+            self._detector.present -= {*absent}
+            self._link.numbers |= numbers
 
         self._command(begin)
 
@@ -171,6 +176,29 @@ class Liveness:
                     self._link.connect(rank, addresses[0])
 
         self._command(follow)
+
+    def take_up(self, rank: int, number: int, then: Callable[[], None]) -> None:
+        """Lets go of a process of a rank that is gone, for the one with this number; the caller follows it afterwards.
+
+        ``then`` is called on the event loop, after everything that was concluded about the process before.
+        """
+
+        def take_up() -> None:
+            self._rank_at = {address: each for address, each in self._rank_at.items() if each != rank}
+            self._awaited &= self._rank_at.keys()
+            self._closed.pop(rank, None)
+            self._silent_data.pop(rank, None)
+            self._unheard.discard(rank)
+            for known in (self._watched, self.activities, self._asked):
+                known.pop(rank, None)
+            self._clock.forget(rank)
+            self._link.take_up(rank, number)
+            self._listeners.add(rank)
+            self._detector.take_up(rank, number)
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(then)
+
+        self._command(take_up)
 
     def wait_connected(self, timeout_s: float) -> None:
         """Blocks until every connection stands, and each rank that is watched has been heard.

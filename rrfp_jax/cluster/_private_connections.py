@@ -85,7 +85,7 @@ class PrivateConnections:
         tell: Callable[[int, dict[str, Any]], None],
         liveness: Liveness,
     ) -> None:
-        self.purpose, self._rank, self._hosts, self._loop = purpose, rank, hosts, loop
+        self.purpose, self._rank, self._hosts, self._loop = purpose, rank, dict(hosts), loop
         self.link, self.channel = link, channel
         self.num_connections, self._encrypts = num_connections, encrypts
         self._tell, self._liveness = tell, liveness
@@ -110,6 +110,16 @@ class PrivateConnections:
             if not self._is_closed and rank not in self.channel.peers and rank not in self.channel.gone:
                 self.channel.add(rank)
                 self._ask(rank)
+
+    def take_up(self, rank: int, number: int, host: str) -> None:
+        """Lets go of a process of a rank that is gone, for the one with this number, which listens there."""
+        self.wanted -= {rank}
+        self._asked.discard(rank)
+        self._made.pop(rank, None)
+        self._num_wanted.pop(rank, None)
+        self._invited = {name: each for name, each in self._invited.items() if each.rank != rank}
+        self._hosts[rank] = host
+        self.channel.take_up(rank, number)
 
     def receive(self, rank: int, header: dict[str, Any], _: list[memoryview]) -> None:
         """Handles the dict that another rank tells. Raises MalformedMessage."""

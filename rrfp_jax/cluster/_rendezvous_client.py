@@ -35,10 +35,19 @@ _MAX_REFUSALS = 3
 _FAREWELL_MS = 2000
 
 
-def meet(address: str, request: JoinRequest, key: RunKey, *, deadline_s: float = 60.0) -> tuple[Member, ...]:
+def meet(
+    address: str,
+    request: JoinRequest,
+    key: RunKey,
+    *,
+    deadline_s: float = 60.0,
+    brought: dict[int, bytes] | None = None,
+) -> tuple[Member, ...]:
     """Joins the rendezvous at ``address`` (``tcp://host:port``). Returns all members, ascending by rank.
 
     Blocks until the decision, at most until the rendezvous' own deadline (once it has answered) or ``deadline_s``.
+    Where the process comes back to a run under way, ``brought`` is filled with the data that each rank has told before
+    the first step.
 
     Raises:
         RendezvousFailed: with the reason, where ranks are missing or differ, this one is refused, the run key is not
@@ -65,6 +74,9 @@ def meet(address: str, request: JoinRequest, key: RunKey, *, deadline_s: float =
                     until_s = time.monotonic() + remaining_s + _MARGIN_S
                 case {"kind": "failed", "text": str() as text}:
                     raise RendezvousFailed(text)
+                case {"kind": "come back", "members": members, "brought": list(data)} if brought is not None:
+                    brought |= dict(data)
+                    return tuple(from_plain(tuple[Member, ...], members))
                 case {"kind": "complete", "members": members}:
                     return tuple(from_plain(tuple[Member, ...], members))
     state = "fell silent" if has_answered else "did not answer: is the launcher running, and the address right?"
@@ -105,15 +117,17 @@ class LauncherLink:
         self._thread = threading.Thread(target=self._run, name="rrfp-head", daemon=True)
         self._thread.start()
 
-    def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "") -> None:
+    def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "", number: int = 0) -> None:
         """Reports the end of a process of this node, now or at ``time.monotonic() == at_s``, until the head has it."""
         at_s = time.monotonic() if at_s is None else at_s
-        self._endings = {**self._endings, rank: ProcessEnding(code=code, at_s=at_s, by_launcher=by_launcher)}
+        ending = ProcessEnding(code=code, at_s=at_s, by_launcher=by_launcher, number=number)
+        self._endings = {**self._endings, rank: ending}
         self._wake_write.send(b"\0")
 
     def is_settled(self, missing: Collection[int] = (), *, may_come: bool = True) -> bool:  # noqa: ARG002 - it is there
         """Returns whether the head is gone, or knows all that was reported here while no rank is ``missing``."""
-        return self.is_gone or (not missing and self._endings.keys() <= self._status.endings.keys())
+        known = {(rank, ending.number) for rank, ending in self._status.endings.items()}
+        return self.is_gone or (not missing and {(r, each.number) for r, each in self._endings.items()} <= known)
 
     def why_not(self) -> str:
         """Returns why the head has not accepted this launcher yet."""

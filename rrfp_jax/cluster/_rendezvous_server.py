@@ -34,7 +34,9 @@ from rrfp_jax.cluster.keys import RunKey
 from rrfp_jax.cluster.rendezvous import (
     JoinRequest,
     LauncherReport,
+    Member,
     MemberReport,
+    NewcomerReport,
     ProcessEnding,
     Rendezvous,
     RunStatus,
@@ -45,11 +47,14 @@ from rrfp_jax.core.membership import (
     DeclareCompleted,
     DeclareEpoch,
     EpochDeclared,
+    FetchState,
     HeadInstruction,
     HeadMembership,
+    NewcomerTold,
     RankGone,
     RankLeft,
     RankTold,
+    ReleaseHolds,
 )
 from rrfp_jax.layout import Layout
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
@@ -62,6 +67,8 @@ MOMENT_S = 0.25
 """Longest wait, so that Ctrl-C is noticed."""
 SILENT_S = 10.0
 """Silence after which the other side of a launcher's connection counts as gone."""
+_FETCH_S = 60.0
+"""Seconds that the others hold at most for a newcomer that fetches the state of the run."""
 _LINGER_MS = 1000
 _STOP_TIMEOUT_S = 5.0
 WAITING_S = 4.0
@@ -126,9 +133,15 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         """The living ranks; None until a rank has reported that it goes on through losses."""
         self._members: dict[int, bytes] = {}
         """Routes to such ranks, by rank."""
-        self._noted: set[int] = set()
-        """Ranks whose ends the membership knows."""
+        self._noted: set[tuple[int, int]] = set()
+        """Processes whose ends the membership knows, by rank and number."""
         self._lost: dict[int, str] = {}
+        self._numbers: dict[int, int] = {}
+        """See :class:`RunStatus`."""
+        self._newcomers: dict[int, tuple[Member, bytes]] = {}
+        """New processes of lost ranks, and the routes to them."""
+        self._takes_back = self._are_awaited = False
+        self._held_since_s: float | None = None
         self._commands: deque[Callable[[], None]] = deque()
         self._status, self._version = RunStatus(), 0
         self._service: ProcessEnding | None = None
@@ -145,12 +158,12 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
-    def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "") -> None:
+    def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "", number: int = 0) -> None:
         """Reports that a process of this node has ended, now or at ``time.monotonic() == at_s``."""
         if not 0 <= rank < self._rules.num_ranks:
             raise ValueError(_NO_RANK.format(rank, self._rules.num_ranks))
         seconds = (time.monotonic() if at_s is None else at_s) - self._started_s
-        ending = ProcessEnding(code=code, at_s=seconds, by_launcher=by_launcher)
+        ending = ProcessEnding(code=code, at_s=seconds, by_launcher=by_launcher, number=number)
         self._command(lambda: self._rules.ended(rank, ending))
 
     def service_ended(self, code: int, at_s: float) -> None:
@@ -212,6 +225,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                 waited_s = time.monotonic() - self._started_s
                 if waited_s > self._deadline_s:
                     self._rules.expire(self._deadline_s)
+                self._look_at_holds()
                 if waited_s > self._waiting_s and not self._rules.is_decided:
                     self._notice(f"waiting for {name_ranks(self._rules.missing())} ({waited_s:.0f} s)")
                     self._waiting_s *= 2
@@ -248,12 +262,20 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                         self._reported.add(route.bytes)
                     case {"kind": "member", "report": data}:
                         self._hear_member(route.bytes, from_plain(MemberReport, data))
+                    case {"kind": "newcomer", "report": data}:
+                        self._hear_newcomer(route.bytes, from_plain(NewcomerReport, data))
+                    case {"kind": "brought", "rank": int() as rank, "data": bytes() as data}:
+                        self._rules.brought[rank] = data
+                        self._reply(route.bytes, {"kind": "kept"})
                     case _:
                         raise MalformedMessage(f"{said!r:.80} is nothing that the rendezvous answers")
             except (MalformedMessage, MalformedRecord, RecursionError) as error:
                 self._complain(f"a message to the rendezvous was dropped: {error}")
 
     def _hear_rank(self, route: bytes, request: JoinRequest) -> None:
+        if request.member.number:
+            self._meet_newcomer(route, request)
+            return
         if refusal := self._rules.admit(request):
             self._complain(f"rank {request.member.rank} ({request.member}) is refused: {refusal.splitlines()[0]}")
             self._reply(route, {"kind": "failed", "text": refusal})
@@ -261,6 +283,45 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         self._untold.add(route)
         if not self._rules.is_decided:
             self._reply(route, {"kind": "waiting", "remaining_s": max(0.0, self._ends_s - time.monotonic())})
+
+    def _meet_newcomer(self, route: bytes, request: JoinRequest) -> None:
+        rank, refusal = request.member.rank, self._rules.refuse_newcomer(request)
+        if refusal is None and (self._membership is None or rank in self._membership.living):
+            refusal = f"rank {rank} comes back, and was not declared lost"
+        if refusal is not None:
+            self._complain(refusal)
+            self._reply(route, {"kind": "failed", "text": refusal})
+            return
+        self._newcomers[rank] = request.member, route
+        assert self._rules.members is not None
+        brought = [[other, data] for other, data in self._rules.brought.items()]
+        self._reply(route, {"kind": "come back", "members": to_plain(self._rules.members), "brought": brought})
+
+    def _hear_newcomer(self, route: bytes, report: NewcomerReport) -> None:
+        rank, number = report.rank, report.number
+        is_awaited = rank in self._newcomers and self._newcomers[rank][0].number == number
+        if is_awaited:
+            self._newcomers[rank] = self._newcomers[rank][0], route
+        elif self._numbers.get(rank) == number:
+            self._members[rank] = route  # It has not heard that it takes part.
+        else:
+            return
+        assert self._membership is not None
+        if is_awaited or rank in self._membership.living:
+            self._declare(self._membership.handle(NewcomerTold(rank, report.step)))
+
+    def _look_at_holds(self) -> None:
+        """Ends newcomers for which the others have held for too long."""
+        if self._membership is None or not self._membership.holding:
+            self._held_since_s = None
+            return
+        now_s = time.monotonic()
+        self._held_since_s = self._held_since_s or now_s
+        if now_s > self._held_since_s + _FETCH_S:
+            for rank in list(self._membership.newcomers):
+                self._numbers[rank] = self._newcomers.pop(rank)[0].number
+                self._notice(f"rank {rank} has not fetched the state in {_FETCH_S:g} s, and is not waited for")
+                self._declare(self._membership.handle(RankGone(rank, "has not fetched the state")))
 
     def _hear_member(self, route: bytes, report: MemberReport) -> None:
         rank, num_ranks = report.rank, self._rules.num_ranks
@@ -274,35 +335,60 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                 raise MalformedMessage(f"rank {rank} tells of a layout that cannot be: {error}") from error
             self._membership = HeadMembership([layout.units_of(other) for other in range(num_ranks)], layout.num_stages)
         self._members[rank] = route
-        told = RankTold(rank, report.epoch, report.accusations)
+        self._takes_back |= report.takes_back
+        told = RankTold(rank, report.epoch, report.accusations, report.holds)
         self._declare(self._membership.handle(RankLeft(rank) if report.has_left else told))
         if report.has_left:
             # A rank that leaves after others gets the answer that these had.
             self._declare(self._membership.handle(told))
-        self._reply(route, {"kind": "heard"})
+        self._reply(route, {"kind": "heard", "newcomers": bool(self._membership.newcomers)})
 
     def _note_ends(self) -> None:
         """Tells the membership of ranks whose processes have ended."""
         if self._membership is not None:
-            for rank in sorted(self._rules.endings.keys() - self._noted):
-                self._noted.add(rank)
-                ended = f"ended with code {self._rules.endings[rank].code}"
-                self._declare(self._membership.handle(RankGone(rank, ended)))
+            ends = {(rank, ending.number): ending.code for rank, ending in self._rules.endings.items()}
+            for rank, number in sorted(ends.keys() - self._noted):
+                self._noted.add((rank, number))
+                is_newcomer = rank in self._newcomers and self._newcomers[rank][0].number == number
+                if is_newcomer:
+                    del self._newcomers[rank]
+                if is_newcomer or self._numbers.get(rank, 0) == number:
+                    ended = f"ended with code {ends[rank, number]}"
+                    self._declare(self._membership.handle(RankGone(rank, ended)))
 
     def _declare(self, instructions: Sequence[HeadInstruction]) -> None:
+        assert self._membership is not None
+        said: dict[str, Any]
         for instruction in instructions:
+            routes = self._members
             match instruction:
                 case DeclareEpoch(ranks, epoch, living, lost, reason):
                     self._lost |= dict.fromkeys(lost, reason)
+                    for rank in self._newcomers.keys() & {*living}:
+                        member, self._members[rank] = self._newcomers.pop(rank)
+                        self._numbers[rank] = member.number
+                        del self._lost[rank]
+                        self._rules.take_back(member)
+                        self._notice(reason)
                     declared = EpochDeclared(epoch, living, reason)
-                    said = {"kind": "epoch", "declared": to_plain(declared)}
+                    back = [each for each in self._rules.members or () if each.number and each.rank in living]
+                    said = {"kind": "epoch", "declared": to_plain(declared), "members": to_plain(tuple(back))}
                     if lost:
                         self._notice(f"{name_ranks(lost)} declared lost: {reason}")
                 case DeclareCompleted(ranks):
                     said = {"kind": "completed"}
+                case ReleaseHolds(ranks, step):
+                    said = {"kind": "released", "step": step}
+                case FetchState(ranks, step):
+                    said, routes = {"kind": "fetch", "step": step}, {r: at for r, (_, at) in self._newcomers.items()}
             for rank in ranks:
+                if rank in routes:
+                    self._reply(routes[rank], said)
+        if (are_awaited := bool(self._membership.newcomers)) != self._are_awaited:
+            self._are_awaited = are_awaited
+            for rank in self._membership.living:
                 if rank in self._members:
-                    self._reply(self._members[rank], said)
+                    self._reply(self._members[rank], {"kind": "newcomers", "are awaited": are_awaited})
 
     def _announce(self, *, is_last: bool = False) -> None:
         """Tells ranks the decision, and launchers the status if it is new or they have reported."""
@@ -314,7 +400,14 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                 self._reply(route, decision)
             self._untold.clear()
         self._note_ends()
-        status = replace(self._rules.status(), service=self._service, lost=dict(self._lost), is_last=is_last)
+        status = replace(
+            self._rules.status(),
+            service=self._service,
+            lost=dict(self._lost),
+            numbers=dict(self._numbers),
+            takes_back=self._takes_back,
+            is_last=is_last,
+        )
         is_new = status != self._status
         if is_new:
             self._status, self._version = status, self._version + 1

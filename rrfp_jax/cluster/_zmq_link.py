@@ -4,6 +4,9 @@ So a process that reaches a port can say nothing there but a short greeting: the
 no stranger can make a rank allocate memory. Large messages come only over connections that this rank has made itself,
 to addresses of its run. A receiver greets when it connects; from then on the sender knows the connection by its proven
 rank. Everything is encrypted, and both ends are proven in the handshake (CURVE).
+
+A rank may have one process after another, which have the same keys. They are numbered from 0, and a greeting tells the
+number, so that connections of a process that is gone are not taken for those of its successor, nor the other way round.
 """
 
 from collections.abc import Sequence
@@ -29,8 +32,8 @@ _GREETING_BYTES = 1 << 10
 """Largest message that a listening socket reads; messages of a handshake are no longer either."""
 _GREETINGS = 4
 """Largest number of messages of one connection that may wait to be read."""
-_HELLO = b"hello"
-"""Greeting of a rank that has connected to another."""
+_HELLO = b"hello %d"
+"""Greeting of a rank that has connected to another, with the number of its process."""
 _RECONNECT_MS = 20
 """A port that refuses a connection that has just closed shows that its process has ended; so this is tried soon."""
 
@@ -48,10 +51,18 @@ class ZmqLink:
         rank: this rank.
         interface: the interface to listen on.
         unproven: told of the connections over which others have greeted.
+        number: the number of this process of the rank.
     """
 
     def __init__(
-        self, context: ZmqContext, rank: int, key: RunKey, interface: str, unproven: UnprovenConnections
+        self,
+        context: ZmqContext,
+        rank: int,
+        key: RunKey,
+        interface: str,
+        unproven: UnprovenConnections,
+        *,
+        number: int = 0,
     ) -> None:
         self.rank, self.key, self._unproven = rank, key, unproven
         self.inbound, self.outbound = new_socket(context, zmq.ROUTER), new_socket(context, zmq.ROUTER)
@@ -67,10 +78,15 @@ class ZmqLink:
         self._senders: dict[bytes, int] = {}
         self._places: dict[int, str] = {}
         self._receivers: dict[int, bytes] = {}
+        self._own_number = number
+        self.numbers: dict[int, int] = {}
+        """Numbers of the processes to exchange messages with, by rank, where they are not 0."""
+        self._ahead: dict[tuple[int, int], bytes] = {}
+        """Connections of processes of which this one has not been told, by rank and number."""
 
     def connect(self, rank: int, address: str) -> None:
         """Accepts messages to a rank from now on; they travel once it has connected as well."""
-        name = rank_role(rank).encode()
+        name = self._name(rank)
         self._senders[name], self._places[rank] = rank, address
         if rank not in self._receivers:
             self.early[rank] = []
@@ -83,7 +99,18 @@ class ZmqLink:
     def greet(self, rank: int) -> None:
         """Greets a rank; again where the connection was made anew."""
         with suppress(zmq.ZMQError):
-            self.inbound.send_multipart([rank_role(rank).encode(), _HELLO], zmq.NOBLOCK)
+            self.inbound.send_multipart([self._name(rank), _HELLO % self._own_number], zmq.NOBLOCK)
+
+    def _name(self, rank: int) -> bytes:
+        return f"{rank_role(rank)}, process {self.numbers.get(rank, 0)}".encode()
+
+    def take_up(self, rank: int, number: int) -> None:
+        """Lets go of a process of a rank that is gone; the next :meth:`connect` is to the one of this number."""
+        self.disconnect(rank)
+        self._senders.pop(self._name(rank), None)
+        self.numbers[rank] = number
+        if (name := self._ahead.pop((rank, number), None)) is not None:
+            self._receivers[rank] = name
 
     def welcome(self) -> list[int]:
         """Returns the ranks that have connected since the last call, and sends the messages that waited for them."""
@@ -101,6 +128,12 @@ class ZmqLink:
                 continue
             rank = int(role.removeprefix("rank "))
             self._unproven.has_proven(frame.get(zmq.SRCFD))
+            said = frame.bytes.rpartition(b" ")[2]
+            number, known = int(said) if said.isdigit() else 0, self.numbers.get(rank, 0)
+            if number != known:
+                if number > known:
+                    self._ahead[rank, number] = name.bytes
+                continue
             self._receivers[rank] = name.bytes
             for head, frames in self.early.pop(rank, ()):
                 self.send(rank, head, frames)
@@ -139,16 +172,18 @@ class ZmqLink:
 
     def receive(self) -> PeerMessage | None:
         """Returns the next message that has arrived, or None."""
-        try:
-            name = self.inbound.recv(_NO_WAIT)
-        except zmq.Again:
-            return None
-        frames = []
         while True:
-            frame = self.inbound.recv(_NO_WAIT, copy=False)
-            frames.append(frame.buffer)
-            if not frame.more:
-                return self._senders[name], frames
+            try:
+                name = self.inbound.recv(_NO_WAIT)
+            except zmq.Again:
+                return None
+            frames, has_more = [], True
+            while has_more:
+                frame = self.inbound.recv(_NO_WAIT, copy=False)
+                frames.append(frame.buffer)
+                has_more = frame.more
+            if (rank := self._senders.get(name)) is not None:  # else of a process that is gone
+                return rank, frames
 
     def close(self, linger_s: float) -> None:
         """Closes both sockets; ZeroMQ sends messages under way for up to ``linger_s``."""

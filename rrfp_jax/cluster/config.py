@@ -184,6 +184,7 @@ class LaunchSettings:
 RANK, NUM_RANKS = "RRFP_RANK", "RRFP_NUM_RANKS"
 RENDEZVOUS, COORDINATOR = "RRFP_RENDEZVOUS", "RRFP_COORDINATOR"
 ATTEMPT, INTERFACE, DETECT, LAUNCHER = "RRFP_ATTEMPT", "RRFP_INTERFACE", "RRFP_DETECT", "RRFP_LAUNCHER"
+PROCESS_NUMBER = "RRFP_PROCESS_NUMBER"
 RESTARTS_LEFT, STARTED = "RRFP_RESTARTS_LEFT", "RRFP_STARTED"
 """Start of a launcher, as text that fits into a file name: the same for all of its ranks and attempts."""
 
@@ -203,6 +204,9 @@ class Membership:
     interface: str | None = None
     """This host's network interface, if it is neither the one that the configuration names for all nor the one on the
     way to the rendezvous."""
+    number: int = 0
+    """Number of processes that the rank had before this one, which were lost: more than 0 comes back to a run under
+    way."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_ranks:
@@ -224,6 +228,7 @@ class Membership:
             RENDEZVOUS: self.rendezvous,
             COORDINATOR: self.coordinator,
             ATTEMPT: str(self.attempt),
+            PROCESS_NUMBER: str(self.number),
         }
         return variables if self.interface is None else variables | {INTERFACE: self.interface}
 

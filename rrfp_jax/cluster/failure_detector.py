@@ -14,6 +14,9 @@ between the two broke, or one direction of it. So:
 * **Where a head judges suspicions** (:mod:`rrfp_jax.core.membership`), a rank takes for lost whom it does not hear
   itself, answer or not, and leaves it to the head who of the two goes. The suspicions of others do not count.
 
+A rank that was lost may come back as a new process (:meth:`FailureDetector.take_up`). News tells the number of each
+such process, and whatever concerns another one than the hearer knows is not heard; news is repeated, so it will be.
+
 News is told on once by each rank, so it reaches all over any connected graph; nothing here depends on the order in
 which it comes, nor on who tells it first. Time enters as data.
 
@@ -38,6 +41,7 @@ import math
 from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rrfp_jax.cluster.rendezvous import name_ranks
@@ -222,10 +226,13 @@ class FailureDetector:
         rank: this rank.
         hosts: the host of every rank.
         answer_s: seconds that a suspected rank has to answer.
+        numbers: numbers of the ranks' processes, by rank, where they are not 0.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[str], answer_s: float) -> None:
-        self._rank, self.hosts, self._answer_s = rank, hosts, answer_s
+    def __init__(
+        self, rank: int, hosts: Sequence[str], answer_s: float, numbers: Mapping[int, int] = MappingProxyType({})
+    ) -> None:
+        self._rank, self.hosts, self._answer_s, self._numbers = rank, hosts, answer_s, dict(numbers)
         self.has_head = False
         """Whether a head judges suspicions."""
         self.present = set(range(len(hosts))) - {rank}
@@ -244,6 +251,17 @@ class FailureDetector:
         self._conclusions: list[Conclusion] = []
 
     # -- events ------------------------------------------------------------------------------------------------------
+
+    def take_up(self, rank: int, number: int) -> None:
+        """Forgets everything about a rank that was lost: a new process of it, with this number, is there."""
+        self._numbers[rank] = number
+        self._suspicions = {pair: each for pair, each in self._suspicions.items() if rank not in pair}
+        self._broken = {pair for pair in self._broken if rank not in pair}
+        self._alive.discard(rank)
+        known: dict[int, Any]
+        for known in (self._left, self._lost, self._due_s, *self._left.values()):
+            known.pop(rank, None)
+        self.present.add(rank)
 
     def suspect(self, suspicion: Suspicion, now_s: float, *, hears: Container[int] = ()) -> bool:
         """Notes that a rank, perhaps this one, does not hear another.
@@ -341,6 +359,7 @@ class FailureDetector:
             "alive": sorted(self._alive),
             "lost": [[rank, reason] for rank, reason in reasons.items()],
             "left": [[rank, [r for r in losses if r in reasons][:_MAX_NAMED]] for rank, losses in left.items()],
+            "numbers": [[rank, number] for rank, number in self._numbers.items()],
         }
         return {name: value for name, value in told.items() if value}
 
@@ -356,6 +375,7 @@ class FailureDetector:
             raise MalformedMessage("its news is no dict")
         told = {name: field(news, name, list) for name in news}
         try:
+            numbers = {self._known(rank): int(number) for rank, number in told.get("numbers", ())}
             # All is read before anything is taken, so that malformed news changes nothing.
             reasons = {self._known(rank): str(reason)[:_MAX_REASON] for rank, reason in told.get("lost", ())}
             suspicions = [
@@ -367,6 +387,15 @@ class FailureDetector:
             ]
         except (TypeError, ValueError, LookupError) as error:
             raise MalformedMessage(f"its news is malformed: {error!r}") from error
+        concerned = [r for r in numbers.keys() | self._numbers.keys() if numbers.get(r, 0) != self._numbers.get(r, 0)]
+        if concerned:
+            suspicions = [each for each in suspicions if not {each.reporter, each.suspect}.intersection(concerned)]
+            alive = [rank for rank in alive if rank not in concerned]
+            left = [
+                (rank, {other: why for other, why in losses.items() if other not in concerned})
+                for rank, losses in left
+                if rank not in concerned
+            ]
         # Answers come first: a suspicion in the same news may be the one that they answer.
         found = [self.answer(rank, now_s) for rank in alive if rank != self._rank]
         found += [self.suspect(suspicion, now_s, hears=hears) for suspicion in suspicions]

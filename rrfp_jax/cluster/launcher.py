@@ -118,24 +118,28 @@ def launch(
         parts = LauncherParts(
             settings=settings, environment=environment, guardian=guardian, events=events, output=output
         )
-        for number in range(settings.max_restarts + 1):
+        number, num_started = 0, 0
+        while True:
             # A fresh key for each attempt, so that a process left over from an earlier one cannot take part.
             if shared is None:
                 key = RunKey.generate()
             else:
                 key = RunKey(shared.expand(f"attempt {number}", 32)) if number else shared
             next_s = time.monotonic() + _RESTART_S
-            code = _Attempt(parts, number, key).run()
+            attempt = _Attempt(parts, number, num_started, key)
+            code = attempt.run()
+            num_started += attempt.num_started_again()
             # These would end alike again.
             is_final = code in (codes.DONE, codes.BAD_INPUT, codes.NOT_FINITE, codes.INTERRUPTED)
-            if is_final or number == settings.max_restarts:
+            if is_final or num_started >= settings.max_restarts:
                 break
             while events.stopped_by is None and (left_s := next_s - time.monotonic()) > 0:
                 events.next(min(left_s, _LOOK_S))
             if events.stopped_by is not None:
                 output.say(f"not restarted after code {code}, since the launcher was told to stop")
                 break
-            output.say(f"restart {number + 1} of at most {settings.max_restarts}")
+            number, num_started = number + 1, num_started + 1
+            output.say(f"restart {num_started} of at most {settings.max_restarts}")
         return code
 
 
@@ -144,14 +148,17 @@ class _Attempt:
 
     Args:
         number: 0 for the first attempt.
+        num_started: the number of restarts so far, of all ranks together or of one.
     """
 
-    def __init__(self, parts: LauncherParts, number: int, key: RunKey) -> None:
-        self._parts, self._number, self._key = parts, number, key
+    def __init__(self, parts: LauncherParts, number: int, num_started: int, key: RunKey) -> None:
+        self._parts, self._number, self._num_started, self._key = parts, number, num_started, key
         self._settings, self._events, self._output = parts.settings, parts.events, parts.output
         self._endings = Endings(parts.settings.num_ranks)
         self._status = RunStatus()
         self._alive: dict[int, Child] = {}
+        self._numbers: dict[int, int] = {}
+        """Numbers of the latest processes of this node's ranks, where they are not 0."""
         self._reasons: dict[int, str] = {}
         """Reasons for which the launcher ended ranks."""
         self._started_s = self._here_ended_s = time.monotonic()
@@ -187,6 +194,8 @@ class _Attempt:
                 is_quiet = self._failed_s is None and self._num_stops == 0
                 self._handle(self._events.next(_LOOK_S if is_quiet else _LOOK_AGAIN_S), head)
                 self._press()
+                if self._status.takes_back and self._num_stops == 0 and self._failed_s is None:
+                    self._start_again(head)
         finally:
             # Ranks end before the head is closed, since JAX aborts a rank that loses its service.
             for child in self._alive.values():
@@ -201,27 +210,15 @@ class _Attempt:
             self._output.say(line)
         return self._endings.code()
 
+    def num_started_again(self) -> int:
+        """Returns how many processes of ranks were started in place of lost ones, on all nodes; once all have ended."""
+        ended = {rank: ending.number for rank, ending in self._endings.by_rank.items()}
+        return sum(max(ended.get(rank, 0), self._numbers.get(rank, 0)) for rank in ended.keys() | self._numbers.keys())
+
     def _start(self, head: RunHead) -> None:
-        ranks, num_ranks = self._settings.local_ranks(), self._settings.num_ranks
-        left = {RESTARTS_LEFT: str(self._settings.max_restarts - self._number)}
-        for rank, cores in zip(ranks, rank_cores(self._settings.bind, len(ranks)), strict=True):
-            membership = Membership(
-                rank=rank,
-                num_ranks=num_ranks,
-                rendezvous=head.rendezvous,
-                coordinator=head.coordinator,
-                attempt=self._number,
-                interface=head.interface,
-            )
-            self._alive[rank] = Child(
-                python_module(*self._settings.command),
-                {**self._parts.environment, **membership.environment(), **self._key.environment(), **left},
-                self._parts.guardian,
-                lambda code, at_s, rank=rank: self._events.put(RankEnded(rank, code, at_s)),  # type: ignore[misc]
-                cores=cores,
-                holds=ASKING if self._settings.command[0] == OWN_COMMANDS else (),  # our commands let them in
-            )
-            self._output.follow(f"rank {rank}", self._alive[rank].stdout, self._alive[rank].stderr, is_main=rank == 0)
+        for rank in self._settings.local_ranks():
+            self._start_rank(head, rank)
+        num_ranks = self._settings.num_ranks
         if self._settings.supervises:
             self._output.say(
                 f"give every rank {RENDEZVOUS}={head.rendezvous} {COORDINATOR}={head.coordinator} {NUM_RANKS}="
@@ -231,6 +228,43 @@ class _Attempt:
                 f"{NUM_RANKS}={num_ranks}\n{RENDEZVOUS}={head.rendezvous}\n{COORDINATOR}={head.coordinator}"
             )
 
+    def _start_rank(self, head: RunHead, rank: int) -> None:
+        ranks, number = self._settings.local_ranks(), self._numbers.get(rank, 0)
+        membership = Membership(
+            rank=rank,
+            num_ranks=self._settings.num_ranks,
+            rendezvous=head.rendezvous,
+            coordinator=head.coordinator,
+            attempt=self._number,
+            interface=head.interface,
+            number=number,
+        )
+        left = {RESTARTS_LEFT: str(self._settings.max_restarts - self._num_started - sum(self._numbers.values()))}
+        child = self._alive[rank] = Child(
+            python_module(*self._settings.command),
+            {**self._parts.environment, **membership.environment(), **self._key.environment(), **left},
+            self._parts.guardian,
+            lambda code, at_s: self._events.put(RankEnded(rank, code, at_s)),
+            cores=rank_cores(self._settings.bind, len(ranks))[rank - ranks.start],
+            holds=ASKING if self._settings.command[0] == OWN_COMMANDS else (),  # our commands let them in
+        )
+        self._output.follow(f"rank {rank}", child.stdout, child.stderr, is_main=rank == 0)
+
+    def _start_again(self, head: RunHead) -> None:
+        """Starts a new process in place of each that was lost, where the others take it in."""
+        used = self._num_started + sum(
+            max(self._numbers.get(rank, 0), self._status.numbers.get(rank, 0))
+            for rank in range(self._settings.num_ranks)
+        )
+        for rank in self._settings.local_ranks():
+            if rank in self._alive or rank not in self._status.lost or used >= self._settings.max_restarts:
+                continue
+            used += 1
+            self._numbers[rank] = self._numbers.get(rank, 0) + 1
+            self._reasons.pop(rank, None)
+            self._output.say(f"rank {rank} is started again ({used} of at most {self._settings.max_restarts} restarts)")
+            self._start_rank(head, rank)
+
     # -- events ------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: LauncherEvent | None, head: RunHead) -> None:
@@ -239,10 +273,11 @@ class _Attempt:
                 del self._alive[rank]
                 self._here_ended_s = time.monotonic()
                 reason = self._reasons.get(rank, "")
-                ending = ProcessEnding(code=code, at_s=at_s - self._started_s, by_launcher=reason)
+                number = self._numbers.get(rank, 0)
+                ending = ProcessEnding(code=code, at_s=at_s - self._started_s, by_launcher=reason, number=number)
                 # Noted here at once, for the head may be gone; its status, which comes later, is the same for all.
-                self._endings.by_rank.setdefault(rank, ending)
-                head.board.ended(rank, code, at_s=at_s, by_launcher=reason)
+                self._endings.note({rank: ending})
+                head.board.ended(rank, code, at_s=at_s, by_launcher=reason, number=number)
             case RunStatus():
                 self._read(event)
                 if event.needs_service and head.service is not None:
@@ -271,12 +306,16 @@ class _Attempt:
             # An end that was noticed before the head had declared the loss is no failure of the run.
             self._endings.lost = dict(status.lost)
             self._failed_s = None
+            new = status.lost.keys() - self._status.lost.keys()
+            if new and self._endings.survived and self._settings.max_restarts and not status.takes_back:
+                self._output.say(f"{name_ranks(new)} cannot come back: the others save nothing to start from")
         self._status = status
         if status.service is not None and self._endings.service is None:
             self._endings.service = status.service
             ended = f"the coordination service ended with {_meaning(status.service.code)}"
             self._output.say(f"{ended}: JAX now aborts all ranks")
-        self._endings.by_rank.update(status.endings)
+        self._endings.take_back(status.numbers)
+        self._endings.note(status.endings)
         if self._met_failure_s is None and (status.failure is not None or self._endings.service is not None):
             self._met_failure_s = time.monotonic()
             if self._settings.supervises and status.failure is not None:
@@ -298,9 +337,21 @@ class _Attempt:
                 self._output.say(f"{occasion}: {name_ranks(doomed)}, not there yet, will not be waited for")
                 self._end(doomed, "had not come to the others")
         # The others go on without these, and must never hear of them again.
-        lost = [rank for rank in self._status.lost if rank in self._alive and rank not in self._reasons]
+        status, own = self._status, self._numbers
+        lost = [
+            rank
+            for rank in status.lost
+            if rank in self._alive and rank not in self._reasons and own.get(rank, 0) <= status.numbers.get(rank, 0)
+        ]
         if lost and now_s > self._lost_s + _FENCE_S:
             self._end(lost, "had been declared lost")
+        # Nobody is left who would take these in.
+        if (
+            self._alive
+            and not self._endings.missing()
+            and status.lost.keys() >= self._alive.keys() - self._reasons.keys()
+        ):
+            self._end(self._alive.keys() - self._reasons.keys(), "had come back too late")
         are_stopped = bool(self._alive) and all(child.is_stopped() for child in self._alive.values())
         # Where the ranks that are left have all been stopped for a while, nothing has failed, but nobody is left who
         # could notice.
@@ -360,6 +411,7 @@ class Endings:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self.by_rank: dict[int, ProcessEnding] = {}
+        self._numbers: dict[int, int] = {}
         self.service: ProcessEnding | None = None
         """End of the coordination service, if it came before those of the ranks."""
         self.lost: dict[int, str] = {}
@@ -369,6 +421,18 @@ class Endings:
     def survived(self) -> frozenset[int]:
         """Lost ranks without which the others went on; none where all are lost."""
         return frozenset(self.lost if len(self.lost) < self._num_ranks else ())
+
+    def note(self, endings: Mapping[int, ProcessEnding]) -> None:
+        """Notes ends of processes; of several processes of a rank the last one counts."""
+        for rank, ending in endings.items():
+            known = self.by_rank.get(rank)
+            if ending.number >= max(self._numbers.get(rank, 0), 0 if known is None else known.number):
+                self.by_rank[rank] = ending
+
+    def take_back(self, numbers: Mapping[int, int]) -> None:
+        """Forgets the ends of processes before those of these numbers, by rank, which have taken part since."""
+        self._numbers = dict(numbers)
+        self.by_rank = {r: ending for r, ending in self.by_rank.items() if ending.number >= numbers.get(r, 0)}
 
     def missing(self) -> list[int]:
         """Returns the ranks that the run still has and whose end is not known."""

@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import zmq
@@ -49,6 +50,7 @@ class PeerNetwork:
         config: the same on all ranks, but for the interface to listen on, by default loopback.
         high_water_bytes: largest number of unconfirmed bytes per peer before further messages wait at the sender, and
             largest number that is kept for topics without a handler.
+        number: the number of this process of the rank, from 0, where an earlier one was lost.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class PeerNetwork:
         key: RunKey,
         config: ClusterConfig | None = None,
         high_water_bytes: int = 256 << 20,
+        number: int = 0,
     ) -> None:
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank {rank} of {num_ranks}: ranks count from 0 to {num_ranks - 1}")
@@ -86,7 +89,9 @@ class PeerNetwork:
             roles = {key.pair(rank_role(r)).public: rank_role(r) for r in range(num_ranks) if r != rank}
             gate = Gate(self._context, roles, QuietLog(_LOG))
             interface = self._config.interface or LOOPBACK
-            heartbeats, self._link = (ZmqLink(self._context, rank, key, interface, self._unproven) for _ in range(2))
+            heartbeats, self._link = (
+                ZmqLink(self._context, rank, key, interface, self._unproven, number=number) for _ in range(2)
+            )
             self._liveness = Liveness(
                 heartbeats, gate, self._link, self._unproven, deadline_s=self._config.silence_deadline_s
             )
@@ -111,6 +116,8 @@ class PeerNetwork:
         lost: Callable[[int, str], None],
         left: Callable[[int], None] | None = None,
         broken: Callable[[str], None] | None = None,
+        absent: Iterable[int] = (),
+        numbers: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Connects to peers and begins to deliver messages on ``loop``.
 
@@ -124,6 +131,8 @@ class PeerNetwork:
             left: called on the loop with a rank that closed its network in good order.
             broken: called on the loop, once, where ranks live that no longer hear each other, with a sentence that
                 names them and the network between; by default ``lost`` is called with this rank and the sentence.
+            absent: ranks that are lost already.
+            numbers: numbers of the ranks' processes, by rank, where they are not 0.
 
         Raises:
             ValueError: where addresses are missing or do not fit, or the system lets this process open too few files.
@@ -170,8 +179,10 @@ class PeerNetwork:
         self._channels = [messages, self._arrays.channel, self._direct.channel]
         # The failure detector must know all hosts before the first connection is watched.
         named = hosts or [hosts_of_ranks[rank] for rank in range(self.num_ranks)]
-        self._liveness.begin(loop, named, drop=self._drop, lost=lost, left=left, broken=broken)
-        only_watched = watched(self.rank, self.num_ranks) - peers
+        watches: dict[str, Any] = {"lost": lost, "left": left, "broken": broken}
+        self._liveness.begin(loop, named, drop=self._drop, **watches, absent=absent, numbers=numbers)
+        self._link.numbers |= numbers
+        only_watched = watched(self.rank, self.num_ranks) - peers - {*absent}
         self.connect(peers, only_watched=only_watched)
         for channel in self._channels:
             loop.call_soon_threadsafe(channel.open)
@@ -195,6 +206,29 @@ class PeerNetwork:
         self._liveness.follow({r: self._places[r] for r in new} | {r: self._places[r][:1] for r in only_watched})
         for rank in sorted(new):
             self.on_loop(self._channels[0].add, rank, self._places[rank][1])
+
+    def take_up(self, rank: int, number: int, address: PeerAddress, then: Callable[[], None]) -> None:
+        """Exchanges messages with the process of this number of a rank whose process before was lost.
+
+        The same connections are opened as to that one. ``then`` is called on the event loop once messages may be sent.
+        """
+        assert self._arrays is not None
+        assert self._direct is not None
+        arrays, direct = self._arrays, self._direct
+        opened = [each for each in (arrays, direct) if rank in each.wanted]
+
+        def taken_up() -> None:
+            self._places[rank] = address.heartbeats, address.messages
+            self.connections -= {rank}
+            self._channels[0].take_up(rank, number)
+            for private in (arrays, direct):
+                private.take_up(rank, number, host_of(address))
+            self.connect([rank])
+            for private in opened:
+                self._open(private, [rank])
+            then()
+
+        self._liveness.take_up(rank, number, taken_up)
 
     def open_array_connections(self, ranks: Iterable[int]) -> None:
         """Has large arrays to and from these ranks take connections of their own; also again.

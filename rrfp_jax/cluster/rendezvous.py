@@ -31,6 +31,8 @@ class Member:
     """Addresses on which its sockets listen (the fields of its :class:`PeerAddress`)."""
     boot: str = ""
     """Identifier of the boot of the member's host; empty if the system has none."""
+    number: int = 0
+    """Number of processes that the rank had before this one in the same attempt."""
     token: str = _TOKEN
     """Random text of this process alone: containers may share a host name, and call each of their first processes 1."""
 
@@ -87,6 +89,8 @@ class ProcessEnding:
     """Seconds since the head's start."""
     by_launcher: str = ""
     """Reason for which its launcher ended it; empty where it ended by itself."""
+    number: int = 0
+    """See :class:`Member`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,12 @@ class RunStatus:
     service: ProcessEnding | None = None
     """End of the coordination service, if it came too early: JAX aborts all ranks."""
     lost: dict[int, str] = field(default_factory=dict)
-    """Reasons for which ranks were declared lost, by rank; one that still runs must be ended."""
+    """Reasons for which ranks were declared lost, by rank. A process that still runs must be ended, if it has the
+    rank's number below, or a lower one."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Numbers of the processes that have taken part last, by rank, where they are not 0."""
+    takes_back: bool = False
+    """Whether the others take in new processes of lost ranks."""
     is_last: bool = False
     """Whether the head ends, and says nothing more."""
 
@@ -139,6 +148,21 @@ class MemberReport:
     """Living ranks that it suspects, with reasons."""
     has_left: bool = False
     """Whether it has come to the end of the run."""
+    holds: int | None = None
+    """The step for which it holds in this epoch."""
+    takes_back: bool = False
+    """Whether it will hold for new processes of lost ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewcomerReport:
+    """A report that a new process of a lost rank sends to the head, again and again, once it is prepared."""
+
+    rank: int
+    number: int
+    """See :class:`Member`."""
+    step: int | None = None
+    """The step before which it has the state of the run; None: it has none yet."""
 
 
 class Rendezvous:
@@ -154,6 +178,8 @@ class Rendezvous:
         self.endings: dict[int, ProcessEnding] = {}
         """Ends of ranks, as their launchers reported them."""
         self.members: tuple[Member, ...] | None = None
+        self.brought: dict[int, bytes] = {}
+        """Data that ranks have brought to gatherings before the first step, packed, for those that come back."""
         self._requests: dict[int, JoinRequest] = {}
         self._needs_service = False
         self._occasion: str | None = None
@@ -216,7 +242,8 @@ class Rendezvous:
 
     def ended(self, rank: int, ending: ProcessEnding) -> None:
         """Notes that a rank's process has ended, by which the rendezvous fails unless it is decided."""
-        self.endings.setdefault(rank, ending)
+        if rank not in self.endings or self.endings[rank].number < ending.number:
+            self.endings[rank] = ending
         if not self.is_decided:
             # The others may still be on their way: they are refused as they come, or ended by their launchers.
             self._awaited = [other for other in self.missing() if other != rank]
@@ -231,6 +258,21 @@ class Rendezvous:
             self._decide(f"the rendezvous was not complete after {deadline_s:g} s", lines, must_fail=True)
             if self._requests:  # else this may be a program that goes to no rendezvous
                 self._doomed = missing
+
+    def refuse_newcomer(self, request: JoinRequest) -> str | None:
+        """Returns why a new process of a rank cannot take the place of the first one, or None."""
+        rank = request.member.rank
+        if self.members is None or rank not in self._requests:
+            return f"rank {rank} comes back to a run that has not begun"
+        other = min(each for each in self._requests if each != rank or len(self._requests) == 1)
+        known = {other: self._requests[other].configuration, rank: request.configuration}
+        lines = configuration_differences(known)
+        return f"rank {rank} comes back, and differs: {'; '.join(lines)}" if lines else None
+
+    def take_back(self, member: Member) -> None:
+        """Puts a new process of a rank in the place of the one before."""
+        assert self.members is not None
+        self.members = tuple(member if each.rank == member.rank else each for each in self.members)
 
     def give_up(self, why: str) -> None:
         if not self.is_decided:

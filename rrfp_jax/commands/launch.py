@@ -16,6 +16,7 @@ When a rank fails, the others have ``--grace-s`` to end by themselves; the launc
 failed first for a reason of its own (128 + n where signal n killed it). SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2
 are passed on; Ctrl-C after one of them ends all ranks at once. ``--max-restarts`` starts all of them again, with
 another key and other ports, unless the input was bad, the user interrupted, or the launcher itself was told to stop.
+Where the others go on without a rank, and save their state, that rank alone is started again.
 
 Each rank keeps to its share of the cores that the launcher may use, unless ``--bind none`` is given.
 

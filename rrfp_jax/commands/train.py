@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rrfp_jax.cluster.config import ATTEMPT, RESTARTS_LEFT, STARTED
+from rrfp_jax.cluster.config import ATTEMPT, PROCESS_NUMBER, RESTARTS_LEFT, STARTED
 from rrfp_jax.commands.common.console import go_on_without_output
 from rrfp_jax.commands.common.errors import checking_input, end_stopped, ending_at_once, run_command, stop_requests
 from rrfp_jax.commands.common.options import CommandParser, offer
@@ -128,7 +128,7 @@ def _plan_and_train(config: TrainConfig, name: str, *, fresh: bool, force: bool,
     go_on_without_output()
     with checking_input():
         path = Path(config.run.run_dir or _default_path(name))
-        is_restart = int(os.environ.get(ATTEMPT, "0")) > 0
+        is_restart = _is_restart()
         planned = plan_run(config, path, fresh=fresh and not is_restart, force=force)
         check_plugin(config.run.platform)
         with ending_at_once():
@@ -150,7 +150,7 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
     requests = stop_requests()
     requests.action = partial(_stop_before_first_step, run)
     with checking_input():
-        is_restart = int(os.environ.get(ATTEMPT, "0")) > 0
+        is_restart = _is_restart()
         run.begin(fresh=fresh and not is_restart, force=force)  # a restart goes on from what this run has saved
     run.console.show_stages(run.pipeline)
     if run.is_complete:
@@ -192,6 +192,11 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
         run.console.say(f"told to stop: saved after step {run.state.step - 1}; the same command goes on from there")
         return PREEMPTED
     return DONE
+
+
+def _is_restart() -> bool:
+    """Returns whether this process goes on with what others of the same launcher have begun."""
+    return any(int(os.environ.get(name, "0")) > 0 for name in (ATTEMPT, PROCESS_NUMBER))
 
 
 def _early_end(run: "Run", loop: "TrainingLoop") -> tuple[int, str] | None:

@@ -21,6 +21,12 @@ Rules
    answers all once it has everybody's. After a loss each rank tells, with its newest verdict, how many gatherings have
    ended for it. Where some have one more than others, the lowest of them passes the result on. All others bring their
    data once more, to the first rank of the new epoch.
+5. *Ranks come back between steps.* A new process of a lost rank is a **newcomer**. All living ranks **hold**: each has
+   finished step n - 1, waits for no gathering, begins neither step n nor a gathering, and tells the head so. A newcomer
+   makes the state after step n - 1 its own, from a checkpoint that all ranks of some epoch have made in gatherings, so
+   that all of them know the verdict of step n - 1, and tells the head. Once all ranks of the epoch hold and
+   some newcomer has that state, the head declares an epoch with it, and all go on by rule 3. Where the last newcomer is
+   gone, the head lets all go on without one, and nobody may hold for step n any more.
 
 Why survivors never disagree
 ----------------------------
@@ -29,8 +35,9 @@ Let a *survivor* be a rank of the latest epoch E.
 *Verdicts.* A verdict of step n that was made in epoch e needs the reports of all ranks of e, and a rank reports step n
 of epoch e only when it runs in e, has finished step n - 1, and has all sums of step n. By rule 2 nobody reports after
 it has come to a later epoch. Assume that some survivors know a verdict of step n, made in epoch e, and n is the newest
-that any of them knows. Each survivor lived in e, for epochs only shrink, so it had reported n in e. Hence it has
-finished step n - 1, and it has the sums of step n that belong to e:
+that any of them knows. Assume first that no epoch after e has a newcomer. Each survivor lived in e, for such epochs
+only shrink, so it had reported n in e. Hence it has finished step n - 1, and it has the sums of step n that belong to
+e:
 
 * It cannot have begun step n anew in an epoch after e. That takes an answer in which nobody of that epoch knew the
   verdict; but the survivors that know it lived there too, and each knew it since e, because it learnt it while it ran
@@ -43,6 +50,13 @@ one step to finish. If no survivor knows a verdict of step n, none has updated, 
 it again. Nothing is lost: a verdict that only lost ranks knew was applied by no survivor. Nothing is applied twice: a
 step is done anew only where nobody who lives knew its verdict. Steps that evaluate are the same without updates.
 
+*Newcomers.* Let g be the first epoch after e with a newcomer. All ranks of the epoch before g held in that epoch, for
+the same step m, and held until they came to g: the head takes nobody in for a step for which it has let anybody go on.
+So m - 1 is the newest verdict that any of them knew, and all had finished it, as had the newcomer by its checkpoint.
+Hence n < m, all survivors have finished step n, and there is nothing to show. They waited for no gathering either, so
+all had the results of the same ones. The newcomer takes over their numbers from the answer of rule 3, and nobody will
+ask it for a result that came before.
+
 *Two groups cannot both go on.* A lost rank that lives still, stopped or cut off, makes no verdict without the reports
 of all ranks of its epoch, and these give none once they have come to a later one. It can at most learn the verdict of
 the step that they had reported before; the survivors do that step again, and it hears of its loss and ends.
@@ -51,7 +65,10 @@ the step that they had reported before; the survivors do that step again, and it
 data number n of all its ranks, so each survivor has result n - 1, at least, and waits for n.
 
 *No deadlock.* In the latest epoch nobody is lost, so all its ranks come to it, tell, get the answer and go on. A
-suspicion is repeated until it is answered by an epoch in which one of the two is missing.
+suspicion is repeated until it is answered by an epoch in which one of the two is missing. All ranks hold for the same
+steps, so either all tell the head, or one of them is lost and the others tell it in the next epoch. What a rank told in
+an earlier epoch counts for nothing, and one that holds for a step for which the head has let others go on is let go on
+too.
 
 Who goes
 --------
@@ -135,13 +152,26 @@ class EpochDeclared(NamedTuple):
 
     epoch: int
     living: tuple[int, ...]
-    """The ranks that live, ascending; empty: the run ends."""
+    """The ranks that live, those first that have been there longest; empty: the run ends."""
     reason: str
     """Why the ranks that are missing were lost."""
 
 
 class RunCompleted(NamedTuple):
     """The head says that a rank has left in good order, so all ranks have come to the end of the run."""
+
+
+class HoldCalled(NamedTuple):
+    """This rank holds: it begins neither this step nor a gathering until it may go on. All ranks hold for the same
+    steps. A hold ends with the epoch, and is called again in the next one if that has no newcomer."""
+
+    step: int
+
+
+class HoldReleased(NamedTuple):
+    """The head lets ranks go on that hold for this step or an earlier one."""
+
+    step: int
 
 
 class StepDecided(NamedTuple):
@@ -168,7 +198,17 @@ class GatherCalled(NamedTuple):
     data: Any
 
 
-MembershipEvent = RankSuspected | HeadReached | EpochDeclared | RunCompleted | StepDecided | PeerNote | GatherCalled
+MembershipEvent = (
+    RankSuspected
+    | HeadReached
+    | EpochDeclared
+    | RunCompleted
+    | HoldCalled
+    | HoldReleased
+    | StepDecided
+    | PeerNote
+    | GatherCalled
+)
 
 
 # -- instructions to a rank ----------------------------------------------------------------------------------------
@@ -179,6 +219,8 @@ class TellHead(NamedTuple):
 
     epoch: int
     accusations: tuple[tuple[int, str], ...]
+    holds: int | None = None
+    """The step for which this rank holds, once it waits for no gathering."""
 
 
 class TellRank(NamedTuple):
@@ -223,6 +265,10 @@ class GatheringEnded(NamedTuple):
     result: tuple[tuple[int, Any], ...]
 
 
+class HoldEnded(NamedTuple):
+    """Go on: nobody comes back before this step."""
+
+
 class EndRank(NamedTuple):
     """End this process: it is no part of the run any more."""
 
@@ -234,7 +280,7 @@ class LeaveRun(NamedTuple):
 
 
 MembershipInstruction = (
-    TellHead | TellRank | FreezeStep | FinishDecided | ResumeFrom | GatheringEnded | EndRank | LeaveRun
+    TellHead | TellRank | FreezeStep | FinishDecided | ResumeFrom | GatheringEnded | HoldEnded | EndRank | LeaveRun
 )
 
 
@@ -254,18 +300,22 @@ class RankMembership:
         rank: the number of this rank.
         num_ranks: the number of ranks, all of which live in epoch 0.
         first_step: the step that all begin with.
+        is_newcomer: whether this rank comes to a run under way, with the state before ``first_step``; it lives in no
+            epoch so far.
     """
 
     # Containers are replaced and never changed, so a shallow copy is a snapshot.
     __slots__ = (
         "_accused",
         "_brought",
+        "_is_newcomer",
         "_kept",
         "_pending",
         "_results",
         "_told",
         "epoch",
         "has_ended",
+        "holds",
         "is_frozen",
         "living",
         "newest",
@@ -273,11 +323,16 @@ class RankMembership:
         "verdict",
     )
 
-    def __init__(self, rank: int, num_ranks: int, *, first_step: int = 0) -> None:
+    def __init__(self, rank: int, num_ranks: int, *, first_step: int = 0, is_newcomer: bool = False) -> None:
         self.rank = rank
         self.epoch = 0
-        self.living = tuple(range(num_ranks))
-        self.is_frozen = False
+        self.living = () if is_newcomer else tuple(range(num_ranks))
+        """The ranks of the epoch, those first that have been there longest."""
+        self._is_newcomer = is_newcomer
+        """Whether this rank has not gone on with the others yet."""
+        self.holds: int | None = None
+        """The step for which this rank holds."""
+        self.is_frozen = is_newcomer
         """Whether this rank has come to an epoch in which it has not gone on yet."""
         self.has_ended = False
         self.newest = first_step - 1
@@ -329,19 +384,34 @@ class RankMembership:
                 self._call(lane, data, out)
             case EpochDeclared():
                 self._come_to(event, out)
-            case RankSuspected(rank, reason):
-                if rank in self.living and rank != self.rank and rank not in self._accused:
-                    self._accused = {**self._accused, rank: reason}
-                    self._tell_head(out)
+            case RankSuspected(rank, reason) if rank in self.living and rank != self.rank and rank not in self._accused:
+                self._accused = {**self._accused, rank: reason}
+                self._tell_head(out)
             case HeadReached():
                 self._tell_head(out)
+            case HoldCalled(step):
+                self._hold(step, out)
+            case HoldReleased(step) if self.holds is not None and self.holds <= step:
+                self.holds = None
+                out.append(HoldEnded())
             case RunCompleted():
                 self.has_ended = True
                 out.append(LeaveRun())
         return out
 
     def _tell_head(self, out: list[MembershipInstruction]) -> None:
-        out.append(TellHead(self.epoch, tuple(sorted(self._accused.items()))))
+        holds = None if self._pending else self.holds
+        out.append(TellHead(self.epoch, tuple(sorted(self._accused.items())), holds))
+
+    def _hold(self, step: int, out: list[MembershipInstruction]) -> None:
+        if self.is_frozen or step != self.newest + 1:
+            raise IllegalTransition(f"rank {self.rank} holds for step {step}; it knows the verdict of {self.newest}")
+        self.holds = step
+        self._tell_hold(out)
+
+    def _tell_hold(self, out: list[MembershipInstruction]) -> None:
+        if self.holds is not None and not self._pending:
+            self._tell_head(out)
 
     def _decide(self, step: int, verdict: Any) -> None:
         if step == self.newest and not self.is_frozen:
@@ -371,7 +441,7 @@ class RankMembership:
             self.has_ended = True
             out.append(EndRank(event.reason))
             return
-        self.is_frozen = True
+        self.is_frozen, self.holds = True, None
         self._accused = {rank: reason for rank, reason in self._accused.items() if rank in event.living}
         self._told, self._brought = {}, {}
         out.append(FreezeStep(event.epoch, event.living, event.reason))
@@ -400,10 +470,13 @@ class RankMembership:
         out.append(ResumeFrom(self.epoch, self.living, self.newest + 1))
         passed_on = set()
         for lane, number, holder, lacking in answer.results:
+            if self._is_newcomer:
+                self._results = {**self._results, lane: (number, ())}
             if self.rank == holder:
                 for rank in lacking:
                     self._tell(rank, GatheredResult(lane, *self._results[lane]), out)
             passed_on.add((lane, number))
+        self._is_newcomer = False
         # A copy: where this rank is the only one left, its own data ends the gathering at once.
         for lane, (number, data) in sorted(self._pending.items()):
             if (lane, number) not in passed_on:
@@ -460,6 +533,7 @@ class RankMembership:
                     self._pending = {name: value for name, value in self._pending.items() if name != lane}
                     self._results = {**self._results, lane: (number, result)}
                     out.append(GatheringEnded(lane, result))
+                    self._tell_hold(out)
 
     # -- for tests -----------------------------------------------------------------------------------------------------
 
@@ -467,7 +541,12 @@ class RankMembership:
         """Checks the invariants of the state. For tests."""
         if self.has_ended:
             return
+        if not self.living:
+            assert self._is_newcomer
+            assert self.is_frozen
+            return
         assert self.rank in self.living
+        assert self.holds is None or (self.holds == self.newest + 1 and not self.is_frozen)
         assert set(self._accused) <= set(self.living) - {self.rank}
         assert set(self._told) <= set(self.living)
         assert self.rank == self.first or not (self._told or self._brought)
@@ -486,18 +565,27 @@ class RankMembership:
 
 
 class RankTold(NamedTuple):
-    """A rank has told the head its epoch, and the ranks that it suspects (:class:`TellHead`)."""
+    """A rank has told the head its epoch, the ranks that it suspects, and whether it holds (:class:`TellHead`)."""
 
     rank: int
     epoch: int
     accusations: tuple[tuple[int, str], ...]
+    holds: int | None = None
 
 
 class RankGone(NamedTuple):
-    """The process of a rank has ended, before it had left in good order."""
+    """The process of a rank, perhaps of a newcomer, has ended, before it had left in good order."""
 
     rank: int
     reason: str
+
+
+class NewcomerTold(NamedTuple):
+    """A new process of a lost rank is prepared."""
+
+    rank: int
+    step: int | None
+    """The step before which it has the state; None: it has none yet."""
 
 
 class RankLeft(NamedTuple):
@@ -506,12 +594,12 @@ class RankLeft(NamedTuple):
     rank: int
 
 
-HeadEvent = RankTold | RankGone | RankLeft
+HeadEvent = RankTold | RankGone | RankLeft | NewcomerTold
 
 
 class DeclareEpoch(NamedTuple):
     """Tell these ranks, each of which may live, of an epoch (:class:`EpochDeclared`). A process of a rank that is
-    ``lost`` and still runs must be ended: it may be stopped, and not hear."""
+    ``lost`` and still runs must be ended: it may be stopped, and not hear. A newcomer hears of none before its own."""
 
     ranks: tuple[int, ...]
     epoch: int
@@ -527,7 +615,21 @@ class DeclareCompleted(NamedTuple):
     ranks: tuple[int, ...]
 
 
-HeadInstruction = DeclareEpoch | DeclareCompleted
+class ReleaseHolds(NamedTuple):
+    """Tell these ranks to go on (:class:`HoldReleased`)."""
+
+    ranks: tuple[int, ...]
+    step: int
+
+
+class FetchState(NamedTuple):
+    """Tell these newcomers that all others hold for this step: each may fetch the state, and tell."""
+
+    ranks: tuple[int, ...]
+    step: int
+
+
+HeadInstruction = DeclareEpoch | DeclareCompleted | ReleaseHolds | FetchState
 
 
 class HeadMembership:
@@ -538,13 +640,29 @@ class HeadMembership:
         num_stages: the number of stages; unit ``u`` is a replica of stage ``u % num_stages``.
     """
 
-    __slots__ = ("_num_stages", "_reason", "_units_of", "epoch", "is_completed", "living")
+    __slots__ = (
+        "_holding",
+        "_num_stages",
+        "_reason",
+        "_released",
+        "_units_of",
+        "epoch",
+        "is_completed",
+        "living",
+        "newcomers",
+    )
 
     def __init__(self, units_of: Sequence[Sequence[int]], num_stages: int) -> None:
         self._units_of, self._num_stages = tuple(map(tuple, units_of)), num_stages
         self.epoch = 0
         self.living = tuple(range(len(units_of)))
-        """The ranks that live; empty: the run has ended, for a stage has no replica left."""
+        """The ranks that live, those first that have been there longest; empty: the run has ended, for a stage has no
+        replica left."""
+        self.newcomers: Mapping[int, int | None] = {}
+        """The ranks that are prepared to come back, and the steps before which they have the state."""
+        self._holding: dict[int, int] = {}
+        self._released = -1
+        """The latest step for which nobody may hold any more."""
         self.is_completed = False
         self._reason = ""
 
@@ -559,13 +677,61 @@ class HeadMembership:
             case RankGone(rank, reason):
                 if rank in self.living and not self.is_completed:
                     self._declare(rank, f"rank {rank} {reason}", out)
-            case RankTold(rank, epoch, accusations):
-                self._judge(rank, accusations, out)
-                if self.is_completed:
-                    out.append(DeclareCompleted((rank,)))
-                elif epoch < self.epoch and not out:
+                elif rank in self.newcomers:
+                    self._forget(rank)
+                    self._take_back(out)
+            case RankTold():
+                self._hear(event, out)
+            case NewcomerTold(rank, step):
+                if rank in self.living:
                     out.append(DeclareEpoch((rank,), self.epoch, self.living, (), self._reason))
+                elif self.living:
+                    self.newcomers = {**self.newcomers, rank: step}
+                    self._take_back(out)
         return out
+
+    def _hear(self, told: RankTold, out: list[HeadInstruction]) -> None:
+        rank, epoch, accusations, holds = told
+        self._judge(rank, accusations, out)
+        if self.is_completed:
+            out.append(DeclareCompleted((rank,)))
+        elif epoch < self.epoch and not out:
+            out.append(DeclareEpoch((rank,), self.epoch, self.living, (), self._reason))
+        elif holds is not None and epoch == self.epoch and rank in self.living:
+            if holds <= self._released:
+                out.append(ReleaseHolds((rank,), self._released))
+            else:
+                self._holding = {**self._holding, rank: holds}
+                self._take_back(out)
+
+    # -- newcomers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def holding(self) -> Mapping[int, int]:
+        """The ranks that hold in this epoch, and for which steps."""
+        return MappingProxyType(self._holding)
+
+    def _forget(self, newcomer: int) -> None:
+        self.newcomers = {rank: step for rank, step in self.newcomers.items() if rank != newcomer}
+
+    def _take_back(self, out: list[HeadInstruction]) -> None:
+        """Declares an epoch with the newcomers that have the state, once all hold; lets all go on if there are none."""
+        if not self._holding:
+            return
+        step = max(self._holding.values())
+        if not self.newcomers:
+            out.append(ReleaseHolds(tuple(self._holding), step))
+            self._released, self._holding = step, {}
+        elif len(self._holding) == len(self.living):
+            if not (ready := tuple(rank for rank, state in self.newcomers.items() if state == step)):
+                out.append(FetchState(tuple(self.newcomers), step))
+                return
+            for rank in ready:
+                self._forget(rank)
+            self._released = step
+            self._begin((*self.living, *ready), (), f"{_named(ready)} back", out)
+
+    # -- losses ------------------------------------------------------------------------------------------------------
 
     def _judge(self, accuser: int, accusations: Sequence[tuple[int, str]], out: list[HeadInstruction]) -> None:
         for suspect, reason in accusations:
@@ -590,7 +756,14 @@ class HeadMembership:
         stage = self.missing_stage(living)
         if stage is not None:
             living, reason = (), f"{reason}; stage {stage} has no replica left"
+        self._begin(living, tuple(other for other in before if other not in living), reason, out)
+
+    def _begin(self, living: tuple[int, ...], lost: tuple[int, ...], reason: str, out: list[HeadInstruction]) -> None:
         self.epoch, self.living, self._reason = self.epoch + 1, living, reason
-        lost = tuple(other for other in before if other not in living)
-        everyone = tuple(range(len(self._units_of)))
-        out.append(DeclareEpoch(everyone, self.epoch, living, lost, reason))
+        self._holding = {}
+        told = tuple(rank for rank in range(len(self._units_of)) if rank not in self.newcomers)
+        out.append(DeclareEpoch(told, self.epoch, living, lost, reason))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"

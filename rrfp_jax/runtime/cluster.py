@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.cluster import (
@@ -34,6 +35,7 @@ from rrfp_jax.cluster.config import (
     DETECT,
     INTERFACE,
     NUM_RANKS,
+    PROCESS_NUMBER,
     RANK,
     RENDEZVOUS,
     ClusterConfig,
@@ -91,6 +93,7 @@ def join(
         num_ranks=membership.num_ranks,
         key=key,
         config=replace(config, interface=membership.interface or config.interface or own_address(host, port)),
+        number=membership.number,
     )
     if is_misleading(host, port):  # the head is here, and listens on the interface that was named
         membership = membership.meeting_at(host_of(network.address).strip("[]"))
@@ -104,6 +107,7 @@ def join(
         pid=os.getpid(),
         address=vars(network.address),
         boot=boot,
+        number=membership.number,
     )
     # Ranks with other versions, flags or settings of JAX may compile different programs, and then wait for each other,
     # or begin with other parameters.
@@ -111,15 +115,18 @@ def join(
     if together:
         about_jax[SERVICE_SECURITY] = service_security()
     request = JoinRequest.of(member, membership.num_ranks, {**configuration, **about_jax}, needs_service=together)
+    brought: dict[int, bytes] = {}
     try:
-        members = meet(membership.rendezvous, request, key, deadline_s=config.start_deadline_s)
+        members = meet(membership.rendezvous, request, key, deadline_s=config.start_deadline_s, brought=brought)
         addresses = {other.rank: PeerAddress(**other.address) for other in members}
     except BaseException as error:
         network.close(linger_s=0)
         if isinstance(error, RendezvousFailed):
             raise StartFailed(str(error)) from error
         raise
-    return Cluster(membership, config, network, addresses, name_hosts(members), key=key, together=together)
+    return Cluster(
+        membership, config, network, addresses, name_hosts(members), key=key, together=together, told=brought
+    )
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -127,7 +134,8 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     ``loop`` runs from the start, ``network`` from :meth:`connect` on, so that topics can be subscribed to before.
     ``addresses`` and ``hosts`` say where each rank is. ``config`` and ``key`` are those that all ranks have met with.
-    ``together`` says whether they start JAX together.
+    ``together`` says whether they start JAX together. ``told`` has the data that each rank has brought to gatherings
+    before the first step, packed, where this process comes back to a run under way.
     """
 
     def __init__(
@@ -140,9 +148,11 @@ class Cluster(AbstractContextManager["Cluster"]):
         *,
         key: RunKey,
         together: bool = True,
+        told: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
+        self.told = told
         self.rank, self.num_ranks = membership.rank, membership.num_ranks
-        self.membership, self.network, self.addresses, self.hosts = membership, network, addresses, hosts
+        self.membership, self.network, self.addresses, self.hosts = membership, network, dict(addresses), hosts
         self.loop = LoopThread()
         self.config, self.key, self.together = config, key, together
         self._on_lost: Callable[[int, str], None] = self._give_up
@@ -176,11 +186,18 @@ class Cluster(AbstractContextManager["Cluster"]):
         with suppress(RuntimeError):  # the loop is closed: nothing comes any more
             self.loop.loop.call_soon_threadsafe(self._hand_over)
 
-    def connect(self, ranks: Iterable[int] | None = None) -> None:
+    @property
+    def comes_back(self) -> bool:
+        """Whether this process takes the place of one that was lost, in a run under way."""
+        return self.membership.number > 0
+
+    def connect(self, ranks: Iterable[int] | None = None, *, wait: bool = True, **more: Any) -> None:
         """Starts the network on ``loop`` and blocks until every connection stands.
 
         Args:
             ranks: the ranks to exchange messages with, see :meth:`PeerNetwork.start`; more can be added later.
+            wait: False returns at once.
+            more: further arguments of :meth:`PeerNetwork.start`.
 
         Raises:
             StartFailed: if another rank cannot be reached, or ends meanwhile.
@@ -193,9 +210,11 @@ class Cluster(AbstractContextManager["Cluster"]):
             lost=lambda rank, reason: self._on_lost(rank, reason),  # noqa: PLW0108 - may be handed over
             left=lambda rank: self._on_left(rank),  # noqa: PLW0108 - may be handed over
             broken=lambda text: self._on_broken(text),  # noqa: PLW0108 - may be handed over
+            **more,
         )
         try:
-            self.network.wait_connected(self.config.start_deadline_s)
+            if wait:
+                self.network.wait_connected(self.config.start_deadline_s)
         except ConnectionError as error:
             self.close()
             raise StartFailed(str(error)) from error
@@ -220,7 +239,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 host with more.
             StartFailed: if the coordination service cannot be reached.
         """
-        if not self._is_connected:
+        if not self._is_connected and not self.comes_back:
             raise RuntimeError("JAX would wait in vain for a rank that dies: call connect first")
         from rrfp_jax.runtime.start_jax import explaining_plugins, naming_neighbours, start_jax_on_rank
 
@@ -346,6 +365,7 @@ def membership_from(environ: Mapping[str, str]) -> Membership | None:
         coordinator=_text(environ, COORDINATOR),
         attempt=_number(environ, ATTEMPT) if ATTEMPT in environ else 0,
         interface=environ.get(INTERFACE) or None,
+        number=_number(environ, PROCESS_NUMBER) if PROCESS_NUMBER in environ else 0,
     )
 
 

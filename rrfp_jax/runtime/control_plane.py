@@ -79,7 +79,7 @@ class Peers:
 
     @property
     def living(self) -> tuple[int, ...]:
-        """The ranks that live, ascending."""
+        """The ranks that live, those first that have been there longest."""
         return self.tree.living
 
     # -- on any thread -----------------------------------------------------------------------------------------------
@@ -291,6 +291,10 @@ class StopRequests:
         self._was_time_to_save = is_time
         return self.stop, is_time and not was_time  # Until the state has been saved, it stays time.
 
+    def has_saved(self) -> None:
+        """Notes that the state is being saved: from now on it may be time again."""
+        self._was_time_to_save = False
+
     def _tell_all(self) -> None:
         if not self.stop:
             self.stop = True
@@ -351,6 +355,12 @@ class Clocks:
         self._network.unsubscribe(self._topic)
         self._tree, self._unanswered = tree, []
         self._listen()
+
+    def come_late(self) -> None:
+        """Measures the offset in a run under way, without waiting for it."""
+        self._num_asked += 1
+        self._pings = []
+        self._ask(1)
 
     def _listen(self) -> None:
         self._topic = self._network.in_epoch(_CLOCK)

@@ -12,6 +12,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from zlib import crc32
 
 from rrfp_jax.core import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
@@ -99,7 +100,8 @@ def prepare_pipeline(
     graph = _for_batch(graph, num_microbatches, ordering, num_replicas)
     evaluated = None if evaluation is None else Buckets(model.chunks, evaluation.buckets)
     with process.losses_first():
-        check_same_state(model, state, step)  # Before programs are compiled, which may take minutes.
+        if not process.comes_back:  # Its state comes later, from a checkpoint.
+            check_same_state(model, state, step)  # Before programs are compiled, which may take minutes.
         programs = model.compile(
             graph,
             buckets,
@@ -166,7 +168,7 @@ def prepare_pipeline(
             step,
             weigh=lambda buckets, given: weights.of(buckets, with_owners(order.graph, order.placement, given)),
             # Other owners add up in another order.
-            planner=None if model.updates.deterministic else OwnerPlanner(model.placement.stage_of_chunk),
+            planner=None if model.updates.deterministic else partial(OwnerPlanner, model.placement.stage_of_chunk),
             in_blocks=model.updates.deterministic,
         )
     else:

@@ -10,7 +10,8 @@ of the other processes, since of the shardings at the far ends of edges only the
 """
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from math import prod
@@ -19,10 +20,11 @@ from typing import Any
 import jax
 
 from rrfp_jax.byte_sizes import format_bytes
-from rrfp_jax.cluster.config import TRANSPORTS, Selection, host_of
+from rrfp_jax.cluster.config import TRANSPORTS, PeerAddress, Selection, host_of
+from rrfp_jax.cluster.wire import MAX_HEADER_BYTES, pack_plain, unpack_plain
 from rrfp_jax.core import Message, MessageKind, StageArbiter
 from rrfp_jax.field_rules import typed
-from rrfp_jax.layout import Layout, whole_tree
+from rrfp_jax.layout import ControlTree, Layout, whole_tree
 from rrfp_jax.programs.target import devices_for
 from rrfp_jax.runtime.cluster import Cluster, StartFailed
 from rrfp_jax.runtime.control_plane import Peers, StopRequests, control_neighbours
@@ -50,6 +52,7 @@ from rrfp_jax.runtime.transports.transfer import (
 )
 from rrfp_jax.schedules import PipelineGraph, Placement
 from rrfp_jax.schedules.timeline import Timeline
+from rrfp_jax.waiting import wait_for
 
 _LOG = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
@@ -60,6 +63,8 @@ _HOP_S = 60e-6
 calls of ``call_soon_threadsafe``, from calling it to being called, on two busy cores."""
 _TIMER_S = 1e-3
 """The loop's timers come in whole milliseconds."""
+_MAX_BYTES, _MESSAGE_BYTES = 1 << 30, 1 << 10
+"""Most bytes that are packed, and the part of a message that data leave to the rest."""
 _CONTROL_ONLY = (MessageKind.REPORT, MessageKind.VERDICT, MessageKind.TAKEN)
 
 
@@ -124,6 +129,18 @@ class Process:
         self._transport: PipelineTransport | None = None
         """Transport of the runtime that was started last."""
         self._num_gatherings = 0
+        self.brought: dict[str, Any] = {}
+        """Data that this rank has brought to gatherings before the first step, by name, for those that come back."""
+        self._told: dict[int, dict[str, Any]] = {}
+        """The data that all ranks brought, where this process comes back."""
+        if cluster is not None and cluster.comes_back:
+            assert self.peers is not None
+            if len(cluster.told) < num_ranks:
+                raise ValueError(f"rank {self.rank} cannot come back: the others told too much at the start to be kept")
+            self._told = {rank: unpack_plain(data) for rank, data in cluster.told.items()}
+            others = [rank for rank in range(num_ranks) if rank != self.rank]
+            self.peers.tree = ControlTree(self.rank, (*others, self.rank))
+            self.peers.gather = self.gather_alone  # type: ignore[method-assign, assignment]
         self._by_transfer = frozenset[int]()
         """Ranks to which arrays go by transfer."""
         self.recovery: RecoveringRuntime | None = None
@@ -160,6 +177,13 @@ class Process:
         return self.cluster is not None and not self.cluster.together and self.layout.data > 1
 
     @property
+    def comes_back(self) -> bool:
+        """Whether this process takes the place of a lost one, in a run under way, and does not take part so far."""
+        if self.cluster is None or not self.cluster.comes_back:
+            return False
+        return self.recovery is None or not self.recovery.takes_part
+
+    @property
     def living(self) -> tuple[int, ...]:
         """The ranks that live, ascending."""
         return (0,) if self.peers is None else self.peers.living
@@ -172,14 +196,33 @@ class Process:
     # -- start -------------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connects to the other processes, and notices from now on when one dies. Raises StartFailed."""
-        if self.cluster is None:
+        """Connects to the other processes, and notices from now on when one dies. Raises StartFailed.
+
+        A process that comes back connects later (:meth:`enter_run`).
+        """
+        if self.cluster is None or self.comes_back:
             return
         groups = {rank for unit in self.units for rank in self.layout.ranks_of(unit)}
         self.cluster.connect(groups.union(control_neighbours(self.rank, self.layout.num_ranks)))
         assert self.peers is not None
         with self._meeting():
             self.peers.clocks.synchronise(deadline_s=self._patience_s)
+
+    def enter_run(self, living: Sequence[int], numbers: Mapping[int, int]) -> None:
+        """Connects a process that comes back to the living ranks, whose processes have these numbers if not 0."""
+        assert self.cluster is not None
+        absent = {*range(self.layout.num_ranks)}.difference(living)
+        self.cluster.connect(living, wait=False, absent=absent, numbers=numbers)
+        self._watch()
+        self.cluster.network.open_direct_connections(living)
+
+    def take_up(self, rank: int, number: int, address: PeerAddress) -> None:
+        """Exchanges messages with the new process of a rank that was lost; not on the event loop."""
+        assert self.cluster is not None
+        done = threading.Event()
+        self._by_transfer -= {rank}  # Its server is gone; sockets work everywhere.
+        self.cluster.network.take_up(rank, number, address, done.set)
+        wait_for(done)
 
     def start_jax(self, platform: str | None, *, pinned: bool = False) -> None:
         """Starts JAX, in all processes together if the cluster was joined for that.
@@ -346,17 +389,20 @@ class Process:
             peers=self.peers,
             on_failure=self._on_failure,
         )
-        if self.cluster is not None:
-            loop = self.cluster.loop.loop
-
-            def left(rank: int) -> None:
-                # The last messages of a rank that has ended in good order may still be on the way.
-                loop.call_later(_FAREWELL_S, self._has_left, rank)
-
-            if others_live:
-                self.cluster.watch(self._lost, left, self._broken)
-                self.gather("start")
+        if self.cluster is not None and others_live:
+            self._watch()
+            self.gather("start")
         return runtime
+
+    def _watch(self) -> None:
+        assert self.cluster is not None
+        loop = self.cluster.loop.loop
+
+        def left(rank: int) -> None:
+            # The last messages of a rank that has ended in good order may still be on the way.
+            loop.call_later(_FAREWELL_S, self._has_left, rank)
+
+        self.cluster.watch(self._lost, left, self._broken)
 
     def losses_first(self) -> AbstractContextManager[None]:
         """Encloses work of JAX with other processes before :meth:`start`: where one of them dies, that is the error."""
@@ -384,8 +430,25 @@ class Process:
         self._num_gatherings += 1
         if self.recovery is not None:
             return self.recovery.gather(name, data)
+        if self.comes_back:
+            return self.gather_alone(name, data)
+        if self.recovers:
+            self.brought[name] = data
         with self._meeting():
             return self.peers.gather(f"{name} {self._num_gatherings}", data, to_all=to_all)
+
+    def packed_brought(self) -> bytes:
+        """Returns ``brought``, packed; empty where it is too much, or this process comes back itself."""
+        packed = b"" if self.comes_back else pack_plain(self.brought, _MAX_BYTES)
+        return packed if len(packed) <= MAX_HEADER_BYTES - _MESSAGE_BYTES else b""
+
+    def gather_alone(self, name: str, data: Any = None) -> dict[int, Any]:
+        """Returns the data that all ranks brought to a gathering before the first step, while this process comes back.
+
+        Where they brought none under this name, they are taken to agree with this process.
+        """
+        ranks = range(self.layout.num_ranks)
+        return {rank: self._told.get(rank, {}).get(name, data) for rank in ranks} | {self.rank: data}
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:

@@ -15,6 +15,10 @@ it makes a new one in each epoch. The rules, and the argument why survivors neve
 
 Callers notice nothing but the time: the futures of steps stay those that :meth:`RecoveringRuntime.submit` has returned.
 
+A lost rank comes back as a new process where the run saves its state. That process prepares while the others train, and
+tells the head (:meth:`RecoveringRuntime.come_back`). Then they save after the next step, and hold there until it has
+read the checkpoint (:meth:`RecoveringRuntime.hold`); it lives in the next epoch.
+
 Slow units are found and relieved here too (:mod:`rrfp_jax.core.rebalancing`). Every few steps all ranks gather the
 times of their tasks. Each plans the owners of a step from the same gatherings, so all find the same.
 
@@ -30,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -37,17 +42,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rrfp_jax.cluster import MalformedMessage
 from rrfp_jax.cluster._head_link import HeadLink
+from rrfp_jax.cluster.config import PeerAddress
 from rrfp_jax.cluster.rendezvous import name_ranks
 from rrfp_jax.cluster.wire import field, pack_plain, unpack_plain
 from rrfp_jax.core.membership import (
     BroughtData,
     EndRank,
     EpochDeclared,
+    FetchState,
     FinishDecided,
     FreezeStep,
     GatherCalled,
     GatheredResult,
     GatheringEnded,
+    HoldCalled,
+    HoldEnded,
     LeaveRun,
     MembershipEvent,
     NewestVerdict,
@@ -64,7 +73,7 @@ from rrfp_jax.core.membership import (
 from rrfp_jax.core.rebalancing import AlikeTasks, OwnerPlan, OwnerPlanner, TaskTimes, adopted_owners
 from rrfp_jax.core.replicas import Owners, StepOwners
 from rrfp_jax.exit_codes import PEER_LOST, print_fatal_message
-from rrfp_jax.layout import ControlTree, Layout
+from rrfp_jax.layout import ControlTree
 from rrfp_jax.programs.agreement import Verdict
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.failure import PeerLost, RunFailed, WaitForReport
@@ -87,7 +96,7 @@ _STEPS_PER_GATHERING, _LAG = 2, 3
 ahead, and the gathering takes a moment."""
 _NOTES: dict[str, Any] = {kind.__name__: kind for kind in (NewestVerdict, Recovered, BroughtData, GatheredResult)}
 _MAX_NOTE_BYTES = 1 << 26
-_LEAVE_S = 5.0
+_LEAVE_S, _MOMENT_S = 5.0, 1.0
 _HEAD_S = 30.0
 """Seconds after which the head is given up that has not answered a suspicion."""
 
@@ -127,7 +136,7 @@ class RecoveringRuntime:
         start: starts a runtime, after a loss with the step that is its first, and returns it with its stages.
         first_step: the step to begin with.
         weigh: returns the weights of microbatches, by unit, from their buckets and owners.
-        planner: finds slow units and plans owners; None: nothing does.
+        planner: makes what finds slow units and plans owners; None: nothing does.
         in_blocks: whether one replica takes all microbatches of a lost unit (deterministic runs).
     """
 
@@ -139,21 +148,31 @@ class RecoveringRuntime:
         first_step: int,
         *,
         weigh: Callable[[Sequence[int], StepOwners], dict[int, tuple[int, ...]]],
-        planner: OwnerPlanner | None = None,
+        planner: Callable[[], OwnerPlanner] | None = None,
         in_blocks: bool = False,
     ) -> None:
         assert process.cluster is not None
         assert process.peers is not None
-        self._layout: Layout = process.layout
-        self._stop_requests = process.stop_requests
+        self._process, self._layout, self._stop_requests = process, process.layout, process.stop_requests
         self._rank, self._network, self._peers = process.rank, process.cluster.network, process.peers
         self._normal, self._start, self._weigh = owners, start, weigh
         self.on_loss: Callable[[], None] = lambda: None
         """Called once the living ranks have changed, on the recovery's thread; must return at once."""
         self._lost: tuple[int, ...] = ()
         """The units that are lost."""
-        self._membership = RankMembership(self._rank, self._layout.num_ranks, first_step=first_step)
-        self._planner, self._in_blocks = planner, in_blocks
+        self.takes_part = not process.comes_back
+        """Whether this process is no newcomer, or no longer one."""
+        self._membership = self._new_membership(first_step)
+        self._known = frozenset(self._membership.living)
+        """The ranks of the latest epoch in which this one has gone on."""
+        self._numbers: dict[int, int] = {}  # of the ranks' processes, where they are not 0
+        self._held: tuple[int, Future[None]] | None = None
+        """The step for which the main thread holds, and what it waits for."""
+        # The steps before which a newcomer is to have the state; None: it takes part, or the run has failed.
+        self._fetches: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._make_planner, self._planner, self._in_blocks = planner, planner and planner(), in_blocks
+        self._planned_since = 0 if self.takes_part else -1
+        """The epoch in which the planner was made."""
         self._num_submitted = self._num_observed = 0
         """Training steps that were submitted, and gatherings of times that the planner has taken in."""
         self._times: list[_Times] = []
@@ -166,23 +185,36 @@ class RecoveringRuntime:
         self._suspected_s: float | None = None
         """Time of the first suspicion that the head has not answered."""
         self._lock = threading.RLock()
-        """Guards the four below, and the gatherings."""
+        """Guards the four below, the gatherings and the hold."""
         self._pending: dict[int, _Submitted] = {}
-        self._is_frozen = self._is_closed = False
+        self._is_frozen, self._is_closed = not self.takes_part, False
         self._error: RunFailed | None = None
         self._gatherings: dict[str, Future[dict[int, Any]]] = {}
-        self._events: queue.SimpleQueue[MembershipEvent | _StepTimed | None] = queue.SimpleQueue()
-        self.runtime, self._stages = start()
+        self._events: queue.SimpleQueue[MembershipEvent | FetchState | _StepTimed | None] = queue.SimpleQueue()
+        self._stages: list[ProgramStage] = []
+        if self.takes_part:  # What a newcomer runs begins with its first epoch.
+            self.runtime, self._stages = start()
         self._network.subscribe(_NOTE, self._hear)
         self._peers.gather = self.gather  # type: ignore[method-assign, assignment]
         self._peers.others_go_on = True
         self._network.leave_judgement()
         cluster = process.cluster
         self._head = HeadLink(
-            cluster.membership.rendezvous, cluster.key, self._rank, self._layout, on_declared=self._events.put
+            cluster.membership.rendezvous,
+            cluster.key,
+            self._rank,
+            self._layout,
+            on_declared=self._events.put,
+            brought=process.packed_brought(),
+            number=cluster.membership.number,
         )
         self._thread = threading.Thread(target=self._run, name="rrfp-recovery", daemon=True)
         self._thread.start()
+
+    def _new_membership(self, first_step: int) -> RankMembership:
+        return RankMembership(
+            self._rank, self._layout.num_ranks, first_step=first_step, is_newcomer=not self.takes_part
+        )
 
     # -- called from any thread --------------------------------------------------------------------------------------
 
@@ -199,7 +231,8 @@ class RecoveringRuntime:
     ) -> "Future[StepOutcome]":
         """Enqueues a step, as :meth:`PipelineRuntime.submit`; its future waits for the step's end in whatever epoch."""
         plan = OwnerPlan()
-        if self._planner is not None and not evaluates:
+        is_planned = self._planner is not None and not evaluates
+        if self._planner is not None and is_planned:
             plan = self._plan(self._planner, batch.buckets)
         submitted = _Submitted(batch, absent, weights, evaluates, owners, trained, plan, Future())
         with self._lock:
@@ -207,6 +240,7 @@ class RecoveringRuntime:
                 raise self._error
             # Noted first: a step may have ended by the time that its callback is added.
             self._pending[step] = submitted
+            self._num_submitted += is_planned
             if not self._is_frozen:
                 try:
                     self._pass_on(step, submitted)
@@ -225,6 +259,8 @@ class RecoveringRuntime:
         Gatherings whose names begin with "checkpoint" and others may be called at the same time by two threads. Raises
         RunFailed where the run cannot go on.
         """
+        if not self.takes_part:
+            return self._process.gather_alone(name, data)
         lane = _CHECKPOINT if name.startswith(_CHECKPOINT) else _RUN
         with self._lock:
             if self._error is not None:
@@ -234,6 +270,45 @@ class RecoveringRuntime:
         with self._peers.waiting(name):
             return result_of(waiting)
 
+    def take_back(self) -> None:
+        """Tells the launcher that :meth:`hold` will be called where new processes of lost ranks are awaited."""
+        self._head.take_back()
+
+    @property
+    def awaits_newcomers(self) -> bool:
+        """Whether new processes of lost ranks are prepared, as far as is known here."""
+        return self._head.awaits_newcomers
+
+    def hold(self, step: int) -> None:
+        """Blocks, before a step, until the newcomers take part that have the state by then, or none is left.
+
+        All ranks call it alike, with no step under way, and with the state saved.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            _, held = self._held = step, Future[None]()
+        self._events.put(HoldCalled(step))
+        result_of(held)
+
+    def come_back(self, fetch: Callable[[int], None]) -> None:
+        """Takes part in the run, with the state that ``fetch`` makes this process's own; blocks until it does.
+
+        ``fetch`` is called with the number of a step, each time that the others hold before it.
+        """
+        self._head.offer(None)
+        fetched: int | None = None
+        while not self.takes_part:
+            with suppress(queue.Empty):
+                step = self._fetches.get(timeout=_MOMENT_S)
+                if self._error is not None:
+                    raise self._error
+                if step is not None and step != fetched:
+                    fetch(step)
+                    fetched = step
+                    self._membership = self._new_membership(step)
+                    self._head.offer(step)
+
     def leave(self) -> None:
         """Tells the head that this rank has come to the end of the run; an end without that counts as a loss."""
         self._head.leave(_LEAVE_S)
@@ -242,7 +317,7 @@ class RecoveringRuntime:
         """Runs no more steps, as :meth:`PipelineRuntime.close`; gatherings go on. Also again."""
         with self._lock:
             self._is_closed = True
-        return self.runtime.close()
+        return not self._stages or self.runtime.close()
 
     def end(self) -> None:
         """Leaves the run for good."""
@@ -272,7 +347,6 @@ class RecoveringRuntime:
                 for change in planner.observe(of_step[0][0], times):
                     if self._peers.tree.is_root:
                         _LOG.warning("%s", change.sentence)
-        self._num_submitted += 1
         return planner.plan(buckets)
 
     def _pass_on(self, step: int, submitted: _Submitted) -> None:
@@ -329,8 +403,16 @@ class RecoveringRuntime:
                 if isinstance(event, _StepTimed):
                     self._note_times(*event)
                     continue
+                if isinstance(event, FetchState):
+                    self._fetches.put(event.step)
+                    continue
+                if isinstance(event, HoldCalled):
+                    if self._is_frozen or self._held is None or event.step != self._held[0]:
+                        continue  # It is called again in the next epoch, or has ended.
+                    self._note_verdicts()
                 if isinstance(event, EpochDeclared) and event.epoch > self._membership.epoch:
                     self._freeze()
+                    self._meet(event.living)
                 self._carry_out(event)
                 self._check_head()
         except Exception as error:
@@ -356,19 +438,39 @@ class RecoveringRuntime:
         with self._lock:
             self._is_frozen = True
         self._peers.waiting_s.setdefault("to go on after a loss", time.perf_counter())
-        if not self.runtime.close():
+        if self._stages and not self.runtime.close():
             raise RuntimeError("a task of the stages hosted here does not come to its end")
+        self._note_verdicts()
+
+    def _note_verdicts(self) -> None:
+        """Tells the membership of all verdicts that are known here."""
         known = [told for stage in self._stages if (told := stage.newest_verdict()) is not None]
         if known:
             newest, verdict = max(known, key=lambda told: told[0])
             for step in range(self._membership.newest + 1, newest + 1):
                 self._carry_out(StepDecided(step, verdict.as_plain() if step == newest else None))
 
+    def _meet(self, living: tuple[int, ...]) -> None:
+        """Connects to the processes of an epoch that have come back, or, as a newcomer, to all of them."""
+        members = {rank: each for rank, each in self._head.members.items() if rank in living and rank != self._rank}
+        new = {rank: each for rank, each in members.items() if each.number > self._numbers.get(rank, 0)}
+        self._numbers |= {rank: each.number for rank, each in new.items()}
+        if not self.takes_part and not self._membership.living:
+            assert self._process.cluster is not None
+            self._process.cluster.addresses |= {rank: PeerAddress(**each.address) for rank, each in new.items()}
+            self._process.enter_run(living, self._numbers)
+            return
+        for rank, each in new.items():
+            self._process.take_up(rank, each.number, PeerAddress(**each.address))
+
     def _carry_out(self, event: MembershipEvent) -> None:
         for instruction in self._membership.handle(event):
             match instruction:
-                case TellHead(_, accusations):
-                    self._head.accuse(accusations)
+                case TellHead(epoch, accusations, holds):
+                    self._head.accuse(accusations, epoch=epoch, holds=holds)
+                case HoldEnded():
+                    self._head.let_go()
+                    self._end_hold()
                 case TellRank(rank, epoch, note):
                     packed = pack_plain([type(note).__name__, *note], _MAX_NOTE_BYTES)
                     self._network.on_loop(self._network.send, rank, _NOTE, {"epoch": epoch}, [packed])
@@ -379,7 +481,7 @@ class RecoveringRuntime:
                 case ResumeFrom(epoch, living, step):
                     self._resume(epoch, living, step)
                 case GatheringEnded(lane, result) if lane == _EPOCH:
-                    self._go_on({epoch for _, epoch in result})
+                    self._go_on({tuple(told) for _, told in result})
                 case GatheringEnded(lane, result) if lane == _TIMES:
                     self._gathered_times.put(dict(result))
                     self._is_gathering_times = False
@@ -387,13 +489,16 @@ class RecoveringRuntime:
                 case GatheringEnded(lane, result):
                     self._gatherings.pop(lane).set_result(dict(result))
                 case LeaveRun():
-                    # All have come to the last gathering, where ranks meet before they leave. The others may be gone
-                    # before its result has come, and nobody reads it.
-                    while self._gatherings:
-                        self._gatherings.popitem()[1].set_result({})
+                    self._end_gatherings()
                 case EndRank(reason):
                     print_fatal_message(f"error: rank {self._rank} is no part of the run any more: {reason}")
                     os._exit(PEER_LOST)
+
+    def _end_gatherings(self) -> None:
+        # All have come to the last gathering, where ranks meet before they leave. The others may be gone before its
+        # result has come, and nobody reads it.
+        while self._gatherings:
+            self._gatherings.popitem()[1].set_result({})
 
     def _note_times(self, step: int, buckets: Sequence[int], timeline: Timeline) -> None:
         """Has the times of a step's tasks gathered with those of others; steps come in their order."""
@@ -427,6 +532,8 @@ class RecoveringRuntime:
             tree = ControlTree(self._rank, living)
             self._peers.follow(tree)
             self._stop_requests.follow(tree)
+            if not self.takes_part:
+                self._peers.clocks.come_late()
             entered.set()
 
         self._network.call_soon(enter)
@@ -444,16 +551,23 @@ class RecoveringRuntime:
 
     def _wait_for_others(self, epoch: int) -> None:
         self._is_waiting = True
-        self._events.put(GatherCalled(_EPOCH, epoch))
+        self._events.put(GatherCalled(_EPOCH, [epoch, self._planned_since]))
 
-    def _go_on(self, epochs: set[int]) -> None:
-        """Runs all steps that have not ended, once every survivor takes messages of this epoch."""
+    def _go_on(self, told: set[tuple[int, int]]) -> None:
+        """Runs all steps that have not ended, once every survivor takes messages of this epoch.
+
+        ``told`` has what the ranks have brought: their epochs, and those since which their planners plan.
+        """
         self._is_waiting = False
-        if epochs != {self._membership.epoch}:  # All ranks have this result, so all wait again.
+        if {epoch for epoch, _ in told} != {self._membership.epoch}:  # All ranks have this result, so all wait again.
             self._wait_for_others(self._membership.epoch)
             return
         self._peers.waiting_s.pop("to go on after a loss", None)
         step, verdict = self._membership.newest + 1, self._membership.verdict
+        living = frozenset(self._membership.living)
+        has_grown, self._known = bool(living - self._known), living
+        if len({since for _, since in told}) > 1:
+            self._plan_anew()
         with self._lock:
             self._is_frozen = False
             ended = [number for number in self._pending if number < step]
@@ -473,12 +587,41 @@ class RecoveringRuntime:
             )
             self._tell_times(submitted, outcome)
             submitted.future.set_result(outcome)
+        if not self.takes_part:
+            self.takes_part = True
+            self._fetches.put(None)
+        elif has_grown:
+            self._end_hold()
+        elif self._held is not None:
+            self._events.put(HoldCalled(self._held[0]))
+
+    def _plan_anew(self) -> None:
+        # Newcomers know nothing of earlier steps, and all must plan alike. Nobody has ended a step since the first of
+        # them came, so those that were submitted since are pending.
+        self._planned_since = self._membership.epoch
+        if self._make_planner is None:
+            return
+        self._planner, self._num_observed = self._make_planner(), 0
+        self._times, self._gathered_times = [], queue.SimpleQueue()
+        with self._lock:
+            pending = [step for step, each in self._pending.items() if not each.evaluates]
+            self._num_submitted = sum(step > self._membership.newest for step in pending)
+
+    def _end_hold(self) -> None:
+        with self._lock:
+            held, self._held = self._held, None
+        if held is not None:
+            held[1].set_result(None)
 
     def _fail_all(self, error: RunFailed) -> None:
         with self._lock:
             pending, self._pending = list(self._pending.values()), {}
             waiting, self._gatherings = list(self._gatherings.values()), {}
+            held, self._held = self._held, None
+        if held is not None:
+            held[1].set_exception(error)
         self._gathered_times.put(None)
+        self._fetches.put(None)
         for submitted in pending:
             submitted.future.set_exception(error)
         for gathering in waiting:

@@ -211,6 +211,7 @@ class StatisticsReduction:
         """Goes by another tree in a new epoch, without the statistics that were on their way; before :meth:`begin`."""
         self._network.unsubscribe(self._topic)
         self._tree, self._known = tree, {}
+        self._epoch = 0  # Not all ranks have started equally often: some come late.
         self._listen()
 
     def _listen(self) -> None:

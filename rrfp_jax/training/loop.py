@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import jax
 
-from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, StoredStep, layer_owners
+from rrfp_jax.checkpoint import Checkpoints, ChunkLayers, StoredStep, last_committed, layer_owners
 from rrfp_jax.costs.devices import peak_flops
 from rrfp_jax.data import BrokenData
 from rrfp_jax.data.dataset import BatchContents, contents_of
@@ -167,12 +167,22 @@ class RunSaver:
         self._last_s = time.monotonic()
         self._last_step: int | None = None
 
-    def restore(self, found: StoredStep) -> PipelineState:
-        """Returns the pipeline's state as it was saved; raises ValueError if model or optimizer differ."""
+    def restore(self, found: StoredStep, *, turn: int | None = None) -> PipelineState:
+        """Returns the pipeline's state as it was saved; raises ValueError if model or optimizer differ.
+
+        ``turn`` is that of :meth:`Pipeline.restore`.
+        """
         targets = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
         states = self.checkpoints.restore(found, targets)
         self._last_step = found.step
-        return self._pipeline.restore(states, found.step)
+        return self._pipeline.restore(states, found.step, turn=turn)
+
+    def last_saved(self) -> StoredStep:
+        """Returns the newest committed step; raises ValueError if there is none."""
+        step = last_committed(self.checkpoints.directory)
+        if step is None:
+            raise ValueError(f"{self.checkpoints.directory} has no checkpoint with which a lost rank could come back")
+        return self.checkpoints.find(step)
 
     def start_from(self, checkpoints: Path) -> PipelineState:
         """Returns a state before the first step, with the parameters of the newest checkpoint in another directory."""
@@ -185,8 +195,10 @@ class RunSaver:
         return self.checkpoints.has_met_loss
 
     def is_time(self) -> bool:
-        """Returns whether enough minutes have passed by the clock of this process, or a save was spoilt by a loss."""
-        if self.checkpoints.has_met_loss:
+        """Returns whether enough minutes have passed by the clock of this process, or a save was spoilt by a loss, or a
+        lost rank is about to come back."""
+        recovery = self._pipeline.process.recovery
+        if self.checkpoints.has_met_loss or (recovery is not None and recovery.awaits_newcomers):
             return True
         if self._minutes is None:
             return False
@@ -216,6 +228,17 @@ class RunSaver:
         states = [(self._layers[chunk], each) for chunk, each in self._pipeline.chunk_states(state)]
         self.checkpoints.save(state.step, states, host, keep_also=keep_also)
         self._last_s, self._last_step = time.monotonic(), state.step
+
+    def take_back(self, state: PipelineState) -> None:
+        """Blocks, where lost ranks are about to come back, until they take part; they start from the last save."""
+        process = self._pipeline.process
+        if process.recovery is None:
+            return
+        # Some hear of them sooner than others.
+        if any(process.gather("newcomers", process.recovery.awaits_newcomers).values()):
+            last = self.checkpoints.wait()
+            if last is None or last.failure is None:
+                self._pipeline.hold(state)
 
 
 class StepProfile:
@@ -384,6 +407,8 @@ class TrainingLoop:
                     self._evaluate(state)
                 if self._is_boundary(state.step, num_steps):
                     self._save(state)
+                    if state.step < num_steps and not self._stop and self.unreadable is None:
+                        self._saver.take_back(state)
         self._record(running)
         if running is not None and self.unreadable is not None and self._saver is not None:
             # The data ended the loop after a step that is no boundary: nobody knew that it would be the last.
@@ -426,7 +451,13 @@ class TrainingLoop:
     def _save(self, state: PipelineState) -> None:
         assert self._saver is not None
         self._asked_to_save = False
-        host = {**self._host_data, "num_skipped": self._num_skipped, "bad_samples": self._num_bad()}
+        self._stop_requests.has_saved()
+        host = {
+            **self._host_data,
+            "num_skipped": self._num_skipped,
+            "skipped_in_row": self.skipped_in_row,
+            "bad_samples": self._num_bad(),
+        }
         if self._evaluations is None:
             self._saver.save(state, host)
         else:

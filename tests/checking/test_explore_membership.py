@@ -34,6 +34,46 @@ def test_few_faults(setting):
     explored(**setting)
 
 
+BACK = {"num_steps": 2, "holds": frozenset({1}), "starts": 1}
+"""A rank may come back before the second step."""
+
+
+def explored_with_newcomers(**setting):
+    search = MembershipSearch(MembershipSetting(**setting))
+    num_states = search.explore()
+    assert search.num_ends_with_newcomers > 1
+    return num_states
+
+
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {**BACK, "num_stages": 1},
+        {**BACK, "num_stages": 1, "deaths": 2, "starts": 2, "gatherings": (1, 2)},
+        {**BACK, "num_stages": 1, "deaths": 2, "starts": 2, "num_steps": 3, "holds": frozenset({1, 2})},
+    ],
+    ids=str,
+)
+def test_a_rank_comes_back(setting):
+    explored_with_newcomers(**setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [
+        BACK,
+        {**BACK, "num_steps": 1, "holds": frozenset({0}), "deaths": 2},
+        {**BACK, "num_stages": 1, "num_replicas": 3, "deaths": 2},
+        {**BACK, "num_stages": 1, "deaths": 2, "starts": 2, "suspicions": 1, "gatherings": (1, 2)},
+    ],
+    ids=str,
+)
+def test_ranks_come_back_among_more_faults(setting):
+    assert explored_with_newcomers(**setting) > 20_000
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
@@ -119,6 +159,40 @@ class Undead(RankMembership):
             super()._come_to(event, out)
 
 
+class Hospitable(HeadMembership):
+    """Takes a newcomer in once a single rank holds."""
+
+    def _take_back(self, out):
+        self._holding = dict.fromkeys(self.living, max(self._holding.values(), default=0))
+        super()._take_back(out)
+
+
+class Fickle(HeadMembership):
+    """Lets those go on who hold now, and has others hold for the same step."""
+
+    def _take_back(self, out):
+        super()._take_back(out)
+        self._released = -1
+
+
+class Unprepared(HeadMembership):
+    """Takes a newcomer in without the state."""
+
+    def _take_back(self, out):
+        if self._holding:
+            step = max(self._holding.values())
+            self.newcomers = dict.fromkeys(self.newcomers, step)
+        super()._take_back(out)
+
+
+class Numberless(RankMembership):
+    """A newcomer counts gatherings from its first one."""
+
+    def _go_on(self, answer, out):
+        self._is_newcomer = False
+        super()._go_on(answer, out)
+
+
 GATHERS = {"num_stages": 1, "num_replicas": 3, "num_steps": 0, "gatherings": (0, 0)}
 
 
@@ -135,6 +209,10 @@ GATHERS = {"num_stages": 1, "num_replicas": 3, "num_steps": 0, "gatherings": (0,
         {"member": Silent, **GATHERS},
         {"member": Unfrozen},
         {"member": Undead, "num_stages": 1, "deaths": 0, "suspicions": 1},
+        {"head": Hospitable, "num_stages": 1, **BACK},
+        {"head": Fickle, "num_stages": 1, **BACK, "deaths": 2, "starts": 2},
+        {"head": Unprepared, "num_stages": 1, **BACK},
+        {"member": Numberless, "num_stages": 1, **BACK, "gatherings": (1, 2)},
     ],
     ids=str,
 )
@@ -155,7 +233,7 @@ def walk(random, **setting):
         moves = search.all_moves(state)
         if not moves:
             return search.heads.values[state.head]
-        faults = [move for move in moves if "dies" in move[0] or "suspects" in move[0]]
+        faults = [move for move in moves if any(word in move[0] for word in ("dies", "suspects", "starts anew"))]
         progress = [move for move in moves if move not in faults]
         is_fault = not progress or (faults and random.random() < 0.02 + 0.1 * eager)
         if not progress and random.random() < 0.5:
@@ -181,6 +259,8 @@ def check_walks(seed, num_stages, num_replicas):
         gatherings=random.choice([(), (1, 3), (0, 2, 3)]),
         deaths=random.randrange(num_stages * num_replicas),
         suspicions=random.randrange(3),
+        holds=frozenset(random.sample(range(3), random.randrange(3))),
+        starts=random.randrange(3),
     )
 
 

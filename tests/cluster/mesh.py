@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -152,6 +153,7 @@ def networks(num_ranks: int) -> Iterator[list[PeerNetwork]]:
 
 def live(rank: int, num_ranks: int, key: str, settings: dict[str, Any], pipe: Connection) -> None:
     """The main function of a member: does what the pipe tells, and reports what happens to it."""
+    number, taken_up = settings.pop("number", 0), settings.pop("taken_up", None)
     is_sparse, inherited = settings.pop("is_sparse", False), len(os.listdir("/proc/self/fd"))
     events: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()  # so that a full pipe never blocks the event loop
     writer = threading.Thread(target=lambda: [pipe.send(event) for event in iter(events.get, None)])
@@ -160,7 +162,9 @@ def live(rank: int, num_ranks: int, key: str, settings: dict[str, Any], pipe: Co
     def report(*event: Any) -> None:
         events.put(event)
 
-    network = PeerNetwork(rank=rank, num_ranks=num_ranks, key=RunKey.from_text(key), config=ClusterConfig(**settings))
+    network = PeerNetwork(
+        rank=rank, num_ranks=num_ranks, key=RunKey.from_text(key), config=ClusterConfig(**settings), number=number
+    )
     sums = lambda frames: [(frame.nbytes, int(np.frombuffer(frame, np.uint8).sum())) for frame in frames]  # noqa: E731
     network.subscribe("note", lambda source, header, frames: report("note", source, header, sums(frames)))
     report("address", vars(network.address))
@@ -173,6 +177,7 @@ def live(rank: int, num_ranks: int, key: str, settings: dict[str, Any], pipe: Co
             lost=lambda r, why: report("lost", r, why),
             left=lambda r: report("left", r),
             broken=lambda text: report("broken", text),
+            **(taken_up or {}),
         )
         network.wait_connected(START_S)
         report("ready")
@@ -181,6 +186,13 @@ def live(rank: int, num_ranks: int, key: str, settings: dict[str, Any], pipe: Co
                 case ("send", target, header, value, num_bytes):
                     frames = [np.full(num_bytes, value, np.uint8)] if num_bytes else []
                     network.on_loop(network.send, target, "note", header, frames)
+                case ("send arrays", target, header, value, num_bytes):
+                    network.send_arrays(target, b"note", pack_plain(header), [np.full(num_bytes, value, np.uint8)])
+                case ("open", target):
+                    network.open_array_connections([target])
+                    network.open_direct_connections([target])
+                case ("take up", target, *place):
+                    network.take_up(target, place[0], PeerAddress(**place[1]), partial(report, "taken up", target))
                 case ("files",):
                     report("files", len(os.listdir("/proc/self/fd")) - inherited + 3, sorted(sys.modules))
                 case ("wait", text, ranks):
@@ -206,6 +218,8 @@ class Process:
         self.process.start()
         theirs.close()
         self.events: list[tuple[Any, ...]] = []
+        self.rank, self.num_ranks, self.key = rank, num_ranks, key
+        self.address: dict[str, str] = {}
 
     def tell(self, *command: Any) -> None:
         self.pipe.send(command)
@@ -253,7 +267,9 @@ def processes(
     own = {rank: {"silence_deadline_s": deadline_s} for rank, deadline_s in (deadlines_s or {}).items()}
     try:
         members = [Process(r, num_ranks, key, common | own.get(r, {})) for r in range(num_ranks)]
-        addresses = {r: member.wait_for("address", START_S)[1] for r, member in enumerate(members)}
+        for member in members:
+            member.address = member.wait_for("address", START_S)[1]
+        addresses = {r: member.address for r, member in enumerate(members)}
         for member in members:
             member.pipe.send(addresses)
         for member in members:

@@ -105,3 +105,18 @@ def test_a_run_of_which_all_ranks_are_lost_has_failed_for_its_first_cause():
     found = endings((0, 5, 3.0), (1, 137, 2.0), (2, 5, 3.1))
     found.lost = dict.fromkeys(range(3), "stage 1 has no replica left")
     assert (found.code(), found.cause()) == (137, 1)
+
+
+def test_the_end_of_a_process_whose_rank_came_back_counts_for_nothing():
+    found = endings((1, 137, 1.0))
+    found.lost = {1: "rank 1 ended with code 137"}
+    assert not found.has_failed()
+    found.take_back({1: 1})
+    found.lost = {}
+    assert not found.has_failed()
+    assert found.missing() == [0, 1, 2]
+    found.note({1: ProcessEnding(code=137, at_s=1.0)})  # told again
+    assert found.missing() == [0, 1, 2]
+    found.note({1: ProcessEnding(code=4, at_s=9.0, number=1)})
+    assert found.cause() == 1
+    assert found.code() == 4

@@ -195,3 +195,22 @@ def test_sentences_name_both_sides_by_host() -> None:
         "rank 0 and rank 3 lost sight of each other: the network between a and b; "
         "rank 2 and rank 3 lost sight of each other: a connection within b"
     )
+
+
+def test_what_concerned_the_process_before_is_not_heard_of_the_new_one() -> None:
+    one, other, back = (FailureDetector(rank, HOSTS, ANSWER_S) for rank in (0, 1, 2))
+    back.take_up(2, 1)
+    for detector in (one, other):
+        detector.suspect(Suspicion(detector._rank, 2, "closed its connection", True), 1.0)
+        assert detector.conclusions(1.0) == [Lost(2, "closed its connection")]
+    one.take_up(2, 1)
+    assert one.present == {1, 2, 3}
+    assert not told(other, one, 1.1)
+    assert not told(other, back, 1.1), "it would answer"
+    one.suspect(Suspicion(0, 2, "silent"), 2.0)
+    assert not told(one, other, 2.0), "which knows only the process before"
+    other.take_up(2, 1)
+    assert told(one, other, 2.1)
+    assert told(one, back, 2.1), "it answers"
+    assert told(back, other, 2.2)
+    assert isinstance(other.conclusions(9.0)[0], Broken)

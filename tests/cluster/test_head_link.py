@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.cluster import HeadLink, LauncherLink, RendezvousServer, RunKey, RunStatus, _head_link
+from rrfp_jax.cluster import (
+    HeadLink,
+    LauncherLink,
+    RendezvousServer,
+    RunKey,
+    RunStatus,
+    _head_link,
+    _rendezvous_server,
+)
 from rrfp_jax.cluster._rendezvous_client import Client
 from rrfp_jax.cluster.child_processes import Output
 from rrfp_jax.cluster.config import LaunchSettings
@@ -201,3 +209,36 @@ def test_a_launcher_kills_a_stopped_rank_that_is_lost_and_lets_the_others_go_on(
     lines = told.getvalue().decode().splitlines()
     assert "[launcher] rank 1 declared lost: rank 0 suspects rank 1: silent for 0.5 s" in lines
     assert lines[-1] == "[launcher]   rank 1 was lost, and the others went on: rank 0 suspects rank 1: silent for 0.5 s"
+
+
+@pytest.mark.parametrize(("strikes", "restarts"), [(0, 1), (1, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
+def test_a_lost_rank_is_started_again_as_often_as_restarts_allow(strikes: int, restarts: int) -> None:
+    settings = LaunchSettings(
+        command=("tests.cluster.returning_rank", str(strikes)), num_processes=2, max_restarts=restarts, grace_s=5.0
+    )
+    out, told = io.BytesIO(), io.BytesIO()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = launch(settings, environment, Output(out, told, prefix="always"))
+    lines = told.getvalue().decode().splitlines()
+    assert f"[launcher] rank 1 is started again (1 of at most {restarts} restarts)" in lines
+    if strikes == restarts:
+        assert code == 9, lines  # The first rank waits in vain.
+        return
+    assert code == 0, lines
+    assert "[launcher] rank 1 is back" in lines
+    expected = [f"[rank {rank}] rank {rank} goes on with (0, 1), dict_keys([1])" for rank in (0, 1)]
+    assert sorted(out.getvalue().decode().splitlines()) == expected
+    assert not [line for line in lines if "the others went on" in line]
+
+
+def test_a_new_process_that_fetches_nothing_is_ended_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_rendezvous_server, "_FETCH_S", 0.5)
+    command = ("tests.cluster.returning_rank", "0", "sleeps")
+    settings = LaunchSettings(command=command, num_processes=2, max_restarts=1, grace_s=5.0)
+    out, told = io.BytesIO(), io.BytesIO()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert launch(settings, environment, Output(out, told, prefix="auto")) == 0, told.getvalue().decode()
+    assert out.getvalue() == b"rank 0 goes on with (0,), dict_keys([])\n"
+    lines = told.getvalue().decode().splitlines()
+    assert "[launcher] rank 1 has not fetched the state in 0.5 s, and is not waited for" in lines
+    assert lines[-1] == "[launcher]   rank 1 was lost, and the others went on: rank 1 ended with code 137"

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from rrfp_jax.cluster import ClusterConfig, PeerAddress, RunKey
-from tests.cluster.mesh import Node, processes, running_loop
+from tests.cluster.mesh import Node, Process, processes, running_loop
 
 DEADLINE_S = 1.2
 NOTICED_S = 2.0
@@ -220,3 +220,43 @@ def test_a_process_that_ends_leaves_no_descendants() -> None:
             member.process.join(5)
             assert member.process.exitcode == 0
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def come_back(members: list[Process], rank: int, numbers: dict[int, int]) -> None:
+    """Puts a new process of a rank, connected to those that live, in the place of the old one."""
+    old, living = members[rank], [member for member in members if member.rank != rank]
+    settings = {"silence_deadline_s": 30.0, "number": numbers[rank], "taken_up": {"numbers": numbers}}
+    back = members[rank] = Process(rank, len(members), old.key, settings)
+    old.end()
+    back.address = back.wait_for("address")[1]
+    back.pipe.send({member.rank: member.address for member in members})
+    for member in living:
+        member.tell("take up", rank, numbers[rank], back.address)
+    for member in living:
+        member.wait_for("taken up")
+    back.wait_for("ready")
+
+
+def test_a_new_process_of_a_lost_rank_exchanges_messages_and_is_watched() -> None:
+    numbers: dict[int, int] = {}
+    with processes(3, silence_deadline_s=30.0) as members:
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            members[one].tell("open", other)
+        for struck in (1, 2, 1):
+            members[struck].signal(signal.SIGKILL)
+            living = [member for member in members if member.rank != struck]
+            for member in living:
+                assert member.wait_for("lost", NOTICED_S)[1] == struck
+            numbers[struck] = numbers.get(struck, 0) + 1
+            come_back(members, struck, numbers)
+            back = members[struck]
+            for member in living:
+                for source, target in ((member, back), (back, member)):
+                    for size in (10, 1 << 19):
+                        source.tell("send", target.rank, {}, 1, size)
+                        source.tell("send arrays", target.rank, {}, 1, size)
+            for member in living:
+                assert [member.wait_for("note")[1] for _ in range(4)] == [struck] * 4
+            assert sorted(back.wait_for("note")[1] for _ in range(8)) == sorted(4 * [m.rank for m in living])
+            time.sleep(0.5)
+            assert not [event for member in members for event in member.drain()]

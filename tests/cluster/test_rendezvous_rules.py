@@ -217,3 +217,20 @@ def test_hosts_are_told_apart_where_they_have_one_name() -> None:
     containers = name_hosts([member(0, "w", "172.17.0.2", "a"), member(1, "w", "172.17.0.3", "a")])
     assert len(set(containers)) == 2, "of one machine, each with devices of its own"
     assert name_hosts([member(0, "w", "10.0.0.1", "a"), member(1, "w", "10.0.0.1", "a")]) == ("w", "w")
+
+
+def test_a_process_comes_back_with_the_configuration_of_the_one_before_it() -> None:
+    rules = Rendezvous(2)
+    back = hello(1, num_ranks=2, token="b")
+    assert rules.refuse_newcomer(back) == "rank 1 comes back to a run that has not begun"
+    rules.admit(hello(0, num_ranks=2))
+    rules.admit(hello(1, num_ranks=2))
+    assert rules.refuse_newcomer(back) is None
+    assert "seed is 0 on rank 0, 1 on rank 1" in str(rules.refuse_newcomer(hello(1, num_ranks=2, seed=1)))
+    rules.take_back(back.member)
+    assert rules.members is not None
+    assert rules.members[1].token == "b1"
+    rules.ended(1, KILLED)
+    rules.ended(1, ProcessEnding(code=0, at_s=3.0, number=1))
+    rules.ended(1, KILLED)
+    assert rules.endings[1].number == 1

@@ -10,6 +10,7 @@ from rrfp_jax.core.membership import (
     DeclareEpoch,
     EndRank,
     EpochDeclared,
+    FetchState,
     FinishDecided,
     FreezeStep,
     GatherCalled,
@@ -17,7 +18,11 @@ from rrfp_jax.core.membership import (
     GatheringEnded,
     HeadMembership,
     HeadReached,
+    HoldCalled,
+    HoldEnded,
+    HoldReleased,
     LeaveRun,
+    NewcomerTold,
     NewestVerdict,
     PassOn,
     PeerNote,
@@ -27,6 +32,7 @@ from rrfp_jax.core.membership import (
     RankSuspected,
     RankTold,
     Recovered,
+    ReleaseHolds,
     ResumeFrom,
     RunCompleted,
     StepDecided,
@@ -286,3 +292,85 @@ def test_a_unit_is_lost_with_any_of_its_ranks() -> None:
     machine.handle(RankGone(0, "was killed"))
     assert machine.missing_stage(machine.living) is None
     assert machine.missing_stage((1, 3)) == 0
+
+
+# -- newcomers ---------------------------------------------------------------------------------------------------------
+
+
+def held(head, *ranks, step=6, epoch=1):
+    out = []
+    for each in ranks:
+        out += head.handle(RankTold(each, epoch, (), step))
+    return out
+
+
+def head_without_1():
+    head = HeadMembership([(0,), (2,), (1,), (3,)], 2)
+    head.handle(RankGone(1, "died"))
+    return head
+
+
+def test_a_newcomer_is_taken_in_once_all_hold_and_it_has_the_state() -> None:
+    head = head_without_1()
+    assert head.handle(NewcomerTold(1, None)) == []
+    assert held(head, 0, 2) == []
+    assert held(head, 3) == [FetchState((1,), 6)]
+    assert head.handle(NewcomerTold(1, 5)) == [FetchState((1,), 6)], "it has the state before another step"
+    back = DeclareEpoch((0, 1, 2, 3), 2, (0, 2, 3, 1), (), "rank 1 is back")
+    assert head.handle(NewcomerTold(1, 6)) == [back]
+    assert head.handle(NewcomerTold(1, 6)) == [back._replace(ranks=(1,))], "it has not heard"
+    assert held(head, 2, epoch=2) == [ReleaseHolds((2,), 6)], "it has not heard either, or has come to another epoch"
+    assert not head.newcomers
+
+
+def test_all_go_on_where_nobody_comes() -> None:
+    head = head_without_1()
+    assert held(head, 2) == [ReleaseHolds((2,), 6)]
+    assert head.handle(NewcomerTold(1, None)) == []
+    assert held(head, 0) == [ReleaseHolds((0,), 6)], "all go on before the same step"
+    assert held(head, 0, 2, step=7) == []
+    assert head.handle(RankGone(1, "died")) == [ReleaseHolds((0, 2), 7)]
+
+
+def test_who_held_before_a_loss_must_tell_again() -> None:
+    head = head_without_1()
+    head.handle(NewcomerTold(1, None))
+    held(head, 0, 2)
+    assert head.handle(RankGone(3, "died"))[0] == DeclareEpoch((0, 2, 3), 2, (0, 2), (3,), "rank 3 died")
+    assert held(head, 0, 2, epoch=1)[-1].epoch == 2
+    assert held(head, 0, 2, epoch=2) == [FetchState((1,), 6)]
+
+
+def test_a_rank_holds_once_it_waits_for_no_gathering() -> None:
+    machine = rank(2, decided=5)
+    handle(machine, GatherCalled("main", "data"))
+    assert handle(machine, HoldCalled(6)) == []
+    assert handle(machine, HeadReached()) == [TellHead(0, ())]
+    ended = PeerNote(0, 0, GatheredResult("main", 1, ((0, "data"),)))
+    assert handle(machine, ended)[-1] == TellHead(0, (), 6)
+    assert handle(machine, HoldReleased(5)) == []
+    assert handle(machine, HoldReleased(6), HoldReleased(6)) == [HoldEnded()]
+
+
+@pytest.mark.parametrize("step", [5, 7])
+def test_a_rank_holds_for_its_next_step_only(step) -> None:
+    with pytest.raises(IllegalTransition, match=f"rank 2 holds for step {step}; it knows the verdict of 5"):
+        rank(2, decided=5).handle(HoldCalled(step))
+
+
+def test_a_hold_ends_with_its_epoch() -> None:
+    machine = rank(2, decided=5)
+    handle(machine, HoldCalled(6), WITHOUT_1)
+    assert machine.holds is None
+    with pytest.raises(IllegalTransition, match="holds"):
+        machine.handle(HoldCalled(6))
+
+
+def test_a_newcomer_goes_on_with_the_numbers_of_the_others() -> None:
+    machine = rank(1, first_step=6, is_newcomer=True)
+    machine.validate()
+    declared = handle(machine, EpochDeclared(2, (0, 2, 3, 1), "rank 1 is back"))
+    assert declared[1:] == [TellRank(0, 2, NewestVerdict(5, None, ()))]
+    answer = Recovered(5, "verdict 5", (PassOn("main", 7, 0, (1,)),))
+    assert handle(machine, PeerNote(0, 2, answer)) == [ResumeFrom(2, (0, 2, 3, 1), 6)]
+    assert handle(machine, GatherCalled("main", "data")) == [TellRank(0, 2, BroughtData("main", 8, "data"))]

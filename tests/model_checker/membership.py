@@ -7,9 +7,12 @@ where the step is no evaluation, and begins the next step. At certain steps it c
 the run: after that it leaves. ``tests/checking/test_losses.py`` shows with the real arbiters that the agreement of a
 step gives no less than these transitions say.
 
+*Newcomers.* Before certain steps all ranks hold, once they have the results of all gatherings that come before. A rank
+that was lost and has ended may start anew, a number of times; it fetches a state that all ranks of an epoch have saved.
+
 *Transitions.* Any of these may come next: a transition of a rank, a note or a declaration that reaches a rank, the
-death of a rank, or a suspicion, also of a rank that lives. There are as many deaths and suspicions as the setting
-admits. Messages overtake each other.
+death of a rank, a new start, or a suspicion, also of a rank that lives. There are as many deaths, suspicions and starts
+as the setting admits. Messages overtake each other.
 
 Why this covers all runs
 ------------------------
@@ -35,7 +38,7 @@ is the only transition followed.
 step is finished only with its sums; a result that two survivors have is the same; a note that comes twice changes
 nothing. In states where nothing but faults can happen: the survivors have come to the end with the same updates and
 results, or a stage has no replica left and nobody runs; no rank that was declared lost goes on, and none has gone
-further than one verdict by itself.
+further than one verdict by itself; nobody holds for ever.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -54,15 +57,20 @@ from rrfp_jax.core.membership import (
     DeclareEpoch,
     EndRank,
     EpochDeclared,
+    FetchState,
     FinishDecided,
     FreezeStep,
     GatherCalled,
     GatheringEnded,
     HeadEvent,
     HeadMembership,
+    HoldCalled,
+    HoldEnded,
+    HoldReleased,
     LeaveRun,
     MembershipEvent,
     MembershipInstruction,
+    NewcomerTold,
     NewestVerdict,
     PeerNote,
     RankGone,
@@ -70,6 +78,7 @@ from rrfp_jax.core.membership import (
     RankMembership,
     RankSuspected,
     RankTold,
+    ReleaseHolds,
     ResumeFrom,
     RunCompleted,
     StepDecided,
@@ -98,6 +107,10 @@ class MembershipSetting:
     """For each gathering the number of steps that a rank has finished when it calls it; the last one ends the run."""
     deaths: int = 1
     suspicions: int = 0
+    holds: frozenset[int] = frozenset()
+    """The steps before which all ranks hold."""
+    starts: int = 0
+    """How often a lost rank may start anew."""
     carries_epochs: bool = True
     """Whether messages carry epochs; without them all are taken as of the receiver's own epoch."""
     reports_early: bool = False
@@ -126,6 +139,7 @@ class Status(StrEnum):
 class Phase(StrEnum):
     """What a rank does next in its step."""
 
+    HOLD = "hold"
     BEGIN = "begin"
     SUMS = "sums"
     VERDICT = "verdict"
@@ -156,7 +170,7 @@ class Packet(NamedTuple):
     """A message on its way to a rank."""
 
     rank: int
-    what: EpochDeclared | RunCompleted | PeerNote
+    what: EpochDeclared | RunCompleted | HoldReleased | FetchState | PeerNote
 
 
 class Sent(NamedTuple):
@@ -170,11 +184,17 @@ class Sent(NamedTuple):
 class Rank:
     """A rank: its half of the machine, and what a runtime does at its word."""
 
-    def __init__(self, setting: MembershipSetting, rank: int) -> None:
+    def __init__(self, setting: MembershipSetting, rank: int, *, is_newcomer: bool = False) -> None:
         self.setting, self.rank = setting, rank
-        self.machine = setting.member(rank, setting.num_ranks)
+        self.machine = setting.member(rank, setting.num_ranks, is_newcomer=is_newcomer)
         self.status = Status.RUNS
-        self.step, self.phase = 0, Phase.SUMS
+        self.step, self.phase = 0, self._first_phase(0)
+        self.fetches: int | None = None
+        """The step before which a newcomer is to fetch the state."""
+        self.fetched: int | None = None
+        """The step before which a newcomer has fetched it."""
+        self.known = frozenset(self.machine.living)
+        """The ranks of the epoch in which this one has gone on last."""
         self.verdict: Hashable = None
         self.updates: tuple[tuple[int, Hashable], ...] = ()
         self.results: tuple[Hashable, ...] = ()
@@ -185,12 +205,29 @@ class Rank:
         names = (name for name in RankMembership.__slots__ if name != "_accused")
         machine = tuple(_hashable(getattr(self.machine, name)) for name in names)
         own = (self.status, self.step, self.phase, self.verdict, self.updates, self.results, self.is_gathering)
-        return (machine, own)
+        return (machine, own, self.fetches, self.fetched, self.known)
+
+    @property
+    def has_come(self) -> bool:
+        """Whether this is no newcomer that waits for its first epoch."""
+        return bool(self.machine.living)
+
+    def _first_phase(self, step: int) -> Phase:
+        return Phase.HOLD if step in self.setting.holds and step < self.setting.num_steps else Phase.SUMS
+
+    def _num_before(self) -> int:
+        """Returns the number of gatherings that come before this rank holds."""
+        return sum(number <= self.step for number in self.setting.gatherings)
 
     def acts(self, facts: frozenset[Fact]) -> Iterator[Act]:
         """Yields what this rank may do by itself."""
         machine, setting = self.machine, self.setting
         number = len(self.results)
+        if not self.has_come:
+            yield from self._fetches(facts)
+            return
+        if machine.holds is not None:
+            return
         if number < len(setting.gatherings) and not self.is_gathering and self.step >= setting.gatherings[number]:
             yield Act("gather")
         if machine.is_frozen:
@@ -199,9 +236,26 @@ class Rank:
             if setting.gatherings and number == len(setting.gatherings):
                 yield Act(Status.LEFT)
             return
+        yield from self._acts_of_step(facts)
+
+    def _fetches(self, facts: frozenset[Fact]) -> Iterator[Act]:
+        saved: dict[Fact, set[int]] = {}
+        for fact in facts:
+            if (fact.what, fact.step) == (Phase.HOLD, self.fetches):
+                saved.setdefault(fact._replace(rank=0), set()).add(fact.rank)
+        for fact, ranks in saved.items():
+            living, updates = fact.verdict  # type: ignore[misc]
+            if ranks == set(living):
+                yield Act("fetch", updates)
+
+    def _acts_of_step(self, facts: frozenset[Fact]) -> Iterator[Act]:
+        machine, number = self.machine, len(self.results)
         match self.phase:
             case Phase.UPDATE:
                 yield Act(self.phase)
+            case Phase.HOLD:
+                if number == self._num_before() and not self.is_gathering:
+                    yield Act(self.phase)
             case Phase.SUMS if self._may_report(facts):
                 yield Act(Phase.SUMS)
             case Phase.VERDICT if self.rank == machine.first:
@@ -225,9 +279,14 @@ class Rank:
         senders = {fact.rank for fact in facts if fact.what is what and self._is_mine(fact)}
         return senders >= set(self.machine.living)
 
-    def begin(self) -> Fact:
-        """Returns the fact that this rank has begun its step."""
-        return Fact(Phase.BEGIN, self.rank, self.step, self.machine.epoch)
+    def begin(self) -> list[Fact]:
+        """Returns the fact that this rank has begun its step; none where it holds."""
+        has_begun = self.phase is not Phase.HOLD
+        return [Fact(Phase.BEGIN, self.rank, self.step, self.machine.epoch)] if has_begun else []
+
+    def _let_go(self, sent: Sent) -> None:
+        self.phase = Phase.SUMS
+        sent.facts.extend(self.begin())
 
     def handle(self, happening: Happening) -> Sent:
         """Lets something happen to this rank; returns what it sends. Raises MembershipFault where it must not be."""
@@ -236,7 +295,22 @@ class Rank:
         match happening:
             case Act(Phase.UPDATE):
                 self._update()
-                sent.facts.append(self.begin())
+                sent.facts.extend(self.begin())
+            case Act(Phase.HOLD):
+                state = machine.living, self.updates
+                sent.facts.append(Fact(Phase.HOLD, self.rank, self.step, machine.epoch, state))
+                self._obey(machine.handle(HoldCalled(self.step)), sent)
+            case Act("fetch", updates):
+                self.machine = self.setting.member(
+                    self.rank, self.setting.num_ranks, first_step=self.fetches, is_newcomer=True
+                )
+                self.step, self.phase, self.updates = self.machine.newest + 1, Phase.HOLD, updates
+                self.fetched, self.fetches = self.step, None
+                self.results = (None,) * self._num_before()
+                sent.to_head.append(NewcomerTold(self.rank, self.step))
+            case FetchState(_, step):
+                if not self.has_come and self.fetched != step:
+                    self.fetches = step
             case Act(Phase.VERDICT, verdict):
                 if self.rank == machine.first:
                     sent.facts.append(Fact(Phase.VERDICT, self.rank, self.step, machine.epoch, verdict))
@@ -256,7 +330,7 @@ class Rank:
                 self._obey(machine.handle(happening._replace(epoch=machine.epoch)), sent)
             case _:
                 self._obey(machine.handle(happening), sent)
-        machine.validate()
+        self.machine.validate()
         return sent
 
     def _obey(self, instructions: Sequence[MembershipInstruction], sent: Sent) -> None:
@@ -264,13 +338,18 @@ class Rank:
             match instruction:
                 case TellRank(rank, epoch, note):
                     sent.packets.append(Packet(rank, PeerNote(self.rank, epoch, note)))
-                case TellHead(epoch, accusations):
-                    sent.to_head.append(RankTold(self.rank, epoch, accusations))
+                case TellHead(epoch, accusations, holds):
+                    sent.to_head.append(RankTold(self.rank, epoch, accusations, holds))
+                case HoldEnded():
+                    self._let_go(sent)
                 case FinishDecided(step, verdict):
                     self._finish(step, verdict)
-                case ResumeFrom(_, _, step):
+                case ResumeFrom(_, living, step):
                     self._resume(step)
-                    sent.facts.append(self.begin())
+                    if self.phase is Phase.HOLD and set(living) - self.known:
+                        self.phase = Phase.SUMS
+                    self.known = frozenset(living)
+                    sent.facts.extend(self.begin())
                 case GatheringEnded(_, result):
                     self.results, self.is_gathering = (*self.results, result), False
                 case EndRank():
@@ -293,7 +372,8 @@ class Rank:
             self._update()
         if step != self.step:
             raise MembershipFault(f"rank {self.rank} is told to go on with step {step}, it is in {self._place}")
-        self.phase, self.verdict = Phase.SUMS, None
+        if self.phase is not Phase.HOLD:
+            self.phase, self.verdict = Phase.SUMS, None
 
     @property
     def _place(self) -> str:
@@ -302,7 +382,7 @@ class Rank:
     def _update(self) -> None:
         if self.step not in self.setting.evaluates:
             self.updates = (*self.updates, (self.step, self.verdict))
-        self.step, self.phase, self.verdict = self.step + 1, Phase.SUMS, None
+        self.step, self.phase, self.verdict = self.step + 1, self._first_phase(self.step + 1), None
 
 
 class State(NamedTuple):
@@ -318,6 +398,7 @@ class State(NamedTuple):
     deaths: int
     """How many may still die."""
     suspicions: int
+    starts: int
 
 
 class Numbering(Generic[T]):
@@ -336,7 +417,8 @@ class Numbering(Generic[T]):
 
     def bits(self, values: Iterable[T]) -> int:
         """Returns hashable values as bits."""
-        return reduce(or_, (1 << self.number(value, value) for value in values), 0)
+        # By their texts: tuples of different kinds are equal where their items are.
+        return reduce(or_, (1 << self.number(value, repr(value)) for value in values), 0)
 
     def of(self, bits: int) -> list[tuple[int, T]]:
         """Returns the values that stand for some bits, each with its bit."""
@@ -370,10 +452,13 @@ class MembershipSearch:
         self._relevant: dict[tuple[int, int], tuple[int, int]] = {}
         ranks = [Rank(setting, rank) for rank in range(setting.num_ranks)]
         head = self._number_head(setting.head(setting.units_of, setting.num_stages))
-        facts = self.facts.bits(rank.begin() for rank in ranks)
-        self.start = State(tuple(map(self._number_rank, ranks)), head, facts, 0, setting.deaths, setting.suspicions)
+        facts = self.facts.bits(fact for rank in ranks for fact in rank.begin())
+        self.start = State(tuple(map(self._number_rank, ranks)), head, facts, 0, *self._faults_left())
         self.came_from: dict[State, tuple[State, str] | None] = {self.start: None}
-        self.num_ends = 0
+        self.num_ends = self.num_ends_with_newcomers = 0
+
+    def _faults_left(self) -> tuple[int, int, int]:
+        return self.setting.deaths, self.setting.suspicions, self.setting.starts
 
     def explore(self) -> int:
         """Returns the number of states. Raises MembershipFault at the first violation."""
@@ -426,8 +511,12 @@ class MembershipSearch:
             for act in self._acts_of(at, state.facts):
                 progress = True
                 yield f"rank {rank}: {act}", self.apply(state, rank, act)
-            if rank in living:
+            if rank in living or not self.ranks.values[at].has_come:
                 yield from self._faults(state, rank, living)
+        if state.starts and living and not self.heads.values[state.head].is_completed:
+            for rank, at in enumerate(state.ranks):
+                if rank not in living and self.ranks.values[at].status in (Status.DEAD, Status.ENDED):
+                    yield f"rank {rank} starts anew", self._started(state, rank)
         if not progress:
             self.num_ends += 1
             self._check_end(state)
@@ -436,13 +525,23 @@ class MembershipSearch:
         if state.deaths:
             fewer = state._replace(deaths=state.deaths - 1)
             yield f"rank {rank} dies", self.apply(fewer, rank, Act(Status.DEAD))
-        if state.suspicions:
+        if state.suspicions and rank in living:
             fewer = state._replace(suspicions=state.suspicions - 1)
             for other in living:
                 if other != rank:
                     yield f"rank {rank} suspects rank {other}", self.apply(fewer, rank, RankSuspected(other, ""))
 
     # -- transitions -------------------------------------------------------------------------------------------------
+
+    def _started(self, state: State, rank: int) -> State:
+        # What was on its way to the old process is not heard by the new one.
+        for bit, packet in self.packets.of(state.packets):
+            if packet.rank == rank:
+                state = state._replace(packets=state.packets ^ bit)
+        newcomer = self._number_rank(Rank(self.setting, rank, is_newcomer=True))
+        ranks = (*state.ranks[:rank], newcomer, *state.ranks[rank + 1 :])
+        head, packets, _, _ = self._step_head(state.head, NewcomerTold(rank, None))
+        return state._replace(ranks=ranks, head=head, packets=state.packets | packets, starts=state.starts - 1)
 
     def _is_silent(self, at: int, event: MembershipEvent) -> bool:
         if not isinstance(event, PeerNote) or not isinstance(event.note, NewestVerdict | BroughtData):
@@ -490,7 +589,8 @@ class MembershipSearch:
                     is_dropped = isinstance(what, PeerNote) and what.epoch < epoch and has_epochs
                     packets |= (packet.rank == rank.rank and not is_declared and not is_dropped) << number
                 for number, fact in enumerate(self.facts.values):
-                    facts |= (fact.step >= step and (fact.epoch >= epoch or not has_epochs)) << number
+                    is_now = fact.epoch >= epoch or not has_epochs or fact.what is Phase.HOLD
+                    facts |= (fact.step >= step and is_now) << number
             known = self._relevant[at, num_known] = packets, facts
         return known
 
@@ -521,6 +621,10 @@ class MembershipSearch:
                         packets += [Packet(rank, EpochDeclared(epoch, living, reason)) for rank in ranks]
                     case DeclareCompleted(ranks):
                         packets += [Packet(rank, RunCompleted()) for rank in ranks]
+                    case ReleaseHolds(ranks, step):
+                        packets += [Packet(rank, HoldReleased(step)) for rank in ranks]
+                    case FetchState(ranks, step):
+                        packets += [Packet(rank, FetchState((rank,), step)) for rank in ranks]
             known = self._head_steps[at, event] = Outcome(self._number_head(head), self.packets.bits(packets))
         return known
 
@@ -528,7 +632,8 @@ class MembershipSearch:
         return self.ranks.number(rank, (rank.rank, rank.key()))
 
     def _number_head(self, head: HeadMembership) -> int:
-        return self.heads.number(head, (head.epoch, head.living, head.is_completed))
+        newcomers, holding = (frozenset(each.items()) for each in (head.newcomers, head._holding))
+        return self.heads.number(head, (head.epoch, head.living, head.is_completed, newcomers, holding, head._released))
 
     # -- judging -----------------------------------------------------------------------------------------------------
 
@@ -537,7 +642,8 @@ class MembershipSearch:
         owners: dict[int, tuple[int, ...]] = {}
         for rank in ranks:
             machine = rank.machine
-            if rank.status is Status.RUNS and owners.setdefault(machine.epoch, machine.living) != machine.living:
+            runs = rank.status is Status.RUNS and rank.has_come
+            if runs and owners.setdefault(machine.epoch, machine.living) != machine.living:
                 self._fail(state, f"ranks disagree on who lives in epoch {machine.epoch}")
             trained = [step for step in range(rank.step) if step not in self.setting.evaluates]
             if [step for step, _ in rank.updates] != trained:
@@ -547,12 +653,13 @@ class MembershipSearch:
         setting, head = self.setting, self.heads.values[state.head]
         ranks = [self.ranks.values[at] for at in state.ranks]
         for rank in ranks:
-            if rank.rank not in head.living and rank.status is Status.RUNS:
+            if rank.rank not in head.living and rank.status is Status.RUNS and rank.has_come:
                 self._fail(state, f"rank {rank.rank} was declared lost and goes on")
         num_faults = setting.deaths - state.deaths + setting.suspicions - state.suspicions
         if not head.living and num_faults < setting.num_replicas:
             self._fail(state, f"the run was ended after {num_faults} losses")
         survivors = [rank for rank in ranks if rank.rank in head.living and rank.status is not Status.DEAD]
+        self.num_ends_with_newcomers += any(rank.fetched is not None for rank in survivors)
         for rank in survivors:
             self._check_survivor(state, rank, survivors[0])
         for rank in ranks:
@@ -573,7 +680,7 @@ class MembershipSearch:
         if len(rank.results) < len(setting.gatherings) - 1:
             self._fail(state, f"{who} left after {len(rank.results)} gatherings")
         for one, other in zip(rank.results[: len(setting.gatherings) - 1], first.results, strict=False):
-            if one != other:
+            if one != other and None not in (one, other):  # A newcomer has none of those before it came.
                 self._fail(state, f"{who} has the result {one}, rank {first.rank} {other}")
 
     def _fail(self, state: State, what: str) -> None:

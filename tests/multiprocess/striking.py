@@ -41,13 +41,14 @@ class StruckTraining:
     def units_of(self, ranks: list[int]) -> list[int]:
         return sorted(rank % self.replicas * NUM_STAGES + self.stage_of(rank) for rank in ranks)
 
-    def launched(self, folder: Path, run: Path) -> Any:
+    def launched(self, folder: Path, run: Path, *, max_restarts: int = 0) -> Any:
         """The launcher of a run, as a context manager."""
         changes: dict[str, Any] = {"num_stages": NUM_STAGES, "replicas": self.replicas, "reduce": "messages"}
         changes |= {"steps": self.steps, "checkpoint_every": self.save_every, "keep_checkpoints": self.keep}
         changes |= {"num_microbatches": self.num_microbatches, "held_out": 0.3, "silence_deadline_s": SILENCE_S}
         config = training_config(folder, **changes)
-        command = ("--processes", self.num_ranks, "--", "experiments.train", "--config", config, "--run-dir", run)
+        places = ("--max-restarts", max_restarts, "--processes", self.num_ranks)
+        command = (*places, "--", "experiments.train", "--config", config, "--run-dir", run)
         evaluated = ("--evaluation.every", self.evaluate_every, "--evaluation.at-start", "true")
         return launched(*command, *evaluated, **QUICK_TO_COMPILE)
 

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -194,3 +195,42 @@ def test_training_goes_on_whoever_is_lost(seed: int, trained: Unharmed, tmp_path
             os.kill(pids[strike.rank], strike.signal)
         assert launcher.wait(180) == 0, launcher.text
     TRAINING.check(run, launcher, [strike.rank for strike in plan], trained)
+
+
+# -- coming back -------------------------------------------------------------------------------------------------------
+
+LONG = StruckTraining(replicas=2, steps=500, save_every=150, evaluate_every=75)
+"""A run that goes on for as long as a new process needs to prepare."""
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Unharmed:
+    return LONG.unharmed(tmp_path_factory.mktemp("long"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "lost"),
+    [
+        # Who is killed, once the launcher has said what, and how much later.
+        ([(3, "", 0.0)], []),
+        ([(0, "", 0.0)], []),
+        ([(2, "", 0.0), (2, "rank 2 is started again (1 ", 2.0)], []),
+        ([(1, "", 0.0), (3, "rank 1 is back", 0.01)], [3]),
+        ([(1, "", 0.0), (1, "rank 1 is back", 0.02)], []),
+        ([(2, "", 0.0), (3, "rank 2 is back", 1.0)], [3]),
+    ],
+    ids=["3", "0", "newcomer prepares", "other stage meanwhile", "newcomer meanwhile", "other replica later"],
+)
+def test_a_lost_rank_comes_back(plan: list, lost: list[int], long_run: Unharmed, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with LONG.launched(tmp_path, run, max_restarts=1 if lost else 2) as launcher:
+        assert eventually(lambda: num_rows(run) >= 10, 120), launcher.text
+        for rank, said, delay_s in plan:
+            assert eventually(lambda: said in launcher.text, 120), launcher.text  # noqa: B023
+            pids = launcher.ranks()
+            time.sleep(delay_s)
+            os.kill(pids[rank], signal.SIGKILL)
+        assert launcher.wait(300) == 0, launcher.text
+    assert f"rank {plan[0][0]} is back" in launcher.text
+    LONG.check(run, launcher, lost, long_run)

@@ -160,7 +160,7 @@ class Run:
             config.run.steps, report_every=config.run.report_every, is_quiet=not self.is_first
         )
         self.state = PipelineState(0)
-        self._num_skipped = 0
+        self._num_skipped = self._skipped_in_row = 0
         # Only data that is decoded, or made by a user's own code, has samples that can be left out.
         max_bad = getattr(config.data, "max_bad_samples", 0)
         self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad)
@@ -205,7 +205,9 @@ class Run:
             before_commit=self._check_lock,
         )
         # The state comes before compiling, which takes minutes: a checkpoint that does not fit is refused at once.
-        if (found := None if fresh else saver.checkpoints.newest()) is not None:
+        if self.process.comes_back:
+            self.state = self.pipeline.await_state()
+        elif (found := None if fresh else saver.checkpoints.newest()) is not None:
             self._go_on(saver, found, force=force)
         elif settings.init_from is not None:
             self.state = saver.start_from(Path(settings.init_from).absolute() / CHECKPOINTS)
@@ -217,22 +219,28 @@ class Run:
             first = self.batches.shown(0, self.pipeline.reads(self.config.data.num_microbatches))
             shapes = None if self._evaluations is None else self._evaluations.shapes()
             self.pipeline.prepare(first, buckets=self.dataset.buckets, evaluation=shapes, progress=progress)
-        if self.process.recovery is not None:
-            self.process.recovery.on_loss = self._take_over_if_first
+        if (recovery := self.process.recovery) is not None:
+            recovery.on_loss = self._take_over_if_first
+            recovery.take_back()
+            if self.process.comes_back:
+                recovery.come_back(lambda turn: self._go_on(saver, saver.last_saved(), force=force, turn=turn))
+                return
             self._take_over_if_first()
         if self._cache is not None:
             self.console.say(self._cache.describe())
         # Files of an earlier run go last, when nothing can be refused any more.
         self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
 
-    def _go_on(self, saver: RunSaver, found: StoredStep, *, force: bool) -> None:
+    def _go_on(self, saver: RunSaver, found: StoredStep, *, force: bool, turn: int | None = None) -> None:
         if not isinstance(found.host.get("config"), dict):
             raise ValueError(
                 f"{found.path} was not saved by this command: start over with --fresh, or in another run_dir"
             )
         # The configurations are compared first: their difference explains a failure of the restore better than shapes.
         changed = check_same_training(found.host["config"], self._training, force=force)
-        self.state = saver.restore(found)
+        self.state = saver.restore(found, turn=turn)
+        # All that take part count alike; a new start counts anew.
+        self._skipped_in_row = 0 if turn is None else int(found.host["skipped_in_row"])
         self._num_skipped = int(found.host["num_skipped"])
         self.batches.num_bad = int(found.host.get("bad_samples", 0))
         if self._evaluations is not None:
@@ -317,7 +325,7 @@ class Run:
 
     def loop(self, metrics: RunRows) -> TrainingLoop:
         """The loop over this run's steps."""
-        return TrainingLoop(
+        loop = TrainingLoop(
             self.pipeline,
             learning_rate=learning_rate_schedule(self.config.optimizer, self.config.run.steps),
             metrics=metrics,
@@ -332,6 +340,8 @@ class Run:
             max_skipped_in_row=self.config.run.max_skipped_in_row,
             num_bad=lambda: self.batches.num_bad,
         )
+        loop.skipped_in_row = self._skipped_in_row
+        return loop
 
     def train(self, loop: TrainingLoop) -> None:
         """Run all steps that are left, the next batch being made while a step runs; then end in good order."""
