@@ -13,6 +13,7 @@ code  meaning
 7     told to stop: the state is saved, or training had not begun
 8     data could not be read: the state before it is saved
 9     too many steps in a row were left out, as they were not finite: the state is saved
+10    replicas computed different bits: nothing is saved, and another start would not help
 130   interrupted (Ctrl-C)
 ====  =========================================================================================
 
@@ -49,6 +50,7 @@ START_FAILED = 6
 PREEMPTED = 7
 DATA_UNREADABLE = 8
 NOT_FINITE = 9
+COMPUTED_WRONGLY = 10
 INTERRUPTED = 130
 SIGNALLED = 128
 """Added to a signal's number, it gives the exit code of a process that the signal killed."""

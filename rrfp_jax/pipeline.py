@@ -42,8 +42,8 @@ from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params
 from rrfp_jax.programs.state import ChunkState, layer_groups
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
-from rrfp_jax.runtime.consistency import state_difference
-from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes
+from rrfp_jax.runtime.consistency import Verification, result_difference, state_difference
+from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes, placed
 from rrfp_jax.runtime.jax_environment import require_determinism
 from rrfp_jax.runtime.model import HostedModel, HostedState
 from rrfp_jax.runtime.operations import check_operations
@@ -402,6 +402,43 @@ class Pipeline:
         self._enqueued.append(metrics)
         self._turn += 1
         return metrics
+
+    def check_verifies(self) -> None:
+        """Raises ValueError where :meth:`verify` cannot be called: results need not have the same bits on all units."""
+        if self._only_evaluates:
+            raise ValueError("the pipeline was made to evaluate alone, with trains=False: it has nothing to verify")
+        # On CPU, programs of the same thread pool give the same bits; elsewhere the first verification tells.
+        require_determinism([device for device in jax.local_devices() if device.platform != "cpu"])
+
+    def verify(self, state: PipelineState, microbatch: Mapping[str, Any]) -> Verification:
+        """Runs one microbatch forward and backward on all replicas, and compares the bits of their results.
+
+        Blocks until the steps enqueued and this one have ended. Nothing of training changes by it. ``microbatch`` is a
+        batch of a single one, of which every process has all leaves that chunks hosted there read. All processes call
+        this method alike, and get the same. A replica that is alone runs it twice, which finds faults that come and go.
+
+        Raises ValueError as :meth:`check_verifies`, and otherwise as ``step``.
+        """
+        self._held(state)
+        self.check_verifies()
+        running = self._running()
+        leaves = leaves_read(self.chunks, microbatch, may_lack=self._may_lack, copied_for=self._model.base_chunks)
+        if (number := num_microbatches(leaves)) != 1:
+            raise ValueError(f"the batch has {number} microbatches, and a verification runs one: give a single one")
+        copies = running.copies
+        places = {replica * copies.num_microbatches: 0 for replica in range(copies.num_replicas)}
+        numbers = running.buckets.numbers(leaves)
+        batch, absent = placed(leaves, places, numbers, running.skipped, copies)
+        batch = batch._replace(step=self._step, verifies=True)
+        weights = running.weights.of(batch.buckets, running.order.graph)
+        sums, stop, save = list[Any](), False, False
+        for _ in range(1 if copies.num_replicas > 1 else 2):
+            future = running.runtime.submit(self._turn, batch, absent, weights, trained=self._step)
+            self._turn += 1
+            outcome = StepMetrics(future, self._hold, lambda ended: ended).result()
+            sums += [each for stage in outcome.stages.values() for each in stage.sums]
+            stop, save = stop or outcome.result.stop, save or outcome.result.save
+        return Verification(difference=result_difference(self.process, sums), stop=stop, save=save)
 
     def _check_owners(self, running: Prepared, owners: StepOwners | None) -> PipelineGraph:
         """Returns the graph of all replicas with these owners; raises ValueError where a step cannot have them."""

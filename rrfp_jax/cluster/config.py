@@ -15,7 +15,9 @@ GRPC_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy", "GRPC_ADDRESS_HTTP_PR
 """The variables by which gRPC chooses a proxy, and JAX's coordination client with it; other spellings are not read."""
 LOOPBACK = "127.0.0.1"
 WILDCARDS = frozenset({"*", "0.0.0.0", "::", "[::]"})
-MAX_ARRAY_CONNECTIONS = 16
+ARRAY_CONNECTIONS = 2
+"""Number of connections over which the arrays between two processes travel, each with two threads in either. As many
+cores encrypt them, and as many threads copy them from devices and to devices."""
 PINNED_THREADS = 8
 """The size of XLA's CPU thread pool in every process. The same number everywhere gives the same bits in all layouts,
 since XLA cuts long sums by it."""
@@ -49,9 +51,6 @@ class ClusterConfig:
     """Whether large arrays are encrypted; false is faster, for networks that are trusted. They are then authenticated
     by their head only, so that anybody who controls the network can read and alter them, and accelerators may send
     theirs by transfer servers."""
-    array_connections: int = 2
-    """Number of connections over which the arrays between two processes travel, each with two threads in either. As
-    many cores encrypt them, and as many threads copy them from devices and to devices."""
     processes_per_device: int = 1
     """Number of processes of a host that share an accelerator; each takes an equal part of its memory."""
     transport: str = "auto"
@@ -69,10 +68,6 @@ class ClusterConfig:
             raise ValueError(
                 f"silence_deadline_s is {self.silence_deadline_s:g}: give at most {limit:g}, since JAX's own watch, "
                 "which ends processes without a report, must come later"
-            )
-        if not 1 <= self.array_connections <= MAX_ARRAY_CONNECTIONS:
-            raise ValueError(
-                f"array_connections is {self.array_connections}: give 1 to {MAX_ARRAY_CONNECTIONS}, 2 if in doubt"
             )
         if self.interface is not None and not self.interface.strip():
             raise ValueError("interface is empty: give an address or a name as eth0, or leave it out")

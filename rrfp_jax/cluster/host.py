@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rrfp_jax.cluster.config import INTERFACE, LaunchSettings
+from rrfp_jax.cluster.config import ARRAY_CONNECTIONS, INTERFACE, LaunchSettings
 
 _PAUSE_S = 0.5
 _MOST_FILES = 1 << 20
@@ -171,10 +171,10 @@ def unproven_allowed(num_ranks: int) -> int:
     return min(max(_UNPROVEN, 4 * num_ranks), max(1, left // 8))
 
 
-def ranks_served(limit: int, array_connections: int) -> int:
+def ranks_served(limit: int) -> int:
     """Returns how many ranks a run may have with so many open files in each, if all exchange messages and arrays."""
     beside = _num_open() + FILES_OF_NETWORK + _SPARE_FILES
-    return max(0, 1 + (limit - beside) // (FILES_FOR_MESSAGES + 1 + array_connections))
+    return max(0, 1 + (limit - beside) // (FILES_FOR_MESSAGES + 1 + ARRAY_CONNECTIONS))
 
 
 def _num_open() -> int:

@@ -89,8 +89,11 @@ _MEANINGS = {
     codes.PREEMPTED: "preempted, state saved",
     codes.DATA_UNREADABLE: "data could not be read, state saved",
     codes.NOT_FINITE: "too many steps were not finite, state saved",
+    codes.COMPUTED_WRONGLY: "a device computed wrongly",
     codes.INTERRUPTED: "interrupted",
 }
+_FINAL = (codes.DONE, codes.BAD_INPUT, codes.NOT_FINITE, codes.COMPUTED_WRONGLY, codes.INTERRUPTED)
+"""Exit codes after which another attempt would end alike."""
 _LIMITED = (127, _ABORTED, codes.SIGNALLED + signal.SIGSEGV)
 """Exit codes with which JAX ends where the system gives it no more memory or threads."""
 _LIMITS = (
@@ -129,9 +132,7 @@ def launch(
             attempt = _Attempt(parts, number, num_started, key)
             code = attempt.run()
             num_started += attempt.num_started_again()
-            # These would end alike again.
-            is_final = code in (codes.DONE, codes.BAD_INPUT, codes.NOT_FINITE, codes.INTERRUPTED)
-            if is_final or num_started >= settings.max_restarts:
+            if code in _FINAL or num_started >= settings.max_restarts:
                 break
             while events.stopped_by is None and (left_s := next_s - time.monotonic()) > 0:
                 events.next(min(left_s, _LOOK_S))

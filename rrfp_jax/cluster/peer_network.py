@@ -17,7 +17,7 @@ from rrfp_jax.cluster._liveness import Liveness
 from rrfp_jax.cluster._private_connections import NUM_LISTENERS, PrivateConnections
 from rrfp_jax.cluster._zmq_link import ZmqLink
 from rrfp_jax.cluster._zmq_sockets import Gate, UnprovenConnections, rank_role
-from rrfp_jax.cluster.config import LOOPBACK, ClusterConfig, PeerAddress, host_of
+from rrfp_jax.cluster.config import ARRAY_CONNECTIONS, LOOPBACK, ClusterConfig, PeerAddress, host_of
 from rrfp_jax.cluster.failure_detector import patience_s, watched
 from rrfp_jax.cluster.host import FILES_FOR_MESSAGES, FILES_OF_NETWORK, require_descriptors
 from rrfp_jax.cluster.keys import RunKey
@@ -61,6 +61,7 @@ class PeerNetwork:
         key: RunKey,
         config: ClusterConfig | None = None,
         high_water_bytes: int = 256 << 20,
+        array_connections: int = ARRAY_CONNECTIONS,
         number: int = 0,
     ) -> None:
         if not 0 <= rank < num_ranks:
@@ -69,7 +70,7 @@ class PeerNetwork:
             raise ValueError(f"high_water_bytes is {high_water_bytes}: it must be positive")
         self.rank, self.num_ranks = rank, num_ranks
         self._config, self._high_water = config or ClusterConfig(), high_water_bytes
-        self.array_connections = self._config.array_connections
+        self.array_connections = array_connections
         """Number of connections over which the arrays between two ranks travel."""
         self.connections: frozenset[int] = frozenset()
         """The ranks that messages can be exchanged with."""

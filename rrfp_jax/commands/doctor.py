@@ -46,7 +46,6 @@ from rrfp_jax.cluster.config import (
     RANK,
     RENDEZVOUS,
     Address,
-    ClusterConfig,
     LaunchSettings,
 )
 from rrfp_jax.cluster.host import addresses_of, is_misleading, listens_on, ranks_served
@@ -273,7 +272,7 @@ def check_open_files() -> Finding:
     """Check the limit on open files, which every process raises as far as it may."""
     infinite = resource.RLIM_INFINITY
     soft, hard = (None if number == infinite else number for number in resource.getrlimit(resource.RLIMIT_NOFILE))
-    ranks = ranks_served(1 << 20 if hard is None else hard, ClusterConfig().array_connections)
+    ranks = ranks_served(1 << 20 if hard is None else hard)
     text = "{}, at most {}".format(*("no limit" if number is None else number for number in (soft, hard)))
     remedy = "set 'ulimit -n 4096' or more before the start (as root, or in /etc/security/limits.conf)"
     if ranks < 2:

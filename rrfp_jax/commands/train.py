@@ -34,7 +34,15 @@ from rrfp_jax.commands.training.config_sources import add_trust_argument, preset
 from rrfp_jax.commands.training.data_sets import token_notes, vocabulary_note
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.costs.devices import DEVICES, device_of
-from rrfp_jax.exit_codes import DATA_UNREADABLE, DONE, INTERNAL_ERROR, NOT_FINITE, PREEMPTED, print_fatal_message
+from rrfp_jax.exit_codes import (
+    COMPUTED_WRONGLY,
+    DATA_UNREADABLE,
+    DONE,
+    INTERNAL_ERROR,
+    NOT_FINITE,
+    PREEMPTED,
+    print_fatal_message,
+)
 from rrfp_jax.runtime.jax_environment import check_plugin
 
 if TYPE_CHECKING:
@@ -203,6 +211,8 @@ def _early_end(run: "Run", loop: "TrainingLoop") -> tuple[int, str] | None:
     """Returns the code and the reason with which a run ends early, its state saved, or None; reports its omissions."""
     if run.batches.num_bad:
         run.console.say(f"{run.batches.num_bad} samples were left out, as they could not be read")
+    if loop.wrong is not None:
+        return COMPUTED_WRONGLY, loop.wrong
     if loop.unreadable is not None:
         return DATA_UNREADABLE, f"{loop.unreadable}\n{run.describe_saved(is_last=True)}"
     in_row = loop.skipped_in_row

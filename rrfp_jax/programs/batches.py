@@ -44,6 +44,8 @@ class StepBatch(NamedTuple):
     """For each microbatch the number of its bucket."""
     step: int | None = None
     """The training step on whose number random keys depend; None: the step's own number."""
+    verifies: bool = False
+    """Whether all microbatches are copies of one, which run under the same number, and nothing is updated."""
 
 
 def leaves_read(

@@ -1,4 +1,4 @@
-"""Checks that all ranks compute the same: the same programs, and the same state.
+"""Checks that all ranks compute the same: the same programs, the same state, and the same results.
 
 Programs: the processes that share a stage compare their programs twice. Before they are compiled
 (:func:`planned_work`): if a program spans several processes with GPUs, these time its kernels together while they
@@ -18,18 +18,29 @@ accelerator's memory; on CPU devices a core takes about 2.5 s for a gigabyte.
 
 In both checks the processes gather digests first, and details only if two digests differ; the first difference is the
 error, with its ranks, in every process.
+
+Results (:func:`result_difference`): a step that verifies runs one microbatch on all replicas, forward and backward,
+under the same number and so with the same random keys. The same programs on devices of the same kind then make the
+same bits. Each unit adds up its outputs, its input gradients and its gradients before R, by the same hash. The first
+difference in the order of the data's way, forwards along the chunks and then back, is where a fault begins; later ones
+follow from it. A verification says nothing of the steps in between, nor of R and U, whose faults show in the state.
 """
 
 import hashlib
 import json
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rrfp_jax.cluster.rendezvous import name_ranks
+from rrfp_jax.layout import name_unit
 from rrfp_jax.programs.chunk import trained_specs
 from rrfp_jax.programs.compiled import Variant
 from rrfp_jax.programs.program_text import joint_work
@@ -282,7 +293,7 @@ def _sums(model: HostedModel, state: HostedState) -> dict[str, _Sums]:
             parts += _parts(f"stage {stage}, chunk {base}", about, kept)
         of_replica = f" of replica {replica}" if layout.data > 1 else ""
         groups = found.setdefault(f"chunk {base}{of_replica} on rank {rank}", {})
-        for part, value in zip(parts, _sums_of(parts), strict=True):
+        for part, value in zip(parts, _sums_of(parts)(), strict=True):
             groups.setdefault(f"{part.owner}, {part.where}", {})[part.array] = value
     return found
 
@@ -318,8 +329,9 @@ def _where(index: Sequence[slice], shape: Sequence[int]) -> str:
     return ", ".join(cuts) or "whole"
 
 
-def _sums_of(parts: Sequence[_Part]) -> list[int]:
-    """Returns the sum of each part, computed on the device if that computes apart from the host."""
+def _sums_of(parts: Sequence[_Part]) -> Callable[[], list[int]]:
+    """Begins to add up each part, on the device if that computes apart from the host; returns a function that returns
+    the sums."""
     sums: list[Any] = [None] * len(parts)
     by_device: dict[jax.Device, list[int]] = {}
     for index, part in enumerate(parts):
@@ -328,11 +340,17 @@ def _sums_of(parts: Sequence[_Part]) -> list[int]:
             sums[index] = sum_on_host(np.asarray(part.data))
         else:
             by_device.setdefault(next(iter(data.devices())), []).append(index)
-    for there in by_device.values():
-        added = np.asarray(sums_on_device([parts[index].data for index in there]))
-        for index, value in zip(there, added, strict=True):
-            sums[index] = int(value)
-    return sums
+    begun = [(there, sums_on_device([parts[index].data for index in there])) for there in by_device.values()]
+    for _, added in begun:
+        added.copy_to_host_async()
+
+    def take() -> list[int]:
+        for there, added in begun:
+            for index, value in zip(there, np.asarray(added), strict=True):
+                sums[index] = int(value)
+        return sums
+
+    return take
 
 
 @jax.jit
@@ -383,3 +401,81 @@ def _mix(words: Any, xp: Any) -> Any:
     words = (words ^ (words >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)
     words = (words ^ (words >> xp.uint32(13))) * xp.uint32(0xC2B2AE35)
     return words ^ (words >> xp.uint32(16))
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+OUTPUTS, INPUT_GRADIENTS, GRADIENTS = range(3)
+"""The results of tasks that a verification compares, in the order of the data's way."""
+_RESULTS = ("outputs", "input gradients", "parameter gradients")
+
+
+class ResultSum(NamedTuple):
+    """The sum of a result that a task of a verification has made, as far as it lies in this process."""
+
+    unit: int
+    result: int
+    kind: str
+    """The kind of the task."""
+    chunk: int
+    """The chunk's number in the model."""
+    number: int
+    """Number of copies of the microbatch of which gradients are added up; units that adopt others' have several."""
+    value: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The result of a verification, the same in all processes."""
+
+    difference: str | None
+    """The first difference between results, in words; None: all agree."""
+    stop: bool
+    """Whether a process has asked to end the run."""
+    save: bool
+    """Whether it is time to save the state; said once, in this step or in another."""
+
+
+def begin_sum(values: Any) -> Callable[[], int]:
+    """Begins to add up the bits of a tree's arrays, which may be taken over once this returns; returns a function that
+    returns a sum of all parts that this process holds."""
+    take = _sums_of([*_parts("", "", values)])
+    return lambda: crc32(np.array(take(), np.uint32).tobytes())
+
+
+def result_difference(process: Process, own: Iterable[ResultSum]) -> str | None:
+    """Returns the first difference between results of the same tasks, in words; None if there is none.
+
+    ``own`` are those of the units hosted here. All processes call this function, and get the same.
+    """
+    layout = process.layout
+    kinds = [[unit, process.own_device(unit).device_kind] for unit in process.units]
+    told = process.gather("sums of results", [kinds, [[*each] for each in own]])
+    kind_of = {unit: kind for of_rank, _ in told.values() for unit, kind in of_rank}
+    found: dict[tuple[Any, ...], dict[int, set[int]]] = {}
+    for rank, (_, sums) in told.items():
+        for each in (ResultSum(*row) for row in sums):
+            way = each.chunk if each.result == OUTPUTS else -each.chunk
+            member = layout.ranks_of(each.unit).index(rank)
+            place = (each.result != OUTPUTS, way, each.result, each.number, member, f"{each.chunk}{each.kind}")
+            found.setdefault(place, {}).setdefault(each.unit, set()).add(each.value)
+    different = [place for place in sorted(found) if len(set[int]().union(*found[place].values())) > 1]
+    if not different:
+        return None
+    place = different[0]
+    values, what = found[place], f"{_RESULTS[place[2]]} in task {place[-1]}"
+
+    def named(units: Iterable[int]) -> str:
+        return " and ".join(
+            f"{name_unit(unit, layout.num_stages if layout.data > 1 else None)} "
+            f"({name_ranks(layout.ranks_of(unit))}, {kind_of[unit]})"
+            for unit in sorted(units)
+        )
+
+    if unsteady := [unit for unit, own_values in values.items() if len(own_values) > 1]:
+        return f"{named(unsteady)} made different {what} of the same inputs"
+    (value, most), *_ = Counter(value for own_values in values.values() for value in own_values).most_common()
+    if 2 * most > len(values):
+        wrong = [unit for unit, own_values in values.items() if value not in own_values]
+        return f"{named(wrong)} made other {what} than the {most} other replicas"
+    return f"{named(values)} made different {what} of the same inputs"

@@ -214,7 +214,7 @@ class PipelineRuntime:
             for actor, plan in zip(actors, plans, strict=True):
                 actor.start_step(step, batch, graph, plan)
 
-        self.steps.call(step, trained, evaluates=evaluates)
+        self.steps.call(step, trained, "evaluation" if evaluates else "verification" if batch.verifies else "")
         with self._closing:
             if self._is_closed:
                 raise PipelineClosed() from self.failure.error

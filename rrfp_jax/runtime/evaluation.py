@@ -4,7 +4,7 @@ An evaluation step takes a fixed number of microbatches, those of one or several
 drains once for all of them. Where it is given fewer, the rest are absent. Every replica gets an equal share.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,16 +66,34 @@ class PreparedEvaluation:
         share = microbatches_per_replica(given, self.copies.num_replicas)
         of_replica = self.copies.num_microbatches
         places = {(m // share) * of_replica + m % share: m for m in range(given)}
-        arranged = {
-            name: [entries[places[p]] if p in places else None for p in range(most)] for name, entries in leaves.items()
-        }
-        buckets = [self.first_bucket + (numbers[places[p]] if p in places else 0) for p in range(most)]
-        absent = [
-            (chunk, place)
-            for place in range(most)
-            for chunk in (self.skipped[numbers[places[place]]] if place in places else range(self.copies.num_chunks))
-        ]
-        return StepBatch(arranged, buckets, trained), self.copies.pairs(absent)
+        batch, absent = placed(leaves, places, numbers, self.skipped, self.copies)
+        buckets = [self.first_bucket + number for number in batch.buckets]
+        return batch._replace(buckets=buckets, step=trained), absent
+
+
+def placed(
+    leaves: Mapping[str, BatchLeaf],
+    places: Mapping[int, int],
+    numbers: Sequence[int],
+    skipped: Sequence[frozenset[int]],
+    copies: Replication,
+) -> tuple[StepBatch, Absences]:
+    """Returns the batch of a step, with microbatches at some of its places, and the pairs that it lacks.
+
+    Args:
+        places: by place, the microbatch of ``leaves`` that is there; at all other places there is none.
+        numbers: the bucket of each of these microbatches.
+        skipped: by bucket, the chunks of a replica that its microbatches skip.
+        copies: tells how chunks and microbatches of the step belong to replicas.
+    """
+    every = range(copies.num_microbatches * copies.num_replicas)
+    arranged = {name: [entries[places[p]] if p in places else None for p in every] for name, entries in leaves.items()}
+    absent = [
+        (chunk, p)
+        for p in every
+        for chunk in (skipped[numbers[places[p]]] if p in places else range(copies.num_chunks))
+    ]
+    return StepBatch(arranged, [numbers[places[p]] if p in places else 0 for p in every]), copies.pairs(absent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,6 @@ from rrfp_jax.layout import ControlTree
 from rrfp_jax.programs.agreement import Verdict
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime.failure import PeerLost, RunFailed, WaitForReport
-from rrfp_jax.runtime.stage import ProgramStage
 from rrfp_jax.runtime.steps import StepOutcome
 from rrfp_jax.schedules import Absences
 from rrfp_jax.schedules.timeline import Timeline
@@ -86,6 +85,7 @@ from rrfp_jax.waiting import result_of, wait_for
 if TYPE_CHECKING:
     from rrfp_jax.runtime.driver import PipelineRuntime
     from rrfp_jax.runtime.process import Process
+    from rrfp_jax.runtime.stage import ProgramStage
 
 _LOG = logging.getLogger(__name__)
 _NOTE = "member"
@@ -231,7 +231,7 @@ class RecoveringRuntime:
     ) -> "Future[StepOutcome]":
         """Enqueues a step, as :meth:`PipelineRuntime.submit`; its future waits for the step's end in whatever epoch."""
         plan = OwnerPlan()
-        is_planned = self._planner is not None and not evaluates
+        is_planned = self._planner is not None and not evaluates and not batch.verifies
         if self._planner is not None and is_planned:
             plan = self._plan(self._planner, batch.buckets)
         submitted = _Submitted(batch, absent, weights, evaluates, owners, trained, plan, Future())
@@ -384,7 +384,7 @@ class RecoveringRuntime:
             submitted.future.set_exception(error)
 
     def _tell_times(self, submitted: _Submitted, outcome: StepOutcome) -> None:
-        if self._planner is not None and not submitted.evaluates:
+        if self._planner is not None and not submitted.evaluates and not submitted.batch.verifies:
             step = outcome.step if submitted.trained is None else submitted.trained
             self._events.put(_StepTimed(step, submitted.batch.buckets, outcome.timeline))
 

@@ -13,7 +13,7 @@ that one was waited for. A program that returns nothing else returns a scalar fo
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from rrfp_jax.programs.chunk import Loss
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.runtime.consistency import GRADIENTS, INPUT_GRADIENTS, OUTPUTS, ResultSum, begin_sum
 from rrfp_jax.runtime.control_plane import StopRequests
 from rrfp_jax.runtime.failure import TransportFailed
 from rrfp_jax.runtime.mailbox import LeavesAhead, Mailbox, SendArray
@@ -63,6 +64,9 @@ class _Step:
     shared_layers: dict[int, Any] = field(default_factory=dict)
     """Shared accumulators of this stage's chunks as they were before any R: each R keeps its own here, and then
     replaces them by the sum."""
+    sums: list[tuple[int, TaskKind, int, Callable[[], int]]] = field(default_factory=list)
+    """In a step that verifies, for each result of a task: which one, the task's kind, the chunk's base number, and a
+    function that returns the sum of its bits. Appended by the compute thread alone."""
     verdict: Verdict | None = None
     updated: set[int] = field(default_factory=set)
     """Chunks whose U was launched."""
@@ -202,7 +206,7 @@ class ProgramStage:
     def finish(self, step: int) -> StageOutcome:
         """Frees all that the stage held of a step; returns the step's verdict and the stage's peak memory."""
         peak = self._meter.reset()
-        outcome = StageOutcome(self._verdict(step), peak.device, peak.host)
+        outcome = StageOutcome(self._verdict(step), peak.device, peak.host, self._result_sums(step))
         self._last = step, self._verdict(step)
         del self._steps[step]
         if self._exchange is not None:
@@ -211,6 +215,22 @@ class ProgramStage:
             self._leaves_ahead.forget(step)
         self._mailbox.finish(step)
         return outcome
+
+    def _result_sums(self, step: int) -> list[ResultSum]:
+        found, numbers = list[ResultSum](), dict[int, int]()
+        for result, kind, chunk, take in self._steps[step].sums:
+            if result == GRADIENTS:  # Each task adds to those of the one before.
+                numbers[chunk] = numbers.get(chunk, 0) + 1
+            number = numbers[chunk] if result == GRADIENTS else 0
+            found.append(ResultSum(self._stage, result, str(kind), chunk, number, take()))
+        return found
+
+    def _add_up(self, step: int, result: int, kind: TaskKind, chunk: int, values: Any) -> None:
+        """Begins to add up the bits of a task's result in a step that verifies, before another program takes it
+        over."""
+        state = self._steps[step]
+        if state.batch.verifies:
+            state.sums.append((result, kind, self._copies.base(chunk), begin_sum(values)))
 
     def _layers_before_reduction(self, step: int, chunk: int) -> Any:
         """Returns shared accumulators of a chunk of this stage; its R may be under way on another thread meanwhile."""
@@ -246,6 +266,8 @@ class ProgramStage:
                 stop=stop,
                 save=save,
             )
+            if state.batch.verifies:
+                state.verdict = replace(state.verdict, apply=False)
         elif state.verdict is None:
             assert state.above is not None
             message = Message(MessageKind.VERDICT, state.above, self._stage)
@@ -378,7 +400,8 @@ class ProgramStage:
         graph, programs = state.graph, self._programs_of(step, chunk, microbatch)
         placed = None if self._leaves_ahead is None else self._leaves_ahead.take(chunk, (step, microbatch))
         leaves = placed or {name: state.batch.leaves[name][microbatch] for name in programs.leaves}
-        read = (inputs, leaves, step if state.batch.step is None else state.batch.step, microbatch)
+        number = 0 if state.batch.verifies else microbatch
+        read = (inputs, leaves, step if state.batch.step is None else state.batch.step, number)
         for op in self._keep_inputs if graph.ops else ():
             if op.exists(chunk, microbatch):
                 task = Task(TaskKind(op.letter), chunk, microbatch)
@@ -389,6 +412,7 @@ class ProgramStage:
             outputs, stash = programs.forward(held.params, *read, derived=held.derived)
             if graph.has_backward(chunk):
                 state.stashes[chunk, microbatch] = stash
+        self._add_up(step, OUTPUTS, TaskKind.F, chunk, outputs)
         if not graph.successors(chunk):
             _start_copies(outputs)
             return _Enqueued(outputs, record=partial(state.losses.append, (microbatch, chunk, Loss(*outputs))))
@@ -417,6 +441,8 @@ class ProgramStage:
             input_grads, held.accumulators, awaited = programs.backward(
                 held.params, stash, output_grads, held.accumulators, derived=held.derived
             )
+        kind = TaskKind.I if is_split else TaskKind.B
+        self._add_up(step, INPUT_GRADIENTS, kind, chunk, input_grads)
         # A microbatch may skip a predecessor, which then gets no gradient.
         predecessors = graph.of_each_base(graph.gradient_predecessors(chunk), microbatch)
         posts = [
@@ -440,6 +466,7 @@ class ProgramStage:
 
     def _with_pieces(self, step: int, chunk: int, awaited: Any, posts: list[tuple[Message, Any]]) -> _Enqueued:
         """Returns the rest of a task that has added to the gradients of a chunk: the last one sends their pieces."""
+        self._add_up(step, GRADIENTS, self._graph.accumulating_kind(chunk), chunk, self.states[chunk].accumulators)
         pieces = [] if self._exchange is None else self._exchange.added(step, chunk)
         return _Enqueued((awaited, [value for _, value in pieces]), [*posts, *pieces])
 

@@ -61,6 +61,8 @@ class StageOutcome(NamedTuple):
     """Most bytes that the stage held on its devices during the step."""
     peak_host_bytes: int = 0
     """Most bytes that operations of the stage held in host memory."""
+    sums: Sequence[Any] = ()
+    """The sums of the bits of its results, in a step that verifies (:mod:`rrfp_jax.runtime.consistency`)."""
 
 
 class StageExecutor(Protocol):

@@ -111,25 +111,25 @@ class StepsUnderWay:
         self.num_ended = 0
         self._trained: dict[int, int] = {}
         """For the last steps, the number of the training step that they are, or that an evaluation comes after."""
-        self._evaluations: set[int] = set()
+        self._kinds: dict[int, str] = {}
+        """For the last steps, the word for those that train nothing, else an empty text."""
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def call(self, step: int, trained: int | None, *, evaluates: bool) -> None:
-        """Gives a step its number for people, who count training steps; from any thread."""
+    def call(self, step: int, trained: int | None, kind: str = "") -> None:
+        """Gives a step its number for people, who count training steps, and its kind if it is none; from any thread."""
         self._trained[step] = step if trained is None else trained
         self._trained.pop(step - _STEPS_NAMED, None)
-        self._evaluations.discard(step - _STEPS_NAMED)
-        if evaluates:
-            self._evaluations.add(step)
+        self._kinds[step] = kind
+        self._kinds.pop(step - _STEPS_NAMED, None)
 
     def number(self, step: int) -> int:
         return self._trained.get(step, step)
 
     def name(self, step: int) -> str:
-        number = self.number(step)
-        return f"evaluation after {number} steps" if step in self._evaluations else f"step {number}"
+        number, kind = self.number(step), self._kinds.get(step)
+        return f"{kind} after {number} steps" if kind else f"step {number}"
 
     def begin(self, step: int, future: "Future[StepOutcome]") -> None:
         if not self._pending:

@@ -318,6 +318,8 @@ class TrainingLoop:
         on_evaluation: called with every row of the evaluations.
         max_skipped_in_row: number of consecutive skipped steps that ends the loop; None: no number does.
         num_bad: returns how many samples were left out so far.
+        verification: the number of steps from one verification to the next, and the batch of one microbatch that it
+            runs (:meth:`.Pipeline.verify`); None: there is none.
     """
 
     def __init__(
@@ -336,7 +338,13 @@ class TrainingLoop:
         on_evaluation: Callable[[EvaluationRow], None] = lambda row: None,
         max_skipped_in_row: int | None = None,
         num_bad: Callable[[], int] = lambda: 0,
+        verification: tuple[int, Mapping[str, Any]] | None = None,
     ) -> None:
+        self._verification = verification
+        self._last_verified: int | None = None
+        self.wrong: str | None = None
+        """A sentence on the difference for which the loop ended before its last step, with nothing saved; None: none
+        was found."""
         self._pipeline, self._learning_rate = pipeline, learning_rate
         self._metrics, self._on_step = metrics, on_step
         self.timeline = Timeline(pipeline.layout.num_units)
@@ -379,9 +387,8 @@ class TrainingLoop:
         The host prepares and enqueues one step while the one before it runs.
         """
         running: _Running | None = None
-        if self._is_evaluated(state.step):
-            self._evaluate(state)
-        while state.step < num_steps and not self._stop and self.unreadable is None:
+        self._verify_and_evaluate(state)
+        while state.step < num_steps and not self._stop and self.unreadable is None and self.wrong is None:
             try:
                 batch = next(batches)
             except BrokenData as error:
@@ -399,12 +406,12 @@ class TrainingLoop:
             state, enqueued = self._pipeline.step(state, batch)
             self._record(running)
             running = enqueued, contents_of(batch), self._num_bad()
-            if self._is_boundary(state.step, num_steps) or self._is_evaluated(state.step):
+            is_looked_at = self._is_evaluated(state.step) or self._is_verified(state.step)
+            if is_looked_at or self._is_boundary(state.step, num_steps):
                 # Recorded first: the step may ask to stop or to save.
                 self._record(running)
                 running = None
-                if self._is_evaluated(state.step) and not self._stop:
-                    self._evaluate(state)
+                self._verify_and_evaluate(state)
                 if self._is_boundary(state.step, num_steps):
                     self._save(state)
                     if state.step < num_steps and not self._stop and self.unreadable is None:
@@ -413,7 +420,7 @@ class TrainingLoop:
         if running is not None and self.unreadable is not None and self._saver is not None:
             # The data ended the loop after a step that is no boundary: nobody knew that it would be the last.
             self._save(state)
-        while self._saver is not None and self._saver.must_repeat():
+        while self._saver is not None and self.wrong is None and self._saver.must_repeat():
             self._save(state)
         self.was_stopped = self._stop and state.step < num_steps
         self.timeline = self._pipeline.process.whole_timeline(self.timeline)
@@ -421,7 +428,7 @@ class TrainingLoop:
 
     def _is_boundary(self, step: int, num_steps: int) -> bool:
         """Returns whether the state after this step is saved; all processes find the same."""
-        if self._saver is None:
+        if self._saver is None or self.wrong is not None:  # A state that is wrong must not be saved.
             return False
         is_best = self._evaluations is not None and step in self._evaluations.keep_also
         is_last = self._stop or self.unreadable is not None
@@ -429,6 +436,37 @@ class TrainingLoop:
 
     def _is_evaluated(self, step: int) -> bool:
         return self._evaluations is not None and self._evaluations.is_due(step)
+
+    def _is_verified(self, step: int) -> bool:
+        # The first one of the loop also tells whether units give the same bits at all.
+        return self._verification is not None and (self._last_verified is None or step % self._verification[0] == 0)
+
+    def _verify_and_evaluate(self, state: PipelineState) -> None:
+        if self._is_verified(state.step) and not self._stop:
+            self._verify(state)
+        if self._is_evaluated(state.step) and not self._stop and self.wrong is None:
+            self._evaluate(state)
+
+    def _verify(self, state: PipelineState) -> None:
+        """Verifies; the time that it takes counts for no step."""
+        assert self._verification is not None
+        found = self._pipeline.verify(state, self._verification[1])
+        self._stop |= found.stop
+        self._asked_to_save |= found.save
+        if found.difference is None:
+            self._last_verified = state.step
+        elif self._last_verified is None:
+            self.wrong = (
+                f"{found.difference}, at the first verification: a device computes wrongly, or their kinds or hosts "
+                "round differently; take out the one, or leave verify_every out"
+            )
+        else:
+            self.wrong = (
+                f"after {state.step} steps {found.difference}: a device computes wrongly; take it out, and go on from "
+                f"a checkpoint of at most {self._last_verified} steps, after which all agreed"
+            )
+        if self._last_end_s:
+            self._last_end_s = time.perf_counter()
 
     def _evaluate(self, state: PipelineState) -> None:
         """Evaluates and writes the rows; the time that it takes counts for no step."""

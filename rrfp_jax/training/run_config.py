@@ -187,6 +187,9 @@ class RunConfig:
     deterministic: bool = False
     """Whether every order of tasks gives the same bits: gradients accumulate in microbatch order, and CPU thread pools
     are pinned."""
+    verify_every: int | None = None
+    """The number of steps from one verification to the next: all replicas run the same microbatch, and results that
+    differ in any bit end the run with exit code 10. A single replica runs it twice. None: there is none."""
     max_skipped_in_row: int | None = 50
     """The number of steps in a row that may be skipped, as loss or gradients are not finite, before the run saves and
     ends with exit code 9. None: any number."""
@@ -194,7 +197,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_flags(self.xla_flags)
         check_fields(self, _INTERVAL, "checkpoint_every", "checkpoint_minutes")
-        check_fields(self, AT_LEAST_1, "keep_checkpoints", "devices", "max_skipped_in_row")
+        check_fields(self, AT_LEAST_1, "keep_checkpoints", "devices", "verify_every", "max_skipped_in_row")
         read_trackers(self.trackers)
         if self.profile_steps is not None and parse_steps(self.profile_steps).start >= self.steps:
             raise ValueError(

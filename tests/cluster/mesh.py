@@ -115,7 +115,7 @@ Connections = Callable[[int, int], Iterable[int]]
 @contextmanager
 def nodes(num_ranks: int, *, connections: Connections | None = None, **settings: Any) -> Iterator[list[Node]]:
     """Connected networks in this process, on one loop; ``connections`` of a rank among so many, by default all."""
-    more = {name: settings.pop(name) for name in ("high_water_bytes",) if name in settings}
+    more = {name: settings.pop(name) for name in ("high_water_bytes", "array_connections") if name in settings}
     key, made = RunKey.generate(), ClusterConfig(**{"silence_deadline_s": 5.0} | settings)
     members = [Node(rank, num_ranks, key, made, **more) for rank in range(num_ranks)]
     with running_loop() as loop:

@@ -25,7 +25,7 @@ from rrfp_jax.commands.training.model_parts import cut_language_model, cut_visio
 from rrfp_jax.commands.training.planned import check_meshes, ordering_of
 from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs.devices import device_of
-from rrfp_jax.exit_codes import BAD_INPUT, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED
+from rrfp_jax.exit_codes import BAD_INPUT, COMPUTED_WRONGLY, DONE, INTERRUPTED, NOT_FINITE, PEER_LOST, PREEMPTED
 from rrfp_jax.layout import Layout
 from rrfp_jax.models.presets import MODELS
 from rrfp_jax.planner import plan
@@ -430,7 +430,8 @@ def test_a_job_set_restarts_as_a_whole_except_where_it_would_end_alike(name: str
     assert job["backoffLimit"] == 0
     (pod_rule,) = job["podFailurePolicy"]["rules"]
     assert pod_rule["action"] == "FailJob"
-    assert pod_rule["onExitCodes"] == {"containerName": "train", "operator": "In", "values": [BAD_INPUT, NOT_FINITE]}
+    final = [BAD_INPUT, NOT_FINITE, COMPUTED_WRONGLY]
+    assert pod_rule["onExitCodes"] == {"containerName": "train", "operator": "In", "values": final}
     pod = job["template"]["spec"]
     assert pod["restartPolicy"] == "Never", "a failure policy of pods demands it"
     assert pod["terminationGracePeriodSeconds"] >= 60

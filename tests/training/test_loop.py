@@ -1,6 +1,7 @@
 """The loop over a pipeline that only pretends: rows, skipped steps, how far ahead it enqueues, and when it saves."""
 
 import json
+import re
 from contextlib import closing, suppress
 from itertools import count, repeat
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import PipelineState
 from rrfp_jax.runtime import StepResult
+from rrfp_jax.runtime.consistency import Verification
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import Span, Timeline
@@ -210,3 +212,39 @@ def test_too_many_skipped_steps_in_a_row_end_the_loop_with_its_state_saved(run, 
     assert len(rows) == num_rows  # with the step that was under way
     assert loop.has_diverged == (most is not None)
     assert saver.saved == [(num_rows, num_rows - 1)]
+
+
+class VerifyingPipeline(FakePipeline):
+    """Its replicas differ from some step on."""
+
+    def __init__(self, wrong_from: int) -> None:
+        super().__init__()
+        self._wrong_from = wrong_from
+        self.verified: list[int] = []
+
+    def verify(self, state, microbatch):
+        assert microbatch == {"x": [1]}
+        self.verified.append(state.step)
+        found = "stage 1 made other bits" if state.step >= self._wrong_from else None
+        return Verification(difference=found, stop=False, save=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong_from", "verified", "told"),
+    [
+        (9, [0, 2, 4, 6], None),
+        (
+            3,
+            [0, 2, 4],
+            "after 4 steps stage 1 made other bits: .* a checkpoint of at most 2 steps, .*",
+        ),
+        (0, [0], "stage 1 made other bits, at the first verification: .* or leave verify_every out"),
+    ],
+)
+def test_replicas_that_differ_end_the_loop_and_nothing_is_saved(run, wrong_from, verified, told):
+    pipeline, saver = VerifyingPipeline(wrong_from), FakeSaver(every=2)
+    loop, rows = run(pipeline, 7, saver=saver, verification=(2, {"x": [1]}))
+    assert pipeline.verified == verified
+    assert len(rows) == (7 if told is None else verified[-1])
+    assert [step for step, _ in saver.saved] == ([2, 4, 6, 7] if told is None else verified[1:-1])
+    assert loop.wrong is None if told is None else re.fullmatch(told, loop.wrong)

@@ -106,6 +106,7 @@ INSTEAD = {
     "run.compile_cache": "set the environment variable RRFP_COMPILE_CACHE to the folder, or to none",
     "run.compile_cache_size": "4 GiB are kept, so leave it out",
     "tracking": "give the settings in run.trackers, such as [{wandb: {project: mine, mode: offline}}]",
+    "cluster.array_connections": "two connections carry the arrays between two processes, so leave it out",
     "cluster.detect": "set the environment variable RRFP_DETECT=1",
 }
 """The successors of options and keys that are gone: by ``section.key``, or by the name of a section."""

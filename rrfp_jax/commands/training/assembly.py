@@ -18,6 +18,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_parts import cut_language_model, model_flops
 from rrfp_jax.commands.training.planned import OrderedRun, PlannedRun
 from rrfp_jax.commands.training.training_console import TrainingConsole
+from rrfp_jax.data.dataset import Batch
 from rrfp_jax.hf.model_folder import files_are_kept, keep_files
 from rrfp_jax.models.vision_config import encoder_values
 from rrfp_jax.observe.trackers import TrackedMetrics, read_trackers
@@ -165,6 +166,7 @@ class Run:
         max_bad = getattr(config.data, "max_bad_samples", 0)
         self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad)
         self._saver: RunSaver | None = None
+        self._verification: tuple[int, Batch] | None = None
         self._evaluations = _evaluations_of(planned, self.pipeline)
         self.is_saved = True
         """Whether the last checkpoint was committed; known once the run has finished."""
@@ -217,6 +219,8 @@ class Run:
         with self.console.compiling() as progress:
             # Step 0 wherever the run goes on: the batch only gives shapes, and all starts compile for the same ones.
             first = self.batches.shown(0, self.pipeline.reads(self.config.data.num_microbatches))
+            if settings.verify_every is not None:
+                self._verification = settings.verify_every, self._fullest_microbatch(first)
             shapes = None if self._evaluations is None else self._evaluations.shapes()
             self.pipeline.prepare(first, buckets=self.dataset.buckets, evaluation=shapes, progress=progress)
         if (recovery := self.process.recovery) is not None:
@@ -230,6 +234,17 @@ class Run:
             self.console.say(self._cache.describe())
         # Files of an earlier run go last, when nothing can be refused any more.
         self._first_does("run directory is ready", lambda: self._start_directory(fresh=fresh))
+
+    def _fullest_microbatch(self, batch: Batch) -> Batch:
+        """Returns a batch of the microbatch of the first step that skips the fewest chunks; this process may have
+        read none of it yet."""
+        self.pipeline.check_verifies()
+        number = max(
+            range(self.config.data.num_microbatches),
+            key=lambda m: sum(leaf[m] is not None for leaf in batch.values()),
+        )
+        whole = self.batches.shown(0, dict.fromkeys(batch, range(number, number + 1)))
+        return {name: [leaf[number]] for name, leaf in whole.items()}
 
     def _go_on(self, saver: RunSaver, found: StoredStep, *, force: bool, turn: int | None = None) -> None:
         if not isinstance(found.host.get("config"), dict):
@@ -339,6 +354,7 @@ class Run:
             on_evaluation=self.console.show_evaluation,
             max_skipped_in_row=self.config.run.max_skipped_in_row,
             num_bad=lambda: self.batches.num_bad,
+            verification=self._verification,
         )
         loop.skipped_in_row = self._skipped_in_row
         return loop
