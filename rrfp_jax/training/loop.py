@@ -341,7 +341,8 @@ class TrainingLoop:
         verification: tuple[int, Mapping[str, Any]] | None = None,
     ) -> None:
         self._verification = verification
-        self._last_verified: int | None = None
+        self.last_verified: int | None = None
+        """Steps after which all replicas computed the same bits; None: this loop has not verified yet."""
         self.wrong: str | None = None
         """A sentence on the difference for which the loop ended before its last step, with nothing saved; None: none
         was found."""
@@ -439,7 +440,7 @@ class TrainingLoop:
 
     def _is_verified(self, step: int) -> bool:
         # The first one of the loop also tells whether units give the same bits at all.
-        return self._verification is not None and (self._last_verified is None or step % self._verification[0] == 0)
+        return self._verification is not None and (self.last_verified is None or step % self._verification[0] == 0)
 
     def _verify_and_evaluate(self, state: PipelineState) -> None:
         if self._is_verified(state.step) and not self._stop:
@@ -454,8 +455,8 @@ class TrainingLoop:
         self._stop |= found.stop
         self._asked_to_save |= found.save
         if found.difference is None:
-            self._last_verified = state.step
-        elif self._last_verified is None:
+            self.last_verified = state.step
+        elif self.last_verified is None:
             self.wrong = (
                 f"{found.difference}, at the first verification: a device computes wrongly, or their kinds or hosts "
                 "round differently; take out the one, or leave verify_every out"
@@ -463,7 +464,7 @@ class TrainingLoop:
         else:
             self.wrong = (
                 f"after {state.step} steps {found.difference}: a device computes wrongly; take it out, and go on from "
-                f"a checkpoint of at most {self._last_verified} steps, after which all agreed"
+                f"a checkpoint of at most {self.last_verified} steps, after which all agreed"
             )
         if self._last_end_s:
             self._last_end_s = time.perf_counter()
@@ -494,6 +495,7 @@ class TrainingLoop:
             **self._host_data,
             "num_skipped": self._num_skipped,
             "skipped_in_row": self.skipped_in_row,
+            "last_verified": self.last_verified,
             "bad_samples": self._num_bad(),
         }
         if self._evaluations is None:

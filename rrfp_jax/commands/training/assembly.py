@@ -162,6 +162,7 @@ class Run:
         )
         self.state = PipelineState(0)
         self._num_skipped = self._skipped_in_row = 0
+        self._last_verified: int | None = None
         # Only data that is decoded, or made by a user's own code, has samples that can be left out.
         max_bad = getattr(config.data, "max_bad_samples", 0)
         self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad)
@@ -255,7 +256,8 @@ class Run:
         changed = check_same_training(found.host["config"], self._training, force=force)
         self.state = saver.restore(found, turn=turn)
         # All that take part count alike; a new start counts anew.
-        self._skipped_in_row = 0 if turn is None else int(found.host["skipped_in_row"])
+        if turn is not None:
+            self._skipped_in_row, self._last_verified = (found.host[key] for key in ("skipped_in_row", "last_verified"))
         self._num_skipped = int(found.host["num_skipped"])
         self.batches.num_bad = int(found.host.get("bad_samples", 0))
         if self._evaluations is not None:
@@ -356,7 +358,7 @@ class Run:
             num_bad=lambda: self.batches.num_bad,
             verification=self._verification,
         )
-        loop.skipped_in_row = self._skipped_in_row
+        loop.skipped_in_row, loop.last_verified = self._skipped_in_row, self._last_verified
         return loop
 
     def train(self, loop: TrainingLoop) -> None:
