@@ -17,6 +17,7 @@ from rrfp_jax.commands import replay
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Agreement, Message, StepRules
+from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime import NoProgress, PipelineRuntime, TaskFailed
 from rrfp_jax.runtime.event_log import log_name, take_log, write_log
 from rrfp_jax.runtime.options import RuntimeOptions
@@ -111,9 +112,9 @@ def stuck(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     stages = [StuckStage(stage, request.param) for stage in range(NUM_STAGES)]
     arbiters = [arbiter_of(stage, num_microbatches=NUM_MICROBATCHES) for stage in range(NUM_STAGES)]
     runtime = PipelineRuntime(arbiters, lambda stage, _: stages[stage], Direct, RuntimeOptions(progress_deadline_s=0.3))
-    assert runtime.submit(0, {}).result().step == 0
+    assert runtime.submit(0, StepBatch()).result().step == 0
     with pytest.raises((NoProgress, TaskFailed)):
-        runtime.submit(1, {}).result()
+        runtime.submit(1, StepBatch()).result()
     write_log(runtime.event_log(), tmp_path / log_name())
     for stage in stages:
         stage.free.set()

@@ -16,6 +16,7 @@ import pytest
 
 from rrfp_jax.cluster import LoopThread
 from rrfp_jax.core import HINTS, Agreement, Dispatch, Message, StageArbiter, StageSetup, StepRules, ready
+from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime import NoProgress, PipelineClosed, PipelineRuntime, TaskFailed, driver, stage_threads
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.runtime.stage_threads import AwaitedInputs, Launched, RunEnded, StageOutcome
@@ -125,7 +126,7 @@ def distant_peers(
 def test_steps_may_be_enqueued_ahead_and_run_in_order(way: Dispatch) -> None:
     stages = [CountingStage(), CountingStage()]
     runtime = make_runtime(stages, way=way)
-    outcomes = [future.result() for future in [runtime.submit(step, {}) for step in range(4)]]
+    outcomes = [future.result() for future in [runtime.submit(step, StepBatch()) for step in range(4)]]
     runtime.close()
     assert [outcome.step for outcome in outcomes] == [0, 1, 2, 3]
     assert outcomes[-1].peak_memory_bytes == {0: 16, 1: 16}
@@ -155,7 +156,7 @@ class StuckStage(CountingStage):
 def test_a_task_that_fails_when_it_is_waited_for_ends_the_run(way: Dispatch) -> None:
     runtime = make_runtime([CountingStage(), StuckStage("1B0", hangs=False)], way=way)
     with pytest.raises(TaskFailed, match=r"step 0: 1B0 on stage 1 failed: .*broken arithmetic"):
-        runtime.submit(0, {}).result(timeout=10)
+        runtime.submit(0, StepBatch()).result(timeout=10)
     runtime.close()
 
 
@@ -164,7 +165,7 @@ def test_a_task_that_hangs_is_named_within_the_deadline(way: Dispatch) -> None:
     stuck = StuckStage("1F0", hangs=True)
     runtime = make_runtime([CountingStage(), stuck], deadline_s=0.3, way=way)
     with pytest.raises(NoProgress, match="stage 1 has been running 1F0") as failure:
-        runtime.submit(0, {}).result(timeout=10)
+        runtime.submit(0, StepBatch()).result(timeout=10)
     assert failure.value.report.culprits() == (1,)
     assert not runtime.close(), "a thread that hangs is left behind"
     stuck.free.set()
@@ -175,7 +176,7 @@ def test_closing_while_a_task_runs_ends_the_step(way: Dispatch, monkeypatch: pyt
     monkeypatch.setattr("rrfp_jax.runtime.driver._STOP_TIMEOUT_S", 0.1)
     stuck = StuckStage("1F0", hangs=True)
     runtime = make_runtime([CountingStage(), stuck], way=way)
-    future = runtime.submit(0, {})
+    future = runtime.submit(0, StepBatch())
     assert stuck.waiting.wait(10)
     assert not runtime.close()
     with pytest.raises(PipelineClosed):
@@ -185,19 +186,19 @@ def test_closing_while_a_task_runs_ends_the_step(way: Dispatch, monkeypatch: pyt
 
 def test_after_close_steps_are_refused_and_closing_again_does_nothing() -> None:
     runtime = make_runtime([CountingStage()])
-    runtime.submit(0, {}).result()
+    runtime.submit(0, StepBatch()).result()
     runtime.close()
     runtime.close()
     with pytest.raises(PipelineClosed, match="was closed"):
-        runtime.submit(1, {})
+        runtime.submit(1, StepBatch())
 
 
 def test_an_error_on_the_event_loop_ends_the_run_with_a_report() -> None:
     runtime = make_runtime([CountingStage(fails=True), CountingStage()])
     with pytest.raises(TaskFailed, match="lost the payload"):
-        runtime.submit(0, {}).result()
+        runtime.submit(0, StepBatch()).result()
     with pytest.raises(TaskFailed, match="lost the payload"):
-        runtime.submit(1, {}).result()
+        runtime.submit(1, StepBatch()).result()
     runtime.close()
 
 
@@ -205,7 +206,7 @@ def test_a_report_that_cannot_be_made_does_not_hide_the_failure(monkeypatch: pyt
     monkeypatch.setattr(driver, "stage_state", lambda *_, **__: 1 / 0)
     runtime = make_runtime([CountingStage(fails=True), CountingStage()])
     with pytest.raises(TaskFailed, match="lost the payload"):
-        runtime.submit(0, {}).result(timeout=20)
+        runtime.submit(0, StepBatch()).result(timeout=20)
     runtime.close()
 
 
@@ -216,7 +217,7 @@ def test_a_failure_ends_the_wait_for_inputs_before_the_runtime_is_closed() -> No
     with ThreadPoolExecutor() as launching:
         fetched = launching.submit(inputs.fetch)
         with pytest.raises(TaskFailed, match="lost the payload"):
-            runtime.submit(0, {}).result()
+            runtime.submit(0, StepBatch()).result()
         with pytest.raises(RunEnded):
             fetched.result(timeout=20)
     runtime.close()
@@ -242,7 +243,7 @@ def test_a_runtime_without_work_never_reaches_its_deadline() -> None:
 
     runtime = make_runtime([CountingStage()], deadline_s=0.05)
     time.sleep(0.2)
-    assert runtime.submit(0, {}).result().step == 0
+    assert runtime.submit(0, StepBatch()).result().step == 0
     runtime.close()
 
 
@@ -268,7 +269,9 @@ def test_a_step_submitted_while_the_pipeline_closes_ends_too() -> None:
     closing = threading.Timer(0.1, lambda: (runtime.close(), closed.set()))
     closing.start()
     with suppress(PipelineClosed):
-        runtime.submit(0, {}).result(timeout=5)  # it ended before the pipeline was closed, or with PipelineClosed
+        runtime.submit(0, StepBatch()).result(
+            timeout=5
+        )  # it ended before the pipeline was closed, or with PipelineClosed
     closing.join()
     shared.close()
 
@@ -288,7 +291,7 @@ def test_wake_ups_are_never_lost(way: Dispatch) -> None:
     runtime = make_runtime([CountingStage() for _ in range(4)], num_microbatches=64, way=way)
     runtime._serial._calls = Interrupted()
     for step in range(20):
-        assert runtime.submit(step, {}).result(timeout=20).step == step
+        assert runtime.submit(step, StepBatch()).result(timeout=20).step == step
     runtime.close()
 
 
@@ -301,7 +304,7 @@ def test_patterns_of_absent_pairs_leave_nothing_behind() -> None:
     tracemalloc.start()
     for step in range(60):
         pairs = {(chunk, m) for m in chance.sample(range(num_microbatches), 12) for chunk in range(num_stages)}
-        runtime.submit(step, {}, absences(pairs)).result(timeout=20)
+        runtime.submit(step, StepBatch(), absences(pairs)).result(timeout=20)
         for stage in stages:
             stage.ran.clear()
         held_bytes.append(tracemalloc.get_traced_memory()[0])
@@ -318,7 +321,7 @@ def test_the_thread_of_a_stage_chooses_what_follows_also_where_there_are_other_p
             chosen_on.add(threading.current_thread().name)
 
     runtime = make_runtime([Watched(), Watched()], peers=distant_peers(ended=lambda *_: ended.set()))
-    runtime.submit(0, {})
+    runtime.submit(0, StepBatch())
     assert ended.wait(10)
     runtime.close()
     assert chosen_on == {"rrfp-stage-0", "rrfp-stage-1"}
@@ -346,5 +349,5 @@ class FailingTransport(DirectTransport):
 def test_a_transport_that_fails_is_a_failure_of_this_process() -> None:
     runtime = make_runtime([CountingStage(), CountingStage()], transport=FailingTransport)
     with pytest.raises(TaskFailed, match="a transport failed: no room for an activation"):
-        runtime.submit(0, None).result(20)
+        runtime.submit(0, StepBatch()).result(20)
     runtime.close()
