@@ -292,6 +292,10 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             self._complain(refusal)
             self._reply(route, {"kind": "failed", "text": refusal})
             return
+        assert self._membership is not None
+        if rank in self._newcomers and self._newcomers[rank][0] != request.member:
+            # Of the one before, which had perhaps come further, nothing may count any more.
+            self._declare(self._membership.handle(RankGone(rank, "was started again")))
         self._newcomers[rank] = request.member, route
         assert self._rules.members is not None
         brought = [[other, data] for other, data in self._rules.brought.items()]

@@ -255,12 +255,12 @@ class FailureDetector:
     def take_up(self, rank: int, number: int) -> None:
         """Forgets everything about a rank that was lost: a new process of it, with this number, is there."""
         self._numbers[rank] = number
-        self._suspicions = {pair: each for pair, each in self._suspicions.items() if rank not in pair}
+        self._suspicions = {pair: told for pair, told in self._suspicions.items() if rank not in pair}
         self._broken = {pair for pair in self._broken if rank not in pair}
         self._alive.discard(rank)
-        known: dict[int, Any]
-        for known in (self._left, self._lost, self._due_s, *self._left.values()):
-            known.pop(rank, None)
+        known: list[dict[int, Any]] = [self._left, self._lost, self._due_s, *self._left.values()]
+        for each in known:
+            each.pop(rank, None)
         self.present.add(rank)
 
     def suspect(self, suspicion: Suspicion, now_s: float, *, hears: Container[int] = ()) -> bool:

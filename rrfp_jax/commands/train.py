@@ -136,8 +136,7 @@ def _plan_and_train(config: TrainConfig, name: str, *, fresh: bool, force: bool,
     go_on_without_output()
     with checking_input():
         path = Path(config.run.run_dir or _default_path(name))
-        is_restart = _is_restart()
-        planned = plan_run(config, path, fresh=fresh and not is_restart, force=force)
+        planned = plan_run(config, path, fresh=fresh and not _is_restart(), force=force)
         check_plugin(config.run.platform)
         with ending_at_once():
             from rrfp_jax.commands.training import assembly
@@ -158,8 +157,8 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
     requests = stop_requests()
     requests.action = partial(_stop_before_first_step, run)
     with checking_input():
-        is_restart = _is_restart()
-        run.begin(fresh=fresh and not is_restart, force=force)  # a restart goes on from what this run has saved
+        # A restart goes on from what this run has saved.
+        run.begin(fresh=fresh and not _is_restart(), force=force)
     run.console.show_stages(run.pipeline)
     if run.is_complete:
         run.console.say(f"{run.directory.path} holds all {run.config.run.steps} steps: give more steps, or --fresh")

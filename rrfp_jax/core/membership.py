@@ -24,8 +24,8 @@ Rules
 5. *Ranks come back between steps.* A new process of a lost rank is a **newcomer**. All living ranks **hold**: each has
    finished step n - 1, waits for no gathering, begins neither step n nor a gathering, and tells the head so. A newcomer
    makes the state after step n - 1 its own, from a checkpoint that all ranks of some epoch have made in gatherings, so
-   that all of them know the verdict of step n - 1, and tells the head. Once all ranks of the epoch hold and
-   some newcomer has that state, the head declares an epoch with it, and all go on by rule 3. Where the last newcomer is
+   that all of them know the verdict of step n - 1, and tells the head. Once all ranks of the epoch hold and some
+   newcomer has that state, the head declares an epoch with it, and all go on by rule 3. Where the last newcomer is
    gone, the head lets all go on without one, and nobody may hold for step n any more.
 
 Why survivors never disagree

@@ -174,7 +174,7 @@ class Process:
     def recovers(self) -> bool:
         """Whether a pipeline goes on without ranks that are lost: each has a JAX of its own, and stages have
         replicas."""
-        return self.cluster is not None and not self.cluster.together and self.layout.data > 1
+        return self.layout.data > 1 and self.cluster is not None and not self.cluster.together
 
     @property
     def comes_back(self) -> bool:

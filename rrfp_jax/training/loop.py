@@ -415,8 +415,7 @@ class TrainingLoop:
                 self._verify_and_evaluate(state)
                 if self._is_boundary(state.step, num_steps):
                     self._save(state)
-                    if state.step < num_steps and not self._stop and self.unreadable is None:
-                        self._saver.take_back(state)
+                    self._take_back(state, num_steps)
         self._record(running)
         if running is not None and self.unreadable is not None and self._saver is not None:
             # The data ended the loop after a step that is no boundary: nobody knew that it would be the last.
@@ -503,6 +502,11 @@ class TrainingLoop:
         else:
             host["evaluation"] = self._evaluations.host
             self._saver.save(state, host, keep_also=self._evaluations.keep_also)
+
+    def _take_back(self, state: PipelineState, num_steps: int) -> None:
+        """Lets lost ranks come back after a save, unless the loop ends here."""
+        if self._saver is not None and state.step < num_steps and not self._stop and self.unreadable is None:
+            self._saver.take_back(state)
 
     def _record(self, running: _Running | None) -> None:
         """Waits for the result of the step under way, if there is one, counts it and hands out its row."""

@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import reduce
 from operator import or_
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from rrfp_jax.core.explain import IllegalTransition
 from rrfp_jax.core.membership import (
@@ -163,7 +163,7 @@ class Act(NamedTuple):
     verdict: Hashable = None
 
 
-Happening = MembershipEvent | Act
+Happening = MembershipEvent | FetchState | Act
 
 
 class Packet(NamedTuple):
@@ -244,7 +244,7 @@ class Rank:
             if (fact.what, fact.step) == (Phase.HOLD, self.fetches):
                 saved.setdefault(fact._replace(rank=0), set()).add(fact.rank)
         for fact, ranks in saved.items():
-            living, updates = fact.verdict  # type: ignore[misc]
+            living, updates = cast(tuple[tuple[int, ...], Hashable], fact.verdict)
             if ranks == set(living):
                 yield Act("fetch", updates)
 
@@ -301,10 +301,11 @@ class Rank:
                 sent.facts.append(Fact(Phase.HOLD, self.rank, self.step, machine.epoch, state))
                 self._obey(machine.handle(HoldCalled(self.step)), sent)
             case Act("fetch", updates):
+                assert self.fetches is not None
                 self.machine = self.setting.member(
                     self.rank, self.setting.num_ranks, first_step=self.fetches, is_newcomer=True
                 )
-                self.step, self.phase, self.updates = self.machine.newest + 1, Phase.HOLD, updates
+                self.step, self.phase, self.updates = self.machine.newest + 1, Phase.HOLD, cast(Any, updates)
                 self.fetched, self.fetches = self.step, None
                 self.results = (None,) * self._num_before()
                 sent.to_head.append(NewcomerTold(self.rank, self.step))
@@ -543,7 +544,7 @@ class MembershipSearch:
         head, packets, _, _ = self._step_head(state.head, NewcomerTold(rank, None))
         return state._replace(ranks=ranks, head=head, packets=state.packets | packets, starts=state.starts - 1)
 
-    def _is_silent(self, at: int, event: MembershipEvent) -> bool:
+    def _is_silent(self, at: int, event: Happening) -> bool:
         if not isinstance(event, PeerNote) or not isinstance(event.note, NewestVerdict | BroughtData):
             return False
         if event.epoch != self.ranks.values[at].machine.epoch or not self.setting.carries_epochs:

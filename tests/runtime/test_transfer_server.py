@@ -72,6 +72,7 @@ def test_a_server_that_no_partner_fetches_from_is_ended(
 
     cluster = Mock(
         spec=Cluster,
+        comes_back=False,
         rank=0,
         num_ranks=2,
         together=True,

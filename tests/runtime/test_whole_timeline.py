@@ -23,7 +23,7 @@ class Host:
     """A rank whose clock can be set."""
 
     def __init__(self, network: Any) -> None:
-        cluster = Mock(spec=Cluster, num_ranks=NUM_RANKS, rank=network.rank, network=network)
+        cluster = Mock(spec=Cluster, comes_back=False, num_ranks=NUM_RANKS, rank=network.rank, network=network)
         self.process = Process(Layout(num_stages=NUM_RANKS, num_ranks=NUM_RANKS), cluster)
         assert self.process.peers is not None
         self.clocks = self.process.peers.clocks

@@ -228,6 +228,8 @@ class Run:
             recovery.on_loss = self._take_over_if_first
             recovery.take_back()
             if self.process.comes_back:
+                # For the others would wait while the first row compiles it.
+                float(learning_rate_schedule(self.config.optimizer, self.config.run.steps)(0))
                 recovery.come_back(lambda turn: self._go_on(saver, saver.last_saved(), force=force, turn=turn))
                 return
             self._take_over_if_first()
