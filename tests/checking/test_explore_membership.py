@@ -64,7 +64,7 @@ def test_a_rank_comes_back(setting):
     "setting",
     [
         BACK,
-        {**BACK, "num_steps": 1, "holds": frozenset({0}), "deaths": 2},
+        {**BACK, "num_steps": 1, "holds": frozenset({0}), "dies_first": 3},
         {**BACK, "num_stages": 1, "num_replicas": 3, "deaths": 2},
         {**BACK, "num_stages": 1, "deaths": 2, "starts": 2, "suspicions": 1, "gatherings": (1, 2)},
     ],

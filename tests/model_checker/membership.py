@@ -111,6 +111,8 @@ class MembershipSetting:
     """The steps before which all ranks hold."""
     starts: int = 0
     """How often a lost rank may start anew."""
+    dies_first: int | None = None
+    """The rank that dies before anything else happens, beside ``deaths``."""
     carries_epochs: bool = True
     """Whether messages carry epochs; without them all are taken as of the receiver's own epoch."""
     reports_early: bool = False
@@ -455,6 +457,8 @@ class MembershipSearch:
         head = self._number_head(setting.head(setting.units_of, setting.num_stages))
         facts = self.facts.bits(fact for rank in ranks for fact in rank.begin())
         self.start = State(tuple(map(self._number_rank, ranks)), head, facts, 0, *self._faults_left())
+        if setting.dies_first is not None:
+            self.start = self.apply(self.start, setting.dies_first, Act(Status.DEAD))
         self.came_from: dict[State, tuple[State, str] | None] = {self.start: None}
         self.num_ends = self.num_ends_with_newcomers = 0
 
@@ -657,6 +661,7 @@ class MembershipSearch:
             if rank.rank not in head.living and rank.status is Status.RUNS and rank.has_come:
                 self._fail(state, f"rank {rank.rank} was declared lost and goes on")
         num_faults = setting.deaths - state.deaths + setting.suspicions - state.suspicions
+        num_faults += setting.dies_first is not None
         if not head.living and num_faults < setting.num_replicas:
             self._fail(state, f"the run was ended after {num_faults} losses")
         survivors = [rank for rank in ranks if rank.rank in head.living and rank.status is not Status.DEAD]

@@ -70,6 +70,8 @@ class FakeSaver:
         """How many saves losses spoil at the end."""
         self._every, self._time_at, self._num_asked = every, time_at, 0
         self.saved: list[tuple[int, int]] = []
+        self.took_back: list[int] = []
+        """The steps after which lost ranks may have come back."""
 
     def is_time(self) -> bool:
         self._num_asked += 1
@@ -161,6 +163,7 @@ def test_the_timeline_holds_the_last_step_that_finished(run):
 def test_when_the_state_is_saved(run, saver: FakeSaver, saved: list[tuple[int, int]]):
     run(FakePipeline(skipped=frozenset({2})), 5, saver=saver)
     assert saver.saved == saved
+    assert saver.took_back == [step for step, _ in saved if step < 5], "nobody comes back at the end"
 
 
 def test_nothing_is_enqueued_ahead_of_a_save(run):
