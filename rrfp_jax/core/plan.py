@@ -7,7 +7,7 @@ condition that fires by itself and may send messages; it is never dispatched. Th
   its share of the gradients;
 * *complete here* and *complete in all replicas*, of a chunk with copies in other replicas: they send to each other
   along a tree of the replicas, up and then down, and R follows;
-* *gradients complete* and *sums complete* of a chunk whose replicas add up by messages: below;
+* *gradients complete*, *sums complete* and *shares complete* of a chunk whose replicas add up by messages: below;
 * *report*: the stage has done its part of the step's agreement, and the reports of the stages below it in the tree of
   stages (:func:`report_tree`) are in; sends one report for all of them to the stage above;
 * *taken*, of a chunk that reads ahead (:mod:`rrfp_jax.core.memory`): all its readers on other stages have sent their
@@ -24,6 +24,11 @@ their pieces of all other living replicas, and its end sends the sums to these. 
 here, they are *complete*: U may run, and the stage may report. So a stage that knows the verdict has all that its
 updates need. Chunks of one replica that share parameters send their shared layers' pieces straight to the replicas that
 add them up for each of them.
+
+Where replicas share the optimizer state too (:attr:`StepRules.shares`), a chunk's parameters have as many shares as
+there are replicas. Two replicas hold the state of each share and update it (:func:`share_holders`). As its U ends, the
+first of them sends the share's parameters to the replicas that do not hold it, whose step ends once all shares are
+*complete*. So every parameter is up to date at the end of a step, and each share outlives the loss of one holder.
 
 Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` that it counts down. The plan of a step in
 which some pairs are absent is the full one with their tasks taken out (:mod:`rrfp_jax.core.stage_setup`).
@@ -75,6 +80,8 @@ class StepRules:
     by_messages: bool = False
     """Whether the replicas of a stage add up their gradients by messages, in pieces, instead of all together in R. Not
     in lockstep."""
+    shares: bool = False
+    """Whether each replica updates the shares of a chunk's parameters that it holds alone, and gets the others."""
     tree_degree: int = CONTROL_DEGREE
     """How many stages report to the same one at most."""
 
@@ -83,6 +90,8 @@ class StepRules:
             raise ValueError(f"tree_degree is {self.tree_degree}: at least 1 stage must report to another")
         if self.by_messages and self.lockstep:
             raise ValueError("replicas that add up by messages end no step in lockstep: leave out one of both")
+        if self.shares and not self.by_messages:
+            raise ValueError("replicas that send each other shares of parameters add up by messages: give both")
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +183,14 @@ def pieces_of_chunks(sharers: Iterable[int], num_replicas: int) -> dict[int, tup
     }
 
 
+def share_holders(share: int, living: Iterable[int], num_replicas: int) -> tuple[int, ...]:
+    """Returns the replicas that hold a share of the optimizer state: the first two that live, from its own number on.
+
+    A holder that lives stays one whoever else is lost.
+    """
+    return tuple(sorted(living, key=lambda replica: (replica - share) % num_replicas)[:2])
+
+
 def end_followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the nodes among these that wait for real ends: gates, and the tasks of engines beside compute."""
     lanes, num_tasks = plan.lanes, len(plan.tasks)
@@ -241,6 +258,8 @@ class _PlanBuilder:
                     self._after(later, earlier)
         for chunk in self.trained:
             self._wire_reduction(chunk)
+            if self.rules.shares:
+                self._wire_shares(chunk)
         if self.rules.lockstep:
             reductions = [self.index[Task(TaskKind.R, chunk)] for chunk in reversed(self.trained)]
             for before, after in pairwise(reductions):
@@ -443,6 +462,30 @@ class _PlanBuilder:
                 ]
                 for piece in pieces[other]:
                     self._after_message(sums, Message(MessageKind.SUM, other, chunk, piece))
+
+    def _wire_shares(self, chunk: int) -> None:
+        """Let U of a chunk send the shares that its replica is the first to hold, and the step wait for those that it
+        does not hold."""
+        stage_of, num_replicas = self.placement.stage_of_chunk, self.graph.num_replicas
+        update, base, own = self.index[Task(TaskKind.U, chunk)], chunk - chunk % num_replicas, chunk % num_replicas
+        sharers = filter(self.graph.trains, self.graph.sharing(chunk))
+        living = [c - base for c in sharers if c - base in range(num_replicas)]
+        awaited = []
+        for share in range(num_replicas):
+            holders = share_holders(share, living, num_replicas)
+            if own == holders[0]:
+                self.sends[update] += [
+                    (Message(MessageKind.SHARE, chunk, base + other, share), stage_of[base + other])
+                    for other in living
+                    if other not in holders
+                ]
+            elif own not in holders:
+                awaited.append(Message(MessageKind.SHARE, base + holders[0], chunk, share))
+        if awaited:
+            complete = self._gate(f"shares of chunk {chunk} complete")
+            self._after(complete, update)
+            for message in awaited:
+                self._after_message(complete, message)
 
     def _tell_sharer(self, gate: int, chunk: int, other: int) -> None:
         self.sends[gate].append((Message(MessageKind.SHARED, chunk, other), self.placement.stage_of_chunk[other]))
