@@ -31,7 +31,7 @@ from rrfp_jax.programs.program_text import memory_of
 from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.shardings import all_passing, shardings_of, spread, unit_shardings
-from rrfp_jax.programs.state import zeros
+from rrfp_jax.programs.state import Shares, zeros
 from rrfp_jax.programs.updates import PieceUpdates, StageUpdates, UnitUpdates
 from rrfp_jax.schedules import PipelineGraph
 
@@ -60,7 +60,8 @@ class ChunkSizes:
     accumulators_bytes: int
     """Bytes of accumulated gradients of the layers that train, once."""
     optimizer_bytes: int
-    """Bytes of the optimizer state of the layers that train, once."""
+    """Bytes of the optimizer state of the layers that train, once. Where replicas hold shares of it, a loss leaves some
+    of them with a share more than is counted here."""
     derived_bytes: int
     """Bytes of the values that ``prepare`` derives from the parameters, once."""
     zeros_bytes: int
@@ -152,6 +153,7 @@ class CompiledChunk:
         stage: the updates that the replicas of the chunk's stage make together, if there are several: they take the
             place of R and, with a sharded optimizer state, of U.
         copies: the replica of this unit, and of how many, where they add up gradients by messages; None elsewhere.
+        shares: the shares of the optimizer state that this unit holds, where these replicas cut it; None elsewhere.
         store: the programs that are compiled already for chunks of its kind; None: none.
 
     Raises ValueError, naming the chunk, where it cannot be compiled.
@@ -170,6 +172,7 @@ class CompiledChunk:
         seed: int = 0,
         stage: StageUpdates | None = None,
         copies: tuple[int, int] | None = None,
+        shares: Shares | None = None,
         store: ProgramStore | None = None,
     ) -> None:
         check_seed(seed)
@@ -190,7 +193,9 @@ class CompiledChunk:
             self.updates: UnitUpdates = (
                 UnitUpdates(index, chunks, graph, stage=stage, **options)
                 if copies is None
-                else PieceUpdates(index, chunks, graph, replica=copies[0], num_replicas=copies[1], **options)
+                else PieceUpdates(
+                    index, chunks, graph, replica=copies[0], num_replicas=copies[1], shares=shares, **options
+                )
             )
             """R and U of the unit."""
         forward_graph, quiet = graph.evaluating(), as_evaluated(self.chunk)

@@ -56,6 +56,29 @@ def test_survivors_go_on_with_what_a_lost_rank_had_to_do(
             )
 
 
+@pytest.mark.parametrize("second", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_shares_of_the_optimizer_state_outlive_one_loss_after_the_other(second: int, tmp_path: Path) -> None:
+    """Ranks 1 and 2 hold share 1 of 4 together, so the second loss takes what the first has left."""
+    with make_pipeline(1, process=Process.alone(1)) as pipeline:
+        losses, params = train(pipeline, STEPS)
+    with launched("--processes", 4, "--", "survivor", tmp_path, STEPS, 1, 4, 0.01, second, 7) as launcher:
+        assert launcher.wait(200) == 0, launcher.text
+    for rank in {0, 2, 3} - {second}:
+        own_losses, own_params, (before, after) = pickle.loads((tmp_path / f"rank{rank}").read_bytes())
+        assert after == before, "nothing is compiled after the first step"
+        np.testing.assert_allclose(own_losses, losses, rtol=1e-6)
+        jax.tree.map(
+            lambda own, all_: np.testing.assert_allclose(own, all_, rtol=1e-5, atol=1e-5), own_params[0], params[0]
+        )
+
+
+@pytest.mark.slow
+def test_two_holders_of_a_share_that_are_lost_together_end_the_run(tmp_path: Path) -> None:
+    with launched("--processes", 4, "--", "survivor", tmp_path, STEPS, 1, 4, 0.01, 2, 4) as launcher:
+        assert launcher.wait(200) != 0, launcher.text
+    assert re.search("share 1 of the optimizer state of stage 0 went with the two replicas that held it", launcher.text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 3])
 def test_a_slow_unit_gets_fewer_microbatches(slow: int, unharmed: tuple, tmp_path: Path) -> None:
@@ -158,3 +181,24 @@ def test_training_goes_on_whoever_is_lost(seed: int, trained: tuple, tmp_path: P
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     unit_of = {0: 0, 1: 2, 2: 1, 3: 3}
     assert [row for row in rows if "evaluation" not in row][-1]["lost_units"] == sorted(unit_of[rank] for rank in lost)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [None, 1])
+def test_shares_of_the_optimizer_state_are_saved_by_those_who_live(victim: int | None, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"num_stages": 1, "replicas": 3, "reduce": "messages", "shard": True, "steps": 16}
+    changes |= {"batch_size": 12, "num_microbatches": 6, "checkpoint_every": 4}
+    (tmp_path / "alone").mkdir()
+    alone = training_config(tmp_path / "alone", **{**changes, "replicas": 1, "reduce": "auto", "shard": False})
+    with launched(
+        "--processes", 1, "--", "experiments.train", "--config", alone, "--run-dir", tmp_path / "whole"
+    ) as one:
+        assert one.wait(200) == 0, one.text
+    command = ("--processes", 3, "--", "experiments.train", "--config", training_config(tmp_path, **changes))
+    with launched(*command, "--run-dir", tmp_path / "run", **QUICK_TO_COMPILE) as launcher:
+        if victim is not None:
+            rows = tmp_path / "run" / "metrics.jsonl"
+            assert eventually(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 5, 120), launcher.text
+            os.kill(launcher.ranks()[victim], signal.SIGKILL)
+        assert launcher.wait(200) == 0, launcher.text
+    outcome_of(tmp_path / "run", 16).assert_close(outcome_of(tmp_path / "whole", 16))
