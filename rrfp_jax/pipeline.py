@@ -40,7 +40,7 @@ from rrfp_jax.programs.model_graph import fitted_placement, model_graph
 from rrfp_jax.programs.optimizers import check_leafwise, with_standard_promotion
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params
-from rrfp_jax.programs.state import ChunkState, layer_groups
+from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.consistency import Verification, result_difference, state_difference
 from rrfp_jax.runtime.evaluation import EvaluationMetrics, EvaluationResult, EvaluationShapes, placed
@@ -206,10 +206,14 @@ class Pipeline:
         held = self._held(state).chunks
         return model_params(held[chunk].params for chunk in sorted(held))
 
-    def chunk_states(self, state: PipelineState) -> list[tuple[int, ChunkState]]:
+    def chunk_states(self, state: PipelineState, *, once: bool = False) -> list[tuple[int, ChunkState]]:
         """Returns the state of every chunk that this process hosts, copies of replicas included, each with the chunk's
-        number in the model; waits for the steps enqueued. The arrays are in use, as those of :meth:`params`."""
-        return self._model.by_chunk(self._held(state))
+        number in the model; waits for the steps enqueued. The arrays are in use, as those of :meth:`params`.
+
+        Where an optimizer state is cut into shares of which each replica holds some, ``once`` leaves each share to the
+        first replica that holds it.
+        """
+        return self._model.by_chunk(self._held(state), once=once)
 
     def differing_copies(self, state: PipelineState) -> str | None:
         """Returns the first array of which replicas hold different bits, in words; None if all copies agree.
@@ -275,9 +279,11 @@ class Pipeline:
         # couples its arrays, and all processes must refuse the same models.
         for index in range(len(self.chunks)):
             checked_params(self.chunks, index)
-        trained = [trained_specs(chunk) for chunk in self.chunks]
-        groups = [group for own in zip(self.chunks, trained, strict=True) for group in layer_groups(*own)]
-        check_leafwise(self.optimizer, model_params(trained), groups)
+        params = model_params(map(trained_specs, self.chunks))
+        parts = [part for index in range(len(self.chunks)) for part in self._model.parts(index)]
+        groups, shares = [part.layers for part in parts], [part.pick(params) for part in parts]
+        is_cut = self._model.num_shares > 1
+        check_leafwise(self.optimizer, params, () if is_cut else groups, shares if is_cut else ())
 
     def _held(self, state: PipelineState) -> HostedState:
         """Returns the state of the hosted chunks once all steps enqueued have ended."""

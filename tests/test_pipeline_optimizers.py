@@ -37,6 +37,7 @@ TOY_GROUP = ParameterGroup(match=("layers.*.up",), learning_rate_scale=0.5)
 FIELDS: dict[str, dict[str, Any]] = {"sgd": {"momentum": 0.9}, "adafactor": {"min_dim_size_to_factor": 8}}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas that share the state": {"data": 2, "shard_optimizer": True},
+    "replicas that hold shares": {"data": 4, "shard_optimizer": True, "reduce": "messages"},
     "tensor": {"mesh": {"tensor": 2}},
     "fsdp": {"mesh": {"fsdp": 2}},
     "fsdp, shared": {"mesh": {"fsdp": 2}, "data": 2, "shard_optimizer": True},
@@ -137,6 +138,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "alone": {},
     "replicas": {"data": 2},
     "replicas that share the state": {"data": 2, "shard_optimizer": True},
+    "replicas that hold shares": {"data": 4, "shard_optimizer": True, "reduce": "messages"},
     "on a mesh": {"mesh": {"tensor": 2}},
 }
 

@@ -267,9 +267,11 @@ class Checkpoints:
             for name, array in layers.split(state).items():
                 owner = self._owners[name[0]]
                 has_device = owner.device in array.sharding.device_set
+                if self._rank not in owner.ranks or (owner.apart and not has_device and name[1] == PARAMS):
+                    continue
                 # Of several copies the one on the owner's device counts, in whatever order they come.
-                if self._rank in owner.ranks and (name not in arrays or (has_device and not writes[name])):
-                    arrays[name], writes[name] = array, has_device
+                if name not in arrays or (has_device and not writes[name]):
+                    arrays[name], writes[name] = array, has_device or owner.apart
         missing = [n for n, owner in self._owners.items() if self._rank in owner.ranks and n not in given]
         if missing:
             raise ValueError(f"rank {self._rank} is to write {', '.join(missing)}: give the states of their chunks")

@@ -27,9 +27,9 @@ from rrfp_jax.checkpoint._arrays import (
     shown_name,
 )
 from rrfp_jax.programs.chunk import Chunk, param_specs, trained_specs
-from rrfp_jax.programs.shapes import Specs, pick, spec_text
+from rrfp_jax.programs.shapes import Specs, spec_text
 from rrfp_jax.programs.stage_devices import shards_of
-from rrfp_jax.programs.state import ChunkState, layer_groups
+from rrfp_jax.programs.state import ChunkState, state_parts
 
 # For every array of a part's optimizer state, the names that keep it: one for each layer that it belongs to.
 _PartPlan = tuple[tuple[ArrayName, ...], ...]
@@ -43,16 +43,19 @@ class ChunkLayers:
         chunk: the chunk.
         optimizer: the optimizer that the chunk's update runs.
         trains: False for a chunk none of whose layers train; it has no optimizer state.
+        num_shares: into how many shares of whole arrays the state is cut, of which the states at hand may lack some.
 
     Raises ValueError for an optimizer whose state for several layers is not made of its states for each of them.
     """
 
-    def __init__(self, chunk: Chunk, optimizer: optax.GradientTransformation, *, trains: bool = True) -> None:
+    def __init__(
+        self, chunk: Chunk, optimizer: optax.GradientTransformation, *, trains: bool = True, num_shares: int = 1
+    ) -> None:
         specs = param_specs(chunk)
         self.names = tuple(specs)
         """The chunk's layers, frozen ones included."""
-        parts = layer_groups(chunk, trained_specs(chunk)) if trains else ()
-        self._plans = tuple(_plan_part(optimizer, pick(specs, part)) for part in parts)
+        parts = state_parts(chunk, trained_specs(chunk), num_shares) if trains else ()
+        self._plans = tuple(_plan_part(optimizer, part.pick(specs)) for part in parts)
 
     def split(self, state: ChunkState) -> dict[ArrayName, Any]:
         """Returns every array (or spec) of parameters and optimizer state by name; nothing is copied."""
@@ -62,7 +65,7 @@ class ChunkLayers:
             for name, leaf in named_leaves(state.params[layer]).items()
         }
         for plan, part in zip(self._plans, state.optimizer_state, strict=True):
-            for names, leaf in zip(plan, jax.tree.leaves(part), strict=True):
+            for names, leaf in zip(() if part is None else plan, jax.tree.leaves(part), strict=True):
                 leaves |= dict.fromkeys(names, leaf)
         return leaves
 
@@ -78,8 +81,17 @@ class ChunkLayers:
             params[layer] = jax.tree.unflatten(
                 jax.tree.structure(target.params[layer]), [leaves[name] for name in names]
             )
+        taken: set[int] = set()
+
+        def own_leaf(names: tuple[ArrayName, ...]) -> Any:
+            leaf = _common_leaf(names, leaves)
+            if id(leaf) in taken and isinstance(leaf, jax.Array):
+                return leaf.copy()  # Two shares of a layer have it, and the update of each consumes its own.
+            taken.add(id(leaf))
+            return leaf
+
         optimizer_state = tuple(
-            jax.tree.unflatten(jax.tree.structure(part), [_common_leaf(names, leaves) for names in plan])
+            None if part is None else jax.tree.unflatten(jax.tree.structure(part), map(own_leaf, plan))
             for plan, part in zip(self._plans, target.optimizer_state, strict=True)
         )
         return ChunkState(params, optimizer_state, jax.tree.map(sharded_zeros, target.accumulators))

@@ -50,6 +50,9 @@ class Owner:
     """The ranks, ascending."""
     device: jax.Device
     """If several copies of an array exist, the one that this device has a share of is written."""
+    apart: bool = False
+    """Whether each of these ranks writes other arrays of the layer, as a part of its own: parameters the one with the
+    device, optimizer state whoever has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +72,12 @@ def layer_owners(
     devices: Sequence[jax.Device],
     *,
     shard_optimizer: bool = False,
+    whole_arrays: bool = False,
     living: Collection[int] | None = None,
 ) -> dict[str, Owner]:
     """Returns the owner of every layer, in the model's order, known without a look at any array.
 
-    A layer belongs to the lowest chunk that holds it, and there to the first replica that lives, or to all of them if
+    A layer belongs to the lowest chunk that holds it, and there to the first replica that lives, or to all that live if
     they share out the optimizer state.
 
     Args:
@@ -82,28 +86,38 @@ def layer_owners(
         layout: how devices are dealt out to stages and replicas.
         devices: devices by global number.
         shard_optimizer: whether replicas share out the optimizer state.
+        whole_arrays: whether each of them has whole arrays of it then.
         living: the ranks that live; None: all.
     """
     owners: dict[str, Owner] = {}
     for layers, stage in zip(layers_of_chunk, stage_of_chunk, strict=True):
-        units = (layout.unit(stage, replica) for replica in range(layout.data))
-        unit = next(each for each in units if living is None or {*layout.ranks_of(each)} <= {*living})
+        every = (layout.unit(stage, replica) for replica in range(layout.data))
+        units = [each for each in every if living is None or {*layout.ranks_of(each)} <= {*living}]
+        ranks = sorted({rank for unit in units for rank in layout.ranks_of(unit)})
         owner = Owner(
-            ranks=layout.ranks_of_stage(stage) if shard_optimizer else layout.ranks_of(unit),
-            device=devices[layout.devices_of(unit)[0]],
+            ranks=tuple(ranks) if shard_optimizer else layout.ranks_of(units[0]),
+            device=devices[layout.devices_of(units[0])[0]],
+            apart=shard_optimizer and whole_arrays,
         )
         owners |= {layer: owner for layer in layers if layer not in owners}
     return owners
 
 
 def parts_of_step(owners: Mapping[str, Owner]) -> tuple[StepPart, ...]:
-    """Returns the parts of a step, which are the same on all ranks: the layers of the same processes together."""
-    groups: dict[tuple[int, ...], list[str]] = {}
+    """Returns the parts of a step, which are the same on all ranks: the layers of the same processes together.
+
+    Where these write apart, each has a part. The names of all but the first have a number behind a sign that no name
+    of a layer becomes.
+    """
+    groups: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for layer, owner in owners.items():
-        groups.setdefault(owner.ranks, []).append(layer)
-    return tuple(
-        StepPart(name=part_name(layers[0]), layers=tuple(layers), ranks=ranks) for ranks, layers in groups.items()
-    )
+        groups.setdefault((owner.ranks, owner.apart), []).append(layer)
+    parts = []
+    for (ranks, apart), layers in groups.items():
+        for number, own in enumerate([(rank,) for rank in ranks] if apart else [ranks]):
+            name = part_name(layers[0]) + (f"+{number}" if number else "")
+            parts.append(StepPart(name=name, layers=tuple(layers), ranks=own))
+    return tuple(parts)
 
 
 def part_name(layer: str) -> str:

@@ -82,7 +82,10 @@ def read_arrays(
 
     Raises Unusable for an array that the step does not have, or has in another shape or dtype.
     """
-    part_of_layer = {layer: path for path, part in stored.parts.items() for layer in part.layers}
+    parts_of_layer: dict[str, list[Path]] = {}
+    for path, part in stored.parts.items():
+        for layer in part.layers:
+            parts_of_layer.setdefault(layer, []).append(path)
     by_layer: dict[str, dict[ArrayName, Any]] = {}
     arrays: dict[ArrayName, jax.Array] = {}
     for name, spec in specs.items():
@@ -95,21 +98,26 @@ def read_arrays(
             stored_spec = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=spec.sharding)
         by_layer.setdefault(name[0], {})[name] = stored_spec
     for layer, wanted in by_layer.items():
-        part = part_of_layer.get(layer)
-        if part is None:
-            raise Unusable(f"{stored.path} has no layer {layer}: {_REMEDY} (it has {', '.join(part_of_layer)})")
-        known, sizes = {name: (dtype, shape) for name, dtype, shape in stored.parts[part].arrays}, {}
+        if layer not in parts_of_layer:
+            raise Unusable(f"{stored.path} has no layer {layer}: {_REMEDY} (it has {', '.join(parts_of_layer)})")
+        known = {
+            name: (dtype, shape, path)
+            for path in parts_of_layer[layer]
+            for name, dtype, shape in stored.parts[path].arrays
+        }
+        sizes: dict[Path, dict[ArrayName, int]] = {}
         for name, spec in wanted.items():
             if (saved := known.get(name)) is None:
                 raise Unusable(f"{stored.path} has no array {shown_name(name)}: {_REMEDY}")
             here = (np.dtype(spec.dtype).name, tuple(spec.shape))
             if saved[1] != here[1] or (as_stored and saved[0] != here[0]):
-                was, now = (f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in (saved, here))
+                was, now = (f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in (saved[:2], here))
                 raise Unusable(f"{shown_name(name)} is {was} in {stored.path} and {now} in this run: {_REMEDY}")
             shard_bytes = math.prod(spec.sharding.shard_shape(spec.shape)) * np.dtype(spec.dtype).itemsize
-            sizes[name] = shard_bytes * len(spec.sharding.addressable_devices)
-        for names in size_batches(sizes.items(), _BATCH_BYTES):
-            arrays |= _read_batch(part, {name: wanted[name] for name in names})
+            sizes.setdefault(saved[2], {})[name] = shard_bytes * len(spec.sharding.addressable_devices)
+        for path, of_part in sizes.items():
+            for names in size_batches(of_part.items(), _BATCH_BYTES):
+                arrays |= _read_batch(path, {name: wanted[name] for name in names})
     return {
         name: jax.random.wrap_key_data(arrays[name], impl=jax.random.key_impl(jnp.empty(0, spec.dtype)))
         if is_random_key(spec)

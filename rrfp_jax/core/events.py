@@ -34,6 +34,9 @@ class MessageKind(StrEnum):
     """The outcome of the step's agreement, from stage ``source`` for stage ``target``, which is below it."""
     TAKEN = "receipt"
     """A receipt: the F of chunk ``source`` has used the output of chunk ``target``, which runs F only."""
+    SHARE = "share"
+    """A share of a chunk's parameters, updated by the copy ``source``, for the copy ``target``, which does not hold the
+    share's optimizer state. ``microbatch`` is the number of the share."""
 
 
 class Message(NamedTuple):
@@ -45,7 +48,9 @@ class Message(NamedTuple):
     microbatch: int = NO_MICROBATCH
 
     def __str__(self) -> str:
-        counted = "number" if self.kind in (MessageKind.PIECE, MessageKind.SUM) else "of microbatch"
+        counted = "of microbatch"
+        if self.kind in (MessageKind.PIECE, MessageKind.SUM, MessageKind.SHARE):
+            counted = "number"
         of = "" if self.microbatch < 0 else f" {counted} {self.microbatch}"
         place = "stage" if self.kind in (MessageKind.REPORT, MessageKind.VERDICT) else "chunk"
         return f"{self.kind}{of} from {place} {self.source} to {place} {self.target}"

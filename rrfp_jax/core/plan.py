@@ -7,7 +7,7 @@ condition that fires by itself and may send messages; it is never dispatched. Th
   its share of the gradients;
 * *complete here* and *complete in all replicas*, of a chunk with copies in other replicas: they send to each other
   along a tree of the replicas, up and then down, and R follows;
-* *gradients complete* and *sums complete* of a chunk whose replicas add up by messages: below;
+* *gradients complete*, *sums complete* and *shares complete* of a chunk whose replicas add up by messages: below;
 * *report*: the stage has done its part of the step's agreement, and the reports of the stages below it in the tree of
   stages (:func:`report_tree`) are in; sends one report for all of them to the stage above;
 * *taken*, of a chunk that reads ahead (:mod:`rrfp_jax.core.memory`): all its readers on other stages have sent their
@@ -26,6 +26,11 @@ updates need. Chunks of one replica that share parameters send their shared laye
 add them up for each of them.
 In deterministic mode a replica that runs several blocks of microbatches makes a sum of each, in microbatch order, and
 sends pieces of each (:func:`blocks_of`). So whoever runs a block, the same terms are added up in the same order.
+
+Where replicas share the optimizer state too (:attr:`StepRules.shares`), a chunk's parameters have as many shares as
+there are replicas. Two replicas hold the state of each share and update it (:func:`share_holders`). As its U ends, the
+first of them sends the share's parameters to the replicas that do not hold it, whose step ends once all shares are
+*complete*. So every parameter is up to date at the end of a step, and each share outlives the loss of one holder.
 
 Plans are immutable and shared; an arbiter's own state is a copy of ``needs`` that it counts down. The plan of a step in
 which some pairs are absent is the full one with their tasks taken out (:mod:`rrfp_jax.core.stage_setup`).
@@ -77,6 +82,8 @@ class StepRules:
     by_messages: bool = False
     """Whether the replicas of a stage add up their gradients by messages, in pieces, instead of all together in R. Not
     in lockstep."""
+    shares: bool = False
+    """Whether each replica updates the shares of a chunk's parameters that it holds alone, and gets the others."""
     tree_degree: int = CONTROL_DEGREE
     """How many stages report to the same one at most."""
 
@@ -85,6 +92,8 @@ class StepRules:
             raise ValueError(f"tree_degree is {self.tree_degree}: at least 1 stage must report to another")
         if self.by_messages and self.lockstep:
             raise ValueError("replicas that add up by messages end no step in lockstep: leave out one of both")
+        if self.shares and not self.by_messages:
+            raise ValueError("replicas that send each other shares of parameters add up by messages: give both")
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +197,14 @@ def blocks_of(graph: PipelineGraph, chunk: int, *, ordered: bool) -> tuple[int, 
     return tuple(block for block, holder in enumerate(graph.holders[base]) if holder == replica)
 
 
+def share_holders(share: int, living: Iterable[int], num_replicas: int) -> tuple[int, ...]:
+    """Returns the replicas that hold a share of the optimizer state: the first two that live, from its own number on.
+
+    A holder that lives stays one whoever else is lost.
+    """
+    return tuple(sorted(living, key=lambda replica: (replica - share) % num_replicas)[:2])
+
+
 def end_followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the nodes among these that wait for real ends: gates, and the tasks of engines beside compute."""
     lanes, num_tasks = plan.lanes, len(plan.tasks)
@@ -249,14 +266,12 @@ class _PlanBuilder:
                 self._wire_backwards(chunk)
             elif self.graph.successors(chunk):
                 self._wire_readers(chunk)
-        if self.rules.ordered:
-            share = self.graph.num_microbatches // self.graph.num_replicas
-            for chunk in filter(self.graph.trains, self.chunks):
-                for earlier, later in pairwise(self._nodes(self.graph.accumulating_kind(chunk), chunk).items()):
-                    if not self.rules.by_messages or earlier[0] // share == later[0] // share:
-                        self._after(later[1], earlier[1])
+        for chunk in filter(self.graph.trains, self.chunks) if self.rules.ordered else ():
+            self._wire_order(chunk)
         for chunk in self.trained:
             self._wire_reduction(chunk)
+            if self.rules.shares:
+                self._wire_shares(chunk)
         if self.rules.lockstep:
             reductions = [self.index[Task(TaskKind.R, chunk)] for chunk in reversed(self.trained)]
             for before, after in pairwise(reductions):
@@ -396,6 +411,13 @@ class _PlanBuilder:
                 needed = self.graph.dependencies(self.tasks[follower])
                 self._after(node, *(self.index[t] for t in needed if t.chunk != task.chunk and t in self.index))
 
+    def _wire_order(self, chunk: int) -> None:
+        """Let the gradients of a chunk be added up in microbatch order, within each block where blocks are sums."""
+        share = self.graph.num_microbatches // self.graph.num_replicas
+        for earlier, later in pairwise(self._nodes(self.graph.accumulating_kind(chunk), chunk).items()):
+            if not self.rules.by_messages or earlier[0] // share == later[0] // share:
+                self._after(later[1], earlier[1])
+
     def _wire_reduction(self, chunk: int) -> None:
         """Let R of a chunk wait for the gradients of all chunks that share its parameters."""
         reduction = self.index[Task(TaskKind.R, chunk)]
@@ -468,6 +490,30 @@ class _PlanBuilder:
         num_replicas = self.graph.num_replicas
         num_sums = len(blocks_of(self.graph, chunk, ordered=self.rules.ordered))
         return range(0, num_sums * num_replicas, num_replicas)
+
+    def _wire_shares(self, chunk: int) -> None:
+        """Let U of a chunk send the shares that its replica is the first to hold, and the step wait for those that it
+        does not hold."""
+        stage_of, num_replicas = self.placement.stage_of_chunk, self.graph.num_replicas
+        update, base, own = self.index[Task(TaskKind.U, chunk)], chunk - chunk % num_replicas, chunk % num_replicas
+        sharers = filter(self.graph.trains, self.graph.sharing(chunk))
+        living = [c - base for c in sharers if c - base in range(num_replicas)]
+        awaited = []
+        for share in range(num_replicas):
+            holders = share_holders(share, living, num_replicas)
+            if own == holders[0]:
+                self.sends[update] += [
+                    (Message(MessageKind.SHARE, chunk, base + other, share), stage_of[base + other])
+                    for other in living
+                    if other not in holders
+                ]
+            elif own not in holders:
+                awaited.append(Message(MessageKind.SHARE, base + holders[0], chunk, share))
+        if awaited:
+            complete = self._gate(f"shares of chunk {chunk} complete")
+            self._after(complete, update)
+            for message in awaited:
+                self._after_message(complete, message)
 
     def _tell_sharer(self, gate: int, chunk: int, other: int) -> None:
         self.sends[gate].append((Message(MessageKind.SHARED, chunk, other), self.placement.stage_of_chunk[other]))

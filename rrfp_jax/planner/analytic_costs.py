@@ -155,7 +155,7 @@ def model_layers(
     if not any(trains):
         raise ValueError("every layer of the model is frozen, and nothing is left to train: freeze fewer layers")
     ahead = 0 if way.target.platform == "cpu" else LEAVES_AHEAD
-    first, replicas = trains.index(True), config.pipeline.replicas if config.optimizer.shard else 1
+    first, num_shares = trains.index(True), config.num_state_shares
     names, types = [], {}
     for place, (each, does) in enumerate(zip(placed, trains, strict=True)):
         has_backward = place >= first
@@ -164,7 +164,7 @@ def model_layers(
         is_in_turn = way.target.platform != "cpu" and each.kind != "embedding"
         types[names[-1]] = LayerType(
             sizes=each.sizes.in_turn(trains=does) if is_in_turn else each.sizes,
-            fixed_bytes=_fixed(each, num_moments if does else None, replicas) + ahead * each.sizes.leaf_bytes,
+            fixed_bytes=_fixed(each, num_moments if does else None, num_shares) + ahead * each.sizes.leaf_bytes,
             num_moments=num_moments,
             trains=does,
             has_backward=has_backward,
@@ -203,14 +203,14 @@ def _is_frozen(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     return all(any(matches(pattern, name) for pattern in patterns) for name in names)
 
 
-def _fixed(placed: Placed, num_moments: int | None, replicas: int) -> int:
-    """Returns the lasting bytes of a layer. Moments have the parameters' dtype, and replicas may share them out; None:
+def _fixed(placed: Placed, num_moments: int | None, num_shares: int) -> int:
+    """Returns the lasting bytes of a layer. Moments have the parameters' dtype, and a unit holds a share of them; None:
     the layer is frozen."""
     itemsize, number = FLOAT_BYTES[placed.param_dtype], placed.sizes.num_held
     held = number * itemsize + placed.sizes.derived_bytes
     if num_moments is None:
         return held
-    return held + number * FLOAT32 - (-num_moments * number * itemsize // replicas) + _COUNTS
+    return held + number * FLOAT32 - (-num_moments * number * itemsize // num_shares) + _COUNTS
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------

@@ -278,9 +278,8 @@ def compile_chunks(
         programs = [program for chunk in chunks.values() for program in chunk.compiled.values()]
         tells_memory = tells_memory and all(memory_of(program) is not None for program in programs)
         sizes = {chunk: each.sizes for chunk, each in chunks.items()}
-        if config.optimizer.shard:  # replicas share the optimizer's state out
-            share = config.pipeline.replicas
-            sizes = {c: replace(each, optimizer_bytes=-(-each.optimizer_bytes // share)) for c, each in sizes.items()}
+        share = config.num_state_shares
+        sizes = {c: replace(each, optimizer_bytes=-(-each.optimizer_bytes // share)) for c, each in sizes.items()}
         found += chunk_parts(cut, {chunk: plain_sizes(each) for chunk, each in sizes.items()})
     if not tells_memory:
         _log.warning("the backend does not say what memory programs need: temporaries are estimated from sizes")

@@ -31,7 +31,7 @@ from rrfp_jax.programs.program_text import memory_of
 from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, pick
 from rrfp_jax.programs.shardings import all_passing, shardings_of, spread, unit_shardings
-from rrfp_jax.programs.state import zeros
+from rrfp_jax.programs.state import Shares, zeros
 from rrfp_jax.programs.updates import PieceUpdates, StageUpdates, UnitUpdates
 from rrfp_jax.schedules import PipelineGraph
 
@@ -60,7 +60,8 @@ class ChunkSizes:
     accumulators_bytes: int
     """Bytes of accumulated gradients of the layers that train, once."""
     optimizer_bytes: int
-    """Bytes of the optimizer state of the layers that train, once."""
+    """Bytes of the optimizer state of the layers that train, once. Where replicas hold shares of it, a loss leaves some
+    of them with a share more than is counted here."""
     derived_bytes: int
     """Bytes of the values that ``prepare`` derives from the parameters, once."""
     zeros_bytes: int
@@ -153,6 +154,7 @@ class CompiledChunk:
             place of R and, with a sharded optimizer state, of U.
         copies: the replica of this unit, of how many, and whether each adds up in blocks, where they add up gradients
             by messages (:class:`.PieceUpdates`); None elsewhere.
+        shares: the shares of the optimizer state that this unit holds, where these replicas cut it; None elsewhere.
         store: the programs that are compiled already for chunks of its kind; None: none.
 
     Raises ValueError, naming the chunk, where it cannot be compiled.
@@ -171,6 +173,7 @@ class CompiledChunk:
         seed: int = 0,
         stage: StageUpdates | None = None,
         copies: tuple[int, int, bool] | None = None,
+        shares: Shares | None = None,
         store: ProgramStore | None = None,
     ) -> None:
         check_seed(seed)
@@ -192,7 +195,14 @@ class CompiledChunk:
                 UnitUpdates(index, chunks, graph, stage=stage, **options)
                 if copies is None
                 else PieceUpdates(
-                    index, chunks, graph, replica=copies[0], num_replicas=copies[1], in_blocks=copies[2], **options
+                    index,
+                    chunks,
+                    graph,
+                    replica=copies[0],
+                    num_replicas=copies[1],
+                    in_blocks=copies[2],
+                    shares=shares,
+                    **options,
                 )
             )
             """R and U of the unit."""

@@ -74,16 +74,21 @@ class _Trace(NamedTuple):
 
 
 def check_leafwise(
-    optimizer: optax.GradientTransformation, params: Specs, groups: Iterable[Sequence[str]] = ()
+    optimizer: optax.GradientTransformation,
+    params: Specs,
+    groups: Iterable[Sequence[str]] = (),
+    shares: Iterable[Specs] = (),
 ) -> None:
     """Raises ValueError if ``optimizer`` couples leaves of ``params``, or updates one otherwise in its group alone.
 
     ``params`` holds the shapes of the whole model, as a dictionary from layer name to parameters: in a part of it a
-    coupling can go unseen. ``groups`` name the layers that are updated together.
+    coupling can go unseen. ``groups`` name the layers that are updated together. ``shares`` are parts of ``params``
+    that are, with None in place of all other arrays.
     """
     whole = _trace(optimizer, params)
     # a group that has all layers is the whole model
     parts = [_trace_of_group(optimizer, pick(params, group)) for group in groups if len(group) < len(params)]
+    parts += [_trace_of_group(optimizer, share) for share in shares]
     traces = [whole, *parts]
     if len(jax.tree.leaves(whole.state)) == len(jax.tree.leaves(whole.new_state)):
         updates = _compared(traces)

@@ -48,8 +48,8 @@ class PieceBytes:
     piece: int = 0
     """Bytes of one piece."""
     lasting: int = 0
-    """Bytes of the pieces of others, and bytes that the chunk's own pieces have beyond its accumulators: at any time,
-    also while microbatches are in flight."""
+    """Bytes of the pieces of others, bytes that the chunk's own pieces have beyond its accumulators, and bytes of
+    shares of parameters on their way: at any time, also while microbatches are in flight."""
     made: Mapping[str, int] = field(default_factory=dict)
     """By program, the bytes of results that take the place of nothing while it runs: all pieces lie beside the
     accumulators as these are cut or joined, and sums of shared layers lie beside their own piece."""

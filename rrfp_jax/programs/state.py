@@ -3,11 +3,12 @@
 Initial values depend on the key alone, not on the devices that share a parameter. Nothing here needs another process:
 arrays on several processes are made by programs that all of them run, from the same key.
 
-An optimizer state is a tuple, one entry per *group* of the chunk's layers (:func:`layer_groups`). It lies on the
-chunk's unit, or is cut over all replicas of its stage (ZeRO-1, Rajbhandari et al. 2020).
+An optimizer state is a tuple, one entry per *part* of the chunk's parameters (:func:`state_parts`). It lies on the
+chunk's unit, or is cut over all replicas of its stage (ZeRO-1, Rajbhandari et al. 2020): every array of it, where a
+collective updates all replicas, and else by whole arrays, of which a replica holds the shares that it updates.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -42,8 +43,8 @@ class ChunkState:
 
     params: Params
     optimizer_state: Any
-    """One entry per group of the chunk's layers (see :func:`layer_groups`); empty for a chunk that does not train, or
-    whose replicas share the state."""
+    """One entry per part of the chunk's parameters (see :func:`state_parts`), None for a share that is not held here;
+    empty for a chunk that does not train, or whose replicas share the state."""
     accumulators: Any
     """Gradients of the summed loss, float32, of the layers that train; zeros between steps."""
     derived: tuple[Any, ...] | None = None
@@ -106,10 +107,93 @@ def _placed(expected: Specs, given: Any) -> Any:
 
 
 def layer_groups(chunk: Chunk, names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """Returns layer names of a chunk, grouped as the entries of its optimizer state: its own, then each shared one."""
+    """Returns layer names of a chunk in groups, of which programs of their own take care: its own, then each shared
+    one."""
     names = tuple(names)
     own = tuple(name for name in names if name not in chunk.shared)
     return tuple(group for group in (own, *((name,) for name in sorted(chunk.shared) if name in names)) if group)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The shares into which the replicas of a stage cut an optimizer state."""
+
+    number: int
+    """How many there are."""
+    held: Collection[int]
+    """The shares that the unit in question holds."""
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """The parameters of one entry of an optimizer state: some layers of a chunk, or the arrays of a share in them."""
+
+    layers: tuple[str, ...]
+    share: int = 0
+    arrays: tuple[frozenset[int], ...] = ()
+    """For each layer the arrays of the share, by their number in it; empty: all arrays."""
+
+    @property
+    def name(self) -> str:
+        """The name for programs, unique in a chunk."""
+        return f"{', '.join(self.layers)}{f' (share {self.share})' if self.arrays else ''}"
+
+    def pick(self, layers: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what these layers have for the parameters of the part, and None for all others in the layers."""
+        picked = pick(layers, self.layers)
+        for name, numbers in zip(self.layers, self.arrays, strict=False):
+            leaves, structure = jax.tree.flatten(picked[name])
+            own = [leaf if n in numbers else None for n, leaf in enumerate(leaves)]
+            picked[name] = jax.tree.unflatten(structure, own)
+        return picked
+
+
+def state_parts(chunk: Chunk, params: Mapping[str, Specs], num_shares: int = 1) -> tuple[StatePart, ...]:
+    """Returns the parts of a chunk's parameters, given those that train: each group of layers, cut into shares.
+
+    A share has whole arrays, since an optimizer may go by their shapes. The largest array first, each goes to the share
+    that has the fewest bytes. A shared layer is cut in the same way in every chunk that holds it.
+    """
+    groups = layer_groups(chunk, params)
+    if num_shares == 1:
+        return tuple(map(StatePart, groups))
+    parts: list[StatePart] = []
+    loads = [0] * num_shares
+    # The chunk's own layers last: they even out the others. Sorted, since mappings have their layers in any order.
+    for group in map(sorted, reversed(groups)):
+        added = [0] * num_shares
+        before = [0] * num_shares if group[0] in chunk.shared else loads
+        sizes = [
+            (leaf.size * leaf.dtype.itemsize, name, n)
+            for name in group
+            for n, leaf in enumerate(jax.tree.leaves(params[name]))
+        ]
+        taken: list[dict[str, set[int]]] = [{} for _ in range(num_shares)]
+        for size, name, n in sorted(sizes, key=lambda array: -array[0]):  # of equal sizes, by name
+            share = min(range(num_shares), key=[sum(each) for each in zip(before, added, strict=True)].__getitem__)
+            added[share] += size
+            taken[share].setdefault(name, set()).add(n)
+        loads = [load + more for load, more in zip(loads, added, strict=True)]
+        own = [(share, {name: of[name] for name in group if name in of}) for share, of in enumerate(taken) if of]
+        parts = [StatePart(tuple(of), share, tuple(map(frozenset, of.values()))) for share, of in own] + parts
+    return tuple(parts)
+
+
+def share_of(parts: Iterable[StatePart], share: int, layers: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Returns what these layers have for the parameters of one share, one entry per part of it."""
+    return tuple(part.pick(layers) for part in parts if part.share == share)
+
+
+def overlaid(layers: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the layers, with the arrays of others in the place of theirs, as far as those have any."""
+    result = dict(layers)
+    for other in others:
+        for name, layer in other.items():
+            own = result.setdefault(name, layer)
+            result[name] = jax.tree.map(
+                lambda new, old: old if new is None else new, layer, own, is_leaf=lambda leaf: leaf is None
+            )
+    return result
 
 
 def initial_state(
@@ -121,23 +205,26 @@ def initial_state(
     sharding: Sharding,
     trains: bool,
     shard_optimizer: bool = False,
+    shares: Shares | None = None,
     store: ProgramStore | None = None,
 ) -> ChunkState:
     """Returns the state of chunk ``index`` from a typed key, the same key for all chunks.
 
     ``sharding`` is the boundary of the chunk's unit, see :mod:`rrfp_jax.programs.shardings`. ``trains`` is False for a
     chunk whose parameters do not change. With ``shard_optimizer`` the optimizer state is left out, because the replicas
-    share it: see :func:`initial_shared_state`. ``store`` has the programs that are compiled already for other chunks.
+    share it: see :func:`initial_shared_state`. ``shares`` are those of which the unit holds some; None: the state is
+    not cut. ``store`` has the programs that are compiled already for other chunks.
     """
     # raw numbers, because a typed key cannot be put onto devices of other processes
     numbers = np.asarray(jax.random.key_data(key))
     store = store or ProgramStore()
     impl = str(jax.random.key_impl(key))
     params = _initial_params(chunks, index, sharding, key=numbers, impl=impl, store=store)
-    state = state_specs(chunks, index, optimizer, sharding=sharding, trains=trains, shard_optimizer=shard_optimizer)
-    groups = layer_groups(chunks[index], trained_specs(chunks[index]))
+    options: dict[str, Any] = {"sharding": sharding, "trains": trains, "shard_optimizer": shard_optimizer}
+    state = state_specs(chunks, index, optimizer, **options, shares=shares)
+    parts = _parts(chunks[index], shares)
     state.params, at_sums = params, shardings_of(state.accumulators)
-    state.optimizer_state = _initial_optimizer_state(optimizer, params, groups, state.optimizer_state, store)
+    state.optimizer_state = _initial_optimizer_state(optimizer, params, parts, state.optimizer_state, store)
     state.accumulators = zeros(state.accumulators, at_sums)
     return state
 
@@ -150,23 +237,33 @@ def state_specs(
     sharding: Sharding,
     trains: bool,
     shard_optimizer: bool = False,
+    shares: Shares | None = None,
 ) -> ChunkState:
     """Returns the state of ``initial_state`` as specs with shardings; nothing is computed."""
     params = spread(spec_of(param_specs(chunks[index])), unit_shardings(chunks, index, sharding).params)
+    has_own = trains and not shard_optimizer
     return ChunkState(
         params=params,
-        optimizer_state=optimizer_specs(chunks, index, optimizer, sharding) if trains and not shard_optimizer else (),
+        optimizer_state=optimizer_specs(chunks, index, optimizer, sharding, shares) if has_own else (),
         accumulators=accumulator_spec(pick(params, trained_specs(chunks[index]))) if trains else {},
     )
 
 
-def optimizer_specs(
-    chunks: Sequence[Chunk], index: int, optimizer: optax.GradientTransformation, devices: Sharding | StageDevices
-) -> tuple[Specs, ...]:
-    """Returns the optimizer state of chunk ``index``, one entry per group of layers, as specs with shardings.
+def _parts(chunk: Chunk, shares: Shares | None) -> tuple[StatePart, ...]:
+    return state_parts(chunk, trained_specs(chunk), 1 if shares is None else shares.number)
 
-    ``devices`` is the boundary of a unit, or the stage over whose replicas the state is cut. Only for a chunk that
-    trains; nothing is computed.
+
+def optimizer_specs(
+    chunks: Sequence[Chunk],
+    index: int,
+    optimizer: optax.GradientTransformation,
+    devices: Sharding | StageDevices,
+    shares: Shares | None = None,
+) -> tuple[Specs, ...]:
+    """Returns the optimizer state of chunk ``index``, one entry per part of its parameters, as specs with shardings.
+
+    ``devices`` is the boundary of a unit, or the stage over whose replicas the state is cut. Shares that are not held
+    are None. Only for a chunk that trains; nothing is computed.
     """
     params = spec_of(trained_specs(chunks[index]))
     replicas: int | None = None
@@ -175,11 +272,14 @@ def optimizer_specs(
         devices = devices.sharding()
     else:
         partition = unit_shardings(chunks, index, devices).partition
-    states = []
-    for group in layer_groups(chunks[index], params):
-        own = pick(params, group)
+    states: list[Specs | None] = []
+    for part in _parts(chunks[index], shares):
+        if shares is not None and part.share not in shares.held:
+            states.append(None)
+            continue
+        own = part.pick(params)
         state = spec_of(jax.eval_shape(optimizer.init, own))
-        cut = state_partition(state, own, pick(partition, group))
+        cut = state_partition(state, own, part.pick(partition))
         states.append(spread(state, place(cut if replicas is None else shared_out(cut, state, replicas), devices)))
     return tuple(states)
 
@@ -191,12 +291,12 @@ def initial_optimizer_state(
     sharding: Sharding,
     params: Params,
     *,
+    shares: Shares | None = None,
     store: ProgramStore | None = None,
 ) -> tuple[Any, ...]:
     """Returns the optimizer state of chunk ``index`` for these parameters, on its unit with boundary ``sharding``."""
-    groups = layer_groups(chunks[index], trained_specs(chunks[index]))
-    specs = optimizer_specs(chunks, index, optimizer, sharding)
-    return _initial_optimizer_state(optimizer, params, groups, specs, store or ProgramStore())
+    specs = optimizer_specs(chunks, index, optimizer, sharding, shares)
+    return _initial_optimizer_state(optimizer, params, _parts(chunks[index], shares), specs, store or ProgramStore())
 
 
 def initial_shared_state(
@@ -216,20 +316,22 @@ def initial_shared_state(
     changing = {replica: pick(layers, trained) for replica, layers in params.items()}
     joined = devices.join(changing, pick(param_partition(chunks, index, axes_of(devices.mesh)), trained))
     specs = optimizer_specs(chunks, index, optimizer, devices)
-    groups = layer_groups(chunks[index], joined)
-    return _initial_optimizer_state(optimizer, joined, groups, specs, store or ProgramStore())
+    return _initial_optimizer_state(optimizer, joined, _parts(chunks[index], None), specs, store or ProgramStore())
 
 
 def _initial_optimizer_state(
     optimizer: optax.GradientTransformation,
     params: Params,
-    groups: Sequence[tuple[str, ...]],
+    parts: Sequence[StatePart],
     specs: tuple[Specs, ...],
     store: ProgramStore,
 ) -> tuple[Any, ...]:
-    states = []
-    for group, state in zip(groups if specs else (), specs, strict=True):
-        own = pick(params, group)
+    states: list[Any] = []
+    for part, state in zip(parts if specs else (), specs, strict=True):
+        if state is None:
+            states.append(None)
+            continue
+        own = part.pick(params)
         init = shared_program(
             store,
             "init_optimizer",

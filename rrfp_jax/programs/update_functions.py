@@ -38,6 +38,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -356,19 +357,26 @@ def _any_flag(*flags: Flag) -> Flag:
 
 
 def signed_norm(
-    optimizer: optax.GradientTransformation, groups: Sequence[Specs]
+    optimizer: optax.GradientTransformation, groups: Sequence[Specs], *, may_lack: bool = False
 ) -> tuple[Callable[[Any, Any], Any] | None, Specs]:
     """Returns ``signed(squared_norm, scalars)`` and the shapes of the scalars.
 
     The result of ``signed`` is negative if the next update of some group of parameters cannot be finite. The scalars
-    are those of the optimizer's state, a list for each group. There are neither if no fault can be.
+    are those of the optimizer's state, a list for each group. There are neither if no fault can be. With ``may_lack`` a
+    truth value stands beside each list; where it is False the state is not here, and the group is not looked at.
     """
     scalars = spec_of([scalars_of(jax.eval_shape(optimizer.init, params)) for params in groups])
+    if may_lack:
+        scalars = [(own, jax.ShapeDtypeStruct((), np.bool_)) for own in scalars]
     faults = [update_fault(optimizer, params) for params in groups]
     found: list[Flag] = []
 
     def is_spoilt(scalars: Any) -> Flag:
-        found.append(_any_flag(*(fault(own) for fault, own in zip(faults, scalars, strict=True))))
+        flags = []
+        for fault, own in zip(faults, scalars, strict=True):
+            flag = fault(own[0] if may_lack else own)
+            flags.append(flag & own[1] if may_lack and flag is not False else flag)
+        found.append(_any_flag(*flags))
         return found[0]
 
     traced = jax.make_jaxpr(is_spoilt)(scalars)

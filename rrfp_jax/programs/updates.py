@@ -38,7 +38,7 @@ from rrfp_jax.programs.shardings import (
     spread,
 )
 from rrfp_jax.programs.stage_devices import StageDevices
-from rrfp_jax.programs.state import layer_groups, optimizer_specs
+from rrfp_jax.programs.state import Shares, optimizer_specs, overlaid, share_of, state_parts
 from rrfp_jax.programs.update_functions import (
     reduce_function,
     scalars_of,
@@ -62,6 +62,7 @@ class _Updates:
         devices: Sharding | StageDevices,
         *,
         updates_here: bool,
+        shares: Shares | None = None,
         store: ProgramStore | None,
     ) -> None:
         self._store = store or ProgramStore()
@@ -84,13 +85,27 @@ class _Updates:
         self.trains = graph.trains(index) and bool(jax.tree.leaves(self._params))
         """Whether the chunk has parameters that change: if not, R and U hand back what they get."""
         does_update = self.trains and updates_here
-        self._groups = layer_groups(chunks[index], self._params) if does_update else ()
-        self.state_specs = optimizer_specs(chunks, index, optimizer, devices) if does_update else ()
-        """The optimizer state that U takes here, as specs with shardings, one entry per group of layers."""
+        num_shares = 1 if shares is None else shares.number
+        parts = state_parts(chunks[index], self._params, num_shares) if self.trains else ()
+        self.parts = parts if does_update else ()
+        """The parts of the parameters that U changes here, one for each entry of the optimizer state."""
+        every = shares and Shares(num_shares, range(num_shares))
+        self.all_state_specs = optimizer_specs(chunks, index, optimizer, devices, every) if does_update else ()
+        """The optimizer state of all parts, as specs with shardings."""
+        self.state_specs = tuple(
+            state if shares is None or part.share in shares.held else None
+            for part, state in zip(self.parts, self.all_state_specs, strict=True)
+        )
+        """The optimizer state that U takes here, as specs with shardings, one entry per part of the parameters; None
+        for shares that are not held."""
         self._reduce: FlatProgram | None = None
         self._updates: list[FlatProgram] = []
-        groups = layer_groups(chunks[index], self._params) if self.trains else ()
-        signed, self._scalars = signed_norm(optimizer, [pick(self._params, group) for group in groups])
+        self._clears: list[FlatProgram] = []
+        """For each part the program that clears its accumulators where its share is not held."""
+        self._is_cut = shares is not None
+        signed, self._scalars = signed_norm(
+            optimizer, [part.pick(self._params) for part in parts], may_lack=self._is_cut
+        )
         self._signed = signed or (lambda squared_norm, scalars: squared_norm)
 
     def _compile(self, name: str, called: str, function: Any, *specs: Any, **options: Any) -> FlatProgram:
@@ -103,30 +118,36 @@ class _Updates:
         return place(partition, self._scalar)
 
     def _scalars_of(self, states: Sequence[Any] | None) -> Any:
-        """Returns the scalars of an optimizer state, or zeros if no state is given."""
+        """Returns the scalars of an optimizer state, or zeros in place of a state or an entry that is not given."""
+        zeros = jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), self._scalars)
         if states is None or not self._scalars:
-            return jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), self._scalars)
-        return [scalars_of(state) for state in states]
+            return zeros
+        if not self._is_cut:
+            return [scalars_of(state) for state in states]
+        return [
+            none if state is None else (scalars_of(state), np.bool_(True))
+            for none, state in zip(zeros, states, strict=True)
+        ]
 
     def _compile_updates(self, shares: Any = None) -> None:
-        """Compiles U of every group of layers; ``shares`` say how gradients and state are cut over replicas.
+        """Compiles U of every part of the parameters; ``shares`` say how gradients and state are cut over replicas.
 
         Then accumulators do not pass through: R has cleared them.
         """
         update_all = update_function(self.optimizer)
-        for group, state in zip(self._groups, self.state_specs, strict=True):
-            params, at_state = pick(self._params, group), shardings_of(state)
-            at_params = at_grads = self._at(pick(self._partition, group))
+        for part, state in zip(self.parts, self.all_state_specs, strict=True):
+            params, at_state = part.pick(self._params), shardings_of(state)
+            at_params = at_grads = self._at(part.pick(self._partition))
             update, donate = update_all, [0, 1, 2]
             if shares is not None:
-                at_grads, donate = self._at(pick(shares, group)), [0, 1]
+                at_grads, donate = self._at(part.pick(shares)), [0, 1]
 
                 def update(params: Any, *rest: Any, at: Any = at_grads) -> Any:
                     return update_all(jax.lax.with_sharding_constraint(params, at), *rest)[:2]
 
             program = self._compile(
                 "update",
-                f"update {', '.join(group)}",
+                f"update {part.name}",
                 update,
                 *(params, spec_of(state), accumulator_spec(params)),
                 jax.ShapeDtypeStruct((), np.float32),
@@ -136,22 +157,34 @@ class _Updates:
                 donate=tuple(donate),
             )
             self._updates.append(program)
+            if self._is_cut:
+                sums = accumulator_spec(params)
+                # Zeros that depend on the sums, so that they take the sums' memory.
+                clear = partial(jax.tree.map, lambda sums: jnp.where(np.False_, sums, 0))
+                at = {"in_shardings": (at_params,), "out_shardings": at_params, "donate": (0,)}
+                self._clears.append(self._compile("clear", f"update {part.name}, clear", clear, sums, **at))
 
     def _run_updates(
         self, params: Params, states: tuple[Any, ...], gradients: Any, scale: float, apply: bool
     ) -> tuple[Params, tuple[Any, ...], Params]:
-        """Runs U of every group; returns changed layers, optimizer state, and zeroed accumulators if U makes them."""
+        """Runs U of every part; returns changed layers, optimizer state, and zeroed accumulators if U makes them."""
         factor, go = np.float32(scale), np.bool_(apply)
-        changed: Params = {}
-        cleared: Params = {}
-        new_states = []
-        for group, update, state in zip(self._groups, self._updates, states, strict=True):
-            some, new_state, *zeros = update(pick(params, group), state, pick(gradients, group), factor, go)
-            changed |= some
+        changed: list[Params] = []
+        cleared: list[Params] = []
+        new_states: list[Any] = []
+        for number, (part, update, state) in enumerate(zip(self.parts, self._updates, states, strict=True)):
+            if state is None:  # Others update this share.
+                new_states.append(None)
+                cleared.append(self._clears[number](part.pick(gradients)))
+                continue
+            some, new_state, *zeros = update(part.pick(params), state, part.pick(gradients), factor, go)
+            changed.append(some)
             new_states.append(new_state)
-            for layers in zeros:
-                cleared |= layers
-        return changed, tuple(new_states), cleared
+            cleared += zeros
+        if self._is_cut:
+            return overlaid(params, changed), tuple(new_states), overlaid({}, cleared)
+        layers, zeros_of_layers = ({k: v for each in some for k, v in each.items()} for some in (changed, cleared))
+        return layers, tuple(new_states), zeros_of_layers
 
 
 class UnitUpdates(_Updates):
@@ -160,6 +193,7 @@ class UnitUpdates(_Updates):
     Args:
         sharding: the unit's boundary.
         stage: the updates that the chunk's replicas make together instead; None: there is only one.
+        shares: the shares of the optimizer state that this unit holds, if it is cut; None: it is not.
         store: the programs that are compiled already for other chunks; None: none.
     """
 
@@ -172,10 +206,11 @@ class UnitUpdates(_Updates):
         optimizer: optax.GradientTransformation,
         sharding: Sharding,
         stage: "StageUpdates | None",
+        shares: Shares | None = None,
         store: ProgramStore | None = None,
     ) -> None:
-        updates_here = stage is None or not stage.shards_optimizer
-        super().__init__(index, chunks, graph, optimizer, sharding, updates_here=updates_here, store=store)
+        here = stage is None or not stage.shards_optimizer
+        super().__init__(index, chunks, graph, optimizer, sharding, updates_here=here, shares=shares, store=store)
         self._replicas_reduce = stage is not None
         if self.trains and stage is None:
             self._compile_reduce()
@@ -241,11 +276,14 @@ class PieceUpdates(UnitUpdates):
     """R and U of one chunk on its own unit, for replicas that add up their gradients by messages.
 
     ``cut`` makes pieces of the accumulators, ``add`` adds up one piece, and ``join`` makes accumulators of the sums of
-    all pieces, which ``update`` takes.
+    all pieces, which ``update`` takes. Where the replicas share the optimizer state too, ``update`` changes the shares
+    whose state it is given. ``copy_share`` makes a copy of a share's parameters for the others, which put it in the
+    place of theirs by ``with_share``.
 
     Args:
         replica, num_replicas: the replica of this unit, and of how many.
         in_blocks: whether a replica that runs several blocks of microbatches adds up each by itself.
+        shares: the shares of the optimizer state that this unit holds; None: it is not cut.
     """
 
     def __init__(
@@ -259,6 +297,7 @@ class PieceUpdates(UnitUpdates):
         replica: int,
         num_replicas: int,
         in_blocks: bool = False,
+        shares: Shares | None = None,
         store: ProgramStore | None = None,
     ) -> None:
         self.replica, self._in_blocks = replica, in_blocks
@@ -266,9 +305,19 @@ class PieceUpdates(UnitUpdates):
         self.shared_with = {other: tied_names(chunks, other, index) for other in graph.sharing(index) if other != index}
         """By chunk of the tie, the shared layers that train and that it has in common with this one."""
         self._names_of_others = tuple(self.shared_with.values())
-        super().__init__(index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=None, store=store)
+        super().__init__(
+            index, chunks, graph, optimizer=optimizer, sharding=sharding, stage=None, shares=shares, store=store
+        )
+        with_arrays = {part.share for part in self.parts} if self._is_cut else ()
+        self._copies = {share: self._compile_copy(share) for share in with_arrays}
         self.piece_bytes = self._count_bytes() if self.trains else PieceBytes()
         """The memory of pieces on this unit."""
+
+    def _compile_copy(self, share: int) -> FlatProgram:
+        """Compiles a copy of a share's parameters: a receiver in this process gets the array that is sent itself."""
+        params, at = (share_of(self.parts, share, each) for each in (self._params, self._at(self._partition)))
+        copy = partial(jax.tree.map, jnp.copy)
+        return self._compile("copy", f"update, copy {share}", copy, params, in_shardings=(at,), out_shardings=at)
 
     def _compile_reduce(self) -> None:
         sums, layout, scalar = accumulator_spec(self._params), self.layout, self._scalar
@@ -326,9 +375,11 @@ class PieceUpdates(UnitUpdates):
         )
         if self._in_blocks:  # It may run all of them, and add up all pieces of layers that others share with it.
             others = num_pieces * ((num_pieces - 1) * piece + num_pieces * tied)
+        # At any time no more than all parameters: shares of others that have come, and copies of shares of its own.
+        sent = num_bytes(spread(self._params, self._at(self._partition))) if self._is_cut else 0
         return PieceBytes(
             piece=piece,
-            lasting=others + filling,
+            lasting=others + filling + sent,
             made={"cut": num_pieces * piece, "join": num_pieces * piece, "reduce": shared},
         )
 
@@ -375,6 +426,15 @@ class PieceUpdates(UnitUpdates):
         """Returns the accumulators that these pieces make, all of them in order. Consumes nothing."""
         return self._join(tuple(pieces)) if self.trains else {}
 
+    def copy_share(self, params: Params, share: int) -> Any:
+        """Returns a copy of a share's parameters, which may be none."""
+        return self._copies[share](share_of(self.parts, share, params)) if share in self._copies else ()
+
+    def with_share(self, params: Params, share: int, values: Any) -> Params:
+        """Returns the parameters with the values of a share in the place of its own; takes them over."""
+        at = share_of(self.parts, share, self._at(self._partition))
+        return overlaid(params, jax.tree.map(jax.device_put, values, at))
+
 
 def _as_it_is(function: Any, **_: Any) -> Any:
     return function
@@ -418,7 +478,7 @@ class StageUpdates(_Updates):
     ) -> None:
         super().__init__(index, chunks, graph, optimizer, devices, updates_here=shard_optimizer, store=store)
         self.devices = devices
-        self.shards_optimizer = bool(self._groups)
+        self.shards_optimizer = bool(self.parts)
         """Whether ``update`` is to be called here, and the optimizer state lies on the whole stage."""
         shares = shared_out(self._partition, self._params, devices.data) if shard_optimizer else None
         if self.trains:

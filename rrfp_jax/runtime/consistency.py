@@ -290,7 +290,8 @@ def _sums(model: HostedModel, state: HostedState) -> dict[str, _Sums]:
         if has_copies and (base not in state.shared or replica == min(model.numbers(base))):
             kept = state.shared.get(base, held.optimizer_state)
             about = f"optimizer state of {describe_chunk(model.chunks, base)},"
-            parts += _parts(f"stage {stage}, chunk {base}", about, kept)
+            for place, entry in enumerate(kept):  # A group for each, since a share is not held everywhere.
+                parts += _parts(f"stage {stage}, chunk {base}, entry {place}", about, {place: entry})
         of_replica = f" of replica {replica}" if layout.data > 1 else ""
         groups = found.setdefault(f"chunk {base}{of_replica} on rank {rank}", {})
         for part, value in zip(parts, _sums_of(parts)(), strict=True):

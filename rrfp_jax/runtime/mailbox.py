@@ -32,7 +32,7 @@ StepPair = tuple[int, int]
 _Place = Callable[[], dict[str, Any]]
 """Begins to copy the leaves of a microbatch; returns them as they lie on the devices."""
 
-_COUNTED = (MessageKind.ACTIVATION, MessageKind.GRADIENT, MessageKind.PIECE, MessageKind.SUM)
+_NOT_COUNTED = (MessageKind.SHARED, MessageKind.REPORT, MessageKind.VERDICT, MessageKind.TAKEN)
 
 
 class Mailbox:
@@ -129,7 +129,7 @@ class Mailbox:
 def _num_bytes(message: Message, value: Any) -> int:
     """Returns the bytes, on one device, of arrays that a task takes out. Other values are read where they lie, and
     count 0."""
-    if message.kind not in _COUNTED:
+    if message.kind in _NOT_COUNTED:
         return 0
     return value.nbytes if isinstance(value, np.ndarray) else bytes_on_device(value)
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, Sharding
 from jax.stages import Compiled
 
 from rrfp_jax.core import Message, MessageKind
+from rrfp_jax.core.plan import share_holders
 from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.batches import Buckets, absent_chunks
 from rrfp_jax.programs.chunk import Chunk, as_evaluated, trained_specs
@@ -27,17 +28,28 @@ from rrfp_jax.programs.compiling import CompileProgress, ProgramCount, require_j
 from rrfp_jax.programs.pieces import PieceLayout, tied_names
 from rrfp_jax.programs.remat import Remat
 from rrfp_jax.programs.sameness import ProgramStore
-from rrfp_jax.programs.shapes import ChunkShapes, accumulator_spec, derive_shapes, describe_chunk, gradient_spec, pick
+from rrfp_jax.programs.shapes import (
+    ChunkShapes,
+    accumulator_spec,
+    derive_shapes,
+    describe_chunk,
+    gradient_spec,
+    pick,
+    spec_of,
+)
 from rrfp_jax.programs.shardings import all_passing, axes_of, mesh_of, unit_shardings
 from rrfp_jax.programs.stage_devices import StageDevices, connect
 from rrfp_jax.programs.state import (
     ChunkState,
+    Shares,
+    StatePart,
     fitting_states,
     initial_optimizer_state,
     initial_shared_state,
     initial_state,
-    layer_groups,
     optimizer_specs,
+    share_of,
+    state_parts,
     state_specs,
 )
 from rrfp_jax.programs.target import Target, tracing_for
@@ -99,6 +111,9 @@ class HostedModel:
         self.optimizer, self.updates = optimizer, updates
         self._seed, self._remat = seed, tuple(remat)
         self._by_messages = updates.by_messages(process.layout.data)
+        self._shards_together = updates.shards_together(process.layout.data)
+        self.num_shares = updates.num_shares(process.layout.data)
+        """How many shares an optimizer state has of which each replica holds two; 1: it is not cut in this way."""
         self._compiled: dict[Hashable, HostedPrograms] = {}
         self._store = ProgramStore()
         self._target = Target.of(process.own_device(process.units[0]))
@@ -141,6 +156,12 @@ class HostedModel:
                     "different meshes: give them the same, or reduce collective"
                 )
 
+    def _shares(self, replica: int) -> Shares | None:
+        """Returns the shares that a replica holds while nobody is lost; None where the optimizer state is not cut."""
+        data = range(self.num_shares)
+        held = frozenset(share for share in data if replica in share_holders(share, data, len(data)))
+        return Shares(self.num_shares, held) if self.num_shares > 1 else None
+
     def _grid(self, base: int) -> StageDevices:
         return self.grids[self.placement.stage_of_chunk[base]]
 
@@ -161,12 +182,13 @@ class HostedModel:
         for base in self.base_chunks:
             devices, model, units = self._grid(base), (self.chunks, base, self.optimizer), self.numbers(base)
             trains = graph.trains(base)
-            is_shared = self.updates.shard_optimizer and trains
+            is_shared = self._shards_together and trains
             for replica, number in units.items():
                 of_unit: dict[str, Any] = {
                     "sharding": devices.unit_sharding(replica),
                     "trains": trains,
                     "shard_optimizer": is_shared,
+                    "shares": self._shares(replica),
                 }
                 state.chunks[number] = (
                     state_specs(*model, **of_unit)
@@ -182,13 +204,33 @@ class HostedModel:
                 )
         return state
 
-    def by_chunk(self, held: HostedState) -> list[tuple[int, ChunkState]]:
-        """Returns every hosted chunk's base number and state; state that replicas share stands in each of theirs."""
-        numbered = [(self.copies.base(number), state) for number, state in held.chunks.items()]
-        return [
-            (base, replace(state, optimizer_state=held.shared.get(base, state.optimizer_state)))
-            for base, state in numbered
-        ]
+    def by_chunk(self, held: HostedState, *, once: bool = False) -> list[tuple[int, ChunkState]]:
+        """Returns every hosted chunk's base number and state; state that replicas share stands in each of theirs.
+
+        With ``once`` each share of a state, of which two replicas hold one, is with the first of them that lives.
+        """
+        states = []
+        for number, state in held.chunks.items():
+            base, own = self.copies.base(number), state.optimizer_state
+            if once and self.num_shares > 1 and own:
+                parts, living = self.parts(base), self.living_replicas(base)
+                led = {k for k in range(self.num_shares) if self._leads(k, self.copies.replica(number), living)}
+                own = tuple(each if part.share in led else None for part, each in zip(parts, own, strict=True))
+            states.append((base, replace(state, optimizer_state=held.shared.get(base, own))))
+        return states
+
+    def parts(self, base: int) -> tuple[StatePart, ...]:
+        """Returns the parts of a chunk's parameters, one for each entry of its optimizer state."""
+        return state_parts(self.chunks[base], trained_specs(self.chunks[base]), self.num_shares)
+
+    def living_replicas(self, base: int) -> list[int]:
+        """Returns the replicas of a chunk's stage that have lost no rank."""
+        layout, living = self.process.layout, {*self.process.living}
+        units = layout.units_of_stage(self.placement.stage_of_chunk[base])
+        return [replica for replica, unit in enumerate(units) if {*layout.ranks_of(unit)} <= living]
+
+    def _leads(self, share: int, replica: int, living: Sequence[int]) -> bool:
+        return replica == share_holders(share, living, self.num_shares)[0]
 
     def from_chunks(self, states: Sequence[ChunkState], graph: PipelineGraph) -> HostedState:
         """Returns the hosted state made of these states alone, in the order of :meth:`by_chunk`.
@@ -216,7 +258,8 @@ class HostedModel:
                 state.shared[base] = _filled_in(state.shared[base], fresh)
             for replica, unit in units.items():
                 sharding = devices.unit_sharding(replica)
-                fresh = partial(initial_optimizer_state, *model, sharding, unit.params, store=self._store)
+                options: dict[str, Any] = {"shares": self._shares(replica), "store": self._store}
+                fresh = partial(initial_optimizer_state, *model, sharding, unit.params, **options)
                 unit.optimizer_state = _filled_in(unit.optimizer_state, fresh)
         return state
 
@@ -287,6 +330,7 @@ class HostedModel:
                         copies=(replica, self.process.layout.data, self.updates.deterministic)
                         if self._by_messages
                         else None,
+                        shares=self._shares(replica),
                         store=self._store,
                     )
                     for replica, number in self.numbers(base).items()
@@ -382,8 +426,10 @@ class HostedModel:
         derives = any(plan.split.num_derived for plan in plans)
         num_programs = num_units * (sum(plan.num_programs for plan in plans) + derives)
         if graph.trains(base) and jax.tree.leaves(trained):
-            num_updates = len(layer_groups(self.chunks[base], trained))
-            num_programs += num_updates * (1 if self.updates.shard_optimizer else num_units)
+            parts = self.parts(base)
+            num_programs += len(parts) * (1 if self._shards_together else num_units)
+            if self.num_shares > 1:  # For each part a program clears its sums, and for each share one copies it.
+                num_programs += (len(parts) + len({part.share for part in parts})) * num_units
             num_programs += 3 * num_units if self._by_messages else 1
         return num_programs
 
@@ -398,7 +444,7 @@ class HostedModel:
             optimizer=self.optimizer,
             devices=self._grid(base),
             ordered=self.updates.deterministic,
-            shard_optimizer=self.updates.shard_optimizer,
+            shard_optimizer=self._shards_together,
             store=self._store,
         )
 
@@ -420,7 +466,8 @@ class HostedModel:
         """Returns the function that gives the content of a message between chunks for microbatches of a bucket, and its
         shardings at both ends; one and the same for all buckets in which the content has the same shapes.
 
-        The content is None where these microbatches skip one of the chunks; the edge is None for plain data.
+        The content is None where these microbatches skip one of the chunks; the edge is None for plain data. In place
+        of a bucket a message with a share has the share's number.
         """
         shapes, known = programs.shapes, dict[Hashable, ArrayEdge]()
 
@@ -441,6 +488,12 @@ class HostedModel:
                 return ArrayEdge(spec=spec, source=ends[0], target=ends[1])
             if message.kind in (MessageKind.PIECE, MessageKind.SUM):
                 return self._edge_of_pieces(message, bases)
+            if message.kind is MessageKind.SHARE:
+                base, parts = bases[0], self.parts(bases[0])
+                at = [unit_shardings(self.chunks, base, self._boundary(end)).params for end in (source, target)]
+                specs = spec_of(trained_specs(self.chunks[base]))
+                of_share = [share_of(parts, bucket, each) for each in (specs, *at)]
+                return ArrayEdge(spec=of_share[0], source=of_share[1], target=of_share[2])
             at_ends = [shapes[bucket][base] for base in bases]
             carried = at_ends[0].outputs
             if message.kind is MessageKind.GRADIENT:

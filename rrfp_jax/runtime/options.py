@@ -29,22 +29,28 @@ class UpdateRules:
     """Divide the optimizer state among the replicas (ZeRO-1)."""
     reduce: ReduceWay | str = ReduceWay.AUTO
     """The way in which replicas add up their gradients: ``auto``, ``messages`` or ``collective``. With ``messages``
-    each unit must lie in one process, and hold its optimizer state whole."""
+    each unit must lie in one process; a sharded optimizer state is cut by whole arrays, and two replicas hold each."""
 
     def __post_init__(self) -> None:
         check_types(self)
         check_clip_norm(self.clip_norm)
         if self.reduce not in tuple(ReduceWay):
             raise ValueError(f"reduce is {self.reduce!r}: give {', '.join(ReduceWay)}")
-        if self.shard_optimizer and self.reduce == ReduceWay.MESSAGES:
-            raise ValueError(
-                "reduce is messages and the replicas share the optimizer state, which only a collective can: give "
-                "collective, or leave the optimizer state whole"
-            )
 
     def by_messages(self, num_replicas: int) -> bool:
         """Returns whether so many replicas add up by messages."""
         return num_replicas > 1 and self.reduce == ReduceWay.MESSAGES
+
+    def num_shares(self, num_replicas: int) -> int:
+        """Returns into how many shares replicas that add up by messages cut the optimizer state; 1: it is whole.
+
+        Two replicas hold each share, so there is nothing to cut for two.
+        """
+        return num_replicas if self.shard_optimizer and self.by_messages(num_replicas) and num_replicas > 2 else 1
+
+    def shards_together(self, num_replicas: int) -> bool:
+        """Returns whether a collective updates the optimizer state, each array of which is cut over the replicas."""
+        return self.shard_optimizer and not self.by_messages(num_replicas)
 
     @property
     def needs_norm(self) -> bool:
@@ -60,6 +66,7 @@ class UpdateRules:
             agreement=agreement,
             lockstep=num_replicas > 1 and not by_messages,
             by_messages=by_messages,
+            shares=self.num_shares(num_replicas) > 1,
         )
 
 

@@ -13,6 +13,12 @@ it makes a new one in each epoch. The rules, and the argument why survivors neve
    survivors have come so far, the steps that were submitted and have not ended are submitted again, with other owners
    of the microbatches.
 
+Where replicas share the optimizer state (:func:`rrfp_jax.core.plan.share_holders`), a survivor can finish a step for
+the shares that it holds, and lacks other parameters. So before steps are submitted again, the ranks tell which shares
+they hold. A holder of each share sends its parameters to the living replicas of the stage that do not hold it, and its
+optimizer state too to a replica that is to hold it from now on. A loss meanwhile ends this, and the next epoch begins
+anew with the shares that are held then. Where a share has no holder left, the run ends.
+
 Callers notice nothing but the time: the futures of steps stay those that :meth:`RecoveringRuntime.submit` has returned.
 
 A lost rank comes back as a new process where the run saves its state. That process prepares while the others train, and
@@ -70,6 +76,7 @@ from rrfp_jax.core.membership import (
     TellHead,
     TellRank,
 )
+from rrfp_jax.core.plan import share_holders
 from rrfp_jax.core.rebalancing import AlikeTasks, OwnerPlan, OwnerPlanner, TaskTimes, adopted_owners
 from rrfp_jax.core.replicas import Owners, StepOwners
 from rrfp_jax.exit_codes import PEER_LOST, print_fatal_message
@@ -88,7 +95,8 @@ if TYPE_CHECKING:
     from rrfp_jax.runtime.stage import ProgramStage
 
 _LOG = logging.getLogger(__name__)
-_NOTE = "member"
+_NOTE, _SHARE = "member", "share"
+"""Topics of messages: notes of the membership, and shares of parameters and optimizer state."""
 _RUN, _CHECKPOINT, _EPOCH, _TIMES = "run", "checkpoint", "epoch", "times"
 """Lanes of gatherings: those of the main thread, of the thread that saves, and of recovery itself."""
 _STEPS_PER_GATHERING, _LAG = 2, 3
@@ -125,6 +133,16 @@ class _StepTimed(NamedTuple):
     step: int
     buckets: Sequence[int]
     timeline: Timeline
+
+
+class _ShareCame(NamedTuple):
+    """Another rank has sent a share of a unit's parameters, perhaps with the optimizer state."""
+
+    epoch: int
+    unit: int
+    share: int
+    has_state: bool
+    frames: list[memoryview]
 
 
 class RecoveringRuntime:
@@ -182,6 +200,10 @@ class RecoveringRuntime:
         """Results that the planner has not taken in; None once there will be none."""
         self._is_waiting = False
         """Whether this rank waits until all survivors have a runtime in this epoch."""
+        self._awaited: set[tuple[int, int]] | None = None
+        """Units here and the shares that have not come to them; None while it is not known which."""
+        self._early: list[_ShareCame] = []
+        """Shares that have come before that was known."""
         self._suspected_s: float | None = None
         """Time of the first suspicion that the head has not answered."""
         self._lock = threading.RLock()
@@ -190,25 +212,31 @@ class RecoveringRuntime:
         self._is_frozen, self._is_closed = not self.takes_part, False
         self._error: RunFailed | None = None
         self._gatherings: dict[str, Future[dict[int, Any]]] = {}
-        self._events: queue.SimpleQueue[MembershipEvent | FetchState | _StepTimed | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[MembershipEvent | FetchState | _StepTimed | _ShareCame | None] = (
+            queue.SimpleQueue()
+        )
         self._stages: list[ProgramStage] = []
         if self.takes_part:  # What a newcomer runs begins with its first epoch.
             self.runtime, self._stages = start()
-        self._network.subscribe(_NOTE, self._hear)
-        self._peers.gather = self.gather  # type: ignore[method-assign, assignment]
-        self._peers.others_go_on = True
-        self._network.leave_judgement()
-        cluster = process.cluster
+        membership = process.cluster.membership
         self._head = HeadLink(
-            cluster.membership.rendezvous,
-            cluster.key,
+            membership.rendezvous,
+            process.cluster.key,
             self._rank,
             self._layout,
             on_declared=self._events.put,
             brought=process.packed_brought(),
-            number=cluster.membership.number,
+            number=membership.number,
         )
         self._thread = threading.Thread(target=self._run, name="rrfp-recovery", daemon=True)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._network.subscribe(_NOTE, self._hear)
+        self._network.subscribe(_SHARE, self._hear_share)
+        self._peers.gather = self.gather  # type: ignore[method-assign, assignment]
+        self._peers.others_go_on = True
+        self._network.leave_judgement()
         self._thread.start()
 
     def _new_membership(self, first_step: int) -> RankMembership:
@@ -271,8 +299,12 @@ class RecoveringRuntime:
             return result_of(waiting)
 
     def take_back(self) -> None:
-        """Tells the launcher that :meth:`hold` will be called where new processes of lost ranks are awaited."""
-        self._head.take_back()
+        """Tells the launcher that :meth:`hold` will be called where new processes of lost ranks are awaited.
+
+        Not where replicas share the optimizer state: a checkpoint gives a process the shares of a run without losses.
+        """
+        if not any(stage.shares_updates for stage in self._stages):
+            self._head.take_back()
 
     @property
     def awaits_newcomers(self) -> bool:
@@ -326,6 +358,7 @@ class RecoveringRuntime:
         self._thread.join()
         self._head.close()
         self._network.unsubscribe(_NOTE)
+        self._network.unsubscribe(_SHARE)
 
     def close_soon(self) -> None:
         """Closes everything on a thread of its own, without waiting; for the garbage collector."""
@@ -410,6 +443,9 @@ class RecoveringRuntime:
                     if self._is_frozen or self._held is None or event.step != self._held[0]:
                         continue  # It is called again in the next epoch, or has ended.
                     self._note_verdicts()
+                if isinstance(event, _ShareCame):
+                    self._take_share(event)
+                    continue
                 if isinstance(event, EpochDeclared) and event.epoch > self._membership.epoch:
                     self._freeze()
                     self._meet(event.living)
@@ -481,7 +517,7 @@ class RecoveringRuntime:
                 case ResumeFrom(epoch, living, step):
                     self._resume(epoch, living, step)
                 case GatheringEnded(lane, result) if lane == _EPOCH:
-                    self._go_on({tuple(told) for _, told in result})
+                    self._exchange_shares(dict(result))
                 case GatheringEnded(lane, result) if lane == _TIMES:
                     self._gathered_times.put(dict(result))
                     self._is_gathering_times = False
@@ -550,24 +586,69 @@ class RecoveringRuntime:
             self._wait_for_others(epoch)
 
     def _wait_for_others(self, epoch: int) -> None:
-        self._is_waiting = True
-        self._events.put(GatherCalled(_EPOCH, [epoch, self._planned_since]))
+        self._is_waiting, self._awaited = True, None
+        held = [[stage.number, sorted(stage.held_shares)] for stage in self._stages]
+        self._events.put(GatherCalled(_EPOCH, [epoch, self._planned_since, held]))
 
-    def _go_on(self, told: set[tuple[int, int]]) -> None:
-        """Runs all steps that have not ended, once every survivor takes messages of this epoch.
+    def _exchange_shares(self, told: Mapping[int, tuple[int, int, list[tuple[int, list[int]]]]]) -> None:
+        """Sends the shares that others need from here, and goes on at once where none is awaited.
 
-        ``told`` has what the ranks have brought: their epochs, and those since which their planners plan.
+        ``told`` has what each rank has brought: its epoch, the one since which its planner plans, and by unit the
+        shares that it holds. Raises RuntimeError for a share that nobody holds.
         """
-        self._is_waiting = False
-        if {epoch for epoch, _ in told} != {self._membership.epoch}:  # All ranks have this result, so all wait again.
-            self._wait_for_others(self._membership.epoch)
+        self._is_waiting, epoch = False, self._membership.epoch
+        if {each for each, _, _ in told.values()} != {epoch}:  # All ranks have this result, so all wait again.
+            self._wait_for_others(epoch)
             return
+        if len({since for _, since, _ in told.values()}) > 1:
+            self._plan_anew()
+        held = {unit: set(shares) for _, _, units in told.values() for unit, shares in units}
+        self._awaited = set()
+        for stage in self._stages:
+            layout, own, number = self._layout, self._layout.replica_of(stage.number), self._layout.data
+            units = layout.units_of_stage(layout.stage_of(stage.number))
+            living = [replica for replica, unit in enumerate(units) if unit not in self._lost]
+            for share in range(number if stage.shares_updates else 0):
+                having = [replica for replica in living if share in held[units[replica]]]
+                if not having:
+                    raise RuntimeError(
+                        f"share {share} of the optimizer state of stage {layout.stage_of(stage.number)} went with the "
+                        "two replicas that held it: they were lost at the same time"
+                    )
+                holders = share_holders(share, living, number)
+                for target in (replica for replica in living if replica not in having):
+                    if target == own:
+                        self._awaited.add((stage.number, share))
+                    elif own == having[0]:
+                        has_state = target in holders
+                        header = {"epoch": epoch, "unit": units[target], "share": share, "state": int(has_state)}
+                        frames = stage.share_frames(share, has_state=has_state)
+                        rank = layout.ranks_of(units[target])[0]
+                        self._network.on_loop(self._network.send, rank, _SHARE, header, frames)
+        early, self._early = self._early, []
+        for came in (*early, None):
+            self._take_share(came)
+
+    def _take_share(self, came: _ShareCame | None) -> None:
+        """Keeps a share that has come; goes on once all are here."""
+        if came is not None and came.epoch != self._membership.epoch:
+            return
+        if self._awaited is None:
+            self._early += [came] if came is not None else []
+            return
+        if came is not None and (came.unit, came.share) in self._awaited:
+            stage = next(stage for stage in self._stages if stage.number == came.unit)
+            stage.put_share(came.share, came.frames, has_state=came.has_state)
+            self._awaited.discard((came.unit, came.share))
+        if not self._awaited and self._is_frozen:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Runs all steps that have not ended."""
         self._peers.waiting_s.pop("to go on after a loss", None)
         step, verdict = self._membership.newest + 1, self._membership.verdict
         living = frozenset(self._membership.living)
         has_grown, self._known = bool(living - self._known), living
-        if len({since for _, since in told}) > 1:
-            self._plan_anew()
         with self._lock:
             self._is_frozen = False
             ended = [number for number in self._pending if number < step]
@@ -628,6 +709,10 @@ class RecoveringRuntime:
             gathering.set_exception(error)
 
     # -- on the event loop -------------------------------------------------------------------------------------------
+
+    def _hear_share(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:  # noqa: ARG002
+        epoch, unit, share, has_state = (field(header, name, int) for name in ("epoch", "unit", "share", "state"))
+        self._events.put(_ShareCame(epoch, unit, share, bool(has_state), frames))
 
     def _hear(self, sender: int, header: dict[str, Any], frames: list[memoryview]) -> None:
         try:

@@ -37,7 +37,7 @@ from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.stage_memory import MemoryMeter, held_by
 from rrfp_jax.runtime.stage_reduction import PieceExchange, StageReplicas
 from rrfp_jax.runtime.stage_threads import Launched, StageOutcome
-from rrfp_jax.runtime.transports.edges import is_on_host
+from rrfp_jax.runtime.transports.edges import IN_PARTS, is_on_host
 from rrfp_jax.schedules import Op, PipelineGraph, Placement, Task, TaskKind
 
 
@@ -121,11 +121,15 @@ class ProgramStage:
         self._graph, self._placement, self._copies = graph, placement, copies
         self._update_rules, self._stop_requests, self._in_transit = update_rules, stop_requests, in_transit
         self._stage, self._programs, self.states = stage, dict(programs), states
+        self.number = stage
+        """The number of this unit."""
         self._replicas, self._meter, self._send_array = replicas, meter, send_array
         self._replica = self._copies.replica(next(iter(programs)))
         self._mailbox = Mailbox(self._placement, stage, send_array)
         self._exchange: PieceExchange | None = None
         """None unless replicas add up their gradients by messages."""
+        self.shares_updates = step_rules.shares
+        """Whether replicas send each other shares of the parameters."""
         if step_rules.by_messages:
             self._exchange = PieceExchange(
                 self._programs,
@@ -205,6 +209,8 @@ class ProgramStage:
 
     def finish(self, step: int) -> StageOutcome:
         """Frees all that the stage held of a step; returns the step's verdict and the stage's peak memory."""
+        if self._exchange is not None and self.shares_updates:
+            self._exchange.take_shares(step, self._steps[step].graph)
         peak = self._meter.reset()
         outcome = StageOutcome(self._verdict(step), peak.device, peak.host, self._result_sums(step))
         self._last = step, self._verdict(step)
@@ -294,6 +300,23 @@ class ProgramStage:
             if state.graph.trains(chunk) and chunk not in state.updated:
                 jax.block_until_ready(self._update(step, chunk, -1).awaited)
 
+    @property
+    def held_shares(self) -> frozenset[int]:
+        """The shares of the optimizer state that are held here; none where it is not cut."""
+        if self._exchange is None or not self.shares_updates:
+            return frozenset()
+        return self._exchange.held_shares
+
+    def share_frames(self, share: int, *, has_state: bool) -> list[Any]:
+        """Returns the bytes of a share's parameters, and of its optimizer state where they are to ``has_state``."""
+        assert self._exchange is not None
+        return self._exchange.share_frames(share, has_state=has_state)
+
+    def put_share(self, share: int, frames: Sequence[Any], *, has_state: bool) -> None:
+        """Takes what :meth:`share_frames` returned in another replica."""
+        assert self._exchange is not None
+        self._exchange.put_share(share, frames, has_state=has_state)
+
     def clear(self) -> None:
         """Drops the gradients that steps have added up which are done again."""
         for chunk, held in self.states.items():
@@ -305,6 +328,8 @@ class ProgramStage:
         begun_s = time.perf_counter()
         read: tuple[Any, ...] = ()
         try:
+            if (held := self.states[task.chunk]).derived is None:  # Shares of its parameters have come.
+                held.derived = self._programs[task.chunk].prepare(held.params)
             read = self._read(step, task)
             enqueued = self._enqueue[task.kind](step, task.chunk, task.microbatch, *read)
             if self._posts_at_once:
@@ -371,8 +396,10 @@ class ProgramStage:
 
     def _post(self, step: int, posts: Iterable[tuple[Message, Any]]) -> None:
         for message, value in posts:
-            is_piece = message.kind in (MessageKind.PIECE, MessageKind.SUM)
-            bucket = 0 if is_piece else self._steps[step].batch.buckets[message.microbatch]
+            if message.kind in IN_PARTS:
+                bucket = message.microbatch if message.kind is MessageKind.SHARE else 0
+            else:
+                bucket = self._steps[step].batch.buckets[message.microbatch]
             self._mailbox.post(step, message, value, bucket)
 
     def _measure(self, step: int, task: Task) -> None:
@@ -538,8 +565,15 @@ class ProgramStage:
             held.params, held.optimizer_state, held.accumulators = programs.updates.update(
                 held.params, held.optimizer_state, held.accumulators, verdict.scale, verdict.apply
             )
+        posts: list[tuple[Message, Any]] = []
+        if self._exchange is not None and self.shares_updates:
+            graph = self._steps[step].graph
+            posts = self._exchange.share_posts(graph, chunk)
+            if self._exchange.awaits_shares(graph, chunk):  # Others make the rest of the parameters.
+                held.derived = None
+                return _Enqueued((held.params, [value for _, value in posts]), posts)
         held.derived = programs.prepare(held.params)
-        return _Enqueued((held.params, held.derived))
+        return _Enqueued((held.params, held.derived, [value for _, value in posts]), posts)
 
 
 def _place(programs: MicrobatchPrograms, batch: StepBatch, microbatch: int) -> dict[str, Any]:

@@ -8,6 +8,9 @@ loss, has accumulators for each (:func:`rrfp_jax.core.plan.blocks_of`), so that 
 alone calls all of this, but for :meth:`PieceExchange.cut` of a chunk of which a step has no microbatch: no task
 completes its gradients, which are zeros.
 
+Where replicas share the optimizer state too, U also sends shares of the parameters, and those of others take their
+places as the step ends. After a loss the recovery sends and takes shares, while no step is under way.
+
 **By one launch** (:class:`StageReplicas`), which with a sharded optimizer state U is too. A program over several
 replicas' devices is launched once per process, although each replica has a compute thread of its own. So the threads
 meet at a barrier: the last one to arrive launches for all, and every one leaves with its own results. All of them
@@ -16,22 +19,23 @@ since a task of its failed, the barrier is broken, and all leave with that error
 """
 
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 import jax
+import numpy as np
 
 from rrfp_jax.core import Message, MessageKind
-from rrfp_jax.core.plan import blocks_of, pieces_of_chunks
+from rrfp_jax.core.plan import blocks_of, pieces_of_chunks, share_holders
 from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.agreement import Verdict
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.pieces import GradientPiece
-from rrfp_jax.programs.shapes import pick
-from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.programs.shapes import num_bytes, pick
+from rrfp_jax.programs.state import ChunkState, share_of
 from rrfp_jax.programs.updates import PieceUpdates, StageUpdates
 from rrfp_jax.runtime.mailbox import Mailbox
 from rrfp_jax.runtime.stage_memory import CUT, JOIN, MemoryMeter
@@ -98,6 +102,9 @@ class PieceExchange:
                 self._updates[chunk] = compiled.updates
         self._lock = threading.Lock()
         self._steps: dict[int, dict[int, _Exchange]] = {}
+        for chunk in self._updates:  # After a loss more of the optimizer state may lie here than the programs say.
+            more = num_bytes(states[chunk].optimizer_state) - programs[chunk].sizes.optimizer_bytes
+            meter.count(0, max(0, more), 0)
 
     def begin(self, step: int, graph: PipelineGraph) -> None:
         """Takes a step with this graph, which lacks the pairs that the step lacks."""
@@ -205,6 +212,79 @@ class PieceExchange:
         held.accumulators = self._updates[chunk].join([pieces[number] for number in sorted(pieces)])
         exchange.sums.clear()
         self._count(JOIN, chunk, self._programs[chunk].sizes.accumulators_bytes - self._own_bytes(exchange, chunk))
+
+    def shares_of(self, graph: PipelineGraph, chunk: int) -> dict[int, tuple[int, list[int]]]:
+        """Returns, for each share of a chunk's parameters, the copy that sends it and those that do not hold it."""
+        base, number = self._copies.base(chunk), self._copies.num_replicas
+        sharers = graph.sharing(chunk) if graph.trains(chunk) else ()
+        living = [self._copies.replica(c) for c in sharers if self._copies.base(c) == base and graph.trains(c)]
+        shares = {}
+        for share in range(number if living else 0):
+            first, *others = (self._copies.chunk(base, replica) for replica in share_holders(share, living, number))
+            copies = (self._copies.chunk(base, replica) for replica in living)
+            shares[share] = first, [copy for copy in copies if copy not in (first, *others)]
+        return shares
+
+    def share_posts(self, graph: PipelineGraph, chunk: int) -> Posts:
+        """Returns the shares of a chunk's parameters that others get from here, behind its update."""
+        posts: Posts = []
+        for share, (first, lacking) in self.shares_of(graph, chunk).items():
+            if first == chunk and lacking:
+                value = self._updates[chunk].copy_share(self._states[chunk].params, share)
+                posts += [(Message(MessageKind.SHARE, chunk, other, share), value) for other in lacking]
+        return posts
+
+    def awaits_shares(self, graph: PipelineGraph, chunk: int) -> bool:
+        """Returns whether a chunk's update lacks parameters that others update."""
+        return any(chunk in lacking for _, lacking in self.shares_of(graph, chunk).values())
+
+    def take_shares(self, step: int, graph: PipelineGraph) -> None:
+        """Puts the shares that have come into the places of a step's old parameters."""
+        for chunk, held in self._states.items():
+            for share, (first, lacking) in self.shares_of(graph, chunk).items():
+                if chunk in lacking:
+                    values = self._mailbox.take(step, Message(MessageKind.SHARE, first, chunk, share))
+                    held.params = self._updates[chunk].with_share(held.params, share, values)
+
+    @property
+    def held_shares(self) -> frozenset[int]:
+        """The shares of which every chunk has the optimizer state here."""
+        lacking = {
+            part.share
+            for chunk, updates in self._updates.items()
+            for part, state in zip(updates.parts, self._states[chunk].optimizer_state, strict=True)
+            if state is None
+        }
+        return frozenset(range(self._copies.num_replicas)) - lacking
+
+    def share_frames(self, share: int, *, has_state: bool) -> list[Any]:
+        """Returns the bytes of a share's parameters, and of its optimizer state where they are to ``has_state``."""
+        arrays = jax.tree.leaves([self._share(chunk, share, has_state=has_state) for chunk in self._updates])
+        # Viewed as bytes, since the buffer protocol has no formats for ml_dtypes' types.
+        return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
+
+    def _share(self, chunk: int, share: int, *, has_state: bool) -> tuple[Any, Any]:
+        """Returns a share's parameters and its optimizer state, of which entries that are not here are specs."""
+        held, updates = self._states[chunk], self._updates[chunk]
+        entries = zip(updates.parts, held.optimizer_state, updates.all_state_specs, strict=True)
+        states = [spec if state is None else state for part, state, spec in entries if part.share == share]
+        return share_of(updates.parts, share, held.params), states if has_state else []
+
+    def put_share(self, share: int, frames: Iterable[Any], *, has_state: bool) -> None:
+        """Takes what :meth:`share_frames` returned in another replica."""
+        rest = iter(frames)
+
+        def received(like: Any) -> jax.Array:
+            return jax.device_put(np.frombuffer(next(rest), like.dtype).reshape(like.shape), like.sharding)
+
+        for chunk, updates in self._updates.items():
+            held = self._states[chunk]
+            params, states = jax.tree.map(received, self._share(chunk, share, has_state=has_state))
+            held.params, held.derived = updates.with_share(held.params, share, params), None
+            if has_state:
+                self._meter.count(0, num_bytes(states), 0)
+                entries, come = zip(updates.parts, held.optimizer_state, strict=True), iter(states)
+                held.optimizer_state = tuple(next(come) if part.share == share else state for part, state in entries)
 
     def _own_bytes(self, exchange: _Exchange, chunk: int) -> int:
         return len(exchange.pieces[chunk]) * self._updates[chunk].piece_bytes.piece

@@ -144,8 +144,9 @@ class RunSaver:
     ) -> None:
         self._pipeline, self._every, self._minutes = pipeline, every, minutes
         process, chunks, stages = pipeline.process, pipeline.chunks, pipeline.placement.stage_of_chunk
+        num_shares = pipeline.updates.num_shares(process.layout.data)
         self._layers = {
-            index: ChunkLayers(chunk, pipeline.optimizer, trains=pipeline.trains(index))
+            index: ChunkLayers(chunk, pipeline.optimizer, trains=pipeline.trains(index), num_shares=num_shares)
             for index, chunk in enumerate(chunks)
         }
         self._owners = partial(
@@ -154,7 +155,8 @@ class RunSaver:
             stages,
             process.layout,
             process.devices,
-            shard_optimizer=pipeline.updates.shard_optimizer,
+            shard_optimizer=num_shares > 1 or pipeline.updates.shards_together(process.layout.data),
+            whole_arrays=num_shares > 1,
         )
         self.checkpoints = Checkpoints(
             directory,
@@ -225,7 +227,7 @@ class RunSaver:
         living = self._pipeline.process.living
         if living != self.checkpoints.living:
             self.checkpoints.follow(living, self._owners(living=living))
-        states = [(self._layers[chunk], each) for chunk, each in self._pipeline.chunk_states(state)]
+        states = [(self._layers[chunk], each) for chunk, each in self._pipeline.chunk_states(state, once=True)]
         self.checkpoints.save(state.step, states, host, keep_also=keep_also)
         self._last_s, self._last_step = time.monotonic(), state.step
 

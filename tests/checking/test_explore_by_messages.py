@@ -50,6 +50,21 @@ def test_three_replicas():
     assert explore(setting).num_states > 1
 
 
+@pytest.mark.parametrize("agreement", list(Agreement))
+def test_three_replicas_send_each_other_shares(agreement):
+    rules = {"tree_degree": 1, "shares": True, "agreement": agreement}
+    setting = setting_of(chain(1, 1), linear(1), num_replicas=3, rules=rules, absences=((), ()))
+    assert explore(setting).num_states > 1
+
+
+def test_shares_of_units_that_are_lost():
+    rules, base = {"shares": True}, chain(1, 1)
+    for lost, owners in (((0,), (1, 1, 2)), ((0, 2), (1, 1, 1))):
+        given = (StepOwners((owners,), lost=lost),)
+        setting = setting_of(base, linear(1), num_replicas=3, rules=rules, owners=given, lost=lost)
+        assert explore(setting).num_states > 1
+
+
 def test_a_chunk_that_every_microbatch_of_a_replica_skips_still_sends_its_pieces():
     setting = setting_of(chain(1, 2), linear(1), absences=((), absences({(0, 0), (0, 1)})))
     assert explore(setting).num_states > 1
@@ -141,10 +156,31 @@ class _SilentSums(_Silent):
     lost = MessageKind.SUM
 
 
+class _SilentShares(_Silent):
+    lost = MessageKind.SHARE
+
+
 @pytest.mark.parametrize("arbiter", [_Silent, _SilentSums])
 def test_a_message_that_is_not_sent_is_found(arbiter):
     with pytest.raises(CheckError):
         explore(setting_of(chain(2, 1), linear(2), arbiter=arbiter))
+
+
+def test_a_share_that_is_not_sent_or_not_awaited_is_found(monkeypatch):
+    options = {"num_replicas": 3, "rules": {"shares": True}}
+    with pytest.raises(CheckError):
+        explore(setting_of(chain(1, 1), linear(1), arbiter=_SilentShares, **options))
+    wire = plan._PlanBuilder._wire_shares
+
+    def hasty(self, chunk):
+        wire(self, chunk)
+        gate = self.arrivals[next(message for message in self.arrivals if message.kind is MessageKind.SHARE)]
+        self.arrivals = {m: node for m, node in self.arrivals.items() if m.kind is not MessageKind.SHARE}
+        self.needs[gate] = 1
+
+    monkeypatch.setattr(plan._PlanBuilder, "_wire_shares", hasty)
+    with pytest.raises(CheckError):
+        explore(setting_of(chain(1, 1), linear(1), **options))
 
 
 @pytest.mark.parametrize("agreement", list(Agreement))

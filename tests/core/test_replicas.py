@@ -7,6 +7,7 @@ import pytest
 
 from rrfp_jax.core import Agreement, ForesightRules, Message, MessageKind, Ordering, StagePlan, StepRules, stage_plan
 from rrfp_jax.core.hints import BF, FB
+from rrfp_jax.core.plan import share_holders
 from rrfp_jax.core.replicas import (
     Owners,
     StepOwners,
@@ -121,9 +122,27 @@ def test_pieces_of_shared_layers_go_straight_to_those_that_add_them_up() -> None
     assert not exchanged(plans, MessageKind.SHARED)
 
 
+@pytest.mark.parametrize("lost", [(), (1,), (0, 3), (1, 2)])
+def test_every_replica_gets_each_share_that_it_does_not_hold_once(lost: tuple[int, ...]) -> None:
+    graph, placement = replicated_graph(chain(1, 1), 4), replicated_placement(linear(1), 4)
+    living = [r for r in range(4) if r not in lost]
+    graph = with_owners(graph, placement, StepOwners((tuple(living[m % len(living)] for m in range(4)),), lost))
+    rules = StepRules(by_messages=True, shares=True)
+    plans = [stage_plan(graph, placement, unit, rules) for unit in living]
+    holders = {share: [r % 4 for r in range(share, share + 4) if r % 4 in living][:2] for share in range(4)}
+    assert all(share_holders(share, living, 4) == tuple(held) for share, held in holders.items())
+    shares = {(holders[k][0], r, k) for k in range(4) for r in living if r not in holders[k]}
+    assert {(m.source, m.target, m.microbatch) for m, _ in exchanged(plans, MessageKind.SHARE)} == shares
+    for before in range(4):
+        earlier = [r for r in [*living, before] if before in lost]
+        assert all(set(share_holders(k, earlier, 4)) & set(living) <= set(holders[k]) for k in range(4) if earlier)
+
+
 def test_sums_by_messages_are_not_in_lockstep() -> None:
     with pytest.raises(ValueError, match="lockstep"):
         StepRules(by_messages=True, lockstep=True)
+    with pytest.raises(ValueError, match="shares of parameters add up by messages"):
+        StepRules(shares=True)
 
 
 @pytest.mark.parametrize("consume", ["ready", "strict"])

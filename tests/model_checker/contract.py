@@ -243,6 +243,19 @@ class _StepDemands:
                     self._promise(total, stage_of[chunk], stage_of[copy], {reduction}, set())
                     self.remote[Task(TaskKind.U, copy)].add(total)
                     self.sums[copy].add(total)
+            if self.rules.shares:
+                self._demand_shares(chunk, copies)
+
+    def _demand_shares(self, chunk: int, copies: list[int]) -> None:
+        """Two replicas update each share, the first that live from its number on; the first sends it to the others."""
+        num_replicas = self.graph.num_replicas
+        for share in range(num_replicas):
+            turns = [(share + n) % num_replicas for n in range(num_replicas)]
+            first, *others = [c for turn in turns for c in copies if c % num_replicas == turn]
+            for copy in others[1:] if first == chunk else ():
+                message = Message(MessageKind.SHARE, chunk, copy, share)
+                stages = self.placement.stage_of_chunk[chunk], self.placement.stage_of_chunk[copy]
+                self._promise(message, *stages, {Task(TaskKind.U, chunk)}, set())
 
     def _num_sums(self, chunk: int) -> int:
         """In ordered steps with other owners a chunk makes a sum of each block of microbatches that it runs."""

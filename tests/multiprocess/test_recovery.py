@@ -10,6 +10,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from rrfp_jax.runtime.process import Process
 from tests.multiprocess.launching import eventually, launched
 from tests.multiprocess.programs.survivor import make_pipeline, train
-from tests.multiprocess.runs import QUICK_TO_COMPILE
+from tests.multiprocess.runs import QUICK_TO_COMPILE, outcome_of, training_config
 from tests.multiprocess.striking import (
     NUM_SEEDS,
     PATIENCE_S,
@@ -126,6 +127,24 @@ def test_a_deterministic_run_keeps_its_bits_through_a_loss(tmp_path: Path) -> No
             jax.tree.map(np.testing.assert_array_equal, own_params, params)
 
 
+@pytest.mark.parametrize("second", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_shares_of_the_optimizer_state_outlive_one_loss_after_the_other(second: int, tmp_path: Path) -> None:
+    """Ranks 1 and 2 hold share 1 of 4 together, so the second loss takes what the first has left."""
+    with make_pipeline(1, process=Process.alone(1)) as pipeline:
+        alone = train(pipeline, STEPS)
+    with launched("--processes", 4, "--", "survivor", tmp_path, STEPS, 1, 4, 0.01, second, 7) as launcher:
+        assert launcher.wait(200) == 0, launcher.text
+    for rank in {0, 2, 3} - {second}:
+        marks_of(tmp_path, rank, alone)
+
+
+@pytest.mark.slow
+def test_two_holders_of_a_share_that_are_lost_together_end_the_run(tmp_path: Path) -> None:
+    with launched("--processes", 4, "--", "survivor", tmp_path, STEPS, 1, 4, 0.01, 2, 4) as launcher:
+        assert launcher.wait(200) != 0, launcher.text
+    assert re.search("share 1 of the optimizer state of stage 0 went with the two replicas that held it", launcher.text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 3])
 def test_a_slow_unit_gets_fewer_microbatches(slow: int, unharmed: tuple, tmp_path: Path) -> None:
@@ -195,6 +214,26 @@ def test_training_goes_on_whoever_is_lost(seed: int, trained: Unharmed, tmp_path
             os.kill(pids[strike.rank], strike.signal)
         assert launcher.wait(180) == 0, launcher.text
     TRAINING.check(run, launcher, [strike.rank for strike in plan], trained)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [None, 1])
+def test_shares_of_the_optimizer_state_are_saved_by_those_who_live(victim: int | None, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"num_stages": 1, "replicas": 3, "reduce": "messages", "shard": True, "steps": 16}
+    changes |= {"batch_size": 12, "num_microbatches": 6, "checkpoint_every": 4}
+    (tmp_path / "alone").mkdir()
+    alone = training_config(tmp_path / "alone", **{**changes, "replicas": 1, "reduce": "auto", "shard": False})
+    with launched(
+        "--processes", 1, "--", "experiments.train", "--config", alone, "--run-dir", tmp_path / "whole"
+    ) as one:
+        assert one.wait(200) == 0, one.text
+    command = ("--processes", 3, "--", "experiments.train", "--config", training_config(tmp_path, **changes))
+    with launched(*command, "--run-dir", tmp_path / "run", **QUICK_TO_COMPILE) as launcher:
+        if victim is not None:
+            assert eventually(lambda: num_rows(tmp_path / "run") >= 5, 120), launcher.text
+            os.kill(launcher.ranks()[victim], signal.SIGKILL)
+        assert launcher.wait(200) == 0, launcher.text
+    outcome_of(tmp_path / "run", 16).assert_close(outcome_of(tmp_path / "whole", 16))
 
 
 # -- coming back -------------------------------------------------------------------------------------------------------

@@ -101,6 +101,14 @@ class TrainConfig:
             raise ValueError("projector is given without vision, whose features it would project: give vision too")
 
     @property
+    def num_state_shares(self) -> int:
+        """The number of equal shares of the optimizer state of which a unit holds one; by messages it holds two."""
+        if not self.optimizer.shard:
+            return 1
+        replicas = self.pipeline.replicas
+        return max(1, replicas // 2) if self.pipeline.reduce == ReduceWay.MESSAGES else replicas
+
+    @property
     def data_kind(self) -> str:
         """The kind of the data."""
         return str(section_of(self.data)["kind"])

@@ -32,6 +32,8 @@ from rrfp_jax.schedules import Placement
 
 _INLINE_BYTES, _MAX_INLINE_BYTES = 1 << 10, 1 << 16
 """Largest size of a piece that travels in a message's header, and of all such pieces of a message together."""
+IN_PARTS = (MessageKind.PIECE, MessageKind.SUM, MessageKind.SHARE)
+"""The kinds of messages that have the number of a part in place of a microbatch."""
 _BETWEEN_UNITS = (MessageKind.REPORT, MessageKind.VERDICT)
 _BY_BUCKET = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 
@@ -349,7 +351,7 @@ def _spread(sharding: jax.sharding.Sharding, shape: tuple[int, ...], layout: Lay
 
 EdgeOf = Callable[[Message, int], ArrayEdge | None]
 """Returns the arrays that a message of a bucket carries, or None for plain data. Depends on kind, source and target
-only, and may be called on any thread."""
+only, and may be called on any thread. Shares, of which each has other arrays, take their number for a bucket."""
 
 
 class Route(NamedTuple):
@@ -414,7 +416,8 @@ class RoutingTable:
     def prepare(self, messages: Iterable[Message]) -> None:
         """Works out the routes of such messages in every bucket."""
         for message in messages:
-            for bucket in range(self._num_buckets if message.kind in _BY_BUCKET else 1):
+            buckets = range(self._num_buckets) if message.kind in _BY_BUCKET else range(1)
+            for bucket in (message.microbatch,) if message.kind is MessageKind.SHARE else buckets:
                 self.of(message, bucket)
 
     def expected(self, message: Message, bucket: int = 0) -> Route:
@@ -424,7 +427,8 @@ class RoutingTable:
         if route is None:
             # Numbers from another process are checked before they make a plan, which takes time and memory.
             numbered = self._layout.num_units if message.kind in _BETWEEN_UNITS else self._placement.num_chunks
-            is_known = max(message.source, message.target) < numbered and bucket < self._num_buckets
+            num_buckets = self._layout.data if message.kind is MessageKind.SHARE else self._num_buckets
+            is_known = max(message.source, message.target) < numbered and bucket < num_buckets
             route = self.of(message, bucket) if is_known else None
         if route is None or not route.is_to_here:
             raise MalformedMessage(f"the message '{message}' of bucket {bucket} is not for rank {self._rank}")

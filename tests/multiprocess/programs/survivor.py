@@ -1,7 +1,7 @@
 """A rank of 2 stages in 2 replicas that trains a small model, one of which is struck dead in the middle.
 
-``survivor FOLDER STEPS VICTIM STEP DELAY_S [deterministic]``: a time after rank VICTIM has begun STEP it kills itself;
--1: none does.
+``survivor FOLDER STEPS VICTIM STEP DELAY_S [VICTIM STEP] [deterministic]``: a time after rank VICTIM has begun STEP it
+kills itself; -1: none does. With a second victim there is one stage of 4 replicas, which share the optimizer state.
 """
 
 import faulthandler
@@ -29,10 +29,10 @@ NUM_MICROBATCHES, ROWS, LENGTH, VOCABULARY = 8, 2, 16, 64
 MODEL = LanguageModelConfig(vocab_size=VOCABULARY, hidden=32, num_layers=2, num_heads=4, mlp_dim=64)
 
 
-def make_pipeline(**more: Any) -> Pipeline:
+def make_pipeline(num_stages: int = 2, **more: Any) -> Pipeline:
     return Pipeline(
-        language_model(MODEL).split(num_chunks=2),
-        placement=linear(2),
+        language_model(MODEL).split(num_chunks=num_stages),
+        placement=linear(num_stages),
         ordering=Ordering(hint="bf", window=NUM_MICROBATCHES),
         optimizer=optax.adamw(1e-3, eps=1e-6),
         **more,
@@ -57,9 +57,17 @@ def train(pipeline: Pipeline, num_steps: int, before: Any = lambda step: None) -
 
 def main() -> None:
     faulthandler.register(signal.SIGUSR1)
-    folder, (num_steps, victim, at) = Path(sys.argv[1]), map(int, sys.argv[2:5])
+    is_deterministic = sys.argv[-1] == "deterministic"
+    sys.argv = [*filter("deterministic".__ne__, sys.argv)]
+    folder, num_steps, numbers = Path(sys.argv[1]), int(sys.argv[2]), [*map(int, sys.argv[3:5] + sys.argv[6:8])]
+    strikes, num_stages = {*zip(numbers[::2], numbers[1::2], strict=True)}, 2 if len(numbers) == 2 else 1
     process = enter(
-        num_stages=2, data=2, configuration={}, cluster=ClusterConfig(), platform="cpu", sums_by_messages=True
+        num_stages=num_stages,
+        data=4 // num_stages,
+        configuration={},
+        cluster=ClusterConfig(),
+        platform="cpu",
+        sums_by_messages=True,
     )
     assert process.device_kinds == ["cpu"] * 4
     compiled: list[int] = []
@@ -74,16 +82,15 @@ def main() -> None:
         mark()
         if step == 2:
             print(f"ready {process.rank}", flush=True)
-        if (process.rank, step) == (victim, at):
+        if (process.rank, step) in strikes:
             threading.Timer(float(sys.argv[5]), os.kill, [os.getpid(), signal.SIGKILL]).start()
 
     def mark() -> None:
         marks.append((time.perf_counter(), sum(compiled)))
 
     marks: list[tuple[float, int]] = []
-    pipeline = make_pipeline(
-        process=process, updates=UpdateRules(reduce="messages", deterministic="deterministic" in sys.argv)
-    )
+    rules = UpdateRules(reduce="messages", shard_optimizer=num_stages == 1, deterministic=is_deterministic)
+    pipeline = make_pipeline(num_stages, process=process, updates=rules)
     losses, params = train(pipeline, num_steps, begin)
     mark()
     (folder / f"rank{process.rank}").write_bytes(pickle.dumps((losses, params, marks)))
