@@ -126,6 +126,10 @@ class _Submitted:
     plan: OwnerPlan
     future: "Future[StepOutcome]"
 
+    @property
+    def trains(self) -> bool:
+        return not self.evaluates and not self.batch.verifies
+
 
 class _StepTimed(NamedTuple):
     """A training step has ended here, with the times of its tasks."""
@@ -417,7 +421,7 @@ class RecoveringRuntime:
             submitted.future.set_exception(error)
 
     def _tell_times(self, submitted: _Submitted, outcome: StepOutcome) -> None:
-        if self._planner is not None and not submitted.evaluates and not submitted.batch.verifies:
+        if self._planner is not None and submitted.trains:
             step = outcome.step if submitted.trained is None else submitted.trained
             self._events.put(_StepTimed(step, submitted.batch.buckets, outcome.timeline))
 
@@ -685,7 +689,7 @@ class RecoveringRuntime:
         self._planner, self._num_observed = self._make_planner(), 0
         self._times, self._gathered_times = [], queue.SimpleQueue()
         with self._lock:
-            pending = [step for step, each in self._pending.items() if not each.evaluates]
+            pending = [step for step, each in self._pending.items() if each.trains]
             self._num_submitted = sum(step > self._membership.newest for step in pending)
 
     def _end_hold(self) -> None:

@@ -30,6 +30,7 @@ class StruckTraining:
     evaluate_every: int
     keep: int = 3
     num_microbatches: int = 4
+    verify_every: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -50,7 +51,8 @@ class StruckTraining:
         places = ("--max-restarts", max_restarts, "--processes", self.num_ranks)
         command = (*places, "--", "experiments.train", "--config", config, "--run-dir", run)
         evaluated = ("--evaluation.every", self.evaluate_every, "--evaluation.at-start", "true")
-        return launched(*command, *evaluated, **QUICK_TO_COMPILE)
+        verified = () if self.verify_every is None else ("--verify-every", self.verify_every)
+        return launched(*command, *evaluated, *verified, **QUICK_TO_COMPILE)
 
     def unharmed(self, folder: Path) -> "Unharmed":
         """The run that others are compared with."""
