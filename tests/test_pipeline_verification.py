@@ -134,6 +134,7 @@ def train(pipeline: Pipeline, *, verifies: bool, num_steps: int = 4) -> Any:
         return losses, jax.tree.map(np.array, held)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("per_stage", "options"),
     [

@@ -126,7 +126,8 @@ def test_a_deterministic_run_keeps_its_bits_through_a_loss(tmp_path: Path) -> No
             jax.tree.map(np.testing.assert_array_equal, own_params, params)
 
 
-@pytest.mark.parametrize("second", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [0, 2])
 def test_shares_of_the_optimizer_state_outlive_one_loss_after_the_other(second: int, tmp_path: Path) -> None:
     """Ranks 1 and 2 hold share 1 of 4 together, so the second loss takes what the first has left."""
     with make_pipeline(1, process=Process.alone(1)) as pipeline:

@@ -23,7 +23,8 @@ def run(folder: Path, how: str, rank: int, step: int, *, every: int | None = 4, 
         return launcher.wait(200), launcher.text
 
 
-@pytest.mark.parametrize("reduce", ["messages", pytest.param("collective", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduce", ["messages", "collective"])
 def test_a_rank_that_computes_wrongly_ends_the_run(reduce: str, tmp_path: Path) -> None:
     code, text = run(tmp_path, "flip", 3, 6, reduce=reduce)
     assert code == 10, text
@@ -37,6 +38,7 @@ def test_a_rank_that_computes_wrongly_ends_the_run(reduce: str, tmp_path: Path) 
     assert committed(tmp_path / "run") == [3, 6]
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_a_verification(tmp_path: Path) -> None:
     for name in ("plain", "struck"):
         (tmp_path / name).mkdir()

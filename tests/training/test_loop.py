@@ -85,6 +85,7 @@ class FakeSaver:
 
     def take_back(self, state: PipelineState) -> None:
         assert self.saved[-1][0] == state.step, "lost ranks come back with the state that was saved"
+        self.took_back.append(state.step)
 
     def must_repeat(self) -> bool:
         self._spoilt -= 1
