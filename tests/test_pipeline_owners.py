@@ -120,7 +120,9 @@ def test_evaluations_have_the_owners_of_a_training_step() -> None:
 
     batch = make_batches()[0]
     leaves = [{name: values[m] for name, values in batch.items()} for m in range(NUM_MICROBATCHES)]
-    pipeline = make_pipeline(make_chunks(2, tied=False), placement=linear(2), optimizer=OPTIMIZER, **OWNERS)
+    pipeline = make_pipeline(
+        make_chunks(2, tied=False), placement=linear(2), optimizer=OPTIMIZER, reduce="messages", **OWNERS
+    )
     with pipeline:
         state = pipeline.init(jax.random.key(1))
         pipeline.prepare(batch, evaluation=EvaluationShapes(buckets=leaves[:1], batches=2))

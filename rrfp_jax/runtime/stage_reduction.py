@@ -113,8 +113,8 @@ class PieceExchange:
     def _exchange(self, chunk: int, graph: PipelineGraph) -> _Exchange:
         pieces = pieces_of_chunks(filter(graph.trains, graph.sharing(chunk)), self._copies.num_replicas)
         blocks = {each: blocks_of(graph, each, ordered=self._ordered) for each in pieces}
-        first = blocks[chunk][0] if blocks[chunk] else self._copies.replica(chunk)
-        return _Exchange(left=len(graph.microbatches(chunk)), pieces=pieces, blocks=blocks, block=first)
+        own = blocks.get(chunk) or (self._copies.replica(chunk),)  # A step that evaluates has no gradients.
+        return _Exchange(left=len(graph.microbatches(chunk)), pieces=pieces, blocks=blocks, block=own[0])
 
     def finish(self, step: int) -> None:
         del self._steps[step]
