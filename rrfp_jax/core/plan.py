@@ -205,6 +205,19 @@ def share_holders(share: int, living: Iterable[int], num_replicas: int) -> tuple
     return tuple(sorted(living, key=lambda replica: (replica - share) % num_replicas)[:2])
 
 
+def shares_of(graph: PipelineGraph, chunk: int) -> dict[int, tuple[int, list[int]]]:
+    """Returns, for each share of a chunk's parameters, the copy that sends it and the living ones that do not hold it;
+    nothing for a chunk that does not train."""
+    number, base = graph.num_replicas, chunk - chunk % graph.num_replicas
+    sharers = filter(graph.trains, graph.sharing(chunk) if graph.trains(chunk) else ())
+    living = [c - base for c in sharers if c - base in range(number)]
+    shares = {}
+    for share in range(number if living else 0):
+        holders = share_holders(share, living, number)
+        shares[share] = base + holders[0], [base + other for other in living if other not in holders]
+    return shares
+
+
 def end_followers(plan: StagePlan, nodes: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the nodes among these that wait for real ends: gates, and the tasks of engines beside compute."""
     lanes, num_tasks = plan.lanes, len(plan.tasks)
@@ -494,21 +507,14 @@ class _PlanBuilder:
     def _wire_shares(self, chunk: int) -> None:
         """Let U of a chunk send the shares that its replica is the first to hold, and the step wait for those that it
         does not hold."""
-        stage_of, num_replicas = self.placement.stage_of_chunk, self.graph.num_replicas
-        update, base, own = self.index[Task(TaskKind.U, chunk)], chunk - chunk % num_replicas, chunk % num_replicas
-        sharers = filter(self.graph.trains, self.graph.sharing(chunk))
-        living = [c - base for c in sharers if c - base in range(num_replicas)]
-        awaited = []
-        for share in range(num_replicas):
-            holders = share_holders(share, living, num_replicas)
-            if own == holders[0]:
+        stage_of, update, awaited = self.placement.stage_of_chunk, self.index[Task(TaskKind.U, chunk)], []
+        for share, (first, lacking) in shares_of(self.graph, chunk).items():
+            if chunk == first:
                 self.sends[update] += [
-                    (Message(MessageKind.SHARE, chunk, base + other, share), stage_of[base + other])
-                    for other in living
-                    if other not in holders
+                    (Message(MessageKind.SHARE, chunk, other, share), stage_of[other]) for other in lacking
                 ]
-            elif own not in holders:
-                awaited.append(Message(MessageKind.SHARE, base + holders[0], chunk, share))
+            elif chunk in lacking:
+                awaited.append(Message(MessageKind.SHARE, first, chunk, share))
         if awaited:
             complete = self._gate(f"shares of chunk {chunk} complete")
             self._after(complete, update)

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from rrfp_jax.core import Message, MessageKind
-from rrfp_jax.core.plan import blocks_of, pieces_of_chunks, share_holders
+from rrfp_jax.core.plan import blocks_of, pieces_of_chunks, shares_of
 from rrfp_jax.core.replicas import Replication
 from rrfp_jax.programs.agreement import Verdict
 from rrfp_jax.programs.compiled import CompiledChunk
@@ -213,22 +213,10 @@ class PieceExchange:
         exchange.sums.clear()
         self._count(JOIN, chunk, self._programs[chunk].sizes.accumulators_bytes - self._own_bytes(exchange, chunk))
 
-    def shares_of(self, graph: PipelineGraph, chunk: int) -> dict[int, tuple[int, list[int]]]:
-        """Returns, for each share of a chunk's parameters, the copy that sends it and those that do not hold it."""
-        base, number = self._copies.base(chunk), self._copies.num_replicas
-        sharers = graph.sharing(chunk) if graph.trains(chunk) else ()
-        living = [self._copies.replica(c) for c in sharers if self._copies.base(c) == base and graph.trains(c)]
-        shares = {}
-        for share in range(number if living else 0):
-            first, *others = (self._copies.chunk(base, replica) for replica in share_holders(share, living, number))
-            copies = (self._copies.chunk(base, replica) for replica in living)
-            shares[share] = first, [copy for copy in copies if copy not in (first, *others)]
-        return shares
-
     def share_posts(self, graph: PipelineGraph, chunk: int) -> Posts:
         """Returns the shares of a chunk's parameters that others get from here, behind its update."""
         posts: Posts = []
-        for share, (first, lacking) in self.shares_of(graph, chunk).items():
+        for share, (first, lacking) in shares_of(graph, chunk).items():
             if first == chunk and lacking:
                 value = self._updates[chunk].copy_share(self._states[chunk].params, share)
                 posts += [(Message(MessageKind.SHARE, chunk, other, share), value) for other in lacking]
@@ -236,12 +224,12 @@ class PieceExchange:
 
     def awaits_shares(self, graph: PipelineGraph, chunk: int) -> bool:
         """Returns whether a chunk's update lacks parameters that others update."""
-        return any(chunk in lacking for _, lacking in self.shares_of(graph, chunk).values())
+        return any(chunk in lacking for _, lacking in shares_of(graph, chunk).values())
 
     def take_shares(self, step: int, graph: PipelineGraph) -> None:
         """Puts the shares that have come into the places of a step's old parameters."""
         for chunk, held in self._states.items():
-            for share, (first, lacking) in self.shares_of(graph, chunk).items():
+            for share, (first, lacking) in shares_of(graph, chunk).items():
                 if chunk in lacking:
                     values = self._mailbox.take(step, Message(MessageKind.SHARE, first, chunk, share))
                     held.params = self._updates[chunk].with_share(held.params, share, values)
