@@ -1,9 +1,9 @@
 """The layout of a run: stages, replicas and the devices of each, dealt out to ranks in order.
 
 A *unit* is one replica of one stage: a stage of its own with an arbiter of its own, on the devices of a mesh with named
-axes, ``tensor`` and others. Devices are numbered with the first of these axes innermost, then data, then stages, and
-dealt out to the ranks (processes) in that order, the same number to each. So a rank may host several units, and a unit
-may span several ranks, which then form its *group*.
+axes, ``tensor`` and others. Devices are numbered with the first of these axes innermost, then data, then stages (or
+stages, then data, ``by_replica``), and dealt out to the ranks (processes) in that order, the same number to each. So a
+rank may host several units, and a unit may span several ranks, which then form its *group*.
 
 Control messages travel along a tree over places 0 to n - 1, the ranks of a run or of a group, with place 0 as the root.
 With degree d the children of place i are ``d * i + 1`` to ``d * i + d``, as in a heap. So every place computes its
@@ -105,6 +105,9 @@ class Layout:
     each stage, of equally many devices; empty: ``tensor`` alone."""
     num_ranks: int = 1
     """Number of processes."""
+    by_replica: bool = False
+    """Whether neighbouring ranks hold the stages of a replica, so that a lost host takes as few replicas of each stage
+    as can be; else they hold the replicas of a stage, whose collectives then stay within a host."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -174,7 +177,8 @@ class Layout:
 
     def devices_of(self, unit: int) -> tuple[int, ...]:
         """The global numbers of a unit's devices, the first axis of its mesh innermost."""
-        first = (self.stage_of(unit) * self.data + self.replica_of(unit)) * self.unit_size
+        place = unit if self.by_replica else self.stage_of(unit) * self.data + self.replica_of(unit)
+        first = place * self.unit_size
         return tuple(range(first, first + self.unit_size))
 
     def rank_of_device(self, device: int) -> int:
@@ -212,7 +216,7 @@ class Layout:
         wanted = range(rank * self.devices_per_rank, (rank + 1) * self.devices_per_rank)
         if num_devices >= len(wanted):
             return tuple(range(len(wanted)))
-        per_stage = self.data * self.unit_size
+        per_stage = self.unit_size * (1 if self.by_replica else self.data)
         stages = [len(list(devices)) for _, devices in groupby(wanted, lambda device: device // per_stage)]
         num_sets = num_devices // max(stages)
         if not num_sets:

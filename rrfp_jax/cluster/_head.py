@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle
 
 from rrfp_jax.cluster import LauncherLink, RendezvousServer, RunKey
 from rrfp_jax.cluster.child_processes import ASKING, Child, Guardian, LauncherEvents, Output
@@ -15,6 +16,10 @@ from rrfp_jax.cluster.host import listens_on
 
 _STOP_TIMEOUT_S = 5.0
 _MOMENT_S = 0.02
+_LAST_CALL_S = 20.0
+"""Seconds for which a restart waits for nodes that are not there, where it may do without them."""
+
+TOLD_TO_STOP = "told to stop before the run had begun"
 
 
 class HeadFailed(RuntimeError):
@@ -26,6 +31,8 @@ class LauncherParts:
     """The parts of a launcher that serve all of its attempts."""
 
     settings: LaunchSettings
+    key_of: Callable[[int], RunKey]
+    """Returns the run key of an attempt."""
     environment: Mapping[str, str]
     """Environment of every rank, without its place in the run and the key."""
     guardian: Guardian
@@ -41,6 +48,7 @@ class RunHead:
     coordinator: str
     interface: str | None
     """Interface that this node's ranks listen on; None: loopback."""
+    key: RunKey
     board: RendezvousServer | LauncherLink
     """Takes the reports of how ranks end, and tells how those of other nodes did."""
     service: "Service | None" = None
@@ -68,11 +76,11 @@ class Service:
         self.address = str(self._address)
         self._child: Child | None = None
 
-    def start(self) -> None:
+    def start(self, num_ranks: int) -> None:
         """Starts the process, unless it was started before; on the main thread."""
         if self._child is not None:
             return
-        address, num_ranks = self._address, self._launcher.settings.num_ranks
+        address = self._address
         module = "rrfp_jax.cluster.coordination_service"
         self._child = Child(
             python_module(module, address.host, str(address.port), str(num_ranks)),
@@ -96,9 +104,9 @@ class Service:
         self._reserved.close()
 
 
-def host_head(launcher: LauncherParts, key: RunKey) -> RunHead:
+def host_head(launcher: LauncherParts, attempt: int) -> RunHead:
     """Starts the head on this node. Raises HeadFailed."""
-    settings, place = launcher.settings, launcher.settings.head
+    settings, place, key = launcher.settings, launcher.settings.head, launcher.key_of(attempt)
     interface = _interface(settings)
     # The rendezvous first: its address tells on which one of this host's the service listens too.
     try:
@@ -106,6 +114,8 @@ def host_head(launcher: LauncherParts, key: RunKey) -> RunHead:
             settings.num_ranks,
             key,
             deadline_s=settings.start_deadline_s,
+            node_counts=settings.node_counts,
+            roll_s=min(_LAST_CALL_S, settings.start_deadline_s) if attempt else settings.start_deadline_s,
             interface=interface or LOOPBACK,
             port=None if place is None else place.port,
             on_status=launcher.events.put,
@@ -121,30 +131,56 @@ def host_head(launcher: LauncherParts, key: RunKey) -> RunHead:
         server.close()
         raise HeadFailed(str(error)) from error
     return RunHead(
-        rendezvous=server.address, coordinator=service.address, interface=interface, board=server, service=service
+        rendezvous=server.address,
+        coordinator=service.address,
+        interface=interface,
+        key=key,
+        board=server,
+        service=service,
     )
 
 
-def join_head(launcher: LauncherParts, key: RunKey, attempt: int) -> RunHead:
-    """Reaches the head on node 0: after a restart, that of the attempt before may still be there.
+def join_head(launcher: LauncherParts, attempt: int) -> tuple[RunHead, int]:
+    """Reaches the head on node 0. Returns it with the number of the attempt that it serves.
 
-    Raises HeadFailed where it does not answer before the deadline, or not to this key.
+    Another attempt than this one is found only by a launcher that was itself started again, which begins at 0. Raises
+    HeadFailed where the head does not answer before the deadline, or not to this key.
     """
     settings, place, events = launcher.settings, launcher.settings.head, launcher.events
     assert place is not None
-    ranks, say = tuple(settings.local_ranks()), launcher.output.say
-    link = LauncherLink(f"tcp://{place}", key, ranks, attempt=attempt, on_status=events.put, notice=say)
+    until_s, where = time.monotonic() + settings.start_deadline_s, f"tcp://{place}"
+    numbers = (attempt,) if attempt else tuple(range(settings.max_restarts + 1))
+    link: LauncherLink | None = None
     try:
-        # Accepted means that the head has answered to this attempt's key, so it is not that of an earlier attempt.
-        if not _until(lambda: link.is_accepted, settings.start_deadline_s, events):
-            late = f"cannot be joined after {settings.start_deadline_s:g} s: {link.why_not()}"
-            raise HeadFailed(f"the head at tcp://{place} {late}")
-        interface = _interface(settings)
+        for number in cycle(numbers):
+            key = launcher.key_of(number)
+            link = LauncherLink(
+                where,
+                key,
+                settings.node_rank,
+                is_sure=not settings.max_restarts,
+                on_status=events.put,
+                notice=launcher.output.say,
+            )
+            # Accepted means that the head has answered to this attempt's key, so it is not that of an earlier attempt,
+            # which may still be there after a restart.
+            while not link.is_accepted and not (len(numbers) > 1 and link.is_refused):
+                if events.stopped_by is not None:
+                    raise HeadFailed(TOLD_TO_STOP)
+                if time.monotonic() > until_s:
+                    late = f"cannot be joined after {settings.start_deadline_s:g} s: {link.why_not()}"
+                    raise HeadFailed(f"the head at {where} {late}")
+                time.sleep(_MOMENT_S)
+            if link.is_accepted:
+                break
+            link.close()
+        interface, coordinator = _interface(settings), str(Address(host=place.host, port=place.port + 1))
     except HeadFailed:
-        link.close()
+        if link is not None:
+            link.close()
         raise
-    coordinator = str(Address(host=place.host, port=place.port + 1))
-    return RunHead(rendezvous=f"tcp://{place}", coordinator=coordinator, interface=interface, board=link)
+    assert link is not None
+    return RunHead(rendezvous=where, coordinator=coordinator, interface=interface, key=key, board=link), number
 
 
 def _interface(settings: LaunchSettings) -> str | None:
@@ -153,15 +189,3 @@ def _interface(settings: LaunchSettings) -> str | None:
         return listens_on(settings)
     except ValueError as error:
         raise HeadFailed(str(error)) from error
-
-
-def _until(condition: Callable[[], bool], timeout_s: float, events: LauncherEvents) -> bool:
-    """Returns whether the condition holds in time. Raises HeadFailed where somebody asks the launcher to stop."""
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        if events.stopped_by is not None:
-            raise HeadFailed("told to stop before the run had begun")
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(_MOMENT_S)
-    return True

@@ -52,7 +52,11 @@ class HeadLink:
         number: int = 0,
     ) -> None:
         self._report = MemberReport(
-            rank=rank, num_stages=layout.num_stages, data=layout.data, unit_size=layout.unit_size
+            rank=rank,
+            num_stages=layout.num_stages,
+            data=layout.data,
+            unit_size=layout.unit_size,
+            by_replica=layout.by_replica,
         )
         self._on_declared = on_declared
         self._number, self._is_newcomer = number, bool(number)

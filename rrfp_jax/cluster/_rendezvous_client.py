@@ -90,8 +90,8 @@ class LauncherLink:
     while since.
 
     Args:
-        ranks: the ranks that the launcher starts.
-        attempt: number of times the run was started before; the head may still serve the attempt before this one.
+        node: number of the launcher's node.
+        is_sure: whether the head can have no other key than this, since no other attempt has one.
         on_status: called on that thread whenever there is news.
         notice: called there with sentences for the user while the head does not answer.
     """
@@ -100,13 +100,14 @@ class LauncherLink:
         self,
         address: str,
         key: RunKey,
-        ranks: tuple[int, ...],
+        node: int,
         *,
-        attempt: int = 0,
+        is_sure: bool = True,
         on_status: Callable[[RunStatus], None],
         notice: Callable[[str], None],
     ) -> None:
-        self._address, self._key, self._ranks, self._attempt = address, key, ranks, attempt
+        self._address, self._key, self._node, self._is_sure = address, key, node, is_sure
+        self._ranks: tuple[int, ...] = ()
         self._on_status, self._notice = on_status, notice
         self.is_accepted = self.is_gone = False
         self._status, self._version = RunStatus(), -1
@@ -116,6 +117,11 @@ class LauncherLink:
         self._client = Client(address, key, self._wake_read.fileno())
         self._thread = threading.Thread(target=self._run, name="rrfp-head", daemon=True)
         self._thread.start()
+
+    def takes(self, ranks: tuple[int, ...]) -> None:
+        """Reports the ranks that the launcher starts, once it knows which nodes take part."""
+        self._ranks = ranks
+        self._wake_write.send(b"\0")
 
     def ended(self, rank: int, code: int, *, at_s: float | None = None, by_launcher: str = "", number: int = 0) -> None:
         """Reports the end of a process of this node, now or at ``time.monotonic() == at_s``, until the head has it."""
@@ -129,12 +135,17 @@ class LauncherLink:
         known = {(rank, ending.number) for rank, ending in self._status.endings.items()}
         return self.is_gone or (not missing and {(r, each.number) for r, each in self._endings.items()} <= known)
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the place has another key, that of another attempt or run."""
+        return self._client.num_refused >= _MAX_REFUSALS
+
     def why_not(self) -> str:
         """Returns why the head has not accepted this launcher yet."""
-        if self._client.num_refused < _MAX_REFUSALS:
+        if not self.is_refused:
             return "it does not answer"
-        if self._attempt:
-            return "it still serves an earlier attempt"
+        if not self._is_sure:
+            return "it serves another attempt, or was given another run key than this node"
         return "it answers, but not to this node's run key: give the same to all nodes"
 
     def close(self) -> None:
@@ -161,7 +172,7 @@ class LauncherLink:
                     self.is_accepted, num_unanswered = True, 0
                     continue
                 # A head that has answered once and refuses now is another one: this attempt's has ended.
-                is_refused = client.num_refused >= _MAX_REFUSALS
+                is_refused = self.is_refused
                 if self.is_accepted:
                     is_unreached = client.num_unreached >= _MAX_REFUSALS
                     self.is_gone |= is_refused or is_unreached or num_unanswered * _REPEAT_S > SILENT_S
@@ -178,7 +189,9 @@ class LauncherLink:
     def _report(self, *, is_leaving: bool = False) -> bytes:
         now_s = time.monotonic()
         endings = {rank: replace(ending, at_s=now_s - ending.at_s) for rank, ending in self._endings.items()}
-        report = LauncherReport(ranks=self._ranks, endings=endings, version=self._version, is_leaving=is_leaving)
+        report = LauncherReport(
+            node=self._node, ranks=self._ranks, endings=endings, version=self._version, is_leaving=is_leaving
+        )
         return pack_plain({"kind": "launcher", "report": to_plain(report)})
 
     def _read(self, answer: dict[str, Any]) -> bool:

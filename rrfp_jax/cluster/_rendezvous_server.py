@@ -39,6 +39,7 @@ from rrfp_jax.cluster.rendezvous import (
     NewcomerReport,
     ProcessEnding,
     Rendezvous,
+    RollCall,
     RunStatus,
     name_ranks,
 )
@@ -86,7 +87,10 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
     """Runs a :class:`Rendezvous` of ``num_ranks`` ranks on a thread of its own; a context manager, or close it.
 
     Args:
-        deadline_s: seconds from now that all ranks have to come.
+        deadline_s: seconds that all ranks have to come, once it is known which nodes take part.
+        node_counts: all numbers of nodes that the run may have, descending; ``num_ranks`` is for the first. By default
+            each rank is a node.
+        roll_s: see :class:`RollCall`.
         interface, port: the address to listen on; by default on loopback, on a free port.
         expected: settings of the head; a rank's configuration must have the same, or none of the same name.
         on_status: called on the server's thread whenever there is news.
@@ -99,6 +103,8 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         key: RunKey,
         *,
         deadline_s: float = 60.0,
+        node_counts: Sequence[int] = (),
+        roll_s: float = 0.0,
         interface: str = LOOPBACK,
         port: int | None = None,
         expected: Mapping[str, Any] | None = None,
@@ -107,7 +113,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
     ) -> None:
         if num_ranks < 1 or deadline_s <= 0:
             raise ValueError(f"num_ranks {num_ranks} and deadline_s {deadline_s} must be positive")
-        self._rules = Rendezvous(num_ranks, expected)
+        self._rules, self._roll = Rendezvous(num_ranks, expected), RollCall(node_counts or (num_ranks,), roll_s)
         self._started_s = time.monotonic()
         self._deadline_s, self._ends_s = deadline_s, self._started_s + deadline_s
         self._on_status, self._notice = on_status, notice
@@ -223,11 +229,15 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                 self._receive()
                 # Messages come before the clock: a rank that came in time is not missing because this thread was late.
                 waited_s = time.monotonic() - self._started_s
-                if waited_s > self._deadline_s:
+                if self._roll.call((report.node for report in self._present().values()), waited_s):
+                    self._rules.num_ranks = self._rules.num_ranks // self._roll.counts[0] * len(self._roll.nodes)
+                    self._ends_s = time.monotonic() + self._deadline_s
+                if time.monotonic() > self._ends_s:
                     self._rules.expire(self._deadline_s)
                 self._look_at_holds()
                 if waited_s > self._waiting_s and not self._rules.is_decided:
-                    self._notice(f"waiting for {name_ranks(self._rules.missing())} ({waited_s:.0f} s)")
+                    awaited = self._roll.missing() or name_ranks(self._rules.missing())
+                    self._notice(f"waiting for {awaited} ({waited_s:.0f} s)")
                     self._waiting_s *= 2
                 self._announce()
         except Exception as error:
@@ -252,14 +262,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                     case {"kind": "hello", "hello": data}:
                         self._hear_rank(route.bytes, from_plain(JoinRequest, data))
                     case {"kind": "launcher", "report": data}:
-                        report, now_s = from_plain(LauncherReport, data), time.monotonic()
-                        for rank, ending in report.endings.items():
-                            if not 0 <= rank < self._rules.num_ranks:
-                                raise MalformedMessage(_NO_RANK.format(rank, self._rules.num_ranks))
-                            # Ages, not times, travel: the clocks of hosts need not agree.
-                            self._rules.ended(rank, replace(ending, at_s=now_s - ending.at_s - self._started_s))
-                        self._launchers[route.bytes] = report, now_s
-                        self._reported.add(route.bytes)
+                        self._hear_launcher(route.bytes, from_plain(LauncherReport, data))
                     case {"kind": "member", "report": data}:
                         self._hear_member(route.bytes, from_plain(MemberReport, data))
                     case {"kind": "newcomer", "report": data}:
@@ -271,6 +274,18 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                         raise MalformedMessage(f"{said!r:.80} is nothing that the rendezvous answers")
             except (MalformedMessage, MalformedRecord, RecursionError) as error:
                 self._complain(f"a message to the rendezvous was dropped: {error}")
+
+    def _hear_launcher(self, route: bytes, report: LauncherReport) -> None:
+        now_s = time.monotonic()
+        if not 0 < report.node < self._roll.counts[0]:
+            raise MalformedMessage(f"a report of node {report.node} of {self._roll.counts[0]}")
+        for rank, ending in report.endings.items():
+            if not 0 <= rank < self._rules.num_ranks:
+                raise MalformedMessage(_NO_RANK.format(rank, self._rules.num_ranks))
+            # Ages, not times, travel: the clocks of hosts need not agree.
+            self._rules.ended(rank, replace(ending, at_s=now_s - ending.at_s - self._started_s))
+        self._launchers[route] = report, now_s
+        self._reported.add(route)
 
     def _hear_rank(self, route: bytes, request: JoinRequest) -> None:
         if request.member.number:
@@ -332,9 +347,14 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         if not all(0 <= named < num_ranks for named in (rank, *(suspect for suspect, _ in report.accusations))):
             raise MalformedMessage(f"rank {rank} of {num_ranks} accuses {report.accusations!r:.80}")
         if self._membership is None:
-            stages, data, size = report.num_stages, report.data, report.unit_size
             try:
-                layout = Layout(num_stages=stages, data=data, tensor=size, num_ranks=num_ranks)
+                layout = Layout(
+                    num_stages=report.num_stages,
+                    data=report.data,
+                    tensor=report.unit_size,
+                    num_ranks=num_ranks,
+                    by_replica=report.by_replica,
+                )
             except ValueError as error:
                 raise MalformedMessage(f"rank {rank} tells of a layout that cannot be: {error}") from error
             self._membership = HeadMembership([layout.units_of(other) for other in range(num_ranks)], layout.num_stages)
@@ -406,6 +426,8 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
         self._note_ends()
         status = replace(
             self._rules.status(),
+            nodes=self._roll.nodes,
+            may_grow=self._roll.may_grow,
             service=self._service,
             lost=dict(self._lost),
             numbers=dict(self._numbers),
@@ -447,7 +469,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                 if host is not None or (self._num_nameless > _MAX_NAMELESS and not is_known):
                     self._complain(f"a process on {host or 'an unknown host'} {flaw}")
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH or (kind, value) == _OTHER_KEY:
-                self._flaw = "tries to join with another run key: give the same to all nodes"
+                self._flaw = "tries to join with the key of another run or attempt: give the same to all nodes"
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._flaw = "does not speak the protocol of the rendezvous, and is not heard"
 

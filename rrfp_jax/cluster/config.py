@@ -4,6 +4,7 @@ Reading these loads no ZeroMQ.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, get_args
 
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, SECONDS, FieldRule, check_fields
@@ -114,8 +115,12 @@ class LaunchSettings:
     num_processes: int
     """Number of ranks on each node; of a supervisor, of all ranks."""
     num_nodes: int = 1
+    fewer_nodes: tuple[int, ...] = ()
+    """Smaller numbers of nodes with which the run goes on too while not all are there, descending."""
     node_rank: int = 0
     """Number of this node; rendezvous and coordination service are on node 0."""
+    present: tuple[int, ...] | None = None
+    """Numbers of the nodes that take part in an attempt, ascending; None: all."""
     head: Address | None = None
     """Address on which node 0's launcher hosts the rendezvous and, one port further, the coordination service; None:
     on loopback, on free ports."""
@@ -139,6 +144,9 @@ class LaunchSettings:
         check_fields(self, AT_LEAST_1, "num_processes", "num_nodes", "threads")
         check_fields(self, SECONDS, "grace_s", "start_deadline_s")
         check_fields(self, NOT_NEGATIVE, "max_restarts")
+        counts = self.node_counts
+        if min(counts) < 1 or any(more <= fewer for more, fewer in pairwise(counts)):
+            raise ValueError(f"nodes is {','.join(map(str, counts))}: give numbers of hosts, the largest first, as 4,2")
         if not 0 <= self.node_rank < self.num_nodes:
             raise ValueError(f"node_rank is {self.node_rank} of {self.num_nodes} nodes: count from 0")
         if self.prefix not in PREFIXES:
@@ -162,7 +170,12 @@ class LaunchSettings:
 
     @property
     def num_ranks(self) -> int:
-        return self.num_processes * self.num_nodes
+        return self.num_processes * (self.num_nodes if self.present is None else len(self.present))
+
+    @property
+    def node_counts(self) -> tuple[int, ...]:
+        """All numbers of nodes that the run may have, descending."""
+        return (self.num_nodes, *self.fewer_nodes)
 
     @property
     def shares_key(self) -> bool:
@@ -170,8 +183,12 @@ class LaunchSettings:
         return self.num_nodes > 1 or self.supervises
 
     def local_ranks(self) -> range:
-        first = self.node_rank * self.num_processes
-        return range(first, first + (0 if self.supervises else self.num_processes))
+        """Returns the ranks of this node, none where it does not take part: ranks count over the nodes that do."""
+        nodes = range(self.num_nodes) if self.present is None else self.present
+        if self.supervises or self.node_rank not in nodes:
+            return range(0)
+        first = nodes.index(self.node_rank) * self.num_processes
+        return range(first, first + self.num_processes)
 
 
 # -- the environment by which a launcher tells a process its place ---------------------------------------------------
@@ -180,6 +197,8 @@ RANK, NUM_RANKS = "RRFP_RANK", "RRFP_NUM_RANKS"
 RENDEZVOUS, COORDINATOR = "RRFP_RENDEZVOUS", "RRFP_COORDINATOR"
 ATTEMPT, INTERFACE, DETECT, LAUNCHER = "RRFP_ATTEMPT", "RRFP_INTERFACE", "RRFP_DETECT", "RRFP_LAUNCHER"
 PROCESS_NUMBER = "RRFP_PROCESS_NUMBER"
+RANK_COUNTS = "RRFP_RANK_COUNTS"
+"""All numbers of ranks that the run may have, descending, separated by commas; its configuration is for the first."""
 RESTARTS_LEFT, STARTED = "RRFP_RESTARTS_LEFT", "RRFP_STARTED"
 """Start of a launcher, as text that fits into a file name: the same for all of its ranks and attempts."""
 

@@ -24,11 +24,13 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
 
 from rrfp_jax import exit_codes as codes
-from rrfp_jax.cluster import RunKey, RunStatus
-from rrfp_jax.cluster._head import HeadFailed, LauncherParts, RunHead, host_head, join_head
+from rrfp_jax.cluster import LauncherLink, RunKey, RunStatus
+from rrfp_jax.cluster._head import TOLD_TO_STOP, HeadFailed, LauncherParts, RunHead, host_head, join_head
 from rrfp_jax.cluster.child_processes import (
     ASKING,
     Child,
@@ -45,6 +47,7 @@ from rrfp_jax.cluster.config import (
     COORDINATOR,
     NUM_RANKS,
     OWN_COMMANDS,
+    RANK_COUNTS,
     RENDEZVOUS,
     RESTARTS_LEFT,
     STARTED,
@@ -119,19 +122,19 @@ def launch(
     }
     with closing(Guardian()) as guardian, LauncherEvents() as events:
         parts = LauncherParts(
-            settings=settings, environment=environment, guardian=guardian, events=events, output=output
+            settings=settings,
+            key_of=partial(_key_of, shared),
+            environment=environment,
+            guardian=guardian,
+            events=events,
+            output=output,
         )
         number, num_started = 0, 0
         while True:
-            # A fresh key for each attempt, so that a process left over from an earlier one cannot take part.
-            if shared is None:
-                key = RunKey.generate()
-            else:
-                key = RunKey(shared.expand(f"attempt {number}", 32)) if number else shared
             next_s = time.monotonic() + _RESTART_S
-            attempt = _Attempt(parts, number, num_started, key)
+            attempt = _Attempt(parts, number, num_started)
             code = attempt.run()
-            num_started += attempt.num_started_again()
+            num_started, number = attempt.num_started(), attempt.number
             if code in _FINAL or num_started >= settings.max_restarts:
                 break
             while events.stopped_by is None and (left_s := next_s - time.monotonic()) > 0:
@@ -144,6 +147,13 @@ def launch(
         return code
 
 
+def _key_of(shared: RunKey | None, attempt: int) -> RunKey:
+    # Another key for each attempt, so that a process left over from an earlier one cannot take part.
+    if shared is None:
+        return RunKey.generate()
+    return RunKey(shared.expand(f"attempt {attempt}", 32)) if attempt else shared
+
+
 class _Attempt:
     """One attempt at the run, on the main thread.
 
@@ -152,8 +162,8 @@ class _Attempt:
         num_started: the number of restarts so far, of all ranks together or of one.
     """
 
-    def __init__(self, parts: LauncherParts, number: int, num_started: int, key: RunKey) -> None:
-        self._parts, self._number, self._num_started, self._key = parts, number, num_started, key
+    def __init__(self, parts: LauncherParts, number: int, num_started: int) -> None:
+        self._parts, self.number, self._num_started = parts, number, num_started
         self._settings, self._events, self._output = parts.settings, parts.events, parts.output
         self._endings = Endings(parts.settings.num_ranks)
         self._status = RunStatus()
@@ -178,10 +188,7 @@ class _Attempt:
         while not self._events.empty():  # an earlier attempt's ranks may still have ended in it
             self._events.get()
         try:
-            if self._settings.node_rank == 0:
-                head = host_head(self._parts, self._key)
-            else:
-                head = join_head(self._parts, self._key, self._number)
+            head = self._find_place()
         except HeadFailed as error:
             self._output.say(f"error: {error}")
             stopped_by = self._events.stopped_by
@@ -195,8 +202,9 @@ class _Attempt:
                 is_quiet = self._failed_s is None and self._num_stops == 0
                 self._handle(self._events.next(_LOOK_S if is_quiet else _LOOK_AGAIN_S), head)
                 self._press()
-                if self._status.takes_back and self._num_stops == 0 and self._failed_s is None:
+                if self._num_stops == 0 and self._failed_s is None:
                     self._start_again(head)
+                    self._grow()
         finally:
             # Ranks end before the head is closed, since JAX aborts a rank that loses its service.
             for child in self._alive.values():
@@ -211,14 +219,49 @@ class _Attempt:
             self._output.say(line)
         return self._endings.code()
 
-    def num_started_again(self) -> int:
-        """Returns how many processes of ranks were started in place of lost ones, on all nodes; once all have ended."""
+    def num_started(self) -> int:
+        """Returns the number of restarts so far, those of single ranks included; once all ranks have ended."""
         ended = {rank: ending.number for rank, ending in self._endings.by_rank.items()}
-        return sum(max(ended.get(rank, 0), self._numbers.get(rank, 0)) for rank in ended.keys() | self._numbers.keys())
+        ranks = ended.keys() | self._numbers.keys()
+        return self._num_started + sum(max(ended.get(rank, 0), self._numbers.get(rank, 0)) for rank in ranks)
+
+    def _find_place(self) -> RunHead:
+        """Returns the head once it is known which nodes take part. Raises HeadFailed where too few come."""
+        if self._settings.node_rank == 0:
+            head = host_head(self._parts, self.number)
+        else:
+            head, self.number = join_head(self._parts, self.number)
+            self._num_started = max(self._num_started, self.number)
+        try:
+            self._take_place(head)
+        except HeadFailed:
+            head.close()
+            raise
+        return head
+
+    def _take_place(self, head: RunHead) -> None:
+        while not (nodes := self._status.nodes):
+            event = self._events.next(_LOOK_AGAIN_S)
+            if isinstance(event, RunStatus):
+                self._status = event
+            if self._events.stopped_by is not None:
+                raise HeadFailed(TOLD_TO_STOP)
+            if self._status.failure is not None or (isinstance(head.board, LauncherLink) and head.board.is_gone):
+                raise HeadFailed(self._status.failure or "the head has ended")
+        if len(nodes) < self._settings.num_nodes:
+            here = "" if self._settings.node_rank in nodes else "; this one waits for the next restart"
+            self._output.say(f"the run has {len(nodes)} of {self._settings.num_nodes} nodes{here}")
+        self._settings = replace(self._settings, present=nodes)
+        self._endings = Endings(self._settings.num_ranks)
+        if isinstance(head.board, LauncherLink):
+            head.board.takes(tuple(self._settings.local_ranks()))
+        self._read(self._status)
 
     def _start(self, head: RunHead) -> None:
         for rank in self._settings.local_ranks():
-            self._start_rank(head, rank)
+            # One that is lost comes back in its turn: this launcher was itself started again.
+            if rank not in self._status.lost:
+                self._start_rank(head, rank)
         num_ranks = self._settings.num_ranks
         if self._settings.supervises:
             self._output.say(
@@ -236,14 +279,21 @@ class _Attempt:
             num_ranks=self._settings.num_ranks,
             rendezvous=head.rendezvous,
             coordinator=head.coordinator,
-            attempt=self._number,
+            attempt=self.number,
             interface=head.interface,
             number=number,
         )
-        left = {RESTARTS_LEFT: str(self._settings.max_restarts - self._num_started - sum(self._numbers.values()))}
+        left = self._settings.max_restarts - self._num_started - sum(self._numbers.values())
+        counts = ",".join(str(count * self._settings.num_processes) for count in self._settings.node_counts)
         child = self._alive[rank] = Child(
             python_module(*self._settings.command),
-            {**self._parts.environment, **membership.environment(), **self._key.environment(), **left},
+            {
+                **self._parts.environment,
+                **membership.environment(),
+                **head.key.environment(),
+                RESTARTS_LEFT: str(left),
+                RANK_COUNTS: counts,
+            },
             self._parts.guardian,
             lambda code, at_s: self._events.put(RankEnded(rank, code, at_s)),
             cores=rank_cores(self._settings.bind, len(ranks))[rank - ranks.start],
@@ -253,6 +303,8 @@ class _Attempt:
 
     def _start_again(self, head: RunHead) -> None:
         """Starts a new process in place of each that was lost, where the others take it in."""
+        if not self._status.takes_back:
+            return
         used = self._num_started + sum(
             max(self._numbers.get(rank, 0), self._status.numbers.get(rank, 0))
             for rank in range(self._settings.num_ranks)
@@ -261,10 +313,19 @@ class _Attempt:
             if rank in self._alive or rank not in self._status.lost or used >= self._settings.max_restarts:
                 continue
             used += 1
-            self._numbers[rank] = self._numbers.get(rank, 0) + 1
+            self._numbers[rank] = max(self._numbers.get(rank, 0), self._status.numbers.get(rank, 0)) + 1
             self._reasons.pop(rank, None)
             self._output.say(f"rank {rank} is started again ({used} of at most {self._settings.max_restarts} restarts)")
             self._start_rank(head, rank)
+
+    def _grow(self) -> None:
+        """Has the ranks save and end, so that the next attempt has the nodes that have come back."""
+        is_first = self._settings.node_rank == 0 and self._alive
+        if is_first and self._status.may_grow and self._num_started < self._settings.max_restarts:
+            self._num_stops += 1
+            self._output.say("nodes have come back: the ranks save, and start again on more of them")
+            for child in self._alive.values():
+                child.kill(signal.SIGTERM, alone=True)
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -282,7 +343,7 @@ class _Attempt:
             case RunStatus():
                 self._read(event)
                 if event.needs_service and head.service is not None:
-                    head.service.start()
+                    head.service.start(self._settings.num_ranks)
             case signal.Signals(name=name):
                 self._num_stops += 1
                 if self._num_stops > 1 and event == signal.SIGINT and self._alive:
@@ -392,8 +453,8 @@ class _Attempt:
         if self._settings.supervises and missing:
             has_failed = self._met_failure_s is not None and now_s > self._met_failure_s + _FAREWELL_S
             return has_failed or self._endings.service is not None
-        if now_s > self._here_ended_s + self._settings.grace_s:
-            return True
+        if self._settings.local_ranks() and now_s > self._here_ended_s + self._settings.grace_s:
+            return True  # a node that only waits for the next restart stays
         # All launchers return the same code, so each waits until it knows every end, and until the others know its own.
         return head.board.is_settled(missing, may_come=self._num_stops == 0)
 

@@ -18,6 +18,8 @@ from rrfp_jax.record_files import parse_json
 _MAX_KEYS_SHOWN = 10
 _ABSENT = "nothing"
 _TOKEN = secrets.token_hex(8)
+_STEADY_S = 15.0
+"""Seconds for which nodes that have come back must stay before the run counts on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,10 @@ class ProcessEnding:
 class RunStatus:
     """The head's knowledge of a run, for all launchers."""
 
+    nodes: tuple[int, ...] = ()
+    """Numbers of the nodes that take part, ascending; empty while others are waited for."""
+    may_grow: bool = False
+    """Whether so many nodes have come since that another attempt would have more of them."""
     endings: dict[int, ProcessEnding] = field(default_factory=dict)
     """Ends of ranks, by rank."""
     failure: str | None = None
@@ -122,8 +128,10 @@ class RunStatus:
 class LauncherReport:
     """A report that the launcher of another node sends to the head, again and again."""
 
+    node: int
+    """Number of its node."""
     ranks: tuple[int, ...]
-    """Ranks that it starts."""
+    """Ranks that it starts; none until it knows which nodes take part."""
     endings: dict[int, ProcessEnding]
     """Ends of these ranks; ``at_s`` counts backwards from now."""
     version: int
@@ -142,6 +150,8 @@ class MemberReport:
     """The number of replicas of the pipeline."""
     unit_size: int
     """The number of devices of each replica of a stage."""
+    by_replica: bool = False
+    """See :class:`~rrfp_jax.layout.Layout`."""
     epoch: int = 0
     """The latest epoch of which the rank knows."""
     accusations: tuple[tuple[int, str], ...] = ()
@@ -163,6 +173,42 @@ class NewcomerReport:
     """See :class:`Member`."""
     step: int | None = None
     """The step before which it has the state of the run; None: it has none yet."""
+
+
+class RollCall:
+    """Decides how many nodes, and which, take part in an attempt; node 0 is always there.
+
+    Args:
+        counts: all numbers of nodes that the run may have, descending: the largest that is there takes part.
+        wait_s: seconds for which all are waited for, where those that are there would do.
+    """
+
+    def __init__(self, counts: Sequence[int], wait_s: float) -> None:
+        self.counts, self._wait_s = counts, wait_s
+        self.nodes = tuple(range(counts[0])) if len(counts) == 1 else ()
+        """See :class:`RunStatus`."""
+        self.may_grow = False
+        """See :class:`RunStatus`."""
+        self._more_since_s: float | None = None
+        self._here = [0]
+
+    def missing(self) -> str:
+        """Returns the names of the nodes that are waited for; empty once it is decided which take part."""
+        return "" if self.nodes else " and ".join(f"node {n}" for n in range(self.counts[0]) if n not in self._here)
+
+    def call(self, others: Iterable[int], now_s: float) -> bool:
+        """Notes the other nodes that are there ``now_s`` seconds after the start. Returns whether that decides."""
+        here = self._here = sorted({0, *others})
+        count = next((count for count in self.counts if count <= len(here)), 0)
+        if self.nodes:
+            # A node that comes and goes is no reason to start again.
+            has_more = count > len(self.nodes)
+            self._more_since_s = (now_s if self._more_since_s is None else self._more_since_s) if has_more else None
+            self.may_grow = self._more_since_s is not None and now_s >= self._more_since_s + _STEADY_S
+        elif count == self.counts[0] or (count and now_s >= self._wait_s):
+            self.nodes = tuple(here[:count])
+            return True
+        return False
 
 
 class Rendezvous:

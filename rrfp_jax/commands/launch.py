@@ -16,7 +16,9 @@ When a rank fails, the others have ``--grace-s`` to end by themselves; the launc
 failed first for a reason of its own (128 + n where signal n killed it). SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2
 are passed on; Ctrl-C after one of them ends all ranks at once. ``--max-restarts`` starts all of them again, with
 another key and other ports, unless the input was bad, the user interrupted, or the launcher itself was told to stop.
-Where the others go on without a rank, and save their state, that rank alone is started again.
+Where the others go on without a rank, and save their state, that rank alone is started again. With ``--nodes 4,2`` the
+run goes on with 2 hosts while not all 4 are there: ``train`` then has half the replicas. When the others are back, its
+ranks save, and start again on all.
 
 Each rank keeps to its share of the cores that the launcher may use, unless ``--bind none`` is given.
 
@@ -108,7 +110,10 @@ def make_parser() -> CommandParser:
     )
     several = parser.add_argument_group("several hosts")
     several.add_argument(
-        "--nodes", type=int, metavar="N", help="hosts of the run, each with its own launcher (default 1)"
+        "--nodes",
+        metavar="N[,M...]",
+        help="hosts of the run, each with its own launcher (default 1); with 4,2 the run goes on with 2, and half the "
+        "replicas, where 4 are not there",
     )
     several.add_argument(
         "--node-rank",
@@ -160,6 +165,7 @@ def _settings(arguments: argparse.Namespace, environ: Mapping[str, str], output:
         command=command,
         num_processes=place.num_processes,
         num_nodes=1 if place.num_nodes is None else place.num_nodes,
+        fewer_nodes=_node_counts(arguments)[1:],
         node_rank=place.node_rank or 0,
         head=place.head,
         interface=arguments.interface or environ.get(INTERFACE) or None,
@@ -174,7 +180,7 @@ def _settings(arguments: argparse.Namespace, environ: Mapping[str, str], output:
 
 def _placement(arguments: argparse.Namespace, environ: Mapping[str, str], output: Output) -> NodePlace:
     given = NodePlace(
-        num_nodes=arguments.nodes,
+        num_nodes=next(iter(_node_counts(arguments)), None),
         node_rank=arguments.node_rank,
         head=None if arguments.head is None else Address.parse(arguments.head),
         num_processes=arguments.processes,
@@ -186,6 +192,13 @@ def _placement(arguments: argparse.Namespace, environ: Mapping[str, str], output
     place, told = given.completed(environ)
     output.say(told)
     return place
+
+
+def _node_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
+    try:
+        return tuple(int(count) for count in (arguments.nodes or "").split(",") if arguments.nodes)
+    except ValueError:
+        raise ValueError(f"--nodes {arguments.nodes} is no number of hosts: give one, or several as 4,2") from None
 
 
 def _module_and_arguments(command: tuple[str, ...]) -> tuple[str, ...]:

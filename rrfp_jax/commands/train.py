@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rrfp_jax.cluster.config import ATTEMPT, PROCESS_NUMBER, RESTARTS_LEFT, STARTED
+from rrfp_jax.cluster.config import ATTEMPT, NUM_RANKS, PROCESS_NUMBER, RANK_COUNTS, RESTARTS_LEFT, STARTED
 from rrfp_jax.commands.common.console import go_on_without_output
 from rrfp_jax.commands.common.errors import checking_input, end_stopped, ending_at_once, run_command, stop_requests
 from rrfp_jax.commands.common.options import CommandParser, offer
@@ -61,12 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     with checking_input():
         config = load_train_config(arguments.config, overrides_of(arguments), trust=arguments.trust)
-        lines: Sequence[str] = ()
+        config, lines = _on_present_ranks(config)
         if config.pipeline.is_auto:
             from rrfp_jax.planner.configured import resolve_auto_cut
 
             cut = resolve_auto_cut(config, fresh=arguments.fresh)
-            config, lines = cut.config, cut.lines
+            config, lines = cut.config, [*lines, *cut.lines]
     if arguments.print_config:
         print("".join(f"# {line}\n" for line in lines) + config.as_yaml(), end="")
         return DONE
@@ -106,6 +106,17 @@ def make_parser() -> CommandParser:
     add_trust_argument(parser)
     add_overrides(parser)
     return parser
+
+
+def _on_present_ranks(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """Returns the configuration for the number of ranks that the launcher has found, and lines that say so."""
+    if (counts := os.environ.get(RANK_COUNTS)) is None:
+        return config, []
+    # All numbers that there may be are tried at once: at a restart it is too late to refuse one.
+    most, *fewer = map(int, counts.split(","))
+    fitting = {most: config} | {count: config.on_part_of_ranks(count, most) for count in fewer}
+    config = fitting[num_ranks := int(os.environ[NUM_RANKS])]
+    return config, [f"{num_ranks} of {most} ranks: {config.pipeline.replicas} replicas"] if num_ranks < most else []
 
 
 def _compile_for(config: TrainConfig, device: str) -> int:
@@ -184,6 +195,8 @@ def _train(run: "Run", name: str, *, fresh: bool, force: bool) -> int:
             raise
     _leave_timeline(run, loop, name)
     run.console.say(f"the run is in {run.directory.path}: {', '.join(run.directory.written())}")
+    if _is_restart():
+        run.console.say(f"goodput {loop.goodput:.1%}: the part of the time since the launch that went into its steps")
     if not run.is_saved:
         if run.is_first:
             print_fatal_message(

@@ -257,8 +257,7 @@ class Process:
     def use_devices(self, devices: Sequence[jax.Device]) -> None:
         """Sets the devices of the layout; by default they are each process's first ones.
 
-        They come in the order of stages, for each stage in the order of its replicas, for each replica in the order of
-        its mesh, the first axis innermost. Raises ValueError on another number.
+        They come in the order in which the layout numbers them. Raises ValueError on another number.
         """
         if len(devices) != self.layout.num_devices:
             raise ValueError(

@@ -85,6 +85,8 @@ class StepRow:
     """Peak memory of each stage during the step, in bytes; 0 of units that are lost."""
     peak_host_bytes: tuple[int, ...]
     """Peak of each stage's data in host memory, beside that on its devices, in bytes."""
+    goodput: float
+    """Time of all steps so far, each counted once, over the time since the run was launched, restarts included."""
     lost_units: tuple[int, ...] = ()
     """Units that were lost before the step had ended. The living replicas of their stages have run their
     microbatches."""
@@ -320,6 +322,7 @@ class TrainingLoop:
         on_evaluation: called with every row of the evaluations.
         max_skipped_in_row: number of consecutive skipped steps that ends the loop; None: no number does.
         num_bad: returns how many samples were left out so far.
+        launched_s: time (of :func:`time.time`) at which the run was launched; None: now.
         verification: the number of steps from one verification to the next, and the batch of one microbatch that it
             runs (:meth:`.Pipeline.verify`); None: there is none.
     """
@@ -340,9 +343,13 @@ class TrainingLoop:
         on_evaluation: Callable[[EvaluationRow], None] = lambda row: None,
         max_skipped_in_row: int | None = None,
         num_bad: Callable[[], int] = lambda: 0,
+        launched_s: float | None = None,
         verification: tuple[int, Mapping[str, Any]] | None = None,
     ) -> None:
         self._verification = verification
+        self._launched_s = time.time() if launched_s is None else launched_s
+        self.counted_s = 0.0
+        """Seconds of the steps since the launch, each counted once."""
         self.last_verified: int | None = None
         """Steps after which all replicas computed the same bits; None: this loop has not verified yet."""
         self.wrong: str | None = None
@@ -378,6 +385,11 @@ class TrainingLoop:
         """Ends the loop with a save at the next step boundary or the one after it. May be called from any thread or
         signal handler."""
         self._stop_requests.ask_to_stop()
+
+    @property
+    def goodput(self) -> float:
+        """See :class:`StepRow`."""
+        return self.counted_s / max(self.counted_s, time.time() - self._launched_s)
 
     @property
     def has_diverged(self) -> bool:
@@ -497,6 +509,7 @@ class TrainingLoop:
             "num_skipped": self._num_skipped,
             "skipped_in_row": self.skipped_in_row,
             "last_verified": self.last_verified,
+            "counted_s": self.counted_s,
             "bad_samples": self._num_bad(),
         }
         if self._evaluations is None:
@@ -522,6 +535,7 @@ class TrainingLoop:
         # From end to end, since steps overlap on the host.
         step_time_s = result.ended_s - self._last_end_s
         self._last_end_s = result.ended_s
+        self.counted_s += step_time_s
         learning_rate = float(self._learning_rate(result.step - self._num_skipped))
         self._num_skipped += result.skipped
         self.num_recorded += 1
@@ -554,6 +568,7 @@ class TrainingLoop:
             peak_memory_bytes=result.peak_memory_bytes,
             peak_host_bytes=result.peak_host_bytes,
             lost_units=result.lost_units,
+            goodput=self.goodput,
             slow_units={str(unit): factor for unit, factor in result.slow_units.items()},
         )
         if self._metrics is not None:

@@ -78,7 +78,8 @@ def test_all_hear_of_the_ends_of_processes_here_and_on_other_nodes() -> None:
         server.ended(3, 137)
         assert all(member.has_heard(1, (0, 1, 2)) for member in joined)
         got: list[RunStatus] = []
-        link = LauncherLink(server.address, key, (1,), on_status=got.append, notice=lambda text: None)
+        link = LauncherLink(server.address, key, 1, on_status=got.append, notice=lambda text: None)
+        link.takes((1,))
         link.ended(1, 139)
         assert all(member.has_heard(2, (0, 2)) for member in joined)
         assert eventually(lambda: bool(got) and got[-1].lost.keys() == {1, 3})

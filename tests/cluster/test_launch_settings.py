@@ -1,5 +1,7 @@
 """What a launcher is told: ranks by node, interfaces, the environment of ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from rrfp_jax.cluster.child_processes import rank_environment
@@ -24,6 +26,17 @@ def test_ranks_are_dealt_out_node_by_node():
     assert (list(supervisor.local_ranks()), supervisor.num_ranks, supervisor.shares_key) == ([], 3, True)
     alone = LaunchSettings(command=("m",), num_processes=3)
     assert (alone.shares_key, listens_on(alone)) == (False, None)
+
+
+def test_ranks_count_over_the_nodes_that_take_part():
+    head = Address.parse("127.0.0.1:29400")
+    node = LaunchSettings(command=("m",), num_processes=3, num_nodes=4, fewer_nodes=(2,), node_rank=3, head=head)
+    assert (list(node.local_ranks()), node.num_ranks, node.node_counts) == ([9, 10, 11], 12, (4, 2))
+    assert list(replace(node, present=(1, 3)).local_ranks()) == [3, 4, 5]
+    assert (list(replace(node, present=(0, 2)).local_ranks()), replace(node, present=(0, 2)).num_ranks) == ([], 6)
+    for counts in ((4,), (5,), (2, 2), (2, 0), (1, 2)):
+        with pytest.raises(ValueError, match="the largest first, as 4,2"):
+            replace(node, fewer_nodes=counts)
 
 
 def test_the_interface_is_what_reaches_the_head():

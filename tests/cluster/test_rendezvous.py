@@ -25,6 +25,7 @@ from rrfp_jax.cluster import (
 )
 from rrfp_jax.cluster import _rendezvous_client as clients
 from rrfp_jax.cluster import _rendezvous_server as rendezvous_server
+from rrfp_jax.cluster.rendezvous import RollCall
 from tests.cluster.mesh import Node, eventually, ipv6, running_loop
 
 
@@ -143,7 +144,8 @@ def test_a_rank_may_come_before_the_rendezvous_opens() -> None:
 def linked(server: RendezvousServer, key: RunKey, *ranks: int) -> Iterator[tuple[LauncherLink, list[RunStatus]]]:
     """Another node's launcher, and the bulletins that it has got."""
     got: list[RunStatus] = []
-    link = LauncherLink(server.address, key, ranks, on_status=got.append, notice=lambda text: None)
+    link = LauncherLink(server.address, key, ranks[0], on_status=got.append, notice=lambda text: None)
+    link.takes(ranks)
     try:
         assert eventually(lambda: link.is_accepted)
         yield link, got
@@ -279,14 +281,16 @@ def test_another_key_is_named_on_both_sides_once_and_the_right_one_still_welcome
     key, here, there = RunKey.generate(), list[str](), list[str]()
     with RendezvousServer(2, key, notice=here.append) as server:
         ignored: list[RunStatus] = []
-        link = LauncherLink(server.address, RunKey.generate(), (1,), on_status=ignored.append, notice=there.append)
+        link = LauncherLink(server.address, RunKey.generate(), 1, on_status=ignored.append, notice=there.append)
         assert eventually(lambda: bool(there) and bool(here), 4.0)
         time.sleep(1.0)
         assert not link.is_accepted
         link.close()
         with linked(server, key, 1):
             pass
-    assert here == ["a process on 127.0.0.1 tries to join with another run key: give the same to all nodes"]
+    assert here == [
+        "a process on 127.0.0.1 tries to join with the key of another run or attempt: give the same to all nodes"
+    ]
     assert len(there) == 1
     assert there[0].endswith("it answers, but not to this node's run key: give the same to all nodes")
 
@@ -295,10 +299,10 @@ def test_a_head_of_an_earlier_attempt_is_no_matter_of_keys() -> None:
     there: list[str] = []
     with RendezvousServer(2, RunKey.generate(), notice=lambda text: None) as server:
         arguments: dict[str, Any] = {"on_status": lambda _: None, "notice": there.append}
-        link = LauncherLink(server.address, RunKey.generate(), (1,), attempt=1, **arguments)
+        link = LauncherLink(server.address, RunKey.generate(), 1, is_sure=False, **arguments)
         assert eventually(lambda: bool(there), 4.0)
         link.close()
-    assert there[0].endswith("it still serves an earlier attempt")
+    assert there[0].endswith("it serves another attempt, or was given another run key than this node")
 
 
 def test_refusals_are_told_in_a_line_each() -> None:
@@ -373,3 +377,42 @@ def test_misuse_is_named() -> None:
         RendezvousServer(0, RunKey.generate())
     with pytest.raises(ValueError, match=r"interface is '0.0.0.0': name one"):
         RendezvousServer(1, RunKey.generate(), interface="0.0.0.0")
+
+
+# -- how many nodes take part ------------------------------------------------------------------------------------------
+
+
+def test_the_largest_number_of_nodes_that_is_there_takes_part_once_all_are_or_the_wait_is_over() -> None:
+    assert RollCall((3,), 9.0).nodes == (0, 1, 2)
+    roll = RollCall((4, 2), 9.0)
+    assert not any(roll.call(others, now_s) for others, now_s in (((), 1.0), ((3,), 8.9), ((), 9.5), ((1, 2), 8.0)))
+    assert roll.call((1, 2, 3), 8.5)
+    assert roll.nodes == (0, 1, 2, 3)
+    roll = RollCall((4, 2), 9.0)
+    assert roll.call((3, 2), 9.0)
+    assert roll.nodes == (0, 2)
+
+
+def test_nodes_that_come_back_count_once_they_have_stayed_and_make_a_larger_number() -> None:
+    roll = RollCall((4, 2), 0.0)
+    assert roll.call((1,), 0.0)
+    seen = []
+    for now_s in range(100):
+        others = (1, 2, 3) if 10 <= now_s < 20 or now_s >= 40 else (1, 2)
+        assert not roll.call(others, float(now_s))
+        seen.append(roll.may_grow)
+    assert (seen.index(True), all(seen[55:])) == (55, True)
+
+
+def test_launchers_are_told_which_nodes_take_part_and_ranks_count_over_these() -> None:
+    key = RunKey.generate()
+    with (
+        RendezvousServer(6, key, node_counts=(3, 2), roll_s=1.0) as server,
+        linked(server, key, 2) as (_, there),
+        ThreadPoolExecutor(4) as pool,
+    ):
+        assert eventually(lambda: bool(there) and there[-1].nodes == (0, 2))
+        joined = [pool.submit(meet, server.address, hello(rank, num_ranks=4), key) for rank in range(4)]
+        assert all(len(each.result(5.0)) == 4 for each in joined)
+        with pytest.raises(ValueError, match="an end of rank 4 of 4"):
+            server.ended(4, 0)

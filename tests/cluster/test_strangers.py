@@ -328,7 +328,7 @@ def test_strangers_at_the_rendezvous_are_dropped(caplog: pytest.LogCaptureFixtur
     key = RunKey.generate()
     with caplog.at_level(logging.WARNING), closing(RendezvousServer(2, key, deadline_s=5.0)) as server:
         scan(server.address)
-        public, nothing = key.pair("rendezvous").public, LauncherReport(ranks=(1,), endings={}, version=-1)
+        public, nothing = key.pair("rendezvous").public, LauncherReport(node=1, ranks=(1,), endings={}, version=-1)
         report = pack_plain({"kind": "launcher", "report": to_plain(nothing)})
         foreign = RunKey.generate().pair("member")
         with (
@@ -351,7 +351,7 @@ def test_strangers_at_the_rendezvous_are_dropped(caplog: pytest.LogCaptureFixtur
                 assert mad.poll(5000)
                 bulletin = from_plain(RunStatus, unpack_plain(mad.recv())["bulletin"])
             # its handshake may be refused later than the other member is answered
-            other_key = "a process on 127.0.0.1 tries to join with another run key"
+            other_key = "a process on 127.0.0.1 tries to join with the key of another run or attempt"
             assert eventually(lambda: other_key in caplog.text)
             assert not bare.poll(0)
             assert not other_run.poll(0)

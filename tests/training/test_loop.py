@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from contextlib import closing, suppress
 from itertools import count, repeat
 from types import SimpleNamespace
@@ -131,6 +132,14 @@ def test_a_skipped_step_is_counted_and_does_not_move_the_learning_rate(run):
     assert [row["step_time_s"] for row in rows[1:]] == [1.0, 1.0, 1.0]
     assert rows[1]["tokens_per_s"] == 100
     assert rows[1]["means"] == {"router_loss": 0.5}
+
+
+def test_goodput_is_the_time_of_the_steps_over_that_since_the_launch(run):
+    _, rows = run(FakePipeline(), 3, launched_s=time.time() - 4e9)
+    spent_s = [sum(row["step_time_s"] for row in rows[: number + 1]) for number in range(3)]
+    assert [row["goodput"] for row in rows] == pytest.approx([spent / 4e9 for spent in spent_s])
+    loop, _ = run(FakePipeline(), 3)
+    assert loop.goodput == 1.0, "this clock runs ahead of that of the host"
 
 
 def test_one_step_is_enqueued_ahead_of_the_results(run):

@@ -67,7 +67,9 @@ def enter(
     allow_promotions()
     membership = membership_from(os.environ)
     num_ranks = 1 if membership is None else membership.num_ranks
-    layout = Layout(num_stages=num_stages, data=data, tensor=tensor, mesh=mesh, num_ranks=num_ranks)
+    layout = Layout(
+        num_stages=num_stages, data=data, tensor=tensor, mesh=mesh, num_ranks=num_ranks, by_replica=sums_by_messages
+    )
     if membership is None:
         process = Process(layout, num_devices=devices)
         if platform == "cpu":

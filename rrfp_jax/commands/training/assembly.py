@@ -1,11 +1,13 @@
 """A planned run put together: its model, its pipeline, and the objects that train or evaluate them."""
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import jax
 import optax
 
 from rrfp_jax.checkpoint import StoredStep, last_committed
+from rrfp_jax.cluster.config import STARTED
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.model_parts import cut_language_model, model_flops
@@ -163,6 +166,8 @@ class Run:
         self.state = PipelineState(0)
         self._num_skipped = self._skipped_in_row = 0
         self._last_verified: int | None = None
+        self._launch = os.environ.get(STARTED)
+        self._launched_s, self._counted_s = _launch_time(self._launch), 0.0
         # Only data that is decoded, or made by a user's own code, has samples that can be left out.
         max_bad = getattr(config.data, "max_bad_samples", 0)
         self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad)
@@ -262,6 +267,8 @@ class Run:
             self._skipped_in_row, self._last_verified = (found.host[key] for key in ("skipped_in_row", "last_verified"))
         self._num_skipped = int(found.host["num_skipped"])
         self.batches.num_bad = int(found.host.get("bad_samples", 0))
+        if self._launch is not None and found.host.get("launch") == self._launch:
+            self._counted_s = float(found.host["counted_s"])
         if self._evaluations is not None:
             self._evaluations.go_on(found.host.get("evaluation"))
         self.console.say(f"going on after {found.step} steps, from {found.path} (saved as {found.layout['describe']})")
@@ -350,7 +357,7 @@ class Run:
             metrics=metrics,
             on_step=self.console.show_step,
             saver=self._saver,
-            host_data={"config": self._training},
+            host_data={"config": self._training, "launch": self._launch},
             profile=self._profile,
             speed=speed_of_steps(self.process.device_kinds, model_flops(self.config)),
             num_skipped=self._num_skipped,
@@ -358,9 +365,11 @@ class Run:
             on_evaluation=self.console.show_evaluation,
             max_skipped_in_row=self.config.run.max_skipped_in_row,
             num_bad=lambda: self.batches.num_bad,
+            launched_s=self._launched_s,
             verification=self._verification,
         )
         loop.skipped_in_row, loop.last_verified = self._skipped_in_row, self._last_verified
+        loop.counted_s = self._counted_s
         return loop
 
     def train(self, loop: TrainingLoop) -> None:
@@ -394,6 +403,11 @@ class Run:
             self.is_saved = last is None or last.failure is None
         self.pipeline.close()
         self.process.finish()
+
+
+def _launch_time(started: str | None) -> float | None:
+    """Returns the time, as of :func:`time.time`, at which a launcher started, by its ``STARTED``; None without one."""
+    return None if started is None else datetime.strptime(started.rpartition("-")[0], "%Y%m%d-%H%M%S").timestamp()
 
 
 # -- going on ----------------------------------------------------------------------------------------------------------

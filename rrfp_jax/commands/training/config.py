@@ -100,6 +100,26 @@ class TrainConfig:
         if self.projector is not None and self.vision is None:
             raise ValueError("projector is given without vision, whose features it would project: give vision too")
 
+    def on_part_of_ranks(self, num_ranks: int, all_ranks: int) -> "TrainConfig":
+        """Returns the same with as many whole replicas as a part of the ranks can hold; a step has the same samples.
+
+        Raises ValueError where these hold no whole number of replicas, or its microbatches cannot be dealt out to them.
+        """
+        replicas, rest = divmod(self.pipeline.replicas * num_ranks, all_ranks)
+        if num_ranks == all_ranks:
+            return self
+        if rest or not replicas or self.data.num_microbatches % replicas:
+            raise ValueError(
+                f"{num_ranks} of {all_ranks} ranks hold {self.pipeline.replicas * num_ranks / all_ranks:g} replicas of "
+                f"the pipeline, and a step has {self.data.num_microbatches} microbatches: give --nodes numbers with "
+                "which replicas are whole and get equally many"
+            )
+        return dataclasses.replace(
+            self,
+            pipeline=dataclasses.replace(self.pipeline, replicas=replicas),
+            optimizer=dataclasses.replace(self.optimizer, shard=self.optimizer.shard and replicas > 1),
+        )
+
     @property
     def num_state_shares(self) -> int:
         """The number of equal shares of the optimizer state of which a unit holds one; by messages it holds two."""
