@@ -120,3 +120,15 @@ def test_one_of_its_options_must_be_given(capsys: Captured) -> None:
         config.main([])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: one of the arguments --explain --list --show --completion is required\n"
+
+
+def test_a_part_of_the_ranks_holds_fewer_whole_replicas():
+    given = {"pipeline.num_stages": 2, "pipeline.replicas": 4, "optimizer.shard": True, "data.num_microbatches": 8}
+    config = load_train_config("cpu/debug", given)
+    assert config.on_part_of_ranks(8, 8) == config
+    parts = {number: config.on_part_of_ranks(number, 8) for number in (4, 2)}
+    assert [(each.pipeline.replicas, each.optimizer.shard) for each in parts.values()] == [(2, True), (1, False)]
+    assert all(each.data == config.data for each in parts.values())
+    for number, held in ((6, 3), (1, 0.5), (5, 2.5)):
+        with pytest.raises(ValueError, match=rf"{number} of 8 ranks hold {held:g} replicas .* 8 microbatches: give"):
+            config.on_part_of_ranks(number, 8)

@@ -31,6 +31,7 @@ class StruckTraining:
     keep: int = 3
     num_microbatches: int = 4
     verify_every: int | None = None
+    learning_rate: float = 5e-3
 
     @property
     def num_ranks(self) -> int:
@@ -44,6 +45,7 @@ class StruckTraining:
         changes: dict[str, Any] = {"num_stages": NUM_STAGES, "replicas": self.replicas, "reduce": "messages"}
         changes |= {"steps": self.steps, "checkpoint_every": self.save_every, "keep_checkpoints": self.keep}
         changes |= {"num_microbatches": self.num_microbatches, "held_out": 0.3, "silence_deadline_s": SILENCE_S}
+        changes |= {"learning_rate": self.learning_rate}
         config = training_config(folder, **changes)
         places = ("--max-restarts", max_restarts, "--processes", self.num_ranks)
         command = (*places, "--", "experiments.train", "--config", config, "--run-dir", run)

@@ -201,6 +201,8 @@ def test_a_rank_goes_on_where_nobody_reads_its_output():
         (["--processes", "0", "--", "talker"], "num_processes is 0"),
         (["--processes", "2", "--", "no_such_module"], "no module 'no_such_module'"),
         (["--processes", "2", "--nodes", "2", "--", "talker"], "give head as HOST:PORT"),
+        (["--processes", "2", "--nodes", "4;2", "--", "talker"], "--nodes 4;2 is no number of hosts: give one, or"),
+        (["--processes", "2", "--nodes", "2,4", "--", "talker"], "the largest first, as 4,2"),
         (["--processes", "2", "--head", "here", "--", "talker"], "give HOST:PORT"),
         (["--processes", "2", "--nodes", "2", "--node-rank", "2", "--head", "h:1", "--", "talker"], "node_rank is 2"),
         (["--processes", "2", "--nodes", "2", "--head", "127.0.0.1:29400", "--", "talker"], "no run key"),

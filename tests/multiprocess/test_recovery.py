@@ -237,8 +237,8 @@ def test_shares_of_the_optimizer_state_are_saved_by_those_who_live(victim: int |
 
 # -- coming back -------------------------------------------------------------------------------------------------------
 
-LONG = StruckTraining(replicas=2, steps=500, save_every=150, evaluate_every=75, verify_every=40)
-"""A run that goes on for as long as a new process needs to prepare."""
+LONG = StruckTraining(replicas=2, steps=500, save_every=150, evaluate_every=75, verify_every=40, learning_rate=1e-3)
+"""A run that goes on for as long as a new process needs to prepare, too slow to make much of a rounding error."""
 
 
 @pytest.fixture(scope="module")
