@@ -180,6 +180,8 @@ RANK, NUM_RANKS = "RRFP_RANK", "RRFP_NUM_RANKS"
 RENDEZVOUS, COORDINATOR = "RRFP_RENDEZVOUS", "RRFP_COORDINATOR"
 ATTEMPT, INTERFACE, DETECT, LAUNCHER = "RRFP_ATTEMPT", "RRFP_INTERFACE", "RRFP_DETECT", "RRFP_LAUNCHER"
 PROCESS_NUMBER = "RRFP_PROCESS_NUMBER"
+SPARE = "RRFP_SPARE"
+"""Set in a spare process (:class:`~rrfp_jax.cluster.child_processes.Child`)."""
 RESTARTS_LEFT, STARTED = "RRFP_RESTARTS_LEFT", "RRFP_STARTED"
 """Start of a launcher, as text that fits into a file name: the same for all of its ranks and attempts."""
 

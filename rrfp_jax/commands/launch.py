@@ -45,8 +45,8 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.main import COMMANDS, replacement_of
 
-_FILES_OF_A_RANK = 2
-"""Standard output and standard error of a rank, as pipes."""
+_FILES_OF_A_RANK, _FILES_OF_A_SPARE = 2, 3
+"""The standard streams that are pipes, of a rank and of the process that may take its place."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
         listens_on(settings)
         shared = RunKey.from_environment() if settings.shares_key else None
         num_started = 0 if settings.supervises else settings.num_processes
-        require_descriptors(_FILES_OF_A_RANK * num_started, "a launcher and its ranks")
+        files = _FILES_OF_A_RANK + (_FILES_OF_A_SPARE if settings.max_restarts else 0)
+        require_descriptors(files * num_started, "a launcher and its ranks")
     return launch(settings, os.environ, output, shared=shared)
 
 
