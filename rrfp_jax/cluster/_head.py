@@ -4,7 +4,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 
 from rrfp_jax.cluster import LauncherLink, RendezvousServer, RunKey
@@ -38,6 +38,8 @@ class LauncherParts:
     guardian: Guardian
     events: LauncherEvents
     output: Output
+    spares: dict[int, Child] = field(default_factory=dict)
+    """Spare processes, each for one place among this node's ranks. Ones that have ended stay until they are needed."""
 
 
 @dataclass(frozen=True, kw_only=True)

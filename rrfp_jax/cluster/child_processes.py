@@ -6,6 +6,7 @@ program starts.
 """
 
 import errno
+import json
 import os
 import re
 import signal
@@ -31,7 +32,7 @@ ASKING = (signal.SIGINT, *STOP_SIGNALS)
 """Signals that ask a run to end."""
 _STOPPED_STATES = ("T", "t")
 _GUARDIAN_S = 5.0
-"""Seconds that the guardian may take to end."""
+"""Seconds that the guardian, or a process that is killed, may take to end."""
 _SCRIPT = (sys.executable, "-I", "-S", child_script.__file__)
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology"
 _POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -115,6 +116,9 @@ class Guardian:
 class Child:
     """A running process. Start it on the main thread: Linux ties the process to the thread that starts it.
 
+    A spare process has got ``SPARE`` in its environment and a pipe as ``stdin``: it imports all that its command needs,
+    then waits until :meth:`take_place` tells it the rest of its environment.
+
     Args:
         command: the program's path and its arguments.
         holds: signals that wait until the command lets them in, so that they find its handlers.
@@ -166,11 +170,31 @@ class Child:
                 if not self._is_reaped:
                     (os.kill if alone else os.killpg)(self.pid, number)
 
+    def take_place(self, environment: Mapping[str, str], on_end: Callable[[int, float], None]) -> bool:
+        """Has a spare process go on with these variables added; ``on_end`` counts from now on. Returns False where it
+        has ended or is stopped."""
+        assert self.stdin is not None
+        with self._reaping:
+            if self._is_reaped or self.is_stopped():
+                return False
+            self._on_end = on_end
+        with suppress(BrokenPipeError), self.stdin:  # one that has just ended is a rank that ended at its start
+            self.stdin.write(json.dumps({**environment}).encode())
+        return True
+
     def is_stopped(self) -> bool:
         with suppress(OSError):
             state = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2]
             return state.split()[0] in _STOPPED_STATES
         return False
+
+    def discard(self) -> None:
+        """Kills a process whose output nobody reads, and closes its pipes."""
+        self.kill()
+        self.join(_GUARDIAN_S)
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                pipe.close()
 
     def join(self, timeout_s: float) -> bool:
         """Waits until ``on_end`` has returned. Returns whether it has."""

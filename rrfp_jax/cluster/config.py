@@ -199,6 +199,8 @@ ATTEMPT, INTERFACE, DETECT, LAUNCHER = "RRFP_ATTEMPT", "RRFP_INTERFACE", "RRFP_D
 PROCESS_NUMBER = "RRFP_PROCESS_NUMBER"
 RANK_COUNTS = "RRFP_RANK_COUNTS"
 """All numbers of ranks that the run may have, descending, separated by commas; its configuration is for the first."""
+SPARE = "RRFP_SPARE"
+"""Set in a spare process (:class:`~rrfp_jax.cluster.child_processes.Child`)."""
 RESTARTS_LEFT, STARTED = "RRFP_RESTARTS_LEFT", "RRFP_STARTED"
 """Start of a launcher, as text that fits into a file name: the same for all of its ranks and attempts."""
 

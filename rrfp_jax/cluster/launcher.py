@@ -21,9 +21,10 @@ same time it is to blame. If the coordination service died first, no rank is to 
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -50,6 +51,7 @@ from rrfp_jax.cluster.config import (
     RANK_COUNTS,
     RENDEZVOUS,
     RESTARTS_LEFT,
+    SPARE,
     STARTED,
     LaunchSettings,
     Membership,
@@ -58,6 +60,8 @@ from rrfp_jax.cluster.rendezvous import ProcessEnding, name_ranks
 
 _RESTART_S = 1.0
 """Least time from the start of an attempt to that of the next, so that a run that fails at once does not spin."""
+_SPARES_S = 10.0
+"""Seconds from the start of a rank to that of spare processes, so that they do not slow it down."""
 _LOOK_S, _LOOK_AGAIN_S = 0.25, 0.05
 _TERM_S = 5.0
 """Seconds that a rank that is asked to end may take."""
@@ -120,7 +124,7 @@ def launch(
         **rank_environment(environ, settings.threads),
         STARTED: f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}",
     }
-    with closing(Guardian()) as guardian, LauncherEvents() as events:
+    with closing(Guardian()) as guardian, LauncherEvents() as events, ExitStack() as stack:
         parts = LauncherParts(
             settings=settings,
             key_of=partial(_key_of, shared),
@@ -129,6 +133,7 @@ def launch(
             events=events,
             output=output,
         )
+        stack.callback(_discard, parts.spares)
         number, num_started = 0, 0
         while True:
             next_s = time.monotonic() + _RESTART_S
@@ -154,6 +159,11 @@ def _key_of(shared: RunKey | None, attempt: int) -> RunKey:
     return RunKey(shared.expand(f"attempt {attempt}", 32)) if attempt else shared
 
 
+def _discard(spares: Mapping[int, Child]) -> None:
+    for spare in spares.values():
+        spare.discard()
+
+
 class _Attempt:
     """One attempt at the run, on the main thread.
 
@@ -176,6 +186,8 @@ class _Attempt:
         self._failed_s: float | None = None
         self._met_failure_s: float | None = None
         """Time at which it was known that the ranks did not come together, or that JAX aborts them."""
+        self._spares_s = self._started_s
+        """Time from which spare processes may be started."""
         self._lost_s = 0.0
         """Time at which the latest rank was declared lost."""
         self._still_since_s: float | None = None
@@ -205,6 +217,7 @@ class _Attempt:
                 if self._num_stops == 0 and self._failed_s is None:
                     self._start_again(head)
                     self._grow()
+                    self._prepare_spares()
         finally:
             # Ranks end before the head is closed, since JAX aborts a rank that loses its service.
             for child in self._alive.values():
@@ -283,23 +296,48 @@ class _Attempt:
             interface=head.interface,
             number=number,
         )
-        left = self._settings.max_restarts - self._num_started - sum(self._numbers.values())
         counts = ",".join(str(count * self._settings.num_processes) for count in self._settings.node_counts)
-        child = self._alive[rank] = Child(
+        left = {RESTARTS_LEFT: str(self._restarts_left()), RANK_COUNTS: counts}
+        place = {**membership.environment(), **head.key.environment(), **left}
+
+        def ended(code: int, at_s: float) -> None:
+            self._events.put(RankEnded(rank, code, at_s))
+
+        child = self._parts.spares.pop(rank - ranks.start, None)
+        if child is None or not child.take_place(place, ended):
+            if child is not None:
+                child.discard()
+            child = self._new_process(rank, place, ended)
+        self._alive[rank] = child
+        self._output.follow(f"rank {rank}", child.stdout, child.stderr, is_main=rank == 0)
+        self._spares_s = time.monotonic() + _SPARES_S
+
+    def _prepare_spares(self) -> None:
+        """Starts a spare process for each rank that runs here and has none, where ranks may be started again."""
+        if self._settings.command[:2] != (OWN_COMMANDS, "train") or time.monotonic() < self._spares_s:
+            return
+        first = self._settings.local_ranks().start
+        for rank in self._alive:
+            if rank - first not in self._parts.spares and self._restarts_left() > 0:
+                spare = self._new_process(rank, {SPARE: "1"}, lambda code, at_s: None, stdin=subprocess.PIPE)
+                self._parts.spares[rank - first] = spare
+
+    def _new_process(
+        self, rank: int, variables: Mapping[str, str], on_end: Callable[[int, float], None], **more: int
+    ) -> Child:
+        ranks = self._settings.local_ranks()
+        return Child(
             python_module(*self._settings.command),
-            {
-                **self._parts.environment,
-                **membership.environment(),
-                **head.key.environment(),
-                RESTARTS_LEFT: str(left),
-                RANK_COUNTS: counts,
-            },
+            {**self._parts.environment, **variables},
             self._parts.guardian,
-            lambda code, at_s: self._events.put(RankEnded(rank, code, at_s)),
+            on_end,
             cores=rank_cores(self._settings.bind, len(ranks))[rank - ranks.start],
             holds=ASKING if self._settings.command[0] == OWN_COMMANDS else (),  # our commands let them in
+            **more,
         )
-        self._output.follow(f"rank {rank}", child.stdout, child.stderr, is_main=rank == 0)
+
+    def _restarts_left(self) -> int:
+        return self._settings.max_restarts - self._num_started - sum(self._numbers.values())
 
     def _start_again(self, head: RunHead) -> None:
         """Starts a new process in place of each that was lost, where the others take it in."""

@@ -47,8 +47,8 @@ from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.main import COMMANDS, replacement_of
 
-_FILES_OF_A_RANK = 2
-"""Standard output and standard error of a rank, as pipes."""
+_FILES_OF_A_RANK, _FILES_OF_A_SPARE = 2, 3
+"""The standard streams that are pipes, of a rank and of the process that may take its place."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         listens_on(settings)
         shared = RunKey.from_environment() if settings.shares_key else None
         num_started = 0 if settings.supervises else settings.num_processes
-        require_descriptors(_FILES_OF_A_RANK * num_started, "a launcher and its ranks")
+        files = _FILES_OF_A_RANK + (_FILES_OF_A_SPARE if settings.max_restarts else 0)
+        require_descriptors(files * num_started, "a launcher and its ranks")
     return launch(settings, os.environ, output, shared=shared)
 
 
@@ -211,11 +212,15 @@ def _module_and_arguments(command: tuple[str, ...]) -> tuple[str, ...]:
     with suppress(FileNotFoundError):  # the current folder, which ranks search last, may be gone
         sys.path.append(os.getcwd())
     try:
-        is_known = importlib.util.find_spec(command[0]) is not None
+        found = importlib.util.find_spec(command[0])
     except (ImportError, ValueError):
-        is_known = False
-    if not is_known:
+        found = None
+    if found is None:
         raise ValueError(f"there is no command and no module '{command[0]}' to run: name one, for example train")
+    # The checkout's experiments.train is the command train; another project may have a module of this name.
+    name = command[0].removeprefix("experiments.")
+    if name in COMMANDS and found.origin == str(Path(__file__).parents[2] / "experiments" / f"{name}.py"):
+        return (OWN_COMMANDS, name, *command[1:])
     return command
 
 

@@ -4,13 +4,19 @@ A command is a module with ``main(argv)`` and ``make_parser()``, beside this one
 imported when it is called, so that the others cost nothing. ``python -m experiments.COMMAND`` in the checkout is the
 same."""
 
+import json
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
+from rrfp_jax.cluster.config import RANK, SPARE
 from rrfp_jax.commands.common.errors import (
     BadInput,
     end_when_told_to_stop,
@@ -19,7 +25,7 @@ from rrfp_jax.commands.common.errors import (
     run_command,
     stop_requests,
 )
-from rrfp_jax.exit_codes import STOP_SIGNALS
+from rrfp_jax.exit_codes import DONE, INTERNAL_ERROR, STOP_SIGNALS
 from rrfp_jax.version import __version__
 
 COMMANDS = {
@@ -38,6 +44,8 @@ COMMANDS = {
 }
 """The commands, each with its purpose."""
 _OF_PLANNER = ("plan", "profile")
+_LOWEST = 19
+"""Priority that gives way to all others."""
 _REPLACED = {
     "import-hf": "rrfp convert import",
     "export-hf": "rrfp convert export",
@@ -76,6 +84,8 @@ def run(name: str, argv: list[str] | None = None) -> NoReturn:
 
     def command() -> int:
         with ending_at_once():
+            if os.environ.pop(SPARE, None):
+                _await_place(module_of(name))
             main: Callable[[list[str] | None], int] = import_module(module_of(name)).main
         return main(argv)
 
@@ -83,6 +93,49 @@ def run(name: str, argv: list[str] | None = None) -> NoReturn:
         run_command(command)
     finally:
         hear_no_more()
+
+
+def _await_place(module: str) -> None:
+    """Import all that the command will need, then wait until the launcher gives this spare process a place in its run.
+
+    Devices are left alone. The place adds variables, none of which is read by an import.
+    """
+
+    def load() -> None:
+        # The run goes on beside this. Only this thread steps back, for good: no process may raise its own priority.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        _weigh_session(_LOWEST)
+        try:
+            for needed in (module, "rrfp_jax.commands.training.assembly"):
+                import_module(needed)
+        except BaseException:  # perhaps a file that was just being written: a new process will see
+            os._exit(INTERNAL_ERROR)
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    loading.join()
+    name = Path("/proc/self/comm")
+    name.write_text("rrfp-spare", encoding="ascii")
+    told = sys.stdin.buffer.read()
+    if not told:  # the launcher needs it no more
+        os._exit(DONE)
+    os.environ |= json.loads(told)
+    threading.Thread(target=_weigh_session, args=(0,), daemon=True).start()
+    name.write_text(f"rrfp-rank-{os.environ[RANK]}", encoding="ascii")  # others still see the variables of the start
+    with open(os.devnull, "rb") as nowhere:
+        os.dup2(nowhere.fileno(), 0)
+
+
+def _weigh_session(priority: int) -> None:
+    """Give this process's session a priority, where the system weighs sessions and not threads."""
+    path = Path("/proc/self/autogroup")
+    with suppress(OSError):
+        while path.exists():
+            try:
+                path.write_text(str(priority), encoding="ascii")
+                return
+            except BlockingIOError:  # the system takes ten a second
+                time.sleep(0.05)
 
 
 def main() -> NoReturn:

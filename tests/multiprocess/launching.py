@@ -129,7 +129,19 @@ class Launched:
                 rank = next((v for v in variables if v.startswith(b"RRFP_RANK=")), None)
                 if rank is not None:
                     found[int(rank.partition(b"=")[2])] = pid
+                elif (name := Path(f"/proc/{pid}/comm").read_text()).startswith("rrfp-rank-"):  # it was a spare process
+                    found[int(name.removeprefix("rrfp-rank-"))] = pid
         return found
+
+    def spares(self, count: int) -> list[int]:
+        """The spare processes, once there are so many that wait for a place."""
+
+        def found() -> list[int]:
+            names = {pid: Path(f"/proc/{pid}/comm") for pid in self.living()}
+            return [pid for pid, name in names.items() if name.exists() and name.read_text() == "rrfp-spare\n"]
+
+        assert eventually(lambda: len(found()) == count, 120), self.text
+        return found()
 
     def running(self, name: str) -> list[int]:
         """The processes with this in their command line."""

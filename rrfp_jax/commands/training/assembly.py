@@ -151,6 +151,8 @@ class Run:
         path = str(planned.path.absolute()) if process.cluster else str(planned.path)
         self.directory = RunDirectory(Path(process.gather("run directory", path)[0]))
         self.config, self.dataset = config, planned.dataset
+        # One program: each operation by itself would be one, and all are loaded before the first row.
+        self._learning_rate = jax.jit(learning_rate_schedule(config.optimizer, config.run.steps))
         self._training, self._known, self._saved = planned.training, planned.known, planned.saved
         self._lock_taken: threading.Thread | None = None
         self._profile: StepProfile | None = None
@@ -233,8 +235,7 @@ class Run:
             recovery.on_loss = self._take_over_if_first
             recovery.take_back()
             if self.process.comes_back:
-                # For the others would wait while the first row compiles it.
-                float(learning_rate_schedule(self.config.optimizer, self.config.run.steps)(0))
+                float(self._learning_rate(0))  # For the others would wait while the first row compiles it.
                 recovery.come_back(lambda turn: self._go_on(saver, saver.last_saved(), force=force, turn=turn))
                 return
             self._take_over_if_first()
@@ -353,7 +354,7 @@ class Run:
         """The loop over this run's steps."""
         loop = TrainingLoop(
             self.pipeline,
-            learning_rate=learning_rate_schedule(self.config.optimizer, self.config.run.steps),
+            learning_rate=self._learning_rate,
             metrics=metrics,
             on_step=self.console.show_step,
             saver=self._saver,
