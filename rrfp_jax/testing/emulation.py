@@ -15,6 +15,7 @@ from statistics import fmean
 import numpy as np
 
 from rrfp_jax.core import Message, MessageKind, StageArbiter
+from rrfp_jax.core.replicas import StepOwners
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.stage_devices import StageDevices
 from rrfp_jax.runtime import PipelineRuntime
@@ -66,6 +67,7 @@ def emulate(
     events: Path | None = None,
     link_delays_ms: Mapping[tuple[int, int], float] | None = None,
     absent: Sequence[Absences] = (),
+    owners: StepOwners | None = None,
     sleeps: InjectedSleeps | None = None,
 ) -> Emulation:
     """Runs ``num_steps`` steps, one after another, on stages that sleep, or on emulated accelerators.
@@ -83,13 +85,21 @@ def emulate(
             with the rank in the name.
         link_delays_ms: how much later than it came a tensor is handed over, by (sending unit, receiving unit).
         absent: the pairs that each step lacks beyond those of the graph, beginning again after the last; empty: none.
+        owners: the owners of the microbatches in all steps; None: the blocks of replicas. Units that are lost are not
+            started.
         sleeps: the RRFP paper's sleeps within tasks, as in a simulation.
 
-    Raises RunFailed, with the wait-for report, if no task finishes within the deadline or another process is lost.
+    Raises RunFailed, with the wait-for report, if no task finishes within the deadline or another process is lost, and
+    ValueError for owners that do not fit the pipeline, or that several processes cannot have.
     """
-    graph, placement = arbiters[0].graph, arbiters[0].placement
+    placement = arbiters[0].placement
     if process is None:
         process = Process.alone(placement.num_stages)
+    if owners is not None and owners.lost:
+        if process.layout.num_ranks > 1:
+            raise ValueError("an emulation in several processes starts all units: emulate losses in one process")
+        arbiters = [arbiter for arbiter in arbiters if arbiter.stage not in owners.lost]
+    graph = arbiters[0].graph_of(evaluates=False, owners=owners)
     layout = process.layout
     axes = [layout.axes_of_stage[layout.stage_of(unit)] for unit in range(layout.num_units)]
     grids = [StageDevices([process.devices_of(unit)], axes[unit]) for unit in range(layout.num_units)]
@@ -137,13 +147,13 @@ def emulate(
     runtime = process.start(
         arbiters,
         make_stage,
-        RuntimeOptions(progress_deadline_s=progress_deadline_s, log_steps=log_steps),
+        RuntimeOptions(progress_deadline_s=progress_deadline_s, log_steps=log_steps, other_owners=owners is not None),
         edge=edge,
         just_in_time=just_in_time,
         delay_s=delay_s if link_delays_ms else None,
     )
     try:
-        emulation = _run(runtime, process, num_steps, absent)
+        emulation = _run(runtime, process, num_steps, absent, owners)
     finally:
         if events is not None:
             write_log(runtime.event_log(), _own_file(events, process))
@@ -181,14 +191,20 @@ def dispatch_overhead_ms(timeline: Timeline, durations_ms: np.ndarray) -> float:
     return fmean(excess_ms) + fmean(_gaps_ms(timeline) or [0.0])
 
 
-def _run(runtime: PipelineRuntime, process: Process, num_steps: int, absent: Sequence[Absences]) -> Emulation:
+def _run(
+    runtime: PipelineRuntime,
+    process: Process,
+    num_steps: int,
+    absent: Sequence[Absences],
+    owners: StepOwners | None,
+) -> Emulation:
     # As in training, each step is enqueued while the one before it runs.
     timeline, step_ms, looking_ahead = Timeline(process.layout.num_units), [], 0
     last_s = time.perf_counter()
     cpu_s = 0.0
 
     def submit(step: int) -> Future[StepOutcome]:
-        return runtime.submit(step, StepBatch(), absent[step % len(absent)] if absent else ())
+        return runtime.submit(step, StepBatch(), absent[step % len(absent)] if absent else (), owners=owners)
 
     enqueued = deque(map(submit, range(min(2, num_steps))))
     for step in range(num_steps):

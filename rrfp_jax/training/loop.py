@@ -452,8 +452,11 @@ class TrainingLoop:
         return self._evaluations is not None and self._evaluations.is_due(step)
 
     def _is_verified(self, step: int) -> bool:
+        # A process that comes back starts where the others may just have verified.
+        if self._verification is None or step == self.last_verified:
+            return False
         # The first one of the loop also tells whether units give the same bits at all.
-        return self._verification is not None and (self.last_verified is None or step % self._verification[0] == 0)
+        return self.last_verified is None or step % self._verification[0] == 0
 
     def _verify_and_evaluate(self, state: PipelineState) -> None:
         if self._is_verified(state.step) and not self._stop:

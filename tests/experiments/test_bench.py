@@ -39,6 +39,17 @@ def test_a_setting_runs_on_both_sides(monkeypatch):
     assert 0.9 < result.ratio < 1.5
 
 
+def test_pipelines_without_lost_units_run_on_both_sides():
+    stages, replicas, share = 2, 2, 4
+    # The last stage works without a break, after a forward and before a backward of the first one.
+    for lost, simulated_ms in (((), 1 + 4 * 3 + 2), ((3,), 1 + 8 * 3 + 2)):
+        emulated_ms, expected_ms = bench_fidelity.compare_after_losses(
+            stages, replicas, share, lost, task_ms=1.0, sigma=0.0
+        )
+        assert expected_ms == pytest.approx(simulated_ms)
+        assert emulated_ms >= expected_ms
+
+
 def test_workloads_run_beside_their_forecast(monkeypatch):
     small = {"NUM_STEPS": 1, "REPEATS": 1, "NUM_MICROBATCHES": 6, "MEAN_FORWARD_MS": 1.0, "WORKLOADS": ["interleaved"]}
     for name, value in small.items():

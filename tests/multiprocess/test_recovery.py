@@ -237,8 +237,9 @@ def test_shares_of_the_optimizer_state_are_saved_by_those_who_live(victim: int |
 
 # -- coming back -------------------------------------------------------------------------------------------------------
 
-LONG = StruckTraining(replicas=2, steps=500, save_every=150, evaluate_every=75, verify_every=40, learning_rate=1e-3)
-"""A run that goes on for as long as a new process needs to prepare, too slow to make much of a rounding error."""
+LONG = StruckTraining(replicas=2, steps=500, save_every=150, evaluate_every=75, verify_every=3, learning_rate=1e-3)
+"""A run that lasts for as long as a new process needs to prepare, and often has just verified when that takes part; too
+slow to make much of a rounding error."""
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +261,10 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Unharmed:
     ],
     ids=["3", "0", "newcomer prepares", "other stage meanwhile", "newcomer meanwhile", "other replica later"],
 )
-def test_a_lost_rank_comes_back(plan: list, lost: list[int], long_run: Unharmed, tmp_path: Path) -> None:
+def test_a_lost_rank_comes_back(
+    plan: list, lost: list[int], long_run: Unharmed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
     run = tmp_path / "run"
     with LONG.launched(tmp_path, run, max_restarts=1 if lost else 2) as launcher:
         assert eventually(lambda: num_rows(run) >= 10, 120), launcher.text
@@ -271,4 +275,7 @@ def test_a_lost_rank_comes_back(plan: list, lost: list[int], long_run: Unharmed,
             os.kill(pids[rank], signal.SIGKILL)
         assert launcher.wait(300) == 0, launcher.text
     assert f"rank {plan[0][0]} is back" in launcher.text
+    before, _, after = "\n".join(launcher.stderr).rpartition(" is back; ")
+    assert "jax: Compiling" in before
+    assert "jax: Compiling" not in after, "the others would wait for it"
     LONG.check(run, launcher, lost, long_run)

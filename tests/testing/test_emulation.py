@@ -1,5 +1,6 @@
 """The real runtime on emulated stages: complete, replayable, explained, and in the order that was asked for."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 from rrfp_jax import core
 from rrfp_jax.commands.common.ordering import OrderingOptions
 from rrfp_jax.core import Agreement, Announce, StepRules, WakeAt
+from rrfp_jax.core.rebalancing import adopted_owners
+from rrfp_jax.core.replicas import StepOwners, block_owners
+from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Edge, PipelineGraph, ScheduleTable, Task, TaskKind, absences, linear
 from rrfp_jax.schedules.timeline import IdleReason
 from rrfp_jax.testing import Emulation, emulate
@@ -56,6 +60,38 @@ def test_every_task_runs_once_a_step_and_the_event_log_replays_exactly(order: di
     for log in emulation.logs.values():
         assert replays_as_recorded(log)
         assert sum(len(segment.entries) for segment in log.segments) > NUM_MICROBATCHES
+
+
+@pytest.mark.parametrize("order", [{"hint": "bf"}, {"hint": "bfw", "window": 2}, {"schedule": "1f1b"}], ids=str)
+@pytest.mark.parametrize("lost", [(), (4,), (0, 4)], ids=str)
+def test_owners_run_the_microbatches_of_units_that_are_lost(lost: tuple[int, ...], order: dict[str, Any]) -> None:
+    resolved = OrderingOptions(**order).resolve(num_stages=NUM_STAGES, num_microbatches=4, num_replicas=2)
+    living = [unit for unit in range(6) if unit not in lost]
+    owners = StepOwners(adopted_owners(block_owners(NUM_STAGES, 8, 2), living), lost)
+    graph, stage_of = resolved.graph, resolved.placement.stage_of_chunk
+    durations = np.zeros((1, graph.num_chunks, graph.num_microbatches, 3))
+    emulation = emulate(resolved.arbiters(RULES), durations, 3, owners=owners, log_steps=4)
+    expected = {
+        Task(kind, stage * 2 + replica, m)
+        for stage, row in enumerate(owners.owners)
+        for m, replica in enumerate(row)
+        for kind in graph.kinds(stage * 2)
+    }
+    for step in range(3):
+        spans = emulation.timeline.of_step(step).spans
+        assert sorted(span.task for span in spans) == sorted(expected)
+        assert all(span.stage == stage_of[span.task.chunk] for span in spans)
+    assert sorted(emulation.logs) == living
+    check_replays(emulation)
+
+
+def test_losses_are_refused_in_several_processes() -> None:
+    resolved = OrderingOptions(hint="bf").resolve(num_stages=2, num_microbatches=2, num_replicas=2)
+    process = Process.alone(4)
+    process.layout = replace(process.layout, num_ranks=4)
+    owners = StepOwners(((0, 0, 0, 0), (0, 0, 1, 1)), lost=(2,))
+    with pytest.raises(ValueError, match="emulate losses in one process"):
+        emulate(resolved.arbiters(RULES), np.zeros((1, 4, 4, 3)), 1, process=process, owners=owners)
 
 
 def check_replays(emulation: Emulation) -> None:

@@ -264,3 +264,20 @@ def test_replicas_that_differ_end_the_loop_and_nothing_is_saved(run, wrong_from,
     assert len(rows) == (7 if told is None else verified[-1])
     assert [step for step, _ in saver.saved] == ([2, 4, 6, 7] if told is None else verified[1:-1])
     assert loop.wrong is None if told is None else re.fullmatch(told, loop.wrong)
+
+
+@pytest.mark.parametrize(("started", "verified"), [(4, [6]), (5, [6])])
+def test_a_process_that_comes_back_verifies_with_the_others(tmp_path, started, verified):
+    """They have verified after 4 steps, before it took part."""
+    pipeline = VerifyingPipeline(9)
+    with closing(MetricsFile(tmp_path / "metrics.jsonl")) as metrics:
+        loop = TrainingLoop(
+            pipeline,  # type: ignore[arg-type]
+            learning_rate=float,
+            metrics=metrics,
+            on_step=lambda row: None,
+            verification=(2, {"x": [1]}),
+        )
+        loop.last_verified = 4
+        loop.run(PipelineState(started), repeat({}), 7)
+    assert pipeline.verified == verified
