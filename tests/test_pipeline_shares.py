@@ -159,6 +159,10 @@ def test_a_share_goes_to_another_replica_with_its_state() -> None:
             stages[target].put_share(share, [memoryview(bytes(frame)) for frame in frames], has_state=True)
         assert [sorted(stages[replica].held_shares) for replica in (0, 2)] == [[0, 1, 2]] * 2
         after = [held for _, held in pipeline.chunk_states(state)]
+        stages[0].drop_share(1)
+        stages[2].drop_share(0)  # as replica 1 is back
+        again = [held.optimizer_state for _, held in pipeline.chunk_states(state)]
+        jax.tree.map(np.testing.assert_array_equal, again, [held.optimizer_state for held in before])
     jax.tree.map(np.testing.assert_array_equal, after[0].optimizer_state, after[2].optimizer_state)
     for own, other in ((after[0].params, after[2].params), (after[0].params, before[1].params)):
         jax.tree.map(np.testing.assert_array_equal, own, other)

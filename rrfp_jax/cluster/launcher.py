@@ -408,8 +408,7 @@ class _Attempt:
             self._failed_s = None
             new = status.lost.keys() - self._status.lost.keys()
             if new and self._endings.survived and self._settings.max_restarts and not status.takes_back:
-                why = "the others save nothing to start from, or share the optimizer state"
-                self._output.say(f"{name_ranks(new)} cannot come back: {why}")
+                self._output.say(f"{name_ranks(new)} cannot come back: the others save nothing to start from")
         self._status = status
         if status.service is not None and self._endings.service is None:
             self._endings.service = status.service

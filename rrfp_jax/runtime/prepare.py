@@ -121,6 +121,9 @@ def prepare_pipeline(
         # The arrays that the programs take beside their arguments are made before the first step.
         for variant in (variant for chunk in programs.chunks.values() for variant in chunk.variants):
             _ = variant.constants
+        if process.recovers:  # After a loss accumulators are made anew, which compiles for the first time.
+            for chunk in programs.chunks.values():
+                chunk.zeros()
         model.connect(programs)
     copies = replication(graph, num_replicas)
     rules = model.updates.step_rules(num_replicas)

@@ -17,7 +17,8 @@ Where replicas share the optimizer state (:func:`rrfp_jax.core.plan.share_holder
 the shares that it holds, and lacks other parameters. So before steps are submitted again, the ranks tell which shares
 they hold. A holder of each share sends its parameters to the living replicas of the stage that do not hold it, and its
 optimizer state too to a replica that is to hold it from now on. A loss meanwhile ends this, and the next epoch begins
-anew with the shares that are held then. Where a share has no holder left, the run ends.
+anew with the shares that are held then. Where a share has no holder left, the run ends. A rank that comes back has its
+shares from the checkpoint; those who held them in its place then drop them.
 
 Callers notice nothing but the time: the futures of steps stay those that :meth:`RecoveringRuntime.submit` has returned.
 
@@ -303,12 +304,8 @@ class RecoveringRuntime:
             return result_of(waiting)
 
     def take_back(self) -> None:
-        """Tells the launcher that :meth:`hold` will be called where new processes of lost ranks are awaited.
-
-        Not where replicas share the optimizer state: a checkpoint gives a process the shares of a run without losses.
-        """
-        if not any(stage.shares_updates for stage in self._stages):
-            self._head.take_back()
+        """Tells the launcher that :meth:`hold` will be called where new processes of lost ranks are awaited."""
+        self._head.take_back()
 
     @property
     def awaits_newcomers(self) -> bool:
@@ -620,14 +617,16 @@ class RecoveringRuntime:
                         "two replicas that held it: they were lost at the same time"
                     )
                 holders = share_holders(share, living, number)
+                # Kept while one of the two is yet to get it, for the other may be lost meanwhile.
+                if own in having and own not in holders and {*holders} <= {*having}:
+                    stage.drop_share(share)
                 for target in (replica for replica in living if replica not in having):
                     if target == own:
                         self._awaited.add((stage.number, share))
                     elif own == having[0]:
-                        has_state = target in holders
+                        has_state, rank = target in holders, layout.ranks_of(units[target])[0]
                         header = {"epoch": epoch, "unit": units[target], "share": share, "state": int(has_state)}
                         frames = stage.share_frames(share, has_state=has_state)
-                        rank = layout.ranks_of(units[target])[0]
                         self._network.on_loop(self._network.send, rank, _SHARE, header, frames)
         early, self._early = self._early, []
         for came in (*early, None):

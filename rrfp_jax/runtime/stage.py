@@ -317,6 +317,11 @@ class ProgramStage:
         assert self._exchange is not None
         self._exchange.put_share(share, frames, has_state=has_state)
 
+    def drop_share(self, share: int) -> None:
+        """Frees the optimizer state of a share."""
+        assert self._exchange is not None
+        self._exchange.drop_share(share)
+
     def clear(self) -> None:
         """Drops the gradients that steps have added up which are done again."""
         for chunk, held in self.states.items():

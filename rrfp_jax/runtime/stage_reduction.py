@@ -274,6 +274,14 @@ class PieceExchange:
                 entries, come = zip(updates.parts, held.optimizer_state, strict=True), iter(states)
                 held.optimizer_state = tuple(next(come) if part.share == share else state for part, state in entries)
 
+    def drop_share(self, share: int) -> None:
+        """Frees the optimizer state of a share."""
+        for chunk, updates in self._updates.items():
+            held = self._states[chunk]
+            entries = tuple(zip(updates.parts, held.optimizer_state, strict=True))
+            self._meter.count(0, -num_bytes([state for part, state in entries if part.share == share]), 0)
+            held.optimizer_state = tuple(None if part.share == share else state for part, state in entries)
+
     def _own_bytes(self, exchange: _Exchange, chunk: int) -> int:
         return len(exchange.pieces[chunk]) * self._updates[chunk].piece_bytes.piece
 

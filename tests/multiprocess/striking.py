@@ -17,7 +17,6 @@ from tests.multiprocess.runs import QUICK_TO_COMPILE, Outcome, committed, outcom
 NUM_SEEDS = int(os.environ.get("RRFP_CHAOS_SEEDS", "3"))
 """How many runs the tests strike that draw their strikes from seeds."""
 SILENCE_S, PATIENCE_S = 5.0, 120.0
-NUM_STAGES = 2
 
 
 @dataclass(frozen=True)
@@ -32,26 +31,32 @@ class StruckTraining:
     num_microbatches: int = 4
     verify_every: int | None = None
     learning_rate: float = 5e-3
+    num_stages: int = 2
+    batch_size: int = 8
+    shares: bool = False
+    """Whether replicas share the optimizer state."""
+    is_deterministic: bool = False
 
     @property
     def num_ranks(self) -> int:
-        return NUM_STAGES * self.replicas
+        return self.num_stages * self.replicas
 
     def stage_of(self, rank: int) -> int:
-        return rank % NUM_STAGES
+        return rank % self.num_stages
 
-    def launched(self, folder: Path, run: Path, *, max_restarts: int = 0) -> Any:
+    def launched(self, folder: Path, run: Path, *, max_restarts: int = 0, **variables: str) -> Any:
         """The launcher of a run, as a context manager."""
-        changes: dict[str, Any] = {"num_stages": NUM_STAGES, "replicas": self.replicas, "reduce": "messages"}
+        changes: dict[str, Any] = {"num_stages": self.num_stages, "replicas": self.replicas, "reduce": "messages"}
         changes |= {"steps": self.steps, "checkpoint_every": self.save_every, "keep_checkpoints": self.keep}
         changes |= {"num_microbatches": self.num_microbatches, "held_out": 0.3, "silence_deadline_s": SILENCE_S}
         changes |= {"learning_rate": self.learning_rate}
+        changes |= {"batch_size": self.batch_size, "shard": self.shares, "deterministic": self.is_deterministic}
         config = training_config(folder, **changes)
         places = ("--max-restarts", max_restarts, "--processes", self.num_ranks)
         command = (*places, "--", "experiments.train", "--config", config, "--run-dir", run)
         evaluated = ("--evaluation.every", self.evaluate_every, "--evaluation.at-start", "true")
         verified = () if self.verify_every is None else ("--verify-every", self.verify_every)
-        return launched(*command, *evaluated, *verified, **QUICK_TO_COMPILE)
+        return launched(*command, *evaluated, *verified, **QUICK_TO_COMPILE, **variables)
 
     def unharmed(self, folder: Path) -> "Unharmed":
         """The run that others are compared with."""
@@ -67,6 +72,8 @@ class StruckTraining:
         outcome = outcome_of(run, self.steps)  # each step has one row
         np.testing.assert_allclose(outcome.losses, unharmed.outcome.losses, rtol=1e-6)
         outcome.assert_close(unharmed.outcome)
+        if self.is_deterministic:
+            outcome.assert_same(unharmed.outcome)
         np.testing.assert_allclose(evaluations_of(run), unharmed.evaluations, rtol=1e-6)
         assert committed(run)[-1] == self.steps
         for step in committed(run):
