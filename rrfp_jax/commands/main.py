@@ -96,7 +96,7 @@ def run(name: str, argv: list[str] | None = None) -> NoReturn:
 
 
 def _await_place(module: str) -> None:
-    """Import all that the command will need, then wait until the launcher gives this spare process a place in its run.
+    """Import all that the command will need, and wait until the launcher gives this spare process a place in its run.
 
     Devices are left alone. The place adds variables, none of which is read by an import.
     """
@@ -104,24 +104,23 @@ def _await_place(module: str) -> None:
     def load() -> None:
         # The run goes on beside this. Only this thread steps back, for good: no process may raise its own priority.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
-        _weigh_session(_LOWEST)
         try:
             for needed in (module, "rrfp_jax.commands.training.assembly"):
                 import_module(needed)
         except BaseException:  # perhaps a file that was just being written: a new process will see
             os._exit(INTERNAL_ERROR)
 
+    _weigh_session(_LOWEST)
     loading = threading.Thread(target=load)
     loading.start()
-    loading.join()
-    name = Path("/proc/self/comm")
-    name.write_text("rrfp-spare", encoding="ascii")
     told = sys.stdin.buffer.read()
     if not told:  # the launcher needs it no more
         os._exit(DONE)
-    os.environ |= json.loads(told)
     threading.Thread(target=_weigh_session, args=(0,), daemon=True).start()
-    name.write_text(f"rrfp-rank-{os.environ[RANK]}", encoding="ascii")  # others still see the variables of the start
+    loading.join()
+    os.environ |= json.loads(told)
+    # Others still see the variables of the start, so the name tells the rank.
+    Path("/proc/self/comm").write_text(f"rrfp-rank-{os.environ[RANK]}", encoding="ascii")
     with open(os.devnull, "rb") as nowhere:
         os.dup2(nowhere.fileno(), 0)
 

@@ -134,13 +134,17 @@ class Launched:
         return found
 
     def spares(self, count: int) -> list[int]:
-        """The spare processes, once there are so many that wait for a place."""
+        """The spare processes, ready or not, once there are so many."""
 
         def found() -> list[int]:
-            names = {pid: Path(f"/proc/{pid}/comm") for pid in self.living()}
-            return [pid for pid, name in names.items() if name.exists() and name.read_text() == "rrfp-spare\n"]
+            known, pids = {*self.ranks().values()}, []
+            for pid in self.living():
+                with suppress(OSError):
+                    if b"\0RRFP_SPARE=1" in Path(f"/proc/{pid}/environ").read_bytes() and pid not in known:
+                        pids.append(pid)
+            return pids
 
-        assert eventually(lambda: len(found()) == count, 120), self.text
+        assert eventually(lambda: len(found()) == count), self.text
         return found()
 
     def running(self, name: str) -> list[int]:

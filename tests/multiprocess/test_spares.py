@@ -106,10 +106,8 @@ def test_a_spare_process_comes_back_for_a_lost_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("waits", [False, True])
-def test_spare_processes_die_with_their_launcher(tmp_path: Path, *, waits: bool) -> None:
+def test_spare_processes_die_with_their_launcher(tmp_path: Path) -> None:
     with training(tmp_path, 2, 1) as launcher:
-        if waits:
-            launcher.spares(2)
+        launcher.spares(2)
         launcher.signal(signal.SIGKILL)
         assert eventually(lambda: not launcher.living(), 5.0)
