@@ -357,6 +357,11 @@ class RankMembership:
         return self.living[0]
 
     @property
+    def is_gathering(self) -> bool:
+        """Whether this rank waits for the result of a gathering."""
+        return bool(self._pending)
+
+    @property
     def suspected(self) -> Mapping[int, str]:
         """The living ranks that this one suspects, with the reasons."""
         return MappingProxyType(self._accused)

@@ -504,7 +504,8 @@ class RecoveringRuntime:
         for instruction in self._membership.handle(event):
             match instruction:
                 case TellHead(epoch, accusations, holds):
-                    self._head.accuse(accusations, epoch=epoch, holds=holds)
+                    # As one gathering of times ended, the next may have begun: this rank holds once it has ended.
+                    self._head.accuse(accusations, epoch=epoch, holds=None if self._membership.is_gathering else holds)
                 case HoldEnded():
                     self._head.let_go()
                     self._end_hold()
