@@ -217,9 +217,10 @@ def test_tied_embeddings(patterns: list[str]) -> None:
     assert_same_training(losses, params, *expected)
 
 
-def test_a_bidirectional_table_trains_what_is_not_frozen() -> None:
-    chunks = freeze(plain_model((1, 1), tied=True), ["embedding", "layers.0"])
-    ordering = Ordering(schedule=table("chimera", 2), consume="strict")
+@pytest.mark.parametrize(("name", "layers"), [("chimera", (1, 1)), ("bitpipe", (0, 1, 1, 0))])
+def test_a_bidirectional_table_trains_what_is_not_frozen(name: str, layers: tuple[int, ...]) -> None:
+    chunks = freeze(plain_model(layers, tied=True), ["embedding", "layers.0"])
+    ordering = Ordering(schedule=table(name, 2), consume="strict")
     with Pipeline(mirrored(chunks), optimizer=OPTIMIZER, ordering=ordering, options=OPTIONS) as pipeline:
         initial = jax.tree.map(np.array, pipeline.params(pipeline.init(jax.random.key(1))))
         losses, _, params = trained(pipeline)

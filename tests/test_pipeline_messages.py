@@ -107,9 +107,10 @@ def test_pieces_that_leave_at_the_launch_train_the_same_model(name: str, monkeyp
 
 
 @pytest.mark.slow
-def test_bidirectional_chunks_share_all_their_layers() -> None:
-    chunks = mirrored(plain_model((1, 1)))
-    table = build_schedule("chimera", ScheduleRequest(num_stages=2, num_microbatches=2))
+@pytest.mark.parametrize(("name", "layers"), [("chimera", (1, 1)), ("bitpipe", (0, 1, 1, 0))])
+def test_bidirectional_chunks_share_all_their_layers(name: str, layers: tuple[int, ...]) -> None:
+    chunks = mirrored(plain_model(layers))
+    table = build_schedule(name, ScheduleRequest(num_stages=2, num_microbatches=2))
     results = [
         trained(
             make_pipeline(

@@ -227,11 +227,15 @@ def test_all_chunks_on_one_stage_share_the_tied_embedding() -> None:
     case.check(hint="bf-deep", window=2)
 
 
-def test_bidirectional_tables_train_both_copies_as_one_model() -> None:
-    chunks = mirrored(make_model(tied=True, layers_per_chunk=(1, 1)))
-    table = build_schedule("chimera", ScheduleRequest(num_stages=2, num_microbatches=NUM_MICROBATCHES))
+@pytest.mark.parametrize(("name", "layers_per_chunk"), [("chimera", (1, 1)), ("bitpipe", (0, 1, 1, 0))])
+@pytest.mark.parametrize("consume", ["strict", "ready"])
+def test_bidirectional_tables_train_both_copies_as_one_model(
+    name: str, layers_per_chunk: tuple[int, ...], consume: str
+) -> None:
+    chunks = mirrored(make_model(tied=True, layers_per_chunk=layers_per_chunk))
+    table = build_schedule(name, ScheduleRequest(num_stages=2, num_microbatches=NUM_MICROBATCHES))
     batches = make_batches()
-    ordering = Ordering(schedule=table, consume="strict")
+    ordering = Ordering(schedule=table, consume=consume)
     with Pipeline(chunks, optimizer=OPTIMIZER, ordering=ordering, options=OPTIONS) as pipeline:
         state = pipeline.init(jax.random.key(1))
         initial = jax.tree.map(np.array, pipeline.params(state))
@@ -242,7 +246,7 @@ def test_bidirectional_tables_train_both_copies_as_one_model() -> None:
         params = jax.tree.map(np.array, pipeline.params(state))
         downwards = [span for span in results[0].result().timeline.spans if span.task.chunk == 0]
         assert {(span.stage, span.task.microbatch) for span in downwards} == {(0, -1), (0, 0), (0, 2)}
-    expected = train_plainly(chunks[:2], initial, OPTIMIZER, batches)
+    expected = train_plainly(chunks[: len(layers_per_chunk)], initial, OPTIMIZER, batches)
     assert_same_training([metrics.result().loss for metrics in results], params, *expected)
 
 

@@ -23,9 +23,8 @@ from rrfp_jax.planner.search_space import CONSUMPTIONS, SearchSpace
 from rrfp_jax.planner.sites import PLANNED_HINTS
 from rrfp_jax.planner.writing import check_writable
 from rrfp_jax.schedules import schedule_entry, schedule_names
-from rrfp_jax.schedules.request import TWO_WAYS
 
-ORDER_NAMES = (*(name for name in schedule_names() if schedule_entry(name).shape is not TWO_WAYS), *PLANNED_HINTS)
+ORDER_NAMES = (*(name for name in schedule_names() if not schedule_entry(name).shape.has_copies), *PLANNED_HINTS)
 """Values of ``--schedules``: not the schedules that hold two copies of the model, which no cut here describes."""
 _MOST = 4096
 """Numbers that a range may name."""

@@ -178,7 +178,10 @@ def _graph(placement: Placement, tasks: Sequence[Task]) -> PipelineGraph:
     num_microbatches = max(task.microbatch for task in tasks) + 1
     half, odd = divmod(placement.num_chunks, 2)
     halves = [{t.microbatch for t in tasks if (t.chunk >= half) == up} for up in (False, True)]
-    mirrored = not odd and placement.stage_of_chunk == placement.stage_of_chunk[::-1]
+    down, up = placement.stage_of_chunk[:half], placement.stage_of_chunk[half:]
+    # A copy lies on the stages of the original, backwards as in Chimera or mirrored as the second V of BitPipe.
+    ways = (down[::-1], tuple(placement.num_stages - 1 - stage for stage in down))
+    mirrored = not odd and set(down) == set(up) and up in ways
     if mirrored and halves[0].isdisjoint(halves[1]):
         return opposite_chains(half, halves[0], num_microbatches)
     return chain(placement.num_chunks, num_microbatches)

@@ -187,6 +187,8 @@ _PUBLISHED: _Rows = (
     ("dualpipe-v", "(p-1)(F+2I-W)/2", lambda s: (s.p - 1) * (s.f + 2 * s.i - s.w) / 2, _ALIKE),
     ("chimera", "(p-2)/(2m+p-2) of the time", lambda s: (s.p - 2) * s.f, _SAME),
     ("chimera", "(p-2)/(3m/2+p-2) of the time", lambda s: 2 * (s.p - 2) * s.f, _NO_DOUBLING),
+    ("bitpipe", "(p-2)/(4m+p-2) of the time", lambda s: (s.p - 2) * s.f / 2, _SAME),
+    ("bitpipe", "(p-2)/(3m+p-2) of the time", lambda s: (s.p - 2) * s.f, _DOUBLE),
     (
         "hanayo",
         "(2p-2)/(3pW+p-1) of the time, W = v/2 waves",
@@ -226,6 +228,12 @@ _OURS: _Rows = (
         lambda s: (s.p - 2) * (s.b + (s.m / s.p - 1) * (s.b - s.f)),
         _LONGER,
     ),
+    (
+        "bitpipe",
+        "(p-2)(B + (m/p-1)(B-F))/2",
+        lambda s: (s.p - 2) * (s.b + (s.m / s.p - 1) * (s.b - s.f)) / 2,
+        _LONGER,
+    ),
     ("hanayo", "2(p-1)B/v", lambda s: 2 * (s.p - 1) * s.b / s.v, _ONE_UNIT),
 )
 BUBBLES = tuple(
@@ -249,6 +257,12 @@ PEAKS = (
     PeakFormula("v-min", "(p+4)//3", lambda s, _: (s.p + 4) // 3, _LARGEST_STAGE),
     PeakFormula("dualpipe-v", "p + 1/2", lambda s, _: s.p + 0.5, Condition("m > 2p", lambda s: s.m > 2 * s.p)),
     PeakFormula("chimera", "p/2 + 1 + min(s, p-1-s)", lambda s, i: min(s.m, s.p / 2 + 1 + min(i, s.p - 1 - i)), _FULL),
+    PeakFormula(
+        "bitpipe",
+        "(3p+2)/4 + min(s, p-1-s)/2",
+        lambda s, i: min(s.m, (3 * s.p + 2) / 4 + min(i, s.p - 1 - i) / 2),
+        _FULL,
+    ),
     PeakFormula("hanayo", "p - (p-1-s)/v", lambda s, stage: min(s.m, s.p - (s.p - 1 - stage) / s.v), _FULL),
 )
 

@@ -81,6 +81,9 @@ weights.
 chunk s of the copy that goes down and chunk p + (p-1-s) of the copy that goes up; half of the microbatches take each
 direction, so that the two fill each other's gaps. Both copies hold the same parameters (``graph.shared``): weights take
 twice the memory, and their gradients are summed once per step.
+
+**BitPipe** (Wu et al., arXiv 2410.19367): Chimera's two copies, each on a V of 2p chunks, the second V upside down.
+Chunks are half as large, so that filling and draining take half as long, and a V turns without leaving the stage.
 """
 
 from functools import partial
@@ -104,7 +107,7 @@ from rrfp_jax.schedules.language import (
 )
 from rrfp_jax.schedules.language.orders import Stream
 from rrfp_jax.schedules.registry import schedule
-from rrfp_jax.schedules.request import ALTERNATING, LOOPED, ONE_EACH, TWO_WAYS, WAVES, V, place_in_unit
+from rrfp_jax.schedules.request import ALTERNATING, LOOPED, ONE_EACH, TWO_VS, TWO_WAYS, WAVES, V, place_in_unit
 from rrfp_jax.schedules.slots import EQUAL
 from rrfp_jax.schedules.tasks import Task, TaskKind
 
@@ -194,6 +197,16 @@ def _in_groups(s: Stage, size: int, stream: Stream) -> Stream:
     return stream.over((c, first + i) for first in range(0, s.m, size) for c in chunks for i in range(size))
 
 
+def _check_divides(name: str, s: Stage) -> None:
+    """Raises ValueError unless p divides the number of microbatches."""
+    if s.m % s.p:
+        below, above = s.m - s.m % s.p, s.m - s.m % s.p + s.p
+        use = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(
+            f"{name} needs num_microbatches ({s.m}) divisible by num_stages ({s.p}): use {use} instead of {s.m}"
+        )
+
+
 @schedule(
     "interleaved-1f1b",
     shape=LOOPED,
@@ -208,13 +221,7 @@ def interleaved_one_f_one_b(s: Stage, backward: Stream = B) -> TaskOrder:
     """
     if len(s.chunks) == 1:
         raise ValueError("interleaved-1f1b with 1 chunk per stage is 1f1b: take that, or give chunks_per_stage=2")
-    if s.m % s.p:
-        below, above = s.m - s.m % s.p, s.m - s.m % s.p + s.p
-        use = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(
-            f"interleaved-1f1b needs num_microbatches ({s.m}) divisible by num_stages ({s.p}): use {use} instead of "
-            f"{s.m}"
-        )
+    _check_divides("interleaved-1f1b", s)
     warm_up = 2 * (s.p - 1 - s.i) + (len(s.chunks) - 1) * s.p
     return rounds(_in_groups(s, s.p, F).ahead(warm_up), _in_groups(s, s.p, backward))
 
@@ -356,6 +363,23 @@ def greedy_chimera(s: Stage) -> Described:
     under way.
     """
     return rule(B, F, key=("microbatch", "-chunk")).frozen(lengths=EQUAL, under_way=2 * s.p)
+
+
+@schedule(
+    "bitpipe",
+    shape=TWO_VS,
+    source="BitPipe, arXiv 2410.19367",
+    constraints="an even number of stages, which divides num_microbatches",
+)
+def bitpipe(s: Stage) -> Described:
+    """Two Vs in opposite directions, microbatches alternating, merged as a list schedule in slots with B = F.
+
+    At most p microbatches are under way, so that units of p follow each other, each into the gaps that the one before
+    leaves in its drain. For one unit this is the order of the published figure. Raises ValueError unless p divides the
+    number of microbatches: a smaller last unit would leave one direction's gaps open.
+    """
+    _check_divides("bitpipe", s)
+    return rule(B, F, key=("microbatch", "-chunk")).frozen(under_way=s.p)
 
 
 _CONTROLLABLE = "Pipeline Parallelism with Controllable Memory, arXiv 2405.15362"

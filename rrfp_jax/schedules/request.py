@@ -82,6 +82,11 @@ class ScheduleShape:
     fixed_chunks: bool = True
     """Whether :attr:`chunks_per_stage` is the only possible number."""
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether the model lies on the stages twice, with the same parameters."""
+        return bool(self.graph(2, self.chunks_per_stage, 2).shared)
+
 
 def _waves(p: int, v: int) -> Placement:
     if v % 2:
@@ -101,13 +106,23 @@ def place_in_unit(p: int, m: int, microbatch: int) -> tuple[int, bool, int]:
 
 def _opposite(p: int, m: int, down: Callable[[int], bool]) -> PipelineGraph:
     """Returns two opposite chains of p chunks; ``down`` says of a microbatch whether it goes down the stages."""
-    for what, number in (("num_stages", p), ("num_microbatches", m)):
-        if number % 2:
-            raise ValueError(
-                f"chimera sends half of the microbatches each way through the same stages, so {what} ({number}) "
-                f"must be even: give {what}={number + 1}" + (f" or {number - 1}" if number > 1 else "")
-            )
+    _check_even("num_stages", p)
+    _check_even("num_microbatches", m)
     return opposite_chains(p, filter(down, range(m)), m)
+
+
+def _two_vs(p: int) -> Placement:
+    _check_even("num_stages", p)
+    down = v_shaped(p).stage_of_chunk
+    return Placement((*down, *(p - 1 - stage for stage in down)))
+
+
+def _check_even(what: str, number: int) -> None:
+    if number % 2:
+        raise ValueError(
+            f"two directions through the same stages get half of the microbatches each, so {what} ({number}) must be "
+            f"even: give {what}={number + 1}" + (f" or {number - 1}" if number > 1 else "")
+        )
 
 
 ONE_EACH = ScheduleShape("one chunk per stage", lambda p, v: linear(p), chunks_per_stage=1)
@@ -121,5 +136,11 @@ TWO_WAYS = ScheduleShape(
 )
 ALTERNATING = replace(TWO_WAYS, graph=lambda p, v, m: _opposite(p, m, lambda i: i % 2 == 0))
 """Two copies in opposite directions, between which the microbatches alternate."""
+TWO_VS = ScheduleShape(
+    "two copies of a V of 2p chunks in opposite directions",
+    lambda p, v: _two_vs(p),
+    lambda p, v, m: opposite_chains(2 * p, range(0, m, 2), m),
+    chunks_per_stage=4,
+)
 ANY = ScheduleShape("looped, one chunk per stage", looped, chunks_per_stage=1, fixed_chunks=False)
 """The shape of a description that is registered without one."""

@@ -17,6 +17,7 @@ from rrfp_jax.core import (
 )
 from rrfp_jax.core.replicas import replicated_graph, replicated_placement
 from rrfp_jax.schedules import absences, chain, linear, looped, opposite_chains, v_shaped
+from rrfp_jax.schedules.request import TWO_VS
 from tests.checking.guided import guided, random_rows
 from tests.model_checker import CheckError, Explorer, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY, evaluation_settings, optional_graphs, skipped, small_graphs
@@ -57,6 +58,7 @@ def test_more_microbatches_and_stages(split):
 def test_several_chunks_on_a_stage():
     explore(small(chain(4, 1), looped(2, 2)))
     explore(small(opposite_chains(2, down_microbatches=[0], num_microbatches=2), v_shaped(2), rules=PIPELINE_ONLY))
+    explore(small(opposite_chains(4, [0], 2), TWO_VS.placement(2, 4), rules=PIPELINE_ONLY))
 
 
 @pytest.mark.parametrize("name", ["two encoders", "two encoders, one frozen", "frozen first chunk"])

@@ -47,7 +47,7 @@ def drawn(graph, placement, number, **more):
 
 
 SMALL = [(2, 2, 1), (2, 3, 1), (3, 2, 1), (2, 2, 2)]
-LARGER = [(3, 3, 1), (2, 3, 2), (2, 4, 1), (4, 2, 1), (2, 4, 2), (3, 3, 2)]
+LARGER = [(3, 3, 1), (2, 3, 2), (2, 4, 1), (4, 2, 1), (2, 4, 2), (3, 3, 2), (2, 2, 4)]
 """Stages, microbatches, chunks of each stage."""
 
 

@@ -5,8 +5,20 @@ from itertools import product
 import pytest
 
 from rrfp_jax.core import HINTS, Agreement, StepRules
-from rrfp_jax.schedules import Edge, PipelineGraph, absences, chain, linear, looped, opposite_chains, v_shaped
-from tests.model_checker import Explorer, Setting
+from rrfp_jax.schedules import (
+    Edge,
+    PipelineGraph,
+    ScheduleRequest,
+    absences,
+    build_schedule,
+    chain,
+    linear,
+    looped,
+    opposite_chains,
+    v_shaped,
+)
+from tests.checking.guided import by_table
+from tests.model_checker import Explorer, Setting, explore
 from tests.model_checker.catalogue import PIPELINE_ONLY, small_graphs, small_settings
 
 SHARED = {
@@ -83,6 +95,29 @@ def test_end_of_a_step_with_split_backward(agreement):
 def test_bidirectional_chains_that_share_all_parameters(agreement):
     graph = opposite_chains(2, down_microbatches=[0], num_microbatches=2)
     explore_hints(graph, v_shaped(2), StepRules(agreement=agreement))
+
+
+@pytest.mark.parametrize("agreement", Agreement)
+def test_bitpipe(agreement):
+    """Strictly with four stages, and two steps with two; at the table's own memory; and by hints."""
+    rules = StepRules(agreement=agreement)
+    for num_stages, num_microbatches, num_steps in [(4, 4, 1), (2, 4, 2)]:
+        sizes = ScheduleRequest(num_stages=num_stages, num_microbatches=num_microbatches)
+        table = build_schedule("bitpipe", sizes)
+        explore(
+            Setting(
+                graph=table.graph,
+                placement=table.placement,
+                windows=(1,) * num_stages,
+                policies=table.orders,
+                rules=rules,
+                absences=((),) * num_steps,
+            )
+        )
+    explore(by_table(table))
+    table = build_schedule("bitpipe", ScheduleRequest(num_stages=2, num_microbatches=2))
+    explore(by_table(table, rules=rules, absences=((), ())))
+    explore_hints(table.graph, table.placement, rules, hints=("bf", "f-priority"))
 
 
 def test_several_losses_on_different_stages_agree():

@@ -151,6 +151,21 @@ def test_a_split_backward_trains_on_one_device(tmp_path: Path) -> None:
     assert all(5 < row["loss"] < 6.5 for row in rows)
 
 
+@pytest.mark.slow
+def test_two_copies_in_opposite_directions_train_as_one_stage_does(tmp_path: Path) -> None:
+    losses = []
+    for number, order in enumerate(
+        (("--num-stages", 1), ("--schedule", "bitpipe", "--hint", "null", "--num-stages", 2))
+    ):
+        run = tmp_path / str(number)
+        options = ("--config", DEBUG, *SMALL, "--window", "null", *order, "--steps", 4, "--run-dir", run)
+        result = run_command("train", *options)
+        assert result.returncode == 0, result.stderr
+        losses.append([row["loss"] for row in rows_of(run)])
+    assert "layer 1 (copy)" in result.stdout
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_a_schedule_as_hint_trains_within_its_footprint_and_tells_where_it_looks_ahead(tmp_path: Path) -> None:
     order = ("--schedule", "1f1b", "--hint", "schedule", "--window", "null", "--num-stages", 2, "--devices", 1)
     result = run_command("train", "--config", DEBUG, *SMALL, *order, "--steps", 2, "--run-dir", tmp_path)

@@ -98,12 +98,12 @@ def test_schedules_that_do_not_fit_are_listed_with_the_reason(levels, capsys):
     sizes = ("--num-stages", "7", "--num-microbatches", "13")
     refused = levels(*sizes)["refused"]
     assert set(refused) == {
-        *("asymmetric-chimera", "chimera", "dualpipe-v", "gis", "greedy-chimera"),
+        *("asymmetric-chimera", "bitpipe", "chimera", "dualpipe-v", "gis", "greedy-chimera"),
         *("interleaved-1f1b", "interleaved-1f1b-split"),
     }
     assert main([*sizes]) == 0
     shown = capsys.readouterr().out
-    assert "chimera is left out: chimera sends half" in shown
+    assert "chimera is left out: two directions" in shown
     assert all(reason in shown for reason in refused.values())
 
 

@@ -11,9 +11,22 @@ from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import PipelineGraph, Placement, ScheduleRequest, ScheduleTable, build_schedule, linear, looped
 from rrfp_jax.schedules.graph import chain
+from rrfp_jax.schedules.registry import schedule_entry
 from rrfp_jax.schedules.tasks import bidirectional, v_shaped, waves
 from tests.environment import NUM_VIRTUAL_DEVICES
-from tests.fuzz.composition import BIDIRECTIONAL, GRAPH, LINEAR, LOOPED, OF_ANY_GRAPH, READY, WAVE, Composition, V
+from tests.fuzz.composition import (
+    BIDIRECTIONAL,
+    GRAPH,
+    LINEAR,
+    LOOPED,
+    OF_ANY_GRAPH,
+    READY,
+    TWO_VS,
+    TWO_WAYS,
+    WAVE,
+    Composition,
+    V,
+)
 from tests.fuzz.models import model_of
 from tests.fuzz.plain import optimizer_of
 
@@ -31,6 +44,7 @@ def placement_of(composition: Composition) -> Placement:
         V: lambda: v_shaped(stages),
         WAVE: lambda: waves(stages, 2),
         BIDIRECTIONAL: lambda: bidirectional(stages),
+        TWO_VS: lambda: schedule_entry("bitpipe").shape.placement(stages, 4),
         GRAPH: lambda: Placement(tuple(c * stages // number for c in range(number))),
     }
     return made[composition.placement]()
@@ -56,7 +70,7 @@ def _first_of(setup: Composition, ordering: Ordering) -> Pipeline:
     model = model_of(setup)
     layout = Layout(num_stages=setup.stages, data=setup.data, mesh=dict(setup.mesh) or ())
     return Pipeline(
-        mirrored(model.chunks) if setup.placement == BIDIRECTIONAL else model.chunks,
+        mirrored(model.chunks) if setup.placement in TWO_WAYS else model.chunks,
         optimizer=optimizer_of(setup),
         placement=placement_of(setup),
         edges=model.edges,

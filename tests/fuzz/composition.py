@@ -14,7 +14,8 @@ from typing import Any
 GROUP = 12
 """Number of consecutive compositions that share a setup."""
 RAW, LANGUAGE, EXPERTS, VISION = "raw", "language", "experts", "vision"
-LINEAR, LOOPED, V, WAVE, BIDIRECTIONAL, GRAPH = "linear", "looped", "v", "wave", "bidirectional", "graph"
+LINEAR, LOOPED, V, WAVE, GRAPH = "linear", "looped", "v", "wave", "graph"
+TWO_WAYS = BIDIRECTIONAL, TWO_VS = "bidirectional", "two_vs"
 STRICT, READY = "strict", "ready"
 
 OF_ANY_GRAPH = ("gpipe", "1f1b", "1f1b-split", "zb-h1", "zb-h2")
@@ -24,6 +25,7 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     V: ("zb-v", "v-half", "v-min", "dualpipe-v", "hanayo", *OF_ANY_GRAPH),
     WAVE: ("hanayo", *OF_ANY_GRAPH),
     BIDIRECTIONAL: ("chimera", "asymmetric-chimera", "greedy-chimera"),
+    TWO_VS: ("bitpipe",),
     GRAPH: OF_ANY_GRAPH,
 }
 """The schedules whose tables fit a placement, by placement."""
@@ -120,10 +122,10 @@ class Composition:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of the model, without the copies of bidirectional pipelines."""
+        """Number of chunks of the model, without the copies of pipelines in two directions."""
         if self.placement == GRAPH:
             return 3 if self.model == VISION else 4
-        return self.stages * {LOOPED: 2, V: 2, WAVE: 4}.get(self.placement, 1)
+        return self.stages * {LOOPED: 2, V: 2, TWO_VS: 2, WAVE: 4}.get(self.placement, 1)
 
 
 _DEFAULTS = {f.name: f.default for f in fields(Composition)}
@@ -162,11 +164,13 @@ def _draw_setup(random: Random) -> Composition:
     chance = lambda share: random.random() < share  # noqa: E731
     model = _pick(random, raw=6, language=2, experts=1, vision=1)
     raw = model == RAW
-    placement = GRAPH if model == VISION else _pick(random, linear=4, looped=2, v=2, wave=1, bidirectional=1, graph=2)
+    placements = {LINEAR: 4, LOOPED: 2, V: 2, WAVE: 1, BIDIRECTIONAL: 0.5, TWO_VS: 0.5, GRAPH: 2}
+    placement = GRAPH if model == VISION else _pick(random, **placements)
     if placement == GRAPH and not raw and model != VISION:
         placement = LINEAR
     most = {LOOPED: 2, V: 2, WAVE: 1 if not raw else 2, GRAPH: 3 if model == VISION else 4}.get(placement, 4)
-    stages = random.choice((2, 4)) if placement == BIDIRECTIONAL else random.randint(1, most)
+    stages = random.choice((2, 4)) if placement in TWO_WAYS else random.randint(1, most)
+    stages = 2 if placement == TWO_VS else stages
     data = _pick(random, one=3, two=1)
     mesh = _draw_mesh(random, model)
     tied = placement != GRAPH and chance(0.25)
@@ -214,8 +218,8 @@ def _draw_mesh(random: Random, model: str) -> tuple[tuple[str, int], ...]:
 def _draw_order(random: Random, setup: Composition, *, is_split: bool) -> Composition:
     chance = lambda share: random.random() < share  # noqa: E731
     stages, placement = setup.stages, setup.placement
-    schedules = [name for name in SCHEDULES[placement] if placement == BIDIRECTIONAL or (name in _SPLIT) == is_split]
-    schedule = random.choice(schedules) if placement == BIDIRECTIONAL or chance(0.6) else ""
+    schedules = [name for name in SCHEDULES[placement] if placement in TWO_WAYS or (name in _SPLIT) == is_split]
+    schedule = random.choice(schedules) if placement in TWO_WAYS or chance(0.6) else ""
     consume = STRICT if schedule and chance(0.4) else READY
     hint = random.choice(HINTS) if consume == READY and chance(0.2 if schedule else 0.7) else ""
     hint = "bf" if hint == "bfw" and not is_split else hint
@@ -247,7 +251,7 @@ def _draw_order(random: Random, setup: Composition, *, is_split: bool) -> Compos
 
 def _draw_microbatches(random: Random, schedule: str, stages: int) -> int:
     """Returns a number of microbatches that the schedule accepts, often less than the number of stages."""
-    if schedule in ("interleaved-1f1b", "interleaved-1f1b-split", "gis"):
+    if schedule in ("interleaved-1f1b", "interleaved-1f1b-split", "gis", "bitpipe"):
         return stages * random.randint(1, 2)
     if schedule == "dualpipe-v":
         return 2 * stages

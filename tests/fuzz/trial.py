@@ -24,7 +24,7 @@ from tests.fuzz.comparing import (
     compare_step,
     rounded,
 )
-from tests.fuzz.composition import BIDIRECTIONAL, READY, Composition
+from tests.fuzz.composition import READY, TWO_WAYS, Composition
 from tests.fuzz.models import absent_pairs, as_batch, buckets, microbatches
 from tests.fuzz.plain import PlainLoop, Step
 
@@ -169,7 +169,7 @@ class _Trial:
     def _check_bits(self, params: Any) -> None:
         """Check that another order gives the same bits in deterministic mode."""
         hint, backward = ("f-priority", "split") if self.composition.is_split else ("fb", "")
-        is_two_way = self.composition.placement == BIDIRECTIONAL
+        is_two_way = self.composition.placement in TWO_WAYS
         order = {"window": None} if is_two_way else {"window": 1, "schedule": ""}
         changes = {"consume": READY, "hint": hint, "backward": backward, "evaluates": False, **order}
         losses = [metrics.result().loss for metrics in self.results]
@@ -184,7 +184,7 @@ class _Trial:
 def _elsewhere(composition: Composition) -> dict[str, Any]:
     """Returns the changes that put the model on another layout: one stage, no mesh, and other replicas."""
     order = {"schedule": "", "consume": READY, "hint": "fb", "window": None, "backward": "", "operation": ""}
-    if composition.placement == BIDIRECTIONAL:  # it has no other layout without a table for it
+    if composition.placement in TWO_WAYS:  # it has no other layout without a table for it
         return {"mesh": (), "cuts_params": False}
     data = 2 if composition.data == 1 and composition.microbatches % 2 == 0 else 1
     share = composition.microbatches * composition.data // data

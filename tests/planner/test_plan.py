@@ -129,6 +129,8 @@ def test_costs_from_programs_that_are_compiled_here(costs: str, capsys: pytest.C
         (("--jitter", "tail:1,0"), "no task takes any time"),
         (("--schedules", "1f2b"), "--schedules names '1f2b'"),
         (("--schedules", "chimera"), "--schedules names 'chimera'"),
+        (("--schedules", "greedy-chimera"), "--schedules names 'greedy-chimera'"),
+        (("--schedules", "bitpipe"), "--schedules names 'bitpipe'"),
         (("--schedules", "zb-v", "--chunks-per-stage", "1"), "no order of zb-v fits these sizes"),
         (("--remat", "some"), "--remat names 'some'"),
         (("--consume", "eager"), "--consume names 'eager'"),

@@ -116,7 +116,7 @@ def with_copies(name: str, letters: tuple[str, str] = ("O", "L")) -> ScheduleTab
     return with_operations(table, (out, Op(letters[1], after=letters[:1], before=("B",), holds=1.0, pairs=pairs)))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "chimera"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "chimera", "bitpipe"])
 @pytest.mark.parametrize("letters", [("O", "L"), ("RESHARD", "UNSHARD")])
 def test_operations_are_read_where_the_graph_has_them(name: str, letters: tuple[str, str]) -> None:
     table = with_copies(name, letters)

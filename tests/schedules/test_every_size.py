@@ -45,6 +45,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "1f1b",
                 "1f1b-split",
                 "asymmetric-chimera",
+                "bitpipe",
                 "chimera",
                 "dualpipe-v",
                 "eager-1f1b",

@@ -22,6 +22,8 @@ def request(name: str, num_stages: int, num_microbatches: int, loops: int) -> Sc
     if "interleaved" in name or name == "gis":
         chunks = loops + 1
         num_microbatches = max(1, num_microbatches // num_stages) * num_stages
+    if name == "bitpipe":
+        num_stages, num_microbatches = 2 * num_stages, 2 * num_stages * max(1, num_microbatches // num_stages // 2)
     if "chimera" in name:
         num_stages, num_microbatches = 2 * num_stages, 2 * num_microbatches
     if name == "dualpipe-v":

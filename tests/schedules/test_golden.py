@@ -48,6 +48,17 @@ def test_chimera_as_its_figure_shows_it() -> None:
     )
 
 
+def test_bitpipe_as_its_figure_shows_it() -> None:
+    """The figure numbers the microbatches that go down 1 and 2, here 0 and 2, and those that go up 3 and 4."""
+    table = build_schedule("bitpipe", ScheduleRequest(num_stages=4, num_microbatches=4))
+    assert to_csv(table) == (
+        "0F0,0F2,11F1,12F1,11F3,12F3,7F0,7B0,7F2,7B2,12B1,11B1,12B3,11B3,0B0,0B2\n"
+        "1F0,10F1,1F2,10F3,13F1,6F0,13F3,6F2,6B0,13B1,6B2,13B3,10B1,1B0,10B3,1B2\n"
+        "9F1,2F0,9F3,2F2,5F0,14F1,5F2,14F3,14B1,5B0,14B3,5B2,2B0,9B1,2B2,9B3\n"
+        "8F1,8F3,3F0,4F0,3F2,4F2,15F1,15B1,15F3,15B3,4B0,3B0,4B2,3B2,8B1,8B3\n"
+    )
+
+
 if __name__ == "__main__":
     for each in schedule_names():
         (GOLDEN / f"{each}_4x8.csv").write_text(text(each))

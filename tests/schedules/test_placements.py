@@ -3,12 +3,14 @@
 import pytest
 
 from rrfp_jax.schedules import Edge, bidirectional, opposite_chains, v_shaped, waves
+from rrfp_jax.schedules.request import TWO_VS
 
 
 def test_v_waves_and_two_directions() -> None:
     assert v_shaped(3).stage_of_chunk == (0, 1, 2, 2, 1, 0)
     assert waves(2, num_waves=2).stage_of_chunk == (0, 1, 1, 0, 0, 1, 1, 0)
     assert bidirectional(3).chunks_of_stage == ((0, 5), (1, 4), (2, 3))
+    assert TWO_VS.placement(2, 4).stage_of_chunk == (0, 1, 1, 0, 1, 0, 0, 1)
     with pytest.raises(ValueError, match=r"num_waves \(0\)"):
         waves(4, num_waves=0)
 

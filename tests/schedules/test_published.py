@@ -97,6 +97,23 @@ def test_hanayo_with_two_waves_is_14_percent_faster_than_chimera_at_8_stages_and
     assert makespans == {"chimera": 36.0, "hanayo, 1 waves": 38.0, "hanayo, 2 waves": 31.0}
 
 
+@pytest.mark.parametrize(
+    ("p", "m", "lengths", "rate"),
+    [
+        *((4, 4, BACKWARD_AS_FORWARD, "0.1111"), (8, 8, BACKWARD_AS_FORWARD, "0.1579")),
+        *((8, 16, BACKWARD_AS_FORWARD, "0.0857"), (8, 32, BACKWARD_AS_FORWARD, "0.0448")),
+        *((4, 4, EQUAL, "0.1429"), (8, 8, EQUAL, "0.2000")),
+    ],
+)
+def test_bitpipes_bubbles_to_four_decimals_and_its_activations(p: int, m: int, lengths: SlotLengths, rate: str) -> None:
+    """Peaks count four chunks, two of each copy, as one microbatch: the stages in the middle hold as many as there are
+    stages, the outer ones less."""
+    table = build_schedule("bitpipe", ScheduleRequest(num_stages=p, num_microbatches=m))
+    assert f"{execute(table, per_stage(table, lengths)).timeline.bubble_fraction():.4f}" == rate
+    outer = {4: (3.5, 4), 8: (6.5, 7, 7.5, 8)}[p]
+    assert table.peak_activations() == (*outer, *outer[::-1])
+
+
 def test_an_asymmetric_cut_lowers_only_the_outer_stages_and_never_wins_in_ideal_slots() -> None:
     request = ScheduleRequest(num_stages=8, num_microbatches=16)
     even = build_schedule("chimera", request)

@@ -12,8 +12,9 @@ import pytest
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_entry, schedule_names
 
 ALL = {
-    *("1f1b", "1f1b-split", "asymmetric-chimera", "breadth-first", "chimera", "dualpipe-v", "eager-1f1b", "gis"),
+    *("1f1b", "1f1b-split", "asymmetric-chimera", "bitpipe", "breadth-first", "chimera", "dualpipe-v", "eager-1f1b"),
     *(
+        "gis",
         "gpipe",
         "greedy-chimera",
         "hanayo",
@@ -79,6 +80,11 @@ def test_an_entry_tells_the_truth_about_its_tables() -> None:
         ("hanayo", {"chunks_per_stage": 3}, "give chunks_per_stage=4"),
         ("chimera", {"num_stages": 3}, "num_stages (3) must be even: give num_stages=4 or 2"),
         ("asymmetric-chimera", {"num_microbatches": 7}, "num_microbatches (7) must be even"),
+        ("bitpipe", {"num_stages": 3}, "num_stages (3) must be even: give num_stages=4 or 2"),
+        ("bitpipe", {"num_microbatches": 7}, "use 4 or 8 instead of 7"),
+        ("bitpipe", {"num_microbatches": 6}, "divisible by num_stages (4): use 4 or 8 instead of 6"),
+        ("bitpipe", {"num_microbatches": 2}, "use 4 instead of 2"),
+        ("bitpipe", {"chunks_per_stage": 2}, "give chunks_per_stage=4"),
         ("dualpipe-v", {"num_microbatches": 6}, "at least 2 * num_stages = 8 microbatches"),
         ("interleaved-1f1b-split", {"num_stages": 8, "num_microbatches": 20}, "use 16 or 24 instead of 20"),
         ("gis", {"chunks_per_stage": 1}, "take 1f1b-split, or chunks_per_stage=2"),

@@ -44,7 +44,7 @@ def moved(schedule: ScheduleTable) -> set[tuple[int, int]]:
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "1f1b-split", "interleaved-1f1b", "chimera", "hanayo"])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "1f1b-split", "interleaved-1f1b", "chimera", "bitpipe", "hanayo"])
 @pytest.mark.parametrize("slots", [3, 4, 5])
 def test_no_row_holds_more_than_the_slots(name: str, slots: int) -> None:
     plain = table(name, p=8, m=32)
