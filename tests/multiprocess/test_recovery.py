@@ -312,6 +312,8 @@ def strike_and_await(training: StruckTraining, plan: list, lost: list[int], unha
         assert eventually(lambda: num_rows(run) >= 10, 120), launcher.text
         for rank, said, delay_s in plan:
             assert eventually(lambda: re.search(said, launcher.text) is not None, 120), launcher.text  # noqa: B023
+            # A spare process that takes a place is named once its imports are done.
+            assert eventually(lambda: rank in launcher.ranks(), 120), launcher.text  # noqa: B023
             pids = launcher.ranks()
             time.sleep(delay_s)
             os.kill(pids[rank], signal.SIGKILL)
