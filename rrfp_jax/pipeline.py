@@ -471,7 +471,8 @@ class Pipeline:
         that a step cannot have."""
         if order is None:
             return ()
-        numbers: tuple[Any, ...] = tuple(order) if isinstance(order, Iterable) else (order,)
+        given: Any = order  # callers without a type checker may give anything
+        numbers: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
         if not all(map(is_whole, numbers)) or sorted(numbers) != list(range(num_microbatches)):
             raise ValueError(f"order is {with_type(order)}: give the numbers 0 to {num_microbatches - 1}, each once")
         share = num_microbatches // self.layout.data

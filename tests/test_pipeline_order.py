@@ -116,7 +116,10 @@ def test_a_deterministic_pipeline_keeps_every_bit(tmp_path: Any) -> None:
         ([0, 1, 1, 3], "give the numbers 0 to 3, each once"),
         ([0, 1, 2.0, 3], "give the numbers 0 to 3, each once"),
         (3, "order is 3.*: give the numbers 0 to 3, each once"),
-        ([0, 2, 1, 3], "order has microbatch 2 of replica 1 in place 1, of replica 0: reorder the microbatches of each"),
+        (
+            [0, 2, 1, 3],
+            "order has microbatch 2 of replica 1 in place 1, of replica 0: reorder the microbatches of each",
+        ),
     ],
     ids=str,
 )

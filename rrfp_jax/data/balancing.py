@@ -1,5 +1,4 @@
-"""The assignment of a step's samples to microbatches, so that the most expensive microbatch costs least, and the order of
-these.
+"""The assignment of a step's samples to microbatches, so that the most expensive one costs least, and their order.
 
 A stage's time per microbatch follows the costs of the samples in it, and the dearest microbatch of all replicas decides
 when a step ends. A step's samples stay the same; only who shares a microbatch changes, and with it the order of
@@ -43,6 +42,8 @@ _Fits = Callable[[Sequence[int]], bool]
 _Numbers = NDArray[np.int64]
 
 _MOST_CHANGES_PER_SAMPLE = 8
+_SHORTEST = 0.4
+"""The smallest of uneven shares."""
 
 
 def samples_in_order(num_samples: int, num_groups: int) -> Groups:
@@ -52,11 +53,18 @@ def samples_in_order(num_samples: int, num_groups: int) -> Groups:
     return [list(range(start, stop)) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
-def balanced(costs: Sequence[float], num_groups: int, *, fits: _Fits = lambda _: True) -> Groups:
+def balanced(
+    costs: Sequence[float],
+    num_groups: int,
+    *,
+    fits: _Fits = lambda _: True,
+    shares: Sequence[float] | None = None,
+) -> Groups:
     """Put samples of these ``costs`` into ``num_groups`` groups, none of them empty.
 
     Args:
         fits: limits of a group. The samples cut in order must fit.
+        shares: for each group a positive number, by which its cost is divided where groups are compared; None: alike.
 
     Raises ValueError for fewer samples than groups, or a cost that is not a positive number.
     """
@@ -65,13 +73,25 @@ def balanced(costs: Sequence[float], num_groups: int, *, fits: _Fits = lambda _:
     values = np.asarray(costs, np.float64)
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ValueError(f"the costs of samples are {values.min()} to {values.max()}: give positive numbers")
+    parts = np.ones(num_groups) if shares is None else np.asarray(shares, np.float64)
     plain = samples_in_order(len(costs), num_groups)
-    longest_first = _longest_first(values, num_groups, fits)
+    longest_first = _longest_first(values, parts, fits)
     if longest_first is not None:
-        better = _improved(longest_first, values, fits)
-        if _dearest(better, values) <= _dearest(plain, values):
+        better = _improved(longest_first, values, parts, fits)
+        if _dearest(better, values, parts) <= _dearest(plain, values, parts):
             return better
-    return _improved(plain, values, fits)
+    return _improved(plain, values, parts, fits)
+
+
+def uneven_shares(num_stages: int, num_microbatches: int) -> list[float]:
+    """Returns the shares of the microbatches of a step that fills and drains with short ones.
+
+    As many as there are stages are shorter than the others, for both ends, down to 0.4. They shorten the fill and the
+    drain by more than the others lengthen what lies between.
+    """
+    per_end = min(num_stages // 2, num_microbatches // 4)
+    rising = [_SHORTEST + (1 - _SHORTEST) * place / per_end for place in range(per_end) for _ in range(2)]
+    return rising + [1.0] * (num_microbatches - len(rising))
 
 
 def spread_by_cost(costs: Sequence[float]) -> list[int]:
@@ -94,31 +114,34 @@ def _total(group: Sequence[int], costs: NDArray[np.float64]) -> float:
     return fsum(costs[group].tolist())
 
 
-def _dearest(groups: Groups, costs: NDArray[np.float64]) -> float:
-    return max(_total(group, costs) for group in groups)
+def _dearest(groups: Groups, costs: NDArray[np.float64], shares: NDArray[np.float64]) -> float:
+    return max(_total(group, costs) / share for group, share in zip(groups, shares.tolist(), strict=True))
 
 
-def _longest_first(costs: NDArray[np.float64], num_groups: int, fits: _Fits) -> Groups | None:
-    groups: Groups = [[] for _ in range(num_groups)]
-    totals = [0.0] * num_groups
-    for sample in np.argsort(-costs, kind="stable").tolist():
-        for group in sorted(range(num_groups), key=lambda group: (totals[group], group)):
+def _longest_first(costs: NDArray[np.float64], shares: NDArray[np.float64], fits: _Fits) -> Groups | None:
+    groups: Groups = [[] for _ in shares]
+    totals = [0.0] * len(groups)
+    for number, sample in enumerate(np.argsort(-costs, kind="stable").tolist()):
+        cost, empty = float(costs[sample]), [group for group, members in enumerate(groups) if not members]
+        # The last samples go to groups that have none yet.
+        open_groups = empty if len(costs) - number <= len(empty) else range(len(groups))
+        for group in sorted(open_groups, key=lambda group: ((totals[group] + cost) / float(shares[group]), group)):
             members = sorted([*groups[group], sample])
             if fits(members):
                 groups[group] = members
-                totals[group] += float(costs[sample])
+                totals[group] += cost
                 break
         else:
             return None
     return groups
 
 
-def _improved(groups: Groups, costs: NDArray[np.float64], fits: _Fits) -> Groups:
+def _improved(groups: Groups, costs: NDArray[np.float64], shares: NDArray[np.float64], fits: _Fits) -> Groups:
     """Change one pair of groups after the other, as long as the dearest group becomes cheaper."""
     groups = [list(group) for group in groups]
     for _ in range(_MOST_CHANGES_PER_SAMPLE * len(costs)):
         totals = np.array([_total(group, costs) for group in groups])
-        change = _best_change(groups, costs, totals, int(np.argmax(totals)), fits)
+        change = _best_change(groups, costs, totals, shares, fits)
         if change is None:
             break
         for number, members in change.items():
@@ -127,12 +150,13 @@ def _improved(groups: Groups, costs: NDArray[np.float64], fits: _Fits) -> Groups
 
 
 def _best_change(
-    groups: Groups, costs: NDArray[np.float64], totals: NDArray[np.float64], dearest: int, fits: _Fits
+    groups: Groups, costs: NDArray[np.float64], totals: NDArray[np.float64], shares: NDArray[np.float64], fits: _Fits
 ) -> dict[int, list[int]] | None:
     """The move out of the dearest group, or swap, after which the dearer of the two groups costs least.
 
     The groups concerned by their numbers, as they are then; None where nothing helps.
     """
+    dearest = int(np.argmax(totals / shares))
     own = groups[dearest]
     others: list[tuple[int, int | None]] = [
         (number, None) for number in range(len(groups)) if number != dearest and len(own) > 1
@@ -140,12 +164,12 @@ def _best_change(
     others += [(number, member) for number, group in enumerate(groups) if number != dearest for member in group]
     if not others:
         return None
-    target_totals = totals[[number for number, _ in others]]
+    targets = [number for number, _ in others]
     taken_back = np.array([0.0 if member is None else costs[member] for _, member in others])
     given = costs[own][:, None] - taken_back[None, :]
-    after = np.maximum(totals[dearest] - given, target_totals + given)
+    after = np.maximum((totals[dearest] - given) / shares[dearest], (totals[targets] + given) / shares[targets])
     # Less than rounding is no improvement: it could go back and forth.
-    helpful = np.flatnonzero(after.ravel() < totals[dearest] * (1 - 1e-12))
+    helpful = np.flatnonzero(after.ravel() < totals[dearest] / shares[dearest] * (1 - 1e-12))
     for index in helpful[np.argsort(after.ravel()[helpful], kind="stable")].tolist():
         sample = own[index // len(others)]
         number, member = others[index % len(others)]
@@ -165,6 +189,10 @@ _LONGER = 1 + 1e-9
 """A step that is shorter by less than this factor may be so by rounding."""
 _SIMULATED = 8
 """Walks in whose time a step is simulated, about."""
+_TRUSTED, _REMEMBERED = 0.5, 2
+"""The correlation from which on costs count, and the number of steps over which it is smoothed."""
+_ALIKE = 0.02
+"""Relative difference of costs below which noise decides how long microbatches take."""
 
 
 class ChosenOrder(NamedTuple):
@@ -179,7 +207,8 @@ class ChosenOrder(NamedTuple):
 class MicrobatchOrders:
     """Chooses the order in which each step's microbatches come, on a pipeline without replicas, or one of them.
 
-    ``order`` is that of the tasks. The same costs give the same order. Not for several threads at a time.
+    ``order`` is that of the tasks. The same costs give the same order, with any number of rounds but 0. Not for several
+    threads at a time.
     """
 
     def __init__(self, order: Order) -> None:
@@ -187,11 +216,34 @@ class MicrobatchOrders:
         self._mean_rows: list[_Walked] | None = None
         """Rows of a step in which all microbatches cost the same."""
         self._has_refused = False
+        self._agreement = 1.0
+        """Correlation of predicted costs with measured ones, over the last steps."""
+
+    @property
+    def trusts_costs(self) -> bool:
+        """Whether the costs of the last steps told which of their microbatches took long."""
+        return self._agreement >= _TRUSTED
+
+    def learn(self, costs: Durations, measured: NDArray[np.float64]) -> None:
+        """Compares a step's predicted costs with its measured times [chunks, microbatches], NaN where nobody has
+        measured.
+
+        An order by costs that say nothing would be longer than the one as it comes. So while they disagree with what is
+        measured, :meth:`choose` finds no order; it does again once they agree.
+        """
+        totals, found = costs.sum(axis=2), list[float]()
+        for predicted, taken in zip(totals, measured, strict=True):
+            known = np.isfinite(taken) & (predicted > 0)
+            if known.sum() > 2 and np.ptp(predicted[known]) > _ALIKE * predicted[known].max():
+                varies = np.ptp(taken[known]) > 0
+                found.append(float(np.corrcoef(predicted[known], taken[known])[0, 1]) if varies else 0.0)
+        if found:
+            self._agreement += (sum(found) / len(found) - self._agreement) / _REMEMBERED
 
     @property
     def walks_per_round(self) -> int:
         """Walks over the tasks in whose time one round is done."""
-        return self._order.graph.num_microbatches + 2 * _SIMULATED
+        return self._order.graph.num_microbatches + 3 * _SIMULATED
 
     @property
     def num_tasks(self) -> int:
@@ -220,10 +272,12 @@ class MicrobatchOrders:
                 _LOG.warning("microbatches keep their order: their predicted costs are not all positive numbers")
             self._has_refused = True
             return None
-        if (np.ptp(costs, axis=1) <= costs.max() * (_LONGER - 1)).all():
+        if not self.trusts_costs or (np.ptp(costs, axis=1) <= costs.max() * (_LONGER - 1)).all():
             return None
         mean = np.broadcast_to(costs.mean(axis=1, keepdims=True), costs.shape)
-        if self._mean_rows is None:
+        # Which microbatch is the first to be dear matters little to rows of equal costs, so the hill has those of one
+        # step.
+        if rounds or self._mean_rows is None:
             self._mean_rows = self._rows(mean)
         as_it_comes = np.arange(graph.num_microbatches)
         hill = _hill(totals)
@@ -315,7 +369,8 @@ def _improved_along(rows: Sequence[_Walked], costs: Durations, order: _Numbers, 
     ``first`` tells rounds apart: each begins with another microbatch, and so finds another order.
     """
     least, places = _ends(rows, costs, order[None])[0], np.arange(len(order))
-    for number in np.roll(_hill(costs.sum(axis=2)), first):
+    dearest_first = np.argsort([-fsum(of_chunks) for of_chunks in costs.sum(axis=2).T.tolist()], kind="stable")
+    for number in np.roll(dearest_first, -5 * first):
         place = int(np.flatnonzero(order == number)[0])
         rest = np.delete(order, place)
         inserted = np.stack([np.insert(rest, other, number) for other in places])
