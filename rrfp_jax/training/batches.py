@@ -60,7 +60,7 @@ class StepOrder(NamedTuple):
 BatchCosts = Callable[[Batch], tuple[Durations, Absences]]
 """A function from a batch to the costs of its tasks [chunks, microbatches, 3], in any unit, and the pairs that it
 lacks."""
-_PART_OF_STEP = 0.02
+_PART_OF_STEP = 0.01
 """The part of a step's time that the search for the next order may take of the host's."""
 _WALKED_S = 4e-6
 """Seconds of the host for a task of a walk, about."""
