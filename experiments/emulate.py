@@ -293,6 +293,10 @@ def _profile_ms(arguments: argparse.Namespace, workload: GivenWork | None) -> Pr
 
 
 def _durations(arguments: argparse.Namespace, resolved: Order, workload: GivenWork | None) -> GivenDurations:
+    if workload is not None and workload.arranged is not None:
+        if arguments.data > 1:
+            raise ValueError("balance order is for one replica: leave data out")
+        return workload.arranged(resolved)
     if workload is not None:
         return _on_replicas(workload.durations, arguments.data)
     if arguments.durations is None:

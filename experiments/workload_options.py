@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from experiments.workloads import (
@@ -12,6 +13,7 @@ from experiments.workloads import (
     Workload,
     best_encoder_stages,
     draw,
+    in_best_order,
     mean_work,
 )
 from rrfp_jax.commands.common.options import offer
@@ -22,6 +24,7 @@ from rrfp_jax.models.presets import MODEL_PAIRS, model_pair
 
 DEFAULT_PAIR = "qwen3-4b+vit-big"
 DEFAULT_STEPS = 10
+_ORDERED = "order"
 _DETAILS = ("model_pair", "samples", "balance", "mean_forward_ms", "workload_seed")
 
 
@@ -49,8 +52,9 @@ def add_workload_arguments(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--balance",
-        metavar=f"{ON}|{OFF}",
-        help=f"put each step's samples into microbatches of about the same cost, or as they come (default {ON})",
+        metavar=f"{ON}|{OFF}|{_ORDERED}",
+        help=f"put each step's samples into microbatches of about the same cost, or as they come, or in the best order "
+        f"of some that are short at both ends (default {ON})",
     )
     add(
         "--mean-forward-ms",
@@ -75,19 +79,26 @@ def plan_workload(arguments: argparse.Namespace, wishes: GraphOptions, *, num_st
         return None
     if arguments.durations is not None or arguments.durations_ms is not None:
         raise ValueError("a workload says how long tasks take: leave --durations and --durations-ms out")
-    pair_name = arguments.model_pair or DEFAULT_PAIR
+    pair_name, is_ordered = arguments.model_pair or DEFAULT_PAIR, arguments.balance == _ORDERED
     workload = Workload(
         name=arguments.workload,
         pair=model_pair(pair_name),
         num_steps=DEFAULT_STEPS if num_steps is None else num_steps,
         num_microbatches=arguments.num_microbatches,
         samples=arguments.samples,
-        is_balanced=parse_switch(arguments.balance, "balance") is not False,
+        is_balanced=is_ordered or parse_switch(arguments.balance, "balance") is not False,
+        ends_for=arguments.num_stages if is_ordered else None,
         mean_forward_ms=10.0 if arguments.mean_forward_ms is None else arguments.mean_forward_ms,
         seed=arguments.workload_seed or 0,
     )
     drawn, model = on_graph(workload, wishes, num_stages=arguments.num_stages)
-    return GivenWork(drawn.durations, model, _figures(workload, pair_name, drawn), _text(workload, pair_name, drawn))
+    return GivenWork(
+        drawn.durations,
+        model,
+        _figures(workload, pair_name, drawn),
+        _text(workload, pair_name, drawn),
+        partial(in_best_order, drawn.durations) if is_ordered else None,
+    )
 
 
 def _read(arguments: argparse.Namespace) -> GivenWork | None:
@@ -117,6 +128,7 @@ def _figures(workload: Workload, pair: str, drawn: Drawn) -> dict[str, Any]:
         "name": workload.name,
         "model_pair": pair,
         "is_balanced": workload.is_balanced,
+        "is_ordered": workload.ends_for is not None,
         "encoder_layers": list(drawn.cut.encoder),
         "decoder_layers": list(drawn.cut.decoder),
         "encoder_cv": round(spread.encoder_cv, 6),
@@ -129,7 +141,8 @@ def _figures(workload: Workload, pair: str, drawn: Drawn) -> dict[str, Any]:
 def _text(workload: Workload, pair: str, drawn: Drawn) -> str:
     spread, cut = drawn.spread, drawn.cut
     return (
-        f"{workload.name} of {pair}, {'' if workload.is_balanced else 'not '}balanced: work of a microbatch varies by "
+        f"{workload.name} of {pair}, {'' if workload.is_balanced else 'not '}balanced"
+        f"{'' if workload.ends_for is None else ', short at both ends and in order'}: work of a microbatch varies by "
         f"{spread.encoder_cv:.0%} in the encoder and {spread.decoder_cv:.0%} in the decoder (standard deviation over "
         f"mean), a step's dearest costs {spread.dearest_over_mean:.2f} of the mean, {spread.without_images:.1%} have "
         f"no images; layers per chunk: encoder {_counts(cut.encoder)}, decoder {_counts(cut.decoder)}"

@@ -23,8 +23,9 @@ import numpy as np
 
 from experiments.sample_lengths import Sample, interleaved_samples, sft_samples
 from rrfp_jax.commands.studies import GivenDurations, ModelGraph
+from rrfp_jax.core import Order
 from rrfp_jax.costs.flops import Flops, TaskFlops, pairs
-from rrfp_jax.data.balancing import balanced, samples_in_order
+from rrfp_jax.data.balancing import MicrobatchOrders, balanced, in_places, samples_in_order, uneven_shares
 from rrfp_jax.data.buckets import pack_rows
 from rrfp_jax.models.presets import ModelPair
 from rrfp_jax.schedules import absences
@@ -58,6 +59,9 @@ class Workload:
     """Mean samples of a microbatch; None: two, or in ``sft-packed``, which takes nothing else, as many as have room."""
     is_balanced: bool = True
     """Whether each step's samples are put into microbatches so that the dearest costs least; else as they come."""
+    ends_for: int | None = None
+    """Stages whose fill and drain short microbatches shorten, where microbatches are balanced and :func:`in_best_order`
+    orders them; None: all of them cost about the same."""
     mean_forward_ms: float = 10.0
     """Mean milliseconds of the forward of a decoder's chunk."""
     encoder_trains: bool = True
@@ -88,7 +92,7 @@ class Workload:
     def _grouped(self, source: Iterator[Sample]) -> list[Microbatch]:
         samples = list(islice(source, self.num_microbatches * (self.samples or DEFAULT_SAMPLES)))
         if self.is_balanced:
-            groups = balanced([self._cost(sample) for sample in samples], self.num_microbatches)
+            groups = balanced([self._cost(sample) for sample in samples], self.num_microbatches, shares=self._shares)
         else:
             groups = samples_in_order(len(samples), self.num_microbatches)
         return [tuple(samples[index] for index in group) for group in groups]
@@ -113,8 +117,12 @@ class Workload:
         def fits(members: Sequence[int]) -> bool:
             return sum(samples[index].tokens for index in members) <= ROW_TOKENS
 
-        found = balanced([self._cost(sample) for sample in samples], len(groups), fits=fits)
+        found = balanced([self._cost(sample) for sample in samples], len(groups), fits=fits, shares=self._shares)
         return found if all(map(fits, found)) else groups
+
+    @property
+    def _shares(self) -> list[float] | None:
+        return None if self.ends_for is None else uneven_shares(self.ends_for, self.num_microbatches)
 
     def _cost(self, sample: Sample) -> float:
         """Returns the operations of a sample in both models, of all tasks."""
@@ -246,6 +254,18 @@ def draw(workload: Workload, model: ModelGraph, steps: Steps) -> Drawn:
         cut=cut,
         spread=_spread(flops, encoder.stop),
     )
+
+
+def in_best_order(durations: GivenDurations, order: Order) -> GivenDurations:
+    """Returns the durations with each step's microbatches in the best order that is found for this order of tasks."""
+    orders, absent = MicrobatchOrders(order), list(durations.absent) or [()] * durations.num_steps
+    steps = durations.durations_ms.copy()
+    for step, costs in enumerate(durations.durations_ms):
+        chosen = orders.choose(costs, absent[step])
+        if chosen is not None:
+            steps[step] = costs[:, chosen.order]
+            absent[step] = in_places(absent[step], chosen.order)
+    return GivenDurations(steps, absent if any(absent) else ())
 
 
 def _of_chunks(pair: ModelPair, model: ModelGraph, cut: Cut, work: Work) -> list[TaskFlops]:

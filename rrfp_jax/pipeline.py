@@ -32,7 +32,15 @@ from rrfp_jax.core.replicas import StepOwners, check_blocks, microbatches_per_re
 from rrfp_jax.costs.forecast import StageForecast
 from rrfp_jax.field_rules import is_whole, typed, with_type
 from rrfp_jax.private.jax_names import trace_state_clean
-from rrfp_jax.programs.batches import Buckets, StepBatch, buckets_of, leaves_read, leaves_to_lack, num_microbatches
+from rrfp_jax.programs.batches import (
+    Buckets,
+    StepBatch,
+    buckets_of,
+    in_order,
+    leaves_read,
+    leaves_to_lack,
+    num_microbatches,
+)
 from rrfp_jax.programs.chunk import Chunk, check_chunks, check_seed, param_specs, trained_specs
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
@@ -332,6 +340,7 @@ class Pipeline:
         *,
         absent: Iterable[tuple[int, int]] = (),
         owners: StepOwners | None = None,
+        order: Sequence[int] | None = None,
     ) -> tuple[PipelineState, StepMetrics[StepResult]]:
         """Enqueue one training step; returns as soon as it is enqueued, at most one step ahead of the running one.
 
@@ -344,6 +353,11 @@ class Pipeline:
                 for those that read it.
             owners: which replica runs each microbatch on each stage; None: each its block. It changes nothing but the
                 order in which gradients are added up. All processes give the same.
+            order: the numbers of the microbatches in the order in which stages see them, each replica's among its own
+                (:class:`rrfp_jax.data.balancing.MicrobatchOrders`); None: as they come. It changes nothing but the
+                order in which gradients are added up, and nothing at all in a deterministic pipeline, which adds them
+                up in the order of the numbers. Timelines, event logs and ``owners`` then count places in this order.
+                All processes give the same.
 
         Raises ValueError on a batch that does not fit, before anything has changed, and PipelineClosed after ``close``.
         If the run fails, the step's result raises RunFailed, and so does this method once it is known.
@@ -360,13 +374,19 @@ class Pipeline:
             )
         buckets = running.buckets.numbers(leaves)
         skipped = self._absent(running, buckets, absent)
+        numbers = self._own_numbers(order, number)
+        if numbers:
+            # From here on a microbatch goes by its place.
+            places = {own: place for place, own in enumerate(numbers)}
+            leaves, buckets = in_order(leaves, numbers), tuple([buckets[own] for own in numbers])
+            skipped = [(chunk, places[own]) for chunk, own in skipped]
         # So far chunks have their numbers in one replica; the runtime counts those of all replicas.
         pairs = running.copies.pairs(skipped)
         graph = self._check_owners(running, owners)
         weights = running.weights.of(buckets, graph)
         # All that can refuse the batch comes before this line, so a ValueError leaves pipeline and state as they were.
         self._make_room()
-        batch_of_step = StepBatch(leaves, buckets, self._step)
+        batch_of_step = StepBatch(leaves, buckets, self._step, numbers=numbers)
         future = running.runtime.submit(self._turn, batch_of_step, pairs, weights, owners=owners, trained=self._step)
         made = partial(
             StepResult.of,
@@ -445,6 +465,24 @@ class Pipeline:
             sums += [each for stage in outcome.stages.values() for each in stage.sums]
             stop, save = stop or outcome.result.stop, save or outcome.result.save
         return Verification(difference=result_difference(self.process, sums), stop=stop, save=save)
+
+    def _own_numbers(self, order: Sequence[int] | None, num_microbatches: int) -> tuple[int, ...]:
+        """Returns the order of a step's microbatches, nothing where they stay as they come; raises ValueError for one
+        that a step cannot have."""
+        if order is None:
+            return ()
+        given: Any = order  # callers without a type checker may give anything
+        numbers: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
+        if not all(map(is_whole, numbers)) or sorted(numbers) != list(range(num_microbatches)):
+            raise ValueError(f"order is {with_type(order)}: give the numbers 0 to {num_microbatches - 1}, each once")
+        share = num_microbatches // self.layout.data
+        for place, own in enumerate(numbers):
+            if own // share != place // share:
+                raise ValueError(
+                    f"order has microbatch {own} of replica {own // share} in place {place}, of replica "
+                    f"{place // share}: reorder the microbatches of each replica among themselves"
+                )
+        return () if self.updates.deterministic else tuple(map(int, numbers))
 
     def _check_owners(self, running: Prepared, owners: StepOwners | None) -> PipelineGraph:
         """Returns the graph of all replicas with these owners; raises ValueError where a step cannot have them."""

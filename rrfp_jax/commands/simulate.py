@@ -88,6 +88,8 @@ class GivenWork(NamedTuple):
     """The JSON object below the key ``workload``."""
     text: str
     """One line for people."""
+    arranged: Callable[[Order], GivenDurations] | None = None
+    """Returns the durations with microbatches in the best order for an order of tasks; None: they stay as they come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +154,9 @@ class _Candidate:
             graph=scenario.model and scenario.model.graph,
         )
         self.label = label or self.order.label
+        if scenario.work is not None and scenario.work.arranged is not None:
+            durations = scenario.work.arranged(self.order)
+        self.absent = durations.absent
         durations_ms = for_steps(durations.for_graph(self.order.graph), scenario.num_steps)
         for pairs in durations.absent:
             self.order.graph.skipping(pairs)  # raises for a pair that this graph cannot lack
@@ -161,9 +166,8 @@ class _Candidate:
 
     def simulate(self, costs: Costs, arbiters: list[StageArbiter]) -> Simulation:
         """Returns a simulation of all steps under these costs."""
-        scenario = self.scenario
-        absent, num_steps = scenario.durations.absent, scenario.num_steps
-        return run_simulation(arbiters, costs, machine=scenario.machine, num_steps=num_steps, absent=absent)
+        machine, num_steps = self.scenario.machine, self.scenario.num_steps
+        return run_simulation(arbiters, costs, machine=machine, num_steps=num_steps, absent=self.absent)
 
     def run(self) -> None:
         """Simulate the order; sets ``timeline``, and ``result``, the JSON object of this order.
@@ -185,7 +189,7 @@ class _Candidate:
         shortest_ms = at_least_ms(costs.durations_ms, costs.sleeps)
         links = scenario.machine.links
         # The graph of every step, without the chunk and microbatch pairs that the step lacks.
-        absent = scenario.durations.absent or [()]
+        absent = self.absent or [()]
         graphs = [graph.skipping(absent[step % len(absent)]) for step in range(scenario.num_steps)]
         # Dispatching before a task has ended hides the host's time, so a bound must not count on it.
         host_ms = 0.0 if dispatch(scenario.arguments).is_early else scenario.machine.host_ms

@@ -46,6 +46,13 @@ class StepBatch(NamedTuple):
     """The training step on whose number random keys depend; None: the step's own number."""
     verifies: bool = False
     """Whether all microbatches are copies of one, which run under the same number, and nothing is updated."""
+    numbers: Sequence[int] = ()
+    """The microbatches' own numbers, by which random keys and the sum of losses go, where they come in another order
+    than the caller's; empty: their places."""
+
+    def number(self, place: int) -> int:
+        """Returns the own number of the microbatch in a place."""
+        return self.numbers[place] if self.numbers else place
 
 
 def leaves_read(
@@ -111,6 +118,11 @@ def buckets_of(leaves: Mapping[str, BatchLeaf]) -> list[Bucket]:
 def num_microbatches(leaves: Mapping[str, BatchLeaf]) -> int:
     """Returns how many microbatches these leaves have."""
     return len(next(iter(leaves.values())))
+
+
+def in_order(leaves: Mapping[str, BatchLeaf], order: Sequence[int]) -> dict[str, BatchLeaf]:
+    """Returns the leaves with their microbatches in this order, none of them copied."""
+    return {name: [leaf[number] for number in order] for name, leaf in leaves.items()}
 
 
 class _Alike(Sequence[jax.ShapeDtypeStruct]):

@@ -432,7 +432,8 @@ class ProgramStage:
         graph, programs = state.graph, self._programs_of(step, chunk, microbatch)
         placed = None if self._leaves_ahead is None else self._leaves_ahead.take(chunk, (step, microbatch))
         leaves = placed or {name: state.batch.leaves[name][microbatch] for name in programs.leaves}
-        number = 0 if state.batch.verifies else microbatch
+        own_number = state.batch.number(microbatch)
+        number = 0 if state.batch.verifies else own_number
         read = (inputs, leaves, step if state.batch.step is None else state.batch.step, number)
         for op in self._keep_inputs if graph.ops else ():
             if op.exists(chunk, microbatch):
@@ -447,7 +448,7 @@ class ProgramStage:
         self._add_up(step, OUTPUTS, TaskKind.F, chunk, outputs)
         if not graph.successors(chunk):
             _start_copies(outputs)
-            return _Enqueued(outputs, record=partial(state.losses.append, (microbatch, chunk, Loss(*outputs))))
+            return _Enqueued(outputs, record=partial(state.losses.append, (own_number, chunk, Loss(*outputs))))
         posts = [
             (Message(MessageKind.ACTIVATION, chunk, successor, microbatch), outputs)
             for successor in graph.successors(chunk)

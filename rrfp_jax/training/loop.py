@@ -21,6 +21,7 @@ from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.runtime import StepMetrics, StepResult
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
+from rrfp_jax.training.batches import AgreedBatches, StepOrder
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
 from rrfp_jax.training.run_directory import RunRows
 
@@ -92,6 +93,9 @@ class StepRow:
     microbatches."""
     slow_units: dict[str, float] = field(default_factory=dict)
     """How many times as long as its peers a unit takes, by units that have fewer microbatches for that."""
+    predicted_step_s: float | None = None
+    """Predicted seconds of the step's tasks, beside ``step_time_s``; None where its microbatches were not ordered by
+    predicted cost."""
 
 
 def speed_of_steps(
@@ -302,8 +306,8 @@ class StepProfile:
             thread.join(_STOP_AFTER_FAILURE_S)
 
 
-_Running = tuple[StepMetrics[StepResult], BatchContents, int]
-"""A step under way, the contents of its batch, and the number of samples left out by then."""
+_Running = tuple[StepMetrics[StepResult], BatchContents, int, StepOrder | None]
+"""A step under way, the contents of its batch, the number of samples left out by then, and its order."""
 
 
 class TrainingLoop:
@@ -322,6 +326,7 @@ class TrainingLoop:
         on_evaluation: called with every row of the evaluations.
         max_skipped_in_row: number of consecutive skipped steps that ends the loop; None: no number does.
         num_bad: returns how many samples were left out so far.
+        agreed: the batches of the run, where these also tell the orders of their microbatches.
         launched_s: time (of :func:`time.time`) at which the run was launched; None: now.
         verification: the number of steps from one verification to the next, and the batch of one microbatch that it
             runs (:meth:`.Pipeline.verify`); None: there is none.
@@ -343,10 +348,11 @@ class TrainingLoop:
         on_evaluation: Callable[[EvaluationRow], None] = lambda row: None,
         max_skipped_in_row: int | None = None,
         num_bad: Callable[[], int] = lambda: 0,
+        agreed: AgreedBatches | None = None,
         launched_s: float | None = None,
         verification: tuple[int, Mapping[str, Any]] | None = None,
     ) -> None:
-        self._verification = verification
+        self._verification, self._agreed = verification, agreed
         self._launched_s = time.time() if launched_s is None else launched_s
         self.counted_s = 0.0
         """Seconds of the steps since the launch, each counted once."""
@@ -418,9 +424,13 @@ class TrainingLoop:
                 running = None
                 self._profile.turn()
                 self._last_end_s = time.perf_counter()  # which may have taken seconds
-            state, enqueued = self._pipeline.step(state, batch)
+            order = None if self._agreed is None else self._agreed.order
+            if order is None:
+                state, enqueued = self._pipeline.step(state, batch)
+            else:
+                state, enqueued = self._pipeline.step(state, batch, order=order.order)
             self._record(running)
-            running = enqueued, contents_of(batch), self._num_bad()
+            running = enqueued, contents_of(batch), self._num_bad(), order
             is_looked_at = self._is_evaluated(state.step) or self._is_verified(state.step)
             if is_looked_at or self._is_boundary(state.step, num_steps):
                 # Recorded first: the step may ask to stop or to save.
@@ -530,7 +540,7 @@ class TrainingLoop:
         """Waits for the result of the step under way, if there is one, counts it and hands out its row."""
         if running is None:
             return
-        metrics, contents, num_bad = running
+        metrics, contents, num_bad, order = running
         result = metrics.result()
         self._stop |= result.stop
         self._asked_to_save |= result.save
@@ -539,6 +549,8 @@ class TrainingLoop:
         step_time_s = result.ended_s - self._last_end_s
         self._last_end_s = result.ended_s
         self.counted_s += step_time_s
+        if self._agreed is not None and self._agreed.orders is not None:
+            self._agreed.orders.learn(result.step, None if order is None else order.order, result.timeline, step_time_s)
         learning_rate = float(self._learning_rate(result.step - self._num_skipped))
         self._num_skipped += result.skipped
         self.num_recorded += 1
@@ -573,6 +585,7 @@ class TrainingLoop:
             lost_units=result.lost_units,
             goodput=self.goodput,
             slow_units={str(unit): factor for unit, factor in result.slow_units.items()},
+            predicted_step_s=None if order is None else order.predicted_s,
         )
         if self._metrics is not None:
             self._metrics.write(asdict(row))

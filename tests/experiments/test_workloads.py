@@ -204,3 +204,31 @@ def test_what_means_nothing_is_refused_in_one_sentence(arguments, message):
     for command in ("simulate", "emulate"):
         words = ("--num-stages", 4, "--num-microbatches", 8, *arguments)
         assert message in sentence(run_command(command, *words))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_microbatches", "num_steps", "most"),
+    [
+        ("interleaved", 4, 16, 6, 0.9),
+        pytest.param("interleaved", 8, 24, 4, 0.88, marks=pytest.mark.slow),
+        pytest.param("sft-single", 8, 24, 3, 0.98, marks=pytest.mark.slow),
+    ],
+)
+def test_microbatches_in_the_best_order_take_less_time(capsys, name, num_stages, num_microbatches, num_steps, most):
+    def figures(*options):
+        sizes = [
+            "--num-stages",
+            str(num_stages),
+            "--num-microbatches",
+            str(num_microbatches),
+            "--steps",
+            str(num_steps),
+        ]
+        assert main([*sizes, "--workload", name, "--workload-seed", "21", "--window", "8", "--json", *options]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    balanced, ordered = figures(), figures("--balance", "order")
+    assert ordered["workload"]["is_ordered"]
+    assert not balanced["workload"]["is_ordered"]
+    assert ordered["makespan_ms_mean"] <= most * balanced["makespan_ms_mean"]
+    assert max(ordered["peak_in_flight"]) <= 8

@@ -6,11 +6,15 @@ import threading
 from collections.abc import Callable, Container
 from typing import Any
 
+import numpy as np
 import pytest
 
+from rrfp_jax.core import Ordering
 from rrfp_jax.data import BrokenData
+from rrfp_jax.schedules import Task, TaskKind, chain, linear
+from rrfp_jax.schedules.timeline import Span, Timeline
 from rrfp_jax.training import batches as module
-from rrfp_jax.training.batches import AgreedBatches
+from rrfp_jax.training.batches import AgreedBatches, CostOrders, StepOrder
 
 
 class Samples:
@@ -136,3 +140,82 @@ def test_a_defect_of_a_data_set_is_named_and_shown(caplog: pytest.LogCaptureFixt
     with pytest.raises(BrokenData, match="KeyError: 'tokens'"):
         AgreedBatches(Defective(), alone).batch(4, None)
     assert "the batch of step 4 cannot be made" in caplog.text
+
+
+# -- the order of microbatches -----------------------------------------------------------------------------------------
+
+NUM_STAGES, SHARE = 2, 6
+ORDER = Ordering(window=2).resolve(linear(NUM_STAGES), chain(NUM_STAGES, SHARE))
+
+
+def costs_of(batch: Any) -> Any:
+    sizes = np.array(batch["sizes"], float)
+    return np.repeat(np.repeat(sizes[None, :, None], NUM_STAGES, axis=0), 3, axis=2), ()
+
+
+class Sizes:
+    def __init__(self, num_microbatches: int = SHARE) -> None:
+        self._num = num_microbatches
+
+    def batch(self, step: int, _: Any, left_out: Container[int] = ()) -> dict[str, Any]:
+        return {"sizes": (1 + np.random.default_rng(step).permutation(self._num)).tolist()}
+
+
+def record_of(sizes: Any, order: Any, num_replicas: int = 1, unit_s: float = 0.5) -> Timeline:
+    """The record of a step on the first stage: a forward takes half a second for a unit of cost, a backward as long."""
+    timeline = Timeline(NUM_STAGES)
+    for place in range(len(sizes)):
+        own = place if order is None else order[place]
+        for kind in (TaskKind.F, TaskKind.B):
+            task = Task(kind, place // (len(sizes) // num_replicas), place)
+            timeline.spans.append(Span(0, 0, task, 0.0, unit_s * sizes[own]))
+    return timeline
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_the_first_process_orders_microbatches_for_all_once_it_knows_how_long_steps_take(num_replicas: int) -> None:
+    together, sizes = Together(2), Sizes(SHARE * num_replicas)
+    orders = [
+        CostOrders(ORDER, costs_of, num_replicas=num_replicas, is_first=lambda rank=rank: rank == 0)
+        for rank in range(2)
+    ]
+    ranks = [AgreedBatches(sizes, together.gather(rank), orders=orders[rank]) for rank in range(2)]
+
+    def step(number: int) -> list[StepOrder | None]:
+        together.all_do(lambda rank: ranks[rank].batch(number, None))
+        first, second = (each.order for each in ranks)
+        assert first == second
+        for each in orders:
+            order = None if first is None else first.order
+            record = record_of(sizes.batch(number, None)["sizes"], order, num_replicas)
+            each.learn(number, order, record, 1e3)
+        return first
+
+    assert step(0) is None
+    for number in range(1, 4):
+        chosen = step(number)
+        assert chosen is not None
+        for first in range(0, SHARE * num_replicas, SHARE):
+            assert sorted(chosen.order[first : first + SHARE]) == list(range(first, first + SHARE))
+        made = sizes.batch(number, None)["sizes"]
+        # Both stages run all microbatches of a replica.
+        assert chosen.predicted_s is not None
+        assert chosen.predicted_s >= max(sum(made[r * SHARE : (r + 1) * SHARE]) for r in range(num_replicas))
+        assert chosen.predicted_s <= 1.5 * sum(made)
+
+
+def test_microbatches_come_as_they_are_where_steps_are_short_or_costs_wrong() -> None:
+    orders, sizes = CostOrders(ORDER, costs_of), Sizes()
+    batches = AgreedBatches(sizes, alone, orders=orders)
+    for number in range(4):
+        batches.batch(number, None)
+        assert batches.order is None
+        orders.learn(number, None, record_of(sizes.batch(number, None)["sizes"], None), 1e-6)
+    wrong = []
+    for number in range(4, 12):
+        batches.batch(number, None)
+        wrong.append(batches.order)
+        order = None if batches.order is None else batches.order.order
+        others = [SHARE + 1 - size for size in sizes.batch(number, None)["sizes"]]
+        orders.learn(number, order, record_of(others, order), 1e3)
+    assert wrong[-4:] == [None] * 4

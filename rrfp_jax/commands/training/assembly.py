@@ -18,7 +18,7 @@ from rrfp_jax.checkpoint import StoredStep, last_committed
 from rrfp_jax.cluster.config import STARTED
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.commands.training.model_parts import cut_language_model, model_flops
+from rrfp_jax.commands.training.model_parts import batch_costs, cut_language_model, model_flops
 from rrfp_jax.commands.training.planned import OrderedRun, PlannedRun
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.data.dataset import Batch
@@ -33,7 +33,7 @@ from rrfp_jax.runtime.compile_cache import use_compile_cache
 from rrfp_jax.runtime.operations import moves_activations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
-from rrfp_jax.training.batches import AgreedBatches
+from rrfp_jax.training.batches import AgreedBatches, CostOrders
 from rrfp_jax.training.evaluation import EvaluationRow, Evaluations
 from rrfp_jax.training.loop import RunSaver, StepProfile, TrainingLoop, speed_of_steps
 from rrfp_jax.training.optimizer import check_groups, learning_rate_schedule, make_optimizer, rates_changed
@@ -94,6 +94,24 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
 def _runtime_options(config: TrainConfig) -> RuntimeOptions:
     return RuntimeOptions(
         memory_limit=config.pipeline.memory_limit, progress_deadline_s=config.cluster.progress_deadline_s
+    )
+
+
+def _cost_orders(
+    config: TrainConfig, chunks: Sequence[Chunk], planned: PlannedRun, process: Process
+) -> CostOrders | None:
+    """Returns the object that orders microbatches by cost; None where their shapes do not differ, where sums have an
+    order of their own, and where the model runs in both directions."""
+    order, images = planned.ordered.order, config.images
+    if images is None or not images.balance or config.run.deterministic or order.graph.shared:
+        return None
+    if len(planned.dataset.buckets or ()) < 2:
+        return None
+    return CostOrders(
+        order,
+        batch_costs(config, chunks, order.graph),
+        num_replicas=config.pipeline.replicas,
+        is_first=lambda: process.is_first,
     )
 
 
@@ -172,7 +190,8 @@ class Run:
         self._launched_s, self._counted_s = _launch_time(self._launch), 0.0
         # Only data that is decoded, or made by a user's own code, has samples that can be left out.
         max_bad = getattr(config.data, "max_bad_samples", 0)
-        self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad)
+        orders = _cost_orders(config, chunks, planned, process)
+        self.batches = AgreedBatches(self.dataset, process.gather, max_bad=max_bad, orders=orders)
         self._saver: RunSaver | None = None
         self._verification: tuple[int, Batch] | None = None
         self._evaluations = _evaluations_of(planned, self.pipeline)
@@ -366,6 +385,7 @@ class Run:
             on_evaluation=self.console.show_evaluation,
             max_skipped_in_row=self.config.run.max_skipped_in_row,
             num_bad=lambda: self.batches.num_bad,
+            agreed=self.batches,
             launched_s=self._launched_s,
             verification=self._verification,
         )

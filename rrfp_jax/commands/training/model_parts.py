@@ -1,20 +1,25 @@
 """The model of a run as its configuration describes it: shape, chunks, their stages, frozen parameters, operations."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import about_layout
-from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, pairs, step_flops
-from rrfp_jax.data.dataset import BatchContents
+from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, chunk_flops, pairs, step_flops
+from rrfp_jax.data.dataset import Batch, BatchContents
 from rrfp_jax.layout import CONTEXT
 from rrfp_jax.models import language_model
 from rrfp_jax.models.cuts import ContextCut, balanced_counts
 from rrfp_jax.models.presets import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_config import OWN_CHUNK, ProjectorConfig, VisionLanguageConfig
-from rrfp_jax.programs.chunk import Chunk
+from rrfp_jax.programs.batches import absent_chunks, num_microbatches
+from rrfp_jax.programs.chunk import Chunk, param_specs
 from rrfp_jax.programs.model_graph import freeze, matches
-from rrfp_jax.schedules import Edge, Placement
+from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, absences
+from rrfp_jax.training.batches import BatchCosts
 from rrfp_jax.training.run_config import PipelineConfig
 
 if TYPE_CHECKING:
@@ -147,7 +152,7 @@ def model_flops(config: TrainConfig) -> Callable[[BatchContents], float]:
 
     :mod:`rrfp_jax.costs.flops` counts them.
     """
-    layers = _counted_layers(config)
+    layers = [layer for _, layer in _counted_layers(config)]
     return lambda contents: step_flops(
         layers,
         Amounts(
@@ -159,13 +164,59 @@ def model_flops(config: TrainConfig) -> Callable[[BatchContents], float]:
     )
 
 
-def _counted_layers(config: TrainConfig) -> list[CountedLayer]:
-    """Returns the layers of the model in its order, the encoder's first, each with its operations."""
-    model, layers = config.model, list[CountedLayer]()
+def batch_costs(config: TrainConfig, chunks: Sequence[Chunk], graph: PipelineGraph) -> BatchCosts:
+    """Returns a function from a batch to the operations of its tasks, and the pairs that it lacks.
+
+    Those of a microbatch follow from its shapes, padding included, as its programs run. ``graph`` is that of one
+    replica.
+    """
+    counted, owners, seen = _counted_layers(config), list[int](), set[str]()
+    for name, _ in counted:
+        # A table that embeds and is the head too is in two chunks, and the second mention is the head.
+        own = [number for number, chunk in enumerate(chunks) if name in param_specs(chunk)]
+        owners.append(own[-1 if name in seen else 0])
+        seen.add(name)
+    layers, window = [layer for _, layer in counted], config.model.sliding_window
+    known: dict[Any, tuple[NDArray[np.float64], frozenset[int]]] = {}
+
+    def of_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[NDArray[np.float64], frozenset[int]]:
+        (rows, length), (images, patches) = shapes["tokens"], shapes.get("patches", (0, 0))[:2]
+        amounts = Amounts(
+            tokens=rows * length,
+            pairs=pairs([length] * rows, window),
+            patches=images * patches,
+            patch_pairs=pairs([patches] * images),
+        )
+        costs = np.zeros((len(chunks), 3))
+        for owner, tasks in zip(owners, chunk_flops(layers, [1] * len(layers), amounts), strict=True):
+            costs[owner] += tasks
+        absent = absent_chunks(chunks, graph, shapes.keys())
+        # A chunk that only embeds takes some time, too.
+        costs[[chunk not in absent for chunk in range(len(chunks))], 0] += 1e-6 * costs.sum()
+        return costs, absent
+
+    def of_batch(batch: Batch) -> tuple[NDArray[np.float64], Absences]:
+        found, lacks = list[NDArray[np.float64]](), list[tuple[int, int]]()
+        for number in range(num_microbatches(batch)):
+            shapes = {name: tuple(leaf[number].shape) for name, leaf in batch.items() if leaf[number] is not None}
+            key = tuple(sorted(shapes.items()))
+            if key not in known:
+                known[key] = of_shapes(shapes)
+            costs, absent = known[key]
+            found.append(costs)
+            lacks += [(chunk, number) for chunk in absent]
+        return np.stack(found, axis=1), absences(lacks)
+
+    return of_batch
+
+
+def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
+    """Returns the layers of the model by name, in its order, the encoder's first, each with its operations."""
+    model, layers = config.model, list[tuple[str, CountedLayer]]()
 
     def add(name: str, flops: Callable[[Amounts], Flops], *, returns_gradient: bool = True) -> None:
         trains = not any(matches(pattern, name) for pattern in config.optimizer.freeze)
-        layers.append(CountedLayer(flops, trains=trains, returns_gradient=returns_gradient))
+        layers.append((name, CountedLayer(flops, trains=trains, returns_gradient=returns_gradient)))
 
     if config.vision is not None:
         seen, merged = sizes_of(vision_language_config(config)), _patches_per_feature(config)
