@@ -2,13 +2,24 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from rrfp_jax.core import Ordering, StepRules
 from rrfp_jax.runtime.operations import host_copies
-from rrfp_jax.schedules import PipelineGraph, Placement, chain, linear, looped, v_shaped
+from rrfp_jax.schedules import (
+    Edge,
+    PipelineGraph,
+    Placement,
+    bidirectional,
+    chain,
+    linear,
+    looped,
+    opposite_chains,
+    v_shaped,
+)
 from rrfp_jax.simulation import Links, Machine, Optimum, constant, find_optimum, lower_bound
 from tests.simulation.helpers import by_hint, makespan_ms, run
 
@@ -123,6 +134,24 @@ def test_tables_of_random_cases_take_the_solvers_time(seed):
     assert best.makespan_ms >= free.at_least_ms
     for each in (without, best):
         check_table(each, slots, durations_ms, links)
+
+
+ENCODERS = (Edge(0, 2), Edge(1, 2), Edge(2, 3))
+GRAPHS = {
+    "a frozen first chunk": (replace(chain(3, 4), frozen=frozenset({0})), linear(3)),
+    "encoders, one with a pair less": (PipelineGraph(4, 3, ENCODERS, absent=((1, 0b010),)), linear(4)),
+    "two directions": (opposite_chains(2, range(2), 4, split=True), bidirectional(2)),
+}
+
+
+@needs_solver
+@pytest.mark.parametrize(("graph", "placement"), GRAPHS.values(), ids=list(GRAPHS))
+@pytest.mark.parametrize("slots", [1, 2])
+def test_any_graph_has_an_optimum_with_copies(graph, placement, slots):
+    durations_ms = constant((10.0, 10.0, 10.0), graph)[0]
+    best = find_optimum(graph, placement, durations_ms, slots=slots, copies=host_copies(3.0), time_limit_s=60)
+    assert best.is_proven
+    check_table(best, slots, durations_ms)
 
 
 @needs_solver
