@@ -167,25 +167,41 @@ def offload(
 
     Raises ValueError, with the fewest slots that would do, where these are too few.
     """
+    if slots < 1:
+        raise ValueError(f"offload has {slots} slots: give at least 1 for what a stage holds on its devices")
+    copies = host_copies(copy_ms, lengths=lengths, lead=lead, lanes=lanes)
+    pairs = frozenset[tuple[int, int]]()
+    for rows in filter(None, (table, table.hint)):
+        pairs |= _pairs_to_move(rows, slots, copies[0].ms, lengths, lead)
+    if not pairs:
+        return table
+    out, back = (replace(op, pairs=pairs) for op in copies)
+    waits = _after_copies_out(with_operations(table, (out, back)), consume)
+    return with_operations(table, (out, replace(back, waits=waits)))
+
+
+@typed
+def host_copies(
+    copy_ms: float | None = None,
+    *,
+    lengths: SlotLengths = EQUAL,
+    lead: int = 1,
+    lanes: tuple[str, str] = (COPY, COPY),
+) -> tuple[Op, Op]:
+    """Returns the operations that move all activations to the host and back; the arguments are those of
+    :func:`offload`.
+
+    It chooses, along a table's order, which ones they move; :func:`rrfp_jax.simulation.find_optimum` chooses the order
+    as well.
+    """
     one_way = copy_ms
     if one_way is None:
         one_way = (lengths.forward + lengths.input_gradient + lengths.weight_gradient) / 2
-    if slots < 1:
-        raise ValueError(f"offload has {slots} slots: give at least 1 for what a stage holds on its devices")
     if not 0 <= one_way < inf:
         raise ValueError(f"copy_ms is {one_way}: give 0 or more milliseconds")
-    pairs = frozenset[tuple[int, int]]()
-    for rows in filter(None, (table, table.hint)):
-        pairs |= _pairs_to_move(rows, slots, one_way, lengths, lead)
-    if not pairs:
-        return table
-    common: dict[str, Any] = {"ms": one_way, "pairs": pairs}
-    out = Op(_OUT, after=(TaskKind.F,), lane=lanes[0], frees=1.0, keeps_on_host=True, run=_StashToHost(), **common)
-    back = Op(
-        _BACK, after=(_OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=lead, run=_stash_to_device, **common
-    )
-    waits = _after_copies_out(with_operations(table, (out, back)), consume)
-    return with_operations(table, (out, replace(back, waits=waits)))
+    out = Op(_OUT, after=(TaskKind.F,), lane=lanes[0], frees=1.0, ms=one_way, keeps_on_host=True, run=_StashToHost())
+    back = Op(_BACK, after=(_OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=lead, ms=one_way)
+    return out, replace(back, run=_stash_to_device)
 
 
 @typed

@@ -1,6 +1,7 @@
 """The simulate command, as a user runs it."""
 
 import csv
+import importlib.util
 import json
 import subprocess
 import sys
@@ -46,6 +47,14 @@ def test_the_published_bubble_rates_of_zero_bubble(simulated, row, name, bubble)
     order = ("--schedule", name, "--consume", "strict", "--chunks-per-stage", 1)
     result = simulated(*sizes, *order, "--durations-ms", durations, "--comm-ms", row["comm_ms"])
     assert f"{result['bubble_fraction']:.4f}" == bubble
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="the extra 'optimum' is missing")
+@pytest.mark.parametrize(("slots", "optimum_ms"), [(2, 290), (3, 280), (4, 270)])
+def test_the_optimum_with_copies_stands_beside_the_table(simulated, slots, optimum_ms):
+    order = ("--schedule", "1f1b-split", "--offload", slots, "--copy-ms", 5, "--optimum", 60)
+    result = simulated("--num-stages", 4, "--num-microbatches", 8, *order)
+    assert (result["optimum_ms"], result["optimum_is_proven"], result["makespan_ms"]) == (optimum_ms, True, [300])
 
 
 def test_the_keys_are_those_of_emulate_and_more(simulated):

@@ -1,5 +1,6 @@
 """Offload: activations move to host memory and back, no bit changes, and memory stays below its forecast."""
 
+import importlib.util
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,13 +17,13 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime import operations as offloading
-from rrfp_jax.runtime.operations import COPY, check_operations, device_slots, offload
+from rrfp_jax.runtime.operations import COPY, check_operations, device_slots, host_copies, offload
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage_threads import Launched
-from rrfp_jax.schedules import Placement, ScheduleRequest, ScheduleTable, Task, build_schedule, linear, looped
+from rrfp_jax.schedules import Placement, ScheduleRequest, ScheduleTable, Task, build_schedule, chain, linear, looped
 from rrfp_jax.schedules.slots import SlotLengths, execute
-from rrfp_jax.simulation import Costs, simulate
+from rrfp_jax.simulation import Costs, find_optimum, simulate
 from rrfp_jax.simulation.costs import constant
 from rrfp_jax.testing.comparing import WrappedStage
 from tests.programs.toys import VOCAB, plain_model
@@ -189,6 +190,22 @@ def base() -> Pipeline:
 
 def test_bits_and_peaks(base: Pipeline) -> None:
     check_same(base, "1f1b", 2, remat="none")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="the extra 'optimum' is missing")
+@pytest.mark.parametrize("consume", ["strict", "ready"])
+def test_the_optimum_trains_with_the_same_bits(base: Pipeline, consume: str) -> None:
+    graph = chain(3, M, split=True)
+    durations_ms = constant((10.0, 10.0, 10.0), graph)[0]
+    schedule = find_optimum(graph, linear(3), durations_ms, slots=2, copies=host_copies(5.0), time_limit_s=60).table
+    assert moved(schedule)
+    expected, params = train(base.reordered(Ordering(schedule=table("1f1b-split"), consume="strict")))
+    pipeline = base.reordered(Ordering(schedule=schedule, consume=consume, window=2))
+    results, found = train(pipeline)
+    assert [result.loss for result in results] == [result.loss for result in expected]
+    jax.tree.map(np.testing.assert_array_equal, params, found)
+    for stage, forecast in enumerate(pipeline.forecast):
+        assert all(result.peak_memory_bytes[stage] <= forecast.peak for result in results)
 
 
 @SLOW
