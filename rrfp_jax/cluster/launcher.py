@@ -254,13 +254,13 @@ class _Attempt:
 
     def _take_place(self, head: RunHead) -> None:
         while not (nodes := self._status.nodes):
-            event = self._events.next(_LOOK_AGAIN_S)
-            if isinstance(event, RunStatus):
-                self._status = event
             if self._events.stopped_by is not None:
                 raise HeadFailed(TOLD_TO_STOP)
             if self._status.failure is not None or (isinstance(head.board, LauncherLink) and head.board.is_gone):
                 raise HeadFailed(self._status.failure or "the head has ended")
+            event = self._events.next(_LOOK_AGAIN_S)
+            if isinstance(event, RunStatus):
+                self._status = event
         if len(nodes) < self._settings.num_nodes:
             here = "" if self._settings.node_rank in nodes else "; this one waits for the next restart"
             self._output.say(f"the run has {len(nodes)} of {self._settings.num_nodes} nodes{here}")

@@ -26,6 +26,7 @@ ROW = {
     "grad_norm",
     "learning_rate",
     "step_time_s",
+    "predicted_step_s",
     "tokens_per_s",
     "tokens_per_s_per_device",
     "positions_per_s",
@@ -47,6 +48,7 @@ ROW = {
     "peak_host_bytes",
     "lost_units",
     "slow_units",
+    "goodput",
 }
 
 
