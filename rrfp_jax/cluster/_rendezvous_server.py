@@ -217,6 +217,7 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
             poller.register(readable, zmq.POLLIN)
         poller.register(self._wake_read.fileno(), zmq.POLLIN)
         try:
+            self._announce()  # launchers start no ranks before they know which nodes take part
             while self._running:
                 poller.poll(round(MOMENT_S * 1000))
                 self._watch_strangers()

@@ -358,8 +358,8 @@ class _Attempt:
 
     def _grow(self) -> None:
         """Has the ranks save and end, so that the next attempt has the nodes that have come back."""
-        is_first = self._settings.node_rank == 0 and self._alive
-        if is_first and self._status.may_grow and self._num_started < self._settings.max_restarts:
+        may_grow = self._status.may_grow and self._num_started < self._settings.max_restarts
+        if may_grow and self._alive and self._settings.node_rank == 0:
             self._num_stops += 1
             self._output.say("nodes have come back: the ranks save, and start again on more of them")
             for child in self._alive.values():

@@ -197,7 +197,7 @@ def _placement(arguments: argparse.Namespace, environ: Mapping[str, str], output
 
 def _node_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
     try:
-        return tuple(int(count) for count in (arguments.nodes or "").split(",") if arguments.nodes)
+        return tuple(map(int, arguments.nodes.split(","))) if arguments.nodes else ()
     except ValueError:
         raise ValueError(f"--nodes {arguments.nodes} is no number of hosts: give one, or several as 4,2") from None
 

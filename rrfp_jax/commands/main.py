@@ -103,7 +103,8 @@ def _await_place(module: str) -> None:
 
     def load() -> None:
         # The run goes on beside this. Only this thread steps back, for good: no process may raise its own priority.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        if sys.platform == "linux":  # elsewhere threads have no priority of this kind
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
         try:
             for needed in (module, "rrfp_jax.commands.training.assembly"):
                 import_module(needed)
@@ -120,7 +121,8 @@ def _await_place(module: str) -> None:
     loading.join()
     os.environ |= json.loads(told)
     # Others still see the variables of the start, so the name tells the rank.
-    Path("/proc/self/comm").write_text(f"rrfp-rank-{os.environ[RANK]}", encoding="ascii")
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(f"rrfp-rank-{os.environ[RANK]}", encoding="ascii")
     with open(os.devnull, "rb") as nowhere:
         os.dup2(nowhere.fileno(), 0)
 

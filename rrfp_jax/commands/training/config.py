@@ -105,9 +105,9 @@ class TrainConfig:
 
         Raises ValueError where these hold no whole number of replicas, or its microbatches cannot be dealt out to them.
         """
-        replicas, rest = divmod(self.pipeline.replicas * num_ranks, all_ranks)
         if num_ranks == all_ranks:
             return self
+        replicas, rest = divmod(self.pipeline.replicas * num_ranks, all_ranks)
         if rest or not replicas or self.data.num_microbatches % replicas:
             raise ValueError(
                 f"{num_ranks} of {all_ranks} ranks hold {self.pipeline.replicas * num_ranks / all_ranks:g} replicas of "
