@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
 MARK = "RRFP_TEST_MARK"
 PATIENCE_S = 40.0
+_PATH = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 _ONE_PROCESS_ONLY = ("JAX_PLATFORMS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 
@@ -55,7 +56,7 @@ class Launched:
             cwd=ROOT,
             env={
                 **of_child(*_ONE_PROCESS_ONLY),
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{PROGRAMS}",
+                "PYTHONPATH": os.pathsep.join(map(str, (ROOT, PROGRAMS, *_PATH))),
                 MARK: self._mark,
                 **variables,
             },
