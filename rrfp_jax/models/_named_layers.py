@@ -9,7 +9,7 @@ In its chunk a layer has a name of its own besides, so that chunks of as many la
 (:mod:`rrfp_jax.programs.chunk`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ def chunk_of(
     numbers = {own: np.uint32(name_number(name)) for own, name in names.items()}
     return Chunk(
         name=title,
-        init=InitLayers(partial(_init, builders), names, numbers),
+        init=InitLayers(partial(_init, builders), names, numbers, each=dict(_makers(builders))),
         apply=ApplyLayers(partial(_apply, builders=builders, run=run), names),
         apply_evaluating=None
         if run_evaluating is None
@@ -75,9 +75,16 @@ def _build(config: Any, build: _LayerBuilder, key: jax.Array) -> nnx.Module:
 
 
 def _init(builders: _Builders, key: jax.Array, *, numbers: dict[str, Any]) -> Params:
-    # keys come from names in the model, so that initial values do not depend on the cut
-    modules = {name: _build(config, build, jax.random.fold_in(key, numbers[name])) for name, build, config in builders}
-    return {name: nnx.to_pure_dict(nnx.state(module)) for name, module in modules.items()}
+    return {name: make(key, numbers[name]) for name, make in _makers(builders)}
+
+
+def _makers(builders: _Builders) -> Iterator[tuple[str, Callable[[jax.Array, Any], Any]]]:
+    return ((name, partial(_init_layer, config, build)) for name, build, config in builders)
+
+
+def _init_layer(config: Any, build: _LayerBuilder, key: jax.Array, number: Any) -> Any:
+    # the key comes from the layer's name in the model, so that initial values do not depend on the cut
+    return nnx.to_pure_dict(nnx.state(_build(config, build, jax.random.fold_in(key, number))))
 
 
 @cache

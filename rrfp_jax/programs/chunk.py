@@ -104,8 +104,14 @@ class ForLayers:
         return identity(self.function), tuple(self.names), numbers, jax.tree.structure(self.numbers)
 
 
+@dataclass(frozen=True, eq=False)
 class InitLayers(ForLayers):
     """The ``init`` of a chunk."""
+
+    each: Mapping[str, Callable[[jax.Array, Any], Any]] | None = None
+    """For every own name the function that returns this layer alone from the key and ``numbers[name]``. Layers whose
+    functions are the same share a program: XLA takes seconds for the random numbers of a layer on a GPU. None:
+    ``function`` makes all layers in one program."""
 
     def __call__(self, key: jax.Array) -> dict[str, Any]:
         layers = self.function(key, numbers=self.numbers)
@@ -154,6 +160,18 @@ def name_number(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+class LayerMaker(NamedTuple):
+    """A function that makes some layers of a chunk."""
+
+    names: tuple[str, ...]
+    """Their own names."""
+    kind: Hashable
+    """Equal for makers whose functions are the same."""
+    make: Callable[[jax.Array, Any], list[Any]]
+    """From the key and ``numbers`` to the parameters of each of ``names``."""
+    numbers: Any
+
+
 class OwnFunction:
     """A chunk's ``init`` or ``apply`` as programs take it: parameters go by the function's own names, and the numbers
     are an argument. For a function that is not written for layers, own names are the model's, and numbers are ``()``.
@@ -163,6 +181,7 @@ class OwnFunction:
         layers = function if isinstance(function, InitLayers | ApplyLayers) else None
         self._function = function if layers is None else layers.function
         self._names: dict[str, str] | None = None if layers is None else layers.names
+        self._each = layers.each if isinstance(layers, InitLayers) else None
         self.numbers: Any = () if layers is None else layers.numbers
         self.kind: Hashable = identity(function) if layers is None else layers.kind
         """Equal for chunks whose functions are the same."""
@@ -171,6 +190,20 @@ class OwnFunction:
         if self._names is None:
             return self._function(*args, **kwargs)
         return self._function(*args, **kwargs, numbers=numbers)
+
+    def makers(self, names: tuple[str, ...]) -> list[LayerMaker]:
+        """Returns what together makes the layers of these own names: one maker for each layer where it is known how a
+        layer is made alone, else one for all."""
+        if self._each is None:
+            return [LayerMaker(names, (self.kind, names), partial(self._all, names), self.numbers)]
+        return [
+            LayerMaker((name,), identity(self._each[name]), partial(_alone, self._each[name]), self.numbers[name])
+            for name in names
+        ]
+
+    def _all(self, names: tuple[str, ...], key: jax.Array, numbers: Any) -> list[Any]:
+        layers = self(key, numbers=numbers)
+        return [layers[name] for name in names]
 
     def to_own(self, layers: dict[str, Any]) -> dict[str, Any]:
         """Returns layers, all or some, by the function's own names."""
@@ -183,6 +216,10 @@ class OwnFunction:
         if self._names is None:
             return layers
         return {name: layers[own] for own, name in self._names.items() if own in layers}
+
+
+def _alone(make: Callable[[jax.Array, Any], Any], key: jax.Array, number: Any) -> list[Any]:
+    return [make(key, number)]
 
 
 _specs_of_kinds: dict[Hashable, Any] = {}

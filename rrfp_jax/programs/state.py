@@ -8,7 +8,7 @@ chunk's unit, or is cut over all replicas of its stage (ZeRO-1, Rajbhandari et a
 collective updates all replicas, and else by whole arrays, of which a replica holds the shares that it updates.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -358,16 +358,19 @@ def _initial_params(
         owner = chunks[holders(chunks, group[0])[0]] if group[0] in chunk.shared else chunk
         own = OwnFunction(owner.init)
         at = own.to_own(pick(at_params, group))
-        place = (tuple(jax.tree.leaves(at)), jax.tree.structure(at))
+        made: Params = {}
+        for maker in own.makers(tuple(at)):
+            places = [at[name] for name in maker.names]
 
-        def init(key: jax.Array, numbers: Any, own: OwnFunction = own, names: Any = tuple(at)) -> Params:
-            return pick(own(jax.random.wrap_key_data(key, impl=impl), numbers=numbers), names)
+            def init(key: jax.Array, numbers: Any, make: Callable[..., Any] = maker.make) -> Any:
+                return make(jax.random.wrap_key_data(key, impl=impl), numbers)
 
-        program, _ = store.get(
-            ("init", own.kind, impl, sharding, place),
-            partial(jax.jit, init, in_shardings=sharding, out_shardings=at),
-        )
-        params |= own.to_model(program(key, own.numbers))
+            program, _ = store.get(
+                ("init", maker.kind, impl, sharding, tuple(jax.tree.leaves(places)), jax.tree.structure(places)),
+                partial(jax.jit, init, in_shardings=sharding, out_shardings=places),
+            )
+            made |= zip(maker.names, program(key, maker.numbers), strict=True)
+        params |= own.to_model(made)
     return params
 
 
