@@ -136,6 +136,21 @@ def test_programs_are_not_compiled_again_after_the_first_step(pipeline: Pipeline
     assert compiled == []
 
 
+def test_programs_are_traced_by_the_settings_of_the_thread_that_steps() -> None:
+    """Though other threads trace them: on a GPU a lost precision would change every product."""
+    seen = set()
+
+    def note(value: Any) -> Any:
+        seen.add((jax.config.jax_default_matmul_precision, jax.config.jax_numpy_rank_promotion))  # type: ignore[attr-defined]
+        return value
+
+    with make_pipeline([layer(0, before=note), loss_chunk(1)]) as pipeline:
+        state = pipeline.init(jax.random.key(0))
+        with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("raise"):
+            pipeline.step(state, make_batch())[1].result()
+    assert seen == {("highest", "raise")}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -10,8 +10,8 @@ programs are traced, lowered and compiled for them as for real ones, but no arra
 that it compiles for; :data:`rrfp_jax.costs.devices.DEVICES` has the numbers of each.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
@@ -76,6 +76,15 @@ class Target:
         )
 
 
+_SETTINGS = (
+    "default_matmul_precision",
+    "default_prng_impl",
+    "enable_x64",
+    "numpy_dtype_promotion",
+    "numpy_rank_promotion",
+    "threefry_partitionable",
+)
+"""Settings of JAX that change what is traced, and that code may make for one thread."""
 _current: ContextVar[Target | None] = ContextVar("target", default=None)
 
 
@@ -93,6 +102,22 @@ def tracing_for(target: Target) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def settings_here() -> Callable[[], AbstractContextManager[Any]]:
+    """Returns blocks in which any thread traces by the settings of JAX that hold here and now.
+
+    A setting made by ``with jax.default_matmul_precision("highest")`` or the like holds on one thread alone.
+    """
+    settings = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
+
+    def block() -> ExitStack:
+        stack = ExitStack()
+        for name, value in settings.items():
+            stack.enter_context(getattr(jax, name)(value))
+        return stack
+
+    return block
 
 
 def devices_for(name: str, num_devices: int) -> list[jax.Device]:

@@ -52,7 +52,7 @@ from rrfp_jax.programs.state import (
     state_parts,
     state_specs,
 )
-from rrfp_jax.programs.target import Target, tracing_for
+from rrfp_jax.programs.target import Target, settings_here, tracing_for
 from rrfp_jax.programs.updates import StageUpdates
 from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
@@ -294,6 +294,7 @@ class HostedModel:
         # Counted before anything is traced, which takes long for many buckets.
         least = max(_least_programs(self.chunks[base], buckets) for base in self.base_chunks)
         _check_number(least, max_programs, len(buckets), at_least=True)
+        settings = settings_here()
         with tracing_for(self._target):
             shapes = _shapes(self.chunks, graph, buckets)
             quiet, forward_graph = tuple(map(as_evaluated, self.chunks)), graph.evaluating()
@@ -301,7 +302,7 @@ class HostedModel:
         programs = HostedPrograms((*shapes, *evaluated))
 
         def plan_one(base: int) -> tuple[list[Variant], list[int | None]]:
-            with tracing_for(self._target):
+            with settings(), tracing_for(self._target):
                 variants, of_bucket = self._variants(base, self.chunks, graph, shapes)
                 if not variants:
                     raise ValueError(
@@ -315,7 +316,7 @@ class HostedModel:
                 return [*variants, *more], [*of_bucket, *shifted]
 
         def compile_one(base: int) -> tuple[int, StageUpdates | None, dict[int, CompiledChunk]]:
-            with count.counting(), tracing_for(self._target):
+            with count.counting(), settings(), tracing_for(self._target):
                 together = self._compile_updates(base, graph)
                 compiled = {
                     number: CompiledChunk(
