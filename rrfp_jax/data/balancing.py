@@ -109,6 +109,12 @@ def spread_by_cost(costs: Sequence[float]) -> list[int]:
     return [part[index] for part in parts for index in spread_by_cost([costs[member] for member in part])]
 
 
+def hill(costs: Sequence[float]) -> list[int]:
+    """Returns the numbers of microbatches, the shortest at both ends and the longest in the middle."""
+    rising = np.argsort(costs, kind="stable").tolist()
+    return [*rising[::2], *rising[1::2][::-1]]
+
+
 def _total(group: Sequence[int], costs: NDArray[np.float64]) -> float:
     # Rounded once, so the same on every processor, whatever it adds at a time.
     return fsum(costs[group].tolist())
@@ -280,13 +286,13 @@ class MicrobatchOrders:
         if rounds or self._mean_rows is None:
             self._mean_rows = self._rows(mean)
         as_it_comes = np.arange(graph.num_microbatches)
-        hill = _hill(totals)
+        start = np.array(hill([fsum(of_chunks) for of_chunks in totals.T.tolist()]))
         if not rounds:
-            lengths = _ends(self._mean_rows, costs, np.stack([as_it_comes, hill]))
+            lengths = _ends(self._mean_rows, costs, np.stack([as_it_comes, start]))
             better = int(lengths[1] * _LONGER < lengths[0])
-            return ChosenOrder(tuple((as_it_comes, hill)[better].tolist()), float(lengths[better]))
+            return ChosenOrder(tuple((as_it_comes, start)[better].tolist()), float(lengths[better]))
         best, least = as_it_comes, self._simulated_ms(costs, absent, as_it_comes)
-        start, from_ms = hill, self._simulated_ms(costs, absent, hill)
+        from_ms = self._simulated_ms(costs, absent, start)
         for number in range(rounds):
             # Stages keep to the rows of this very order only as long as it is the order. Halfway between its costs and
             # equal ones, rows suit the orders near it too.
@@ -338,12 +344,6 @@ def in_places(absent: Absences, order: Sequence[int] | _Numbers) -> Absences:
     """Returns absent pairs, given by the numbers of microbatches, by their places in an order."""
     place = {int(number): place for place, number in enumerate(order)}
     return tuple((chunk, sum(1 << place[number] for number in bits(mask))) for chunk, mask in absent)
-
-
-def _hill(totals: NDArray[np.float64]) -> _Numbers:
-    """Returns the numbers of the microbatches, the shortest at both ends and the longest in the middle."""
-    rising = np.argsort([fsum(of_chunks) for of_chunks in totals.T.tolist()], kind="stable")
-    return np.concatenate([rising[::2], rising[1::2][::-1]])
 
 
 def _ends(rows: Sequence[_Walked], costs: Durations, orders: _Numbers) -> NDArray[np.float64]:
