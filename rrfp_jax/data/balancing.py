@@ -195,10 +195,6 @@ _LONGER = 1 + 1e-9
 """A step that is shorter by less than this factor may be so by rounding."""
 _SIMULATED = 8
 """Walks in whose time a step is simulated, about."""
-_TRUSTED, _REMEMBERED = 0.5, 2
-"""The correlation from which on costs count, and the number of steps over which it is smoothed."""
-_ALIKE = 0.02
-"""Relative difference of costs below which noise decides how long microbatches take."""
 
 
 class ChosenOrder(NamedTuple):
@@ -222,29 +218,8 @@ class MicrobatchOrders:
         self._mean_rows: list[_Walked] | None = None
         """Rows of a step in which all microbatches cost the same."""
         self._has_refused = False
-        self._agreement = 1.0
-        """Correlation of predicted costs with measured ones, over the last steps."""
-
-    @property
-    def trusts_costs(self) -> bool:
-        """Whether the costs of the last steps told which of their microbatches took long."""
-        return self._agreement >= _TRUSTED
-
-    def learn(self, costs: Durations, measured: NDArray[np.float64]) -> None:
-        """Compares a step's predicted costs with its measured times [chunks, microbatches], NaN where nobody has
-        measured.
-
-        An order by costs that say nothing would be longer than the one as it comes. So while they disagree with what is
-        measured, :meth:`choose` finds no order; it does again once they agree.
-        """
-        totals, found = costs.sum(axis=2), list[float]()
-        for predicted, taken in zip(totals, measured, strict=True):
-            known = np.isfinite(taken) & (predicted > 0)
-            if known.sum() > 2 and np.ptp(predicted[known]) > _ALIKE * predicted[known].max():
-                varies = np.ptp(taken[known]) > 0
-                found.append(float(np.corrcoef(predicted[known], taken[known])[0, 1]) if varies else 0.0)
-        if found:
-            self._agreement += (sum(found) / len(found) - self._agreement) / _REMEMBERED
+        self.trusts_costs = True
+        """Whether costs count. An order by costs that say nothing would be longer than the one as it comes."""
 
     @property
     def walks_per_round(self) -> int:

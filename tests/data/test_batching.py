@@ -30,9 +30,9 @@ def drawn(seed, num=12):
 
 def batching(survey=(), cost=None, cut=None, num_replicas=1, **changes):
     config = ImageTextConfig(path="unread", **({"batch_size": 12, "num_microbatches": 4} | changes))
-    num = config.microbatch_size
+    num, sharing = config.microbatch_size, {"cut": cut, "num_replicas": num_replicas}
     limits = Limits(LONGEST, num * LONGEST, LARGEST, num * 3, num * 3 * LARGEST, has_text_only=True)
-    return Batching(config, PatchFormat(16, 2, is_packed=True), limits, survey, cost, cut=cut, num_replicas=num_replicas)
+    return Batching(config, PatchFormat(16, 2, is_packed=True), limits, survey, cost, **sharing)
 
 
 def no_patches(number, image):
