@@ -185,7 +185,7 @@ class CostOrders:
             # The more the costs of a chunk vary, the more it counts.
             spread = sum(each.spread for each in self._all)
             agreement = sum(each.spread * each.agreement for each in self._all)
-            self._orders.trusts_costs = agreement >= _TRUSTED * spread > 0
+            self._orders.trusts_costs = spread > 0 and agreement >= _TRUSTED * spread
 
     def learn(self, step: int, order: Sequence[int] | None, timeline: Timeline, step_s: float) -> None:
         """Takes note of how long a step and its tasks took on the stages of this process."""
