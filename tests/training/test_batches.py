@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rrfp_jax.cluster.wire import pack_plain, unpack_plain
 from rrfp_jax.core import Ordering
 from rrfp_jax.data import BrokenData
 from rrfp_jax.schedules import Task, TaskKind, chain, linear
@@ -47,7 +48,7 @@ class Together:
 
     def gather(self, rank: int) -> Callable[[str, Any], dict[int, Any]]:
         def gather(_: str, data: Any) -> dict[int, Any]:
-            self._told[rank] = data
+            self._told[rank] = unpack_plain(pack_plain(data))  # as data travels
             self._barrier.wait(10)
             told = dict(self._told)
             self._barrier.wait(10)
