@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from rrfp_jax.core import Ordering
+from rrfp_jax.data.balancing import hill
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.schedules import linear
 from rrfp_jax.testing import DelayedStage
@@ -18,6 +19,7 @@ from tests.runtime.logged_runs import replays_as_recorded
 
 NUM_MICROBATCHES = 12
 OPTIMIZER = optax.adamw(1e-2)
+MIXED = ["large", "small", "small"] * 4
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +38,28 @@ def microbatches(sizes: list[str]) -> list[dict[str, np.ndarray]]:
     ]
 
 
-def run(pipeline: Pipeline, sizes: list[str]) -> Any:
-    """A step's result."""
+def run(pipeline: Pipeline, sizes: list[str], *, in_hill: bool = False) -> Any:
+    """A step's result; ``in_hill``: large microbatches come together, in the middle."""
     batch = as_batch(microbatches(sizes))
     with pipeline:
         state = pipeline.init(jax.random.key(0))
         pipeline.prepare(batch, buckets=ragged.all_buckets())
-        _, metrics = pipeline.step(state, batch)
+        _, metrics = pipeline.step(state, batch, order=hill([size == "large" for size in sizes]) if in_hill else None)
         return metrics.result()
 
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("options", [{"hint": "f-priority", "window": 3}, {"hint": "bfw", "window": 2}], ids=str)
-@pytest.mark.parametrize("sizes", [["large"] * 12, ["small"] * 12, ["large", "small", "small"] * 4], ids=lambda s: s[1])
+@pytest.mark.parametrize(
+    ("sizes", "in_hill"),
+    [(["large"] * 12, False), (["small"] * 12, False), (MIXED, False), (MIXED, True)],
+    ids=["large", "small", "mixed", "in hill"],
+)
 def test_what_is_measured_never_exceeds_what_was_predicted(
-    base: Pipeline, options: dict[str, Any], sizes: list[str]
+    base: Pipeline, options: dict[str, Any], sizes: list[str], in_hill: bool
 ) -> None:
     pipeline = base.reordered(Ordering(**options))
-    result = run(pipeline, sizes)
+    result = run(pipeline, sizes, in_hill=in_hill)
     for forecast, peak in zip(pipeline.forecast, result.peak_memory_bytes, strict=True):
         assert forecast.fixed <= peak <= forecast.peak
 
@@ -93,6 +99,10 @@ def test_a_window_in_bytes_admits_more_small_microbatches_than_large_ones(base: 
         assert pipeline.order.capacities == (room,) * 5
     assert held["large"] == 2
     assert held["small"] > 2
+    in_hill = base.reordered(order, options=slow_loss)
+    result = run(in_hill, MIXED, in_hill=True)
+    for forecast, peak in zip(in_hill.forecast, result.peak_memory_bytes, strict=True):
+        assert peak <= forecast.peak
 
 
 def test_logs_of_weighed_microbatches_can_be_replayed(base: Pipeline) -> None:
@@ -100,7 +110,7 @@ def test_logs_of_weighed_microbatches_can_be_replayed(base: Pipeline) -> None:
     run(counted, ["large"] * NUM_MICROBATCHES)
     room = 2 * max(forecast.per_microbatch for forecast in counted.forecast)
     pipeline = base.reordered(Ordering(hint="f-priority", window=f"{room}B"))
-    run(pipeline, ["large", "small", "small"] * 4)
+    run(pipeline, MIXED)
     for log in pipeline.runtime.logs().values():
         assert replays_as_recorded(log)
 

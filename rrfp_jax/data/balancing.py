@@ -109,6 +109,12 @@ def spread_by_cost(costs: Sequence[float]) -> list[int]:
     return [part[index] for part in parts for index in spread_by_cost([costs[member] for member in part])]
 
 
+def hill(costs: Sequence[float]) -> list[int]:
+    """Returns the numbers of microbatches, the shortest at both ends and the longest in the middle."""
+    rising = np.argsort(costs, kind="stable").tolist()
+    return [*rising[::2], *rising[1::2][::-1]]
+
+
 def _total(group: Sequence[int], costs: NDArray[np.float64]) -> float:
     # Rounded once, so the same on every processor, whatever it adds at a time.
     return fsum(costs[group].tolist())
@@ -189,10 +195,6 @@ _LONGER = 1 + 1e-9
 """A step that is shorter by less than this factor may be so by rounding."""
 _SIMULATED = 8
 """Walks in whose time a step is simulated, about."""
-_TRUSTED, _REMEMBERED = 0.5, 2
-"""The correlation from which on costs count, and the number of steps over which it is smoothed."""
-_ALIKE = 0.02
-"""Relative difference of costs below which noise decides how long microbatches take."""
 
 
 class ChosenOrder(NamedTuple):
@@ -216,29 +218,8 @@ class MicrobatchOrders:
         self._mean_rows: list[_Walked] | None = None
         """Rows of a step in which all microbatches cost the same."""
         self._has_refused = False
-        self._agreement = 1.0
-        """Correlation of predicted costs with measured ones, over the last steps."""
-
-    @property
-    def trusts_costs(self) -> bool:
-        """Whether the costs of the last steps told which of their microbatches took long."""
-        return self._agreement >= _TRUSTED
-
-    def learn(self, costs: Durations, measured: NDArray[np.float64]) -> None:
-        """Compares a step's predicted costs with its measured times [chunks, microbatches], NaN where nobody has
-        measured.
-
-        An order by costs that say nothing would be longer than the one as it comes. So while they disagree with what is
-        measured, :meth:`choose` finds no order; it does again once they agree.
-        """
-        totals, found = costs.sum(axis=2), list[float]()
-        for predicted, taken in zip(totals, measured, strict=True):
-            known = np.isfinite(taken) & (predicted > 0)
-            if known.sum() > 2 and np.ptp(predicted[known]) > _ALIKE * predicted[known].max():
-                varies = np.ptp(taken[known]) > 0
-                found.append(float(np.corrcoef(predicted[known], taken[known])[0, 1]) if varies else 0.0)
-        if found:
-            self._agreement += (sum(found) / len(found) - self._agreement) / _REMEMBERED
+        self.trusts_costs = True
+        """Whether costs count. An order by costs that say nothing would be longer than the one as it comes."""
 
     @property
     def walks_per_round(self) -> int:
@@ -280,13 +261,13 @@ class MicrobatchOrders:
         if rounds or self._mean_rows is None:
             self._mean_rows = self._rows(mean)
         as_it_comes = np.arange(graph.num_microbatches)
-        hill = _hill(totals)
+        start = np.array(hill([fsum(of_chunks) for of_chunks in totals.T.tolist()]))
         if not rounds:
-            lengths = _ends(self._mean_rows, costs, np.stack([as_it_comes, hill]))
+            lengths = _ends(self._mean_rows, costs, np.stack([as_it_comes, start]))
             better = int(lengths[1] * _LONGER < lengths[0])
-            return ChosenOrder(tuple((as_it_comes, hill)[better].tolist()), float(lengths[better]))
+            return ChosenOrder(tuple((as_it_comes, start)[better].tolist()), float(lengths[better]))
         best, least = as_it_comes, self._simulated_ms(costs, absent, as_it_comes)
-        start, from_ms = hill, self._simulated_ms(costs, absent, hill)
+        from_ms = self._simulated_ms(costs, absent, start)
         for number in range(rounds):
             # Stages keep to the rows of this very order only as long as it is the order. Halfway between its costs and
             # equal ones, rows suit the orders near it too.
@@ -338,12 +319,6 @@ def in_places(absent: Absences, order: Sequence[int] | _Numbers) -> Absences:
     """Returns absent pairs, given by the numbers of microbatches, by their places in an order."""
     place = {int(number): place for place, number in enumerate(order)}
     return tuple((chunk, sum(1 << place[number] for number in bits(mask))) for chunk, mask in absent)
-
-
-def _hill(totals: NDArray[np.float64]) -> _Numbers:
-    """Returns the numbers of the microbatches, the shortest at both ends and the longest in the middle."""
-    rising = np.argsort([fsum(of_chunks) for of_chunks in totals.T.tolist()], kind="stable")
-    return np.concatenate([rising[::2], rising[1::2][::-1]])
 
 
 def _ends(rows: Sequence[_Walked], costs: Durations, orders: _Numbers) -> NDArray[np.float64]:

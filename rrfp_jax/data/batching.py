@@ -5,6 +5,9 @@ that holds it. The buckets are chosen by a survey of the first steps, for the le
 holds every microbatch that can come: as many samples as are cut in order, each as large as the largest. Balancing
 keeps within it. So nothing is ever outside the buckets, and they follow from data and configuration alone.
 
+Balanced microbatches cost about the same but for their padding. Those of each replica come in the order of a hill, as
+the cheapest fill and drain a pipeline fastest. Groups made uneven for this would gain less than buckets then pad.
+
 Where stages have meshes, sizes are padded further, up to sizes that these divide. Which samples share a microbatch and
 a row does not depend on it: a run may go on in another layout.
 """
@@ -17,7 +20,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from rrfp_jax.data.balancing import Groups, balanced, samples_in_order, spread_by_cost
+from rrfp_jax.data.balancing import Groups, balanced, hill, samples_in_order, spread_by_cost
 from rrfp_jax.data.buckets import (
     CutSizes,
     Packing,
@@ -75,6 +78,7 @@ class Batching:
         survey: the samples of the first steps.
         cost: the cost of a sample; None: a token and a patch cost the same.
         cut: the numbers of which the sizes of microbatches are multiples.
+        num_replicas: the number of replicas that share the microbatches.
 
     Attributes: ``shapes``, all that a microbatch can have, ascending; ``length`` of the longest rows, in tokens, and
     ``image_length``, in patches.
@@ -90,8 +94,10 @@ class Batching:
         cost: Cost | None = None,
         *,
         cut: CutSizes | None = None,
+        num_replicas: int = 1,
     ) -> None:
         self._config, self._format, self._cut = config, patch_format, cut or CutSizes()
+        self._share = -(-config.num_microbatches // num_replicas)
         self._cost: Cost = cost if cost is not None else lambda tokens, patches: tokens + sum(patches)
         self.length = _row_length(config.length, limits.longest, "length", "tokens, the longest sample", _MULTIPLE)
         block = patch_format.merge**2
@@ -149,7 +155,16 @@ class Batching:
         if groups is None:
             groups = self._balanced_part(samples, costs, range(len(samples)), num_groups)
         order = spread_by_cost([sum(costs[member] for member in group) for group in groups])
-        return [self._microbatch(samples, groups[group]) for group in order]
+        microbatches = [self._microbatch(samples, groups[group]) for group in order]
+        padded, found = [self._padded_cost(each.size) for each in microbatches], list[Microbatch]()
+        for first in range(0, num_groups, self._share):
+            found += [microbatches[first + number] for number in hill(padded[first : first + self._share])]
+        return found
+
+    def _padded_cost(self, size: SizePair) -> float:
+        """Returns the cost of a microbatch whose rows are full, as programs run it."""
+        num_rows, length = (size[0], self.length) if self._config.pack else (self._config.microbatch_size, size[0])
+        return self._cost(length, [self.image_length] * size[1]) + (num_rows - 1) * self._cost(length, ())
 
     def _gathered(self, samples: Sequence[Sample], costs: Sequence[float]) -> Groups | None:
         """Returns groups of which some are text only, about as many as text costs; None where that comes to nothing.

@@ -73,6 +73,7 @@ class ImageText:
         cost: the cost of a sample, for balancing; None: a token and a patch cost the same.
         part: the samples that are trained on, or those that are held out.
         cut: the numbers of which the sizes of microbatches are multiples.
+        num_replicas: the number of replicas that share the microbatches.
         writer: turns the text into tokens; None: tokens are bytes.
 
     Attributes: ``config``; ``num_samples`` and ``num_images`` of the part; ``shapes``, all that a microbatch can have,
@@ -90,6 +91,7 @@ class ImageText:
         cost: Cost | None = None,
         part: Part = TRAIN,
         cut: CutSizes | None = None,
+        num_replicas: int = 1,
         writer: TextWriter | None = None,
     ) -> None:
         refuse_nothing_held_out(part, config.held_out)
@@ -118,7 +120,7 @@ class ImageText:
         limits = self._limits()
         num_steps = -(-min(_SURVEYED_SAMPLES, self.num_samples) // config.batch_size)
         survey = [self.samples(step) for step in range(num_steps)]
-        self._batching = Batching(config, self._format, limits, survey, cost, cut=cut)
+        self._batching = Batching(config, self._format, limits, survey, cost, cut=cut, num_replicas=num_replicas)
         self.shapes = self._batching.shapes
 
     @property

@@ -8,19 +8,21 @@ A sample that one process cannot read is left out by all of them, if the configu
 its place, and counts nothing in the loss.
 
 The first process also chooses the order in which a step's microbatches come (:class:`CostOrders`), and tells the others
-in the same exchange. So measured times, which differ from process to process, may decide about it.
+in the same exchange, in which it hears how well costs told their times. So measured times, which differ from process
+to process, may decide about it.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rrfp_jax.core import Order
 from rrfp_jax.data import BrokenData
@@ -53,8 +55,8 @@ class StepOrder(NamedTuple):
     """The order in which a step's microbatches come."""
 
     order: list[int]
-    predicted_s: float | None
-    """The predicted time of the step's tasks; None: nothing has been measured by which to tell."""
+    predicted_s: float
+    """The predicted time of the step's tasks."""
 
 
 BatchCosts = Callable[[Batch], tuple[Durations, Absences]]
@@ -65,13 +67,51 @@ _PART_OF_STEP = 0.01
 _WALKED_S = 4e-6
 """Seconds of the host for a task of a walk, about."""
 _MOST_ROUNDS = 4
+_TRUSTED, _REMEMBERED = 0.5, 2
+"""The correlation of costs with measured times from which on costs count, and the number of steps over which it is
+smoothed. It begins at 0, so that chance does not do."""
+_ALIKE = 0.02
+"""Relative difference of costs below which noise decides how long microbatches take."""
+
+
+class _Experience(NamedTuple):
+    """Experience of a process with the costs of a chunk."""
+
+    chunk: int
+    forward_s: float = 0.0
+    """Seconds for a unit of cost; 0: not measured. Alike for the backward."""
+    backward_s: float = 0.0
+    agreement: float = 0.0
+    """Correlation of costs with measured times over the last steps."""
+    spread: float = 0.0
+    """Standard deviation of the microbatches' costs, over their mean; 0: no costs were compared."""
+
+    def after(
+        self, costs: NDArray[np.float64], predicted: NDArray[np.float64], taken: NDArray[np.float64]
+    ) -> "_Experience":
+        """Returns the experience after a step, with costs [microbatches, 3], predicted times [microbatches], and those
+        of forward and backward [microbatches, 2]."""
+
+        def seconds(before: float, unit: float, found: float) -> float:
+            new = float(found / unit) if unit > 0 else 0.0
+            return (3 * before + new) / 4 if before and new else before or new
+
+        agreement, spread = self.agreement, self.spread
+        if len(predicted) > 2 and np.ptp(predicted) > _ALIKE * predicted.max() > 0:
+            times = taken.sum(axis=1)
+            found = float(np.corrcoef(predicted, times)[0, 1]) if np.ptp(times) > 0 else 0.0
+            agreement += (found - agreement) / _REMEMBERED
+            spread = float(predicted.std() / predicted.mean())
+        forward_s = seconds(self.forward_s, costs[:, 0].sum(), taken[:, 0].sum())
+        backward_s = seconds(self.backward_s, costs[:, 1:].sum(), taken[:, 1].sum())
+        return _Experience(self.chunk, forward_s, backward_s, agreement, spread)
 
 
 class CostOrders:
     """Chooses the order of each step's microbatches, while a step before it runs.
 
-    The longer the steps, the longer the search. Costs are corrected by the measured times of the chunks that this
-    process hosts, and while they say nothing about these times, microbatches come in their own order.
+    The longer the steps, the longer the search. Costs are corrected by the times that all processes measure. Until they
+    have told these times for some steps, and whenever they do not, microbatches come in their own order.
 
     Args:
         order: the order of tasks of one replica.
@@ -84,9 +124,13 @@ class CostOrders:
         self, order: Order, costs_of: BatchCosts, *, num_replicas: int = 1, is_first: Callable[[], bool] = lambda: True
     ) -> None:
         self._orders, self._costs_of, self._is_first = MicrobatchOrders(order), costs_of, is_first
+        self._orders.trusts_costs = False
         self._num_replicas, self._share = num_replicas, order.graph.num_microbatches
-        self._seconds = np.full((order.graph.num_chunks, 2), np.nan)
-        """Seconds for a unit of cost, of the forward and of the backward of each chunk; NaN: not measured."""
+        self._num_chunks = order.graph.num_chunks
+        self._own: dict[int, _Experience] = {}
+        """Experience with the chunks that this process hosts."""
+        self._all = list[_Experience]()
+        """Experience of all processes."""
         self._costs: dict[int, Durations] = {}
         """Predicted costs of the steps that have not ended yet."""
         self._step_s = 0.0
@@ -94,16 +138,15 @@ class CostOrders:
 
     def choose(self, step: int, batch: Batch) -> StepOrder | None:
         """Returns the order of a step's microbatches; None: as they come. May be called from any thread."""
-        if not self._is_first():
-            return None
         with self._lock:
             costs, absent = self._costs_of(batch)
             self._costs[step] = costs
+            if not self._is_first():
+                return None
             orders, allowed_s = self._orders, _PART_OF_STEP * self._step_s / self._num_replicas
             if allowed_s < 2 * orders.num_tasks * _WALKED_S:
                 return None
             rounds = int(allowed_s / (orders.walks_per_round * orders.num_tasks * _WALKED_S))
-            is_known = bool(np.isfinite(self._seconds).any())
             corrected = costs * self._corrections()[:, None, :] * 1e3
             found, predicted_ms = list[int](), list[float]()
             for first in range(0, self._num_replicas * self._share, self._share):
@@ -117,14 +160,32 @@ class CostOrders:
                 found += [first + place for place in places]
             if not predicted_ms:
                 return None
-            return StepOrder(found, max(predicted_ms) / 1e3 if is_known else None)
+            return StepOrder(found, max(predicted_ms) / 1e3)
 
     def _corrections(self) -> Durations:
-        """Returns the seconds for a unit of cost [chunks, 3]; chunks of other processes take the mean ones."""
-        if not np.isfinite(self._seconds).any():
-            return np.ones((len(self._seconds), 3))
-        mean = np.nanmean(self._seconds)
-        return np.where(np.isfinite(self._seconds), self._seconds, mean)[:, [0, 1, 1]]
+        """Returns the seconds for a unit of cost [chunks, 3], the mean of the replicas; where nobody has measured it,
+        the mean of all."""
+        sums, counts = np.zeros((2, self._num_chunks, 2))
+        for each in self._all:
+            seconds = each.forward_s, each.backward_s
+            sums[each.chunk] += seconds
+            counts[each.chunk] += np.sign(seconds)
+        mean = sums.sum() / counts.sum() if counts.any() else 1.0
+        return np.where(counts > 0, sums / np.maximum(counts, 1), mean)[:, [0, 1, 1]]
+
+    def experience(self) -> list[list[float]]:
+        """Returns the experience of this process as plain data, for all to :meth:`hear`."""
+        with self._lock:
+            return [list(each) for each in self._own.values()]
+
+    def hear(self, told: Iterable[Sequence[Sequence[float]]]) -> None:
+        """Takes over the experience of all processes."""
+        with self._lock:
+            self._all = [_Experience(int(each[0]), *each[1:]) for of_one in told for each in of_one]
+            # The more the costs of a chunk vary, the more it counts.
+            spread = sum(each.spread for each in self._all)
+            agreement = sum(each.spread * each.agreement for each in self._all)
+            self._orders.trusts_costs = spread > 0 and agreement >= _TRUSTED * spread
 
     def learn(self, step: int, order: Sequence[int] | None, timeline: Timeline, step_s: float) -> None:
         """Takes note of how long a step and its tasks took on the stages of this process."""
@@ -139,14 +200,12 @@ class CostOrders:
                     own = place if order is None else order[place]
                     is_backward = DURATION_SLOTS[kind] != (0,)
                     measured[chunk // self._num_replicas, own, int(is_backward)] += span.end_s - span.start_s
-            totals = measured.sum(axis=2)
-            self._orders.learn(costs * self._corrections()[:, None, :], np.where(totals > 0, totals, np.nan))
-            for chunk, (known, times) in enumerate(zip(totals > 0, measured, strict=True)):
-                parts = costs[chunk, known]
-                for slot, cost in enumerate((parts[:, 0].sum(), parts[:, 1:].sum())):
-                    if cost > 0:
-                        found, before = times[known, slot].sum() / cost, self._seconds[chunk, slot]
-                        self._seconds[chunk, slot] = found if np.isnan(before) else (3 * before + found) / 4
+            predicted = (costs * self._corrections()[:, None, :]).sum(axis=2)
+            for chunk, taken in enumerate(measured):
+                known = (taken.sum(axis=1) > 0) & (predicted[chunk] > 0) & np.isfinite(predicted[chunk])
+                if known.any():
+                    before = self._own.get(chunk, _Experience(chunk))
+                    self._own[chunk] = before.after(costs[chunk, known], predicted[chunk, known], taken[known])
 
 
 class AgreedBatches:
@@ -200,7 +259,12 @@ class AgreedBatches:
         """Returns the batch of a step once all have read it; raises BrokenData in all processes if one of them
         cannot."""
         while True:
-            own = {"problem": reading.problem, "left out": sorted(reading.left_out), "order": reading.order}
+            own = {
+                "problem": reading.problem,
+                "left out": sorted(reading.left_out),
+                "order": reading.order,
+                "experience": [] if self.orders is None else self.orders.experience(),
+            }
             outcomes = self._gather("batch", own)
             problems = {rank: each["problem"] for rank, each in outcomes.items() if each["problem"] is not None}
             if problems:
@@ -218,6 +282,8 @@ class AgreedBatches:
                 "or let more go"
             )
         assert reading.batch is not None
+        if self.orders is not None:
+            self.orders.hear(each["experience"] for each in outcomes.values())
         told = [outcomes[rank]["order"] for rank in sorted(outcomes) if outcomes[rank]["order"] is not None]
         self.order = StepOrder(*told[0]) if told else None
         return reading.batch

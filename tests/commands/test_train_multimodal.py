@@ -1,6 +1,8 @@
 """Training of vision-language models by the command: its rows, going on in another layout, and what it refuses."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from rrfp_jax.commands.training.config import load_train_config
 from rrfp_jax.commands.training.planned import plan_run
 from rrfp_jax.data import ImageText
 from rrfp_jax.data.sample_order import is_held_out
-from tests.commands.running import run_afresh
+from tests.commands.running import ROOT, run_afresh
 from tests.drawn_words import preset_data
+from tests.environment import of_child
 
 MULTIMODAL = "tpu_gpu_configs/cpu/multimodal.yaml"
 
@@ -51,6 +54,38 @@ def test_a_run_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -
     np.testing.assert_allclose([row["loss"] for row in resumed], [row["loss"] for row in straight], rtol=2e-5)
     assert all(row["images_per_s"] > 0 and 0 <= row["patch_padding"] < 1 for row in straight)
     assert sum(row["forwards_skipped"] for row in straight) > 0
+
+
+ORDERED = """
+import sys
+from rrfp_jax.training import batches
+batches._WALKED_S, batches._TRUSTED = 1e-12, -2.0  # short steps are ordered too, whatever they have shown
+from rrfp_jax.commands.train import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_ordered_microbatches_goes_on_in_another_layout_with_the_same_samples(tmp_path: Path) -> None:
+    """It is saved within its second epoch; a run whose samples come as they are has the same losses."""
+    plain, halves = tmp_path / "plain", tmp_path / "halves"
+    options = ("--config", MULTIMODAL, *small(), "--data.images", "{text_buckets: 3, image_buckets: 2}")
+    options += ("--data.num-microbatches", 8, "--learning-rate", 4e-3, "--final-learning-rate", 4e-3)
+    unordered = ("--data.images", "{text_buckets: 3, image_buckets: 2, balance: false, gather_text: false}")
+    straight = run_afresh("train", *options, *unordered, "--steps", 20, "--run-dir", plain)
+    assert straight.returncode == 0, straight.stderr
+    together = ("--num-stages", 2, "--layout", "Pvp@0|E@1|t@0|tL@1", "--data.num-microbatches", 4)
+    for steps, layout in ((13, ()), (20, together)):
+        words = [sys.executable, "-c", ORDERED, *options, *layout, "--steps", steps, "--run-dir", halves]
+        given: Any = {"cwd": ROOT, "env": of_child(), "capture_output": True, "text": True}
+        ended = subprocess.run(list(map(str, words)), check=False, **given)
+        assert ended.returncode == 0, ended.stderr
+    straight_rows, resumed = rows_of(plain), rows_of(halves)
+    assert [row["step"] for row in resumed] == [*range(20)]
+    for half in (resumed[:13], resumed[13:]):
+        assert sum(row["predicted_step_s"] is not None for row in half) >= 3
+    assert all(row["predicted_step_s"] is None for row in straight_rows)
+    np.testing.assert_allclose([row["loss"] for row in resumed], [row["loss"] for row in straight_rows], rtol=2e-5)
 
 
 @pytest.mark.slow

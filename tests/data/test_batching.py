@@ -28,11 +28,11 @@ def drawn(seed, num=12):
     ]
 
 
-def batching(survey=(), cost=None, cut=None, **changes):
+def batching(survey=(), cost=None, cut=None, num_replicas=1, **changes):
     config = ImageTextConfig(path="unread", **({"batch_size": 12, "num_microbatches": 4} | changes))
-    num = config.microbatch_size
+    num, sharing = config.microbatch_size, {"cut": cut, "num_replicas": num_replicas}
     limits = Limits(LONGEST, num * LONGEST, LARGEST, num * 3, num * 3 * LARGEST, has_text_only=True)
-    return Batching(config, PatchFormat(16, 2, is_packed=True), limits, survey, cost, cut=cut)
+    return Batching(config, PatchFormat(16, 2, is_packed=True), limits, survey, cost, **sharing)
 
 
 def no_patches(number, image):
@@ -148,7 +148,7 @@ def test_text_is_gathered_so_that_encoders_have_fewer_microbatches(pack):
 
 
 def test_replicas_get_shares_of_the_same_cost():
-    balanced, plain = batching([], num_microbatches=12), batching([], num_microbatches=12, balance=False)
+    balanced, plain = (batching([], num_microbatches=12, num_replicas=2, balance=each) for each in (True, False))
 
     def excess(made):
         values = []
@@ -163,6 +163,21 @@ def test_replicas_get_shares_of_the_same_cost():
 
     assert excess(balanced) < 0.01
     assert excess(plain) > 0.05
+
+
+@pytest.mark.parametrize(("pack", "num_replicas"), [(True, 1), (False, 2)])
+def test_microbatches_of_each_replica_cost_least_at_both_ends(pack, num_replicas):
+    """With padding within rows, the more the nearer to the middle; how many replicas there are changes no group."""
+    made, alone = (batching(pack=pack, num_replicas=each, num_microbatches=6) for each in (num_replicas, 1))
+    for seed in range(10):
+        divided = made.divide(drawn(seed))
+        assert sorted(each.members for each in divided) == sorted(each.members for each in alone.divide(drawn(seed)))
+        lengths = [made.length * each.size[0] if pack else 2 * each.size[0] for each in divided]
+        patches = [made.image_length * each.size[1] for each in divided]
+        for costs in np.split(np.add(lengths, patches), num_replicas):
+            top = costs.argmax()
+            assert (np.diff(costs[: top + 1]) >= 0).all()
+            assert (np.diff(costs[top:]) <= 0).all()
 
 
 def test_contents_count_what_is_no_padding():
