@@ -36,7 +36,7 @@ from rrfp_jax.training.run_directory import CONFIG
 
 _CHOICES = (
     *("microbatches", "microbatch_size", "stages", "replicas", "tensor", "chunks_per_stage", "schedules", "consume"),
-    *("remat", "devices", "batch_size"),
+    *("remat", "devices", "batch_size", "machine"),
 )
 _CPU = Device(
     name="cpu",
@@ -101,9 +101,10 @@ def configured_plan(config: TrainConfig, book: CostBook) -> Plan:
     one = _configured_choice(config, book)
     judge = Judge(book.noise, draws_for([one.shape]), seed=0)
     ranked = Ranked(choice=one, forecast=forecast(one, book, judge))
-    return Plan(
-        ranking=(ranked,), is_decided=True, num_draws=judge.num_draws, evaluations=1, notes=encoder_notes(config)
-    )
+    notes = encoder_notes(config)
+    if book.machine is not None:
+        notes += ("devices and links are taken as alike, whatever the machine of the costs",)
+    return Plan(ranking=(ranked,), is_decided=True, num_draws=judge.num_draws, evaluations=1, notes=notes)
 
 
 def configured_memory(config: TrainConfig, device: Device, rows: MicrobatchRows) -> tuple[StageForecast, ...]:

@@ -289,18 +289,23 @@ def quick_bound_ms(point: Point, costs: ModelCosts, *, split: bool) -> float:
     once those before it have run a forward, at least the share f of their work, so a step takes at least
     ``f (x_0 + ... + x_(s-1)) + m x_s``. The largest of these is least where all are equal, and then it is
     ``m X / sum of (1 - f / m)^s``. A whole backward must also come back through them: f is 1. With several chunks at
-    least a layer and a message for each stage before come first, half of them on average.
+    least a layer and a message for each stage before come first, half of them on average. Stage s counts as often as it
+    is as quick as the device that costs were measured on: X is the work there.
     """
     shape, m, p = point.shape, point.shape.num_microbatches, point.shape.num_stages
-    layers = range(costs.num_layers)
-    works = [costs.of(layer).work_ms(split=split) for layer in layers]
-    forwards = [costs.of(layer).forward_ms for layer in layers]
-    once_ms = sum(
-        costs.of(layer).update_ms + costs.links.sum_ms(costs.of(layer).gradient_bytes, shape.data) for layer in layers
-    )
-    even_ms = (m * sum(works) + once_ms) / p
+    layers = [costs.types[name] for name in costs.layers]
+    works = [layer.work_ms(split=split) for layer in layers]
+    forwards = [layer.forward_ms for layer in layers]
+    speeds = [stage.speed for stage in costs.stages] or [1.0] * p
+    ways = [costs.link(stage, stage + 1) for stage in range(p - 1)]
+    within = [costs.link(stage, stage) for stage in range(p)]
+    num_bytes = sum(layer.gradient_bytes for layer in layers)
+    sums_ms = min(links.sum_ms(num_bytes, shape.data) for links in within)
+    once_ms = sum(layer.update_ms for layer in layers) + min(speeds) * sums_ms
+    even_ms = (m * sum(works) + once_ms) / sum(speeds)
     if point.chunks > 1:
-        return even_ms + (min(forwards) + costs.links.latency_ms) * (p - 1) / 2
+        least_ms = min(forwards) / max(speeds) + min(link.latency_ms for link in ways)
+        return even_ms + least_ms * sum(stage * speed for stage, speed in enumerate(speeds)) / sum(speeds)
     share = min((f / x for f, x in zip(forwards, works, strict=True) if x), default=0.0) if split else 1.0
     left = 1 - share / m
-    return max(even_ms, m * sum(works) / sum(left**stage for stage in range(p)))
+    return max(even_ms, m * sum(works) / sum(left**stage * speed for stage, speed in enumerate(speeds)))

@@ -125,6 +125,12 @@ def make_parser() -> CommandParser:
         metavar="N",
         help="how many there are, all of which are used (default: as many as the configuration has)",
     )
+    add(
+        "--machine",
+        metavar="FILE.json",
+        help="devices that are not alike and links between them, as rrfp doctor --links and rrfp profile write them "
+        "(default: as --costs has them, else all are alike)",
+    )
     add("--memory", metavar="SIZE", help="memory of each device, as 72GiB (default: that of the device, if known)")
     add(
         "--jitter",

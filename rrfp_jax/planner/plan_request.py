@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
-from rrfp_jax.costs import CostBook, Noise
+from rrfp_jax.costs import CostBook, MachineCosts, Noise
 from rrfp_jax.costs.devices import device_of
 from rrfp_jax.costs.layer_costs import every_setting
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES, REMATS
 from rrfp_jax.layout import describe_axes, other_axes, with_tensor
 from rrfp_jax.planner.configured import check_as_configured
-from rrfp_jax.planner.cost_file import read_costs
+from rrfp_jax.planner.cost_file import read_costs, read_machine
 from rrfp_jax.planner.search_space import CONSUMPTIONS, SearchSpace
 from rrfp_jax.planner.sites import PLANNED_HINTS
 from rrfp_jax.planner.writing import check_writable
@@ -120,15 +120,13 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         if config is None:
             raise ValueError("--write completes a configuration: give --config FILE.yaml too")
         check_writable(config, Path(arguments.write))
-    num_devices, batch_size = arguments.devices, arguments.batch_size
-    if num_devices is None and config is None:
-        raise ValueError("the number of devices is not given: give --devices, or --config FILE.yaml, which has one")
-    if num_devices is None and config is not None:
-        num_devices = config.pipeline.num_devices
+    machine = None if arguments.machine is None else read_machine(arguments.machine)
+    num_devices, batch_size = _num_devices(arguments.devices, machine, config), arguments.batch_size
     if batch_size is None and config is not None:
         batch_size = config.data.batch_size
     chunks = _chunks(arguments, config)  # before costs are worked out, which takes longer
     book = _costs(arguments, config, num_devices=num_devices, batch_size=batch_size)
+    book = replace(book, machine=machine or book.machine)
     if config is not None:
         asked = other_axes(config.pipeline.mesh)
         if tuple(asked.items()) != tuple(book.mesh.items()):  # the order of axes counts
@@ -154,6 +152,16 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         top=arguments.top,
     )
     return PlanRequest(book=book, space=space, config=config)
+
+
+def _num_devices(asked: int | None, machine: MachineCosts | None, config: TrainConfig | None) -> int:
+    if asked is not None:
+        return asked
+    if machine is not None:
+        return len(machine.devices)
+    if config is None:
+        raise ValueError("the number of devices is not given: give --devices, or --config FILE.yaml, which has one")
+    return config.pipeline.num_devices
 
 
 def _chunks(arguments: argparse.Namespace, config: TrainConfig | None) -> tuple[int, ...] | None:

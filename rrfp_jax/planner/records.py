@@ -10,6 +10,8 @@ from rrfp_jax.layout import Axes, num_devices
 from rrfp_jax.schedules import Placement, looped, waves
 
 LINEAR, LOOPED, WAVES = "linear", "looped", "waves"
+MIXED = "by stage"
+"""The rematerialisation of shapes in which it differs from stage to stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,8 @@ class Point:
     """:data:`LINEAR`, :data:`LOOPED` or :data:`WAVES`, of which one wave is the V."""
     chunks: int
     """Chunks per stage."""
+    order: tuple[int, ...] = ()
+    """The number of each stage's group of devices, where devices differ."""
 
     @property
     def placement(self) -> Placement:
@@ -91,13 +95,24 @@ class PlanChoice:
         return self.ordering.consume == STRICT
 
     @property
+    def remats(self) -> tuple[str, ...]:
+        """The rematerialisation of each stage."""
+        return tuple(stage.remat for stage in self.cut.costs.stages) or (self.shape.remat,) * self.shape.num_stages
+
+    @property
+    def devices(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each stage by their numbers in the machine; empty where all are alike."""
+        return tuple(stage.devices for stage in self.cut.costs.stages if stage.devices)
+
+    @property
     def peak_bytes(self) -> int:
         """Bytes of the fullest stage."""
         return max(stage.peak for stage in self.memory)
 
     def fits(self, memory_bytes: int | None) -> bool:
-        """Returns whether no stage takes more."""
-        return memory_bytes is None or self.peak_bytes <= memory_bytes
+        """Returns whether no stage takes more than its device has, ``memory_bytes`` where stages do not differ."""
+        limits = self.cut.limits(memory_bytes)
+        return all(limit is None or stage.peak <= limit for stage, limit in zip(self.memory, limits, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)

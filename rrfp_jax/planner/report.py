@@ -68,7 +68,7 @@ def _cells(ranked: Ranked) -> dict[str, str]:
         "stages x data x tensor": shape_in_words(choice.shape),
         "micro- batches": _microbatches_in_words(choice.shape),
         "order": order_in_words(choice),
-        "remat": choice.shape.remat.replace(NONE, ""),
+        "remat": "" if set(choice.remats) == {NONE} else _runs(choice.remats),
         "step ms": _step_in_words(ranked),
         "p95 ms": milliseconds(forecast.p95_ms) if forecast.error_ms else "",
         "over bound": _percent(forecast.gap),
@@ -80,10 +80,13 @@ def _cells(ranked: Ranked) -> dict[str, str]:
 
 
 def _cuts(shown: Sequence[Ranked]) -> Table:
-    table = make_table("cuts", "", "cut", "why it lost to the one before it")
+    devices = [ranked.choice.devices for ranked in shown]
+    differ = ["devices"] * any(devices)
+    table = make_table("cuts", "", "cut", *differ, "why it lost to the one before it")
     table.columns[1].no_wrap = True
-    for place, ranked in enumerate(shown, start=1):
-        table.add_row(str(place), cut_in_words(ranked.choice.cut, short=True), ranked.why)
+    for place, (ranked, of_stages) in enumerate(zip(shown, devices, strict=True), start=1):
+        told = " ".join(",".join(map(str, numbers)) for numbers in of_stages)
+        table.add_row(str(place), cut_in_words(ranked.choice.cut, short=True), *[told for _ in differ], ranked.why)
     return table
 
 
@@ -125,10 +128,10 @@ def _comparison(plan: Plan) -> Table:
 
 
 def _memory(best: Ranked, memory_bytes: int | None) -> Table:
-    cut, stages = best.choice.cut, best.choice.memory
-    limited = "" if memory_bytes is None else f" of {format_bytes(memory_bytes)}"
+    cut, stages, limits = best.choice.cut, best.choice.memory, best.choice.cut.limits(memory_bytes)
+    limited = f" of {format_bytes(limits[0])}" if limits[0] and len(set(limits)) == 1 else ""
     headings = ["stage", "layers", "work ms", "all the time", "in flight", "while it runs", "peak"]
-    if memory_bytes is not None:
+    if any(limits):
         headings.append("free")
     table = make_table(f"memory of each stage{limited}", *headings, numeric=True)
     table.columns[1].justify = "left"
@@ -142,8 +145,8 @@ def _memory(best: Ranked, memory_bytes: int | None) -> Table:
             _bytes_or_dash(forecast.temporaries),
             format_bytes(forecast.peak),
         ]
-        if memory_bytes is not None:
-            cells.append(_percent(1 - forecast.peak / memory_bytes))
+        if any(limits):
+            cells.append(_percent(1 - forecast.peak / limit if (limit := limits[stage]) else None))
         rows.append(cells)
     for cells_alike, alike in groupby(enumerate(rows), key=itemgetter(1)):  # equal stages share a row
         numbers = [stage for stage, _ in alike]
@@ -161,6 +164,12 @@ def _sources(plan: Plan, book: CostBook) -> Iterator[str]:
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _runs(words: Sequence[str]) -> str:
+    """Returns ``full*2 none*6``; the word alone where all are equal."""
+    runs = [(word, len(list(run))) for word, run in groupby(words)]
+    return " ".join(word if len(runs) == 1 else f"{word}*{number}" for word, number in runs)
 
 
 def refused_in_words(refused: Refused) -> str:
@@ -247,6 +256,8 @@ def _ranked_as_json(ranked: Ranked) -> dict[str, Any]:
         "is_even": choice.is_even,
         "layers_of_chunk": [*cut.counts],
         "stage_of_chunk": [*cut.placement.stage_of_chunk],
+        "remat_of_stage": [*choice.remats],
+        "devices_of_stage": [[*numbers] for numbers in choice.devices],
         "order": order_in_words(choice),
         "order_name": choice.order_name,
         "is_searched": choice.is_searched,

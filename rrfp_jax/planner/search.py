@@ -10,6 +10,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 
@@ -17,8 +18,15 @@ from rrfp_jax.core import STRICT
 from rrfp_jax.costs import CostBook
 from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
 from rrfp_jax.planner.reasons import Reasons, Refusals
-from rrfp_jax.planner.records import Forecast, Plan, PlanChoice, Ranked, Refused
-from rrfp_jax.planner.search_space import SearchSpace, points_of, refused_without_points, shapes_of
+from rrfp_jax.planner.records import MIXED, Forecast, Plan, PlanChoice, Ranked, Refused
+from rrfp_jax.planner.search_space import (
+    PointCosts,
+    SearchSpace,
+    check_machine,
+    points_of,
+    refused_without_points,
+    shapes_of,
+)
 from rrfp_jax.planner.sites import Sites, TriedTable, hints_for, is_large
 
 _FIRST_DRAWS = 16
@@ -93,6 +101,7 @@ def forecast(one: PlanChoice, book: CostBook, judge: Judge, num_draws: int | Non
         sum(cut.costs.of(layer).flops for layer in range(cut.costs.num_layers)) * shape.num_microbatches * shape.data
     )
     peak = book.device_flops
+    speeds = [stage.speed for stage in cut.costs.stages] or [1.0]
     return Forecast(
         step_ms=step_ms,
         p95_ms=float(np.quantile(draws_ms, 0.95)),
@@ -103,7 +112,7 @@ def forecast(one: PlanChoice, book: CostBook, judge: Judge, num_draws: int | Non
         bubble=max(0.0, 1 - sum(cut.stage_work_ms) / shape.num_stages / nominal_ms),
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * book.tokens_per_sample or None,
-        mfu=flops / (shape.num_devices * peak * step_ms / 1e3) if peak and flops else None,
+        mfu=flops / (shape.num_devices * fmean(speeds) * peak * step_ms / 1e3) if peak and flops else None,
         draws_ms=tuple(map(float, draws_ms)) if number > 1 else (),
     )
 
@@ -112,9 +121,13 @@ class _Search:
     def __init__(self, book: CostBook, space: SearchSpace, seed: int, draws: int | None) -> None:
         self.book, self.space = book, space
         self.memory_bytes = space.memory_bytes or book.device_bytes
+        devices = book.machine.devices if book.machine else ()
+        self._has_limits = self.memory_bytes is not None or any(device.bytes for device in devices)
         self.shapes = shapes_of(book, space)
         self.judge = Judge(book.noise, draws or draws_for(self.shapes), seed)
-        self.sites = Sites(book, space, self.judge, self.memory_bytes, _FIRST_DRAWS)
+        check_machine(book, space)
+        self.costs = PointCosts(book, space)
+        self.sites = Sites(self.costs, self.judge, self.memory_bytes, _FIRST_DRAWS)
         self.refused: list[Refused] = []
         self._hints_tried: list[PlanChoice] = []
 
@@ -124,7 +137,8 @@ class _Search:
             if not points:
                 self.refused.append(refused_without_points(shape, self.book))
             for point in points:
-                self.sites.add(point)
+                for order in self.costs.orders(shape):
+                    self.sites.add(replace(point, order=order))
         total = len(self.sites.waiting)
         for _ in self.sites.look():
             progress("tables", total - len(self.sites.waiting), total, self.sites.best)
@@ -183,7 +197,9 @@ class _Search:
     def _ranked(self, best: list[PlanChoice]) -> Plan:
         distinct: dict[object, PlanChoice] = {}  # of each order on a cut the best way to consume it
         for one in best:
-            distinct.setdefault((one.shape, one.cut.placement, one.cut.counts, one.order_name), one)
+            distinct.setdefault(
+                (one.shape, one.cut.placement, one.cut.counts, one.remats, one.devices, one.order_name), one
+            )
         top = list(distinct.values())[: self.space.top]
         reasons = Reasons(self.book, self.space, self.judge, self.memory_bytes, self.sites.tables, _FEW_DRAWS)
         ranking = [self._told(one) for one in top]
@@ -195,7 +211,7 @@ class _Search:
         if len(top) > 1:
             ahead, error = self.judge.difference(top[0], top[1], self.judge.num_draws)
             is_decided = ahead > error
-        if self.memory_bytes is None:
+        if not self._has_limits:
             notes.append("how much memory a device has is not known, so nothing is refused for lack of it")
         if self.book.noise.is_none:
             notes.append("the costs do not say how durations vary, so all times are those of a step without noise")
@@ -221,10 +237,10 @@ class _Search:
         fitting = {table.point.shape for table in self.sites.tables if table.has_fit}
         fitting |= {one.shape for one in self._hints_tried}
         short = [*self.sites.refused, *(table.point.shape for table in self.sites.tables)]
-        lacking = [shape for shape in dict.fromkeys(short) if shape not in fitting]
+        lacking = [shape for shape in dict.fromkeys(short) if shape not in fitting and shape.remat != MIXED]
         found = list(self.refused)
-        if self.memory_bytes is not None:
-            refusals = Refusals(self.book, self.space, self.memory_bytes)
+        if self._has_limits:
+            refusals = Refusals(self.costs, self.memory_bytes)
             found += [refusals.refused(shape) for shape in lacking[:_MOST_REFUSED]]
         distinct = {(each.shape.num_stages, each.shape.data, each.shape.tensor, each.reason): each for each in found}
         return list(distinct.values())
