@@ -1,4 +1,5 @@
-"""The reason why one choice lost to another, and why a shape does not fit with the nearest changes that make it fit.
+"""Why the best choice won, why others lost to it, and why a shape does not fit with the nearest changes that make it
+fit.
 
 Each is a sentence with its figures, and each change is worked out."""
 
@@ -13,20 +14,20 @@ from rrfp_jax.costs.forecast import forecast_memory
 from rrfp_jax.costs.layer_costs import NONE
 from rrfp_jax.planner.best_cut import best_cut
 from rrfp_jax.planner.cut_problem import MemoryBudget
-from rrfp_jax.planner.judging import Judge, once_per_step_ms
+from rrfp_jax.planner.judging import Judge, once_per_step_ms, step_bound_ms
 from rrfp_jax.planner.records import PlanChoice, PlanShape, Point, Refused
 from rrfp_jax.planner.search_space import PointCosts, SearchSpace, points_of
 from rrfp_jax.planner.sites import TriedTable, largest_windows, plain_hint
 
 _WORDS = {
-    "work": "work: an average stage works {0:.4g} ms, {1:.4g} ms in the one before",
-    "recomputed": "recomputation: it takes {0:.4g} ms of each stage, {1:.4g} ms in the one before",
-    "once": "sums of gradients and updates: they take {0:.4g} ms, {1:.4g} ms in the one before",
+    "work": "work: an average stage works {0:.4g} ms, {1:.4g} ms in the best",
+    "recomputed": "recomputation: it takes {0:.4g} ms of each stage, {1:.4g} ms in the best",
+    "once": "sums of gradients and updates: they take {0:.4g} ms, {1:.4g} ms in the best",
     "imbalance": "imbalance of the cut: the fullest stage works {0:.4g} ms more than an average one, {1:.4g} ms in the "
-    "one before",
-    "communication": "communication: messages make the step {0:.4g} ms longer, {1:.4g} ms in the one before",
-    "bubble": "bubble: stages fill, drain and wait for {0:.4g} ms, {1:.4g} ms in the one before",
-    "noise": "variability: it makes the step {0:.4g} ms longer, {1:.4g} ms in the one before",
+    "best",
+    "communication": "communication: messages make the step {0:.4g} ms longer, {1:.4g} ms in the best",
+    "bubble": "bubble: stages fill, drain and wait for {0:.4g} ms, {1:.4g} ms in the best",
+    "noise": "variability: it makes the step {0:.4g} ms longer, {1:.4g} ms in the best",
 }
 """A sentence for each part of a step."""
 
@@ -89,27 +90,45 @@ class Reasons:
     """The least number of draws by which choices are compared."""
     _known: dict[PlanChoice, dict[str, float]] = field(default_factory=dict)
 
-    def why_lost(self, before: PlanChoice, one: PlanChoice) -> str:
-        """Returns the largest advantage of the candidate before, in words."""
-        number = max(self.num_draws, min(self.judge.num_known(before), self.judge.num_known(one)))
-        longer, error = self.judge.difference(before, one, number)
+    def why_won(self, best: PlanChoice, even: PlanChoice | None) -> tuple[str, str]:
+        """Returns two sentences: where the time of the best choice goes, and its gain over an even cut."""
+        parts, bound_ms = dict(self._parts_ms(best)), step_bound_ms(best.cut)
+        work_ms = parts.pop("work") + parts.pop("recomputed")
+        most = max(parts, key=parts.__getitem__)
+        where = (
+            f"an average stage works {work_ms:.4g} of {work_ms + sum(parts.values()):.4g} ms, most is lost to "
+            f"{_WORDS[most].split(':')[0]}, {max(0.0, parts[most]):.4g} ms, and no order of this cut takes less than "
+            f"{bound_ms:.4g} ms"
+        )
+        if even is None:
+            return where, "no named order on an even cut fits"
+        if even is best:
+            return where, "its cut is the even one, and its order the best named one"
+        return where, f"the best named order on an even cut is {self.why_lost(best, even)}"
+
+    def why_lost(self, best: PlanChoice, one: PlanChoice) -> str:
+        """Returns how much longer a sample takes than with the best, and the largest advantage of that, in words."""
+        number = max(self.num_draws, min(self.judge.num_known(best), self.judge.num_known(one)))
+        longer, error = self.judge.difference(best, one, number)
         if longer <= error:
             return "equal: no difference" + ("" if self.judge.noise.is_none else " beyond the noise")
         # Steps may have different numbers of samples: the parts of both are those of as many as the loser has.
-        ahead, behind = self._parts_ms(before), self._parts_ms(one)
-        times = one.shape.batch_size / before.shape.batch_size
+        ahead, behind = self._parts_ms(best), self._parts_ms(one)
+        times = one.shape.batch_size / best.shape.batch_size
         name = max(behind, key=lambda part: behind[part] - ahead[part] * times)
-        told = _WORDS[name].format(behind[name], ahead[name] * times)
-        return told + (self._for_lack_of_memory(before, one) if name in ("bubble", "noise") else "")
+        share, told = longer / self.judge.value(best, number), _WORDS[name].format(behind[name], ahead[name] * times)
+        return f"{share:.1%} longer: {told}" + (
+            self._for_lack_of_memory(best, one) if name in ("bubble", "noise") else ""
+        )
 
     def _parts_ms(self, one: PlanChoice) -> dict[str, float]:
         if one not in self._known:
             self._known[one] = step_parts_ms(one, self.book, self.judge, self.num_draws)
         return self._known[one]
 
-    def _for_lack_of_memory(self, before: PlanChoice, one: PlanChoice) -> str:
+    def _for_lack_of_memory(self, best: PlanChoice, one: PlanChoice) -> str:
         """Returns the quickest table on this cut that would be ahead, if memory sufficed for it."""
-        cut, limit = one.cut, self.judge.value(before, self.num_draws)
+        cut, limit = one.cut, self.judge.value(best, self.num_draws)
         limits = cut.limits(self.memory_bytes)
         ahead = [table for table in self.tables if table.cut is cut and table.value < limit]
         for table in sorted(ahead, key=lambda table: table.value):

@@ -152,7 +152,7 @@ class Ranked:
     choice: PlanChoice
     forecast: Forecast
     why: str = ""
-    """The reason why it lost to the one before it; empty for the first."""
+    """The loss to the best and its reason; empty for the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +174,10 @@ class Plan:
     is_decided: bool
     """Whether the first is ahead of the second by more than the standard error of their difference."""
     refused: tuple[Refused, ...] = ()
+    why: tuple[str, ...] = ()
+    """Two sentences on why the first won."""
+    alternatives: tuple[Ranked, ...] = ()
+    """The nearest choices of other kinds, each with the kind, its loss and the reason."""
     even: Ranked | None = None
     """The best named order on an even cut, for comparison."""
     named: Ranked | None = None

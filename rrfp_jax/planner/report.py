@@ -41,6 +41,8 @@ def show_plan(
             parts.append(f"DOES NOT FIT: the fullest stage needs {over} more than a device has")
     else:
         parts += [_cuts(shown), f"cuts: {legend(cut)}; a bar ends a chunk", *_verdict(plan, shown)]
+        parts += [f"why it won: {'; '.join(plan.why)}"] * bool(plan.why)
+        parts += [f"  {_alternative_in_words(ranked)}" for ranked in plan.alternatives]
         parts += [_comparison(plan), _memory(shown[0], memory_bytes)]
     if plan.refused:
         parts.append(f"{len(plan.refused)} layouts do not fit, for example")
@@ -82,7 +84,7 @@ def _cells(ranked: Ranked) -> dict[str, str]:
 def _cuts(shown: Sequence[Ranked]) -> Table:
     devices = [ranked.choice.devices for ranked in shown]
     differ = ["devices"] * any(devices)
-    table = make_table("cuts", "", "cut", *differ, "why it lost to the one before it")
+    table = make_table("cuts", "", "cut", *differ, "what it loses to the best, and why")
     table.columns[1].no_wrap = True
     for place, (ranked, of_stages) in enumerate(zip(shown, devices, strict=True), start=1):
         told = " ".join(",".join(map(str, numbers)) for numbers in of_stages)
@@ -166,6 +168,13 @@ def _sources(plan: Plan, book: CostBook) -> Iterator[str]:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
+def _alternative_in_words(ranked: Ranked) -> str:
+    kind, loss = ranked.why.split(": ", 1)
+    choice = ranked.choice
+    told = f"{shape_in_words(choice.shape)}, {_microbatches_in_words(choice.shape)}, {order_in_words(choice)}, "
+    return f"{kind}, {told}{cut_in_words(choice.cut, short=True)}: {loss}"
+
+
 def _runs(words: Sequence[str]) -> str:
     """Returns ``full*2 none*6``; the word alone where all are equal."""
     runs = [(word, len(list(run))) for word, run in groupby(words)]
@@ -235,6 +244,8 @@ def plan_as_json(plan: Plan, book: CostBook, *, top: int) -> dict[str, Any]:
         "is_decided": plan.is_decided,
         "even_cut_best_named": None if plan.even is None else _ranked_as_json(plan.even),
         "best_cut_best_named": None if plan.named is None else _ranked_as_json(plan.named),
+        "why": [*plan.why],
+        "alternatives": [_ranked_as_json(ranked) for ranked in plan.alternatives],
         "refused": [{**asdict(each.shape), "reason": each.reason, "change": each.change} for each in plan.refused],
         "evaluations": plan.evaluations,
         "num_draws": plan.num_draws,

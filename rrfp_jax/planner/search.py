@@ -5,7 +5,7 @@
 2. On the best of these sites a search looks for orders without a name (:mod:`rrfp_jax.planner.order_search`).
 3. The best tables in every way to consume them, and hints, are compared: all on few draws, fewer and fewer candidates
    on more (:func:`compare_candidates`).
-4. The best are told with their forecasts, and why each lost to the one before it.
+4. The best are told with their forecasts, why the first won, and why each other lost to it.
 """
 
 from collections.abc import Callable
@@ -45,6 +45,8 @@ _KEPT_TO = 2
 """Candidates that keep to a table and stay to the end."""
 _FEW_DRAWS = 4
 """The least number of draws of a forecast."""
+_ALTERNATIVES = 3
+"""Alternatives to the best that are told, each of a kind of its own."""
 SearchProgress = Callable[[str, int, int, float], None]
 """Hears what a search does, how many steps of it are done, of how many, and the milliseconds per sample of the best so
 far; infinite where nothing fits yet."""
@@ -115,6 +117,30 @@ def forecast(one: PlanChoice, book: CostBook, judge: Judge, num_draws: int | Non
         mfu=flops / (shape.num_devices * fmean(speeds) * peak * step_ms / 1e3) if peak and flops else None,
         draws_ms=tuple(map(float, draws_ms)) if number > 1 else (),
     )
+
+
+def _nearest(choices: list[PlanChoice]) -> list[tuple[str, PlanChoice]]:
+    """Returns the best choices of each kind by which they differ from the first, and the kind, then further ones;
+    choices come the best first."""
+    found, further = list[tuple[str, PlanChoice]](), list[tuple[str, PlanChoice]]()
+    for one in choices[1:]:
+        first, known = choices[0], {kind for kind, _ in found}
+        if (one.shape.num_stages, one.shape.data, one.shape.tensor) != (
+            first.shape.num_stages,
+            first.shape.data,
+            first.shape.tensor,
+        ):
+            kind = "other stages and replicas"
+        elif one.shape != first.shape or one.remats != first.remats:
+            kind = "other microbatches or rematerialisation"
+        elif one.devices != first.devices:
+            kind = "other devices of stages"
+        elif (one.cut.placement, one.cut.counts) != (first.cut.placement, first.cut.counts):
+            kind = "another cut"
+        else:
+            kind = "another order"
+        (further if kind in known else found).append((kind, one))
+    return [*found, *further][:_ALTERNATIVES]
 
 
 class _Search:
@@ -203,8 +229,7 @@ class _Search:
         top = list(distinct.values())[: self.space.top]
         reasons = Reasons(self.book, self.space, self.judge, self.memory_bytes, self.sites.tables, _FEW_DRAWS)
         ranking = [self._told(one) for one in top]
-        for place in range(1, len(top)):
-            ranking[place] = replace(ranking[place], why=reasons.why_lost(top[place - 1], top[place]))
+        ranking[1:] = [replace(ranked, why=reasons.why_lost(top[0], ranked.choice)) for ranked in ranking[1:]]
         named = [one for one in best if not one.is_searched]
         even = [one for one in named if one.is_even]
         is_decided, notes = bool(top), []
@@ -221,6 +246,11 @@ class _Search:
             refused=tuple(self._refused()),
             even=self._told(even[0]) if even else None,
             named=self._told(named[0]) if named else None,
+            why=reasons.why_won(top[0], even[0] if even else None) if top else (),
+            alternatives=tuple(
+                replace(self._told(one), why=f"{kind}: {reasons.why_lost(top[0], one)}")
+                for kind, one in _nearest(list(distinct.values()))
+            ),
             num_judged=len(distinct),
             evaluations=self.judge.evaluations,
             num_draws=self.judge.num_draws,
