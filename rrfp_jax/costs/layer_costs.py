@@ -109,6 +109,50 @@ class LinkCosts:
         return 2 * (replicas - 1) * self.latency_ms + bytes_ms
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeviceCosts:
+    """A device as it is. Raises ValueError for numbers that no device has."""
+
+    speed: float = 1.0
+    """How many times as fast it computes as the device for which the costs of layers are."""
+    bytes: int | None = None
+    """Memory; None: as the costs say."""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, POSITIVE, "speed", "bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineCosts:
+    """The devices of a machine that are not alike, and the links between them. Raises ValueError for matrices that are
+    not square, and for numbers that no link has."""
+
+    devices: tuple[DeviceCosts, ...]
+    latency_ms: tuple[tuple[float, ...], ...] = ()
+    """[sending device][receiving device]; empty: as the costs' links say. The diagonal does not count."""
+    gb_per_s: tuple[tuple[float | None, ...], ...] = ()
+    """The same of bandwidths, in 10^9 bytes per second; None: size does not matter."""
+
+    def __post_init__(self) -> None:
+        number = len(self.devices)
+        if not number:
+            raise ValueError("the machine has no device: name at least one")
+        for name, rule in (("latency_ms", NOT_NEGATIVE), ("gb_per_s", POSITIVE)):
+            rows = getattr(self, name)
+            if rows and {len(rows), *map(len, rows)} != {number}:
+                raise ValueError(
+                    f"{name} has {len(rows)} rows of {', '.join(map(str, sorted({*map(len, rows)})))} numbers: give "
+                    f"{number} rows of {number}, as there are {number} devices"
+                )
+            for source, row in enumerate(rows):
+                for target, value in enumerate(row):
+                    if source != target and value is not None and not rule.holds(value):
+                        raise ValueError(
+                            f"{name} from device {source} to device {target} is {value}: give {rule.words}"
+                        )
+
+
 _SHARE = FieldRule("a share between 0 and 1", lambda value: 0 <= value <= 1)
 NOISE_KINDS = ("F", "I", "W")
 """Kinds of task along the last axis of durations."""
@@ -259,6 +303,8 @@ class CostBook:
     ends: frozenset[int] = frozenset()
     """Layers behind which a chunk must end."""
     links: LinkCosts = field(default_factory=LinkCosts)
+    machine: MachineCosts | None = None
+    """The devices and links one by one; None: all are alike."""
     noise: Noise = field(default_factory=Noise)
     task_ms: float = 0.0
     """Milliseconds of every task beside its layers."""
