@@ -125,7 +125,7 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
 def _settings(arguments: argparse.Namespace, config: TrainConfig) -> list[StageSetting]:
     sizes = parse_counts(arguments.microbatch_size, "--microbatch-size") or (config.data.microbatch_size,)
     tensors = parse_counts(arguments.tensor, "--tensor") or (config.pipeline.tensor,)
-    remats = parse_words(arguments.remat, "--remat", REMAT_NAMES) or (config.pipeline.remat,)
+    remats = parse_words(arguments.remat, "--remat", REMAT_NAMES) or config.pipeline.remats
     return every_setting(sizes, tensors, remats)
 
 

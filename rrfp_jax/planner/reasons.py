@@ -70,7 +70,8 @@ def _recomputed_ms(one: PlanChoice, book: CostBook) -> float:
         plain = book.at(microbatch_size=shape.microbatch_size, tensor=shape.tensor)
     except ValueError:  # nothing is known of them
         return 0.0
-    return max(0.0, (sum(cut.stage_work_ms) - sum(replace(cut, costs=plain).stage_work_ms)) / shape.num_stages)
+    kept = replace(cut, costs=plain, own_costs=())
+    return max(0.0, (sum(cut.stage_work_ms) - sum(kept.stage_work_ms)) / shape.num_stages)
 
 
 @dataclass
