@@ -42,6 +42,7 @@ _NO_ORDER: dict[str, Any] = {
 """Settings of a run's order, which mean nothing in an evaluation."""
 _ONE_DEVICE: dict[str, Any] = {
     **dict.fromkeys(f"pipeline.{key}" for key in ("layout", "chunks_per_stage", "mesh")),
+    "run.devices": None,
     "pipeline.num_stages": 1,
     "pipeline.replicas": 1,
 }

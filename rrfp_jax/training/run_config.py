@@ -198,9 +198,10 @@ class RunConfig:
     platform: str | None = None
     """The kind of devices: ``cpu`` takes virtual CPU devices, one per stage. None: the devices that JAX finds, the
     first one for stage 0."""
-    devices: int | None = None
-    """The number of devices that each process takes, shared evenly by its stages where they are fewer. None: one for
-    each stage, replica and mesh position that it hosts."""
+    devices: int | tuple[int, ...] | None = None
+    """The number of devices that each process takes, shared evenly by its stages where they are fewer; or all devices
+    of the run, by their numbers, in the order in which stages take them, as ``2,0,3,1``. None: one for each stage,
+    replica and mesh position that it hosts."""
     xla_flags: tuple[str, ...] = ()
     """The flags for XLA, each as ``--xla_name=value``; those of the compiler of TPUs begin with ``--xla_tpu_``. The
     environment variables XLA_FLAGS and LIBTPU_INIT_ARGS take precedence."""
@@ -224,7 +225,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_flags(self.xla_flags)
         check_fields(self, _INTERVAL, "checkpoint_every", "checkpoint_minutes")
-        check_fields(self, AT_LEAST_1, "keep_checkpoints", "devices", "verify_every", "max_skipped_in_row")
+        check_fields(self, AT_LEAST_1, "keep_checkpoints", "verify_every", "max_skipped_in_row")
+        if not isinstance(self.devices, tuple):
+            check_fields(self, AT_LEAST_1, "devices")
         read_trackers(self.trackers)
         if self.profile_steps is not None and parse_steps(self.profile_steps).start >= self.steps:
             raise ValueError(
