@@ -71,6 +71,22 @@ def num_devices(axes: Axes) -> int:
     return prod(size for _, size in axes)
 
 
+def check_device_order(order: Sequence[int], number: int, unit_size: int) -> None:
+    """Raises ValueError unless these are all devices of a run, once each, those of a unit in a row."""
+    if sorted(order) != [*range(number)]:
+        raise ValueError(
+            f"devices {shown(','.join(map(str, order)))} are no order of {number} devices: name each of 0 to "
+            f"{number - 1} once, in the order in which stages take them"
+        )
+    for first in range(0, number, unit_size):
+        own = tuple(order[first : first + unit_size])
+        if own != tuple(range(own[0], own[0] + unit_size)):
+            raise ValueError(
+                f"devices {', '.join(map(str, own))} would share a stage, which needs {unit_size} that follow each "
+                "other: name such ones in a row"
+            )
+
+
 def describe_axes(axes: Axes) -> str:
     """Returns the axes in words, as ``tensor 2 x fsdp 4``; where all have one device, the first one alone."""
     shown = [axis for axis in axes if axis[1] > 1] or list(axes[:1])
@@ -108,6 +124,8 @@ class Layout:
     by_replica: bool = False
     """Whether neighbouring ranks hold the stages of a replica, so that a lost host takes as few replicas of each stage
     as can be; else they hold the replicas of a stage, whose collectives then stay within a host."""
+    order: tuple[int, ...] = ()
+    """All devices in the order in which units take them, those of a unit in a row; empty: by their numbers."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -131,6 +149,8 @@ class Layout:
                 f"which cannot be dealt out evenly to {self.num_ranks} processes: start a number of processes that "
                 f"divides {self.num_devices}"
             )
+        if self.order:
+            check_device_order(self.order, self.num_devices, self.unit_size)
 
     @property
     def num_units(self) -> int:
@@ -179,6 +199,8 @@ class Layout:
         """The global numbers of a unit's devices, the first axis of its mesh innermost."""
         place = unit if self.by_replica else self.stage_of(unit) * self.data + self.replica_of(unit)
         first = place * self.unit_size
+        if self.order:
+            return self.order[first : first + self.unit_size]
         return tuple(range(first, first + self.unit_size))
 
     def rank_of_device(self, device: int) -> int:
@@ -216,6 +238,11 @@ class Layout:
         wanted = range(rank * self.devices_per_rank, (rank + 1) * self.devices_per_rank)
         if num_devices >= len(wanted):
             return tuple(range(len(wanted)))
+        if self.order:
+            raise ValueError(
+                f"rank {rank} has {num_devices} devices for {len(wanted)} of the run: name an order of devices only "
+                "where stages share none"
+            )
         per_stage = self.unit_size * (1 if self.by_replica else self.data)
         stages = [len(list(devices)) for _, devices in groupby(wanted, lambda device: device // per_stage)]
         num_sets = num_devices // max(stages)

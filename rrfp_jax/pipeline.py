@@ -135,7 +135,8 @@ class Pipeline:
         self._may_lack = leaves_to_lack(self.chunks, self._graph)
         """Leaves that a microbatch may lack."""
         check_seed(seed)
-        self._remat, self._seed = remat_of_chunks(remat, len(self.chunks)), seed
+        self.remat, self._seed = remat_of_chunks(remat, len(self.chunks)), seed
+        """The rematerialisation of each chunk."""
         self.process = _fitted_process(process, self.placement, updates)
         """This process's part in the run."""
         self.layout = self.process.layout
@@ -150,7 +151,7 @@ class Pipeline:
             optimizer=self.optimizer,
             updates=updates,
             seed=self._seed,
-            remat=self._remat,
+            remat=self.remat,
         )
         self._state: HostedState | None = None
         """Parameters and optimizer state of the hosted chunks. Owned by the stages once they run."""
@@ -177,7 +178,7 @@ class Pipeline:
             process=self.process,
             ordering=ordering,
             updates=self.updates,
-            remat=self._remat,
+            remat=self.remat,
             seed=self._seed,
             options=self.options if options is None else options,
             trains=not self._only_evaluates,

@@ -11,7 +11,9 @@ from rrfp_jax.layout import CONTROL_DEGREE, Layout, children, parent
 def layouts(draw: st.DrawFn) -> Layout:
     stages, data, tensor = (draw(st.integers(1, 4)) for _ in range(3))
     divisors = [n for n in range(1, stages * data * tensor + 1) if stages * data * tensor % n == 0]
-    return Layout(num_stages=stages, data=data, tensor=tensor, num_ranks=draw(st.sampled_from(divisors)))
+    places = draw(st.permutations(range(stages * data)))
+    order = tuple(place * tensor + i for place in places for i in range(tensor)) if draw(st.booleans()) else ()
+    return Layout(num_stages=stages, data=data, tensor=tensor, num_ranks=draw(st.sampled_from(divisors)), order=order)
 
 
 @given(layouts())
@@ -54,6 +56,31 @@ def test_the_tensor_axis_is_innermost_and_then_data() -> None:
     assert layout.devices_of(layout.unit(1, 0)) == (4, 5)
     assert layout.ranks_of(layout.unit(1, 1)) == (6, 7)
     assert layout.units_of(5) == (layout.unit(1, 0),)
+
+
+def test_units_take_devices_in_the_order_that_is_named() -> None:
+    layout = Layout(num_stages=3, tensor=2, num_ranks=3, order=(4, 5, 0, 1, 2, 3))
+    assert [layout.devices_of(stage) for stage in range(3)] == [(4, 5), (0, 1), (2, 3)]
+    assert [layout.units_of(rank) for rank in range(3)] == [(1,), (2,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ((0, 1, 2), "0,1,2' are no order of 4 devices: name each of 0 to 3 once, in the order in which stages"),
+        ((0, 1, 1, 2), "0,1,1,2' are no order of 4 devices"),
+        ((0, 1, 2, 7), "0,1,2,7' are no order of 4 devices"),
+        ((0, 2, 1, 3), "devices 0, 2 would share a stage, which needs 2 that follow each other"),
+    ],
+)
+def test_an_order_of_devices_that_cannot_be_is_refused(order: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(num_stages=2, tensor=2, order=order)
+
+
+def test_stages_that_share_devices_have_no_order_of_devices() -> None:
+    with pytest.raises(ValueError, match="rank 0 has 2 devices for 4 of the run: name an order of devices only where"):
+        Layout(num_stages=4, order=(2, 0, 3, 1)).shared_devices(0, 2)
 
 
 def test_a_rank_may_host_several_stages() -> None:

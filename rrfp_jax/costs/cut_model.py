@@ -38,6 +38,8 @@ class CutModel:
     replicas: int = 1
     """Replicas of the whole pipeline, whose gradients are summed once per step; microbatches are those of one
     replica."""
+    own_costs: tuple[ModelCosts, ...] = ()
+    """The costs of each chunk's layers where chunks run in different ways; empty: ``costs`` for all."""
 
     def __post_init__(self) -> None:
         total, chunks = sum(self.counts), self.placement.num_chunks
@@ -65,7 +67,8 @@ class CutModel:
     def layers_of(self, chunk: int) -> list[LayerCosts]:
         """The costs of a chunk's layers."""
         stage = self.placement.stage_of_chunk[chunk]
-        return [self.costs.of(layer, stage) for layer in range(*self.bounds[chunk])]
+        costs = self.own_costs[chunk] if self.own_costs else self.costs
+        return [costs.of(layer, stage) for layer in range(*self.bounds[chunk])]
 
     def limits(self, memory_bytes: int | None) -> tuple[int | None, ...]:
         """The bytes of each stage's device; ``memory_bytes`` where stages do not differ."""

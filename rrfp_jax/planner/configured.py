@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.commands.common.options import as_text
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
 from rrfp_jax.core import Order, StepRules
@@ -62,14 +63,13 @@ def _configured_book(config: TrainConfig, device: Device, rows: MicrobatchRows |
         device,
         microbatch_sizes=[config.data.microbatch_size],
         tensors=[config.pipeline.tensor],
-        remats=[config.pipeline.remat],
+        remats=config.pipeline.remats,
         rows=rows,
     )
 
 
-def _costs_of(config: TrainConfig, book: CostBook) -> ModelCosts:
-    layout = config.pipeline
-    return book.at(microbatch_size=config.data.microbatch_size, tensor=layout.tensor, remat=layout.remat)
+def _costs_of(config: TrainConfig, book: CostBook, remat: str) -> ModelCosts:
+    return book.at(microbatch_size=config.data.microbatch_size, tensor=config.pipeline.tensor, remat=remat)
 
 
 # -- forecasts ---------------------------------------------------------------------------------------------------------
@@ -146,15 +146,17 @@ def _configured_choice(config: TrainConfig, book: CostBook) -> PlanChoice:
         tensor=layout.tensor,
         mesh=tuple(book.mesh.items()),
         microbatch_size=config.data.microbatch_size,
-        remat=layout.remat,
+        remat=as_text(layout.remat),
     )
+    costs = {remat: _costs_of(config, book, remat) for remat in layout.remats}
     cut = CutModel(
-        costs=_costs_of(config, book),
+        costs=costs[layout.remats[0]],
         counts=_configured_counts(config, order.placement.num_chunks, num_encoder_chunks),
         placement=order.placement,
         num_microbatches=share,
         split=bool(order.graph.split),
         replicas=layout.replicas,
+        own_costs=tuple(costs[remat] for remat in layout.chunk_remats(order.placement)) if len(costs) > 1 else (),
     )
     followed = ordering.on(order.table)
     return PlanChoice(
@@ -220,10 +222,13 @@ def resolve_auto_cut(config: TrainConfig, *, fresh: bool = False) -> ResolvedCut
     order = order_of(
         pipeline, ordering_of(pipeline), microbatches_per_replica(config.data.num_microbatches, pipeline.replicas)
     )
+    if len(pipeline.remats) > 1:
+        raise ValueError("layout auto finds a cut for one remat on all stages: give one, or the layout")
     if order.graph.shared:
         raise ValueError("layout auto is for models that run in one direction: give the layout, or another schedule")
     book = _book(config)
-    costs, number, split = _costs_of(config, book), order.graph.num_microbatches, bool(order.graph.split)
+    costs = _costs_of(config, book, pipeline.remats[0])
+    number, split = order.graph.num_microbatches, bool(order.graph.split)
     memory, limit = None, pipeline.memory_limit
     if limit is not None and not isinstance(pipeline.window, str) and not order.graph.ops:
         limits = (parse_bytes(limit, "memory_limit") if isinstance(limit, str) else limit,) * pipeline.num_stages

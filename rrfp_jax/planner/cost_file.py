@@ -98,6 +98,11 @@ def read_machine(path: str | Path) -> MachineCosts:
     return machine
 
 
+def machine_in(path: str | Path) -> MachineCosts | None:
+    """Returns the section ``machine`` of a file; None where there is no file, or none in it."""
+    return _read(path, _MachineFile).machine if Path(path).exists() else None
+
+
 def _read(path: str | Path, kind: type[_File]) -> _File:
     try:
         text = read_bounded(path, _MOST_BYTES).decode()

@@ -229,7 +229,7 @@ def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: i
         )
         tensors = tensors or _configured(config)[1]
     if remats is None:
-        remats = REMATS if config.pipeline.remat == "none" else (config.pipeline.remat,)
+        remats = REMATS if config.pipeline.remat == "none" else config.pipeline.remats
     return analytic_book(
         config,
         device_of(arguments.device),
@@ -261,7 +261,7 @@ def _compiled(arguments: argparse.Namespace, config: TrainConfig, num_devices: i
 
 def _configured(config: TrainConfig) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
     layout = config.pipeline
-    return (config.data.microbatch_size,), (layout.tensor,), (layout.remat,)
+    return (config.data.microbatch_size,), (layout.tensor,), layout.remats
 
 
 def _ways(

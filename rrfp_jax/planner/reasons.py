@@ -74,7 +74,8 @@ def _recomputed_ms(one: PlanChoice, book: CostBook) -> float:
         for stage in cut.costs.stages
     )
     plain = replace(plain, stages=stages)
-    return max(0.0, (sum(cut.stage_work_ms) - sum(replace(cut, costs=plain).stage_work_ms)) / shape.num_stages)
+    kept = replace(cut, costs=plain, own_costs=())
+    return max(0.0, (sum(cut.stage_work_ms) - sum(kept.stage_work_ms)) / shape.num_stages)
 
 
 @dataclass

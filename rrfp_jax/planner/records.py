@@ -97,7 +97,9 @@ class PlanChoice:
     @property
     def remats(self) -> tuple[str, ...]:
         """The rematerialisation of each stage."""
-        return tuple(stage.remat for stage in self.cut.costs.stages) or (self.shape.remat,) * self.shape.num_stages
+        given = self.shape.remat.split(",")
+        own = tuple(stage.remat for stage in self.cut.costs.stages)
+        return own or (tuple(given) if given[1:] else (self.shape.remat,) * self.shape.num_stages)
 
     @property
     def devices(self) -> tuple[tuple[int, ...], ...]:

@@ -248,7 +248,12 @@ class Sites:
 
     def search(self, number: int) -> Iterator[Site]:
         """Looks for orders without a name on the best ``number`` sites, where the bounds say that there may be some."""
-        for place, site in enumerate(sorted(self.opened, key=lambda site: site.least)[:number]):
+        # A site whose stages may recompute differently stands for that where all recompute least.
+        stood_for = {
+            replace(one, shape=replace(one.shape, remat=self.costs.remats(one.shape)[0])) for one in self._mixed
+        }
+        sites = [site for site in self.opened if site.point not in stood_for]
+        for place, site in enumerate(sorted(sites, key=lambda site: site.least)[:number]):
             if (place and is_large(site.point)) or site.least >= self.best * (1 - _WORTH):
                 return
             for cut, is_even in site.cuts[: 1 if set(site.cuts[0][0].limits(self.memory_bytes)) == {None} else 2]:

@@ -78,6 +78,10 @@ def write_choice(config: TrainConfig, ranked: Ranked, path: Path) -> Written:
     data: Any = replace(config.data, batch_size=shape.batch_size, num_microbatches=num_microbatches)
     optimizer = replace(config.optimizer, shard=config.optimizer.shard and shape.data > 1)
     changed: dict[str, Any] = {"pipeline": named, "optimizer": optimizer, "data": data}
+    if choice.devices:
+        changed["run"] = replace(
+            config.run, devices=tuple(number for of_stage in choice.devices for number in of_stage)
+        )
     text = replace(config, **changed).as_yaml()
     with replacing(path) as temporary:
         temporary.write_text(f"{_head(ranked)}{text}", encoding="utf-8")
@@ -134,7 +138,7 @@ def _sizes(config: TrainConfig, choice: PlanChoice) -> dict[str, Any]:
         "replicas": shape.data,
         "mesh": with_tensor(config.pipeline.mesh, shape.tensor) if has_mesh else None,
         "chunks_per_stage": each if each > 1 and _says_stages(choice) else None,
-        "remat": choice.shape.remat,
+        "remat": choice.remats[0] if len(set(choice.remats)) == 1 else choice.remats,
     }
 
 

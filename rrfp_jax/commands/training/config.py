@@ -48,6 +48,7 @@ from rrfp_jax.data.config import (
     record_values,
     section_of,
 )
+from rrfp_jax.layout import check_device_order
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.vision_config import (
     PROJECTOR_KINDS,
@@ -97,6 +98,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.optimizer.shard and self.pipeline.replicas == 1:
             raise ValueError("optimizer.shard is for several replicas, which share the state: give pipeline.replicas")
+        if isinstance(self.run.devices, tuple):
+            number = self.pipeline.num_stages * self.pipeline.replicas
+            check_device_order(self.run.devices, self.pipeline.num_devices, self.pipeline.num_devices // number)
         if self.projector is not None and self.vision is None:
             raise ValueError("projector is given without vision, whose features it would project: give vision too")
 
@@ -118,6 +122,8 @@ class TrainConfig:
             self,
             pipeline=dataclasses.replace(self.pipeline, replicas=replicas),
             optimizer=dataclasses.replace(self.optimizer, shard=self.optimizer.shard and replicas > 1),
+            # the list names devices that are not there
+            run=dataclasses.replace(self.run, devices=None) if isinstance(self.run.devices, tuple) else self.run,
         )
 
     @property

@@ -1,0 +1,43 @@
+"""Stages on devices in an order that the configuration names."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rrfp_jax.commands.training.config import load_train_config
+from tests.commands.running import run_command, sentence
+
+SMALL = ("--config", "cpu/debug", "--num-layers", 2, "--hidden", 32, "--length", 32, "--num-stages", 2)
+
+
+def test_the_order_of_devices_changes_where_stages_lie_and_nothing_else(tmp_path: Path) -> None:
+    losses = []
+    for number, devices in enumerate(("null", "1,0")):
+        run = tmp_path / str(number)
+        options = ("--deterministic", "true", "--held-out", 0.1, "--devices", devices, "--steps", 2, "--run-dir", run)
+        result = run_command("train", *SMALL, *options)
+        assert result.returncode == 0, result.stderr
+        losses.append([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] == losses[1]
+    rows = [line.split()[:2] for line in result.stdout.splitlines() if "cpu:" in line]
+    assert rows == [["0", "cpu:1"], ["1", "cpu:0"]]
+    evaluated = run_command("evaluate", run, "--batches", 1)
+    assert evaluated.returncode == 0, evaluated.stderr
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        ("1,0,2", "devices '1,0,2' are no order of 2 devices: name each of 0 to 1 once, in the order in which"),
+        ("0", "--devices 0: run: devices is 0: give at least 1"),
+        ("a,b", "run.devices is ['a', 'b']: give a whole number"),
+    ],
+)
+def test_an_order_that_cannot_be_is_refused_before_anything_is_loaded(devices: str, message: str) -> None:
+    assert message in sentence(run_command("train", *SMALL, "--devices", devices))
+
+
+def test_fewer_ranks_take_their_devices_by_number() -> None:
+    config = load_train_config("cpu/debug", {"pipeline.replicas": 2, "run.devices": [7, 6, 5, 4, 3, 2, 1, 0]})
+    assert config.on_part_of_ranks(2, 4).run.devices is None
