@@ -35,9 +35,9 @@ class CutModel:
     num_microbatches: int
     split: bool = True
     """Whether the backward runs as two tasks."""
-    replicas: int = 1
-    """Replicas of the whole pipeline, whose gradients are summed once per step; microbatches are those of one
-    replica."""
+    replicas: int | tuple[int, ...] = 1
+    """Replicas of the whole pipeline, or of each stage, whose gradients are summed once per step; microbatches are
+    those of one replica, where a stage has most."""
     own_costs: tuple[ModelCosts, ...] = ()
     """The costs of each chunk's layers where chunks run in different ways; empty: ``costs`` for all."""
 
@@ -83,11 +83,20 @@ class CutModel:
                 found[0, chunk] += layer.task_ms(split=self.split)
         return found
 
+    @property
+    def replicas_of_stage(self) -> tuple[int, ...]:
+        """The replicas of each stage."""
+        number = self.replicas
+        return (number,) * self.placement.num_stages if isinstance(number, int) else number
+
     @cached_property
     def stage_work_ms(self) -> tuple[float, ...]:
-        """All tasks of all microbatches of each stage."""
-        per_chunk = self.durations_ms[0].sum(axis=(1, 2))
-        return tuple(float(per_chunk[list(chunks)].sum()) for chunks in self.placement.chunks_of_stage)
+        """All tasks of all microbatches of a replica of each stage, an equal part of those of the step."""
+        per_chunk, replicas = self.durations_ms[0].sum(axis=(1, 2)), self.replicas_of_stage
+        return tuple(
+            float(per_chunk[list(chunks)].sum()) * (max(replicas) / number)
+            for chunks, number in zip(self.placement.chunks_of_stage, replicas, strict=True)
+        )
 
     @cached_property
     def chunk_bytes(self) -> tuple[ChunkBytes, ...]:
@@ -149,12 +158,16 @@ class CutModel:
         """Returns durations (its own, or draws of them) and the times of the tasks that end a step."""
         chunks = range(len(self.counts))
         gradients = [
-            (sum(each.gradient_bytes for each in self.layers_of(chunk)), self.costs.link(stage, stage))
+            (sum(each.gradient_bytes for each in self.layers_of(chunk)), stage)
             for chunk, stage in enumerate(self.placement.stage_of_chunk)
+        ]
+        sums_ms = [
+            self.costs.link(stage, stage).sum_ms(num_bytes, self.replicas_of_stage[stage])
+            for num_bytes, stage in gradients
         ]
         return Costs(
             durations_ms=self.durations_ms if durations_ms is None else durations_ms,
-            reduce_ms=tuple(links.sum_ms(num_bytes, self.replicas) for num_bytes, links in gradients),
+            reduce_ms=tuple(sums_ms),
             update_ms=tuple(sum(each.update_ms for each in self.layers_of(chunk)) for chunk in chunks),
         )
 

@@ -46,7 +46,7 @@ def best_cut(
     *,
     split: bool = True,
     memory: MemoryBudget | None = None,
-    replicas: int = 1,
+    replicas: int | tuple[int, ...] = 1,
     others: Sequence[ModelCosts] = (),
 ) -> CutModel:
     """Returns the cut whose fullest stage has the least work, layers and tasks together.
@@ -326,7 +326,7 @@ def even_cut(
     num_microbatches: int,
     *,
     split: bool = True,
-    replicas: int = 1,
+    replicas: int | tuple[int, ...] = 1,
 ) -> CutModel:
     """Returns the cut with equally many layers in each chunk; the first ones get one more where they do not divide.
 

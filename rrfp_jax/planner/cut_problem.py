@@ -115,7 +115,7 @@ class LayerCutProblem:
     num_microbatches: int
     split: bool
     memory: MemoryBudget | None = None
-    replicas: int = 1
+    replicas: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         layers, chunks, stages = self.costs.num_layers, self.placement.num_chunks, self.placement.num_stages

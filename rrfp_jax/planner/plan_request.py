@@ -28,6 +28,8 @@ ORDER_NAMES = (*(name for name in schedule_names() if not schedule_entry(name).s
 """Values of ``--schedules``: not the schedules that hold two copies of the model, which no cut here describes."""
 _MOST = 4096
 """Numbers that a range may name."""
+UNEQUAL = "unequal"
+"""Value of ``--replicas`` for stages that may have different numbers of them."""
 NOISE_FORMS = "none, lognormal:SIGMA, tail:SHARE,FACTOR"
 _USUAL_SIZES = (1, 2, 4, 8)
 """Samples of a microbatch, and devices that share a layer, where the user does not say."""
@@ -143,7 +145,8 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         microbatches=parse_counts(arguments.microbatches, "--microbatches"),
         memory_bytes=None if arguments.memory is None else parse_bytes(arguments.memory, "memory"),
         stages=parse_counts(arguments.stages, "--stages"),
-        data=parse_counts(arguments.replicas, "--replicas"),
+        data=None if arguments.replicas == UNEQUAL else parse_counts(arguments.replicas, "--replicas"),
+        unequal=arguments.replicas == UNEQUAL,
         tensor=parse_counts(arguments.tensor, "--tensor"),
         chunks=chunks,
         schedules=parse_words(arguments.schedules, "--schedules", ORDER_NAMES),

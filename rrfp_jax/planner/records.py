@@ -5,7 +5,7 @@ from functools import cached_property
 
 from rrfp_jax.core import STRICT, Order, Ordering
 from rrfp_jax.costs import CutModel
-from rrfp_jax.costs.forecast import StageForecast, forecast_memory
+from rrfp_jax.costs.forecast import StageForecast, forecast_memory, forecast_stage
 from rrfp_jax.layout import Axes, num_devices
 from rrfp_jax.schedules import Placement, looped, waves
 
@@ -30,10 +30,13 @@ class PlanShape:
     microbatch_size: int = 1
     """Samples of a microbatch."""
     remat: str = "none"
+    replicas: tuple[int, ...] = ()
+    """Replicas of each stage where they differ, ``data`` of them at most; microbatches go from one to another."""
 
     @property
     def num_devices(self) -> int:
-        return self.num_stages * self.data * self.tensor * num_devices(self.mesh)
+        units = sum(self.replicas) or self.num_stages * self.data
+        return units * self.tensor * num_devices(self.mesh)
 
     @property
     def batch_size(self) -> int:
@@ -86,7 +89,13 @@ class PlanChoice:
 
     @cached_property
     def memory(self) -> tuple[StageForecast, ...]:
-        """The memory of each stage."""
+        """The memory of each stage; where replicas differ, any microbatch of the step may wait for any of them."""
+        if self.shape.replicas:
+            number = self.shape.num_microbatches * self.shape.data
+            return tuple(
+                forecast_stage([self.cut.chunk_bytes[chunk] for chunk in chunks], window, number)
+                for chunks, window in zip(self.cut.placement.chunks_of_stage, self.order.windows, strict=True)
+            )
         return tuple(forecast_memory(self.order, dict(enumerate(self.cut.chunk_bytes)), self.cut.num_microbatches))
 
     @property

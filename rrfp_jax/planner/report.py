@@ -190,7 +190,8 @@ def refused_in_words(refused: Refused) -> str:
 
 def shape_in_words(shape: PlanShape) -> str:
     """Returns ``8 x 2 x 1``: stages, replicas, devices that share a layer; with other axes ``8 x 2 x 1 x fsdp 4``."""
-    return " x ".join([f"{shape.num_stages} x {shape.data} x {shape.tensor}", *(f"{a} {n}" for a, n in shape.mesh)])
+    data = ",".join(map(str, shape.replicas)) or shape.data
+    return " x ".join([f"{shape.num_stages} x {data} x {shape.tensor}", *(f"{a} {n}" for a, n in shape.mesh)])
 
 
 def _microbatches_in_words(shape: PlanShape) -> str:

@@ -15,10 +15,10 @@ from statistics import fmean
 import numpy as np
 
 from rrfp_jax.core import STRICT
-from rrfp_jax.costs import CostBook
+from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
 from rrfp_jax.planner.reasons import Reasons, Refusals
-from rrfp_jax.planner.records import MIXED, Forecast, Plan, PlanChoice, Ranked, Refused
+from rrfp_jax.planner.records import LINEAR, MIXED, Forecast, Plan, PlanChoice, Point, Ranked, Refused
 from rrfp_jax.planner.search_space import (
     PointCosts,
     SearchSpace,
@@ -26,8 +26,9 @@ from rrfp_jax.planner.search_space import (
     points_of,
     refused_without_points,
     shapes_of,
+    unequal_shapes,
 )
-from rrfp_jax.planner.sites import Sites, TriedTable, hints_for, is_large
+from rrfp_jax.planner.sites import Sites, TriedTable, cut_for_replicas, hints_for, is_large
 
 _FIRST_DRAWS = 16
 """Draws by which tables are compared."""
@@ -111,7 +112,7 @@ def forecast(one: PlanChoice, book: CostBook, judge: Judge, num_draws: int | Non
         error_ms=sd_ms / number**0.5,
         nominal_ms=nominal_ms,
         bound_ms=step_bound_ms(cut),
-        bubble=max(0.0, 1 - sum(cut.stage_work_ms) / shape.num_stages / nominal_ms),
+        bubble=max(0.0, 1 - _of_average_unit(cut) / nominal_ms),
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * book.tokens_per_sample or None,
         mfu=flops / (shape.num_devices * fmean(speeds) * peak * step_ms / 1e3) if peak and flops else None,
@@ -143,6 +144,12 @@ def _nearest(choices: list[PlanChoice]) -> list[tuple[str, PlanChoice]]:
     return [*found, *further][:_ALTERNATIVES]
 
 
+def _of_average_unit(cut: CutModel) -> float:
+    """Returns the milliseconds of work of an average replica of a stage."""
+    numbers = cut.replicas_of_stage
+    return sum(ms * number for ms, number in zip(cut.stage_work_ms, numbers, strict=True)) / sum(numbers)
+
+
 class _Search:
     def __init__(self, book: CostBook, space: SearchSpace, seed: int, draws: int | None) -> None:
         self.book, self.space = book, space
@@ -171,7 +178,7 @@ class _Search:
         if self.space.schedules is None:
             for number, _ in enumerate(self.sites.search(_SEARCHED_SITES)):
                 progress("orders", number + 1, _SEARCHED_SITES, self.sites.best)
-        return self._ranked(compare_candidates(self._pool(), self.judge))
+        return self._ranked(compare_candidates([*self._pool(), *self._unequal()], self.judge))
 
     # -- candidates ----------------------------------------------------------------------------------------------------
 
@@ -207,6 +214,19 @@ class _Search:
             if wanted <= 0 and num_tasks <= 0:
                 break
         return found
+
+    def _unequal(self) -> list[PlanChoice]:
+        """Returns hints where stages have different numbers of replicas, if that is asked for."""
+        found = list[PlanChoice]()
+        for shape in unequal_shapes(self.shapes, self.book, self.space) if self.space.unequal else ():
+            point = Point(shape=shape, family=LINEAR, chunks=1)
+            for split in (True, False):
+                try:
+                    cut = cut_for_replicas(self.costs.of(point), shape, split=split)
+                except ValueError:  # ends of parts leave no such cut
+                    continue
+                found += hints_for(point, cut, self.space, self.memory_bytes, is_even=False)
+        return [one for one in found if one.fits(self.memory_bytes)]
 
     def _hints(self) -> list[PlanChoice]:
         """Returns hints on the sites with the best bounds, and on those of shapes for which there is no table."""

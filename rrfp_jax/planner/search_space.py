@@ -12,7 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice
-from math import inf, prod
+from math import inf, isfinite, prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import READY, STRICT
@@ -33,6 +36,8 @@ _FEW_ORDERS = 720
 """Orders of devices up to which all are compared."""
 _MOST_TASKS = 400_000
 """Tasks that comparing orders of devices may time."""
+_MOST_UNITS = 16
+"""Replicas of all stages up to which different numbers of them are looked for."""
 _SIZES = ("microbatch_sizes", "microbatches", "stages", "data", "tensor", "chunks")
 
 
@@ -64,6 +69,8 @@ class SearchSpace:
     consumptions: tuple[str, ...] = CONSUMPTIONS
     remats: tuple[str, ...] | None = None
     """Names of rematerialisation; None: all for which there are costs."""
+    unequal: bool = False
+    """Whether stages may have different numbers of replicas too."""
     top: int = 5
     """Length of the ranking at most."""
 
@@ -143,6 +150,69 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
     return found
 
 
+def unequal_shapes(shapes: Sequence[PlanShape], book: CostBook, space: SearchSpace) -> list[PlanShape]:
+    """Returns shapes on the same devices whose stages have different numbers of replicas, a few for each number of
+    stages: those whose fullest replica has least work, layers cut as the replicas ask for.
+
+    A dynamic programme over layers and devices, as PipeDream's (arXiv 1806.03377)."""
+    found = list[PlanShape]()
+    for entry in book.entries:
+        alike = [
+            shape
+            for shape in shapes
+            if (shape.microbatch_size, shape.tensor, shape.remat) == (entry.microbatch_size, entry.tensor, entry.remat)
+        ]
+        for units, total in dict.fromkeys(
+            (shape.num_stages * shape.data, shape.num_microbatches * shape.data) for shape in alike
+        ):
+            if units > _MOST_UNITS:
+                continue
+            work_ms = np.array([entry.types[name].work_ms(split=True) for name in book.layers])
+            for replicas in _replica_counts(work_ms, units):
+                most = max(replicas)
+                if min(replicas) < most and total % most == 0 and _allows(space.stages, len(replicas)):
+                    found.append(
+                        replace(
+                            alike[0],
+                            num_stages=len(replicas),
+                            data=most,
+                            replicas=replicas,
+                            num_microbatches=total // most,
+                        )
+                    )
+    return found
+
+
+def _replica_counts(work_ms: NDArray[np.float64], units: int) -> Iterator[tuple[int, ...]]:
+    """Yields for each number of stages the replicas of each with which the fullest one has least work."""
+    ends = np.concatenate([[0.0], work_ms.cumsum()])
+    own_ms = ends[None, :] - ends[:, None]
+    own_ms[np.tril_indices(len(ends))] = inf
+    best = {(0, 0): np.where(np.arange(len(ends)) == 0, -inf, inf)}
+    last = dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]()
+    for stages in range(1, min(units, len(work_ms) + 1)):
+        for used in range(stages, units + 1):
+            before = [
+                (number, best[stages - 1, used - number])
+                for number in range(1, used + 1)
+                if (stages - 1, used - number) in best
+            ]
+            if not before:
+                continue
+            ways = np.stack([np.maximum(ms[:, None], own_ms / number) for number, ms in before])
+            flat = ways.reshape(-1, len(ends))
+            chosen = flat.argmin(axis=0)
+            best[stages, used] = flat.min(axis=0)
+            last[stages, used] = (np.array([number for number, _ in before])[chosen // len(ends)], chosen % len(ends))
+        if (stages, units) in best and isfinite(best[stages, units][-1]):
+            replicas, used, at = [], units, len(ends) - 1
+            for left in range(stages, 0, -1):
+                numbers, starts = last[left, used]
+                replicas.append(int(numbers[at]))
+                used, at = used - int(numbers[at]), int(starts[at])
+            yield tuple(reversed(replicas))
+
+
 def points_of(shape: PlanShape, book: CostBook, space: SearchSpace) -> Iterator[Point]:
     """Yields the placements for which the model has layers enough."""
     if shape.num_stages == 1:
@@ -181,6 +251,11 @@ def check_machine(book: CostBook, space: SearchSpace) -> None:
     """Raises ValueError where the machine has another number of devices, or a device has no room for any layer."""
     if book.machine is None:
         return
+    if space.unequal:
+        raise ValueError(
+            "stages with different numbers of replicas are planned for devices that are alike: leave the machine out, "
+            "or plan for as many replicas of all stages"
+        )
     devices = book.machine.devices
     if len(devices) != space.devices:
         raise ValueError(

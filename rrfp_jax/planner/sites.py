@@ -16,6 +16,7 @@ from math import inf
 from rrfp_jax.core import READY, STRICT, Ordering
 from rrfp_jax.costs import CutModel, ModelCosts
 from rrfp_jax.costs.forecast import forecast_memory
+from rrfp_jax.costs.layer_costs import StageCosts
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.cut_problem import MemoryBudget
 from rrfp_jax.planner.judging import ROUNDING, Judge, quick_bound_ms, step_bound_ms, strict_times_ms, walk_of
@@ -23,7 +24,7 @@ from rrfp_jax.planner.list_scheduler import memory_for_activations, order_proble
 from rrfp_jax.planner.order_search import SEARCHED, built_table, named_tables, search_orders, split_orders
 from rrfp_jax.planner.records import LINEAR, MIXED, PlanChoice, PlanShape, Point
 from rrfp_jax.planner.search_space import PointCosts, SearchSpace
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, chain
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, chain, linear
 
 PLANNED_HINTS = ("bf", "bfw", "bf-deep")
 _WAYS = ((STRICT, None), (READY, None), (READY, False))
@@ -361,6 +362,19 @@ def _cuts_of(best: CutModel, memory_bytes: int | None) -> list[tuple[CutModel, b
     even = even_cut(best.costs, placement, m, split=best.split, replicas=best.replicas)
     distinct = {cut.counts: cut for cut in (*found, even)}
     return [(cut, counts == even.counts) for counts, cut in distinct.items()]
+
+
+def cut_for_replicas(costs: ModelCosts, shape: PlanShape, *, split: bool) -> CutModel:
+    """Returns the best cut where stages have different numbers of replicas, which divide the work among them."""
+    number = shape.num_stages
+    stages = tuple(
+        StageCosts(
+            types={name: each.at_speed(replicas) for name, each in costs.types.items()}, links=(costs.links,) * number
+        )
+        for replicas in shape.replicas
+    )
+    cut = best_cut(replace(costs, stages=stages), linear(number), shape.num_microbatches, split=split)
+    return replace(cut, costs=costs, replicas=shape.replicas)
 
 
 def _shifted(best: CutModel, memory_bytes: int | None) -> CutModel:

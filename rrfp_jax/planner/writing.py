@@ -131,6 +131,11 @@ def _says_stages(choice: PlanChoice) -> bool:
 def _sizes(config: TrainConfig, choice: PlanChoice) -> dict[str, Any]:
     """Returns the numbers of stages, replicas, devices and chunks."""
     shape = choice.shape
+    if shape.replicas:
+        raise ValueError(
+            f"no run has {','.join(map(str, shape.replicas))} replicas of stages: leave --write out, or plan for as "
+            "many replicas of all (--replicas)"
+        )
     each = choice.cut.placement.num_chunks // shape.num_stages
     has_mesh = shape.mesh or shape.tensor > 1
     return {
