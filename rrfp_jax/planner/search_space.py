@@ -2,7 +2,7 @@
 devices a stage has where these differ.
 
 Devices that share a layer follow each other in the machine. So do those of a stage's replicas, unless stages are
-quicker with such groups dealt out from fast to slow.
+quicker with them dealt out from fast to slow, or sum gradients more quickly with neighbours along quick links.
 All orders of the stages' devices are compared where they are few. Otherwise paths along the quickest links, joined end
 to end from the quickest one on, are improved by exchanges and reversals. An order is as good as a step of 1F1B on its
 best cut, in virtual time.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import READY, STRICT
-from rrfp_jax.costs import CostBook, DeviceCosts, ModelCosts
+from rrfp_jax.costs import CostBook, DeviceCosts, MachineCosts, ModelCosts
 from rrfp_jax.costs.layer_costs import StageCosts
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 from rrfp_jax.planner.best_cut import best_cut
@@ -355,13 +355,7 @@ class PointCosts:
                 self._groups[shape] = (alike,) * p
                 return self._groups[shape]
             limits = [_limit(device, self.book, self.space) for device in machine.devices]
-            speeds, size = [device.speed for device in machine.devices], shape.num_devices // (p * shape.data)
-            units = [tuple(range(first, first + size)) for first in range(0, shape.num_devices, size)]
-            dealt = [
-                [sum(each[first : first + shape.data], ()) for first in range(0, len(units), shape.data)]
-                for each in (units, sorted(units, key=lambda unit: -min(speeds[n] for n in unit)))
-            ]
-            devices = max(dealt, key=lambda groups: sum(min(speeds[n] for n in group) for group in groups))
+            speeds, devices = [device.speed for device in machine.devices], self._dealt(shape, machine)
             self._groups[shape] = tuple(
                 StageCosts(
                     types={},
@@ -373,6 +367,29 @@ class PointCosts:
                 for here in devices
             )
         return self._groups[shape]
+
+    def _dealt(self, shape: PlanShape, machine: MachineCosts) -> list[tuple[int, ...]]:
+        """Returns the devices of each stage: of ways to deal them the one whose slowest devices are quickest together,
+        and among such the one whose replicas sum gradients most quickly."""
+        links, size = self.book.links, shape.num_devices // (shape.num_stages * shape.data)
+        units = [tuple(range(first, first + size)) for first in range(0, shape.num_devices, size)]
+        speeds = [min(machine.devices[number].speed for number in unit) for unit in units]
+        ways = [list(range(len(units))), sorted(range(len(units)), key=lambda unit: -speeds[unit])]
+        layers = [self.book.entries[0].types[name] for name in self.book.layers]
+        num_bytes = sum(layer.gradient_bytes for layer in layers) / shape.num_stages
+        if shape.data > 1:
+            ways.append(_joined([[machine.link(a, b, links).transfer_ms(num_bytes) for b in units] for a in units]))
+
+        def in_groups(way: list[int]) -> list[list[int]]:
+            return [way[first : first + shape.data] for first in range(0, len(way), shape.data)]
+
+        def worth(way: list[int]) -> tuple[float, float]:
+            groups = in_groups(way)
+            devices = [sum((units[unit] for unit in group), ()) for group in groups]
+            sums_ms = [machine.link(here, here, links).sum_ms(num_bytes, shape.data) for here in devices]
+            return round(sum(min(speeds[unit] for unit in group) for group in groups), 9), -round(sum(sums_ms), 9)
+
+        return [sum((units[unit] for unit in group), ()) for group in in_groups(max(ways, key=worth))]
 
     # -- orders of devices ---------------------------------------------------------------------------------------------
 

@@ -178,6 +178,9 @@ def test_replicas_and_devices_that_share_a_layer_are_groups() -> None:
     book, space = a_book(8, of_speeds(1.0, 0.5, 1.0, 0.5)), a_space(2, 4, devices=4, data=(2,))
     plan = make_plan(book, space)
     assert sorted(map(sorted, plan.ranking[0].choice.devices)) == [[0, 2], [1, 3]]  # quick ones with quick ones
+    far = tuple(tuple(0.0 if a % 2 == b % 2 else 5.0 for b in range(4)) for a in range(4))
+    joined = make_plan(replace(book, machine=of_speeds(*[1.0] * 4, latency_ms=far)), space)
+    assert sorted(map(sorted, joined.ranking[0].choice.devices)) == [[0, 2], [1, 3]]  # each on an island
     entries = (CostEntry(types=TYPES, tensor=2),)
     plan = make_plan(replace(book, entries=entries), replace(space, data=(1,)))
     assert sorted(plan.ranking[0].choice.devices) == [(0, 1), (2, 3)]
