@@ -337,13 +337,17 @@ def quick_bound_ms(point: Point, costs: ModelCosts, *, split: bool) -> float:
     speeds = [stage.speed for stage in costs.stages] or [1.0] * p
     ways = [costs.link(stage, stage + 1) for stage in range(p - 1)]
     within = [costs.link(stage, stage) for stage in range(p)]
-    num_bytes = sum(layer.gradient_bytes for layer in layers)
-    sums_ms = min(links.sum_ms(num_bytes, shape.data) for links in within)
+    num_bytes = [layer.gradient_bytes for layer in layers]
+    sums_ms = min(links.sum_ms(sum(num_bytes), shape.data) for links in within)
+    # Every chunk has a sum of its own, if all layers are trained.
+    least_ms = 2 * (shape.data - 1) * min(links.latency_ms for links in within) if all(num_bytes) else 0.0
+    sums_ms += (p * point.chunks - 1) * least_ms
     once_ms = sum(layer.update_ms for layer in layers) + min(speeds) * sums_ms
     even_ms = (m * sum(works) + once_ms) / sum(speeds)
     if point.chunks > 1:
-        least_ms = min(forwards) / max(speeds) + min(link.latency_ms for link in ways)
-        return even_ms + least_ms * sum(stage * speed for stage, speed in enumerate(speeds)) / sum(speeds)
+        before_ms = min(forwards) / max(speeds) + min(link.latency_ms for link in ways)
+        return even_ms + before_ms * sum(stage * speed for stage, speed in enumerate(speeds)) / sum(speeds)
     share = min((f / x for f, x in zip(forwards, works, strict=True) if x), default=0.0) if split else 1.0
     left = 1 - share / m
-    return max(even_ms, m * sum(works) / sum(left**stage * speed for stage, speed in enumerate(speeds)))
+    filled_ms = m * sum(works) / sum(left**stage * speed for stage, speed in enumerate(speeds))
+    return max(even_ms, filled_ms + least_ms)

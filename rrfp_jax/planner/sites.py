@@ -225,7 +225,8 @@ class Sites:
                 self._push(site)
                 continue
             best = site.cuts[0][0]
-            if is_short(best, self.memory_bytes):
+            short = is_short(best, self.memory_bytes)
+            if short:
                 self._add_mixed(site.point)
             try:
                 if best.costs.stages and site.point.family == LINEAR and not is_large(site.point):
@@ -233,7 +234,7 @@ class Sites:
                 if shape.remat == MIXED:
                     site.cuts = _mixed_cuts(best, self.costs.others(site.point))
                 else:
-                    site.cuts = _cuts_of(best, self.memory_bytes)
+                    site.cuts = _cuts_of(best, self.memory_bytes, short=short)
             except ValueError:
                 self.refused[shape] = None
                 continue
@@ -338,7 +339,7 @@ def is_short(cut: CutModel, memory_bytes: int | None) -> bool:
     return windows is None or min(windows) < usual
 
 
-def _cuts_of(best: CutModel, memory_bytes: int | None) -> list[tuple[CutModel, bool]]:
+def _cuts_of(best: CutModel, memory_bytes: int | None, *, short: bool) -> list[tuple[CutModel, bool]]:
     """Returns the best cut and the even one, each with whether it is even; equal ones once.
 
     Where memory is short for as many activations as schedules usually hold, the best cut for these comes too, or for
@@ -347,7 +348,7 @@ def _cuts_of(best: CutModel, memory_bytes: int | None) -> list[tuple[CutModel, b
     found, placement, m = [best], best.placement, best.num_microbatches
     stages, passes = placement.num_stages, placement.num_chunks // placement.num_stages
     usual = min(stages, m)
-    if is_short(best, memory_bytes):
+    if short:
         shorter = sorted({usual, min(-(-stages // 2), m), 1}, reverse=True)
         for window in shorter:
             memory = MemoryBudget(limits=best.limits(memory_bytes), footprints=(window * passes,) * stages)
