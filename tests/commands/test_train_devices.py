@@ -28,6 +28,23 @@ def test_the_order_of_devices_changes_where_stages_lie_and_nothing_else(tmp_path
     assert evaluated.returncode == 0, evaluated.stderr
 
 
+def test_a_plan_with_all_of_it_by_stage_trains_alike(tmp_path: Path) -> None:
+    by_stage = ("--replicas", "1,2", "--reduce", "messages", "--remat", "full,none", "--devices", "2,0,1")
+    losses = []
+    for number, options in enumerate(((), by_stage)):
+        run = tmp_path / str(number)
+        result = run_command("train", *SMALL, "--steps", 3, "--run-dir", run, *options)
+        assert result.returncode == 0, result.stderr
+        losses.append([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    rows = [line.split() for line in result.stdout.splitlines() if "cpu:" in line]
+    assert [(row[0], row[2], row[3], row[-1]) for row in rows] == [
+        ("0,", "0", "cpu:2", "full"),
+        ("1,", "0", "cpu:0", "none"),
+        ("1,", "1", "cpu:1", "none"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
