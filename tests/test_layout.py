@@ -1,5 +1,7 @@
 """Units, devices and ranks of a layout, the axes of its meshes, and the tree of control messages."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,6 +66,32 @@ def test_units_take_devices_in_the_order_that_is_named() -> None:
     assert [layout.units_of(rank) for rank in range(3)] == [(1,), (2,), (0,)]
 
 
+@pytest.mark.parametrize("by_replica", [False, True])
+def test_units_that_are_absent_have_no_devices(by_replica: bool) -> None:
+    layout = Layout(num_stages=3, data=2, replicas=(1, 2, 1), tensor=2, num_ranks=4, by_replica=by_replica)
+    assert (layout.num_units, layout.absent, layout.num_devices) == (6, (3, 5), 8)
+    devices = [layout.devices_of(unit) for unit in range(6)]
+    assert devices == (
+        [(0, 1), (2, 3), (4, 5), (), (6, 7), ()] if by_replica else [(0, 1), (2, 3), (6, 7), (), (4, 5), ()]
+    )
+    assert layout.ranks_of(3) == ()
+    assert sorted(unit for rank in range(4) for unit in layout.units_of(rank)) == [0, 1, 2, 4]
+    assert layout.describe() == "3 stages x data 1,2,1 x tensor 2 on 4 processes"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        ((1, 2), r"replicas are \(1, 2\): give 1 or more for each of 3 stages"),
+        ((1, 0, 2), r"replicas are \(1, 0, 2\): give 1 or more for each of 3 stages"),
+        ((1, 3, 1), "data is 2, and stages have up to 3 replicas: give data 3"),
+    ],
+)
+def test_replicas_that_do_not_fit_are_refused(replicas: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(num_stages=3, data=2, replicas=replicas)
+
+
 @pytest.mark.parametrize(
     ("order", "message"),
     [
@@ -79,7 +107,9 @@ def test_an_order_of_devices_that_cannot_be_is_refused(order: tuple[int, ...], m
 
 
 def test_stages_that_share_devices_have_no_order_of_devices() -> None:
-    with pytest.raises(ValueError, match="rank 0 has 2 devices for 4 of the run: name an order of devices only where"):
+    with pytest.raises(
+        ValueError, match="rank 0 has 2 devices for 4 of the run: name an order of devices, or replicas"
+    ):
         Layout(num_stages=4, order=(2, 0, 3, 1)).shared_devices(0, 2)
 
 
@@ -97,6 +127,7 @@ def test_what_cannot_be_dealt_out_is_refused_with_the_numbers() -> None:
 
 @given(layouts(), st.integers(1, 16))
 def test_stages_share_devices_evenly_and_what_belongs_to_one_stage_never_does(layout: Layout, num_devices: int) -> None:
+    layout = replace(layout, order=())  # with which none are shared
     for rank in range(layout.num_ranks):
         try:
             shared = layout.shared_devices(rank, num_devices)

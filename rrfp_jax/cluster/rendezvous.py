@@ -152,7 +152,8 @@ class MemberReport:
     """The number of devices of each replica of a stage."""
     by_replica: bool = False
     order: tuple[int, ...] = ()
-    """This and ``by_replica``: see :class:`~rrfp_jax.layout.Layout`."""
+    replicas: tuple[int, ...] = ()
+    """This, ``order`` and ``by_replica``: see :class:`~rrfp_jax.layout.Layout`."""
     epoch: int = 0
     """The latest epoch of which the rank knows."""
     accusations: tuple[tuple[int, str], ...] = ()

@@ -123,6 +123,8 @@ def encoder_notes(config: TrainConfig | None) -> tuple[str, ...]:
 
 def _configured_choice(config: TrainConfig, book: CostBook) -> PlanChoice:
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
+    if not isinstance(layout.replicas, int):
+        raise ValueError("--as-configured knows stages of equally many replicas: give one number of replicas")
     share = microbatches_per_replica(config.data.num_microbatches, layout.replicas)
     num_encoder_chunks = 0
     if config.vision is None:
@@ -219,6 +221,8 @@ def resolve_auto_cut(config: TrainConfig, *, fresh: bool = False) -> ResolvedCut
         return ResolvedCut(
             config=_with_layout(config, kept), lines=(f"layout auto: {kept}, as this run has it already",)
         )
+    if not isinstance(pipeline.replicas, int):
+        raise ValueError("layout auto finds a cut for stages of equally many replicas: give such, or the layout")
     order = order_of(
         pipeline, ordering_of(pipeline), microbatches_per_replica(config.data.num_microbatches, pipeline.replicas)
     )

@@ -401,7 +401,7 @@ def with_times_of(run: str, config: TrainConfig, measured: Measured) -> Measured
     path = Path(run) / TRACE
     timeline = read_trace(path)
     chunks = sorted({span.task.chunk for span in timeline.spans})
-    share = config.pipeline.replicas
+    share = config.pipeline.most_replicas
     layers = _cut_of_run(config, len(chunks) // share)
     if chunks != list(range(len(layers) * share)):
         raise ValueError(f"{path} has tasks of chunks {chunks}, and the run's configuration cuts {len(layers)}")

@@ -36,8 +36,9 @@ class PipelineConfig:
 
     num_stages: int
     """Number of stages. Each has devices of its own unless ``run.devices`` is fewer."""
-    replicas: int = 1
-    """Number of replicas of the whole pipeline. Each takes an equal part of the microbatches."""
+    replicas: int | tuple[int, ...] = 1
+    """Number of replicas of the whole pipeline. Each takes an equal part of the microbatches. Or a number for each
+    stage, whose replicas take equal parts; these need ``reduce: messages``."""
     reduce: str = "auto"
     """How replicas add up gradients: by ``messages`` while backwards still run, for stages that each lie in one process
     per replica, or by a ``collective``. ``auto`` chooses the collective. With ``messages`` a run goes on without ranks
@@ -84,7 +85,8 @@ class PipelineConfig:
     the hint has it, else fused."""
 
     def __post_init__(self) -> None:
-        check_fields(self, AT_LEAST_1, "num_stages", "replicas", "chunks_per_stage", "offload")
+        check_fields(self, AT_LEAST_1, "num_stages", "chunks_per_stage", "offload")
+        self._check_replicas()
         check_fields(self, NOT_NEGATIVE, "recompute")
         check_fields(self, _ORDER, "consume")
         check_fields(self, _MEMORY, "memory_limit")
@@ -114,6 +116,28 @@ class PipelineConfig:
             )
         if self.encoder_mesh is not None:
             raise ValueError("encoder_mesh is for stages of the encoder's own: leave it, or @ in layout, out")
+
+    def _check_replicas(self) -> None:
+        if isinstance(self.replicas, int):
+            check_fields(self, AT_LEAST_1, "replicas")
+            return
+        if len(self.replicas) != self.num_stages or min(self.replicas) < 1:
+            raise ValueError(
+                f"replicas is {shown(self.replicas)}: give one number for all, or 1 or more for each of "
+                f"{self.num_stages} stages"
+            )
+        if len({*self.replicas}) == 1:
+            object.__setattr__(self, "replicas", self.replicas[0])
+        elif self.reduce != ReduceWay.MESSAGES or self.consume == STRICT_ORDER:
+            raise ValueError(
+                "stages with different replicas hand microbatches to each other, and add up gradients by messages: "
+                "give reduce messages, and consume foresight or ready"
+            )
+
+    @property
+    def most_replicas(self) -> int:
+        """The largest number of replicas of any stage."""
+        return self.replicas if isinstance(self.replicas, int) else max(self.replicas)
 
     @property
     def is_auto(self) -> bool:
@@ -160,7 +184,8 @@ class PipelineConfig:
     @property
     def num_devices(self) -> int:
         """Number of devices of the whole run."""
-        return self.num_stages * self.replicas * math.prod((self.mesh or {}).values())
+        units = self.num_stages * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
+        return units * math.prod((self.mesh or {}).values())
 
     @property
     def meshes(self) -> list[dict[str, int]]:

@@ -87,6 +87,14 @@ def test_replicas_are_compiled_once_and_all_are_forecast() -> None:
 
 
 @pytest.mark.usefixtures("pretended")
+def test_stages_may_have_different_numbers_of_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--config", "cpu/debug", "--model.num-layers", "2", "--num-stages", "2", "--reduce", "messages"]
+    assert main([*small, "--replicas", "1,2", "--compile-for", "h100"]) == DONE
+    told = capsys.readouterr().out
+    assert re.findall(r"\n (\d, replica \d)", told) == ["0, replica 0", "1, replica 0", "1, replica 1"]
+
+
+@pytest.mark.usefixtures("pretended")
 def test_a_stage_that_does_not_fit_is_refused_after_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BadInput, match=r"stage 0 is predicted to need .* and has 1 MiB: "):
         main([*SMALL, "--pipeline.memory-limit", "1MiB", "--compile-for", "h100"])

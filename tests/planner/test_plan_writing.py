@@ -117,6 +117,17 @@ def test_devices_and_rematerialisation_of_stages_are_written(config: TrainConfig
     plan_run(found, tmp_path / "run")
 
 
+def test_replicas_of_each_stage_are_written(config: TrainConfig, tmp_path: Path) -> None:
+    choice = choice_of(
+        *(4, 3, 3, 2), ordering=Ordering(hint="bf", window=4), order_name="bf", data=2, replicas=(2, 1, 2, 1)
+    )
+    write_choice(config, ranked_of(choice, 200.0), Path("best.yaml"))
+    found = load_train_config("best.yaml", {})
+    assert (found.pipeline.replicas, found.pipeline.num_devices) == ((2, 1, 2, 1), choice.shape.num_devices)
+    assert (found.data.batch_size, found.data.num_microbatches) == (16, 16)
+    plan_run(found, tmp_path / "run")
+
+
 def _counts(layout: PipelineConfig, choice: PlanChoice) -> tuple[int, ...]:
     """Layers of each chunk, ends included, as the section says."""
     chunks = choice.cut.placement.num_chunks

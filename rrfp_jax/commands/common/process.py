@@ -27,7 +27,7 @@ _UNWINDING_S = 10.0
 def enter(
     *,
     num_stages: int,
-    data: int = 1,
+    data: int | Sequence[int] = 1,
     tensor: int = 1,
     mesh: Sequence[Mapping[str, int]] = (),
     configuration: Mapping[str, Any],
@@ -41,6 +41,7 @@ def enter(
     """Find out which process this is, meet the others, and start JAX: before anything else uses it.
 
     Args:
+        data: the replicas of all stages, or of each.
         mesh: all axes over the devices of each stage, innermost first; empty: ``tensor`` alone.
         configuration: values that must be the same in all processes.
         platform: ``cpu`` for virtual devices, else the devices that JAX finds.
@@ -71,7 +72,8 @@ def enter(
     number, order = (devices, ()) if devices is None or isinstance(devices, int) else (None, tuple(devices))
     layout = Layout(
         num_stages=num_stages,
-        data=data,
+        data=data if isinstance(data, int) else max(data),
+        replicas=() if isinstance(data, int) else tuple(data),
         tensor=tensor,
         mesh=mesh,
         num_ranks=num_ranks,

@@ -110,7 +110,7 @@ def _cost_orders(
     return CostOrders(
         order,
         batch_costs(config, chunks, order.graph),
-        num_replicas=config.pipeline.replicas,
+        num_replicas=config.pipeline.most_replicas,
         is_first=lambda: process.is_first,
     )
 

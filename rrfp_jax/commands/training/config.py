@@ -96,11 +96,13 @@ class TrainConfig:
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        if self.optimizer.shard and self.pipeline.replicas == 1:
-            raise ValueError("optimizer.shard is for several replicas, which share the state: give pipeline.replicas")
+        if self.optimizer.shard and (self.pipeline.replicas == 1 or not isinstance(self.pipeline.replicas, int)):
+            raise ValueError(
+                "optimizer.shard is for several replicas of all stages, which share the state: give pipeline.replicas"
+            )
         if isinstance(self.run.devices, tuple):
-            number = self.pipeline.num_stages * self.pipeline.replicas
-            check_device_order(self.run.devices, self.pipeline.num_devices, self.pipeline.num_devices // number)
+            size = math.prod((self.pipeline.mesh or {}).values())
+            check_device_order(self.run.devices, self.pipeline.num_devices, size)
         if self.projector is not None and self.vision is None:
             raise ValueError("projector is given without vision, whose features it would project: give vision too")
 
@@ -111,6 +113,8 @@ class TrainConfig:
         """
         if num_ranks == all_ranks:
             return self
+        if not isinstance(self.pipeline.replicas, int):
+            raise ValueError("a part of the ranks holds no part of replicas that differ: give all stages equally many")
         replicas, rest = divmod(self.pipeline.replicas * num_ranks, all_ranks)
         if rest or not replicas or self.data.num_microbatches % replicas:
             raise ValueError(
@@ -131,7 +135,7 @@ class TrainConfig:
         """The number of equal shares of the optimizer state of which a unit holds one; by messages it holds two."""
         if not self.optimizer.shard:
             return 1
-        replicas = self.pipeline.replicas
+        replicas = self.pipeline.most_replicas
         return max(1, replicas // 2) if self.pipeline.reduce == ReduceWay.MESSAGES else replicas
 
     @property

@@ -127,7 +127,7 @@ def order_run(config: TrainConfig) -> OrderedRun:
     """Resolve the order of a run. Raises ValueError where it does not fit."""
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
     check_meshes(config)
-    share = microbatches_per_replica(config.data.num_microbatches, layout.replicas)
+    share = microbatches_per_replica(config.data.num_microbatches, layout.most_replicas)
     if config.vision is None:
         if layout.encoder_mesh is not None:
             raise ValueError("encoder_mesh is for models with an encoder: give a section vision, or leave it out")

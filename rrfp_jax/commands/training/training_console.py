@@ -117,7 +117,7 @@ class TrainingConsole:
         on_host = ["on host"] * any(each.host_peak for each in forecast)
         differs = ["remat"] * (len({*pipeline.remat}) > 1)
         rows = [("stage", "devices", "layers", "parameters", "may hold", "peak memory", *on_host, *differs)]
-        for unit in range(layout.num_units):
+        for unit in (each for each in range(layout.num_units) if each not in layout.absent):
             stage, numbers = layout.stage_of(unit), layout.devices_of(unit)
             devices = f"{min(numbers)}" if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
             if pipeline.process.is_here:
