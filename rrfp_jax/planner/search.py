@@ -26,7 +26,6 @@ from rrfp_jax.planner.search_space import (
     points_of,
     refused_without_points,
     shapes_of,
-    unequal_shapes,
 )
 from rrfp_jax.planner.sites import Sites, TriedTable, cut_for_replicas, hints_for, is_large
 
@@ -165,7 +164,7 @@ class _Search:
         self._hints_tried: list[PlanChoice] = []
 
     def plan(self, progress: SearchProgress) -> Plan:
-        for shape in self.shapes:
+        for shape in (shape for shape in self.shapes if not shape.replicas):
             points = list(points_of(shape, self.book, self.space))
             if not points:
                 self.refused.append(refused_without_points(shape, self.book))
@@ -218,7 +217,7 @@ class _Search:
     def _unequal(self) -> list[PlanChoice]:
         """Returns hints where stages have different numbers of replicas, if that is asked for."""
         found = list[PlanChoice]()
-        for shape in unequal_shapes(self.shapes, self.book, self.space) if self.space.unequal else ():
+        for shape in (shape for shape in self.shapes if shape.replicas):
             point = Point(shape=shape, family=LINEAR, chunks=1)
             for split in (True, False):
                 try:

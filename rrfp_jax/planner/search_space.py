@@ -97,7 +97,9 @@ class SearchSpace:
                 )
         for name in ("stages", "data", "tensor"):
             numbers = getattr(self, name)
-            if numbers is not None and not any(self.devices % number == 0 for number in numbers):
+            if self.unequal or numbers is None:
+                continue
+            if not any(self.devices % number == 0 for number in numbers):
                 raise ValueError(
                     f"{self.devices} devices cannot be divided by {name} {', '.join(map(str, numbers))}: give a divisor"
                 )
@@ -116,8 +118,13 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
         if not is_allowed or space.devices % unit:
             continue
         units = space.devices // unit
-        for stages in (number for number in range(1, units + 1) if units % number == 0):
-            data = units // stages
+        ways: list[tuple[int, int, tuple[int, ...]]] = [
+            (number, units // number, ()) for number in range(1, units + 1) if units % number == 0
+        ]
+        if space.unequal and units <= _MOST_UNITS:
+            works_ms = np.array([entry.types[name].work_ms(split=True) for name in book.layers])
+            ways += [(len(each), max(each), each) for each in _replica_counts(works_ms, units) if min(each) < max(each)]
+        for stages, data, replicas in ways:
             if not (_allows(space.stages, stages) and _allows(space.data, data)):
                 continue
             counts, samples = list(space.microbatches or ()), entry.microbatch_size * data
@@ -133,6 +140,7 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
                     mesh=tuple(book.mesh.items()),
                     microbatch_size=entry.microbatch_size,
                     remat=entry.remat,
+                    replicas=replicas,
                 )
                 for count in counts
             ]
@@ -142,49 +150,17 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
         asked = {name: getattr(space, name) for name in names}
         said = ", ".join(f"{name} {list(value)}" for name, value in asked.items() if value is not None)
         batch = "" if space.batch_size is None else f" and a batch of {space.batch_size}"
-        ways = "stages x data x tensor" + "".join(f" x {axis} {size}" for axis, size in book.mesh.items())
+        axes = "stages x data x tensor" + "".join(f" x {axis} {size}" for axis, size in book.mesh.items())
         raise ValueError(
-            f"no {ways} make {space.devices} devices{batch} with {said or 'nothing else'} allowed, and costs for "
+            f"no {axes} make {space.devices} devices{batch} with {said or 'nothing else'} allowed, and costs for "
             f"{known}: allow more, or give costs of other microbatch sizes or tensor"
         )
     return found
 
 
-def unequal_shapes(shapes: Sequence[PlanShape], book: CostBook, space: SearchSpace) -> list[PlanShape]:
-    """Returns shapes on the same devices whose stages have different numbers of replicas, a few for each number of
-    stages: those whose fullest replica has least work, layers cut as the replicas ask for.
-
-    A dynamic programme over layers and devices, as PipeDream's (arXiv 1806.03377)."""
-    found = list[PlanShape]()
-    for entry in book.entries:
-        alike = [
-            shape
-            for shape in shapes
-            if (shape.microbatch_size, shape.tensor, shape.remat) == (entry.microbatch_size, entry.tensor, entry.remat)
-        ]
-        for units, total in dict.fromkeys(
-            (shape.num_stages * shape.data, shape.num_microbatches * shape.data) for shape in alike
-        ):
-            if units > _MOST_UNITS:
-                continue
-            work_ms = np.array([entry.types[name].work_ms(split=True) for name in book.layers])
-            for replicas in _replica_counts(work_ms, units):
-                most = max(replicas)
-                if min(replicas) < most and total % most == 0 and _allows(space.stages, len(replicas)):
-                    found.append(
-                        replace(
-                            alike[0],
-                            num_stages=len(replicas),
-                            data=most,
-                            replicas=replicas,
-                            num_microbatches=total // most,
-                        )
-                    )
-    return found
-
-
 def _replica_counts(work_ms: NDArray[np.float64], units: int) -> Iterator[tuple[int, ...]]:
-    """Yields for each number of stages the replicas of each with which the fullest one has least work."""
+    """Yields for each number of stages the replicas of each with which the fullest one has least work: a dynamic
+    programme over layers and devices, as PipeDream's (arXiv 1806.03377)."""
     ends = np.concatenate([[0.0], work_ms.cumsum()])
     own_ms = ends[None, :] - ends[:, None]
     own_ms[np.tril_indices(len(ends))] = inf

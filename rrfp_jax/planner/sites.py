@@ -33,6 +33,8 @@ _SEARCHED_ORDERS = 4
 """Orders of a search that are judged."""
 _WORTH = 0.005
 """Part of a step below which a gain is not searched for."""
+_SHIFTED_TASKS = 400_000
+"""Tasks that are timed, all together, to improve a cut where stages differ."""
 _LARGE = 1500
 """Chunks times microbatches from which on tables are first estimated by fewer microbatches."""
 
@@ -388,10 +390,11 @@ def _shifted(best: CutModel, memory_bytes: int | None) -> CutModel:
     def step_ms(cut: CutModel) -> float:
         return float(strict_times_ms(cut, walk, cut.durations_ms)[0])
 
-    best_ms, is_better = step_ms(best), True
-    while is_better:
+    best_ms, is_better, left = step_ms(best), True, _SHIFTED_TASKS
+    while is_better and left > 0:
         is_better = False
         for giver, taker in permutations(range(stages), 2):
+            left -= len(walk)
             counts = list(best.counts)
             counts[giver] -= 1
             counts[taker] += 1
