@@ -1,4 +1,4 @@
-"""Plans for models whose layers weigh differently, against interleaved 1F1B on the cut that deals layers out evenly.
+"""Plans for models whose layers weigh differently, against interleaved 1F1B on its best cut.
 
 Costs are operations over 60% of 989 TFLOP/s for microbatches of 4096 tokens, with the widths of published
 configurations; devices share no layer, so that only how layers compare counts:
@@ -86,7 +86,7 @@ def a_book(name: str) -> CostBook:
 
 
 def gain_of(name: str, stages: int, microbatches: int) -> float:
-    """How many times as long the best interleaved 1F1B takes, of one, two and four chunks per stage on an even cut."""
+    """How many times as long the best interleaved 1F1B takes, of one, two and four chunks per stage."""
     space = SearchSpace(devices=stages, stages=(stages,), microbatches=(microbatches,))
     found = make_plan(a_book(name), space)
     interleaved = []
@@ -95,14 +95,12 @@ def gain_of(name: str, stages: int, microbatches: int) -> float:
             devices=stages, stages=(stages,), microbatches=(microbatches,), schedules=(schedule,), chunks=(chunks,),
             consumptions=("strict",),
         )  # fmt: skip
-        plan = make_plan(a_book(name), named) if chunks * stages <= len(a_book(name).layers) else None
-        if plan is not None and plan.even is not None:
-            interleaved.append(plan.even.forecast.step_ms)
+        interleaved += [each.forecast.step_ms for each in make_plan(a_book(name), named).ranking[:1]]
     return min(interleaved) / found.ranking[0].forecast.step_ms
 
 
 def test_plans_are_a_tenth_ahead_of_interleaved_1f1b_in_the_mean() -> None:
-    gains = [gain_of(name, 4, 8) for name in ("gemma", "nemotron")]
+    gains = [gain_of(name, 4, 8) for name in ("gemma", "deepseek")]
     assert min(gains) >= 1.0
     assert fmean(gains) >= 1.10
 
