@@ -123,7 +123,8 @@ def make_parser() -> CommandParser:
         "--devices",
         type=int,
         metavar="N",
-        help="how many there are, all of which are used (default: as many as the configuration has)",
+        help="how many there are, all of which are used (default: those of the machine, else as many as the "
+        "configuration has)",
     )
     add(
         "--machine",

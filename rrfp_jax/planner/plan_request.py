@@ -18,7 +18,7 @@ from rrfp_jax.costs.layer_costs import every_setting
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES, REMATS
 from rrfp_jax.layout import describe_axes, other_axes, with_tensor
 from rrfp_jax.planner.configured import check_as_configured
-from rrfp_jax.planner.cost_file import read_costs, read_machine
+from rrfp_jax.planner.cost_file import machine_in, read_costs, read_machine
 from rrfp_jax.planner.search_space import CONSUMPTIONS, SearchSpace
 from rrfp_jax.planner.sites import PLANNED_HINTS
 from rrfp_jax.planner.writing import check_writable
@@ -122,13 +122,13 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         if config is None:
             raise ValueError("--write completes a configuration: give --config FILE.yaml too")
         check_writable(config, Path(arguments.write))
-    machine = None if arguments.machine is None else read_machine(arguments.machine)
+    machine = _machine(arguments)
     num_devices, batch_size = _num_devices(arguments.devices, machine, config), arguments.batch_size
     if batch_size is None and config is not None:
         batch_size = config.data.batch_size
     chunks = _chunks(arguments, config)  # before costs are worked out, which takes longer
     book = _costs(arguments, config, num_devices=num_devices, batch_size=batch_size)
-    book = replace(book, machine=machine or book.machine)
+    book = replace(book, machine=machine)
     if config is not None:
         asked = other_axes(config.pipeline.mesh)
         if tuple(asked.items()) != tuple(book.mesh.items()):  # the order of axes counts
@@ -155,6 +155,13 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         top=arguments.top,
     )
     return PlanRequest(book=book, space=space, config=config)
+
+
+def _machine(arguments: argparse.Namespace) -> MachineCosts | None:
+    """Returns the machine of its own file, else that of the costs; None: devices are alike."""
+    if arguments.machine is not None:
+        return read_machine(arguments.machine)
+    return None if arguments.costs is None else machine_in(arguments.costs)
 
 
 def _num_devices(asked: int | None, machine: MachineCosts | None, config: TrainConfig | None) -> int:

@@ -11,7 +11,7 @@ best cut, in virtual time.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations, islice
+from itertools import combinations, islice, pairwise
 from math import inf, isfinite, prod
 
 import numpy as np
@@ -24,7 +24,7 @@ from rrfp_jax.costs.layer_costs import StageCosts
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 from rrfp_jax.planner.best_cut import best_cut
 from rrfp_jax.planner.cut_problem import MemoryBudget
-from rrfp_jax.planner.judging import ROUNDING, WalkEntry, strict_times_ms, walk_of
+from rrfp_jax.planner.judging import WalkEntry, strict_times_ms, walk_of
 from rrfp_jax.planner.order_search import built_table
 from rrfp_jax.planner.records import LINEAR, LOOPED, MIXED, WAVES, PlanShape, Point, Refused
 from rrfp_jax.schedules import ScheduleRequest
@@ -389,11 +389,14 @@ class PointCosts:
         walk = walk_of(
             built_table("1f1b", ScheduleRequest(num_stages=p, num_microbatches=few_microbatches.num_microbatches))
         )
-        known = dict[tuple[int, ...], float]()
+        known = dict[tuple[int, ...], tuple[float, float]]()
 
-        def step_ms(order: tuple[int, ...]) -> float:
+        def worth(order: tuple[int, ...]) -> tuple[float, float]:
+            """The step, and of equal steps all messages along the line."""
             if order not in known:
-                known[order] = self._step_ms(few_microbatches, numbered(order), walk, further)
+                groups_of_stages = numbered(order)
+                step_ms = self._step_ms(few_microbatches, groups_of_stages, walk, further)
+                known[order] = round(step_ms, 9), round(sum(far[a][b] for a, b in pairwise(groups_of_stages)), 9)
             return known[order]
 
         def numbered(order: tuple[int, ...]) -> tuple[int, ...]:
@@ -402,32 +405,12 @@ class PointCosts:
 
         few = list(islice(_arrangements(Counter(kinds)), _FEW_ORDERS + 1))
         if len(few) <= _FEW_ORDERS:
-            return numbered(min((tuple(kinds), *few), key=step_ms))
+            return numbered(min((tuple(kinds), *few), key=worth))
         path = [kinds[group] for group in _joined(far)]
         turned = [(*each[at:], *each[:at]) for each in (path, path[::-1]) for at in range(p)]
-        starts = sorted({tuple(kinds), *turned}, key=step_ms)
-        return numbered(
-            min(
-                (self._exchanged(start, step_ms, lambda: len(known) * len(walk) < _MOST_TASKS) for start in starts),
-                key=step_ms,
-            )
-        )
-
-    def _exchanged(
-        self, best: tuple[int, ...], step_ms: Callable[[tuple[int, ...]], float], goes_on: Callable[[], bool]
-    ) -> tuple[int, ...]:
-        """Returns the order to which exchanges, reversals and shifts of a part lead, as long as one helps."""
-        is_better = True
-        while is_better:
-            is_better = False
-            for first, last in combinations(range(len(best)), 2):
-                before, part, behind = best[:first], best[first : last + 1], best[last + 1 :]
-                swapped = (*part[-1:], *part[1:-1], *part[:1])
-                for other in (swapped, part[::-1], (*part[1:], *part[:1]), (*part[-1:], *part[:-1])):
-                    order = (*before, *other, *behind)
-                    if goes_on() and step_ms(order) < step_ms(best) * (1 - ROUNDING):
-                        best, is_better = order, True
-        return best
+        starts = sorted({tuple(kinds), *turned}, key=worth)
+        found = [_exchanged(start, worth, lambda: len(known) * len(walk) < _MOST_TASKS) for start in starts]
+        return numbered(min(found, key=worth))
 
     def _step_ms(self, shape: PlanShape, order: tuple[int, ...], walk: Sequence[WalkEntry], further: int) -> float:
         """Returns a step of 1F1B on the best cut for an order of devices, with so many further microbatches at the pace
@@ -445,6 +428,23 @@ class PointCosts:
             return inf
         step_ms = float(strict_times_ms(cut, walk, cut.durations_ms)[0])
         return step_ms + max(cut.stage_work_ms) / m * further
+
+
+def _exchanged(
+    best: tuple[int, ...], worth: Callable[[tuple[int, ...]], tuple[float, float]], goes_on: Callable[[], bool]
+) -> tuple[int, ...]:
+    """Returns the order to which exchanges, reversals and shifts of a part lead, as long as one helps."""
+    is_better = True
+    while is_better:
+        is_better = False
+        for first, last in combinations(range(len(best)), 2):
+            before, part, behind = best[:first], best[first : last + 1], best[last + 1 :]
+            swapped = (*part[-1:], *part[1:-1], *part[:1])
+            for other in (swapped, part[::-1], (*part[1:], *part[:1]), (*part[-1:], *part[:-1])):
+                order = (*before, *other, *behind)
+                if goes_on() and worth(order) < worth(best):
+                    best, is_better = order, True
+    return best
 
 
 def _arrangements(left: "Counter[int]") -> Iterator[tuple[int, ...]]:
