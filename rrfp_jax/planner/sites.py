@@ -231,11 +231,11 @@ class Sites:
             if short:
                 self._add_mixed(site.point)
             try:
-                if best.costs.stages and site.point.family == LINEAR and not is_large(site.point):
-                    best = _shifted(best, self.memory_bytes)
                 if shape.remat == MIXED:
                     site.cuts = _mixed_cuts(best, self.costs.others(site.point))
                 else:
+                    if best.costs.stages and site.point.family == LINEAR and not is_large(site.point):
+                        best = _shifted(best, self.memory_bytes)
                     site.cuts = _cuts_of(best, self.memory_bytes, short=short)
             except ValueError:
                 self.refused[shape] = None
