@@ -93,3 +93,30 @@ def test_what_unequal_replicas_cannot_have_is_refused() -> None:
         state = pipeline.init(jax.random.key(1))
         with pytest.raises(ValueError, match="strict consumption keeps to its table's microbatches"):
             pipeline.step(state, make_batches()[0])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "options", "bounds"),
+    [
+        ((1, 2), {"schedule": "1f1b"}, ["4", "1", "4", "1"]),
+        ((2, 1), {"schedule": "1f1b"}, ["2", "2", "2", "2"]),
+        pytest.param((1, 2), {"window": 2}, ["2", "2", "2", "2"], marks=pytest.mark.slow),
+        pytest.param((2, 1), {"window": (1, 2)}, ["1", "2", "1", "2"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_stage_for_several_replicas_holds_as_much_as_they_would_and_no_more_than_foreseen(
+    replicas: tuple[int, ...], options: dict[str, Any], bounds: list[str]
+) -> None:
+    chunks, options = make_chunks(2, tied=False), MESSAGES | options
+    if name := options.pop("schedule", None):
+        options["schedule"] = build_schedule(name, ScheduleRequest(num_stages=2, num_microbatches=8))
+    batch = {name: np.concatenate([each] * 4) for name, each in make_batches()[0].items()}
+    pipeline = make_pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER, replicas=replicas, **options)
+    with pipeline:
+        state = pipeline.init(jax.random.key(1))
+        for _ in range(3):
+            state, metrics = pipeline.step(state, batch)
+            peaks = metrics.result().peak_memory_bytes
+            assert all(held <= each.peak for held, each in zip(peaks, pipeline.forecast, strict=True))
+        assert [*pipeline.order.bounds] == bounds

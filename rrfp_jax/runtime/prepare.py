@@ -145,11 +145,8 @@ def prepare_pipeline(
         evaluation_batches=0 if evaluation is None else evaluation.batches,
     )
     edge = model.edges(programs)
-    normal, absent = block_owners(process.layout.num_stages, num_microbatches, num_replicas), process.layout.absent
-    owners: StepOwners | None = None
-    if absent:
-        living = [unit for unit in range(process.layout.num_units) if unit not in absent]
-        owners = StepOwners(adopted_owners(normal, living, in_blocks=model.updates.deterministic), absent)
+    owners, absent = _owners_of(model, graph.num_microbatches), process.layout.absent
+    if owners is not None:
         arbiters[0].graph_of(evaluates=False, owners=owners)  # refuses what cannot have other owners
 
     def start(first_step: int | None = None) -> tuple[PipelineRuntime, list[ProgramStage]]:
@@ -179,7 +176,7 @@ def prepare_pipeline(
             )
         runtime = process.recovery = RecoveringRuntime(
             process,
-            normal,
+            block_owners(process.layout.num_stages, num_microbatches, num_replicas),
             start,
             step,
             weigh=lambda buckets, given: weights.of(buckets, with_owners(order.graph, order.placement, given)),
@@ -362,7 +359,25 @@ def _forecast_order(
     # Microbatches of several sizes are admitted by the bytes that each of them takes, where nothing fixes their order.
     if num_bytes is not None and len(buckets) > 1 and ordering.consume != STRICT and not bounds_activations:
         order = replace(order, capacities=(num_bytes,) * layout.num_units)
-    return order, forecast_memory(order, sizes, graph.num_microbatches)
+    if (owners := _owners_of(model, graph.num_microbatches)) is None:
+        return order, forecast_memory(order, sizes, graph.num_microbatches)
+    shares = tuple(-(-layout.data // layout.replicas[layout.stage_of(unit)]) for unit in range(layout.num_units))
+    order = order.with_shares(shares, widens=ordering.window is None, read_ahead=ordering.read_ahead)
+    run = replace(order, graph=with_owners(order.graph, order.placement, owners))
+    forecasts = {times: forecast_memory(run, sizes, times * graph.num_microbatches) for times in {*shares}}
+    return order, [forecasts[times][unit] for unit, times in enumerate(shares)]
+
+
+def _owners_of(model: HostedModel, share: int) -> StepOwners | None:
+    """Returns the owners of a step where units are absent, whose microbatches go to others; None where all are there.
+
+    ``share`` is the number of microbatches of a replica."""
+    layout = model.process.layout
+    if not layout.absent:
+        return None
+    blocks = block_owners(layout.num_stages, share * layout.data, layout.data)
+    living = [unit for unit in range(layout.num_units) if unit not in layout.absent]
+    return StepOwners(adopted_owners(blocks, living, in_blocks=model.updates.deterministic), layout.absent)
 
 
 # -- the stages --------------------------------------------------------------------------------------------------------
