@@ -71,6 +71,22 @@ def num_devices(axes: Axes) -> int:
     return prod(size for _, size in axes)
 
 
+def check_device_order(order: Sequence[int], number: int, unit_size: int) -> None:
+    """Raises ValueError unless these are all devices of a run, once each, those of a unit in a row."""
+    if sorted(order) != [*range(number)]:
+        raise ValueError(
+            f"devices {shown(','.join(map(str, order)))} are no order of {number} devices: name each of 0 to "
+            f"{number - 1} once, in the order in which stages take them"
+        )
+    for first in range(0, number, unit_size):
+        own = tuple(order[first : first + unit_size])
+        if own != tuple(range(own[0], own[0] + unit_size)):
+            raise ValueError(
+                f"devices {', '.join(map(str, own))} would share a stage, which needs {unit_size} that follow each "
+                "other: name such ones in a row"
+            )
+
+
 def describe_axes(axes: Axes) -> str:
     """Returns the axes in words, as ``tensor 2 x fsdp 4``; where all have one device, the first one alone."""
     shown = [axis for axis in axes if axis[1] > 1] or list(axes[:1])
@@ -108,6 +124,10 @@ class Layout:
     by_replica: bool = False
     """Whether neighbouring ranks hold the stages of a replica, so that a lost host takes as few replicas of each stage
     as can be; else they hold the replicas of a stage, whose collectives then stay within a host."""
+    order: tuple[int, ...] = ()
+    """All devices in the order in which units take them, those of a unit in a row; empty: by their numbers."""
+    replicas: tuple[int, ...] = ()
+    """The replicas of each stage where some have fewer than ``data``, the others; empty: all have as many."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -125,16 +145,35 @@ class Layout:
                 f"stage 0 has {describe_axes(self.axes_of_stage[0])}, {sizes[0]} devices, and stage {odd} "
                 f"{describe_axes(self.axes_of_stage[odd])}, {sizes[odd]}: give all stages equally many"
             )
+        if self.replicas and (len(self.replicas) != self.num_stages or min(self.replicas) < 1):
+            raise ValueError(
+                f"replicas are {shown(self.replicas)}: give 1 or more for each of {self.num_stages} stages"
+            )
+        if self.replicas and max(self.replicas) != self.data:
+            raise ValueError(
+                f"data is {self.data}, and stages have up to {(most := max(self.replicas))} replicas: give data {most}"
+            )
         if self.num_devices % self.num_ranks:
             raise ValueError(
-                f"{self.num_stages} stages x data {self.data} x {self.axes} need {self.num_devices} devices, "
+                f"{self.num_stages} stages x {self._data_in_words} x {self.axes} need {self.num_devices} devices, "
                 f"which cannot be dealt out evenly to {self.num_ranks} processes: start a number of processes that "
                 f"divides {self.num_devices}"
             )
+        if self.order:
+            check_device_order(self.order, self.num_devices, self.unit_size)
 
     @property
     def num_units(self) -> int:
+        """Number of units, also of those that are absent."""
         return self.num_stages * self.data
+
+    @cached_property
+    def absent(self) -> tuple[int, ...]:
+        """The units that no device holds, as their stages have fewer replicas than others; ascending."""
+        if not self.replicas:
+            return ()
+        units = range(self.num_units)
+        return tuple(unit for unit in units if self.replica_of(unit) >= self.replicas[self.stage_of(unit)])
 
     @cached_property
     def axes_of_stage(self) -> tuple[Axes, ...]:
@@ -154,7 +193,7 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        return self.num_units * self.unit_size
+        return (self.num_units - len(self.absent)) * self.unit_size
 
     @property
     def devices_per_rank(self) -> int:
@@ -176,9 +215,12 @@ class Layout:
         return self.num_stages if self.data > 1 else None
 
     def devices_of(self, unit: int) -> tuple[int, ...]:
-        """The global numbers of a unit's devices, the first axis of its mesh innermost."""
-        place = unit if self.by_replica else self.stage_of(unit) * self.data + self.replica_of(unit)
-        first = place * self.unit_size
+        """The global numbers of a unit's devices, the first axis of its mesh innermost; none of one that is absent."""
+        if unit in self.absent:
+            return ()
+        first = self._place_of[unit] * self.unit_size
+        if self.order:
+            return self.order[first : first + self.unit_size]
         return tuple(range(first, first + self.unit_size))
 
     def rank_of_device(self, device: int) -> int:
@@ -216,6 +258,11 @@ class Layout:
         wanted = range(rank * self.devices_per_rank, (rank + 1) * self.devices_per_rank)
         if num_devices >= len(wanted):
             return tuple(range(len(wanted)))
+        if self.order or self.replicas:
+            raise ValueError(
+                f"rank {rank} has {num_devices} devices for {len(wanted)} of the run: name an order of devices, or "
+                "replicas of each stage, only where stages share none"
+            )
         per_stage = self.unit_size * (1 if self.by_replica else self.data)
         stages = [len(list(devices)) for _, devices in groupby(wanted, lambda device: device // per_stage)]
         num_sets = num_devices // max(stages)
@@ -228,6 +275,18 @@ class Layout:
         return tuple(first + i for first, size in zip(firsts, stages, strict=True) for i in range(size))
 
     @cached_property
+    def _place_of(self) -> Mapping[int, int]:
+        """The place of each unit among those that take devices in turn."""
+        units = [unit for unit in range(self.num_units) if unit not in self.absent]
+        if not self.by_replica:
+            units.sort(key=lambda unit: (self.stage_of(unit), self.replica_of(unit)))
+        return {unit: place for place, unit in enumerate(units)}
+
+    @property
+    def _data_in_words(self) -> str:
+        return f"data {','.join(map(str, self.replicas)) or self.data}"
+
+    @cached_property
     def _ranks_of(self) -> tuple[tuple[int, ...], ...]:
         return tuple(
             tuple(dict.fromkeys(self.rank_of_device(device) for device in self.devices_of(unit)))
@@ -237,7 +296,7 @@ class Layout:
     def describe(self) -> str:
         """Returns the layout in words, as ``2 stages x data 2 x tensor 2 on 4 processes``."""
         processes = "process" if self.num_ranks == 1 else "processes"
-        return f"{self.num_stages} stages x data {self.data} x {self.axes} on {self.num_ranks} {processes}"
+        return f"{self.num_stages} stages x {self._data_in_words} x {self.axes} on {self.num_ranks} {processes}"
 
 
 CONTROL_DEGREE = 4

@@ -135,7 +135,8 @@ class Pipeline:
         self._may_lack = leaves_to_lack(self.chunks, self._graph)
         """Leaves that a microbatch may lack."""
         check_seed(seed)
-        self._remat, self._seed = remat_of_chunks(remat, len(self.chunks)), seed
+        self.remat, self._seed = remat_of_chunks(remat, len(self.chunks)), seed
+        """The rematerialisation of each chunk."""
         self.process = _fitted_process(process, self.placement, updates)
         """This process's part in the run."""
         self.layout = self.process.layout
@@ -150,7 +151,7 @@ class Pipeline:
             optimizer=self.optimizer,
             updates=updates,
             seed=self._seed,
-            remat=self._remat,
+            remat=self.remat,
         )
         self._state: HostedState | None = None
         """Parameters and optimizer state of the hosted chunks. Owned by the stages once they run."""
@@ -177,7 +178,7 @@ class Pipeline:
             process=self.process,
             ordering=ordering,
             updates=self.updates,
-            remat=self._remat,
+            remat=self.remat,
             seed=self._seed,
             options=self.options if options is None else options,
             trains=not self._only_evaluates,
@@ -382,7 +383,7 @@ class Pipeline:
             skipped = [(chunk, places[own]) for chunk, own in skipped]
         # So far chunks have their numbers in one replica; the runtime counts those of all replicas.
         pairs = running.copies.pairs(skipped)
-        graph = self._check_owners(running, owners)
+        owners, graph = self._checked_owners(running, owners)
         weights = running.weights.of(buckets, graph)
         # All that can refuse the batch comes before this line, so a ValueError leaves pipeline and state as they were.
         self._make_room()
@@ -393,6 +394,7 @@ class Pipeline:
             step=self._step,
             has_norm=self.updates.needs_norm,
             forwards_skipped=len(set(skipped)),
+            absent=self.layout.absent,
         )
         metrics = StepMetrics(future, self._hold, made)
         self._enqueued.append(metrics)
@@ -419,7 +421,7 @@ class Pipeline:
             raise ValueError("the pipeline was not prepared for evaluations: give prepare their shapes (evaluation)")
         leaves = leaves_read(self.chunks, batch, may_lack=self._may_lack, copied_for=self._model.base_chunks)
         batch_of_step, absent = evaluation.step(leaves, self._step)
-        self._check_owners(self._running(), owners)
+        owners, _ = self._checked_owners(self._running(), owners)
         self._make_room()
         future = self._running().runtime.submit(
             self._turn, batch_of_step, absent, evaluates=True, owners=owners, trained=self._step
@@ -456,10 +458,11 @@ class Pipeline:
         numbers = running.buckets.numbers(leaves)
         batch, absent = placed(leaves, places, numbers, running.skipped, copies)
         batch = batch._replace(step=self._step, verifies=True)
-        weights = running.weights.of(batch.buckets, running.order.graph)
+        owners, graph = self._checked_owners(running, None)
+        weights = running.weights.of(batch.buckets, graph)
         sums, stop, save = list[Any](), False, False
         for _ in range(1 if copies.num_replicas > 1 else 2):
-            future = running.runtime.submit(self._turn, batch, absent, weights, trained=self._step)
+            future = running.runtime.submit(self._turn, batch, absent, weights, owners=owners, trained=self._step)
             self._turn += 1
             outcome = StepMetrics(future, self._hold, lambda ended: ended).result()
             sums += [each for stage in outcome.stages.values() for each in stage.sums]
@@ -484,18 +487,24 @@ class Pipeline:
                 )
         return () if self.updates.deterministic else tuple(map(int, numbers))
 
-    def _check_owners(self, running: Prepared, owners: StepOwners | None) -> PipelineGraph:
-        """Returns the graph of all replicas with these owners; raises ValueError where a step cannot have them."""
+    def _checked_owners(self, running: Prepared, owners: StepOwners | None) -> tuple[StepOwners | None, PipelineGraph]:
+        """Returns the owners of a step, and the graph of all replicas with them; raises ValueError where a step cannot
+        have these."""
         if owners is None:
-            return running.order.graph
+            if (own := running.owners) is None:
+                return None, running.order.graph
+            # Where ranks may be lost the recovery gives the microbatches of absent units to others, as those of lost.
+            given = None if self.process.recovers else own
+            return given, with_owners(running.order.graph, running.order.placement, own)
         if not self.options.other_owners:
             raise ValueError("replicas were not connected for other owners: give the pipeline's options other_owners")
         if owners.lost:
             raise ValueError(f"units {list(owners.lost)} are named as lost, and all of them live: leave lost out")
+        owners = owners._replace(lost=self.layout.absent)
         graph = with_owners(running.order.graph, running.order.placement, owners)
         if self.updates.deterministic and self.updates.by_messages(self.layout.data):
             check_blocks(graph)
-        return graph
+        return owners, graph
 
     def _make_room(self) -> None:
         """Wait until one more step may be enqueued."""
@@ -596,7 +605,7 @@ class Pipeline:
         for base in self._model.base_chunks:
             replicas = sorted(self._model.numbers(base))
             own = range(replicas[0] * share, (replicas[-1] + 1) * share)
-            if self.process.recovers:  # those of a lost replica may come here
+            if self.process.recovers or self.layout.absent:  # those of a lost or absent replica may come here
                 own = range(num_microbatches)
             for name in self.chunks[base].leaves:
                 # One range over all chunks that read the leaf: data sets make consecutive microbatches.

@@ -18,7 +18,7 @@ def make_pipeline(chunks: Sequence[Any], **options: Any) -> Any:
         name: record(**take(options, *(field.name for field in fields(record))))  # type: ignore[arg-type]
         for name, record in (("ordering", Ordering), ("updates", UpdateRules), ("options", RuntimeOptions))
     }
-    degrees = take(options, "data", "tensor", "mesh")
+    degrees = take(options, "data", "tensor", "mesh", "replicas")
     if degrees:
         options["process"] = Process(Layout(num_stages=options["placement"].num_stages, **degrees))
     return Pipeline(chunks, **options, **records)

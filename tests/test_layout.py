@@ -1,5 +1,7 @@
 """Units, devices and ranks of a layout, the axes of its meshes, and the tree of control messages."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,9 @@ from rrfp_jax.layout import CONTROL_DEGREE, Layout, children, parent
 def layouts(draw: st.DrawFn) -> Layout:
     stages, data, tensor = (draw(st.integers(1, 4)) for _ in range(3))
     divisors = [n for n in range(1, stages * data * tensor + 1) if stages * data * tensor % n == 0]
-    return Layout(num_stages=stages, data=data, tensor=tensor, num_ranks=draw(st.sampled_from(divisors)))
+    places = draw(st.permutations(range(stages * data)))
+    order = tuple(place * tensor + i for place in places for i in range(tensor)) if draw(st.booleans()) else ()
+    return Layout(num_stages=stages, data=data, tensor=tensor, num_ranks=draw(st.sampled_from(divisors)), order=order)
 
 
 @given(layouts())
@@ -56,6 +60,59 @@ def test_the_tensor_axis_is_innermost_and_then_data() -> None:
     assert layout.units_of(5) == (layout.unit(1, 0),)
 
 
+def test_units_take_devices_in_the_order_that_is_named() -> None:
+    layout = Layout(num_stages=3, tensor=2, num_ranks=3, order=(4, 5, 0, 1, 2, 3))
+    assert [layout.devices_of(stage) for stage in range(3)] == [(4, 5), (0, 1), (2, 3)]
+    assert [layout.units_of(rank) for rank in range(3)] == [(1,), (2,), (0,)]
+
+
+@pytest.mark.parametrize("by_replica", [False, True])
+def test_units_that_are_absent_have_no_devices(by_replica: bool) -> None:
+    layout = Layout(num_stages=3, data=2, replicas=(1, 2, 1), tensor=2, num_ranks=4, by_replica=by_replica)
+    assert (layout.num_units, layout.absent, layout.num_devices) == (6, (3, 5), 8)
+    devices = [layout.devices_of(unit) for unit in range(6)]
+    assert devices == (
+        [(0, 1), (2, 3), (4, 5), (), (6, 7), ()] if by_replica else [(0, 1), (2, 3), (6, 7), (), (4, 5), ()]
+    )
+    assert layout.ranks_of(3) == ()
+    assert sorted(unit for rank in range(4) for unit in layout.units_of(rank)) == [0, 1, 2, 4]
+    assert layout.describe() == "3 stages x data 1,2,1 x tensor 2 on 4 processes"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        ((1, 2), r"replicas are \(1, 2\): give 1 or more for each of 3 stages"),
+        ((1, 0, 2), r"replicas are \(1, 0, 2\): give 1 or more for each of 3 stages"),
+        ((1, 3, 1), "data is 2, and stages have up to 3 replicas: give data 3"),
+    ],
+)
+def test_replicas_that_do_not_fit_are_refused(replicas: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(num_stages=3, data=2, replicas=replicas)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ((0, 1, 2), "0,1,2' are no order of 4 devices: name each of 0 to 3 once, in the order in which stages"),
+        ((0, 1, 1, 2), "0,1,1,2' are no order of 4 devices"),
+        ((0, 1, 2, 7), "0,1,2,7' are no order of 4 devices"),
+        ((0, 2, 1, 3), "devices 0, 2 would share a stage, which needs 2 that follow each other"),
+    ],
+)
+def test_an_order_of_devices_that_cannot_be_is_refused(order: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Layout(num_stages=2, tensor=2, order=order)
+
+
+def test_stages_that_share_devices_have_no_order_of_devices() -> None:
+    with pytest.raises(
+        ValueError, match="rank 0 has 2 devices for 4 of the run: name an order of devices, or replicas"
+    ):
+        Layout(num_stages=4, order=(2, 0, 3, 1)).shared_devices(0, 2)
+
+
 def test_a_rank_may_host_several_stages() -> None:
     layout = Layout(num_stages=4, num_ranks=2)
     assert [layout.units_of(rank) for rank in (0, 1)] == [(0, 1), (2, 3)]
@@ -70,6 +127,7 @@ def test_what_cannot_be_dealt_out_is_refused_with_the_numbers() -> None:
 
 @given(layouts(), st.integers(1, 16))
 def test_stages_share_devices_evenly_and_what_belongs_to_one_stage_never_does(layout: Layout, num_devices: int) -> None:
+    layout = replace(layout, order=())  # with which none are shared
     for rank in range(layout.num_ranks):
         try:
             shared = layout.shared_devices(rank, num_devices)

@@ -91,7 +91,7 @@ def layer_owners(
     """
     owners: dict[str, Owner] = {}
     for layers, stage in zip(layers_of_chunk, stage_of_chunk, strict=True):
-        every = (layout.unit(stage, replica) for replica in range(layout.data))
+        every = [unit for unit in layout.units_of_stage(stage) if unit not in layout.absent]
         units = [each for each in every if living is None or {*layout.ranks_of(each)} <= {*living}]
         ranks = sorted({rank for unit in units for rank in layout.ranks_of(unit)})
         owner = Owner(

@@ -57,6 +57,8 @@ class HeadLink:
             data=layout.data,
             unit_size=layout.unit_size,
             by_replica=layout.by_replica,
+            order=layout.order,
+            replicas=layout.replicas,
         )
         self._on_declared = on_declared
         self._number, self._is_newcomer = number, bool(number)

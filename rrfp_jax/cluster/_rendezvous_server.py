@@ -355,6 +355,8 @@ class RendezvousServer(AbstractContextManager["RendezvousServer"]):
                     tensor=report.unit_size,
                     num_ranks=num_ranks,
                     by_replica=report.by_replica,
+                    order=report.order,
+                    replicas=report.replicas,
                 )
             except ValueError as error:
                 raise MalformedMessage(f"rank {rank} tells of a layout that cannot be: {error}") from error

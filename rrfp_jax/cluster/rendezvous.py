@@ -151,7 +151,9 @@ class MemberReport:
     unit_size: int
     """The number of devices of each replica of a stage."""
     by_replica: bool = False
-    """See :class:`~rrfp_jax.layout.Layout`."""
+    order: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+    """This, ``order`` and ``by_replica``: see :class:`~rrfp_jax.layout.Layout`."""
     epoch: int = 0
     """The latest epoch of which the rank knows."""
     accusations: tuple[tuple[int, str], ...] = ()

@@ -4,10 +4,11 @@
 
     rrfp doctor
     rrfp doctor --head HOST0:8476 --run-dir /shared/runs
+    rrfp launch --processes 4 -- doctor --links machine.json
 
 With ``--head`` run it on each of several hosts. One line per check: ok, warning or problem, and the action to take.
 Ends with 0 where there is no problem, else with 2. Nothing is left behind, and nothing is waited for without a
-deadline.
+deadline. With ``--links`` the ranks of a launch measure the links between them, and check nothing.
 """
 
 import argparse
@@ -24,10 +25,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from ipaddress import ip_address
+from itertools import permutations
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +49,14 @@ from rrfp_jax.cluster.config import (
     RANK,
     RENDEZVOUS,
     Address,
+    ClusterConfig,
     LaunchSettings,
 )
 from rrfp_jax.cluster.host import addresses_of, is_misleading, listens_on, ranks_served
 from rrfp_jax.commands.common.console import make_console
 from rrfp_jax.commands.common.errors import checking_input, run_command
 from rrfp_jax.commands.common.options import CommandParser
+from rrfp_jax.commands.common.process import enter
 from rrfp_jax.exit_codes import BAD_INPUT, DONE
 from rrfp_jax.hardware import (
     CPU,
@@ -63,7 +68,8 @@ from rrfp_jax.hardware import (
     memory_limit,
     too_old,
 )
-from rrfp_jax.observe.output_files import check_folder
+from rrfp_jax.observe.output_files import check_file, check_folder
+from rrfp_jax.runtime.cluster import membership_from
 from rrfp_jax.runtime.jax_environment import idle_plugin, two_cudas
 from rrfp_jax.version import __version__
 
@@ -131,6 +137,8 @@ def _problem(text: str, remedy: str, **figures: Any) -> Finding:
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
+    if arguments.links is not None:
+        return _write_links(Path(arguments.links), as_json=arguments.json)
     with checking_input():
         head = None if arguments.head is None else Address.parse(arguments.head)
         if arguments.port is not None:
@@ -159,10 +167,53 @@ def make_parser() -> CommandParser:
     parser.add_argument("--no-start", action="store_true", help="start no ranks, which takes some seconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     add = parser.add_argument_group("several hosts").add_argument
+    add("--links", metavar="FILE.json", help="under launch: measure the links between all ranks, for rrfp plan --costs")
     add("--head", metavar="HOST:PORT", help="node 0's address, as for launch: check that it can be reached")
     add("--interface", metavar="IF", help="the interface for ranks to listen on (default: the one to the head)")
     add("--port", type=int, metavar="N", help=f"the first of the two ports of a head on this host (default {_PORT})")
     return parser
+
+
+def _write_links(path: Path, *, as_json: bool) -> int:
+    """Measure the links between the ranks of a launch, and write them into the section ``machine`` of a file."""
+    from rrfp_jax.planner.cost_file import machine_in, write_machine
+
+    with checking_input():
+        membership = membership_from(os.environ)
+        if membership is None or membership.num_ranks < 2:
+            raise ValueError(
+                f"--links is for several ranks: start them with rrfp launch --processes N -- doctor --links {path}"
+            )
+        known = None
+        if not membership.rank:  # which writes
+            check_file(path, "links")
+            known = machine_in(path)
+        process = enter(num_stages=membership.num_ranks, configuration={}, cluster=ClusterConfig(), platform=None)
+    from rrfp_jax.planner.measuring import measure_links
+
+    found = measure_links(process)
+    process.finish()
+    if found is None:
+        return DONE
+    if known is not None and len(known.devices) == len(found.devices):
+        found = replace(found, devices=known.devices)  # with the speeds that rrfp profile has measured
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_machine(found, path)
+    if as_json:
+        print(json.dumps(asdict(found) | {"output": str(path)}))
+        return DONE
+    pairs = list(permutations(range(len(found.devices)), 2))
+    later, slower = (
+        max(pairs, key=lambda pair: found.latency_ms[pair[0]][pair[1]]),
+        min(pairs, key=lambda pair: found.gb_per_s[pair[0]][pair[1]] or inf),
+    )
+    latency_ms, gb_per_s = found.latency_ms[later[0]][later[1]], found.gb_per_s[slower[0]][slower[1]]
+    print(
+        f"{len(pairs)} links: at most {latency_ms:.3g} ms (rank {later[0]} to {later[1]}), "
+        + ("" if gb_per_s is None else f"at least {gb_per_s:.3g} GB/s (rank {slower[0]} to {slower[1]}); ")
+        + f"they are in {path}"
+    )
+    return DONE
 
 
 def _findings(arguments: argparse.Namespace, head: Address | None) -> Iterator[tuple[str, Finding]]:

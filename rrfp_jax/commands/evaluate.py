@@ -36,11 +36,13 @@ from rrfp_jax.training.run_directory import CONFIG
 _NO_ORDER: dict[str, Any] = {
     **dict.fromkeys(f"pipeline.{key}" for key in ("schedule", "hint", "window", "backward", "offload", "recompute")),
     "pipeline.consume": "foresight",
+    "pipeline.remat": "none",
     "optimizer.shard": False,
 }
 """Settings of a run's order, which mean nothing in an evaluation."""
 _ONE_DEVICE: dict[str, Any] = {
     **dict.fromkeys(f"pipeline.{key}" for key in ("layout", "chunks_per_stage", "mesh")),
+    "run.devices": None,
     "pipeline.num_stages": 1,
     "pipeline.replicas": 1,
 }

@@ -97,6 +97,8 @@ class Order:
     read_ahead: tuple[tuple[int, int], ...] = ()
     """(chunk, microbatches) for each chunk that runs F only for others: how many of its outputs may not have been taken
     by all of them. None under strict consumption."""
+    shares: tuple[int, ...] = ()
+    """One per stage: the number of replicas whose microbatches it runs, where some lack the stage; empty: one each."""
     table_for: Callable[[int], ScheduleTable | None] = field(default=lambda _: None, compare=False)
     """Returns one replica's table for another number of microbatches, for steps in which owners change; None: there is
     none, or no table ranks the tasks."""
@@ -110,6 +112,19 @@ class Order:
         passes = [self.graph.passes_per_microbatch(chunks) for chunks in chunks_of_stage]
         unit = memory_unit(self.graph)
         return tuple(f"{limit / unit / each:g}" for limit, each in zip(self.footprints, passes, strict=True))
+
+    def with_shares(self, shares: tuple[int, ...], *, widens: bool, read_ahead: int | None = None) -> "Order":
+        """Returns the order of stages that run the microbatches of so many replicas each. Where it ``widens`` they may
+        hold as many times as much: what follows them would else run dry."""
+        times = shares if widens else (1,) * len(shares)
+        order = replace(
+            self,
+            shares=shares,
+            windows=tuple(each * number for each, number in zip(self.windows, times, strict=True)),
+            footprints=self.footprints
+            and tuple(each * number for each, number in zip(self.footprints, times, strict=True)),
+        )
+        return replace(order, read_ahead=read_ahead_of(order, read_ahead))
 
     def ahead_bounds(self) -> tuple[AheadBound, ...]:
         """Returns the bounds of read-ahead, with the turns of the rows where these bound memory."""
@@ -154,7 +169,7 @@ class Order:
                 stage,
                 consumption=self.consumptions[stage],
                 # A step in which a unit owns more than its share holds no more than the others.
-                window=min(self.windows[stage], share),
+                window=min(self.windows[stage], share * (self.shares[stage] if self.shares else 1)),
                 capacity=None if self.capacities is None else self.capacities[stage],
                 rules=rules,
                 certain_ahead=certain_ahead,

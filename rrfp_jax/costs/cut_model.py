@@ -35,9 +35,11 @@ class CutModel:
     num_microbatches: int
     split: bool = True
     """Whether the backward runs as two tasks."""
-    replicas: int = 1
-    """Replicas of the whole pipeline, whose gradients are summed once per step; microbatches are those of one
-    replica."""
+    replicas: int | tuple[int, ...] = 1
+    """Replicas of the whole pipeline, or of each stage, whose gradients are summed once per step; microbatches are
+    those of one replica, where a stage has most."""
+    own_costs: tuple[ModelCosts, ...] = ()
+    """The costs of each chunk's layers where chunks run in different ways; empty: ``costs`` for all."""
 
     def __post_init__(self) -> None:
         total, chunks = sum(self.counts), self.placement.num_chunks
@@ -64,7 +66,13 @@ class CutModel:
 
     def layers_of(self, chunk: int) -> list[LayerCosts]:
         """The costs of a chunk's layers."""
-        return [self.costs.of(layer) for layer in range(*self.bounds[chunk])]
+        stage = self.placement.stage_of_chunk[chunk]
+        costs = self.own_costs[chunk] if self.own_costs else self.costs
+        return [costs.of(layer, stage) for layer in range(*self.bounds[chunk])]
+
+    def limits(self, memory_bytes: int | None) -> tuple[int | None, ...]:
+        """The bytes of each stage's device; ``memory_bytes`` where stages do not differ."""
+        return tuple(stage.limit for stage in self.costs.stages) or (memory_bytes,) * self.placement.num_stages
 
     @cached_property
     def durations_ms(self) -> Durations:
@@ -75,11 +83,20 @@ class CutModel:
                 found[0, chunk] += layer.task_ms(split=self.split)
         return found
 
+    @property
+    def replicas_of_stage(self) -> tuple[int, ...]:
+        """The replicas of each stage."""
+        number = self.replicas
+        return (number,) * self.placement.num_stages if isinstance(number, int) else number
+
     @cached_property
     def stage_work_ms(self) -> tuple[float, ...]:
-        """All tasks of all microbatches of each stage."""
-        per_chunk = self.durations_ms[0].sum(axis=(1, 2))
-        return tuple(float(per_chunk[list(chunks)].sum()) for chunks in self.placement.chunks_of_stage)
+        """All tasks of all microbatches of a replica of each stage, an equal part of those of the step."""
+        per_chunk, replicas = self.durations_ms[0].sum(axis=(1, 2)), self.replicas_of_stage
+        return tuple(
+            float(per_chunk[list(chunks)].sum()) * (max(replicas) / number)
+            for chunks, number in zip(self.placement.chunks_of_stage, replicas, strict=True)
+        )
 
     @cached_property
     def chunk_bytes(self) -> tuple[ChunkBytes, ...]:
@@ -117,15 +134,20 @@ class CutModel:
     @cached_property
     def links(self) -> Links:
         """Links between stages; between two of them the largest output that travels counts."""
-        stage_of, extra_ms = self.placement.stage_of_chunk, dict[tuple[int, int], float]()
-        costs = self.costs.links
-        for chunk, (_, stop) in enumerate(self.bounds[:-1]):
-            a, b = stage_of[chunk], stage_of[chunk + 1]
-            more_ms = costs.transfer_ms(self.costs.of(stop - 1).output_bytes) - costs.latency_ms
-            for way in ((a, b), (b, a)):
-                if a != b and more_ms > 0:
-                    extra_ms[way] = max(more_ms, extra_ms.get(way, 0.0))
-        return Links(latency_ms=costs.latency_ms, extra_ms=extra_ms, control_ms=costs.control_ms)
+        stage_of, costs = self.placement.stage_of_chunk, self.costs
+        sent = [
+            (way, costs.of(stop - 1).output_bytes)
+            for (a, b), (_, stop) in zip(pairwise(stage_of), self.bounds, strict=False)
+            for way in ((a, b), (b, a))
+            if a != b
+        ]
+        latency_ms = min((costs.link(*way).latency_ms for way, _ in sent), default=costs.links.latency_ms)
+        extra_ms = dict[tuple[int, int], float]()
+        for way, num_bytes in sent:
+            more_ms = costs.link(*way).transfer_ms(num_bytes) - latency_ms
+            if more_ms > 0:
+                extra_ms[way] = max(more_ms, extra_ms.get(way, 0.0))
+        return Links(latency_ms=latency_ms, extra_ms=extra_ms, control_ms=costs.links.control_ms)
 
     @property
     def machine(self) -> Machine:
@@ -135,10 +157,17 @@ class CutModel:
     def simulated_costs(self, durations_ms: Durations | None = None) -> Costs:
         """Returns durations (its own, or draws of them) and the times of the tasks that end a step."""
         chunks = range(len(self.counts))
-        gradients = [sum(each.gradient_bytes for each in self.layers_of(chunk)) for chunk in chunks]
+        gradients = [
+            (sum(each.gradient_bytes for each in self.layers_of(chunk)), stage)
+            for chunk, stage in enumerate(self.placement.stage_of_chunk)
+        ]
+        sums_ms = [
+            self.costs.link(stage, stage).sum_ms(num_bytes, self.replicas_of_stage[stage])
+            for num_bytes, stage in gradients
+        ]
         return Costs(
             durations_ms=self.durations_ms if durations_ms is None else durations_ms,
-            reduce_ms=tuple(self.costs.links.sum_ms(num_bytes, self.replicas) for num_bytes in gradients),
+            reduce_ms=tuple(sums_ms),
             update_ms=tuple(sum(each.update_ms for each in self.layers_of(chunk)) for chunk in chunks),
         )
 

@@ -53,6 +53,7 @@ between F and backward at the chunk p before as well, since the gradient comes b
 how many microbatches that can be at a time, and the own row how many of these are past their F at each of its places.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -416,7 +417,11 @@ def reaches(order: Order, stage: int) -> tuple[Reach, ...]:
         returns = set(sources) <= set(graph.gradient_predecessors(chunk))
         if returns and not graph.ops and order.capacities is None:
             own = _held(order, chunk) if not sources or chunk in graph.split else 0
-            number = own + max((_held(order, source) for source in sources), default=0)
+            # Replicas of a chunk feed it with microbatches of their own, different chunks with parts of the same.
+            fed = Counter[int]()
+            for source in sources:
+                fed[source // graph.num_replicas] += _held(order, source)
+            number = own + max(fed.values(), default=0)
             if order.footprints is not None and len(sources) == 1 and len(graph.successors(sources[0])) == 1:
                 together = order.placement.stage_of_chunk[sources[0]], True
         numbers.append(number)

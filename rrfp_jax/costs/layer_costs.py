@@ -7,7 +7,7 @@ from a device's record), planning sees this form alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -78,6 +78,17 @@ class LayerCosts:
         """All tasks of one microbatch."""
         return sum(self.task_ms(split=split))
 
+    def at_speed(self, speed: float) -> "LayerCosts":
+        """Returns the costs on a device that is so many times as fast."""
+        if speed == 1:
+            return self
+        backward_ms = None if self.backward_ms is None else self.backward_ms / speed
+        times_ms = {name: getattr(self, name) / speed for name in _COMPUTED}
+        return replace(self, backward_ms=backward_ms, **times_ms)
+
+
+_COMPUTED = ("forward_ms", "input_gradient_ms", "weight_gradient_ms", "update_ms")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LinkCosts:
@@ -107,6 +118,62 @@ class LinkCosts:
             return 0.0
         bytes_ms = 0.0 if rate is None else 2 * (replicas - 1) / replicas * num_bytes / rate / 1e6
         return 2 * (replicas - 1) * self.latency_ms + bytes_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCosts:
+    """A device as it is. Raises ValueError for numbers that no device has."""
+
+    speed: float = 1.0
+    """How many times as fast it computes as the device for which the costs of layers are."""
+    bytes: int | None = None
+    """Memory; None: as the costs say."""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, POSITIVE, "speed", "bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineCosts:
+    """The devices of a machine that are not alike, and the links between them. Raises ValueError for matrices that are
+    not square, and for numbers that no link has."""
+
+    devices: tuple[DeviceCosts, ...]
+    latency_ms: tuple[tuple[float, ...], ...] = ()
+    """[sending device][receiving device]; empty: as the costs' links say. The diagonal does not count."""
+    gb_per_s: tuple[tuple[float | None, ...], ...] = ()
+    """The same of bandwidths, in 10^9 bytes per second; None: size does not matter."""
+
+    def __post_init__(self) -> None:
+        number = len(self.devices)
+        if not number:
+            raise ValueError("the machine has no device: name at least one")
+        for name, rule in (("latency_ms", NOT_NEGATIVE), ("gb_per_s", POSITIVE)):
+            rows = getattr(self, name)
+            if rows and {len(rows), *map(len, rows)} != {number}:
+                raise ValueError(
+                    f"{name} has {len(rows)} rows of {', '.join(map(str, sorted({*map(len, rows)})))} numbers: give "
+                    f"{number} rows of {number}, as there are {number} devices"
+                )
+            for source, row in enumerate(rows):
+                for target, value in enumerate(row):
+                    if source != target and value is not None and not rule.holds(value):
+                        raise ValueError(
+                            f"{name} from device {source} to device {target} is {value}: give {rule.words}"
+                        )
+
+    def link(self, sources: Sequence[int], targets: Sequence[int], links: LinkCosts) -> LinkCosts:
+        """Returns the slowest link from one of some devices to another of others; ``links`` say the rest."""
+        pairs = [(a, b) for a in sources for b in targets if a != b]
+        latencies = [self.latency_ms[a][b] for a, b in pairs if self.latency_ms]
+        rates = [rate for a, b in pairs if self.gb_per_s and (rate := self.gb_per_s[a][b]) is not None]
+        return LinkCosts(
+            latency_ms=max(latencies, default=links.latency_ms),
+            gb_per_s=min(rates, default=None if self.gb_per_s and pairs else links.gb_per_s),
+            control_ms=links.control_ms,
+            replicas_gb_per_s=None if self.gb_per_s else links.replicas_gb_per_s,
+        )
 
 
 _SHARE = FieldRule("a share between 0 and 1", lambda value: 0 <= value <= 1)
@@ -163,6 +230,25 @@ class Noise:
         return drawn
 
 
+NONE = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """The costs on one stage, where stages differ."""
+
+    types: Mapping[str, LayerCosts]
+    """The costs of each type of layer here."""
+    links: tuple[LinkCosts, ...]
+    """The link to each stage, and between the replicas of this one."""
+    limit: int | None = None
+    """Bytes of a device; None: not known."""
+    speed: float = 1.0
+    remat: str = NONE
+    devices: tuple[int, ...] = ()
+    """Numbers of the devices in the machine."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
     """A model as the types of its layers in order, and the costs of each type.
@@ -178,6 +264,8 @@ class ModelCosts:
     task_ms: float = 0.0
     """Milliseconds of every task beside its layers: the part of launching it that nothing hides."""
     links: LinkCosts = field(default_factory=LinkCosts)
+    stages: tuple[StageCosts, ...] = ()
+    """The costs on each stage; empty: ``types`` and ``links`` on all of them."""
 
     def __post_init__(self) -> None:
         check_fields(self, NOT_NEGATIVE, "task_ms")
@@ -198,12 +286,23 @@ class ModelCosts:
         """Number of layers, ends included."""
         return len(self.layers)
 
-    def of(self, layer: int) -> LayerCosts:
-        """The costs of a layer by its number."""
-        return self.types[self.layers[layer]]
+    def of(self, layer: int, stage: int = 0) -> LayerCosts:
+        """The costs of a layer by its number; ``stage`` counts where stages differ."""
+        return (self.stages[stage].types if self.stages else self.types)[self.layers[layer]]
 
+    def link(self, source: int, target: int) -> LinkCosts:
+        """The link from one stage to another; of one to itself that between its replicas."""
+        return self.stages[source].links[target] if self.stages else self.links
 
-NONE = "none"
+    def without_messages(self) -> "ModelCosts":
+        """Returns the costs if messages between stages took no time; sums of gradients stay as they are."""
+
+        def silent(links: LinkCosts) -> LinkCosts:
+            rate = links.replicas_gb_per_s or links.gb_per_s
+            return replace(links, latency_ms=0.0, gb_per_s=None, control_ms=0.0, replicas_gb_per_s=rate)
+
+        stages = tuple(replace(each, links=tuple(map(silent, each.links))) for each in self.stages)
+        return replace(self, links=silent(self.links), stages=stages)
 
 
 class StageSetting(NamedTuple):
@@ -259,6 +358,8 @@ class CostBook:
     ends: frozenset[int] = frozenset()
     """Layers behind which a chunk must end."""
     links: LinkCosts = field(default_factory=LinkCosts)
+    machine: MachineCosts | None = None
+    """The devices and links one by one; None: all are alike."""
     noise: Noise = field(default_factory=Noise)
     task_ms: float = 0.0
     """Milliseconds of every task beside its layers."""

@@ -17,6 +17,8 @@ on every machine.
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from math import comb
 
@@ -44,7 +46,8 @@ def best_cut(
     *,
     split: bool = True,
     memory: MemoryBudget | None = None,
-    replicas: int = 1,
+    replicas: int | tuple[int, ...] = 1,
+    others: Sequence[ModelCosts] = (),
 ) -> CutModel:
     """Returns the cut whose fullest stage has the least work, layers and tasks together.
 
@@ -54,6 +57,8 @@ def best_cut(
         split: whether the backward runs as two tasks.
         memory: memory that every stage has to keep to; None: there is enough.
         replicas: of the whole pipeline; passed on.
+        others: the same layers run in other ways, all with stages, of which each stage takes the quickest that fits.
+            For one chunk per stage.
 
     Raises ValueError, with the remedy, for more chunks than layers, and where no cut fits.
     """
@@ -61,6 +66,8 @@ def best_cut(
         costs=costs, placement=placement, num_microbatches=num_microbatches, split=split, memory=memory,
         replicas=replicas,
     )  # fmt: skip
+    if others:
+        return _mixed([problem, *(replace(problem, costs=each) for each in others)])
     if placement.num_chunks == placement.num_stages:
         bounds = _one_chunk_per_stage(problem)
     elif comb(costs.num_layers - 1, placement.num_chunks - 1) <= _FEW:
@@ -74,23 +81,47 @@ def best_cut(
 
 
 def _one_chunk_per_stage(problem: LayerCutProblem) -> Cuts:
-    placement, possible = problem.placement, np.where(np.isfinite(problem.work_ms), 0.0, np.inf)
-    needed = np.repeat(possible[None], placement.num_chunks, axis=0)  # shares of limits [chunks, first, behind last]
-    if problem.memory is not None and problem.has_limits:
-        sizes = problem.bytes_of_chunks
-        for chunk, stage in enumerate(placement.stage_of_chunk):
-            held = max(number for (number,) in problem.memory.allocations(placement, stage, problem.num_microbatches))
-            (((reached,),),) = problem.memory.waiting(placement, stage, problem.num_microbatches)
-            lasting = sizes.fixed + reached * sizes.inputs[:, None] + sizes.peak
-            needed[chunk] += (lasting + held * sizes.more) / problem.limits[stage]
-    others = () if problem.split else (_step_ms_by_stage(problem),)
-    found = _most_even(np.where(needed <= 1.0, problem.work_ms + problem.overhead_ms, np.inf), *others)
+    needed = _shares_needed(problem)
+    # Which stage has the layers before and behind a stage is not known where they differ.
+    others = () if problem.split or len(problem.work_ms) > 1 else (_step_ms_by_stage(problem),)
+    found = _most_even(np.where(needed <= 1.0, problem.work_of_chunks_ms, np.inf), *others)
     if found is not None:
         return found
     # Nothing fits: the cut that needs least beyond its limits tells the user how much is lacking.
     nearest = _least_sum(np.where(needed <= _smallest_largest(needed) * _SAME, needed, np.inf))
     assert nearest is not None  # a problem has some cut
     raise _nothing_fits(problem, nearest)
+
+
+def _mixed(problems: list[LayerCutProblem]) -> CutModel:
+    """Returns the best cut where each stage may run its layers as any of these problems does."""
+    first = problems[0]
+    needed = np.stack([_shares_needed(problem) for problem in problems])
+    work_ms = np.stack([problem.work_of_chunks_ms for problem in problems])
+    work_ms = np.where(needed <= 1.0, work_ms, np.inf)
+    bounds = _most_even(work_ms.min(axis=0))
+    if bounds is None:
+        leanest = min(problems, key=lambda problem: _smallest_largest(_shares_needed(problem)))
+        return leanest.model(np.diff(_one_chunk_per_stage(leanest)[0]).tolist())  # raises
+    chunks = np.arange(first.placement.num_chunks)
+    ways = work_ms[:, chunks, bounds[0, :-1], bounds[0, 1:]].argmin(axis=0)
+    stages = tuple(problems[ways[c]].costs.stages[stage] for c, stage in enumerate(first.placement.stage_of_chunk))
+    return replace(first, costs=replace(first.costs, stages=stages)).model(np.diff(bounds[0]).tolist())
+
+
+def _shares_needed(problem: LayerCutProblem) -> Floats:
+    """Returns the shares of their stages' limits that chunks need [chunks, first, behind last], infinite where no chunk
+    can be; without limits 0."""
+    placement, possible = problem.placement, np.where(np.isfinite(problem.work_ms[0]), 0.0, np.inf)
+    needed = np.repeat(possible[None], placement.num_chunks, axis=0)
+    if problem.memory is not None and problem.has_limits:
+        for chunk, stage in enumerate(placement.stage_of_chunk):
+            sizes = problem.bytes_of_chunks[problem.kinds[stage]]
+            held = max(number for (number,) in problem.memory.allocations(placement, stage, problem.num_microbatches))
+            (((reached,),),) = problem.memory.waiting(placement, stage, problem.num_microbatches)
+            lasting = sizes.fixed + reached * sizes.inputs[:, None] + sizes.peak
+            needed[chunk] += (lasting + held * sizes.more) / problem.limits[stage]
+    return needed
 
 
 def _step_ms_by_stage(problem: LayerCutProblem) -> Floats:
@@ -101,7 +132,9 @@ def _step_ms_by_stage(problem: LayerCutProblem) -> Floats:
     waits for the stages behind it where these take longer than the forwards that it runs ahead, and in the end longer
     than the backwards that are left; with few microbatches both waits are one.
     """
-    forward_ms, both_ms = (np.pad(each.cumsum(), (1, 0)) for each in (problem.layer_forward_ms, problem.layer_work_ms))
+    forward_ms, both_ms = (
+        np.pad(each[0].cumsum(), (1, 0)) for each in (problem.layer_forward_ms, problem.layer_work_ms)
+    )
     stages, microbatches, task_ms = problem.placement.num_stages, problem.num_microbatches, problem.costs.task_ms
     own_ms = both_ms[None, :] - both_ms[:, None] + 2 * task_ms
     own_forward_ms = forward_ms[None, :] - forward_ms[:, None] + task_ms
@@ -173,7 +206,7 @@ def _looked_up(problem: LayerCutProblem) -> Cuts:
 
 
 def _searched(problem: LayerCutProblem) -> Cuts:
-    start = _most_even(np.repeat(problem.work_ms[None] + problem.overhead_ms, problem.placement.num_chunks, axis=0))
+    start = _most_even(problem.work_of_chunks_ms)
     assert start is not None  # a problem has some cut
     cut = _improved(problem, start)
     fits, largest_ms = problem.excess(cut)[0] <= 1.0, float(problem.stage_ms(problem.chunk_ms(cut)).max())
@@ -237,26 +270,34 @@ def _lower_bound_ms(problem: LayerCutProblem, largest_ms: float) -> float:
     """Returns milliseconds that the fullest stage of no cut stays below, at most ``largest_ms``.
 
     The first and the last layer lie on known stages. All others are dealt to stages freely, at least one to each chunk:
-    in whole layers where they are alike, else in parts of layers.
+    in whole layers where they are alike, else in parts of layers, each as long as the quickest kind of stage takes
+    relative to the first.
     """
-    work_ms, placement = problem.layer_work_ms, problem.placement
+    work_ms, placement, kinds = problem.layer_work_ms, problem.placement, list(problem.kinds)
     chunks = np.array([len(own) for own in placement.chunks_of_stage])
     overhead_ms = chunks * problem.overhead_ms
-    inner = work_ms[1:-1]
-    are_alike = bool(inner.size) and float(inner.round(9).min()) == float(inner.round(9).max()) > 0
+    inner = work_ms[:, 1:-1]
+    are_alike = bool(inner.size) and bool((inner.round(9).min(axis=1) == inner.round(9).max(axis=1)).all())
+    are_alike = are_alike and float(inner.round(9).min()) > 0
     ends_ms = np.zeros(placement.num_stages)
-    for layer in {0, len(work_ms) - 1}:
+    for layer in {0, work_ms.shape[1] - 1}:
         stage = placement.stage_of_chunk[0 if layer == 0 else -1]
-        ends_ms[stage] += work_ms[layer]
+        ends_ms[stage] += work_ms[kinds[stage], layer]
         chunks[stage] -= 1
-    least_ms = np.maximum(0, chunks) * inner.min(initial=np.inf) if inner.size else np.zeros(placement.num_stages)
+    shortest_ms = inner.min(axis=1, initial=np.inf)[kinds] if inner.size else np.zeros(placement.num_stages)
+    least_ms = np.maximum(0, chunks) * shortest_ms
+    worth = np.ones(len(work_ms))  # work of the first kind that a millisecond of each kind does at most
+    if len(work_ms) > 1 and inner.size:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            worth = np.nan_to_num(inner[0] / inner, nan=0.0, posinf=1e30).max(axis=1)
 
     def may_suffice(limit_ms: float) -> bool:
         free_ms = limit_ms * _SLACK - overhead_ms - ends_ms
         if (free_ms < least_ms / _SAME).any():
             return False
-        taken_ms = np.floor(free_ms / inner[0] + 1e-9) * inner[0] if are_alike else free_ms
-        return bool(taken_ms.sum() >= inner.sum() / _SAME)
+        if are_alike:
+            return bool(np.floor(free_ms / shortest_ms + 1e-9).sum() >= inner.shape[1])
+        return bool((free_ms * worth[kinds]).sum() >= inner[0].sum() / _SAME)
 
     low_ms, high_ms = 0.0, largest_ms
     for _ in range(50):
@@ -285,7 +326,7 @@ def even_cut(
     num_microbatches: int,
     *,
     split: bool = True,
-    replicas: int = 1,
+    replicas: int | tuple[int, ...] = 1,
 ) -> CutModel:
     """Returns the cut with equally many layers in each chunk; the first ones get one more where they do not divide.
 

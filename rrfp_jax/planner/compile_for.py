@@ -132,7 +132,8 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
     use_cpu(1)
     layout = config.pipeline
     ordered = order_run(config)
-    grid = Layout(num_stages=layout.num_stages, data=layout.replicas, mesh=layout.meshes)
+    own = () if isinstance(layout.replicas, int) else layout.replicas
+    grid = Layout(num_stages=layout.num_stages, data=layout.most_replicas, replicas=own, mesh=layout.meshes)
     process = Process.compile_only(grid, device)
     check_cut(config, ordered)
     pipeline = make_pipeline(config, chunks_of(config, ordered), process, ordered)
@@ -144,7 +145,7 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
             batches=batches_per_step(
                 config.evaluation.batches,
                 num_chunks=pipeline.placement.num_chunks,
-                num_microbatches=num_microbatches // layout.replicas,
+                num_microbatches=num_microbatches // layout.most_replicas,
             ),
         )
     with console.compiling() as progress:

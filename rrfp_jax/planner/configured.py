@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from rrfp_jax.byte_sizes import parse_bytes
+from rrfp_jax.commands.common.options import as_text
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
 from rrfp_jax.core import Order, StepRules
@@ -36,7 +37,7 @@ from rrfp_jax.training.run_directory import CONFIG
 
 _CHOICES = (
     *("microbatches", "microbatch_size", "stages", "replicas", "tensor", "chunks_per_stage", "schedules", "consume"),
-    *("remat", "devices", "batch_size"),
+    *("remat", "devices", "batch_size", "machine"),
 )
 _CPU = Device(
     name="cpu",
@@ -62,14 +63,13 @@ def _configured_book(config: TrainConfig, device: Device, rows: MicrobatchRows |
         device,
         microbatch_sizes=[config.data.microbatch_size],
         tensors=[config.pipeline.tensor],
-        remats=[config.pipeline.remat],
+        remats=config.pipeline.remats,
         rows=rows,
     )
 
 
-def _costs_of(config: TrainConfig, book: CostBook) -> ModelCosts:
-    layout = config.pipeline
-    return book.at(microbatch_size=config.data.microbatch_size, tensor=layout.tensor, remat=layout.remat)
+def _costs_of(config: TrainConfig, book: CostBook, remat: str) -> ModelCosts:
+    return book.at(microbatch_size=config.data.microbatch_size, tensor=config.pipeline.tensor, remat=remat)
 
 
 # -- forecasts ---------------------------------------------------------------------------------------------------------
@@ -101,9 +101,10 @@ def configured_plan(config: TrainConfig, book: CostBook) -> Plan:
     one = _configured_choice(config, book)
     judge = Judge(book.noise, draws_for([one.shape]), seed=0)
     ranked = Ranked(choice=one, forecast=forecast(one, book, judge))
-    return Plan(
-        ranking=(ranked,), is_decided=True, num_draws=judge.num_draws, evaluations=1, notes=encoder_notes(config)
-    )
+    notes = encoder_notes(config)
+    if book.machine is not None:
+        notes += ("devices and links are taken as alike, whatever the machine of the costs",)
+    return Plan(ranking=(ranked,), is_decided=True, num_draws=judge.num_draws, evaluations=1, notes=notes)
 
 
 def configured_memory(config: TrainConfig, device: Device, rows: MicrobatchRows) -> tuple[StageForecast, ...]:
@@ -122,6 +123,8 @@ def encoder_notes(config: TrainConfig | None) -> tuple[str, ...]:
 
 def _configured_choice(config: TrainConfig, book: CostBook) -> PlanChoice:
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
+    if not isinstance(layout.replicas, int):
+        raise ValueError("--as-configured knows stages of equally many replicas: give one number of replicas")
     share = microbatches_per_replica(config.data.num_microbatches, layout.replicas)
     num_encoder_chunks = 0
     if config.vision is None:
@@ -145,15 +148,17 @@ def _configured_choice(config: TrainConfig, book: CostBook) -> PlanChoice:
         tensor=layout.tensor,
         mesh=tuple(book.mesh.items()),
         microbatch_size=config.data.microbatch_size,
-        remat=layout.remat,
+        remat=as_text(layout.remat),
     )
+    costs = {remat: _costs_of(config, book, remat) for remat in layout.remats}
     cut = CutModel(
-        costs=_costs_of(config, book),
+        costs=costs[layout.remats[0]],
         counts=_configured_counts(config, order.placement.num_chunks, num_encoder_chunks),
         placement=order.placement,
         num_microbatches=share,
         split=bool(order.graph.split),
         replicas=layout.replicas,
+        own_costs=tuple(costs[remat] for remat in layout.chunk_remats(order.placement)) if len(costs) > 1 else (),
     )
     followed = ordering.on(order.table)
     return PlanChoice(
@@ -216,13 +221,18 @@ def resolve_auto_cut(config: TrainConfig, *, fresh: bool = False) -> ResolvedCut
         return ResolvedCut(
             config=_with_layout(config, kept), lines=(f"layout auto: {kept}, as this run has it already",)
         )
+    if not isinstance(pipeline.replicas, int):
+        raise ValueError("layout auto finds a cut for stages of equally many replicas: give such, or the layout")
     order = order_of(
         pipeline, ordering_of(pipeline), microbatches_per_replica(config.data.num_microbatches, pipeline.replicas)
     )
+    if len(pipeline.remats) > 1:
+        raise ValueError("layout auto finds a cut for one remat on all stages: give one, or the layout")
     if order.graph.shared:
         raise ValueError("layout auto is for models that run in one direction: give the layout, or another schedule")
     book = _book(config)
-    costs, number, split = _costs_of(config, book), order.graph.num_microbatches, bool(order.graph.split)
+    costs = _costs_of(config, book, pipeline.remats[0])
+    number, split = order.graph.num_microbatches, bool(order.graph.split)
     memory, limit = None, pipeline.memory_limit
     if limit is not None and not isinstance(pipeline.window, str) and not order.graph.ops:
         limits = (parse_bytes(limit, "memory_limit") if isinstance(limit, str) else limit,) * pipeline.num_stages

@@ -15,11 +15,13 @@
         }}
       ],
       "links": {"latency_ms": 0.02, "gb_per_s": 50.0},
+      "machine": {"devices": [{"speed": 1.0, "bytes": null, "name": "host-a:0"}, {"speed": 0.5}],
+                  "latency_ms": [[0, 0.02], [0.02, 0]], "gb_per_s": [[null, 50.0], [50.0, null]]},
       "noise": {"sigma": {"F": 0.1, "I": 0.1, "W": 0.1}}
     }
 
 Keys are the fields of the records in :mod:`rrfp_jax.costs`; a field with a default may be left out. A
-run of layers of one type is its name and their number.
+run of layers of one type is its name and their number. The section ``machine`` may stand in a file alone.
 """
 
 import json
@@ -33,7 +35,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rrfp_jax.bounded_text import shown
-from rrfp_jax.costs import CostBook, CostEntry, LinkCosts, Noise
+from rrfp_jax.costs import CostBook, CostEntry, LinkCosts, MachineCosts, Noise
 from rrfp_jax.field_rules import POSITIVE, check_fields
 from rrfp_jax.record_files import read_bounded
 
@@ -66,12 +68,42 @@ class _File(BaseModel):
     task_ms: float = 0.0
     ends: list[int] = Field(default_factory=list)
     links: LinkCosts = Field(default_factory=LinkCosts)
+    machine: MachineCosts | None = None
     noise: Noise = Field(default_factory=Noise)
+
+
+class _MachineFile(_File):
+    """Costs of which nothing but the machine is needed."""
+
+    version: int = VERSION
+    layers: list[str | tuple[str, int]] = Field(default_factory=list)
+    entries: list[CostEntry] = Field(default_factory=list)
 
 
 def read_costs(path: str | Path) -> CostBook:
     """Returns the costs of a file; raises ValueError, in one sentence with the file and the key, for a file that is
     none."""
+    file = _read(path, _File)
+    try:
+        return _book(file)
+    except ValueError as error:
+        raise ValueError(f"costs {path}: {error}") from None
+
+
+def read_machine(path: str | Path) -> MachineCosts:
+    """Returns the section ``machine`` of a file; raises ValueError, as :func:`read_costs` does, where it has none."""
+    machine = _read(path, _MachineFile).machine
+    if machine is None:
+        raise ValueError(f"costs {path}: machine is missing: add it, or measure it (rrfp doctor --links)")
+    return machine
+
+
+def machine_in(path: str | Path) -> MachineCosts | None:
+    """Returns the section ``machine`` of a file; None where there is no file, or none in it."""
+    return _read(path, _MachineFile).machine if Path(path).exists() else None
+
+
+def _read(path: str | Path, kind: type[_File]) -> _File:
     try:
         text = read_bounded(path, _MOST_BYTES).decode()
     except OSError as error:
@@ -79,16 +111,24 @@ def read_costs(path: str | Path) -> CostBook:
     except UnicodeDecodeError:
         raise ValueError(f"costs {path} are not UTF-8 text: give the path of a JSON file") from None
     try:
-        return _book(_File.model_validate_json(text))
+        return kind.model_validate_json(text)
     except ValidationError as error:
         raise ValueError(f"costs {path}: {_sentence(error)}") from None
-    except ValueError as error:
-        raise ValueError(f"costs {path}: {error}") from None
 
 
 def write_costs(book: CostBook, path: str | Path) -> None:
     """Writes a file that :func:`read_costs` reads as the same book."""
-    text = json.dumps(_plain(book), indent=2, allow_nan=False)
+    _write(_plain(book), path)
+
+
+def write_machine(machine: MachineCosts, path: str | Path) -> None:
+    """Writes the section ``machine`` into a file, whose other keys stay as they are."""
+    kept = json.loads(read_bounded(path, _MOST_BYTES)) if Path(path).exists() else {}
+    _write({**kept, "machine": asdict(machine)}, path)
+
+
+def _write(plain: dict[str, Any], path: str | Path) -> None:
+    text = json.dumps(plain, indent=2, allow_nan=False)
     Path(path).write_text(_SHORT_LIST.sub(_on_one_line, text) + "\n", encoding="utf-8")
 
 
@@ -104,6 +144,7 @@ def _book(file: _File) -> CostBook:
         entries=tuple(file.entries),
         ends=frozenset(file.ends),
         links=file.links,
+        machine=file.machine,
         noise=file.noise,
         task_ms=file.task_ms,
         tokens_per_sample=file.tokens_per_sample,
@@ -134,6 +175,7 @@ def _plain(book: CostBook) -> dict[str, Any]:
         "layers": [name if number == 1 else [name, number] for name, number in runs],
         "ends": sorted(book.ends),
         "links": asdict(book.links),
+        "machine": None if book.machine is None else asdict(book.machine),
         "noise": asdict(book.noise),
         "entries": [asdict(entry) for entry in book.entries],
     }

@@ -1,6 +1,7 @@
 """The costs of every possible chunk of a model, and the memory that a cut has to keep to.
 
-Arrays over ``[first layer, layer behind the last]`` are made once for a model and a placement. A cut is a row of bounds
+Arrays over ``[first layer, layer behind the last]`` are made once for a model and a placement, for each *kind* of stage
+of a machine whose stages differ. A cut is a row of bounds
 ``0 = b0 < b1 < ... = n``, so that the costs of many cuts are looked up together with a few array accesses.
 """
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.core import Order
 from rrfp_jax.core.memory import memory_unit
-from rrfp_jax.costs import CutModel, ModelCosts
+from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.costs.forecast import Reach, reaches
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE
 from rrfp_jax.schedules import Placement
@@ -114,7 +115,7 @@ class LayerCutProblem:
     num_microbatches: int
     split: bool
     memory: MemoryBudget | None = None
-    replicas: int = 1
+    replicas: int | tuple[int, ...] = 1
 
     def __post_init__(self) -> None:
         layers, chunks, stages = self.costs.num_layers, self.placement.num_chunks, self.placement.num_stages
@@ -148,14 +149,32 @@ class LayerCutProblem:
         return list(pairwise([0, *changes, len(layers)]))
 
     @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """For each stage the first one with the same costs, counted among these."""
+        types = [stage.types for stage in self.costs.stages] or [self.costs.types] * self.placement.num_stages
+        distinct = [each for at, each in enumerate(types) if types.index(each) == at]
+        return tuple(map(distinct.index, types))
+
+    @cached_property
+    def kind_of_chunk(self) -> tuple[int, ...]:
+        """The kind of each chunk's stage."""
+        return tuple(self.kinds[stage] for stage in self.placement.stage_of_chunk)
+
+    @cached_property
+    def _layers(self) -> list[list[LayerCosts]]:
+        """The costs of every layer on a stage of each kind."""
+        stages = [self.kinds.index(kind) for kind in range(max(self.kinds) + 1)]
+        return [[self.costs.of(layer, stage) for layer in range(self.costs.num_layers)] for stage in stages]
+
+    @cached_property
     def layer_work_ms(self) -> Floats:
-        """Milliseconds of all tasks of a microbatch, by layer."""
-        return np.array([self.costs.of(layer).work_ms(split=self.split) for layer in range(self.costs.num_layers)])
+        """Milliseconds of all tasks of a microbatch [kinds, layers]."""
+        return np.array([[each.work_ms(split=self.split) for each in of_kind] for of_kind in self._layers])
 
     @cached_property
     def layer_forward_ms(self) -> Floats:
-        """Milliseconds of a microbatch's forward, by layer."""
-        return np.array([self.costs.of(layer).forward_ms for layer in range(self.costs.num_layers)])
+        """Milliseconds of a microbatch's forward [kinds, layers]."""
+        return np.array([[each.forward_ms for each in of_kind] for of_kind in self._layers])
 
     @property
     def overhead_ms(self) -> float:
@@ -164,17 +183,24 @@ class LayerCutProblem:
 
     @cached_property
     def work_ms(self) -> Floats:
-        """Milliseconds of a chunk's layers [first, behind last]; infinite where no chunk can be."""
-        work_ms = np.round(_sums(self.layer_work_ms), 9)  # so that equal layers are equal wherever they stand
-        first, stop = np.indices(work_ms.shape)
-        work_ms[first >= stop] = np.inf
+        """Milliseconds of a chunk's layers [kinds, first, behind last]; infinite where no chunk can be."""
+        # Rounded, so that equal layers are equal wherever they stand.
+        work_ms = np.stack([np.round(_sums(of_kind), 9) for of_kind in self.layer_work_ms])
+        first, stop = np.indices(work_ms.shape[1:])
+        work_ms[:, first >= stop] = np.inf
         for end in self.costs.ends:
-            work_ms[(first <= end) & (stop > end + 1)] = np.inf
+            work_ms[:, (first <= end) & (stop > end + 1)] = np.inf
+        return work_ms
+
+    @property
+    def work_of_chunks_ms(self) -> Floats:
+        """The same, with the chunks' tasks [chunks, first, behind last]."""
+        work_ms: Floats = self.work_ms[list(self.kind_of_chunk)] + self.overhead_ms
         return work_ms
 
     def chunk_ms(self, cuts: Cuts) -> Floats:
         """Returns the milliseconds of each chunk for a microbatch [cuts, chunks]."""
-        chunk_ms: Floats = self.work_ms[cuts[:, :-1], cuts[:, 1:]] + self.overhead_ms
+        chunk_ms: Floats = self.work_ms[self.kind_of_chunk, cuts[:, :-1], cuts[:, 1:]] + self.overhead_ms
         return chunk_ms
 
     def stage_ms(self, chunk_ms: Floats) -> Floats:
@@ -196,9 +222,11 @@ class LayerCutProblem:
         return bool(np.isfinite(self.limits).any())
 
     @cached_property
-    def bytes_of_chunks(self) -> "ChunkArrays":
-        """The bytes of every possible chunk."""
-        layers = [self.costs.of(layer) for layer in range(self.costs.num_layers)]
+    def bytes_of_chunks(self) -> "list[ChunkArrays]":
+        """The bytes of every possible chunk on a stage of each kind."""
+        return [self._bytes_of_chunks(layers) for layers in self._layers]
+
+    def _bytes_of_chunks(self, layers: list[LayerCosts]) -> "ChunkArrays":
         of = {name: np.array([float(getattr(each, name)) for each in layers]) for name in _FIELDS}
         for name, is_first in ((ADDED, False), (ADDED_FIRST, True)):
             of[name] = np.array([float(each.added_bytes(split=self.split, is_first=is_first)) for each in layers])
@@ -225,17 +253,16 @@ class LayerCutProblem:
     def stage_bytes(self, cuts: Cuts) -> Floats:
         """Returns the most bytes that each stage needs [cuts, stages], as the forecast of an order counts them."""
         assert self.memory is not None
-        first, stop, sizes = cuts[:, :-1], cuts[:, 1:], self.bytes_of_chunks
-        fixed, inputs = sizes.fixed[first, stop], sizes.inputs[first]
-        more, peak = sizes.more[first, stop], sizes.peak[first, stop]
+        first, stop = cuts[:, :-1], cuts[:, 1:]
         found = np.empty((len(cuts), self.placement.num_stages))
         for stage, own in enumerate(self.placement.chunks_of_stage):
-            chunks = list(own)
+            chunks, sizes = list(own), self.bytes_of_chunks[self.kinds[stage]]
+            places = first[:, chunks], stop[:, chunks]
             held = np.array(self.memory.allocations(self.placement, stage, self.num_microbatches))
-            lasting = fixed[:, chunks].sum(axis=1)
+            lasting = sizes.fixed[places].sum(axis=1)
             for part in self.memory.waiting(self.placement, stage, self.num_microbatches):
-                lasting += (inputs[:, chunks] @ np.array(part).T).max(axis=1)
-            found[:, stage] = lasting + (more[:, chunks] @ held.T).max(axis=1) + peak[:, chunks].max(axis=1)
+                lasting += (sizes.inputs[places[0]] @ np.array(part).T).max(axis=1)
+            found[:, stage] = lasting + (sizes.more[places] @ held.T).max(axis=1) + sizes.peak[places].max(axis=1)
         return found
 
     def excess(self, cuts: Cuts) -> Floats:

@@ -45,7 +45,7 @@ class _Program:
     """Constraints: sums that are at most a number."""
 
     def __post_init__(self) -> None:
-        self.scale_ms = float(self.problem.layer_work_ms.sum()) / self.problem.placement.num_stages or 1.0
+        self.scale_ms = float(self.problem.layer_work_ms[0].sum()) / self.problem.placement.num_stages or 1.0
         self.chunks, self.runs = self.problem.placement.num_chunks, self.problem.runs
         sizes = [stop - first for first, stop in self.runs]
         inner = range(1, self.chunks)
@@ -130,10 +130,10 @@ class _Program:
 
     def _work(self) -> None:
         work, overhead = self.problem.layer_work_ms / self.scale_ms, self.problem.overhead_ms / self.scale_ms
-        for chunks in self.problem.placement.chunks_of_stage:
+        for stage, chunks in enumerate(self.problem.placement.chunks_of_stage):
             terms: _Terms = {self.largest: -1.0, _ONE: len(chunks) * overhead}
             for chunk in chunks:
-                _add(terms, self._held(chunk, work))
+                _add(terms, self._held(chunk, work[self.problem.kinds[stage]]))
             self._at_most(terms)
 
     def _memory(self, sizes: list[int]) -> None:
@@ -145,7 +145,8 @@ class _Program:
             limit = problem.limits[stage]
             if not np.isfinite(limit):
                 continue
-            values = {name: each / limit for name, each in problem.bytes_of_chunks.per_layer.items()}
+            arrays = problem.bytes_of_chunks[problem.kinds[stage]]
+            values = {name: each / limit for name, each in arrays.per_layer.items()}
             peak = self._variable(np.inf, is_integer=False)
             in_flight = [self._in_flight(chunk, values) for chunk in chunks]
             lasting: _Terms = {peak: 1.0}

@@ -12,6 +12,7 @@ agree.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -19,12 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.core import MessageKind, Order, StageArbiter, StepRules
+from rrfp_jax.core.rebalancing import adopted_owners
+from rrfp_jax.core.replicas import StepOwners, block_owners
 from rrfp_jax.costs import CutModel, ModelCosts, Noise
 from rrfp_jax.layout import parent
 from rrfp_jax.planner.records import PlanChoice, PlanShape, Point
 from rrfp_jax.schedules import ScheduleTable, TaskKind
 from rrfp_jax.schedules.table import all_needed
-from rrfp_jax.simulation import lower_bound, simulated_steps_ms
+from rrfp_jax.simulation import lower_bound, simulate, simulated_steps_ms
 from rrfp_jax.simulation.costs import DURATION_SLOTS, Durations
 
 ROUNDING = 1e-9
@@ -164,6 +167,8 @@ class Judge:
         """
         learning = int(one.order.foresight is not None)
         durations_ms = np.concatenate([cut.durations_ms] * learning + [steps_ms])
+        if one.shape.replicas:
+            return islice(_unequal_ms(one, cut, durations_ms), learning, None)
         if id(one.order) not in self._arbiters:
             rules = StepRules(lockstep=one.shape.data > 1)
             self._arbiters[id(one.order)] = one.order, one.order.arbiters(rules)
@@ -175,6 +180,39 @@ class Judge:
             starts_ms=_starts_ms(cut),
         )
         return islice(run, learning, None)
+
+
+def _unequal_ms(one: PlanChoice, cut: CutModel, steps_ms: Durations) -> Iterator[float]:
+    """Yields the intervals between the ends of steps where stages have different numbers of replicas: those that a
+    stage lacks take no part, and its others run their microbatches (:mod:`rrfp_jax.core.replicas`)."""
+    shape, stages, most = one.shape, range(one.shape.num_stages), one.shape.data
+    order = one.ordering.resolve(cut.placement, cut.graph, num_replicas=most)
+    units = [replica * shape.num_stages + stage for replica in range(most) for stage in stages]
+    living = [unit for unit in units if unit // shape.num_stages < shape.replicas[unit % shape.num_stages]]
+    normal = block_owners(shape.num_stages, shape.num_microbatches * most, most)
+    owners = StepOwners(adopted_owners(normal, living), tuple(unit for unit in units if unit not in living))
+    links, costs = cut.links, cut.simulated_costs()
+    extra_ms = {
+        (r * shape.num_stages + a, q * shape.num_stages + b): more_ms
+        for (a, b), more_ms in links.extra_ms.items()
+        for r in range(most)
+        for q in range(most)
+    }
+    assert isinstance(costs.reduce_ms, tuple)
+    assert isinstance(costs.update_ms, tuple)
+    run = simulate(
+        order.arbiters(StepRules()),
+        replace(
+            costs,
+            durations_ms=np.tile(np.repeat(steps_ms, most, axis=1), (1, 1, most, 1)),
+            reduce_ms=tuple(np.repeat(costs.reduce_ms, most).tolist()),
+            update_ms=tuple(np.repeat(costs.update_ms, most).tolist()),
+        ),
+        machine=replace(cut.machine, links=replace(links, extra_ms=extra_ms)),
+        num_steps=len(steps_ms),
+        owners=[owners],
+    )
+    return iter(run.step_ms)
 
 
 def _drawn(steps_ms: Durations) -> Durations:
@@ -289,18 +327,27 @@ def quick_bound_ms(point: Point, costs: ModelCosts, *, split: bool) -> float:
     once those before it have run a forward, at least the share f of their work, so a step takes at least
     ``f (x_0 + ... + x_(s-1)) + m x_s``. The largest of these is least where all are equal, and then it is
     ``m X / sum of (1 - f / m)^s``. A whole backward must also come back through them: f is 1. With several chunks at
-    least a layer and a message for each stage before come first, half of them on average.
+    least a layer and a message for each stage before come first, half of them on average. Stage s counts as often as it
+    is as quick as the device that costs were measured on: X is the work there.
     """
     shape, m, p = point.shape, point.shape.num_microbatches, point.shape.num_stages
-    layers = range(costs.num_layers)
-    works = [costs.of(layer).work_ms(split=split) for layer in layers]
-    forwards = [costs.of(layer).forward_ms for layer in layers]
-    once_ms = sum(
-        costs.of(layer).update_ms + costs.links.sum_ms(costs.of(layer).gradient_bytes, shape.data) for layer in layers
-    )
-    even_ms = (m * sum(works) + once_ms) / p
+    layers = [costs.types[name] for name in costs.layers]
+    works = [layer.work_ms(split=split) for layer in layers]
+    forwards = [layer.forward_ms for layer in layers]
+    speeds = [stage.speed for stage in costs.stages] or [1.0] * p
+    ways = [costs.link(stage, stage + 1) for stage in range(p - 1)]
+    within = [costs.link(stage, stage) for stage in range(p)]
+    num_bytes = [layer.gradient_bytes for layer in layers]
+    sums_ms = min(links.sum_ms(sum(num_bytes), shape.data) for links in within)
+    # Every chunk has a sum of its own, if all layers are trained.
+    least_ms = 2 * (shape.data - 1) * min(links.latency_ms for links in within) if all(num_bytes) else 0.0
+    sums_ms += (p * point.chunks - 1) * least_ms
+    once_ms = sum(layer.update_ms for layer in layers) + min(speeds) * sums_ms
+    even_ms = (m * sum(works) + once_ms) / sum(speeds)
     if point.chunks > 1:
-        return even_ms + (min(forwards) + costs.links.latency_ms) * (p - 1) / 2
+        before_ms = min(forwards) / max(speeds) + min(link.latency_ms for link in ways)
+        return even_ms + before_ms * sum(stage * speed for stage, speed in enumerate(speeds)) / sum(speeds)
     share = min((f / x for f, x in zip(forwards, works, strict=True) if x), default=0.0) if split else 1.0
     left = 1 - share / m
-    return max(even_ms, m * sum(works) / sum(left**stage for stage in range(p)))
+    filled_ms = m * sum(works) / sum(left**stage * speed for stage, speed in enumerate(speeds))
+    return max(even_ms, filled_ms + least_ms)

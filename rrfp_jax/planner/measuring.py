@@ -13,9 +13,10 @@ them tell the times of links. The times may also be those of a training run's ow
 directory. A single process measures links by copies between two of its devices.
 """
 
+import socket
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -28,8 +29,8 @@ import psutil
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
 from rrfp_jax.commands.training.model_parts import context_cut, pixel_scale, vision_language_config
-from rrfp_jax.core import FUSED, SPLIT, InputArrived, MessageKind, Ordering
-from rrfp_jax.costs import LinkCosts
+from rrfp_jax.core import FUSED, SPLIT, Agreement, InputArrived, MessageKind, Ordering, StepRules
+from rrfp_jax.costs import DeviceCosts, LinkCosts, MachineCosts
 from rrfp_jax.costs.fitting import ChunkParts, ChunkTimes, fit_links
 from rrfp_jax.costs.layer_costs import StageSetting
 from rrfp_jax.hardware import memory_limit
@@ -42,11 +43,13 @@ from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import freeze
+from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage_memory import ONCE_PER_STEP
-from rrfp_jax.schedules import Edge, Placement, TaskKind
+from rrfp_jax.schedules import Edge, Placement, TaskKind, chain
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
+from rrfp_jax.testing import emulate
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from rrfp_jax.training.run_directory import TRACE
 
@@ -66,6 +69,11 @@ _Arrival = tuple[int, str, int, int, int, float]
 """Step, kind, source and target chunk and microbatch of a message, and when it arrived."""
 _KINDS = {TaskKind.F: "F", TaskKind.I: "I", TaskKind.W: "W", TaskKind.B: "B"}
 _REPEATS = 20
+_SIDE = (4096, 512)
+"""Rows of the matrices by which devices are compared: of accelerators, and of CPUs."""
+_LEAST_S, _RUNS = 0.02, 10
+_LINK_BYTES = (32, 8 << 20)
+_TRIPS = 4
 
 
 # -- the small cut -----------------------------------------------------------------------------------------------------
@@ -204,11 +212,18 @@ class Measured:
 
 
 def measure(
-    config: TrainConfig, setting: StageSetting, process: Process, *, repeats: int, progress: CompileProgress
+    config: TrainConfig,
+    setting: StageSetting,
+    process: Process,
+    *,
+    repeats: int,
+    progress: CompileProgress,
+    speeds: Sequence[float] = (),
 ) -> Measured:
     """Runs ``repeats`` steps with split and with whole backwards; with no repeats it compiles only, for the bytes.
 
-    All processes call it alike; the first one gets the measurements of all. Raises ValueError where model, data and
+    ``speeds`` are those of the stages' devices; times are told for speed 1, and as they are without any. All processes
+    call it alike; the first one gets the measurements of all. Raises ValueError where model, data and
     setting do not fit."""
     number = setting.microbatch_size * NUM_MICROBATCHES
     changed: dict[str, Any] = {"data": replace(config.data, batch_size=number, num_microbatches=NUM_MICROBATCHES)}
@@ -241,7 +256,7 @@ def measure(
                 timeline = metrics.result().timeline
                 if step >= _WARM_UP:
                     own.extend(timeline)
-            _note(found, cut, pipeline, process, own)
+            _note(found, cut, pipeline, own, speeds)
     return found
 
 
@@ -263,36 +278,33 @@ def _pipeline(
     )
 
 
-def _note(found: Measured, cut: SmallCut, pipeline: Pipeline, process: Process, own: Timeline) -> None:
+def _note(found: Measured, cut: SmallCut, pipeline: Pipeline, own: Timeline, speeds: Sequence[float]) -> None:
     """Brings the records of all processes to the first one, and notes there the measurements in them."""
+    process = pipeline.process
     whole = process.whole_timeline(own)
-    # Arrivals in the steps whose events are still kept, on the clock of rank 0, for the units that this rank leads.
-    later_s = 0.0 if process.peers is None else process.peers.clocks.offset_s
-    of_own: list[_Arrival] = [
-        (event.step, *event.message, event.time_s + later_s)
-        for unit, log in pipeline.runtime.logs().items()
-        if process.layout.ranks_of(unit)[0] == process.rank
-        for segment in log.segments
-        for event, _ in segment.entries
-        if isinstance(event, InputArrived) and event.message.kind in _TENSORS
-    ]
-    arrivals = process.gather("arrivals", of_own, to_all=False)
+    arrivals = _arrivals(process, pipeline.runtime.logs())
     if process.rank or not whole.spans:
         return
-    found.times.extend(chunk_times(whole, cut.layers))
+    of_chunks = [speeds[stage] for stage in pipeline.placement.stage_of_chunk] if speeds else ()
+    found.times.extend(chunk_times(whole, cut.layers, of_chunks))
     found.host_ms.extend(host_ms(whole))
     outputs = {chunk: each.outputs for chunk, each in enumerate(found.parts[: len(cut.layers)])}
-    told = [arrival for each in arrivals.values() for arrival in each]
-    found.messages.extend(_messages(whole, told, outputs, pipeline.placement))
+    seen: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for (*ends, source, target), milliseconds in _messages_ms(whole, arrivals, pipeline.placement):
+        seen[ends[0], ends[1], outputs[min(source, target)]].append(max(0.0, milliseconds))
+    found.messages.extend((num_bytes, median(times_ms)) for (*_, num_bytes), times_ms in seen.items())
 
 
-def chunk_times(timeline: Timeline, layers: Sequence[tuple[str, ...]]) -> list[ChunkTimes]:
-    """Returns the times of each chunk's tasks, from a record of some steps; ``layers`` are the types of each
-    chunk's."""
+def chunk_times(
+    timeline: Timeline, layers: Sequence[tuple[str, ...]], speeds: Sequence[float] = ()
+) -> list[ChunkTimes]:
+    """Returns the times of each chunk's tasks, from a record of some steps; ``layers`` are the types of each chunk's.
+
+    With the ``speeds`` of the chunks' devices, they are the times of a device of speed 1."""
     runs_ms: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     once_ms: dict[tuple[int, int], float] = defaultdict(float)
     for span in timeline.spans:
-        milliseconds = (span.end_s - span.start_s) * 1e3
+        milliseconds = (span.end_s - span.start_s) * 1e3 * (speeds[span.task.chunk] if speeds else 1.0)
         if span.task.kind in _KINDS:
             runs_ms[span.task.chunk][_KINDS[span.task.kind]].append(milliseconds)
         elif span.task.kind in (TaskKind.R, TaskKind.U):
@@ -316,23 +328,36 @@ def host_ms(timeline: Timeline) -> list[float]:
     ]
 
 
-def _messages(
-    timeline: Timeline, arrivals: Iterable[_Arrival], outputs: Mapping[int, int], placement: Placement
-) -> list[tuple[float, float]]:
-    """Returns the median time of a message of each size between two stages, from a task's end to the arrival."""
+def _arrivals(process: Process, logs: Mapping[int, EventLog]) -> list[_Arrival]:
+    """Returns the arrivals in the steps whose events are still kept, on the clock of rank 0, which gets those of all
+    ranks; others get their own."""
+    later_s = 0.0 if process.peers is None else process.peers.clocks.offset_s
+    of_own: list[_Arrival] = [
+        (event.step, *event.message, event.time_s + later_s)
+        for unit, log in logs.items()
+        if process.layout.ranks_of(unit)[0] == process.rank
+        for segment in log.segments
+        for event, _ in segment.entries
+        if isinstance(event, InputArrived) and event.message.kind in _TENSORS
+    ]
+    return [each for told in process.gather("arrivals", of_own, to_all=False).values() for each in told]
+
+
+def _messages_ms(
+    timeline: Timeline, arrivals: Iterable[_Arrival], placement: Placement
+) -> Iterator[tuple[tuple[int, int, int, int], float]]:
+    """Yields both stages and both chunks of each message between two stages, and its time from the task's end to the
+    arrival."""
     ends_s: dict[tuple[int, str, int, int], float] = {}
     for span in timeline.spans:
         kind = MessageKind.ACTIVATION if span.task.kind is TaskKind.F else MessageKind.GRADIENT
         if span.task.kind in (TaskKind.F, TaskKind.I, TaskKind.B):
             ends_s[span.step, kind, span.task.chunk, span.task.microbatch] = span.end_s
-    seen: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for step, sent, source, target, microbatch, time_s in arrivals:
-        stages = placement.stage_of_chunk[source], placement.stage_of_chunk[target]
+        first, second = placement.stage_of_chunk[source], placement.stage_of_chunk[target]
         end_s = ends_s.get((step, sent, source, microbatch))
-        if end_s is not None and stages[0] != stages[1]:
-            num_bytes = outputs[source if sent == MessageKind.ACTIVATION else target]
-            seen[*stages, num_bytes].append(1e3 * max(0.0, time_s - end_s))
-    return [(num_bytes, median(times_ms)) for (*_, num_bytes), times_ms in seen.items()]
+        if end_s is not None and first != second:
+            yield (first, second, source, target), 1e3 * (time_s - end_s)
 
 
 def plain_sizes(sizes: ChunkSizes) -> dict[str, Any]:
@@ -376,7 +401,7 @@ def with_times_of(run: str, config: TrainConfig, measured: Measured) -> Measured
     path = Path(run) / TRACE
     timeline = read_trace(path)
     chunks = sorted({span.task.chunk for span in timeline.spans})
-    share = config.pipeline.replicas
+    share = config.pipeline.most_replicas
     layers = _cut_of_run(config, len(chunks) // share)
     if chunks != list(range(len(layers) * share)):
         raise ValueError(f"{path} has tasks of chunks {chunks}, and the run's configuration cuts {len(layers)}")
@@ -401,3 +426,97 @@ def device_links(sizes: Iterable[int]) -> LinkCosts:
             times_ms.append((time.perf_counter() - begun_s) * 1e3)
         medians.append((num_bytes, median(times_ms)))
     return fit_links(medians)
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def device_speeds(process: Process, dtype: str) -> tuple[DeviceCosts, ...]:
+    """Runs the same program on every device of the run, in all processes at the same time; returns the devices in their
+    order, with speeds relative to the first. All processes call it alike and get the same.
+
+    Alone, a process tells the devices of its host.
+    """
+    own = jax.local_devices()
+    if process.cluster is not None:
+        numbers = range(process.layout.num_devices)
+        own = [process.devices[each] for each in numbers if process.layout.rank_of_device(each) == process.rank]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own]
+    rates = [_products_per_s(device, dtype) for device in own]
+    told = process.gather("speeds", [socket.gethostname(), rates, limits])
+    first = told[0][1][0]
+    return tuple(
+        DeviceCosts(
+            speed=rate / first, bytes=None if limit is None else int(limit), name=f"{host}:{rank}" + f".{place}" * more
+        )
+        for rank, (host, rates, limits) in sorted(told.items())
+        for more in [len(rates) > 1]
+        for place, (rate, limit) in enumerate(zip(rates, limits, strict=True))
+    )
+
+
+def _products_per_s(device: jax.Device, dtype: str) -> float:
+    """Returns how often a device multiplies two matrices in a second, in the best of some runs."""
+    side = _SIDE[device.platform == "cpu"]
+    given = jax.device_put(np.full((side, side), 1 / side, np.float32), device).astype(dtype)  # its own square
+    program = jax.jit(lambda matrix, times: jax.lax.fori_loop(0, times, lambda _, each: each @ matrix, matrix))
+
+    def run_s(times: int) -> float:
+        begun_s = time.perf_counter()
+        jax.block_until_ready(program(given, times))
+        return time.perf_counter() - begun_s
+
+    times = 1
+    run_s(times)  # compiles
+    while run_s(times) < _LEAST_S:
+        times *= 2
+    # Other programs only make a run longer.
+    return times / min(run_s(times) for _ in range(_RUNS))
+
+
+def tour(number: int) -> list[int]:
+    """Returns a way through so many places that goes from each to each other one once, and ends where it began."""
+    way = [number - 1]
+    for first in reversed(range(number - 1)):
+        # To the next place, then every way among the later ones, which ends there, back, and to each of the others.
+        way = [first, *way, first, *(place for other in range(first + 2, number) for place in (other, first))]
+    return way
+
+
+def measure_links(process: Process) -> MachineCosts | None:
+    """Measures messages between all stages, one on each rank, over the transports of a run; returns the machine, its
+    devices taken to be alike. None on all ranks but the first.
+
+    A single microbatch goes through a chain of chunks that uses every link once in each direction, and so does its
+    gradient on the way back, while nothing else is under way.
+    """
+    number = process.layout.num_stages
+    placement = Placement(tuple(tour(number)))
+    order = Ordering(hint="bf", window=1).resolve(placement, chain(placement.num_chunks, 1))
+    found = dict[int, dict[tuple[int, int], float]]()
+    for num_bytes in _LINK_BYTES:
+        arbiters = order.arbiters(StepRules(updates=False, agreement=Agreement.ALL), members=process.members())
+        durations_ms = np.zeros((1, placement.num_chunks, 1, 3))
+        ran = emulate(arbiters, durations_ms, _TRIPS, process=process, activation_bytes=num_bytes, log_steps=_TRIPS)
+        seen = defaultdict[tuple[int, int], list[float]](list)
+        later = [each for each in _arrivals(process, ran.logs) if each[0]]  # the first trip opens connections
+        for (here, there, *_), milliseconds in _messages_ms(ran.timeline, later, placement):
+            seen[here, there].append(milliseconds)
+        found[num_bytes] = {pair: median(times_ms) for pair, times_ms in seen.items()}
+    hosts = process.gather("hosts", socket.gethostname())
+    if process.rank:
+        return None
+    latency_ms = [[0.0] * number for _ in range(number)]
+    gb_per_s: list[list[float | None]] = [[None] * number for _ in range(number)]
+    small = found[_LINK_BYTES[0]]
+    for here, there in small:
+        # By as much as two clocks differ the way there seems too long, and the way back too short.
+        ahead_ms = (small[here, there] - small[there, here]) / 2
+        seen_ms = [(num_bytes, max(0.0, found[num_bytes][here, there] - ahead_ms)) for num_bytes in _LINK_BYTES]
+        link = fit_links(seen_ms)
+        latency_ms[here][there], gb_per_s[here][there] = link.latency_ms, link.gb_per_s
+    return MachineCosts(
+        devices=tuple(DeviceCosts(name=f"{hosts[rank]}:{rank}") for rank in range(number)),
+        latency_ms=tuple(map(tuple, latency_ms)),
+        gb_per_s=tuple(map(tuple, gb_per_s)),
+    )

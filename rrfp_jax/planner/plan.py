@@ -33,7 +33,7 @@ from rrfp_jax.costs.devices import DEVICES
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES
 from rrfp_jax.exit_codes import DONE
 from rrfp_jax.planner.configured import configured_plan, encoder_notes
-from rrfp_jax.planner.plan_request import NOISE_FORMS, ORDER_NAMES, read_request
+from rrfp_jax.planner.plan_request import NOISE_FORMS, ORDER_NAMES, UNEQUAL, read_request
 from rrfp_jax.planner.report import milliseconds, plan_as_json, refused_in_words, show_plan
 from rrfp_jax.planner.search import SearchProgress, make_plan
 from rrfp_jax.planner.search_space import CONSUMPTIONS
@@ -123,7 +123,14 @@ def make_parser() -> CommandParser:
         "--devices",
         type=int,
         metavar="N",
-        help="how many there are, all of which are used (default: as many as the configuration has)",
+        help="how many there are, all of which are used (default: those of the machine, else as many as the "
+        "configuration has)",
+    )
+    add(
+        "--machine",
+        metavar="FILE.json",
+        help="devices that are not alike and links between them, as rrfp doctor --links and rrfp profile write them "
+        "(default: as --costs has them, else all are alike)",
     )
     add("--memory", metavar="SIZE", help="memory of each device, as 72GiB (default: that of the device, if known)")
     add(
@@ -147,7 +154,12 @@ def make_parser() -> CommandParser:
         "batch; with --costs all that it has)",
     )
     add("--stages", metavar=_LIST, help="stages of the pipeline (default: every number that divides the devices)")
-    add("--replicas", metavar=_LIST, help="replicas of the pipeline (default: every number that divides the devices)")
+    add(
+        "--replicas",
+        metavar=f"{_LIST}|{UNEQUAL}",
+        help=f"replicas of the pipeline (default: every number that divides the devices); {UNEQUAL}: stages may have "
+        "different numbers of them too",
+    )
     add(
         "--tensor",
         metavar=_LIST,

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
-from rrfp_jax.costs import CostBook, Noise
+from rrfp_jax.costs import CostBook, MachineCosts, Noise
 from rrfp_jax.costs.devices import device_of
 from rrfp_jax.costs.layer_costs import every_setting
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES, REMATS
 from rrfp_jax.layout import describe_axes, other_axes, with_tensor
 from rrfp_jax.planner.configured import check_as_configured
-from rrfp_jax.planner.cost_file import read_costs
+from rrfp_jax.planner.cost_file import machine_in, read_costs, read_machine
 from rrfp_jax.planner.search_space import CONSUMPTIONS, SearchSpace
 from rrfp_jax.planner.sites import PLANNED_HINTS
 from rrfp_jax.planner.writing import check_writable
@@ -28,6 +28,8 @@ ORDER_NAMES = (*(name for name in schedule_names() if not schedule_entry(name).s
 """Values of ``--schedules``: not the schedules that hold two copies of the model, which no cut here describes."""
 _MOST = 4096
 """Numbers that a range may name."""
+UNEQUAL = "unequal"
+"""Value of ``--replicas`` for stages that may have different numbers of them."""
 NOISE_FORMS = "none, lognormal:SIGMA, tail:SHARE,FACTOR"
 _USUAL_SIZES = (1, 2, 4, 8)
 """Samples of a microbatch, and devices that share a layer, where the user does not say."""
@@ -120,15 +122,13 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         if config is None:
             raise ValueError("--write completes a configuration: give --config FILE.yaml too")
         check_writable(config, Path(arguments.write))
-    num_devices, batch_size = arguments.devices, arguments.batch_size
-    if num_devices is None and config is None:
-        raise ValueError("the number of devices is not given: give --devices, or --config FILE.yaml, which has one")
-    if num_devices is None and config is not None:
-        num_devices = config.pipeline.num_devices
+    machine = _machine(arguments)
+    num_devices, batch_size = _num_devices(arguments.devices, machine, config), arguments.batch_size
     if batch_size is None and config is not None:
         batch_size = config.data.batch_size
     chunks = _chunks(arguments, config)  # before costs are worked out, which takes longer
     book = _costs(arguments, config, num_devices=num_devices, batch_size=batch_size)
+    book = replace(book, machine=machine)
     if config is not None:
         asked = other_axes(config.pipeline.mesh)
         if tuple(asked.items()) != tuple(book.mesh.items()):  # the order of axes counts
@@ -145,7 +145,8 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         microbatches=parse_counts(arguments.microbatches, "--microbatches"),
         memory_bytes=None if arguments.memory is None else parse_bytes(arguments.memory, "memory"),
         stages=parse_counts(arguments.stages, "--stages"),
-        data=parse_counts(arguments.replicas, "--replicas"),
+        data=None if arguments.replicas == UNEQUAL else parse_counts(arguments.replicas, "--replicas"),
+        unequal=arguments.replicas == UNEQUAL,
         tensor=parse_counts(arguments.tensor, "--tensor"),
         chunks=chunks,
         schedules=parse_words(arguments.schedules, "--schedules", ORDER_NAMES),
@@ -154,6 +155,23 @@ def read_request(arguments: argparse.Namespace) -> PlanRequest:
         top=arguments.top,
     )
     return PlanRequest(book=book, space=space, config=config)
+
+
+def _machine(arguments: argparse.Namespace) -> MachineCosts | None:
+    """Returns the machine of its own file, else that of the costs; None: devices are alike."""
+    if arguments.machine is not None:
+        return read_machine(arguments.machine)
+    return None if arguments.costs is None else machine_in(arguments.costs)
+
+
+def _num_devices(asked: int | None, machine: MachineCosts | None, config: TrainConfig | None) -> int:
+    if asked is not None:
+        return asked
+    if machine is not None:
+        return len(machine.devices)
+    if config is None:
+        raise ValueError("the number of devices is not given: give --devices, or --config FILE.yaml, which has one")
+    return config.pipeline.num_devices
 
 
 def _chunks(arguments: argparse.Namespace, config: TrainConfig | None) -> tuple[int, ...] | None:
@@ -221,7 +239,7 @@ def _analytic(arguments: argparse.Namespace, config: TrainConfig, num_devices: i
         )
         tensors = tensors or _configured(config)[1]
     if remats is None:
-        remats = REMATS if config.pipeline.remat == "none" else (config.pipeline.remat,)
+        remats = REMATS if config.pipeline.remat == "none" else config.pipeline.remats
     return analytic_book(
         config,
         device_of(arguments.device),
@@ -253,7 +271,7 @@ def _compiled(arguments: argparse.Namespace, config: TrainConfig, num_devices: i
 
 def _configured(config: TrainConfig) -> tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]:
     layout = config.pipeline
-    return (config.data.microbatch_size,), (layout.tensor,), (layout.remat,)
+    return (config.data.microbatch_size,), (layout.tensor,), layout.remats
 
 
 def _ways(

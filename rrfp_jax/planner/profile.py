@@ -8,15 +8,16 @@
     rrfp profile --timeline runs/mine
 
 The real programs of a few small chunks run in the real runtime, on the device of this host or, under ``rrfp launch``,
-in several processes at the same time, which also tells the times of links. Differences between chunks give the time and
-the bytes of each type of layer, and the time that every task takes beside; repeated runs give how much durations vary.
-With ``--timeline`` the times are those of a run's own last steps."""
+in several processes at the same time, which also tells the times of links, and which devices are slower. Differences
+between chunks give the time and the bytes of each type of layer, and the time that every task takes beside; repeated
+runs give how much durations vary. With ``--timeline`` the times are those of a run's own last steps."""
 
 import argparse
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from rrfp_jax.commands.common.options import CommandParser, offer
 from rrfp_jax.commands.common.process import enter
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.config_sources import add_trust_argument, preset_names
-from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts
+from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, MachineCosts
 from rrfp_jax.costs.layer_costs import StageSetting, every_setting
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES
 from rrfp_jax.layout import with_axes_in_order
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from rrfp_jax.planner.analytic_costs import ModelLayers
     from rrfp_jax.planner.measuring import Measured
     from rrfp_jax.runtime.process import Process
+
+
+_ALIKE = 0.2
+"""Devices whose speeds differ by less are alike: so much comes from chance."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,7 +130,7 @@ def _config(arguments: argparse.Namespace) -> TrainConfig:
 def _settings(arguments: argparse.Namespace, config: TrainConfig) -> list[StageSetting]:
     sizes = parse_counts(arguments.microbatch_size, "--microbatch-size") or (config.data.microbatch_size,)
     tensors = parse_counts(arguments.tensor, "--tensor") or (config.pipeline.tensor,)
-    remats = parse_words(arguments.remat, "--remat", REMAT_NAMES) or (config.pipeline.remat,)
+    remats = parse_words(arguments.remat, "--remat", REMAT_NAMES) or config.pipeline.remats
     return every_setting(sizes, tensors, remats)
 
 
@@ -157,9 +162,16 @@ def _profile(
     """Measure all settings; None on all ranks but the first."""
     from rrfp_jax.commands.training.training_console import CompileReport
     from rrfp_jax.layout import Layout
-    from rrfp_jax.planner.measuring import device_links, measure, with_times_of
+    from rrfp_jax.planner.cost_file import machine_in
+    from rrfp_jax.planner.measuring import device_links, device_speeds, measure, with_times_of
     from rrfp_jax.runtime.process import Process
 
+    devices = () if arguments.timeline else device_speeds(process, config.model.compute_dtype)
+    differ = any(abs(each.speed - 1) > _ALIKE or each.bytes != devices[0].bytes for each in devices)
+    layout, speeds = process.layout, list[float]()
+    if differ:
+        speeds = [devices[layout.devices_of(unit)[0]].speed for unit in range(layout.num_units)]
+    devices = tuple(each if differ else replace(each, speed=1.0) for each in devices)
     measured: dict[StageSetting, Measured] = {}
     for number, setting in enumerate(settings, start=1):
         console.print(f"{number} of {len(settings)}: {setting.words}", soft_wrap=True)
@@ -173,6 +185,7 @@ def _profile(
                 narrow,
                 repeats=0 if arguments.timeline else arguments.repeats,
                 progress=report,
+                speeds=speeds,
             )
         finally:
             report.stop()
@@ -184,7 +197,14 @@ def _profile(
     links = None
     if process.cluster is None:
         links = device_links(part.outputs for each in measured.values() for part in each.parts)
-    return _profiled(config, measured, source=source, links=links)
+    profiled = _profiled(config, measured, source=source, links=links)
+    known = None
+    with suppress(ValueError, OSError):  # a file that was none is written over
+        known = machine_in(arguments.output)
+    if devices and known is not None and len(known.devices) == len(devices):  # with links that rrfp doctor measured
+        return replace(profiled, book=replace(profiled.book, machine=replace(known, devices=devices)))
+    machine = MachineCosts(devices=devices) if differ else None
+    return replace(profiled, book=replace(profiled.book, machine=machine))
 
 
 # -- the costs ---------------------------------------------------------------------------------------------------------
@@ -318,6 +338,9 @@ def _show(console: "Console", profiled: _Profiled) -> None:
         else ""
     )
     told.append(f"sigma of durations: {sigma}{tail}")
+    if book.machine is not None:
+        devices = (f"{each.speed:.2f} ({each.name})" for each in book.machine.devices)
+        told.append(f"speeds of the devices: {', '.join(devices)}")
     told.append(
         f"links: {links.latency_ms:.3f} ms" + (f" and {rate:.2f} GB/s" if rate is not None else ", whatever the size")
     )

@@ -5,11 +5,13 @@ from functools import cached_property
 
 from rrfp_jax.core import STRICT, Order, Ordering
 from rrfp_jax.costs import CutModel
-from rrfp_jax.costs.forecast import StageForecast, forecast_memory
+from rrfp_jax.costs.forecast import StageForecast, forecast_memory, forecast_stage
 from rrfp_jax.layout import Axes, num_devices
 from rrfp_jax.schedules import Placement, looped, waves
 
 LINEAR, LOOPED, WAVES = "linear", "looped", "waves"
+MIXED = "by stage"
+"""The rematerialisation of shapes in which it differs from stage to stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +30,13 @@ class PlanShape:
     microbatch_size: int = 1
     """Samples of a microbatch."""
     remat: str = "none"
+    replicas: tuple[int, ...] = ()
+    """Replicas of each stage where they differ, ``data`` of them at most; microbatches go from one to another."""
 
     @property
     def num_devices(self) -> int:
-        return self.num_stages * self.data * self.tensor * num_devices(self.mesh)
+        units = sum(self.replicas) or self.num_stages * self.data
+        return units * self.tensor * num_devices(self.mesh)
 
     @property
     def batch_size(self) -> int:
@@ -48,6 +53,8 @@ class Point:
     """:data:`LINEAR`, :data:`LOOPED` or :data:`WAVES`, of which one wave is the V."""
     chunks: int
     """Chunks per stage."""
+    order: tuple[int, ...] = ()
+    """The number of each stage's group of devices, where devices differ."""
 
     @property
     def placement(self) -> Placement:
@@ -82,7 +89,13 @@ class PlanChoice:
 
     @cached_property
     def memory(self) -> tuple[StageForecast, ...]:
-        """The memory of each stage."""
+        """The memory of each stage; where replicas differ, any microbatch of the step may wait for any of them."""
+        if self.shape.replicas:
+            number = self.shape.num_microbatches * self.shape.data
+            return tuple(
+                forecast_stage([self.cut.chunk_bytes[chunk] for chunk in chunks], window, number)
+                for chunks, window in zip(self.cut.placement.chunks_of_stage, self.order.windows, strict=True)
+            )
         return tuple(forecast_memory(self.order, dict(enumerate(self.cut.chunk_bytes)), self.cut.num_microbatches))
 
     @property
@@ -91,13 +104,26 @@ class PlanChoice:
         return self.ordering.consume == STRICT
 
     @property
+    def remats(self) -> tuple[str, ...]:
+        """The rematerialisation of each stage."""
+        given = self.shape.remat.split(",")
+        own = tuple(stage.remat for stage in self.cut.costs.stages)
+        return own or (tuple(given) if given[1:] else (self.shape.remat,) * self.shape.num_stages)
+
+    @property
+    def devices(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of each stage by their numbers in the machine; empty where all are alike."""
+        return tuple(stage.devices for stage in self.cut.costs.stages if stage.devices)
+
+    @property
     def peak_bytes(self) -> int:
         """Bytes of the fullest stage."""
         return max(stage.peak for stage in self.memory)
 
     def fits(self, memory_bytes: int | None) -> bool:
-        """Returns whether no stage takes more."""
-        return memory_bytes is None or self.peak_bytes <= memory_bytes
+        """Returns whether no stage takes more than its device has, ``memory_bytes`` where stages do not differ."""
+        limits = self.cut.limits(memory_bytes)
+        return all(limit is None or stage.peak <= limit for stage, limit in zip(self.memory, limits, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +163,7 @@ class Ranked:
     choice: PlanChoice
     forecast: Forecast
     why: str = ""
-    """The reason why it lost to the one before it; empty for the first."""
+    """The loss to the best and its reason; empty for the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +185,10 @@ class Plan:
     is_decided: bool
     """Whether the first is ahead of the second by more than the standard error of their difference."""
     refused: tuple[Refused, ...] = ()
+    why: tuple[str, ...] = ()
+    """Two sentences on why the first won."""
+    alternatives: tuple[Ranked, ...] = ()
+    """The nearest choices of other kinds, each with the kind, its loss and the reason."""
     even: Ranked | None = None
     """The best named order on an even cut, for comparison."""
     named: Ranked | None = None

@@ -41,6 +41,8 @@ def show_plan(
             parts.append(f"DOES NOT FIT: the fullest stage needs {over} more than a device has")
     else:
         parts += [_cuts(shown), f"cuts: {legend(cut)}; a bar ends a chunk", *_verdict(plan, shown)]
+        parts += [f"why it won: {'; '.join(plan.why)}"] * bool(plan.why)
+        parts += [f"  {_alternative_in_words(ranked)}" for ranked in plan.alternatives]
         parts += [_comparison(plan), _memory(shown[0], memory_bytes)]
     if plan.refused:
         parts.append(f"{len(plan.refused)} layouts do not fit, for example")
@@ -68,7 +70,7 @@ def _cells(ranked: Ranked) -> dict[str, str]:
         "stages x data x tensor": shape_in_words(choice.shape),
         "micro- batches": _microbatches_in_words(choice.shape),
         "order": order_in_words(choice),
-        "remat": choice.shape.remat.replace(NONE, ""),
+        "remat": "" if set(choice.remats) == {NONE} else _runs(choice.remats),
         "step ms": _step_in_words(ranked),
         "p95 ms": milliseconds(forecast.p95_ms) if forecast.error_ms else "",
         "over bound": _percent(forecast.gap),
@@ -80,10 +82,13 @@ def _cells(ranked: Ranked) -> dict[str, str]:
 
 
 def _cuts(shown: Sequence[Ranked]) -> Table:
-    table = make_table("cuts", "", "cut", "why it lost to the one before it")
+    devices = [ranked.choice.devices for ranked in shown]
+    differ = ["devices"] * any(devices)
+    table = make_table("cuts", "", "cut", *differ, "what it loses to the best, and why")
     table.columns[1].no_wrap = True
-    for place, ranked in enumerate(shown, start=1):
-        table.add_row(str(place), cut_in_words(ranked.choice.cut, short=True), ranked.why)
+    for place, (ranked, of_stages) in enumerate(zip(shown, devices, strict=True), start=1):
+        told = " ".join(",".join(map(str, numbers)) for numbers in of_stages)
+        table.add_row(str(place), cut_in_words(ranked.choice.cut, short=True), *[told for _ in differ], ranked.why)
     return table
 
 
@@ -125,10 +130,10 @@ def _comparison(plan: Plan) -> Table:
 
 
 def _memory(best: Ranked, memory_bytes: int | None) -> Table:
-    cut, stages = best.choice.cut, best.choice.memory
-    limited = "" if memory_bytes is None else f" of {format_bytes(memory_bytes)}"
+    cut, stages, limits = best.choice.cut, best.choice.memory, best.choice.cut.limits(memory_bytes)
+    limited = f" of {format_bytes(limits[0])}" if limits[0] and len(set(limits)) == 1 else ""
     headings = ["stage", "layers", "work ms", "all the time", "in flight", "while it runs", "peak"]
-    if memory_bytes is not None:
+    if any(limits):
         headings.append("free")
     table = make_table(f"memory of each stage{limited}", *headings, numeric=True)
     table.columns[1].justify = "left"
@@ -142,8 +147,8 @@ def _memory(best: Ranked, memory_bytes: int | None) -> Table:
             _bytes_or_dash(forecast.temporaries),
             format_bytes(forecast.peak),
         ]
-        if memory_bytes is not None:
-            cells.append(_percent(1 - forecast.peak / memory_bytes))
+        if any(limits):
+            cells.append(_percent(1 - forecast.peak / limit if (limit := limits[stage]) else None))
         rows.append(cells)
     for cells_alike, alike in groupby(enumerate(rows), key=itemgetter(1)):  # equal stages share a row
         numbers = [stage for stage, _ in alike]
@@ -163,6 +168,19 @@ def _sources(plan: Plan, book: CostBook) -> Iterator[str]:
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
+def _alternative_in_words(ranked: Ranked) -> str:
+    kind, loss = ranked.why.split(": ", 1)
+    choice = ranked.choice
+    told = f"{shape_in_words(choice.shape)}, {_microbatches_in_words(choice.shape)}, {order_in_words(choice)}, "
+    return f"{kind}, {told}{cut_in_words(choice.cut, short=True)}: {loss}"
+
+
+def _runs(words: Sequence[str]) -> str:
+    """Returns ``full*2 none*6``; the word alone where all are equal."""
+    runs = [(word, len(list(run))) for word, run in groupby(words)]
+    return " ".join(word if len(runs) == 1 else f"{word}*{number}" for word, number in runs)
+
+
 def refused_in_words(refused: Refused) -> str:
     """Returns a shape that does not fit, the reason, and the changes that would help."""
     change = f": {refused.change}" if refused.change else ""
@@ -172,7 +190,8 @@ def refused_in_words(refused: Refused) -> str:
 
 def shape_in_words(shape: PlanShape) -> str:
     """Returns ``8 x 2 x 1``: stages, replicas, devices that share a layer; with other axes ``8 x 2 x 1 x fsdp 4``."""
-    return " x ".join([f"{shape.num_stages} x {shape.data} x {shape.tensor}", *(f"{a} {n}" for a, n in shape.mesh)])
+    data = ",".join(map(str, shape.replicas)) or shape.data
+    return " x ".join([f"{shape.num_stages} x {data} x {shape.tensor}", *(f"{a} {n}" for a, n in shape.mesh)])
 
 
 def _microbatches_in_words(shape: PlanShape) -> str:
@@ -226,6 +245,8 @@ def plan_as_json(plan: Plan, book: CostBook, *, top: int) -> dict[str, Any]:
         "is_decided": plan.is_decided,
         "even_cut_best_named": None if plan.even is None else _ranked_as_json(plan.even),
         "best_cut_best_named": None if plan.named is None else _ranked_as_json(plan.named),
+        "why": [*plan.why],
+        "alternatives": [_ranked_as_json(ranked) for ranked in plan.alternatives],
         "refused": [{**asdict(each.shape), "reason": each.reason, "change": each.change} for each in plan.refused],
         "evaluations": plan.evaluations,
         "num_draws": plan.num_draws,
@@ -247,6 +268,8 @@ def _ranked_as_json(ranked: Ranked) -> dict[str, Any]:
         "is_even": choice.is_even,
         "layers_of_chunk": [*cut.counts],
         "stage_of_chunk": [*cut.placement.stage_of_chunk],
+        "remat_of_stage": [*choice.remats],
+        "devices_of_stage": [[*numbers] for numbers in choice.devices],
         "order": order_in_words(choice),
         "order_name": choice.order_name,
         "is_searched": choice.is_searched,

@@ -5,21 +5,29 @@
 2. On the best of these sites a search looks for orders without a name (:mod:`rrfp_jax.planner.order_search`).
 3. The best tables in every way to consume them, and hints, are compared: all on few draws, fewer and fewer candidates
    on more (:func:`compare_candidates`).
-4. The best are told with their forecasts, and why each lost to the one before it.
+4. The best are told with their forecasts, why the first won, and why each other lost to it.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 
 from rrfp_jax.core import STRICT
-from rrfp_jax.costs import CostBook
+from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
 from rrfp_jax.planner.reasons import Reasons, Refusals
-from rrfp_jax.planner.records import Forecast, Plan, PlanChoice, Ranked, Refused
-from rrfp_jax.planner.search_space import SearchSpace, points_of, refused_without_points, shapes_of
-from rrfp_jax.planner.sites import Sites, TriedTable, hints_for, is_large
+from rrfp_jax.planner.records import LINEAR, MIXED, Forecast, Plan, PlanChoice, Point, Ranked, Refused
+from rrfp_jax.planner.search_space import (
+    PointCosts,
+    SearchSpace,
+    check_machine,
+    points_of,
+    refused_without_points,
+    shapes_of,
+)
+from rrfp_jax.planner.sites import Sites, TriedTable, cut_for_replicas, hints_for, is_large
 
 _FIRST_DRAWS = 16
 """Draws by which tables are compared."""
@@ -37,6 +45,8 @@ _KEPT_TO = 2
 """Candidates that keep to a table and stay to the end."""
 _FEW_DRAWS = 4
 """The least number of draws of a forecast."""
+_ALTERNATIVES = 3
+"""Alternatives to the best that are told, each of a kind of its own."""
 SearchProgress = Callable[[str, int, int, float], None]
 """Hears what a search does, how many steps of it are done, of how many, and the milliseconds per sample of the best so
 far; infinite where nothing fits yet."""
@@ -93,6 +103,7 @@ def forecast(one: PlanChoice, book: CostBook, judge: Judge, num_draws: int | Non
         sum(cut.costs.of(layer).flops for layer in range(cut.costs.num_layers)) * shape.num_microbatches * shape.data
     )
     peak = book.device_flops
+    speeds = [stage.speed for stage in cut.costs.stages] or [1.0]
     return Forecast(
         step_ms=step_ms,
         p95_ms=float(np.quantile(draws_ms, 0.95)),
@@ -100,38 +111,73 @@ def forecast(one: PlanChoice, book: CostBook, judge: Judge, num_draws: int | Non
         error_ms=sd_ms / number**0.5,
         nominal_ms=nominal_ms,
         bound_ms=step_bound_ms(cut),
-        bubble=max(0.0, 1 - sum(cut.stage_work_ms) / shape.num_stages / nominal_ms),
+        bubble=max(0.0, 1 - _of_average_unit(cut) / nominal_ms),
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * book.tokens_per_sample or None,
-        mfu=flops / (shape.num_devices * peak * step_ms / 1e3) if peak and flops else None,
+        mfu=flops / (shape.num_devices * fmean(speeds) * peak * step_ms / 1e3) if peak and flops else None,
         draws_ms=tuple(map(float, draws_ms)) if number > 1 else (),
     )
+
+
+def _nearest(choices: list[PlanChoice]) -> list[tuple[str, PlanChoice]]:
+    """Returns the best choices of each kind by which they differ from the first, and the kind, then further ones;
+    choices come the best first."""
+    found, further = list[tuple[str, PlanChoice]](), list[tuple[str, PlanChoice]]()
+    for one in choices[1:]:
+        first, known = choices[0], {kind for kind, _ in found}
+        if (one.shape.num_stages, one.shape.data, one.shape.tensor) != (
+            first.shape.num_stages,
+            first.shape.data,
+            first.shape.tensor,
+        ):
+            kind = "other stages and replicas"
+        elif one.shape != first.shape or one.remats != first.remats:
+            kind = "other microbatches or rematerialisation"
+        elif one.devices != first.devices:
+            kind = "other devices of stages"
+        elif (one.cut.placement, one.cut.counts) != (first.cut.placement, first.cut.counts):
+            kind = "another cut"
+        else:
+            kind = "another order"
+        (further if kind in known else found).append((kind, one))
+    return [*found, *further][:_ALTERNATIVES]
+
+
+def _of_average_unit(cut: CutModel) -> float:
+    """Returns the milliseconds of work of an average replica of a stage."""
+    numbers = cut.replicas_of_stage
+    return sum(ms * number for ms, number in zip(cut.stage_work_ms, numbers, strict=True)) / sum(numbers)
 
 
 class _Search:
     def __init__(self, book: CostBook, space: SearchSpace, seed: int, draws: int | None) -> None:
         self.book, self.space = book, space
         self.memory_bytes = space.memory_bytes or book.device_bytes
+        devices = book.machine.devices if book.machine else ()
+        self._has_limits = self.memory_bytes is not None or any(device.bytes for device in devices)
         self.shapes = shapes_of(book, space)
         self.judge = Judge(book.noise, draws or draws_for(self.shapes), seed)
-        self.sites = Sites(book, space, self.judge, self.memory_bytes, _FIRST_DRAWS)
+        check_machine(book, space)
+        self.costs = PointCosts(book, space)
+        self.sites = Sites(self.costs, self.judge, self.memory_bytes, _FIRST_DRAWS)
         self.refused: list[Refused] = []
         self._hints_tried: list[PlanChoice] = []
 
     def plan(self, progress: SearchProgress) -> Plan:
-        for shape in self.shapes:
+        for shape in (shape for shape in self.shapes if not shape.replicas):
             points = list(points_of(shape, self.book, self.space))
             if not points:
                 self.refused.append(refused_without_points(shape, self.book))
             for point in points:
-                self.sites.add(point)
+                for order in self.costs.orders(shape):
+                    self.sites.add(replace(point, order=order))
         total = len(self.sites.waiting)
         for _ in self.sites.look():
             progress("tables", total - len(self.sites.waiting), total, self.sites.best)
         if self.space.schedules is None:
             for number, _ in enumerate(self.sites.search(_SEARCHED_SITES)):
                 progress("orders", number + 1, _SEARCHED_SITES, self.sites.best)
-        return self._ranked(compare_candidates(self._pool(), self.judge))
+        return self._ranked(compare_candidates([*self._pool(), *self._unequal()], self.judge))
 
     # -- candidates ----------------------------------------------------------------------------------------------------
 
@@ -168,6 +214,19 @@ class _Search:
                 break
         return found
 
+    def _unequal(self) -> list[PlanChoice]:
+        """Returns hints where stages have different numbers of replicas, if that is asked for."""
+        found = list[PlanChoice]()
+        for shape in (shape for shape in self.shapes if shape.replicas):
+            point = Point(shape=shape, family=LINEAR, chunks=1)
+            for split in (True, False):
+                try:
+                    cut = cut_for_replicas(self.costs.of(point), shape, split=split)
+                except ValueError:  # ends of parts leave no such cut
+                    continue
+                found += hints_for(point, cut, self.space, self.memory_bytes, is_even=False)
+        return [one for one in found if one.fits(self.memory_bytes)]
+
     def _hints(self) -> list[PlanChoice]:
         """Returns hints on the sites with the best bounds, and on those of shapes for which there is no table."""
         with_table = {table.point.shape for table in self.sites.tables if table.has_fit}
@@ -183,19 +242,20 @@ class _Search:
     def _ranked(self, best: list[PlanChoice]) -> Plan:
         distinct: dict[object, PlanChoice] = {}  # of each order on a cut the best way to consume it
         for one in best:
-            distinct.setdefault((one.shape, one.cut.placement, one.cut.counts, one.order_name), one)
+            distinct.setdefault(
+                (one.shape, one.cut.placement, one.cut.counts, one.remats, one.devices, one.order_name), one
+            )
         top = list(distinct.values())[: self.space.top]
         reasons = Reasons(self.book, self.space, self.judge, self.memory_bytes, self.sites.tables, _FEW_DRAWS)
         ranking = [self._told(one) for one in top]
-        for place in range(1, len(top)):
-            ranking[place] = replace(ranking[place], why=reasons.why_lost(top[place - 1], top[place]))
+        ranking[1:] = [replace(ranked, why=reasons.why_lost(top[0], ranked.choice)) for ranked in ranking[1:]]
         named = [one for one in best if not one.is_searched]
         even = [one for one in named if one.is_even]
         is_decided, notes = bool(top), []
         if len(top) > 1:
             ahead, error = self.judge.difference(top[0], top[1], self.judge.num_draws)
             is_decided = ahead > error
-        if self.memory_bytes is None:
+        if not self._has_limits:
             notes.append("how much memory a device has is not known, so nothing is refused for lack of it")
         if self.book.noise.is_none:
             notes.append("the costs do not say how durations vary, so all times are those of a step without noise")
@@ -205,6 +265,11 @@ class _Search:
             refused=tuple(self._refused()),
             even=self._told(even[0]) if even else None,
             named=self._told(named[0]) if named else None,
+            why=reasons.why_won(top[0], even[0] if even else None) if top else (),
+            alternatives=tuple(
+                replace(self._told(one), why=f"{kind}: {reasons.why_lost(top[0], one)}")
+                for kind, one in _nearest(list(distinct.values()))
+            ),
             num_judged=len(distinct),
             evaluations=self.judge.evaluations,
             num_draws=self.judge.num_draws,
@@ -221,10 +286,10 @@ class _Search:
         fitting = {table.point.shape for table in self.sites.tables if table.has_fit}
         fitting |= {one.shape for one in self._hints_tried}
         short = [*self.sites.refused, *(table.point.shape for table in self.sites.tables)]
-        lacking = [shape for shape in dict.fromkeys(short) if shape not in fitting]
+        lacking = [shape for shape in dict.fromkeys(short) if shape not in fitting and shape.remat != MIXED]
         found = list(self.refused)
-        if self.memory_bytes is not None:
-            refusals = Refusals(self.book, self.space, self.memory_bytes)
+        if self._has_limits:
+            refusals = Refusals(self.costs, self.memory_bytes)
             found += [refusals.refused(shape) for shape in lacking[:_MOST_REFUSED]]
         distinct = {(each.shape.num_stages, each.shape.data, each.shape.tensor, each.reason): each for each in found}
         return list(distinct.values())

@@ -1,17 +1,43 @@
-"""The outer choices of a plan: how many devices along which axis, which microbatches, and where the chunks lie."""
+"""The outer choices of a plan: how many devices along which axis, which microbatches, where the chunks lie, and which
+devices a stage has where these differ.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
+Devices that share a layer follow each other in the machine. So do those of a stage's replicas, unless stages are
+quicker with them dealt out from fast to slow, or sum gradients more quickly with neighbours along quick links.
+All orders of the stages' devices are compared where they are few. Otherwise paths along the quickest links, joined end
+to end from the quickest one on, are improved by exchanges and reversals. An order is as good as a step of 1F1B on its
+best cut, in virtual time.
+"""
 
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice, pairwise
+from math import inf, isfinite, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import READY, STRICT
-from rrfp_jax.costs import CostBook
+from rrfp_jax.costs import CostBook, DeviceCosts, MachineCosts, ModelCosts
+from rrfp_jax.costs.layer_costs import StageCosts
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
-from rrfp_jax.planner.records import LINEAR, LOOPED, WAVES, PlanShape, Point, Refused
+from rrfp_jax.planner.best_cut import best_cut
+from rrfp_jax.planner.cut_problem import MemoryBudget
+from rrfp_jax.planner.judging import WalkEntry, strict_times_ms, walk_of
+from rrfp_jax.planner.order_search import built_table
+from rrfp_jax.planner.records import LINEAR, LOOPED, MIXED, WAVES, PlanShape, Point, Refused
+from rrfp_jax.schedules import ScheduleRequest
 
 CONSUMPTIONS = (STRICT, READY)
 _CHUNKS = (1, 2, 4)
 """Chunks per stage, where the user does not say."""
+_FEW_ORDERS = 720
+"""Orders of devices up to which all are compared."""
+_MOST_TASKS = 400_000
+"""Tasks that comparing orders of devices may time."""
+_MOST_UNITS = 16
+"""Replicas of all stages up to which different numbers of them are looked for."""
 _SIZES = ("microbatch_sizes", "microbatches", "stages", "data", "tensor", "chunks")
 
 
@@ -43,6 +69,8 @@ class SearchSpace:
     consumptions: tuple[str, ...] = CONSUMPTIONS
     remats: tuple[str, ...] | None = None
     """Names of rematerialisation; None: all for which there are costs."""
+    unequal: bool = False
+    """Whether stages may have different numbers of replicas too."""
     top: int = 5
     """Length of the ranking at most."""
 
@@ -69,7 +97,9 @@ class SearchSpace:
                 )
         for name in ("stages", "data", "tensor"):
             numbers = getattr(self, name)
-            if numbers is not None and not any(self.devices % number == 0 for number in numbers):
+            if self.unequal or numbers is None:
+                continue
+            if not any(self.devices % number == 0 for number in numbers):
                 raise ValueError(
                     f"{self.devices} devices cannot be divided by {name} {', '.join(map(str, numbers))}: give a divisor"
                 )
@@ -88,8 +118,13 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
         if not is_allowed or space.devices % unit:
             continue
         units = space.devices // unit
-        for stages in (number for number in range(1, units + 1) if units % number == 0):
-            data = units // stages
+        ways: list[tuple[int, int, tuple[int, ...]]] = [
+            (number, units // number, ()) for number in range(1, units + 1) if units % number == 0
+        ]
+        if space.unequal and units <= _MOST_UNITS:
+            works_ms = np.array([entry.types[name].work_ms(split=True) for name in book.layers])
+            ways += [(len(each), max(each), each) for each in _replica_counts(works_ms, units) if min(each) < max(each)]
+        for stages, data, replicas in ways:
             if not (_allows(space.stages, stages) and _allows(space.data, data)):
                 continue
             counts, samples = list(space.microbatches or ()), entry.microbatch_size * data
@@ -105,6 +140,7 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
                     mesh=tuple(book.mesh.items()),
                     microbatch_size=entry.microbatch_size,
                     remat=entry.remat,
+                    replicas=replicas,
                 )
                 for count in counts
             ]
@@ -114,12 +150,43 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
         asked = {name: getattr(space, name) for name in names}
         said = ", ".join(f"{name} {list(value)}" for name, value in asked.items() if value is not None)
         batch = "" if space.batch_size is None else f" and a batch of {space.batch_size}"
-        ways = "stages x data x tensor" + "".join(f" x {axis} {size}" for axis, size in book.mesh.items())
+        axes = "stages x data x tensor" + "".join(f" x {axis} {size}" for axis, size in book.mesh.items())
         raise ValueError(
-            f"no {ways} make {space.devices} devices{batch} with {said or 'nothing else'} allowed, and costs for "
+            f"no {axes} make {space.devices} devices{batch} with {said or 'nothing else'} allowed, and costs for "
             f"{known}: allow more, or give costs of other microbatch sizes or tensor"
         )
     return found
+
+
+def _replica_counts(work_ms: NDArray[np.float64], units: int) -> Iterator[tuple[int, ...]]:
+    """Yields for each number of stages the replicas of each with which the fullest one has least work: a dynamic
+    programme over layers and devices, as PipeDream's (arXiv 1806.03377)."""
+    ends = np.concatenate([[0.0], work_ms.cumsum()])
+    own_ms = ends[None, :] - ends[:, None]
+    own_ms[np.tril_indices(len(ends))] = inf
+    best = {(0, 0): np.where(np.arange(len(ends)) == 0, -inf, inf)}
+    last = dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]]()
+    for stages in range(1, min(units, len(work_ms) + 1)):
+        for used in range(stages, units + 1):
+            before = [
+                (number, best[stages - 1, used - number])
+                for number in range(1, used + 1)
+                if (stages - 1, used - number) in best
+            ]
+            if not before:
+                continue
+            ways = np.stack([np.maximum(ms[:, None], own_ms / number) for number, ms in before])
+            flat = ways.reshape(-1, len(ends))
+            chosen = flat.argmin(axis=0)
+            best[stages, used] = flat.min(axis=0)
+            last[stages, used] = (np.array([number for number, _ in before])[chosen // len(ends)], chosen % len(ends))
+        if (stages, units) in best and isfinite(best[stages, units][-1]):
+            replicas, used, at = [], units, len(ends) - 1
+            for left in range(stages, 0, -1):
+                numbers, starts = last[left, used]
+                replicas.append(int(numbers[at]))
+                used, at = used - int(numbers[at]), int(starts[at])
+            yield tuple(reversed(replicas))
 
 
 def points_of(shape: PlanShape, book: CostBook, space: SearchSpace) -> Iterator[Point]:
@@ -151,3 +218,256 @@ def refused_without_points(shape: PlanShape, book: CostBook) -> Refused:
 
 def _allows(numbers: tuple[int, ...] | tuple[str, ...] | None, number: int | str) -> bool:
     return numbers is None or number in numbers
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def check_machine(book: CostBook, space: SearchSpace) -> None:
+    """Raises ValueError where the machine has another number of devices, or a device has no room for any layer."""
+    if book.machine is None:
+        return
+    if space.unequal:
+        raise ValueError(
+            "stages with different numbers of replicas are planned for devices that are alike: leave the machine out, "
+            "or plan for as many replicas of all stages"
+        )
+    devices = book.machine.devices
+    if len(devices) != space.devices:
+        raise ValueError(
+            f"the machine has {len(devices)} devices, and {space.devices} are asked for: give --devices {len(devices)},"
+            " or a machine of as many"
+        )
+    least = min(
+        each.fixed_bytes + each.stash_bytes + each.temporaries_bytes
+        for entry in book.entries
+        for each in (entry.types[name] for name in book.layers)
+    )
+    for number, device in enumerate(devices):
+        limit = _limit(device, book, space)
+        if limit is not None and limit < least:
+            name = f" ({device.name})" if device.name else ""
+            raise ValueError(
+                f"device {number}{name} has {format_bytes(limit)}, and one layer needs {format_bytes(least)} at least: "
+                "leave it out, or make microbatches smaller"
+            )
+
+
+def _limit(device: DeviceCosts, book: CostBook, space: SearchSpace) -> int | None:
+    """Returns the bytes of a device that may be used: its own, and no more than the space allows."""
+    if device.bytes is None:
+        return space.memory_bytes or book.device_bytes
+    return min(device.bytes, space.memory_bytes or device.bytes)
+
+
+@dataclass
+class PointCosts:
+    """The costs of points, on the devices that their stages have."""
+
+    book: CostBook
+    space: SearchSpace
+    _groups: dict[PlanShape, tuple[StageCosts, ...]] = field(default_factory=dict)
+    _orders: dict[PlanShape, list[tuple[int, ...]]] = field(default_factory=dict)
+
+    def of(self, point: Point) -> ModelCosts:
+        """Returns the costs of a point's layers; where stages may recompute differently, those of the quickest way."""
+        return self._placed(point, self.remats(point.shape)[0])
+
+    def others(self, point: Point) -> list[ModelCosts]:
+        """Returns the costs of the other ways to recompute, of which stages may take some; none where all are alike."""
+        return [self._placed(point, remat) for remat in self.remats(point.shape)[1:]]
+
+    def remats(self, shape: PlanShape) -> list[str]:
+        """Returns the ways to recompute that a stage of the shape may take, the quickest first."""
+        if shape.remat != MIXED:
+            return [shape.remat]
+        work_ms = {
+            entry.remat: sum(entry.types[name].work_ms(split=True) for name in self.book.layers)
+            for entry in self.book.entries
+            if (entry.microbatch_size, entry.tensor) == (shape.microbatch_size, shape.tensor)
+            and _allows(self.space.remats, entry.remat)
+        }
+        return sorted(work_ms, key=work_ms.__getitem__)
+
+    def orders(self, shape: PlanShape) -> list[tuple[int, ...]]:
+        """Returns the best order of the stages' devices, and the order in which they are given."""
+        if self.book.machine is None:
+            return [()]
+        if shape not in self._orders:
+            given = tuple(range(shape.num_stages))
+            best = given if shape.num_stages == 1 else self._best_order(shape)
+            self._orders[shape] = list(dict.fromkeys((best, given)))
+        return self._orders[shape]
+
+    def _placed(self, point: Point, remat: str) -> ModelCosts:
+        shape, book = point.shape, self.book
+        costs = book.at(microbatch_size=shape.microbatch_size, tensor=shape.tensor, remat=remat)
+        if book.machine is None and shape.remat != MIXED:
+            return costs
+        groups, order = self._groups_of(shape), point.order or range(shape.num_stages)
+        scaled = {
+            speed: {name: each.at_speed(speed) for name, each in costs.types.items()}
+            for speed in {group.speed for group in groups}
+        }
+        stages = tuple(
+            replace(
+                groups[group],
+                types=scaled[groups[group].speed],
+                links=tuple(groups[group].links[other] for other in order),
+                remat=remat,
+            )
+            for group in order
+        )
+        return replace(costs, stages=stages)
+
+    def _groups_of(self, shape: PlanShape) -> tuple[StageCosts, ...]:
+        """Returns the devices of the stages, in the order in which they are given, without the costs of layers."""
+        if shape not in self._groups:
+            machine, p = self.book.machine, shape.num_stages
+            if machine is None:
+                alike = StageCosts(
+                    types={}, links=(self.book.links,) * p, limit=_limit(DeviceCosts(), self.book, self.space)
+                )
+                self._groups[shape] = (alike,) * p
+                return self._groups[shape]
+            limits = [_limit(device, self.book, self.space) for device in machine.devices]
+            speeds, devices = [device.speed for device in machine.devices], self._dealt(shape, machine)
+            self._groups[shape] = tuple(
+                StageCosts(
+                    types={},
+                    links=tuple(machine.link(here, there, self.book.links) for there in devices),
+                    limit=min((limit for n in here if (limit := limits[n]) is not None), default=None),
+                    speed=min(speeds[n] for n in here),
+                    devices=here,
+                )
+                for here in devices
+            )
+        return self._groups[shape]
+
+    def _dealt(self, shape: PlanShape, machine: MachineCosts) -> list[tuple[int, ...]]:
+        """Returns the devices of each stage: of ways to deal them the one whose slowest devices are quickest together,
+        and among such the one whose replicas sum gradients most quickly."""
+        links, size = self.book.links, shape.num_devices // (shape.num_stages * shape.data)
+        units = [tuple(range(first, first + size)) for first in range(0, shape.num_devices, size)]
+        speeds = [min(machine.devices[number].speed for number in unit) for unit in units]
+        ways = [list(range(len(units))), sorted(range(len(units)), key=lambda unit: -speeds[unit])]
+        layers = [self.book.entries[0].types[name] for name in self.book.layers]
+        num_bytes = sum(layer.gradient_bytes for layer in layers) / shape.num_stages
+        if shape.data > 1:
+            ways.append(_joined([[machine.link(a, b, links).transfer_ms(num_bytes) for b in units] for a in units]))
+
+        def in_groups(way: list[int]) -> list[list[int]]:
+            return [way[first : first + shape.data] for first in range(0, len(way), shape.data)]
+
+        def worth(way: list[int]) -> tuple[float, float]:
+            groups = in_groups(way)
+            devices = [sum((units[unit] for unit in group), ()) for group in groups]
+            sums_ms = [machine.link(here, here, links).sum_ms(num_bytes, shape.data) for here in devices]
+            return round(sum(min(speeds[unit] for unit in group) for group in groups), 9), -round(sum(sums_ms), 9)
+
+        return [sum((units[unit] for unit in group), ()) for group in in_groups(max(ways, key=worth))]
+
+    # -- orders of devices ---------------------------------------------------------------------------------------------
+
+    def _best_order(self, shape: PlanShape) -> tuple[int, ...]:
+        groups, p = self._groups_of(shape), shape.num_stages
+        entry = self.book.entries[0]
+        num_bytes = max(entry.types[name].output_bytes for name in self.book.layers)
+        sent = num_bytes * shape.microbatch_size / entry.microbatch_size
+        far = [
+            [here.links[b].transfer_ms(sent) + groups[b].links[a].transfer_ms(sent) for b in range(p)]
+            for a, here in enumerate(groups)
+        ]
+
+        def are_alike(a: int, b: int) -> bool:
+            same = (groups[a].speed, groups[a].limit) == (groups[b].speed, groups[b].limit)
+            return same and all(far[a][c] == far[b][c] for c in range(p) if c not in (a, b))
+
+        kinds = [next(b for b in range(p) if are_alike(a, b)) for a in range(p)]
+        few_microbatches = replace(shape, num_microbatches=min(shape.num_microbatches, 2 * p))
+        further = shape.num_microbatches - few_microbatches.num_microbatches
+        walk = walk_of(
+            built_table("1f1b", ScheduleRequest(num_stages=p, num_microbatches=few_microbatches.num_microbatches))
+        )
+        known = dict[tuple[int, ...], tuple[float, float]]()
+
+        def worth(order: tuple[int, ...]) -> tuple[float, float]:
+            """The step, and of equal steps all messages along the line."""
+            if order not in known:
+                groups_of_stages = numbered(order)
+                step_ms = self._step_ms(few_microbatches, groups_of_stages, walk, further)
+                known[order] = round(step_ms, 9), round(sum(far[a][b] for a, b in pairwise(groups_of_stages)), 9)
+            return known[order]
+
+        def numbered(order: tuple[int, ...]) -> tuple[int, ...]:
+            left = {kind: iter([group for group in range(p) if kinds[group] == kind]) for kind in kinds}
+            return tuple(next(left[kind]) for kind in order)
+
+        few = list(islice(_arrangements(Counter(kinds)), _FEW_ORDERS + 1))
+        if len(few) <= _FEW_ORDERS:
+            return numbered(min((tuple(kinds), *few), key=worth))
+        path = [kinds[group] for group in _joined(far)]
+        turned = [(*each[at:], *each[:at]) for each in (path, path[::-1]) for at in range(p)]
+        starts = sorted({tuple(kinds), *turned}, key=worth)
+        found = [_exchanged(start, worth, lambda: len(known) * len(walk) < _MOST_TASKS) for start in starts]
+        return numbered(min(found, key=worth))
+
+    def _step_ms(self, shape: PlanShape, order: tuple[int, ...], walk: Sequence[WalkEntry], further: int) -> float:
+        """Returns a step of 1F1B on the best cut for an order of devices, with so many further microbatches at the pace
+        of the fullest stage; infinite where nothing fits."""
+        point = Point(shape=shape, family=LINEAR, chunks=1, order=order)
+        costs, p, m = self.of(point), shape.num_stages, shape.num_microbatches
+        limits = tuple(stage.limit for stage in costs.stages)
+        held = tuple(float(min(p - stage, m)) for stage in range(p))
+        memory = None if limits == (None,) * p else MemoryBudget(limits=limits, held=held)
+        try:
+            cut = best_cut(
+                costs, point.placement, m, split=False, memory=memory, replicas=shape.data, others=self.others(point)
+            )
+        except ValueError:
+            return inf
+        step_ms = float(strict_times_ms(cut, walk, cut.durations_ms)[0])
+        return step_ms + max(cut.stage_work_ms) / m * further
+
+
+def _exchanged(
+    best: tuple[int, ...], worth: Callable[[tuple[int, ...]], tuple[float, float]], goes_on: Callable[[], bool]
+) -> tuple[int, ...]:
+    """Returns the order to which exchanges, reversals and shifts of a part lead, as long as one helps."""
+    is_better = True
+    while is_better:
+        is_better = False
+        for first, last in combinations(range(len(best)), 2):
+            before, part, behind = best[:first], best[first : last + 1], best[last + 1 :]
+            swapped = (*part[-1:], *part[1:-1], *part[:1])
+            for other in (swapped, part[::-1], (*part[1:], *part[:1]), (*part[-1:], *part[:-1])):
+                order = (*before, *other, *behind)
+                if goes_on() and worth(order) < worth(best):
+                    best, is_better = order, True
+    return best
+
+
+def _arrangements(left: "Counter[int]") -> Iterator[tuple[int, ...]]:
+    """Yields all distinct orders of some numbers."""
+    if not left.total():
+        yield ()
+    for number in [number for number in left if left[number]]:
+        for rest in _arrangements(left - Counter([number])):
+            yield number, *rest
+
+
+def _joined(far: Sequence[Sequence[float]]) -> list[int]:
+    """Returns all places as one path, joined from its pieces by the shortest ways between their ends."""
+    pieces = [[place] for place in range(len(far))]
+    while len(pieces) > 1:
+        ends = [
+            (far[a][b], one, a, other, b)
+            for (one, x), (other, y) in combinations(enumerate(pieces), 2)
+            for a in {x[0], x[-1]}
+            for b in {y[0], y[-1]}
+        ]
+        _, one, a, other, b = min(ends)
+        left = pieces[one] if pieces[one][-1] == a else pieces[one][::-1]
+        right = pieces[other] if pieces[other][0] == b else pieces[other][::-1]
+        pieces = [piece for place, piece in enumerate(pieces) if place not in (one, other)] + [left + right]
+    return pieces[0]

@@ -10,18 +10,21 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import permutations
+from math import inf
 
 from rrfp_jax.core import READY, STRICT, Ordering
-from rrfp_jax.costs import CostBook, CutModel, ModelCosts
+from rrfp_jax.costs import CutModel, ModelCosts
 from rrfp_jax.costs.forecast import forecast_memory
+from rrfp_jax.costs.layer_costs import StageCosts
 from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.cut_problem import MemoryBudget
-from rrfp_jax.planner.judging import Judge, quick_bound_ms, step_bound_ms
+from rrfp_jax.planner.judging import ROUNDING, Judge, quick_bound_ms, step_bound_ms, strict_times_ms, walk_of
 from rrfp_jax.planner.list_scheduler import memory_for_activations, order_problem
 from rrfp_jax.planner.order_search import SEARCHED, built_table, named_tables, search_orders, split_orders
-from rrfp_jax.planner.records import LINEAR, PlanChoice, PlanShape, Point
-from rrfp_jax.planner.search_space import SearchSpace
-from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, chain
+from rrfp_jax.planner.records import LINEAR, MIXED, PlanChoice, PlanShape, Point
+from rrfp_jax.planner.search_space import PointCosts, SearchSpace
+from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, chain, linear
 
 PLANNED_HINTS = ("bf", "bfw", "bf-deep")
 _WAYS = ((STRICT, None), (READY, None), (READY, False))
@@ -30,6 +33,8 @@ _SEARCHED_ORDERS = 4
 """Orders of a search that are judged."""
 _WORTH = 0.005
 """Part of a step below which a gain is not searched for."""
+_SHIFTED_TASKS = 400_000
+"""Tasks that are timed, all together, to improve a cut where stages differ."""
 _LARGE = 1500
 """Chunks times microbatches from which on tables are first estimated by fewer microbatches."""
 
@@ -40,7 +45,10 @@ def largest_windows(cut: CutModel, memory_bytes: int | None, most: int | None = 
     most = most or cut.num_microbatches
     order = Ordering(hint=plain_hint(cut), window=most).resolve(cut.placement, cut.graph)
     found = forecast_memory(order, dict(enumerate(cut.chunk_bytes)), cut.num_microbatches)
-    windows = [most if memory_bytes is None else stage.largest_window(memory_bytes) for stage in found]
+    windows = [
+        most if limit is None else stage.largest_window(limit)
+        for stage, limit in zip(found, cut.limits(memory_bytes), strict=True)
+    ]
     return tuple(windows) if min(windows) > 0 else None
 
 
@@ -121,12 +129,13 @@ class TriedTable:
 
         Quick, where the forecast takes longer; True is no promise.
         """
-        if memory_bytes is None:
-            return True
-        for stage, chunks in enumerate(self.cut.placement.chunks_of_stage):
+        for stage, limit in enumerate(self.cut.limits(memory_bytes)):
+            if limit is None:
+                continue
+            chunks = self.cut.placement.chunks_of_stage[stage]
             sizes = [self.cut.chunk_bytes[chunk] for chunk in chunks]
             held = round(self._peaks[stage] * len(chunks)) * min(each.per_microbatch for each in sizes)
-            if sum(each.fixed for each in sizes) + held > memory_bytes:
+            if sum(each.fixed for each in sizes) + held > limit:
                 return False
         return True
 
@@ -151,8 +160,7 @@ class Site:
 class Sites:
     """The sites that wait, and the tables that were tried."""
 
-    book: CostBook
-    space: SearchSpace
+    costs: PointCosts
     judge: Judge
     memory_bytes: int | None
     num_draws: int
@@ -165,6 +173,7 @@ class Sites:
     """Shapes that have no cut that fits."""
     waiting: list[tuple[float, int, Site]] = field(default_factory=list)
     """A heap of bounds and sites; among equal bounds the first one goes first."""
+    _mixed: set[Point] = field(default_factory=set)
     _number: int = 0
     """Sites that have waited so far."""
 
@@ -176,14 +185,27 @@ class Sites:
 
     def add(self, point: Point) -> None:
         """Lets a point wait, with its backward whole and split."""
-        costs, stages = costs_of(point, self.book), point.shape.num_stages
+        costs, stages = self.costs.of(point), point.shape.num_stages
         held = sum(costs.of(layer).fixed_bytes + costs.of(layer).stash_bytes for layer in range(costs.num_layers))
-        if self.memory_bytes is not None and held > stages * self.memory_bytes:
+        limits = [stage.limit for stage in costs.stages] or [self.memory_bytes] * stages
+        room = sum(inf if limit is None else limit for limit in limits)
+        if held > room and point.shape.remat != MIXED:
             self.refused[point.shape] = None
+            self._add_mixed(point)
             return
         for split in (True, False):
             bound_ms = quick_bound_ms(point, costs, split=split)
             self._push(Site(point=point, split=split, least=bound_ms / point.shape.batch_size))
+
+    def _add_mixed(self, point: Point) -> None:
+        """Lets the point wait whose stages may recompute differently, where memory is short."""
+        mixed = replace(point, shape=replace(point.shape, remat=MIXED))
+        if point.family != LINEAR or point.shape.num_stages == 1 or mixed in self._mixed:
+            return
+        remats = self.costs.remats(mixed.shape)
+        if len(remats) > 1 and point.shape.remat == remats[0]:
+            self._mixed.add(mixed)
+            self.add(mixed)
 
     def _push(self, site: Site) -> None:
         self._number += 1
@@ -196,7 +218,7 @@ class Sites:
             shape = site.point.shape
             if not site.cuts:
                 cut = best_cut(
-                    costs_of(site.point, self.book), site.point.placement, shape.num_microbatches,
+                    self.costs.of(site.point), site.point.placement, shape.num_microbatches,
                     split=site.split, replicas=shape.data,
                 )  # fmt: skip
                 site.cuts = [(cut, False)]
@@ -204,8 +226,17 @@ class Sites:
                 site.least = max(site.least, step_bound_ms(cut) / shape.batch_size)
                 self._push(site)
                 continue
+            best = site.cuts[0][0]
+            short = is_short(best, self.memory_bytes)
+            if short:
+                self._add_mixed(site.point)
             try:
-                site.cuts = _cuts_of(site.cuts[0][0], self.memory_bytes)
+                if shape.remat == MIXED:
+                    site.cuts = _mixed_cuts(best, self.costs.others(site.point))
+                else:
+                    if best.costs.stages and site.point.family == LINEAR and not is_large(site.point):
+                        best = _shifted(best, self.memory_bytes)
+                    site.cuts = _cuts_of(best, self.memory_bytes, short=short)
             except ValueError:
                 self.refused[shape] = None
                 continue
@@ -221,22 +252,27 @@ class Sites:
 
     def search(self, number: int) -> Iterator[Site]:
         """Looks for orders without a name on the best ``number`` sites, where the bounds say that there may be some."""
-        for place, site in enumerate(sorted(self.opened, key=lambda site: site.least)[:number]):
+        # A site whose stages may recompute differently stands for that where all recompute least.
+        stood_for = {
+            replace(one, shape=replace(one.shape, remat=self.costs.remats(one.shape)[0])) for one in self._mixed
+        }
+        sites = [site for site in self.opened if site.point not in stood_for]
+        for place, site in enumerate(sorted(sites, key=lambda site: site.least)[:number]):
             if (place and is_large(site.point)) or site.least >= self.best * (1 - _WORTH):
                 return
-            for cut, is_even in site.cuts[: 1 if self.memory_bytes is None else 2]:
+            for cut, is_even in site.cuts[: 1 if set(site.cuts[0][0].limits(self.memory_bytes)) == {None} else 2]:
                 found = search_orders(cut, self._available(cut))
                 searched = [order.table for order in found if not order.is_named]
                 self._try(site, cut, searched[:_SEARCHED_ORDERS], is_even=is_even)
             yield site
 
     def _available(self, cut: CutModel) -> tuple[float, ...]:
-        return memory_for_activations(cut, [self.memory_bytes] * cut.placement.num_stages)
+        return memory_for_activations(cut, cut.limits(self.memory_bytes))
 
     def _named(self, cut: CutModel) -> Iterator[tuple[ScheduleTable, ScheduleRequest]]:
         """Yields the named tables that are allowed."""
         for table, request in named_tables(cut, order_problem(cut, self._available(cut))):
-            if self.space.schedules is None or table.name in self.space.schedules:
+            if self.costs.space.schedules is None or table.name in self.costs.space.schedules:
                 yield table, request
 
     def _estimated(self, site: Site, cut: CutModel) -> list[tuple[float, str, ScheduleRequest]]:
@@ -271,7 +307,7 @@ class Sites:
         for table in sorted(may_fit, key=lambda table: table.value):
             if table.value >= self.best:
                 return
-            one = next(table.fitting(self.space, self.memory_bytes), None)
+            one = next(table.fitting(self.costs.space, self.memory_bytes), None)
             if one is not None:
                 self.best = min(self.best, self.judge.value(one, self.num_draws))
 
@@ -296,13 +332,16 @@ def is_large(point: Point) -> bool:
     return point.shape.num_microbatches * point.shape.num_stages * point.chunks > _LARGE
 
 
-def costs_of(point: Point, book: CostBook) -> ModelCosts:
-    """Returns the costs of the layers in the shape of a point."""
-    shape = point.shape
-    return book.at(microbatch_size=shape.microbatch_size, tensor=shape.tensor, remat=shape.remat)
+def is_short(cut: CutModel, memory_bytes: int | None) -> bool:
+    """Returns whether memory is short for as many activations as schedules usually hold."""
+    usual = min(cut.placement.num_stages, cut.num_microbatches)
+    if set(cut.limits(memory_bytes)) == {None}:
+        return False
+    windows = largest_windows(cut, memory_bytes, usual)
+    return windows is None or min(windows) < usual
 
 
-def _cuts_of(best: CutModel, memory_bytes: int | None) -> list[tuple[CutModel, bool]]:
+def _cuts_of(best: CutModel, memory_bytes: int | None, *, short: bool) -> list[tuple[CutModel, bool]]:
     """Returns the best cut and the even one, each with whether it is even; equal ones once.
 
     Where memory is short for as many activations as schedules usually hold, the best cut for these comes too, or for
@@ -311,11 +350,10 @@ def _cuts_of(best: CutModel, memory_bytes: int | None) -> list[tuple[CutModel, b
     found, placement, m = [best], best.placement, best.num_microbatches
     stages, passes = placement.num_stages, placement.num_chunks // placement.num_stages
     usual = min(stages, m)
-    windows = (usual,) if memory_bytes is None else largest_windows(best, memory_bytes, usual)
-    if memory_bytes is not None and (windows is None or min(windows) < usual):
+    if short:
         shorter = sorted({usual, min(-(-stages // 2), m), 1}, reverse=True)
         for window in shorter:
-            memory = MemoryBudget(limits=(memory_bytes,) * stages, footprints=(window * passes,) * stages)
+            memory = MemoryBudget(limits=best.limits(memory_bytes), footprints=(window * passes,) * stages)
             try:
                 found.append(
                     best_cut(best.costs, placement, m, split=best.split, memory=memory, replicas=best.replicas)
@@ -327,3 +365,68 @@ def _cuts_of(best: CutModel, memory_bytes: int | None) -> list[tuple[CutModel, b
     even = even_cut(best.costs, placement, m, split=best.split, replicas=best.replicas)
     distinct = {cut.counts: cut for cut in (*found, even)}
     return [(cut, counts == even.counts) for counts, cut in distinct.items()]
+
+
+def cut_for_replicas(costs: ModelCosts, shape: PlanShape, *, split: bool) -> CutModel:
+    """Returns the best cut where stages have different numbers of replicas, which divide the work among them."""
+    number = shape.num_stages
+    stages = tuple(
+        StageCosts(
+            types={name: each.at_speed(replicas) for name, each in costs.types.items()}, links=(costs.links,) * number
+        )
+        for replicas in shape.replicas
+    )
+    cut = best_cut(replace(costs, stages=stages), linear(number), shape.num_microbatches, split=split)
+    return replace(cut, costs=costs, replicas=shape.replicas)
+
+
+def _shifted(best: CutModel, memory_bytes: int | None) -> CutModel:
+    """Returns the cut to which transfers of a layer between stages lead from the best one, as long as a step of 1F1B
+    gets shorter: where stages differ, those behind and before the fullest one count too."""
+    stages, m = best.placement.num_stages, best.num_microbatches
+    name = "1f1b-split" if best.split else "1f1b"
+    walk = walk_of(built_table(name, ScheduleRequest(num_stages=stages, num_microbatches=m)))
+
+    def step_ms(cut: CutModel) -> float:
+        return float(strict_times_ms(cut, walk, cut.durations_ms)[0])
+
+    best_ms, is_better, left = step_ms(best), True, _SHIFTED_TASKS
+    while is_better and left > 0:
+        is_better = False
+        for giver, taker in permutations(range(stages), 2):
+            left -= len(walk)
+            counts = list(best.counts)
+            counts[giver] -= 1
+            counts[taker] += 1
+            try:
+                cut = replace(best, counts=tuple(counts))
+            except ValueError:  # an empty chunk, or one that passes an end
+                continue
+            if (other_ms := step_ms(cut)) < best_ms * (1 - ROUNDING) and not is_short(cut, memory_bytes):
+                best, best_ms, is_better = cut, other_ms, True
+    return best
+
+
+def _mixed_cuts(best: CutModel, others: list[ModelCosts]) -> list[tuple[CutModel, bool]]:
+    """Returns the best cuts where each stage recomputes no more than memory asks for: with as many activations on all
+    stages as one usually holds, and with those of 1F1B, or with fewer. Raises ValueError where not even one microbatch
+    fits."""
+    stages, m = best.placement.num_stages, best.num_microbatches
+    found = list[CutModel]()
+    for window in sorted({min(stages, m), min(-(-stages // 2), m), 1}, reverse=True):
+        for held in ((window,) * stages, tuple(max(1, min(window, stages - stage)) for stage in range(stages))):
+            memory = MemoryBudget(limits=best.limits(None), held=tuple(map(float, held)))
+            try:
+                found.append(
+                    best_cut(
+                        best.costs, best.placement, m, split=best.split, memory=memory, replicas=best.replicas,
+                        others=others,
+                    )
+                )  # fmt: skip
+            except ValueError:
+                if window == 1 and not found:
+                    raise
+        if found:
+            break
+    distinct = {(cut.counts, tuple(stage.remat for stage in cut.costs.stages)): cut for cut in found}
+    return [(cut, False) for cut in distinct.values()]

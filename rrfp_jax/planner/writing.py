@@ -13,6 +13,7 @@ from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import order_of, ordering_of
 from rrfp_jax.core import STRICT, Order
+from rrfp_jax.core.replicas import ReduceWay
 from rrfp_jax.costs.cut_model import cut_in_words, letters_of
 from rrfp_jax.layout import with_tensor
 from rrfp_jax.models.cuts import ChunkLayout
@@ -76,8 +77,12 @@ def write_choice(config: TrainConfig, ranked: Ranked, path: Path) -> Written:
     shape = choice.shape
     num_microbatches = shape.num_microbatches * shape.data
     data: Any = replace(config.data, batch_size=shape.batch_size, num_microbatches=num_microbatches)
-    optimizer = replace(config.optimizer, shard=config.optimizer.shard and shape.data > 1)
+    optimizer = replace(config.optimizer, shard=config.optimizer.shard and shape.data > 1 and not shape.replicas)
     changed: dict[str, Any] = {"pipeline": named, "optimizer": optimizer, "data": data}
+    if choice.devices:
+        changed["run"] = replace(
+            config.run, devices=tuple(number for of_stage in choice.devices for number in of_stage)
+        )
     text = replace(config, **changed).as_yaml()
     with replacing(path) as temporary:
         temporary.write_text(f"{_head(ranked)}{text}", encoding="utf-8")
@@ -131,10 +136,11 @@ def _sizes(config: TrainConfig, choice: PlanChoice) -> dict[str, Any]:
     has_mesh = shape.mesh or shape.tensor > 1
     return {
         "num_stages": shape.num_stages,
-        "replicas": shape.data,
+        "replicas": shape.replicas or shape.data,
+        **({"reduce": ReduceWay.MESSAGES.value} if shape.replicas else {}),
         "mesh": with_tensor(config.pipeline.mesh, shape.tensor) if has_mesh else None,
         "chunks_per_stage": each if each > 1 and _says_stages(choice) else None,
-        "remat": choice.shape.remat,
+        "remat": choice.remats[0] if len(set(choice.remats)) == 1 else choice.remats,
     }
 
 

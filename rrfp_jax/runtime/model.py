@@ -131,6 +131,11 @@ class HostedModel:
         hosted, stage_of = set(process.units), placement.stage_of_chunk
         self.base_chunks = tuple(c for c in range(len(self.chunks)) if hosted & set(layout.units_of_stage(stage_of[c])))
         """Base numbers of the hosted chunks, ascending."""
+        if layout.absent and (not self._by_messages or updates.shard_optimizer):
+            raise ValueError(
+                f"the stages have {','.join(map(str, layout.replicas))} replicas, which add up gradients by messages "
+                "alone and share no optimizer state: give reduce messages, and no shard_optimizer"
+            )
         if self._by_messages:
             self._check_messages()
         elif process.cluster is not None and not process.cluster.together and process.layout.needs_collectives():
@@ -227,7 +232,8 @@ class HostedModel:
         """Returns the replicas of a chunk's stage that have lost no rank."""
         layout, living = self.process.layout, {*self.process.living}
         units = layout.units_of_stage(self.placement.stage_of_chunk[base])
-        return [replica for replica, unit in enumerate(units) if {*layout.ranks_of(unit)} <= living]
+        present = [(replica, unit) for replica, unit in enumerate(units) if unit not in layout.absent]
+        return [replica for replica, unit in present if {*layout.ranks_of(unit)} <= living]
 
     def _leads(self, share: int, replica: int, living: Sequence[int]) -> bool:
         return replica == share_holders(share, living, self.num_shares)[0]

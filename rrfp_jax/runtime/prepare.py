@@ -16,8 +16,15 @@ from functools import partial
 from zlib import crc32
 
 from rrfp_jax.core import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
-from rrfp_jax.core.rebalancing import OwnerPlanner
-from rrfp_jax.core.replicas import Replication, block_owners, microbatches_per_replica, replication, with_owners
+from rrfp_jax.core.rebalancing import OwnerPlanner, adopted_owners
+from rrfp_jax.core.replicas import (
+    Replication,
+    StepOwners,
+    block_owners,
+    microbatches_per_replica,
+    replication,
+    with_owners,
+)
 from rrfp_jax.costs.forecast import (
     ChunkBytes,
     StageForecast,
@@ -38,7 +45,6 @@ from rrfp_jax.runtime.evaluation import EvaluationShapes, PreparedEvaluation
 from rrfp_jax.runtime.mailbox import SendArray
 from rrfp_jax.runtime.model import HostedModel, HostedPrograms, HostedState
 from rrfp_jax.runtime.options import RuntimeOptions
-from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.recovery import RecoveringRuntime
 from rrfp_jax.runtime.stage import ProgramStage
 from rrfp_jax.runtime.stage_memory import MemoryMeter, MicrobatchWeights, chunk_bytes
@@ -67,6 +73,8 @@ class Prepared:
     runtime: PipelineRuntime | RecoveringRuntime
     weights: MicrobatchWeights
     """Weights of microbatches, where their bytes are bounded."""
+    owners: StepOwners | None
+    """The owners of microbatches where units are absent; None: the blocks of replicas."""
     evaluation: PreparedEvaluation | None
     """The steps that evaluate; None: there are none."""
 
@@ -110,10 +118,10 @@ def prepare_pipeline(
             evaluation=evaluated,
             check_plans=lambda planned: check_same_work(process, planned_work(model, planned), "plans"),
         )
-        sizes, of_evaluation, devices = _gather_sizes(process, programs, buckets, evaluated)
+        sizes, of_evaluation, devices = _gather_sizes(model, programs, buckets, evaluated)
         order, forecast = _forecast_order(model, graph, sizes, buckets, ordering)
         limit = options.memory_limit_bytes
-        limits = [devices[unit] if limit is None else limit for unit in range(process.layout.num_units)]
+        limits = [devices.get(unit) if limit is None else limit for unit in range(process.layout.num_units)]
         check_stages_fit(forecast, limits, is_strict=ordering.consume == STRICT)
         if evaluation is not None:
             check_evaluation_fits(forecast_evaluation(order.evaluating(evaluation.batches), of_evaluation), limits)
@@ -137,6 +145,9 @@ def prepare_pipeline(
         evaluation_batches=0 if evaluation is None else evaluation.batches,
     )
     edge = model.edges(programs)
+    owners, absent = _owners_of(model, graph.num_microbatches), process.layout.absent
+    if owners is not None:
+        arbiters[0].graph_of(evaluates=False, owners=owners)  # refuses what cannot have other owners
 
     def start(first_step: int | None = None) -> tuple[PipelineRuntime, list[ProgramStage]]:
         """Starts a runtime; after a loss its first step is given."""
@@ -147,7 +158,7 @@ def prepare_pipeline(
         started = process.start(
             arbiters if first_step is None else [arbiter.fresh(first_step - 1) for arbiter in arbiters],
             make_stage,
-            replace(options, other_owners=True) if process.recovers else options,
+            replace(options, other_owners=True) if process.recovers or absent else options,
             edge=edge,
             num_buckets=len(programs.shapes),
             just_in_time=dispatch.just_in_time,
@@ -163,10 +174,9 @@ def prepare_pipeline(
                 "this process has had a pipeline that goes on without lost ranks, and can have one: start the "
                 "processes again for another"
             )
-        owners = block_owners(process.layout.num_stages, num_microbatches, num_replicas)
         runtime = process.recovery = RecoveringRuntime(
             process,
-            owners,
+            block_owners(process.layout.num_stages, num_microbatches, num_replicas),
             start,
             step,
             weigh=lambda buckets, given: weights.of(buckets, with_owners(order.graph, order.placement, given)),
@@ -195,6 +205,7 @@ def prepare_pipeline(
         sizes={chunk: each.sizes for chunk, each in programs.chunks.items()},
         runtime=runtime,
         weights=weights,
+        owners=owners,
         evaluation=prepared_evaluation,
     )
 
@@ -279,13 +290,14 @@ def _for_batch(graph: PipelineGraph, num_microbatches: int, ordering: Ordering, 
 
 
 def _gather_sizes(
-    process: Process, programs: HostedPrograms, buckets: Buckets, evaluated: Buckets | None
+    model: HostedModel, programs: HostedPrograms, buckets: Buckets, evaluated: Buckets | None
 ) -> tuple[dict[int, ChunkBytes], dict[int, ChunkBytes], dict[int, int | None]]:
     """Returns the sizes of every chunk of all replicas, in training and in evaluations, and the memory of every unit.
 
     The processes tell each other, so that all of them come to the same windows, and all refuse a model that does not
     fit. Raises ValueError, in every process, where one was given other buckets, by whose numbers messages go.
     """
+    process = model.process
     devices = [process.own_device(unit) for unit in process.units]
     # Where units share a device, each gets an equal part of its memory.
     limits = [limit and limit // devices.count(d) for d in devices for limit in [memory_bytes_of(d)]]
@@ -305,6 +317,13 @@ def _gather_sizes(
         {chunk: ChunkBytes.from_tuple(row) for columns in gathered.values() for chunk, *row in columns[place]}
         for place in (1, 2)
     )
+    # Nobody tells those of absent units, which count for nothing but have their places.
+    copies, absent = model.copies, process.layout.absent
+    for known in (sizes, of_evaluation):
+        for unit in absent:
+            for base in model.placement.chunks_of_stage[process.layout.stage_of(unit)]:
+                if (first := known.get(copies.chunk(base, 0))) is not None:
+                    known[copies.chunk(base, process.layout.replica_of(unit))] = first
     return sizes, of_evaluation, dict(unit for *_, units in gathered.values() for unit in units)
 
 
@@ -340,7 +359,25 @@ def _forecast_order(
     # Microbatches of several sizes are admitted by the bytes that each of them takes, where nothing fixes their order.
     if num_bytes is not None and len(buckets) > 1 and ordering.consume != STRICT and not bounds_activations:
         order = replace(order, capacities=(num_bytes,) * layout.num_units)
-    return order, forecast_memory(order, sizes, graph.num_microbatches)
+    if (owners := _owners_of(model, graph.num_microbatches)) is None:
+        return order, forecast_memory(order, sizes, graph.num_microbatches)
+    shares = tuple(-(-layout.data // layout.replicas[layout.stage_of(unit)]) for unit in range(layout.num_units))
+    order = order.with_shares(shares, widens=ordering.window is None, read_ahead=ordering.read_ahead)
+    run = replace(order, graph=with_owners(order.graph, order.placement, owners))
+    forecasts = {times: forecast_memory(run, sizes, times * graph.num_microbatches) for times in {*shares}}
+    return order, [forecasts[times][unit] for unit, times in enumerate(shares)]
+
+
+def _owners_of(model: HostedModel, share: int) -> StepOwners | None:
+    """Returns the owners of a step where units are absent, whose microbatches go to others; None where all are there.
+
+    ``share`` is the number of microbatches of a replica."""
+    layout = model.process.layout
+    if not layout.absent:
+        return None
+    blocks = block_owners(layout.num_stages, share * layout.data, layout.data)
+    living = [unit for unit in range(layout.num_units) if unit not in layout.absent]
+    return StepOwners(adopted_owners(blocks, living, in_blocks=model.updates.deterministic), layout.absent)
 
 
 # -- the stages --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
-from math import prod
 from typing import Any
 
 import jax
@@ -164,7 +163,8 @@ class Process:
         All stages have the same devices, so that programs which are alike are compiled once. Raises ValueError as
         :func:`rrfp_jax.programs.target.devices_for`.
         """
-        sizes = [layout.data * prod(size for _, size in axes) for axes in layout.axes_of_stage]
+        numbers = layout.replicas or (layout.data,) * layout.num_stages
+        sizes = [number * layout.unit_size for number in numbers]
         devices = devices_for(device, max(sizes))
         process = cls(layout, devices=[each for size in sizes for each in devices[:size]])
         process.is_here = False
@@ -300,8 +300,10 @@ class Process:
         return [kind] * max(1, len(of_rank) * self.layout.num_ranks // self.cluster.config.processes_per_device)
 
     def devices_of(self, unit: int) -> list[jax.Device]:
-        """Returns a unit's devices, the first axis of its mesh innermost."""
-        return [self.devices[index] for index in self.layout.devices_of(unit)]
+        """Returns a unit's devices, the first axis of its mesh innermost; those of replica 0 stand for an absent unit,
+        which runs nothing."""
+        numbers = self.layout.devices_of(unit) or self.layout.devices_of(self.layout.stage_of(unit))
+        return [self.devices[index] for index in numbers]
 
     def replicas_here(self, stage: int) -> tuple[int, ...]:
         """Returns the replicas of a stage that this process hosts, ascending; the first stands for all where devices

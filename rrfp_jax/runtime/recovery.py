@@ -181,8 +181,8 @@ class RecoveringRuntime:
         self._normal, self._start, self._weigh = owners, start, weigh
         self.on_loss: Callable[[], None] = lambda: None
         """Called once the living ranks have changed, on the recovery's thread; must return at once."""
-        self._lost: tuple[int, ...] = ()
-        """The units that are lost."""
+        self._lost = process.layout.absent
+        """The units that are lost, or absent from the start."""
         self.takes_part = not process.comes_back
         """Whether this process is no newcomer, or no longer one."""
         self._membership = self._new_membership(first_step)
@@ -401,6 +401,11 @@ class RecoveringRuntime:
         )
         inner.add_done_callback(partial(self._ended, step, self.runtime))
 
+    @property
+    def _lost_units(self) -> tuple[int, ...]:
+        """The units that are lost, without those that never were there."""
+        return tuple(unit for unit in self._lost if unit not in self._layout.absent)
+
     def _ended(self, step: int, runtime: "PipelineRuntime", inner: "Future[StepOutcome]") -> None:
         error = inner.exception()
         with self._lock:
@@ -411,7 +416,7 @@ class RecoveringRuntime:
         if submitted is None:
             return
         if error is None:
-            outcome = replace(inner.result(), lost_units=self._lost, slow_units=submitted.plan.factors)
+            outcome = replace(inner.result(), lost_units=self._lost_units, slow_units=submitted.plan.factors)
             self._tell_times(submitted, outcome)
             submitted.future.set_result(outcome)
         else:
@@ -562,7 +567,8 @@ class RecoveringRuntime:
     def _resume(self, epoch: int, living: tuple[int, ...], step: int) -> None:
         """Starts a new runtime, and tells the others once it takes messages."""
         units, ranks_of = range(self._layout.num_units), self._layout.ranks_of
-        self._lost = tuple(unit for unit in units if not set(ranks_of(unit)) <= set(living))
+        gone = {unit for unit in units if not set(ranks_of(unit)) <= set(living)}
+        self._lost = tuple(sorted(gone.union(self._layout.absent)))
         entered = threading.Event()
 
         def enter() -> None:
@@ -667,7 +673,7 @@ class RecoveringRuntime:
                 stages={},
                 timeline=Timeline(self._layout.num_units),
                 ended_s=time.perf_counter(),
-                lost_units=self._lost,
+                lost_units=self._lost_units,
                 slow_units=submitted.plan.factors,
             )
             self._tell_times(submitted, outcome)

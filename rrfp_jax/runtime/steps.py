@@ -294,8 +294,10 @@ class StepResult:
     """Number of pairs of a chunk and a microbatch that skipped it, such as encoders and microbatches without images."""
 
     @classmethod
-    def of(cls, outcome: StepOutcome, *, step: int, has_norm: bool, forwards_skipped: int) -> "StepResult":
-        """Returns the result of training step number ``step``."""
+    def of(
+        cls, outcome: StepOutcome, *, step: int, has_norm: bool, forwards_skipped: int, absent: tuple[int, ...] = ()
+    ) -> "StepResult":
+        """Returns the result of training step number ``step``, in a run where some units are absent."""
         verdict = outcome.result
         return cls(
             step=step,
@@ -304,12 +306,12 @@ class StepResult:
             grad_norm=verdict.grad_norm if has_norm else None,
             skipped=not verdict.apply,
             fault=verdict.fault,
-            peak_memory_bytes=_with_lost(outcome.peak_memory_bytes, outcome.lost_units),
-            peak_host_bytes=_with_lost(outcome.peak_host_bytes, outcome.lost_units),
+            peak_memory_bytes=_with_lost(outcome.peak_memory_bytes, (*outcome.lost_units, *absent)),
+            peak_host_bytes=_with_lost(outcome.peak_host_bytes, (*outcome.lost_units, *absent)),
             lost_units=outcome.lost_units,
             slow_units=outcome.slow_units,
             timeline=outcome.timeline,
-            sums=outcome.sums,
+            sums=replace(outcome.sums, num_stages=outcome.sums.num_stages - len(absent)),
             stop=verdict.stop,
             save=verdict.save,
             means=verdict.means,

@@ -14,12 +14,14 @@ from typing import Any
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.core.replicas import ReduceWay
+from rrfp_jax.costs.layer_sizes import remat_rule
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields, fill_fields
 from rrfp_jax.layout import TENSOR, checked_axes
 from rrfp_jax.models.cuts import ChunkLayout
 from rrfp_jax.models.vision_config import ENCODER
 from rrfp_jax.observe.trackers import read_trackers
 from rrfp_jax.runtime.jax_environment import check_flags
+from rrfp_jax.schedules import Placement
 
 AUTO_CUT = "auto"
 STRICT_ORDER, FORESIGHT_ORDER, READY_ORDER = ORDERS = ("strict", "foresight", "ready")
@@ -34,8 +36,9 @@ class PipelineConfig:
 
     num_stages: int
     """Number of stages. Each has devices of its own unless ``run.devices`` is fewer."""
-    replicas: int = 1
-    """Number of replicas of the whole pipeline. Each takes an equal part of the microbatches."""
+    replicas: int | tuple[int, ...] = 1
+    """Number of replicas of the whole pipeline. Each takes an equal part of the microbatches. Or a number for each
+    stage, whose replicas take equal parts; these need ``reduce: messages``."""
     reduce: str = "auto"
     """How replicas add up gradients: by ``messages`` while backwards still run, for stages that each lie in one process
     per replica, or by a ``collective``. ``auto`` chooses the collective. With ``messages`` a run goes on without ranks
@@ -73,21 +76,27 @@ class PipelineConfig:
     recompute: int | None = None
     """The number of tasks ahead of a backward at which a task of its own computes again the activations that its
     forward did not keep; 0 is right before the backward. None: forwards keep them."""
-    remat: str = "none"
+    remat: str | tuple[str, ...] = "none"
     """The activations that backwards recompute: ``none``, ``dots`` (all but matrix products) or ``full``, layer by
-    layer; or those that layers keep beside their inputs: ``attention``, ``experts`` or ``attention+experts``."""
+    layer; or those that layers keep beside their inputs: ``attention``, ``experts`` or ``attention+experts``. One for
+    all, or one per stage or chunk."""
     backward: str | None = None
     """How backwards run: as input and weight gradient (``split``) or as one task (``fused``). None: as the schedule or
     the hint has it, else fused."""
 
     def __post_init__(self) -> None:
-        check_fields(self, AT_LEAST_1, "num_stages", "replicas", "chunks_per_stage", "offload")
+        check_fields(self, AT_LEAST_1, "num_stages", "chunks_per_stage", "offload")
+        self._check_replicas()
         check_fields(self, NOT_NEGATIVE, "recompute")
         check_fields(self, _ORDER, "consume")
         check_fields(self, _MEMORY, "memory_limit")
         if self.reduce not in tuple(ReduceWay):
             raise ValueError(f"reduce is {self.reduce!r}: give {', '.join(ReduceWay)}")
-        if self.recompute is not None and self.remat == "full":
+        for name in self.remats:
+            remat_rule(name)
+        if not self.remats:
+            raise ValueError("remat is an empty list: give one value for all, or one for each stage")
+        if self.recompute is not None and "full" in self.remats:
             raise ValueError("recompute and remat full both compute forwards again: leave one of them out")
         if self.offload is not None and self.window is not None:  # which may be in bytes
             raise ValueError(
@@ -108,6 +117,28 @@ class PipelineConfig:
         if self.encoder_mesh is not None:
             raise ValueError("encoder_mesh is for stages of the encoder's own: leave it, or @ in layout, out")
 
+    def _check_replicas(self) -> None:
+        if isinstance(self.replicas, int):
+            check_fields(self, AT_LEAST_1, "replicas")
+            return
+        if len(self.replicas) != self.num_stages or min(self.replicas) < 1:
+            raise ValueError(
+                f"replicas is {shown(self.replicas)}: give one number for all, or 1 or more for each of "
+                f"{self.num_stages} stages"
+            )
+        if len({*self.replicas}) == 1:
+            object.__setattr__(self, "replicas", self.replicas[0])
+        elif self.reduce != ReduceWay.MESSAGES or self.consume == STRICT_ORDER:
+            raise ValueError(
+                "stages with different replicas hand microbatches to each other, and add up gradients by messages: "
+                "give reduce messages, and consume foresight or ready"
+            )
+
+    @property
+    def most_replicas(self) -> int:
+        """The largest number of replicas of any stage."""
+        return self.replicas if isinstance(self.replicas, int) else max(self.replicas)
+
     @property
     def is_auto(self) -> bool:
         """Whether the cut is to be found at the start."""
@@ -126,6 +157,26 @@ class PipelineConfig:
         return ENCODER if self.is_auto else self.cut.projector_in
 
     @property
+    def remats(self) -> tuple[str, ...]:
+        """Every value of ``remat`` once."""
+        return tuple(dict.fromkeys([self.remat] if isinstance(self.remat, str) else self.remat))
+
+    def chunk_remats(self, placement: Placement) -> tuple[str, ...]:
+        """Returns the value of ``remat`` for each chunk; raises ValueError for a list of another length."""
+        stages, chunks = placement.num_stages, placement.num_chunks
+        given = self.remat
+        if isinstance(given, str):
+            return (given,) * chunks
+        if len(given) == stages:
+            return tuple(given[stage] for stage in placement.stage_of_chunk)
+        if len(given) != chunks:
+            of_chunks = "" if chunks == stages else f" or {chunks} chunks"
+            raise ValueError(
+                f"remat has {len(given)} values: give one for all, or one for each of {stages} stages{of_chunks}"
+            )
+        return given
+
+    @property
     def tensor(self) -> int:
         """Number of devices that share the matrices of a layer."""
         return (self.mesh or {}).get(TENSOR, 1)
@@ -133,7 +184,8 @@ class PipelineConfig:
     @property
     def num_devices(self) -> int:
         """Number of devices of the whole run."""
-        return self.num_stages * self.replicas * math.prod((self.mesh or {}).values())
+        units = self.num_stages * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
+        return units * math.prod((self.mesh or {}).values())
 
     @property
     def meshes(self) -> list[dict[str, int]]:
@@ -171,9 +223,10 @@ class RunConfig:
     platform: str | None = None
     """The kind of devices: ``cpu`` takes virtual CPU devices, one per stage. None: the devices that JAX finds, the
     first one for stage 0."""
-    devices: int | None = None
-    """The number of devices that each process takes, shared evenly by its stages where they are fewer. None: one for
-    each stage, replica and mesh position that it hosts."""
+    devices: int | tuple[int, ...] | None = None
+    """The number of devices that each process takes, shared evenly by its stages where they are fewer; or all devices
+    of the run, by their numbers, in the order in which stages take them, as ``2,0,3,1``. None: one for each stage,
+    replica and mesh position that it hosts."""
     xla_flags: tuple[str, ...] = ()
     """The flags for XLA, each as ``--xla_name=value``; those of the compiler of TPUs begin with ``--xla_tpu_``. The
     environment variables XLA_FLAGS and LIBTPU_INIT_ARGS take precedence."""
@@ -197,7 +250,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_flags(self.xla_flags)
         check_fields(self, _INTERVAL, "checkpoint_every", "checkpoint_minutes")
-        check_fields(self, AT_LEAST_1, "keep_checkpoints", "devices", "verify_every", "max_skipped_in_row")
+        check_fields(self, AT_LEAST_1, "keep_checkpoints", "verify_every", "max_skipped_in_row")
+        if not isinstance(self.devices, tuple):
+            check_fields(self, AT_LEAST_1, "devices")
         read_trackers(self.trackers)
         if self.profile_steps is not None and parse_steps(self.profile_steps).start >= self.steps:
             raise ValueError(

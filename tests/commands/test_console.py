@@ -140,6 +140,7 @@ def test_the_stage_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, widt
         order=SimpleNamespace(foresight=None, bounds=["512 MiB", "8"]),
         forecast=[SimpleNamespace(peak=123 * 2**30, host_peak=0)] * 2,
         num_params=lambda: [1_234_567_890, 2],
+        remat=("none",) * 4,
     )
     TrainingConsole(4).show_stages(cast(Pipeline, pipeline))
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]

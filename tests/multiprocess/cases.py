@@ -36,6 +36,10 @@ class Case:
     mesh: dict[str, int] | list[dict[str, int]] = field(default_factory=dict)
     """Innermost first, of all stages or of each; empty: tensor alone."""
     num_ranks: int
+    replicas: tuple[int, ...] = ()
+    """Of each stage, where some have fewer than ``data``."""
+    order: tuple[int, ...] = ()
+    """The order in which units take devices; empty: by number."""
     transport: str = "sockets"
     num_steps: int = 10
     num_rows: int = 2
@@ -47,7 +51,8 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        degrees: dict[str, Any] = {"data": self.data, "tensor": self.tensor, "mesh": self.mesh}
+        names = ("data", "tensor", "mesh", "order", "replicas")
+        degrees: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Layout(num_stages=self.num_stages, num_ranks=self.num_ranks, **degrees)
 
     @property
@@ -68,7 +73,7 @@ class Case:
 def read_cases(folder: Path) -> list[Case]:
     """The cases of a folder."""
     cases = json.loads((folder / _FILE).read_text())
-    tuples = ("cut", "frozen", "stage_of_chunk")
+    tuples = ("cut", "frozen", "stage_of_chunk", "order", "replicas")
     return [Case(**{**case, **{name: tuple(case[name]) for name in tuples}}) for case in cases]
 
 

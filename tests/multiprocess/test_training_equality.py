@@ -43,6 +43,23 @@ LONG = Case(
     num_ranks=3,
     options={"deterministic": True, "hint": "f-priority"},
 )
+TURNED = replace(LONG, name="long sums on 3, turned", order=(2, 0, 1))
+IN_OTHER_ORDERS = [
+    TURNED,
+    Case(name="turned", cut=(1, 1, 1, 1), num_stages=4, num_ranks=4, order=(2, 0, 3, 1), options={"schedule": "1f1b"}),
+    Case(name="turned 2 on 2", cut=(1, 1, 1, 1), num_stages=4, num_ranks=2, order=(3, 0, 2, 1), transport="transfer"),
+    Case(name="data, turned", cut=(1, 1), num_stages=2, data=2, num_ranks=4, order=(1, 2, 3, 0), options=SHARDED),
+    Case(
+        name="data, turned, by messages",
+        cut=(1, 1),
+        num_stages=2,
+        data=2,
+        num_ranks=4,
+        order=(1, 2, 3, 0),
+        options={"reduce": "messages"},
+    ),
+    Case(name="tensor 2, turned", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, order=(2, 3, 0, 1), options=PROPOSE),
+]
 OTHER_MODELS = [
     Case(
         name="tied, by messages",
@@ -159,13 +176,21 @@ def same_as_one_process(case: Case, result: tuple[list[float], Any]) -> None:
     ids=["some", "all"],
 )
 def test_one_layout_of_each_kind(cases: list[Case], others: list[Case], tmp_path: Path) -> None:
-    results = train_together([*cases, *others, LONG], tmp_path)
+    results = train_together([*cases, *others, LONG, TURNED], tmp_path)
     reference = train_reference(cases[0])
     for case in cases:
         assert_same_training(*results[case.name], *reference)
     for case in others:
         assert_same_training(*results[case.name], *train_reference(case))
     same_as_one_process(LONG, results[LONG.name])
+    same_as_one_process(TURNED, results[TURNED.name])
+
+
+@pytest.mark.slow
+def test_stages_may_lie_on_devices_in_any_order(tmp_path: Path) -> None:
+    results = train_together(sorted(IN_OTHER_ORDERS, key=lambda case: -case.num_ranks), tmp_path)
+    for case in IN_OTHER_ORDERS[1:]:
+        assert_same_training(*results[case.name], *train_reference(case))
 
 
 @pytest.mark.slow

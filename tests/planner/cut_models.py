@@ -1,12 +1,14 @@
 """Small models with costs drawn by Hypothesis, and every way to cut them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
-from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
+from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
 from rrfp_jax.costs.forecast import Reach, forecast_stage
+from rrfp_jax.costs.layer_costs import StageCosts
 from rrfp_jax.planner.cut_problem import MemoryBudget
 from rrfp_jax.schedules import Placement, linear, looped, v_shaped, waves
 
@@ -41,13 +43,19 @@ def layers(draw: st.DrawFn) -> LayerCosts:
 
 
 @st.composite
-def models(draw: st.DrawFn, chunks: int) -> ModelCosts:
-    """Of two types in any order, with at least as many layers as there are chunks; sometimes with an end."""
+def models(draw: st.DrawFn, chunks: int, stages: int) -> ModelCosts:
+    """Of two types in any order, with at least as many layers as there are chunks; sometimes with an end, and sometimes
+    on stages that differ in speed, or in the way in which they run layers."""
     names = draw(st.lists(st.sampled_from("ab"), min_size=chunks, max_size=12))
     ends = draw(st.sets(st.integers(0, len(names) - 2), max_size=min(1, chunks - 1))) if len(names) > 1 else set()
+    types = {"a": draw(layers()), "b": draw(layers())}
+    ways = [types, {name: replace(draw(layers()), output_bytes=each.output_bytes) for name, each in types.items()}]
+    ways.append({name: each.at_speed(draw(st.sampled_from([0.5, 1.5]))) for name, each in types.items()})
+    of_stages = draw(st.just([]) | st.lists(st.sampled_from(ways), min_size=stages, max_size=stages))
     return ModelCosts(
         layers=tuple(names),
-        types={"a": draw(layers()), "b": draw(layers())},
+        types=types,
+        stages=tuple(StageCosts(types=each, links=(LinkCosts(),) * stages) for each in of_stages),
         ends=frozenset(ends),
         task_ms=draw(st.sampled_from([0.0, 0.3])),
     )

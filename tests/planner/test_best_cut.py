@@ -46,7 +46,7 @@ def test_equals_looking_at_every_cut_of_many(kind: str, data: st.DataObject) -> 
 
 def check_against_every_cut(kind: str, data: st.DataObject) -> None:
     placement = data.draw(st.sampled_from(PLACEMENTS[kind]))
-    costs, split = data.draw(models(placement.num_chunks)), data.draw(st.booleans())
+    costs, split = data.draw(models(placement.num_chunks, placement.num_stages)), data.draw(st.booleans())
     room = data.draw(rooms(placement) | st.none())
     cuts = every_cut(costs, placement, split=split)
     fitting_ms = [largest_ms(cut) for cut in cuts if room is None or fits(cut, room)]
@@ -75,7 +75,7 @@ def test_the_integer_program_equals_looking_at_every_cut_of_many(kind: str, data
 
 def check_program(kind: str, data: st.DataObject) -> None:
     placement = data.draw(st.sampled_from(PLACEMENTS[kind]))
-    costs, room = data.draw(models(placement.num_chunks)), data.draw(rooms(placement) | st.none())
+    costs, room = data.draw(models(placement.num_chunks, placement.num_stages)), data.draw(rooms(placement) | st.none())
     problem = LayerCutProblem(
         costs=costs,
         placement=placement,

@@ -53,6 +53,22 @@ def test_the_table_of_stages_is_that_of_the_run(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("pretended")
+def test_each_stage_is_compiled_and_forecast_with_its_own_rematerialisation(capsys: pytest.CaptureFixture[str]) -> None:
+    def peaks(remat: list[str]) -> list[int]:
+        given = {"model.num_layers": 2, "pipeline.num_stages": 2, "pipeline.remat": remat}
+        run = compile_run(load_train_config("cpu/debug", given), "h100", TrainingConsole(0, is_quiet=True))
+        return [each.peak for each in run.compiled.forecast or ()]
+
+    plain, full = peaks(["none", "none"]), peaks(["full", "full"])
+    assert full[0] < plain[0]
+    assert peaks(["full", "none"]) == [full[0], plain[1]]
+    small = ["--config", "cpu/debug", "--model.num-layers", "2", "--num-stages", "2"]
+    assert main([*small, "--remat", "full,none", "--compile-for", "h100"]) == DONE
+    told = capsys.readouterr().out
+    assert re.search(r"\n 0 .* full *\n 1 .* none *\n", told), told
+
+
+@pytest.mark.usefixtures("pretended")
 def test_stages_of_several_devices_are_compiled() -> None:
     config = load_train_config(
         "cpu/debug", {"model.num_layers": 2, "pipeline.num_stages": 2, "pipeline.mesh": {"tensor": 2}}
@@ -68,6 +84,14 @@ def test_replicas_are_compiled_once_and_all_are_forecast() -> None:
     assert len(run.compiled.programs.chunks) == 2
     assert len(run.compiled.forecast) == 4
     assert any(each.name == "reduce" and "all-reduce" in each.text.collectives for each in run.programs())
+
+
+@pytest.mark.usefixtures("pretended")
+def test_stages_may_have_different_numbers_of_replicas(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--config", "cpu/debug", "--model.num-layers", "2", "--num-stages", "2", "--reduce", "messages"]
+    assert main([*small, "--replicas", "1,2", "--compile-for", "h100"]) == DONE
+    told = capsys.readouterr().out
+    assert re.findall(r"\n (\d, replica \d)", told) == ["0, replica 0", "1, replica 0", "1, replica 1"]
 
 
 @pytest.mark.usefixtures("pretended")

@@ -2,13 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
-from rrfp_jax.planner.cost_file import read_costs, write_costs
+from rrfp_jax.costs import CostBook, CostEntry, DeviceCosts, LayerCosts, LinkCosts, MachineCosts, Noise
+from rrfp_jax.planner.cost_file import read_costs, read_machine, write_costs, write_machine
 
 LAYER = LayerCosts(
     forward_ms=0.1, input_gradient_ms=0.2, weight_gradient_ms=0.1, backward_ms=0.25, stash_bytes=2**33, flops=1e13
@@ -22,6 +23,11 @@ BOOK = CostBook(
         CostEntry(types={"embedding": HEAD, "layer": LAYER, "head": HEAD}, microbatch_size=2, tensor=4, remat="full"),
     ),
     links=LinkCosts(latency_ms=0.1, gb_per_s=50.0),
+    machine=MachineCosts(
+        devices=(DeviceCosts(name="a"), DeviceCosts(speed=0.5, bytes=10**9)),
+        latency_ms=((0.0, 0.02), (0.03, 0.0)),
+        gb_per_s=((None, 50.0), (25.0, None)),
+    ),
     noise=Noise.alike(0.2),
     task_ms=0.01,
     tokens_per_sample=128.0,
@@ -57,6 +63,69 @@ SHORT: dict[str, Any] = {
         }
     ],
 }
+
+
+def test_the_machine_may_stand_alone_or_join_the_costs(tmp_path: Path) -> None:
+    assert BOOK.machine is not None
+    write_machine(BOOK.machine, tmp_path / "machine.json")
+    assert read_machine(tmp_path / "machine.json") == BOOK.machine
+    write_costs(BOOK, tmp_path / "costs.json")
+    other = MachineCosts(devices=(DeviceCosts(speed=2.0),))
+    write_machine(other, tmp_path / "costs.json")
+    assert read_costs(tmp_path / "costs.json") == replace(BOOK, machine=other)
+
+
+DEVICES = [{"speed": 1.0}, {"speed": 0.5}]
+"""Of a machine that is refused for something else."""
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        ({"devices": []}, "machine: the machine has no device: name at least one"),
+        ({"devices": [{"speed": 0}]}, "machine.devices[0]: speed is 0.0: give a positive number"),
+        ({"devices": [{"speed": -1}]}, "machine.devices[0]: speed is -1.0: give a positive number"),
+        ({"devices": [{"bytes": 0}]}, "machine.devices[0]: bytes is 0: give a positive number"),
+        (
+            {"devices": DEVICES, "latency_ms": [[0, 1]]},
+            "latency_ms has 1 rows of 2 numbers: give 2 rows of 2, as there are 2 devices",
+        ),
+        (
+            {"devices": DEVICES, "gb_per_s": [[None, 1], [1]]},
+            "gb_per_s has 2 rows of 1, 2 numbers: give 2 rows of 2, as there are 2 devices",
+        ),
+        (
+            {"devices": DEVICES, "latency_ms": [[0, -1], [1, 0]]},
+            "latency_ms from device 0 to device 1 is -1.0: give 0 or more",
+        ),
+        (
+            {"devices": DEVICES, "gb_per_s": [[None, 1], [0, None]]},
+            "gb_per_s from device 1 to device 0 is 0.0: give a positive number",
+        ),
+        (
+            {"devices": DEVICES, "latency_ms": [[0, float("inf")], [1, 0]]},
+            "latency_ms from device 0 to device 1 is inf: give 0 or more",
+        ),
+        (
+            {"devices": DEVICES, "latency_ms": [[0, float("nan")], [1, 0]]},
+            "latency_ms from device 0 to device 1 is nan: give 0 or more",
+        ),
+        ({"devices": DEVICES, "links": []}, "machine.links is no key: take it out, or mend its name"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(machine: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"machine": machine}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_machine(path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(tmp_path, {**SHORT, "machine": machine})
+
+
+def test_a_file_without_a_machine_is_refused(tmp_path: Path) -> None:
+    read(tmp_path, SHORT)
+    with pytest.raises(ValueError, match="machine is missing: add it"):
+        read_machine(tmp_path / "costs.json")
 
 
 def test_what_has_a_default_may_be_left_out(tmp_path: Path) -> None:

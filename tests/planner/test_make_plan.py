@@ -55,6 +55,17 @@ def test_why_the_others_lost() -> None:
     plan = make_plan(a_book(4), SearchSpace(devices=2, stages=(2,), microbatches=(4,), memory_bytes=3600))
     assert not plan.ranking[0].why
     assert all(each.why for each in plan.ranking[1:])
+    where, gain = plan.why
+    assert where.startswith("an average stage works ")
+    assert "even" in gain
+    kinds = [each.why.partition(":")[0] for each in plan.alternatives]
+    assert len(kinds) == 3
+    assert {"another order", "another cut"} <= set(kinds)
+    assert all(each.why.partition(": ")[2] for each in plan.alternatives)
+    worse = [each.forecast.nominal_ms / plan.ranking[0].forecast.nominal_ms - 1 for each in plan.alternatives]
+    assert all(
+        f"{loss:.1%} longer" in each.why for loss, each in zip(worse, plan.alternatives, strict=True) if loss > 1e-9
+    )
 
 
 def test_what_it_would_take() -> None:

@@ -36,6 +36,13 @@ def test_the_report_tells_ranking_cuts_and_why() -> None:
     assert "Et*3|t*3|t*3|tL" in text
     assert "19.5% slower: stage 3 has more work" in text
     assert "not decided" not in text
+    assert "why it won" not in text
+    told = replace(
+        plan := made_plan(), why=("one", "two"), alternatives=(replace(plan.ranking[1], why="another cut: 1%"),)
+    )
+    assert "why it won: one; two" in shown(told)
+    assert re.search(r"  another cut, 4 x 1 x 1, 8 of 1, [^:]*, Et[^:]*: 1%", shown(told))
+    assert plan_as_json(told, BOOK, top=1)["alternatives"][0]["why"] == "another cut: 1%"
     assert "2 x 1 x 1, 8 of 1, remat none: stage 0 needs 2 GiB: window 2" in text
     assert "1f1b with foresight" not in shown(made_plan(), top=1).partition("what cut and order give")[0]
 

@@ -8,6 +8,8 @@ import pytest
 from rrfp_jax.commands.training.config import TrainConfig, load_train_config
 from rrfp_jax.commands.training.planned import order_of, ordering_of, plan_run
 from rrfp_jax.core import Ordering
+from rrfp_jax.costs import LinkCosts
+from rrfp_jax.costs.layer_costs import StageCosts
 from rrfp_jax.planner.records import PlanChoice
 from rrfp_jax.planner.writing import check_writable, write_choice
 from rrfp_jax.schedules import ScheduleTable
@@ -98,6 +100,32 @@ def test_what_the_plan_decides_takes_the_place_of_what_the_configuration_said(co
     found = load_train_config("best.yaml", {}).pipeline
     assert (found.num_stages, found.tensor, found.mesh) == (4, 1, None)
     assert (found.layout, found.window) == ("Et*2|t*3|t*3|t*2L", None)
+
+
+def test_devices_and_rematerialisation_of_stages_are_written(config: TrainConfig, tmp_path: Path) -> None:
+    choice = CHOICES["a name, strict"]
+    ways, devices = ("full", "full", "none", "none"), ((2,), (0,), (3,), (1,))
+    stages = tuple(
+        StageCosts(types=choice.cut.costs.types, links=(LinkCosts(),) * 4, remat=remat, devices=numbers)
+        for remat, numbers in zip(ways, devices, strict=True)
+    )
+    differing = replace(choice, cut=replace(choice.cut, costs=replace(choice.cut.costs, stages=stages)))
+    write_choice(config, ranked_of(differing, 200.0), Path("best.yaml"))
+    found = load_train_config("best.yaml", {})
+    assert found.pipeline.chunk_remats(choice.cut.placement) == ways
+    assert found.run.devices == (2, 0, 3, 1)
+    plan_run(found, tmp_path / "run")
+
+
+def test_replicas_of_each_stage_are_written(config: TrainConfig, tmp_path: Path) -> None:
+    choice = choice_of(
+        *(4, 3, 3, 2), ordering=Ordering(hint="bf", window=4), order_name="bf", data=2, replicas=(2, 1, 2, 1)
+    )
+    write_choice(config, ranked_of(choice, 200.0), Path("best.yaml"))
+    found = load_train_config("best.yaml", {})
+    assert (found.pipeline.replicas, found.pipeline.num_devices) == ((2, 1, 2, 1), choice.shape.num_devices)
+    assert (found.data.batch_size, found.data.num_microbatches) == (16, 16)
+    plan_run(found, tmp_path / "run")
 
 
 def _counts(layout: PipelineConfig, choice: PlanChoice) -> tuple[int, ...]:

@@ -27,13 +27,13 @@ _UNWINDING_S = 10.0
 def enter(
     *,
     num_stages: int,
-    data: int = 1,
+    data: int | Sequence[int] = 1,
     tensor: int = 1,
     mesh: Sequence[Mapping[str, int]] = (),
     configuration: Mapping[str, Any],
     cluster: ClusterConfig,
     platform: str | None,
-    devices: int | None = None,
+    devices: int | Sequence[int] | None = None,
     pinned: bool = False,
     xla_flags: Sequence[str] = (),
     sums_by_messages: bool = False,
@@ -41,10 +41,12 @@ def enter(
     """Find out which process this is, meet the others, and start JAX: before anything else uses it.
 
     Args:
+        data: the replicas of all stages, or of each.
         mesh: all axes over the devices of each stage, innermost first; empty: ``tensor`` alone.
         configuration: values that must be the same in all processes.
         platform: ``cpu`` for virtual devices, else the devices that JAX finds.
-        devices: how many each process takes; None: one for each that the layout asks of it. Stages share fewer.
+        devices: how many each process takes, of which stages share fewer, or all of the run in the order in which
+            stages take them; None: one for each that the layout asks of it.
         pinned: as for :func:`use_cpu`.
         sums_by_messages: whether replicas add up gradients by messages.
         xla_flags: for XLA, where the environment does not say otherwise; see :mod:`rrfp_jax.runtime.jax_environment`.
@@ -67,11 +69,19 @@ def enter(
     allow_promotions()
     membership = membership_from(os.environ)
     num_ranks = 1 if membership is None else membership.num_ranks
+    number, order = (devices, ()) if devices is None or isinstance(devices, int) else (None, tuple(devices))
     layout = Layout(
-        num_stages=num_stages, data=data, tensor=tensor, mesh=mesh, num_ranks=num_ranks, by_replica=sums_by_messages
+        num_stages=num_stages,
+        data=data if isinstance(data, int) else max(data),
+        replicas=() if isinstance(data, int) else tuple(data),
+        tensor=tensor,
+        mesh=mesh,
+        num_ranks=num_ranks,
+        by_replica=sums_by_messages,
+        order=order,
     )
     if membership is None:
-        process = Process(layout, num_devices=devices)
+        process = Process(layout, num_devices=number)
         if platform == "cpu":
             use_cpu(process.num_devices, pinned=pinned)
         elif pinned:
@@ -85,7 +95,7 @@ def enter(
     process = Process(
         layout,
         join(membership, configuration, cluster, together=together),
-        num_devices=devices,
+        num_devices=number,
         transport=cast("Selection", cluster.transport),
         patience_s=max(cluster.start_deadline_s, cluster.progress_deadline_s),
         on_failure=_end_soon,

@@ -85,7 +85,7 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
             shard_optimizer=config.optimizer.shard,
             reduce=config.pipeline.reduce,
         ),
-        remat=layout.remat,
+        remat=layout.chunk_remats(order.placement),
         seed=config.run.seed,
         options=_runtime_options(config),
     )
@@ -110,7 +110,7 @@ def _cost_orders(
     return CostOrders(
         order,
         batch_costs(config, chunks, order.graph),
-        num_replicas=config.pipeline.replicas,
+        num_replicas=config.pipeline.most_replicas,
         is_first=lambda: process.is_first,
     )
 

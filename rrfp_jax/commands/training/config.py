@@ -48,6 +48,7 @@ from rrfp_jax.data.config import (
     record_values,
     section_of,
 )
+from rrfp_jax.layout import check_device_order
 from rrfp_jax.models.config import DTYPES, LanguageModelConfig
 from rrfp_jax.models.vision_config import (
     PROJECTOR_KINDS,
@@ -95,8 +96,13 @@ class TrainConfig:
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
 
     def __post_init__(self) -> None:
-        if self.optimizer.shard and self.pipeline.replicas == 1:
-            raise ValueError("optimizer.shard is for several replicas, which share the state: give pipeline.replicas")
+        if self.optimizer.shard and (self.pipeline.replicas == 1 or not isinstance(self.pipeline.replicas, int)):
+            raise ValueError(
+                "optimizer.shard is for several replicas of all stages, which share the state: give pipeline.replicas"
+            )
+        if isinstance(self.run.devices, tuple):
+            size = math.prod((self.pipeline.mesh or {}).values())
+            check_device_order(self.run.devices, self.pipeline.num_devices, size)
         if self.projector is not None and self.vision is None:
             raise ValueError("projector is given without vision, whose features it would project: give vision too")
 
@@ -107,6 +113,8 @@ class TrainConfig:
         """
         if num_ranks == all_ranks:
             return self
+        if not isinstance(self.pipeline.replicas, int):
+            raise ValueError("a part of the ranks holds no part of replicas that differ: give all stages equally many")
         replicas, rest = divmod(self.pipeline.replicas * num_ranks, all_ranks)
         if rest or not replicas or self.data.num_microbatches % replicas:
             raise ValueError(
@@ -118,6 +126,8 @@ class TrainConfig:
             self,
             pipeline=dataclasses.replace(self.pipeline, replicas=replicas),
             optimizer=dataclasses.replace(self.optimizer, shard=self.optimizer.shard and replicas > 1),
+            # the list names devices that are not there
+            run=dataclasses.replace(self.run, devices=None) if isinstance(self.run.devices, tuple) else self.run,
         )
 
     @property
@@ -125,7 +135,7 @@ class TrainConfig:
         """The number of equal shares of the optimizer state of which a unit holds one; by messages it holds two."""
         if not self.optimizer.shard:
             return 1
-        replicas = self.pipeline.replicas
+        replicas = self.pipeline.most_replicas
         return max(1, replicas // 2) if self.pipeline.reduce == ReduceWay.MESSAGES else replicas
 
     @property

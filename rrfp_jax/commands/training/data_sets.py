@@ -244,7 +244,7 @@ def _images(config: TrainConfig, part: Part, known: KnownModel) -> ImageText:
         cost=sample_cost(config),
         part=part,
         cut=cut_sizes(layout.mesh or {}, layout.encoder_mesh),
-        num_replicas=layout.replicas,
+        num_replicas=layout.most_replicas,
         writer=_text_writer(data, known, sees=config.vision is not None),
     )
     if images.num_images and config.vision is None:

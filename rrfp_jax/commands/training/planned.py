@@ -127,7 +127,7 @@ def order_run(config: TrainConfig) -> OrderedRun:
     """Resolve the order of a run. Raises ValueError where it does not fit."""
     layout, ordering = config.pipeline, ordering_of(config.pipeline)
     check_meshes(config)
-    share = microbatches_per_replica(config.data.num_microbatches, layout.replicas)
+    share = microbatches_per_replica(config.data.num_microbatches, layout.most_replicas)
     if config.vision is None:
         if layout.encoder_mesh is not None:
             raise ValueError("encoder_mesh is for models with an encoder: give a section vision, or leave it out")
@@ -135,7 +135,9 @@ def order_run(config: TrainConfig) -> OrderedRun:
             raise ValueError(
                 f"layout {layout.layout!r} has an encoder, and the model none: give a section vision, or E first"
             )
-        return OrderedRun(ordering, order_of(layout, ordering, share), None)
+        order = order_of(layout, ordering, share)
+        layout.chunk_remats(order.placement)  # refuses a list that does not fit
+        return OrderedRun(ordering, order, None)
     # A model that is no chain brings its own graph, for which the table is built; to cut it takes JAX.
     from rrfp_jax.commands.studies import check_fits_graph
     from rrfp_jax.commands.training.model_parts import cut_vision_language_model
@@ -150,6 +152,7 @@ def order_run(config: TrainConfig) -> OrderedRun:
         placement=cut.placement,
         graph=replace(model_graph(cut.chunks, cut.edges, None), num_microbatches=share),
     )
+    layout.chunk_remats(order.placement)
     return OrderedRun(ordering, order, cut)
 
 

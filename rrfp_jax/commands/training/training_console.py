@@ -115,23 +115,26 @@ class TrainingConsole:
         num_params, layout = pipeline.num_params(), pipeline.layout
         self._stages_with_foresight = 0 if order.foresight is None else layout.num_units
         on_host = ["on host"] * any(each.host_peak for each in forecast)
-        rows = [("stage", "devices", "layers", "parameters", "may hold", "peak memory", *on_host)]
-        for unit in range(layout.num_units):
+        differs = ["remat"] * (len({*pipeline.remat}) > 1)
+        rows = [("stage", "devices", "layers", "parameters", "may hold", "peak memory", *on_host, *differs)]
+        for unit in (each for each in range(layout.num_units) if each not in layout.absent):
             stage, numbers = layout.stage_of(unit), layout.devices_of(unit)
             devices = f"{min(numbers)}" if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
             if pipeline.process.is_here:
                 devices = ", ".join(map(str, pipeline.process.devices_of(unit)))
                 if layout.num_ranks > 1:  # where each has its own JAX, all of them call their first device 0
                     devices = f"{name_ranks(layout.ranks_of(unit))}: {devices}"
+            chunks = pipeline.placement.chunks_of_stage[stage]
             rows.append(
                 (
                     str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",
                     devices,
-                    "; ".join(pipeline.chunks[c].name for c in pipeline.placement.chunks_of_stage[stage]),
+                    "; ".join(pipeline.chunks[c].name for c in chunks),
                     f"{num_params[stage]:,}",
                     order.bounds[unit],
                     format_bytes(forecast[unit].peak),
                     *[format_bytes(forecast[unit].host_peak) for _ in on_host],
+                    *[", ".join(dict.fromkeys(str(pipeline.remat[c]) for c in chunks)) for _ in differs],
                 )
             )
         table = make_table("stages", *rows[0])

@@ -416,6 +416,8 @@ class RoutingTable:
     def prepare(self, messages: Iterable[Message]) -> None:
         """Works out the routes of such messages in every bucket."""
         for message in messages:
+            if not all(map(self._layout.ranks_of, _units_of(self._placement, message))):
+                continue  # One end is a unit that is absent.
             buckets = range(self._num_buckets) if message.kind in _BY_BUCKET else range(1)
             for bucket in (message.microbatch,) if message.kind is MessageKind.SHARE else buckets:
                 self.of(message, bucket)
