@@ -20,8 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.core import MessageKind, Order, StageArbiter, StepRules
-from rrfp_jax.core.rebalancing import adopted_owners
-from rrfp_jax.core.replicas import StepOwners, block_owners
 from rrfp_jax.costs import CutModel, ModelCosts, Noise
 from rrfp_jax.layout import parent
 from rrfp_jax.planner.records import PlanChoice, PlanShape, Point
@@ -183,14 +181,8 @@ class Judge:
 
 
 def _unequal_ms(one: PlanChoice, cut: CutModel, steps_ms: Durations) -> Iterator[float]:
-    """Yields the intervals between the ends of steps where stages have different numbers of replicas: those that a
-    stage lacks take no part, and its others run their microbatches (:mod:`rrfp_jax.core.replicas`)."""
-    shape, stages, most = one.shape, range(one.shape.num_stages), one.shape.data
-    order = one.ordering.resolve(cut.placement, cut.graph, num_replicas=most)
-    units = [replica * shape.num_stages + stage for replica in range(most) for stage in stages]
-    living = [unit for unit in units if unit // shape.num_stages < shape.replicas[unit % shape.num_stages]]
-    normal = block_owners(shape.num_stages, shape.num_microbatches * most, most)
-    owners = StepOwners(adopted_owners(normal, living), tuple(unit for unit in units if unit not in living))
+    """Yields the intervals between the ends of steps where stages have different numbers of replicas."""
+    shape, most, (order, owners) = one.shape, one.shape.data, one.replicated
     links, costs = cut.links, cut.simulated_costs()
     extra_ms = {
         (r * shape.num_stages + a, q * shape.num_stages + b): more_ms

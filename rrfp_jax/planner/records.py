@@ -1,11 +1,13 @@
 """The records of a plan: shapes, choices, their forecasts, and the ranking that results."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rrfp_jax.core import STRICT, Order, Ordering
+from rrfp_jax.core.rebalancing import adopted_owners
+from rrfp_jax.core.replicas import StepOwners, block_owners, with_owners
 from rrfp_jax.costs import CutModel
-from rrfp_jax.costs.forecast import StageForecast, forecast_memory, forecast_stage
+from rrfp_jax.costs.forecast import StageForecast, forecast_memory
 from rrfp_jax.layout import Axes, num_devices
 from rrfp_jax.schedules import Placement, looped, waves
 
@@ -89,14 +91,32 @@ class PlanChoice:
 
     @cached_property
     def memory(self) -> tuple[StageForecast, ...]:
-        """The memory of each stage; where replicas differ, any microbatch of the step may wait for any of them."""
+        """The memory of each stage."""
         if self.shape.replicas:
-            number = self.shape.num_microbatches * self.shape.data
-            return tuple(
-                forecast_stage([self.cut.chunk_bytes[chunk] for chunk in chunks], window, number)
-                for chunks, window in zip(self.cut.placement.chunks_of_stage, self.order.windows, strict=True)
-            )
+            return self._memory_of_replicas
         return tuple(forecast_memory(self.order, dict(enumerate(self.cut.chunk_bytes)), self.cut.num_microbatches))
+
+    @cached_property
+    def replicated(self) -> tuple[Order, StepOwners]:
+        """The order of all replicas where stages have different numbers of them, and who runs which microbatch: the
+        units that stages lack take no part, and their others run more."""
+        stages, most, given = self.shape.num_stages, self.shape.data, self.shape.replicas
+        units = range(stages * most)
+        living = [unit for unit in units if unit // stages < given[unit % stages]]
+        normal = block_owners(stages, self.shape.num_microbatches * most, most)
+        owners = StepOwners(adopted_owners(normal, living), tuple(unit for unit in units if unit not in living))
+        order = self.ordering.resolve(self.cut.placement, self.cut.graph, num_replicas=most)
+        shares = tuple(-(-most // given[unit % stages]) for unit in units)
+        return order.with_shares(shares, widens=self.ordering.window is None), owners
+
+    @property
+    def _memory_of_replicas(self) -> tuple[StageForecast, ...]:
+        """The memory of a replica of each stage, as a run with such replicas forecasts it."""
+        order, owners = self.replicated
+        sizes = dict(enumerate(each for each in self.cut.chunk_bytes for _ in range(self.shape.data)))
+        run = replace(order, graph=with_owners(order.graph, order.placement, owners))
+        numbers = [order.shares[stage] * self.shape.num_microbatches for stage in range(self.shape.num_stages)]
+        return tuple(forecast_memory(run, sizes, number)[stage] for stage, number in enumerate(numbers))
 
     @property
     def is_strict(self) -> bool:

@@ -143,6 +143,12 @@ def _nearest(choices: list[PlanChoice]) -> list[tuple[str, PlanChoice]]:
     return [*found, *further][:_ALTERNATIVES]
 
 
+def _widened(one: PlanChoice) -> tuple[int, ...]:
+    """Returns the windows of a hint, times the replicas that each stage stands for."""
+    most, windows = one.shape.data, one.order.windows
+    return tuple(window * -(-most // number) for window, number in zip(windows, one.shape.replicas, strict=True))
+
+
 def _of_average_unit(cut: CutModel) -> float:
     """Returns the milliseconds of work of an average replica of a stage."""
     numbers = cut.replicas_of_stage
@@ -224,8 +230,11 @@ class _Search:
                     cut = cut_for_replicas(self.costs.of(point), shape, split=split)
                 except ValueError:  # ends of parts leave no such cut
                     continue
-                found += hints_for(point, cut, self.space, self.memory_bytes, is_even=False)
-        return [one for one in found if one.fits(self.memory_bytes)]
+                for one in hints_for(point, cut, self.space, self.memory_bytes, is_even=False):
+                    # A stage for several replicas may hold as much as these would, where memory suffices.
+                    wide = replace(one, ordering=replace(one.ordering, window=_widened(one)))
+                    found += [each for each in (wide, one) if each.fits(self.memory_bytes)][:1]
+        return found
 
     def _hints(self) -> list[PlanChoice]:
         """Returns hints on the sites with the best bounds, and on those of shapes for which there is no table."""
