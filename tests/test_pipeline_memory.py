@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from rrfp_jax.core import Ordering
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.runtime.options import RuntimeOptions
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, linear, looped
+from tests.pipelines import make_pipeline
 from tests.test_pipeline_training import OPTIMIZER, make_batches, make_model
 
 CHUNKS = make_model(tied=False, layers_per_chunk=(1, 1))
@@ -48,6 +50,18 @@ def test_a_window_in_bytes_becomes_microbatches_of_every_stage(base: Pipeline) -
     run(pipeline)
     assert pipeline.order.windows == tuple(room // f.per_microbatch for f in numbers.forecast)
     assert min(pipeline.order.windows) == 2
+
+
+def test_a_window_in_bytes_is_that_of_the_stage_in_every_replica() -> None:
+    chunks = make_model(tied=False, layers_per_chunk=(2, 0))
+    windows, batch = [], {name: np.concatenate([each] * 32) for name, each in BATCH.items()}
+    for data in (1, 2):
+        with make_pipeline(chunks, placement=linear(2), optimizer=OPTIMIZER, data=data, window="64KiB") as pipeline:
+            pipeline.init(jax.random.key(0))
+            pipeline.prepare(batch)
+            windows.append(pipeline.order.windows)
+    assert windows[0][0] != windows[0][1]
+    assert windows[1] == windows[0] * 2
 
 
 @pytest.fixture(scope="module")

@@ -345,7 +345,7 @@ def _forecast_order(
     if num_bytes is not None:
         windows = []
         for stage, chunks in enumerate(model.placement.chunks_of_stage):
-            passed = [sizes[c] for c in chunks]
+            passed = [sizes[model.copies.chunk(c, 0)] for c in chunks]
             if bounds_activations:
                 passed = [max(passed, key=lambda chunk: chunk.per_microbatch)] * graph.passes_per_microbatch(chunks)
             windows.append(window_of_bytes(num_bytes, passed, stage, graph.num_microbatches))

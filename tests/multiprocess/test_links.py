@@ -22,7 +22,6 @@ def test_every_link_between_the_ranks_is_measured_and_read_back(tmp_path: Path) 
     for here, there in permutations(range(number), 2):
         latency_ms, rate = machine.latency_ms[here][there], machine.gb_per_s[here][there]
         assert 0 < latency_ms < 1000
-        assert latency_ms == machine.latency_ms[here][there]
         assert rate is not None
         assert isfinite(rate)
         assert rate > 0

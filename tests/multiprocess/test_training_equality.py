@@ -58,6 +58,16 @@ IN_OTHER_ORDERS = [
         order=(1, 2, 3, 0),
         options={"reduce": "messages"},
     ),
+    Case(
+        name="one replica and two",
+        cut=(1, 1),
+        num_stages=2,
+        data=2,
+        replicas=(1, 2),
+        num_ranks=3,
+        transport="transfer",
+        options={"reduce": "messages", "schedule": "1f1b"},
+    ),
     Case(name="tensor 2, turned", cut=(1, 1), num_stages=2, tensor=2, num_ranks=4, order=(2, 3, 0, 1), options=PROPOSE),
 ]
 OTHER_MODELS = [
