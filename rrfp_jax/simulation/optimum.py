@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.core import SCHEDULE, StageArbiter, StageSetup, StepRules, hint_by_name, hint_names, ready
 from rrfp_jax.core.memory import canonical_row
 from rrfp_jax.schedules import (
     COMPUTE,
@@ -43,9 +42,7 @@ from rrfp_jax.schedules import (
     build_schedule,
     schedule_names,
 )
-from rrfp_jax.simulation._driver import simulate
 from rrfp_jax.simulation.bounds import is_counted, lower_bound, task_lengths_ms, transfer_ms
-from rrfp_jax.simulation.costs import Costs, for_graph
 from rrfp_jax.simulation.links import Links
 
 _UNITS_PER_MS = 10**6
@@ -57,6 +54,8 @@ _WARMTH, _LEADS_ON = 0.02, 0.02
 _TWICE, _COPIES, _FURTHER = 0.3, 0.15, 0.6
 """How often two moves are made at once, a move concerns copies, and it goes further. No logarithms: all ranks of a run
 must find the same order, whatever their libraries."""
+_AT_ONCE, _WINDOW_S = 150, 10.0
+"""Tasks up to which the solver has the whole case at once, and seconds that it has for a window of a larger one."""
 _Wait = tuple[Task, Task, int]
 """A task, one that waits for it, and the transfer between them in units of time."""
 
@@ -117,58 +116,172 @@ def find_optimum(
         ) from error
     links = links or Links()
     times = _in_units(graph, placement, durations_ms, links, copies or ())
-    durations, horizon = times.durations, sum(times.durations.values()) + sum(transfer for *_, transfer in times.waits)
-    is_even = graph.is_full and bool((durations_ms == durations_ms[:, :1]).all())
-    known: dict[Task, int] = {}
-    if slots is not None:
-        known, horizon = _known_starts(times, _known_orders(graph, placement, durations_ms, slots), placement)
-        known = _by_number(known) if is_even else known
-
-    model = cp_model.CpModel()
-    starts = {task: model.new_int_var(0, horizon, str(task)) for task in durations}
-    of_lane: dict[tuple[int, str], list[Task]] = defaultdict(list)
-    for task in durations:
-        of_lane[placement.stage_of_chunk[task.chunk], graph.lane(task.kind)].append(task)
-    for tasks in of_lane.values():
-        model.add_no_overlap(
-            model.new_fixed_size_interval_var(starts[task], durations[task], f"run {task}") for task in tasks
-        )
-    for earlier, later, transfer in times.waits:
-        model.add(starts[later] >= starts[earlier] + durations[earlier] + transfer)
-    if windows is not None:
-        _add_windows(model, starts, durations, horizon=horizon, placement=placement, windows=windows)
-    made: dict[Task, _Copy] = {}
-    if slots is not None:
-        made = _add_slots(model, starts, times, horizon=horizon, graph=graph, placement=placement, slots=slots)
-    if is_even:
-        _add_numbers(model, starts, made, every_kind=slots is not None)
-    for task, start in known.items():
-        model.add_hint(starts[task], start)
-    model.minimize(_makespan(model, starts, durations, horizon, graph))
-    solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = time_limit_s
-    solver.parameters.num_workers = num_workers
-    status = solver.solve(model)
     least_ms = lower_bound(graph, placement, durations_ms, links=links).total_ms
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        found = {task: solver.value(start) for task, start in starts.items()}
-        found |= {task: solver.value(copy.start) for task, copy in made.items() if solver.value(copy.moves)}
-        makespan_ms = solver.objective_value / times.units_per_ms
-        least_ms = max(least_ms, solver.best_objective_bound / times.units_per_ms)
-    elif status == cp_model.UNKNOWN and known:  # the time was too short to look at what it began with
-        found, makespan_ms = known, horizon / times.units_per_ms
+    is_even = graph.is_full and bool((durations_ms == durations_ms[:, :1]).all())
+    solver = _Solver(
+        cp_model, graph, placement, times, slots=slots, windows=windows, is_even=is_even, num_workers=num_workers
+    )
+    if slots is None:
+        found = solver.solved(time_limit_s)
     else:
+        solver.bound = ceil(least_ms * times.units_per_ms - 1e-3)
+        steps = _Steps(graph, placement, times, [slots] * placement.num_stages, copies or ())
+        tables = _tables_of(graph, placement, durations_ms, slots)
+        begun = steps.searched([steps.numbered(table.orders) for table in tables], solver.bound)
+        known = _Solved(steps.starts(begun, by_number=is_even), begun.makespan, solver.bound)
+        found = solver.refined(known, time_limit_s)
+        found = found._replace(starts=steps.without_needless_copies(found.starts, found.makespan))
+    makespan_ms = found.makespan / times.units_per_ms
+    is_proven = found.makespan <= found.bound
+    return Optimum(
+        makespan_ms=makespan_ms,
+        at_least_ms=makespan_ms if is_proven else min(max(least_ms, found.bound / times.units_per_ms), makespan_ms),
+        is_proven=is_proven,
+        table=_table_of(times.spans(found.starts), graph, placement, copies or ()),
+    )
+
+
+class _Solved(NamedTuple):
+    """An order that the solver has found, in units of time."""
+
+    starts: dict[Task, int]
+    """Start of each task, and of each copy that is made."""
+    makespan: int
+    bound: int
+    """No order that was asked for is shorter."""
+
+
+class _Solver:
+    """One case, as models of the solver.
+
+    A large case is refined window by window: tasks and copies that start before the window keep their starts, those
+    behind it the order on their lane, and those within it are free. The windows go from the end of the step to its
+    start, and become wider once none of them is better.
+    """
+
+    def __init__(
+        self,
+        cp_model: Any,
+        graph: PipelineGraph,
+        placement: Placement,
+        times: "_Times",
+        *,
+        slots: int | None,
+        windows: Sequence[int] | None,
+        is_even: bool,
+        num_workers: int,
+    ) -> None:
+        self.cp_model, self.graph, self.placement, self.times = cp_model, graph, placement, times
+        self.slots, self.windows, self.is_even, self.num_workers = slots, windows, is_even, num_workers
+        self.bound = 0
+        self.seconds = 0.0
+        """Seconds that the solver has taken so far."""
+
+    def refined(self, known: _Solved, time_limit_s: float) -> _Solved:
+        """Returns the best order that is found from a known one on: of the whole case at once where it is small."""
+        if known.makespan <= self.bound:
+            return known
+        if len(self.times.durations) <= _AT_ONCE:
+            return self.solved(time_limit_s, known)
+        best, width, is_better = known, max(1, known.makespan // 6), False
+        first = best.makespan - width
+        while self.seconds < time_limit_s and best.makespan > self.bound and width < 2 * best.makespan:
+            found = self.solved(min(_WINDOW_S, time_limit_s - self.seconds), best, (first, first + width))
+            is_better = is_better or found.makespan < best.makespan
+            best, first = found, first - width // 2
+            if first + width // 2 <= 0:
+                width, is_better = width if is_better else width * 3 // 2, False
+                first = best.makespan - width
+        return best._replace(bound=self.bound)
+
+    def solved(
+        self, time_limit_s: float, known: _Solved | None = None, window: tuple[int, int] | None = None
+    ) -> _Solved:
+        """Returns the best order that is found in this time, at least the known one.
+
+        Raises ValueError where there is none.
+        """
+        times, graph, placement, durations = self.times, self.graph, self.placement, self.times.durations
+        horizon = sum(durations.values()) + sum(transfer for *_, transfer in times.waits)
+        horizon = horizon if known is None else known.makespan
+        model = self.cp_model.CpModel()
+        starts = {task: model.new_int_var(0, horizon, str(task)) for task in durations}
+        of_lane: dict[tuple[int, str], list[Task]] = defaultdict(list)
+        for task in durations:
+            of_lane[placement.stage_of_chunk[task.chunk], graph.lane(task.kind)].append(task)
+        for tasks in of_lane.values():
+            model.add_no_overlap(
+                model.new_fixed_size_interval_var(starts[task], durations[task], f"run {task}") for task in tasks
+            )
+        for earlier, later, transfer in times.waits:
+            model.add(starts[later] >= starts[earlier] + durations[earlier] + transfer)
+        if self.windows is not None:
+            _add_windows(model, starts, durations, horizon=horizon, placement=placement, windows=self.windows)
+        made: dict[Task, _Copy] = {}
+        if self.slots is not None:
+            made = _add_slots(model, starts, times, horizon=horizon, graph=graph, placement=placement, slots=self.slots)
+        if self.is_even:
+            _add_numbers(model, starts, made, every_kind=self.slots is not None)
+        self._add_hints(model, starts, made, {} if known is None else known.starts)
+        makespan = _makespan(model, starts, durations, horizon, graph)
+        if known is not None and window is not None:
+            self._fix(model, starts, made, known.starts, window)
+        model.minimize(makespan)
+        solver = self.cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = time_limit_s
+        solver.parameters.num_workers = self.num_workers
+        status = solver.solve(model)
+        self.seconds += solver.wall_time
+        if status in (self.cp_model.OPTIMAL, self.cp_model.FEASIBLE):
+            found = {task: solver.value(start) for task, start in starts.items()}
+            found |= {task: solver.value(copy.start) for task, copy in made.items() if solver.value(copy.moves)}
+            return _Solved(found, round(solver.objective_value), ceil(solver.best_objective_bound - 1e-6))
+        if status == self.cp_model.UNKNOWN and known is not None:  # too short a time to look at what it began with
+            return known
         raise ValueError(
             f"the solver found no order of {len(starts)} tasks in {time_limit_s} s: give it more time, or fewer tasks"
         )
-    lengths = durations | {task: times.copies[task.kind] for task in made}
-    spans = {task: (start, start + lengths[task]) for task, start in found.items()}
-    return Optimum(
-        makespan_ms=makespan_ms,
-        at_least_ms=makespan_ms if status == cp_model.OPTIMAL else min(least_ms, makespan_ms),
-        is_proven=status == cp_model.OPTIMAL,
-        table=_table_of(spans, graph, placement, copies or ()),
-    )
+
+    def _add_hints(
+        self, model: Any, starts: dict[Task, Any], made: "dict[Task, _Copy]", known: dict[Task, int]
+    ) -> None:
+        if not known:
+            return
+        for task, variable in (starts | {task: copy.start for task, copy in made.items()}).items():
+            model.add_hint(variable, known.get(task, 0))
+        for task, copy in made.items():
+            if task.kind == next(iter(self.times.copies)):  # both ways have one flag
+                model.add_hint(copy.moves, task in known)
+
+    def _fix(
+        self,
+        model: Any,
+        starts: dict[Task, Any],
+        made: "dict[Task, _Copy]",
+        known: dict[Task, int],
+        window: tuple[int, int],
+    ) -> None:
+        """Leaves free what starts within the window alone."""
+        first, last = window
+        behind: dict[tuple[int, bool], list[Task]] = defaultdict(list)
+        for task, start in known.items():
+            if start < first:
+                model.add((made[task].start if task in made else starts[task]) == start)
+            elif start >= last:
+                behind[self.placement.stage_of_chunk[task.chunk], task in made].append(task)
+        for tasks in behind.values():
+            tasks.sort(key=known.__getitem__)
+            for earlier, later in pairwise(tasks):
+                if earlier in made:
+                    model.add(made[later].start >= made[earlier].start + self.times.copies[earlier.kind])
+                else:
+                    model.add(starts[later] >= starts[earlier] + self.times.durations[earlier])
+        for task, copy in made.items():
+            forward, backward = (
+                known[Task(kind, *task[1:])] for kind in (TaskKind.F, self.graph.input_gradient_kind(task.chunk))
+            )
+            if backward < first or forward >= last or (task in known and not first <= known[task] < last):
+                model.add(copy.moves == (task in known))
 
 
 def _check_memory(
@@ -199,6 +312,11 @@ class _Times:
     copies: dict[str, int]
     """The lengths of copies by their letters."""
     units_per_ms: float
+
+    def spans(self, starts: dict[Task, int]) -> dict[Task, tuple[int, int]]:
+        """Returns start and end of tasks and copies that start at these times."""
+        lengths = {task: self.durations[task] if task in self.durations else self.copies[task.kind] for task in starts}
+        return {task: (start, start + lengths[task]) for task, start in starts.items()}
 
 
 def _in_units(
@@ -253,68 +371,6 @@ def _add_numbers(model: Any, starts: dict[Task, Any], made: "dict[Task, _Copy]",
             model.add(copy.start >= made[Task(kind, chunk, m - 1)].start)
 
 
-# -- the orders that the solver begins with ----------------------------------------------------------------------------
-
-
-def _known_orders(
-    graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], slots: int
-) -> Iterator[list[Task]]:
-    """Yields orders that hold no more than the slots: those of hints, whose window is as wide, and of tables."""
-    costs = Costs(durations_ms=for_graph(durations_ms[np.newaxis], graph))
-    for name in hint_names():
-        if name != SCHEDULE:
-            consumption, rules = ready(hint_by_name(name)), StepRules(updates=False)
-            setups = [
-                StageSetup(graph, placement, stage, consumption=consumption, window=slots, rules=rules)
-                for stage in range(placement.num_stages)
-            ]
-            spans = simulate([StageArbiter(setup) for setup in setups], costs).timeline.spans
-            tasks = sorted(
-                (span for span in spans if span.task.microbatch >= 0), key=lambda span: (span.start_s, span.end_s)
-            )
-            yield [span.task for span in tasks]
-    forward, input_gradient, weight_gradient = np.nanmean(durations_ms, axis=(0, 1)).tolist()
-    request = ScheduleRequest(
-        num_stages=placement.num_stages,
-        num_microbatches=graph.num_microbatches,
-        window=slots,
-        durations_ms=(forward, input_gradient, weight_gradient),
-        memory_limit=float(slots),
-    )
-    for name in schedule_names():
-        try:
-            table = build_schedule(name, request)
-        except ValueError:  # not for these sizes
-            continue
-        if (table.graph, table.placement) == (graph, placement) and max(table.peak_activations()) <= slots:
-            yield list(table.execution)
-
-
-def _known_starts(times: _Times, orders: Iterable[Iterable[Task]], placement: Placement) -> tuple[dict[Task, int], int]:
-    """Returns the starts of the tasks in the best order, each as soon as it can, and its makespan."""
-    needed: dict[Task, list[tuple[Task, int]]] = defaultdict(list)
-    for earlier, later, transfer in times.waits:
-        needed[later].append((earlier, transfer))
-    found = []
-    for order in orders:
-        starts, free = dict[Task, int](), [0] * placement.num_stages
-        for task in order:
-            stage = placement.stage_of_chunk[task.chunk]
-            arrivals = (starts[earlier] + times.durations[earlier] + transfer for earlier, transfer in needed[task])
-            starts[task] = max(free[stage], *arrivals, 0)
-            free[stage] = starts[task] + times.durations[task]
-        found.append((starts, max(free)))
-    return min(found, key=lambda each: each[1])
-
-
-def _by_number(starts: dict[Task, int]) -> dict[Task, int]:
-    """Returns the same starts, each chunk's tasks of a kind numbered as they start; for equal microbatches."""
-    alike: dict[tuple[TaskKind, int], list[int]] = defaultdict(list)
-    for (kind, chunk, _), start in starts.items():
-        alike[kind, chunk].append(start)
-    return {Task(*of, m): start for of, each in alike.items() for m, start in enumerate(sorted(each))}
-
-
 # -- a good order without the solver -----------------------------------------------------------------------------------
 
 
@@ -354,8 +410,29 @@ def better_order(
         makespan_ms=makespan_ms,
         at_least_ms=min(least_ms, makespan_ms),
         is_proven=best.makespan <= bound,
-        table=_table_of(steps.spans(best), graph, placement, copies or ()),
+        table=_table_of(times.spans(steps.starts(best)), graph, placement, copies or ()),
     )
+
+
+def _tables_of(
+    graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], slots: int
+) -> Iterator[ScheduleTable]:
+    """Yields the named tables of this graph on this placement."""
+    forward, input_gradient, weight_gradient = np.nanmean(durations_ms, axis=(0, 1)).tolist()
+    request = ScheduleRequest(
+        num_stages=placement.num_stages,
+        num_microbatches=graph.num_microbatches,
+        window=slots,
+        durations_ms=(forward, input_gradient, weight_gradient),
+        memory_limit=float(slots),
+    )
+    for name in schedule_names():
+        try:
+            table = build_schedule(name, request)
+        except ValueError:  # not for these sizes
+            continue
+        if (table.graph, table.placement) == (graph, placement):
+            yield table
 
 
 class _Timed(NamedTuple):
@@ -390,9 +467,9 @@ class _Steps:
         made = [Task(TaskKind(op.letter), *pair) for op in copies for pair in pairs]
         self.tasks = [*times.durations, *made]
         self.num_computed = len(times.durations)
-        self._number = number = {task: n for n, task in enumerate(self.tasks)}
-        lengths = [times.durations[task] if task in times.durations else times.copies[task.kind] for task in self.tasks]
-        self.lengths = [max(1, length) for length in lengths]
+        self.number = number = {task: n for n, task in enumerate(self.tasks)}
+        spans = times.spans(dict.fromkeys(self.tasks, 0))
+        self.lengths = [max(1, end) for _, end in spans.values()]
         """Units of each entry; at least 1, so that entries that wait for each other start one after the other."""
         self.stages = [stage_of[task.chunk] for task in self.tasks]
         engines = {
@@ -437,20 +514,25 @@ class _Steps:
                 self.after[n].append(following)
 
     def numbered(self, orders: Iterable[Iterable[Task]]) -> list[list[int]]:
-        return [[self._number[task] for task in order] for order in orders]
+        return [[self.number[task] for task in order] for order in orders]
 
-    def spans(self, found: _Timed) -> dict[Task, tuple[int, int]]:
-        """Returns start and end of each entry; copies of a chunk in the order of its microbatches."""
+    def starts(self, found: _Timed, *, by_number: bool = False) -> dict[Task, int]:
+        """Returns the start of each entry; if asked, copies of a chunk take their turns by microbatch."""
         starts: dict[Task, int] = {}
-        copied: dict[tuple[TaskKind, int], list[int]] = defaultdict(list)
+        copied: dict[tuple[TaskKind, int], list[Task]] = defaultdict(list)
         for n in found.sequence:
-            starts[self.tasks[n]] = found.ends[n] - self.lengths[n]
-            if n >= self.num_computed:
-                copied[self.tasks[n][:2]].append(n)
-        for each in copied.values():  # in order they do as well, since F and backwards are in order
-            of_chunk = sorted(self.tasks[n] for n in each)
-            starts |= zip(of_chunk, sorted(starts[task] for task in of_chunk), strict=True)
-        return {task: (start, start + self.lengths[self._number[task]]) for task, start in starts.items()}
+            task = self.tasks[n]
+            starts[task] = found.ends[n] - self.lengths[n]
+            if by_number and n >= self.num_computed:
+                copied[task.kind, task.chunk].append(task)
+        for each in copied.values():  # they may, since F and backwards are in order
+            starts |= zip(sorted(each), sorted(starts[task] for task in each), strict=True)
+        return starts
+
+    def without_needless_copies(self, starts: dict[Task, int], makespan: int) -> dict[Task, int]:
+        """Returns an order that takes no longer, without copies that buy no time."""
+        known = self.timed(sorted(map(self.number.__getitem__, starts), key=lambda n: starts[self.tasks[n]]))
+        return starts if known is None or known.makespan > makespan else self.starts(self.pruned(known))
 
     def timed(self, sequence: list[int] | None, most: float = inf) -> _Timed | None:
         """Returns the times of a sequence; None where it does not fit, or costs more than ``most``."""
@@ -703,7 +785,6 @@ def _add_slots(
             if not times.durations[forward]:  # its activation might come and go at one moment, and count nowhere
                 raise ValueError(f"{forward} takes no time, so slots mean nothing: give it more than 0 ms")
             moves = model.new_bool_var("")
-            model.add_hint(moves, False)
             stays = [(starts[forward], starts[last] + times.durations[last], ~moves)]
             if times.copies:
                 (out, out_units), (back, back_units) = times.copies.items()
@@ -713,7 +794,6 @@ def _add_slots(
                 model.add(starts[first] >= returns + back_units).only_enforce_if(moves)
                 stays += [(starts[forward], leaves + out_units, moves), (returns, stays[0][1], moves)]
                 for letter, start, units in ((out, leaves, out_units), (back, returns, back_units)):
-                    model.add_hint(start, 0)
                     engine.append(model.new_optional_fixed_size_interval_var(start, units, moves, ""))
                     made[Task(TaskKind(letter), *pair)] = _Copy(start, moves)
             else:
