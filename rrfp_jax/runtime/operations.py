@@ -57,17 +57,18 @@ own, that makes nothing for the stash; its output may be rounded in another way.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import lru_cache, partial
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.core.groups import check_engines
-from rrfp_jax.core.ordering import STRICT
+from rrfp_jax.core.ordering import STRICT, Ordering
+from rrfp_jax.core.plan import StepRules
 from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules import COMPUTE, Op, PipelineGraph, ScheduleTable, Task, TaskKind, with_operations
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
-from rrfp_jax.simulation import better_order, constant
+from rrfp_jax.simulation import Costs, better_order, constant, simulate
 
 if TYPE_CHECKING:
     import jax
@@ -186,16 +187,26 @@ def offload(
         )
     if own is not None and (own is table or table.graph.ops):
         return own
+    windows, durations_ms = device_slots(table, slots), constant(astuple(lengths), table.graph)
+
+    def makespan_ms(moved: ScheduleTable) -> float:
+        window = windows if moved.graph.ops else None
+        order = Ordering(schedule=moved, consume=consume, window=window).resolve(table.placement, table.graph)
+        timeline = simulate(order.arbiters(StepRules(updates=False)), Costs(durations_ms=durations_ms)).timeline
+        return timeline.makespan_s() * 1e3
+
+    own_ms = inf if own is None else makespan_ms(own)
     found = better_order(
         table.graph,
         table.placement,
-        constant((lengths.forward, lengths.input_gradient, lengths.weight_gradient), table.graph)[0],
-        slots=device_slots(table, slots),
+        durations_ms[0],
+        slots=windows,
         copies=copies,
         tables=(table,) if table.hint is None else (table, table.hint),
-        than=own,
+        than_ms=own_ms,
     )
-    if found is None:
+    # Its time is that of strict consumption; stages that run what is ready may take another.
+    if found is None or (own is not None and makespan_ms(found.table) >= own_ms):
         assert own is not None
         return own
     return replace(found.table, name=table.name)

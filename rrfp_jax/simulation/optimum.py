@@ -23,7 +23,6 @@ from graphlib import TopologicalSorter
 from heapq import heappop, heappush
 from itertools import pairwise, product
 from math import ceil, gcd, inf
-from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -383,27 +382,25 @@ def better_order(
     copies: tuple[Op, Op] | None = None,
     links: Links | None = None,
     tables: Iterable[ScheduleTable] = (),
-    than: ScheduleTable | None = None,
+    than_ms: float = inf,
 ) -> Optimum | None:
-    """Returns a good order of tasks and copies together, found without the solver in about a second; None where it is
-    not quicker than a table that fits.
+    """Returns a good order of tasks and copies together, found without the solver in about a second; None where it
+    does not take less than ``than_ms``.
 
     Args:
         graph, placement, durations_ms, copies, links: as in :func:`find_optimum`; each way of the copies may have an
             engine of its own.
         slots: the most microbatches' activations that each stage may hold on its devices.
         tables: orders of this graph to begin with, whatever they hold.
-        than: the table to beat, with its copies.
     """
     times = _in_units(graph, placement, durations_ms, links or Links(), copies or ())
-    steps = _Steps(graph, placement, times, slots, copies or ())
     least_ms = lower_bound(graph, placement, durations_ms, links=links).total_ms
-    bound = ceil(least_ms * times.units_per_ms - 1e-3)
-    known = None if than is None else steps.timed(steps.merged(steps.numbered(than.orders)))
-    if known is not None and known.makespan <= bound:
+    if than_ms <= least_ms * (1 + 1e-9):
         return None
+    steps = _Steps(graph, placement, times, slots, copies or ())
+    bound = ceil(least_ms * times.units_per_ms - 1e-3)
     best = steps.searched([steps.numbered(table.orders) for table in tables], bound)
-    if known is not None and best.makespan >= known.makespan:
+    if best.makespan >= than_ms * times.units_per_ms:
         return None
     makespan_ms = best.makespan / times.units_per_ms
     return Optimum(
@@ -433,6 +430,13 @@ def _tables_of(
             continue
         if (table.graph, table.placement) == (graph, placement):
             yield table
+
+
+def _random_parts() -> Iterator[float]:
+    """Yields numbers from 0 to 1, the same ones each time."""
+    generator = np.random.default_rng(0)
+    while True:
+        yield from generator.random(1024).tolist()
 
 
 class _Timed(NamedTuple):
@@ -691,14 +695,14 @@ class _Steps:
     # -- improvement ---------------------------------------------------------------------------------------------------
 
     def _annealed(self, best: _Timed, bound: int) -> _Timed:
-        random, present = Random(0), best
+        random, present = _random_parts(), best
         num_moves = min(_MOVES, _MOVED // len(best.sequence))
         for move in range(num_moves):
             warmth = _WARMTH * best.makespan * (1 - move / num_moves) ** 2
             sequence = self._moved(present.sequence, random)
-            if random.random() < _TWICE:
+            if next(random) < _TWICE:
                 sequence = self._moved(sequence, random)
-            found = self.timed(sequence, present.cost + warmth * random.random() ** 2)
+            found = self.timed(sequence, present.cost + warmth * next(random) ** 2)
             if found is not None:
                 present = self._by_start(found)
                 if found.makespan < best.makespan:
@@ -711,26 +715,26 @@ class _Steps:
         ends, lengths = found.ends, self.lengths
         return found._replace(sequence=sorted(found.sequence, key=lambda n: ends[n] - lengths[n]))
 
-    def _moved(self, sequence: list[int], random: Random) -> list[int]:
+    def _moved(self, sequence: list[int], random: Iterator[float]) -> list[int]:
         """Returns the sequence with one entry at another place, or with the copies of one activation or without."""
         sequence = sequence.copy()
-        if random.random() < _COPIES and self.stays and len(self.stays[0]) > 3:
-            forward, backward, _, out, back = random.choice(self.stays)
+        if next(random) < _COPIES and self.stays and len(self.stays[0]) > 3:
+            forward, backward, _, out, back = self.stays[int(next(random) * len(self.stays))]
             if out in sequence:
                 sequence.remove(out)
                 sequence.remove(back)
                 return sequence
             first, last = sequence.index(forward) + 1, sequence.index(backward)
-            leaves = first if random.random() < 0.5 else random.randint(first, last)
-            sequence.insert(last if random.random() < 0.5 else random.randint(leaves, last), back)
+            leaves = first + (int(next(random) * (last - first + 1)) if next(random) < 0.5 else 0)
+            sequence.insert(last - (int(next(random) * (last - leaves + 1)) if next(random) < 0.5 else 0), back)
             sequence.insert(leaves, out)
             return sequence
-        at = place = random.randrange(len(sequence))
+        at = place = int(next(random) * len(sequence))
         entry = sequence[at]
         stage, further = self.stages[entry], 1
-        while random.random() < _FURTHER:
+        while next(random) < _FURTHER:
             further += 1
-        if random.random() < 0.5:
+        if next(random) < 0.5:
             while place > 0 and further and entry not in self.after[sequence[place - 1]]:
                 place -= 1
                 further -= self.stages[sequence[place]] == stage
