@@ -10,16 +10,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 
-from rrfp_jax.core import STRICT
+from rrfp_jax.core import STRICT, Ordering
 from rrfp_jax.costs import CostBook
 from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
+from rrfp_jax.planner.list_scheduler import memory_for_activations
 from rrfp_jax.planner.reasons import Reasons, Refusals
 from rrfp_jax.planner.records import Forecast, Plan, PlanChoice, Ranked, Refused
 from rrfp_jax.planner.search_space import SearchSpace, points_of, refused_without_points, shapes_of
 from rrfp_jax.planner.sites import Sites, TriedTable, hints_for, is_large
+from rrfp_jax.simulation import find_optimum
 
 _FIRST_DRAWS = 16
 """Draws by which tables are compared."""
@@ -57,6 +60,42 @@ def make_plan(
     contradict each other.
     """
     return _Search(book, space, seed, draws).plan(progress)
+
+
+def with_optimum(plan: Plan, book: CostBook, space: SearchSpace, seconds: float) -> Plan:
+    """Returns a plan with the solver's order of the best choice's cut in front, where it fits and takes less time.
+
+    A note tells how good any order of that cut can be, within as many activations as memory holds and without copies
+    to the host. Raises ImportError without OR-tools, naming the extra.
+    """
+    before, memory_bytes = plan.ranking[0], space.memory_bytes or book.device_bytes
+    choice, cut = before.choice, before.choice.cut
+    available = memory_for_activations(cut, [memory_bytes] * cut.placement.num_stages)
+    weights = [sum(cut.chunk_bytes[c].per_microbatch for c in chunks) for chunks in cut.placement.chunks_of_stage]
+    slots = [
+        cut.num_microbatches if not weight or room == inf else max(1, min(cut.num_microbatches, int(room // weight)))
+        for room, weight in zip(available, weights, strict=True)
+    ]
+    durations_ms = cut.durations_ms[0].copy()
+    durations_ms[..., : 3 if cut.split else 2] += cut.costs.task_ms  # of the host, before each task
+    best = find_optimum(
+        cut.graph, cut.placement, durations_ms, links=cut.links, slots=slots, time_limit_s=seconds
+    )  # fmt: skip
+    least = "proven to be the least" if best.is_proven else f"and none takes less than {best.at_least_ms:.4g} ms"
+    held = ",".join(map(str, slots))
+    note = (
+        f"the solver's order takes {best.makespan_ms:.4g} ms from the first task to the last, {least} on this cut "
+        f"where stages hold {held} microbatches"
+    )
+    plan = replace(plan, notes=(*plan.notes, note))
+    ordering = Ordering(schedule=replace(best.table, name="optimum"), consume=STRICT)
+    one = replace(choice, ordering=ordering, order_name="optimum", is_searched=True)
+    judge = Judge(book.noise, plan.num_draws, 0)
+    if not one.fits(memory_bytes) or judge.difference(choice, one, plan.num_draws)[0] >= 0:
+        return plan
+    why = Reasons(book, space, judge, memory_bytes, (), _FEW_DRAWS).why_lost(one, choice)
+    others = (Ranked(choice=one, forecast=forecast(one, book, judge)), replace(before, why=why), *plan.ranking[1:])
+    return replace(plan, ranking=others[: space.top])
 
 
 def compare_candidates(candidates: list[PlanChoice], judge: Judge) -> list[PlanChoice]:

@@ -79,7 +79,7 @@ def find_optimum(
     *,
     links: Links | None = None,
     windows: Sequence[int] | None = None,
-    slots: int | None = None,
+    slots: int | Sequence[int] | None = None,
     copies: tuple[Op, Op] | None = None,
     time_limit_s: float = 10.0,
     num_workers: int = 1,
@@ -95,8 +95,8 @@ def find_optimum(
         links: durations of transfers; None: transfers take no time.
         windows: the most microbatches that each stage may hold; None: any number. Memory that operations move does not
             count.
-        slots: the most activations that each stage may hold on its devices, counted as ``offload`` of
-            :mod:`rrfp_jax.runtime.operations` does; None: any number.
+        slots: the most activations that each stage may hold on its devices, one number or one per stage, counted as
+            ``offload`` of :mod:`rrfp_jax.runtime.operations` does; None: any number.
         copies: the ways out and back on one engine, as ``host_copies`` there makes them: any activation may move.
             None: none does.
         time_limit_s: the solver returns the best order that it has found in this time; with ``slots`` it begins
@@ -106,14 +106,9 @@ def find_optimum(
     Raises ImportError without OR-tools, naming the extra, and ValueError if no order was found in time, and where slots
     and copies do not fit.
     """
+    slots = [slots] * placement.num_stages if isinstance(slots, int) else slots
     _check_memory(graph, windows, slots, copies)
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ImportError(
-            "the true optimum needs OR-tools, which is not installed: pip install 'rrfp-jax[optimum]'"
-        ) from error
-    links = links or Links()
+    cp_model, links = load_solver(), links or Links()
     times = _in_units(graph, placement, durations_ms, links, copies or ())
     least_ms = lower_bound(graph, placement, durations_ms, links=links).total_ms
     is_even = graph.is_full and bool((durations_ms == durations_ms[:, :1]).all())
@@ -124,7 +119,7 @@ def find_optimum(
         found = solver.solved(time_limit_s)
     else:
         solver.bound = ceil(least_ms * times.units_per_ms - 1e-3)
-        steps = _Steps(graph, placement, times, [slots] * placement.num_stages, copies or ())
+        steps = _Steps(graph, placement, times, slots, copies or ())
         tables = _tables_of(graph, placement, durations_ms, slots)
         begun = steps.searched([steps.numbered(table.orders) for table in tables], solver.bound)
         known = _Solved(steps.starts(begun, by_number=is_even), begun.makespan, solver.bound)
@@ -138,6 +133,17 @@ def find_optimum(
         is_proven=is_proven,
         table=_table_of(times.spans(found.starts), graph, placement, copies or ()),
     )
+
+
+def load_solver() -> Any:
+    """Returns the module of the solver's models. Raises ImportError without OR-tools, naming the extra."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ImportError(
+            "the true optimum needs OR-tools, which is not installed: pip install 'rrfp-jax[optimum]'"
+        ) from error
+    return cp_model
 
 
 class _Solved(NamedTuple):
@@ -165,7 +171,7 @@ class _Solver:
         placement: Placement,
         times: "_Times",
         *,
-        slots: int | None,
+        slots: Sequence[int] | None,
         windows: Sequence[int] | None,
         is_even: bool,
         num_workers: int,
@@ -284,14 +290,14 @@ class _Solver:
 
 
 def _check_memory(
-    graph: PipelineGraph, windows: Sequence[int] | None, slots: int | None, copies: tuple[Op, Op] | None
+    graph: PipelineGraph, windows: Sequence[int] | None, slots: Sequence[int] | None, copies: tuple[Op, Op] | None
 ) -> None:
     if slots is None:
         if copies is not None:
             raise ValueError("copies move what a stage holds beyond its slots: give slots too, or leave copies out")
         return
-    if slots < 1:
-        raise ValueError(f"the optimum has {slots} slots: give at least 1 for what a stage holds on its devices")
+    if min(slots) < 1:
+        raise ValueError(f"the optimum has {min(slots)} slots: give at least 1 for what a stage holds on its devices")
     if windows is not None:
         raise ValueError("windows and slots both bound what stages hold: leave one of them out")
     if graph.ops:
@@ -412,16 +418,16 @@ def better_order(
 
 
 def _tables_of(
-    graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], slots: int
+    graph: PipelineGraph, placement: Placement, durations_ms: NDArray[np.float64], slots: Sequence[int]
 ) -> Iterator[ScheduleTable]:
     """Yields the named tables of this graph on this placement."""
     forward, input_gradient, weight_gradient = np.nanmean(durations_ms, axis=(0, 1)).tolist()
     request = ScheduleRequest(
         num_stages=placement.num_stages,
         num_microbatches=graph.num_microbatches,
-        window=slots,
+        window=max(slots),
         durations_ms=(forward, input_gradient, weight_gradient),
-        memory_limit=float(slots),
+        memory_limit=float(max(slots)),
     )
     for name in schedule_names():
         try:
@@ -775,11 +781,11 @@ def _add_slots(
     horizon: int,
     graph: PipelineGraph,
     placement: Placement,
-    slots: int,
+    slots: Sequence[int],
 ) -> dict[Task, _Copy]:
     """Bounds the activations that a stage holds, and lets them move by copies; returns the copies."""
     made: dict[Task, _Copy] = {}
-    for chunks in placement.chunks_of_stage:
+    for chunks, most in zip(placement.chunks_of_stage, slots, strict=True):
         held, engine = [], []
         for pair in [(c, m) for c in chunks if graph.has_backward(c) for m in graph.microbatches(c)]:
             forward, first, last = (
@@ -806,7 +812,7 @@ def _add_slots(
                 size = model.new_int_var(0, horizon, "")
                 held.append(model.new_optional_interval_var(begin, size, end, is_there, ""))
         model.add_no_overlap(engine)
-        model.add_cumulative(held, [1] * len(held), slots * graph.passes_per_microbatch(chunks))
+        model.add_cumulative(held, [1] * len(held), most * graph.passes_per_microbatch(chunks))
     return made
 
 
