@@ -45,9 +45,9 @@ from rrfp_jax.simulation.bounds import is_counted, lower_bound, task_lengths_ms,
 from rrfp_jax.simulation.links import Links
 
 _UNITS_PER_MS = 10**6
-_TRIED, _STARTS, _MOVES, _MOVED = 120_000, 3, 4_000, 400_000
-"""Without the solver: entries of the patterns tried, how many of these are improved, and by how many random moves, and
-entries of these moves."""
+_TRIED, _STARTS, _MOVES, _MOVED, _PRUNED = 120_000, 3, 4_000, 400_000, 1_000_000
+"""Without the solver: entries of the patterns tried, how many of these are improved, by how many random moves, entries
+of these moves, and of the sequences in which a copy is left out."""
 _WARMTH, _LEADS_ON = 0.02, 0.02
 """Parts of the makespan by which moves may make it worse at first, and of other ends that count beside it."""
 _TWICE, _COPIES, _FURTHER = 0.3, 0.15, 0.6
@@ -753,12 +753,13 @@ class _Steps:
         return sequence
 
     def pruned(self, best: _Timed) -> _Timed:
-        """Returns the sequence without the copies that buy no time."""
-        for *_, out, back in (stay for stay in self.stays if len(stay) > 3):
-            if out in best.sequence:
-                found = self.timed([n for n in best.sequence if n not in (out, back)])
-                if found is not None and found.makespan <= best.makespan:
-                    best = self._by_start(found)
+        """Returns the sequence without copies that buy no time, as many of them as can be looked at in a moment."""
+        copied = set(best.sequence)
+        moved = [stay[3:] for stay in self.stays if not copied.isdisjoint(stay[3:])]
+        for out, back in moved[: _PRUNED // len(best.sequence)]:
+            found = self.timed([n for n in best.sequence if n not in (out, back)], best.cost * (1 + _LEADS_ON))
+            if found is not None and found.makespan <= best.makespan:
+                best = self._by_start(found)
         return best
 
 
