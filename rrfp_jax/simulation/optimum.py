@@ -14,6 +14,8 @@ to the end of its W (or B). In the table that comes of it, each copy waits for t
 keep their order. Strict execution then starts no task later than the solver has it: of the turns before a copy's own,
 only tasks of the compute lane are unfinished as it starts, and these run in their order within what is left of the
 memory (:mod:`rrfp_jax.core.memory`).
+
+:func:`better_order` finds such orders without the solver; the solver begins with them, and refines large ones.
 """
 
 from collections import defaultdict
@@ -100,7 +102,7 @@ def find_optimum(
         copies: the ways out and back on one engine, as ``host_copies`` there makes them: any activation may move.
             None: none does.
         time_limit_s: the solver returns the best order that it has found in this time; with ``slots`` it begins
-            with one of our own.
+            with one of our own, and has more than 150 tasks window by window, which proves nothing but by the bound.
         num_workers: threads of the solver; with one, the result does not depend on the machine unless time runs out.
 
     Raises ImportError without OR-tools, naming the extra, and ValueError if no order was found in time, and where slots
