@@ -13,6 +13,7 @@ record (``--device``) or come from a file (``--costs``), and candidates run in v
 also runs on devices. ``rrfp train`` runs the configuration that ``--write`` has written as it is.
 """
 
+import argparse
 import json
 import logging
 from collections.abc import Iterator
@@ -35,9 +36,10 @@ from rrfp_jax.exit_codes import DONE
 from rrfp_jax.planner.configured import configured_plan, encoder_notes
 from rrfp_jax.planner.plan_request import NOISE_FORMS, ORDER_NAMES, UNEQUAL, read_request
 from rrfp_jax.planner.report import milliseconds, plan_as_json, refused_in_words, show_plan
-from rrfp_jax.planner.search import SearchProgress, make_plan
+from rrfp_jax.planner.search import SearchProgress, make_plan, with_optimum
 from rrfp_jax.planner.search_space import CONSUMPTIONS
 from rrfp_jax.planner.writing import write_choice
+from rrfp_jax.simulation.optimum import load_solver
 
 _log = logging.getLogger(__name__)
 _LIST = "N,N,...|A..B"
@@ -49,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     with checking_input():
+        _check_exact(arguments)
         request = read_request(arguments)
         if arguments.as_configured:
             assert request.config is not None
@@ -56,6 +59,9 @@ def main(argv: list[str] | None = None) -> int:
         else:
             with rare_collections(), _bar() as progress:
                 plan = make_plan(request.book, request.space, progress=progress)
+                if arguments.exact is not None and plan.ranking:
+                    progress("the solver", 0, 1, float("inf"))
+                    plan = with_optimum(plan, request.book, request.space, arguments.exact)
             plan = replace(plan, notes=(*plan.notes, *encoder_notes(request.config)))
     if not plan.ranking:
         told = "; ".join(refused_in_words(refused) for refused in plan.refused[:_FEW])
@@ -78,6 +84,25 @@ def main(argv: list[str] | None = None) -> int:
         beside = "" if written.table is None else f", with its order in {written.table}"
         _log.info("the configuration is in %s%s", written.config, beside)
     return DONE
+
+
+def _check_exact(arguments: argparse.Namespace) -> None:
+    """Raise ValueError where the solver is asked for and cannot be, before anything takes time."""
+    if arguments.exact is None:
+        return
+    if not arguments.exact > 0:
+        raise ValueError(f"--exact has {arguments.exact:g} s: give the solver more than 0")
+    if arguments.as_configured or arguments.schedules is not None:
+        other = "--as-configured" if arguments.as_configured else "--schedules"
+        raise ValueError(f"--exact looks for an order without a name, and {other} for none: leave one out")
+    if arguments.replicas == UNEQUAL:
+        raise ValueError(f"--exact looks for one replica's order: leave it or --replicas {UNEQUAL} out")
+    if STRICT not in (arguments.consume or STRICT).split(","):
+        raise ValueError(f"--exact finds an order that stages keep to: let --consume name {STRICT}, or leave it out")
+    try:
+        load_solver()
+    except ImportError as error:
+        raise ValueError(str(error)) from error
 
 
 def make_parser() -> CommandParser:
@@ -187,6 +212,13 @@ def make_parser() -> CommandParser:
         "that keeps attention or experts is counted as full",
     )
     offer(remat, REMAT_NAMES)
+    add(
+        "--exact",
+        type=float,
+        metavar="SECONDS",
+        help="after the search, let the solver (OR-tools) look for the best order of the best cut, in so many seconds "
+        "and the memory that there is, without copies to the host; the notes tell its bound (default: it does not)",
+    )
 
     add = parser.add_argument_group("output").add_argument
     add("--top", type=int, default=5, metavar="N", help="how many of the ranking are told (default 5)")

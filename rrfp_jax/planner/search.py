@@ -10,13 +10,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from statistics import fmean
 
 import numpy as np
 
-from rrfp_jax.core import STRICT
+from rrfp_jax.core import STRICT, Ordering
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
+from rrfp_jax.planner.list_scheduler import memory_for_activations
 from rrfp_jax.planner.reasons import Reasons, Refusals
 from rrfp_jax.planner.records import LINEAR, MIXED, Forecast, Plan, PlanChoice, Point, Ranked, Refused
 from rrfp_jax.planner.search_space import (
@@ -28,6 +30,7 @@ from rrfp_jax.planner.search_space import (
     shapes_of,
 )
 from rrfp_jax.planner.sites import Sites, TriedTable, cut_for_replicas, hints_for, is_large
+from rrfp_jax.simulation import find_optimum
 
 _FIRST_DRAWS = 16
 """Draws by which tables are compared."""
@@ -67,6 +70,48 @@ def make_plan(
     contradict each other.
     """
     return _Search(book, space, seed, draws).plan(progress)
+
+
+def with_optimum(plan: Plan, book: CostBook, space: SearchSpace, seconds: float) -> Plan:
+    """Returns a plan with the solver's order of the best choice's cut in front, where it fits and takes less time.
+
+    A note tells how good any order of that cut can be, within as many activations as memory holds and without copies
+    to the host. Raises ImportError without OR-tools, naming the extra.
+    """
+    choice, memory_bytes = plan.ranking[0].choice, space.memory_bytes or book.device_bytes
+    cut = choice.cut
+    available = memory_for_activations(cut, cut.limits(memory_bytes))
+    weights = [sum(cut.chunk_bytes[c].per_microbatch for c in chunks) for chunks in cut.placement.chunks_of_stage]
+    slots = [
+        cut.num_microbatches if not weight or room == inf else max(1, min(cut.num_microbatches, int(room // weight)))
+        for room, weight in zip(available, weights, strict=True)
+    ]
+    durations_ms = cut.durations_ms[0].copy()
+    durations_ms[..., : 3 if cut.split else 2] += cut.costs.task_ms  # of the host, before each task
+    best = find_optimum(cut.graph, cut.placement, durations_ms, links=cut.links, slots=slots, time_limit_s=seconds)
+    least = "proven to be the least" if best.is_proven else f"and none takes less than {best.at_least_ms:.4g} ms"
+    held = ",".join(map(str, slots))
+    note = (
+        f"the solver's order takes {best.makespan_ms:.4g} ms from the first task to the last, {least} on this cut "
+        f"where stages hold {held} microbatches"
+    )
+    plan = replace(plan, notes=(*plan.notes, note))
+    ordering = Ordering(schedule=replace(best.table, name="optimum"), consume=STRICT)
+    one = replace(choice, ordering=ordering, order_name="optimum", is_searched=True)
+    judge = Judge(book.noise, plan.num_draws, 0)
+    if not one.fits(memory_bytes) or judge.difference(choice, one, plan.num_draws)[0] >= 0:
+        return plan
+    reasons = Reasons(book, space, judge, memory_bytes, (), _FEW_DRAWS)
+
+    def behind(ranked: Ranked, kind: str = "") -> Ranked:
+        return replace(ranked, why=kind + reasons.why_lost(one, ranked.choice))
+
+    return replace(
+        plan,
+        ranking=(Ranked(choice=one, forecast=forecast(one, book, judge)), *map(behind, plan.ranking))[: space.top],
+        why=reasons.why_won(one, None if plan.even is None else plan.even.choice),
+        alternatives=tuple(behind(each, each.why.split(": ")[0] + ": ") for each in plan.alternatives),
+    )
 
 
 def compare_candidates(candidates: list[PlanChoice], judge: Judge) -> list[PlanChoice]:

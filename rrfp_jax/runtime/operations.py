@@ -24,6 +24,13 @@ its backward, and forwards would wait for each copy. All these waits go forward 
 Where stages run any ready task, and all forwards stand before all ways back, as in GPipe, nothing waits: a stage whose
 forwards wait for copies then runs backwards.
 
+Another order
+-------------
+The order of a table was made without copies. Where it holds too much of what may not move by these rules, or another
+order of tasks and copies together takes less time (:func:`rrfp_jax.simulation.better_order`), the stages follow that:
+on the same graph and placement, no stage holding more than the table's own peak there, and microbatches in their order.
+One slot suffices for every table.
+
 Which arrays move
 -----------------
 Two operations of the schedule's language move arrays on one copy engine of the stage: ``O`` behind a forward, ``L`` a
@@ -50,16 +57,18 @@ own, that makes nothing for the stash; its output may be rounded in another way.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import lru_cache, partial
 from math import ceil, inf
 from typing import TYPE_CHECKING, Any
 
 from rrfp_jax.core.groups import check_engines
-from rrfp_jax.core.ordering import STRICT
+from rrfp_jax.core.ordering import STRICT, Ordering
+from rrfp_jax.core.plan import StepRules
 from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules import COMPUTE, Op, PipelineGraph, ScheduleTable, Task, TaskKind, with_operations
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
+from rrfp_jax.simulation import Costs, better_order, constant, simulate
 
 if TYPE_CHECKING:
     import jax
@@ -165,14 +174,55 @@ def offload(
         lanes: the engines for the way out and the way back.
         consume: how stages follow the table, in the words of :class:`rrfp_jax.core.Ordering`.
 
-    Raises ValueError, with the fewest slots that would do, where these are too few.
+    Raises ValueError for less than one slot, and, with a number that would do, for too few of a table with operations.
     """
     if slots < 1:
         raise ValueError(f"offload has {slots} slots: give at least 1 for what a stage holds on its devices")
     copies = host_copies(copy_ms, lengths=lengths, lead=lead, lanes=lanes)
+    own = _in_its_own_order(table, slots, copies, lengths=lengths, consume=consume)
+    if table.graph.ops and own is None:
+        raise ValueError(
+            f"offload {slots} is too little for {table.name!r}, whose own operations keep it to its order: give "
+            f"{ceil(max(table.peak_activations()))}, or leave these operations out"
+        )
+    if own is not None and (own is table or table.graph.ops):
+        return own
+    windows, durations_ms = device_slots(table, slots), constant(astuple(lengths), table.graph)
+
+    def makespan_ms(moved: ScheduleTable) -> float:
+        window = windows if moved.graph.ops else None
+        order = Ordering(schedule=moved, consume=consume, window=window).resolve(table.placement, table.graph)
+        timeline = simulate(order.arbiters(StepRules(updates=False)), Costs(durations_ms=durations_ms)).timeline
+        return timeline.makespan_s() * 1e3
+
+    own_ms = inf if own is None else makespan_ms(own)
+    found = better_order(
+        table.graph,
+        table.placement,
+        durations_ms[0],
+        slots=windows,
+        copies=copies,
+        tables=(table,) if table.hint is None else (table, table.hint),
+        than_ms=own_ms,
+    )
+    # Its time is that of strict consumption; stages that run what is ready may take another.
+    if found is None or (own is not None and makespan_ms(found.table) >= own_ms):
+        assert own is not None
+        return own
+    return replace(found.table, name=table.name)
+
+
+def _in_its_own_order(
+    table: ScheduleTable, slots: int, copies: tuple[Op, Op], *, lengths: SlotLengths, consume: str
+) -> ScheduleTable | None:
+    """Returns the table with copies among its tasks; the table itself where it needs none, None where it holds too
+    much of what waits for a weight gradient alone, or for less than three round trips."""
     pairs = frozenset[tuple[int, int]]()
     for rows in filter(None, (table, table.hint)):
-        pairs |= _pairs_to_move(rows, slots, copies[0].ms, lengths, lead)
+        moved = _pairs_to_move(rows, slots, copies[1].ms, lengths, copies[1].lead)
+        if moved is None:
+            return None
+        pairs |= moved
     if not pairs:
         return table
     out, back = (replace(op, pairs=pairs) for op in copies)
@@ -329,25 +379,18 @@ class _Stay:
 
 def _pairs_to_move(
     table: ScheduleTable, slots: int, one_way: float, lengths: SlotLengths, lead: int
-) -> frozenset[tuple[int, int]]:
+) -> frozenset[tuple[int, int]] | None:
     spans = execute(table, lengths).spans
     pairs: set[tuple[int, int]] = set()
-    fewest = {}
     for stage, row in enumerate(table.orders):
-        passes = table.graph.passes_per_microbatch(table.placement.chunks_of_stage[stage])
+        most = slots * table.graph.passes_per_microbatch(table.placement.chunks_of_stage[stage])
         stays = _stays(table, row, spans, 2 * _ROUND_TRIPS * one_way, lead)
         held = _held(len(row), stays)
-        if max(held) > slots * passes:
-            moved, left = _fewest(held, stays, max(1, slots * passes - 1))
+        if max(held) > most:
+            moved, left = _fewest(held, stays, max(1, most - 1))
+            if left > most:
+                return None
             pairs |= moved
-            fewest[stage] = ceil(left / passes)
-    worst = max(fewest, key=fewest.__getitem__, default=0)
-    if fewest and fewest[worst] > slots:
-        raise ValueError(
-            f"offload {slots} is too little for {table.name!r}, of which stage {worst} holds {fewest[worst]} "
-            "microbatches that wait for a weight gradient alone, or no longer than three copies there and back take: "
-            f"give {fewest[worst]} at least"
-        )
     return frozenset(pairs)
 
 

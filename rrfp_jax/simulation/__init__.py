@@ -26,6 +26,7 @@ from rrfp_jax.simulation.links import Communication as Communication
 from rrfp_jax.simulation.links import Links as Links
 from rrfp_jax.simulation.links import both_directions as both_directions
 from rrfp_jax.simulation.optimum import Optimum as Optimum
+from rrfp_jax.simulation.optimum import better_order as better_order
 from rrfp_jax.simulation.optimum import find_optimum as find_optimum
 from rrfp_jax.simulation.result import MemoryWeights as MemoryWeights
 from rrfp_jax.simulation.result import RunMetrics as RunMetrics

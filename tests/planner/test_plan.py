@@ -1,6 +1,8 @@
 """The plan command, as a user runs it."""
 
+import importlib.util
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,52 @@ def test_what_is_written_is_what_train_reads(costs: str, capsys: pytest.CaptureF
     assert Path("best.order.csv").exists() == (str(found.pipeline.schedule).endswith(".csv"))
     plan_run(found, tmp_path / "run")
     assert train.main(["--config", "best.yaml", "--print-config"]) == 0
+
+
+needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="the extra 'optimum' is missing")
+
+
+@needs_solver
+def test_the_solvers_order_comes_first_where_it_is_quicker(
+    costs: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_costs(replace(BOOK, layers=("embedding", *("layer",) * 12, "head")), costs)
+    config = load_train_config("cpu/debug", {})
+    larger = replace(config, model=replace(config.model, num_layers=12))
+    Path("larger.yaml").write_text(larger.as_yaml())
+    asked = ("--config", "larger.yaml", "--costs", costs, "--devices", "4", "--stages", "4", "--chunks-per-stage", "1")
+    short = (*asked, "--microbatch-size", "4", "--memory", "280MiB")
+    plain, plan = planned(capsys, *short), planned(capsys, *short, "--exact", "30", "--write", "best.yaml")
+    best, before = plan["ranking"][:2]
+    assert (best["order_name"], before["order_name"]) == ("optimum", plain["ranking"][0]["order_name"])
+    assert best["step_ms"] < 0.98 * before["step_ms"]
+    assert before["why"].startswith("bubble")
+    assert best["peak_bytes"] <= 280 * MIB
+    assert "proven to be the least" in plan["notes"][-1]
+    assert str(load_train_config("best.yaml", {}).pipeline.schedule).endswith("best.order.csv")
+    plan_run(load_train_config("best.yaml", {}), tmp_path / "run")
+    hurried = planned(capsys, *short, "--exact", "1e-3")  # the best order known without the solver, and its bound
+    assert hurried["ranking"][0]["step_ms"] <= before["step_ms"]
+    assert "none takes less than" in hurried["notes"][-1]
+
+
+def test_without_the_solver_the_extra_is_named(costs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(BadInput, match=r"pip install 'rrfp-jax\[optimum\]'"):
+        main(["--costs", costs, *SMALL, "--exact", "5"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--exact", "0"), "give the solver more than 0"),
+        (("--exact", "5", "--schedules", "1f1b"), "leave one out"),
+        (("--exact", "5", "--consume", "ready"), "let --consume name strict"),
+    ],
+)
+def test_a_solver_that_cannot_help_is_refused(costs: str, options: tuple[str, ...], words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        main(["--costs", costs, *SMALL, *options])
 
 
 @pytest.mark.slow

@@ -173,7 +173,8 @@ class OrderingOptions:
             moved = offload(table, self.offload, copy_ms=self.copy_ms, lengths=lengths, consume=ordering.consume)
             slots = device_slots(table, self.offload)
             if moved is not table:
-                ordering = replace(ordering, schedule=moved, window=slots)
+                # An order that holds less than the slots without copies bounds memory by itself.
+                ordering = replace(ordering, schedule=moved, window=slots if moved.graph.ops else None)
             else:
                 text = "offload %d moves nothing: no stage of %s holds more than %d"
                 _log.info(text, self.offload, table.name, max(slots))
