@@ -44,6 +44,7 @@ def test_unequal_replicas_train_what_the_plain_loop_trains(replicas: tuple[int, 
     assert_same_training(*train(pipeline, make_batches()), *expected(chunks))
 
 
+@pytest.mark.slow
 def test_evaluations_verifications_and_other_owners_know_which_units_there_are() -> None:
     batch = make_batches()[0]
     leaves = [{name: values[m] for name, values in batch.items()} for m in range(NUM_MICROBATCHES)]

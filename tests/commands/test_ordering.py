@@ -220,6 +220,13 @@ def test_offload_that_moves_nothing_says_so(caplog):
     assert [record.getMessage() for record in caplog.records] == told
 
 
+def test_offload_in_another_order_says_so(caplog):
+    caplog.set_level("INFO", logger="rrfp_jax")
+    resolve(schedule="zb-h1", offload=2)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == "offload 2: stages follow another order than zb-h1, chosen together with its copies"
+
+
 def test_offload_bounds_what_stages_hold_on_their_devices():
     for consume in ("strict", "ready"):
         resolved = resolve(schedule="1f1b", consume=consume, offload=3)

@@ -22,6 +22,7 @@ def losses(run: Path, *options: object) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_with_one_for_each_stage_goes_on_with_others_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     base = losses(tmp_path / "none", "--steps", 4)
     own = ("--remat", "full,full,dots,none")

@@ -25,6 +25,7 @@ def train(config: Path, run: Path, processes: int, *options: object) -> str:
     return launcher.text
 
 
+@pytest.mark.slow
 def test_a_run_with_one_replica_of_the_first_stage_goes_on_from_equal_ones_and_back(tmp_path: Path) -> None:
     config = training_config(tmp_path, steps=6, decay_steps=6)
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -166,6 +166,7 @@ def test_without_time_the_answer_is_the_best_known_order_and_its_bound():
 
 
 @needs_solver
+@pytest.mark.slow
 def test_a_large_case_is_refined_by_windows():
     graph = chain(8, 16, split=True)
     durations_ms = constant((10.0, 10.0, 10.0), graph)[0]

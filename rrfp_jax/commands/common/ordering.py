@@ -175,6 +175,14 @@ class OrderingOptions:
             if moved is not table:
                 # An order that holds less than the slots without copies bounds memory by itself.
                 ordering = replace(ordering, schedule=moved, window=slots if moved.graph.ops else None)
+                letters = {op.letter for op in moved.graph.ops}
+                before, now = (
+                    [[task for task in row if task.kind not in letters] for row in made.orders]
+                    for made in (table, moved)
+                )
+                if now != before:
+                    text = "offload %d: stages follow another order than %s, chosen together with its copies"
+                    _log.info(text, self.offload, table.name)
             else:
                 text = "offload %d moves nothing: no stage of %s holds more than %d"
                 _log.info(text, self.offload, table.name, max(slots))
