@@ -63,6 +63,7 @@ def test_other_owners_in_every_step(per_stage: int, options: dict[str, Any], tmp
     assert all(stage.num_events for stage in replay.stages)
 
 
+@pytest.mark.slow
 def test_owners_of_whole_blocks_do_not_change_a_bit_of_a_deterministic_run() -> None:
     """Tied layers and a split backward too; a unit may run all blocks of its stage, or none."""
     chunks = make_chunks(4, tied=True)

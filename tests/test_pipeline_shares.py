@@ -75,6 +75,7 @@ def test_shares_are_even_and_hold_every_array_once() -> None:
     assert tied == [part for part in state_parts(other, last, 4) if other.shared.issuperset(part.layers)]
 
 
+@pytest.mark.slow
 def test_each_replica_holds_two_shares_and_no_more_than_was_forecast() -> None:
     batches, sizes = batches_for(4, 3), []
     for options in ({}, SHARED):

@@ -97,7 +97,7 @@ def test_bidirectional_chains_that_share_all_parameters(agreement):
     explore_hints(graph, v_shaped(2), StepRules(agreement=agreement))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("agreement", Agreement)
 def test_bitpipe(agreement):
     """Strictly with four stages, and two steps with two; at the table's own memory; and by hints."""

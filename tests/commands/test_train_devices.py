@@ -13,6 +13,7 @@ from tests.commands.running import run_command, sentence
 SMALL = ("--config", "cpu/debug", "--num-layers", 2, "--hidden", 32, "--length", 32, "--num-stages", 2)
 
 
+@pytest.mark.slow
 def test_the_order_of_devices_changes_where_stages_lie_and_nothing_else(tmp_path: Path) -> None:
     losses = []
     for number, devices in enumerate(("null", "1,0")):
