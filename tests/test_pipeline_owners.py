@@ -136,6 +136,7 @@ def test_evaluations_have_the_owners_of_a_training_step() -> None:
         assert np.isfinite(metrics.result().loss)
 
 
+@pytest.mark.slow
 def test_what_cannot_have_other_owners_is_refused_and_the_run_goes_on() -> None:
     table = build_schedule("1f1b", ScheduleRequest(num_stages=2, num_microbatches=NUM_MICROBATCHES // 2))
     batch, given = make_batches()[0], draw(2, NUM_MICROBATCHES)

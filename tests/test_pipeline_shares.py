@@ -114,7 +114,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [("three shares", "four shares"), ("three shares", "whole"), ("four shares", "cut by a collective"),

@@ -31,6 +31,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_saved_and_the_same_command_goes_on_once_the_data_is_mended(tmp_path: Path) -> None:
     run = tmp_path / "run"
     options = ("--config", config(tmp_path, arguments={"broken": [13, 21]}), "--run-dir", run)
