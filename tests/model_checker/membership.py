@@ -449,8 +449,8 @@ class MembershipSearch:
         self.setting = setting
         self.ranks, self.heads = Numbering[Rank](), Numbering[HeadMembership]()
         self.packets, self.facts = Numbering[Packet](), Numbering[Fact]()
-        self._rank_steps: dict[tuple[int, Happening], Outcome] = {}
-        self._head_steps: dict[tuple[int, HeadEvent], Outcome] = {}
+        self._rank_steps: dict[tuple[int, type, Happening], Outcome] = {}
+        self._head_steps: dict[tuple[int, type, HeadEvent], Outcome] = {}
         self._acts: dict[tuple[int, int], list[Act]] = {}
         self._relevant: dict[tuple[int, int], tuple[int, int]] = {}
         ranks = [Rank(setting, rank) for rank in range(setting.num_ranks)]
@@ -600,7 +600,8 @@ class MembershipSearch:
         return known
 
     def _step_rank(self, at: int, happening: Happening) -> Outcome:
-        known = self._rank_steps.get((at, happening))
+        key = at, type(happening), happening  # tuples of other types may be equal
+        known = self._rank_steps.get(key)
         if known is None:
             rank = _copied(self.ranks.values[at])
             sent = rank.handle(happening)
@@ -612,11 +613,12 @@ class MembershipSearch:
                 if any(again.handle(happening)) or self._number_rank(again) != after:
                     raise MembershipFault(f"{happening} changes rank {rank.rank} when it comes twice")
             known = Outcome(after, self.packets.bits(sent.packets), self.facts.bits(sent.facts), tuple(sent.to_head))
-            self._rank_steps[at, happening] = known
+            self._rank_steps[key] = known
         return known
 
     def _step_head(self, at: int, event: HeadEvent) -> Outcome:
-        known = self._head_steps.get((at, event))
+        key = at, type(event), event
+        known = self._head_steps.get(key)
         if known is None:
             head = copy(self.heads.values[at])
             packets: list[Packet] = []
@@ -630,7 +632,7 @@ class MembershipSearch:
                         packets += [Packet(rank, HoldReleased(step)) for rank in ranks]
                     case FetchState(ranks, step):
                         packets += [Packet(rank, FetchState((rank,), step)) for rank in ranks]
-            known = self._head_steps[at, event] = Outcome(self._number_head(head), self.packets.bits(packets))
+            known = self._head_steps[key] = Outcome(self._number_head(head), self.packets.bits(packets))
         return known
 
     def _number_rank(self, rank: Rank) -> int:
