@@ -242,7 +242,9 @@ def walk(random, **setting):
         search.follow(state, what, new)
         state = new
         rank = random.randrange(len(state.ranks))
-        if random.random() < 0.05 and search.ranks.values[state.ranks[rank]].status is Status.RUNS:
+        at = search.ranks.values[state.ranks[rank]]
+        # The link of a newcomer says that it is one, whenever it reaches the head.
+        if random.random() < 0.05 and at.status is Status.RUNS and at.has_come:
             new = search.apply(state, rank, HeadReached())
             search.follow(state, f"rank {rank} reaches the head again", new)
             state = new
