@@ -167,7 +167,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("--no-start", action="store_true", help="start no ranks, which takes some seconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     add = parser.add_argument_group("several hosts").add_argument
-    add("--links", metavar="FILE.json", help="under launch: measure the links between all ranks, for rrfp plan --costs")
+    add("--links", metavar="FILE.json", help="under launch: measure the links between ranks, for rrfp plan --machine")
     add("--head", metavar="HOST:PORT", help="node 0's address, as for launch: check that it can be reached")
     add("--interface", metavar="IF", help="the interface for ranks to listen on (default: the one to the head)")
     add("--port", type=int, metavar="N", help=f"the first of the two ports of a head on this host (default {_PORT})")
@@ -197,7 +197,6 @@ def _write_links(path: Path, *, as_json: bool) -> int:
         return DONE
     if known is not None and len(known.devices) == len(found.devices):
         found = replace(found, devices=known.devices)  # with the speeds that rrfp profile has measured
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_machine(found, path)
     if as_json:
         print(json.dumps(asdict(found) | {"output": str(path)}))

@@ -37,6 +37,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.costs import CostBook, CostEntry, LinkCosts, MachineCosts, Noise
 from rrfp_jax.field_rules import POSITIVE, check_fields
+from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.record_files import read_bounded
 
 VERSION = 1
@@ -129,7 +130,9 @@ def write_machine(machine: MachineCosts, path: str | Path) -> None:
 
 def _write(plain: dict[str, Any], path: str | Path) -> None:
     text = json.dumps(plain, indent=2, allow_nan=False)
-    Path(path).write_text(_SHORT_LIST.sub(_on_one_line, text) + "\n", encoding="utf-8")
+    # A killed process or a full disk leaves what was measured before.
+    with replacing(path) as temporary:
+        temporary.write_text(_SHORT_LIST.sub(_on_one_line, text) + "\n", encoding="utf-8")
 
 
 def _on_one_line(found: re.Match[str]) -> str:

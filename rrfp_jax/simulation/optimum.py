@@ -626,10 +626,9 @@ class _Steps:
         graph, chunks_of_stage = self.graph, self.placement.chunks_of_stage
         plain = [self.numbered([canonical_row(replace(graph, ops=()), chunks)])[0] for chunks in chunks_of_stage]
         to_end, from_start = [0] * graph.num_chunks, [0] * graph.num_chunks
-        order = [*TopologicalSorter({c: graph.predecessors(c) for c in range(graph.num_chunks)}).static_order()]
-        for c in order:
+        for c in range(graph.num_chunks):
             from_start[c] = max((from_start[b] + 1 for b in graph.predecessors(c)), default=0)
-        for c in reversed(order):
+        for c in reversed(range(graph.num_chunks)):
             to_end[c] = max((to_end[a] + 1 for a in graph.successors(c)), default=0)
         ahead = [max(to_end[c] for c in chunks) for chunks in chunks_of_stage]
         behind = [min(from_start[c] for c in chunks) for chunks in chunks_of_stage]

@@ -1,5 +1,6 @@
 """Costs in files: what is written is read as the same, and what does not fit is told in one sentence."""
 
+import errno
 import json
 import re
 from dataclasses import replace
@@ -198,3 +199,18 @@ def test_what_does_not_fit_is_one_sentence(content: Any, problem: str, tmp_path:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         read_costs(tmp_path / "absent.json")
+
+
+def test_a_full_disk_leaves_what_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "costs.json"
+    machine = MachineCosts(devices=(DeviceCosts(), DeviceCosts(speed=0.5)))
+    write_machine(machine, path)
+
+    def fill(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill)
+    with pytest.raises(OSError, match="No space left"):
+        write_machine(MachineCosts(devices=(DeviceCosts(),)), path)
+    assert read_machine(path) == machine
+    assert [each.name for each in tmp_path.iterdir()] == ["costs.json"]
