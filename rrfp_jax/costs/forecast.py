@@ -190,6 +190,7 @@ def forecast_stage(
     in_row: int | None = None,
     capacity: int | None = None,
     moved: tuple[int, int] | None = None,
+    weights: Sequence[int] = (),
 ) -> StageForecast:
     """Returns the peak of a stage with these chunks; ``footprint`` or ``capacity``, where given, count in place of the
     window.
@@ -200,19 +201,21 @@ def forecast_stage(
         num_microbatches: of a step.
         reaches: activations that may be here, each chunk named once; empty: those of all microbatches.
         paths: chunks whose activations are held together, see :func:`paths`; empty: each alone.
-        footprint: activations held at most, those on the device where operations move some.
+        footprint: activations held at most, those on the device where operations move some; in the unit of the weights.
         in_row: the most bytes of microbatches in the row that the stage keeps to, where it keeps to one.
         capacity: bytes of all microbatches in flight at most.
         moved: where operations move activations, how many are under way at most wherever they lie, and how many in
             host memory.
+        weights: the units that an activation of each chunk counts, and behind them those of a whole one; empty: 1 each.
     """
+    *of_chunks, unit = weights or (1,) * (len(chunks) + 1)
     reaches = reaches or [Reach(chunks=(place,), number=num_microbatches) for place in range(len(chunks))]
     reached = min(num_microbatches, max(reach.number for reach in reaches))
     in_footprint = 0
     if footprint is not None:
         more = [max(0, chunk.per_microbatch - chunk.inputs) for chunk in chunks]
-        along = _along(more, footprint, paths or [(place,) for place in range(len(chunks))])
-        in_footprint = min(_largest(more, footprint, num_microbatches), along)
+        along = _along(more, footprint, paths or [(place,) for place in range(len(chunks))], of_chunks)
+        in_footprint = min(_largest(more, footprint, num_microbatches, of_chunks), along)
         # Beside them lies all that may be here, as if it waited, and the parts that moved activations leave here.
         for reach in reaches:
             in_footprint += _largest([chunks[place].inputs for place in reach.chunks], reach.number, num_microbatches)
@@ -230,7 +233,7 @@ def forecast_stage(
         per_waiting=sum(chunk.inputs for chunk in chunks),
         temporaries=temporaries,
         step_temporaries=step_temporaries,
-        footprint=footprint,
+        footprint=None if footprint is None else -(-footprint // unit),
         in_footprint=in_footprint,
         in_row=in_row,
         capacity=capacity,
@@ -239,32 +242,33 @@ def forecast_stage(
     )
 
 
-def _largest(sizes: Sequence[int], number: int, num_microbatches: int) -> int:
-    """Returns the most bytes of ``number`` activations: those of the largest chunks first, of each one for every
-    microbatch."""
-    num_bytes = 0
-    for size in sorted(sizes, reverse=True):
-        num_bytes += size * min(number, num_microbatches)
-        number -= min(number, num_microbatches)
+def _largest(sizes: Sequence[int], number: int, num_microbatches: int, weights: Sequence[int] = ()) -> int:
+    """Returns the most bytes of activations that weigh ``number``: those of the chunks with the most bytes for their
+    weight first, of each one for every microbatch."""
+    num_bytes, pairs = 0, zip(sizes, weights or (1,) * len(sizes), strict=True)
+    for size, weight in sorted(pairs, key=lambda pair: -pair[0] / pair[1]):
+        taken = min(-(-number // weight), num_microbatches)
+        num_bytes += size * taken
+        number = max(0, number - taken * weight)
     return num_bytes
 
 
-def _along(sizes: Sequence[int], number: int, paths: Sequence[Sequence[int]]) -> int:
-    """Returns the most bytes of ``number`` activations, where each has those of the chunks before it in its path beside
-    it."""
-    starts = [total for path in paths for total in enumerate(accumulate(sizes[place] for place in path), start=1)]
+def _along(sizes: Sequence[int], number: int, paths: Sequence[Sequence[int]], weights: Sequence[int]) -> int:
+    """Returns the most bytes of activations that weigh ``number``, where each has those of the chunks before it in its
+    path beside it."""
+    starts = list[tuple[int, int]]()
+    for path in paths:
+        heavy, large = accumulate(weights[place] for place in path), accumulate(sizes[place] for place in path)
+        starts += zip(heavy, large, strict=True)
     best = [0]
     for left in range(1, number + 1):
-        best.append(max(best[left - length] + size for length, size in starts if length <= left))
+        best.append(max((best[left - w] + size for w, size in starts if w <= left), default=0))
     return best[number]
 
 
-def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int, num_microbatches: int) -> int:
-    """Returns how many whole microbatches ``num_bytes`` reserves, at most all; raises ValueError if not even one fits.
-
-    ``chunks`` are those that a microbatch passes through.
-    """
-    per_microbatch = sum(chunk.per_microbatch for chunk in chunks)
+def window_of_bytes(num_bytes: int, per_microbatch: int, stage: int, num_microbatches: int) -> int:
+    """Returns how many whole microbatches ``num_bytes`` reserves, at most all; raises ValueError if not even one
+    fits."""
     if num_bytes < per_microbatch:
         raise ValueError(
             f"window of {format_bytes(num_bytes)} holds no microbatch on stage {stage}, where one takes "
@@ -278,13 +282,14 @@ def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int, nu
 
 def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:
     """Returns the predicted peak of every stage; ``num_microbatches`` is a replica's share."""
-    graph, table, unit, found = order.graph, order.table, order.graph.memory_unit, []
+    graph, table, found = order.graph, order.table, []
+    moving = graph.operations.unit if graph.ops else 1  # Parts of an activation that move are counted as whole ones.
     for stage, chunks in enumerate(order.placement.chunks_of_stage):
         # The tasks of the stage in the very order in which it computes them, where it keeps to one.
         row = table.orders[stage] if table is not None and order.consumptions[stage].is_strict else None
         footprint = in_row = None
         if order.footprints is not None:
-            footprint = -(-order.footprints[stage] // unit)
+            footprint = -(-order.footprints[stage] // moving)
         elif row is not None and not graph.ops and len(chunks) > 1:
             # A stage of several chunks has passed on, or not yet got, some chunks of most microbatches in flight.
             footprint = max(accumulate(memory_changes(row, graph)), default=0)
@@ -301,6 +306,7 @@ def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatc
                 in_row=in_row,
                 capacity=None if order.capacities is None else order.capacities[stage],
                 moved=_moved_activations(graph, chunks, row),
+                weights=[*(graph.kept_units(c) // moving for c in chunks), graph.memory_unit // moving],
             )
         )
     return found
@@ -437,7 +443,7 @@ def _held(order: Order, chunk: int) -> int:
     stage = order.placement.stage_of_chunk[chunk]
     if order.footprints is None:
         return order.windows[stage]
-    return -(-order.footprints[stage] // order.graph.memory_unit)
+    return -(-order.footprints[stage] // order.graph.kept_units(chunk))
 
 
 def paths(graph: PipelineGraph, chunks: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -32,7 +32,7 @@ from rrfp_jax.programs.compiling import compile_program, count_programs
 from rrfp_jax.programs.microbatch_programs import KindPrograms, MicrobatchPrograms, compile_for_kind
 from rrfp_jax.programs.program_text import memory_of
 from rrfp_jax.programs.sameness import ProgramStore
-from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, pick
+from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, part_of, pick
 from rrfp_jax.programs.shardings import all_passing, shardings_of, spread, unit_shardings
 from rrfp_jax.programs.state import Shares, zeros
 from rrfp_jax.programs.updates import PieceUpdates, StageUpdates, UnitUpdates
@@ -267,7 +267,7 @@ class CompiledChunk:
         if holds and isinstance(self.updates, PieceUpdates):
             common |= {name: common[name] + made for name, made in self.updates.piece_bytes.made.items()}
         self.sizes_of_variants = tuple(
-            self._sizes(variant, common | _temporaries(of_kind.compiled), holds=holds)
+            self._sizes(variant, common | _temporaries(of_kind.compiled), graph)
             for variant, (of_kind, _) in zip(self.variants, programs, strict=True)
         )
         """The sizes for microbatches of each variant."""
@@ -312,9 +312,17 @@ class CompiledChunk:
             found.append(programs)
         return values, found
 
-    def _sizes(self, variant: MicrobatchPrograms, temporaries: Mapping[str, int], *, holds: bool) -> ChunkSizes:
+    def _sizes(self, variant: MicrobatchPrograms, temporaries: Mapping[str, int], graph: PipelineGraph) -> ChunkSizes:
         plan, residuals, stage = variant.plan, variant.plan.residuals.specs, self._stage
-        inputs = [spec for spec, is_input in zip(residuals.aliased, plan.aliased_inputs, strict=True) if is_input]
+        holds = graph.holder(self.index) == self.index
+        # What passes of one chunk hand to each other lies with the pass that made it, whose backward comes last.
+        taken, given = _between_passes(graph, self.index, plan)
+        pairs = list(zip(plan.residuals.aliased, residuals.aliased, plan.aliased_inputs, strict=True))
+        lent = [spec for place, spec in given.items() if place not in plan.residuals.aliased]
+        kept = num_bytes(([spec for place, spec, _ in pairs if place not in taken], lent))
+        inputs = [spec for place, spec, is_input in pairs if is_input and place not in taken]
+        sources = zip(graph.predecessors(self.index), variant.shapes.inputs, strict=True)
+        arriving = tuple(spec for source, spec in sources if not graph.are_passes(source, self.index))
         devices: set[Any] = self.sharding.device_set
         on_host = all(device.platform == "cpu" for device in devices)
 
@@ -329,12 +337,12 @@ class CompiledChunk:
             optimizer_bytes=holds * num_bytes(state),
             derived_bytes=holds * num_bytes(self._derived.specs),
             zeros_bytes=sum(each.zeros_bytes for each in self.variants),
-            inputs_bytes=passing_bytes(variant.shapes.inputs),
+            inputs_bytes=passing_bytes(arriving),
             outputs_bytes=passing_bytes(variant.shapes.outputs),
             stash_bytes=num_bytes((residuals.donated, residuals.saved)),
-            kept_bytes=num_bytes(residuals.aliased),
+            kept_bytes=kept,
             kept_inputs_bytes=num_bytes(inputs),
-            kept_others_bytes=num_bytes(residuals.aliased) - num_bytes(inputs),
+            kept_others_bytes=kept - num_bytes(inputs),
             output_grads_bytes=passing_bytes(variant.from_successors),
             input_grads_bytes=passing_bytes(plan.input_grads),
             owed=plan.weight_residuals.num_bytes,
@@ -355,6 +363,23 @@ class CompiledChunk:
     def shared_layers(self, accumulators: Any) -> dict[str, Any]:
         """Returns the accumulators that the chunks which share parameters with this one need for R."""
         return pick(accumulators, self._tied)
+
+
+def _between_passes(graph: PipelineGraph, index: int, plan: ChunkPlan) -> tuple[set[int], dict[int, Specs]]:
+    """Returns which leaves of ``(operands, outputs)`` come from passes of the same chunk, and which go to some."""
+    taken, given, first = set[int](), dict[int, Specs](), 0
+    if not graph.passes:
+        return taken, given
+    for source, spec in zip(graph.predecessors(index), plan.operands[0], strict=True):
+        places = range(first, first := first + len(jax.tree.leaves(spec)))
+        taken |= {*places} if graph.are_passes(source, index) else set()
+    parts = {graph.part(index, c) for c in graph.successors(index) if graph.are_passes(index, c)}
+    first = len(jax.tree.leaves(plan.operands))
+    for part in sorted(plan.outputs) if isinstance(plan.outputs, dict) else [None]:
+        leaves = jax.tree.leaves(part_of(plan.outputs, part))
+        given |= dict(enumerate(leaves, first)) if part in parts else {}
+        first += len(leaves)
+    return taken, given
 
 
 def _temporaries(compiled: Mapping[str, Compiled]) -> dict[str, int]:

@@ -22,7 +22,7 @@ import numpy as np
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD
 from rrfp_jax.programs.shapes import num_bytes as bytes_on_device
-from rrfp_jax.schedules import Placement
+from rrfp_jax.schedules import PipelineGraph, Placement
 
 SendArray = Callable[[Any, int, Message, int, int | None], Any]
 """Brings a value, of a message of a bucket, into the form in which it reaches a stage. With a step also sends it, where
@@ -38,8 +38,8 @@ _NOT_COUNTED = (MessageKind.SHARED, MessageKind.REPORT, MessageKind.VERDICT, Mes
 class Mailbox:
     """The inbox and outbox of one stage. Dictionary operations are atomic, so any of its threads may use it."""
 
-    def __init__(self, placement: Placement, stage: int, send_array: SendArray) -> None:
-        self._placement, self._stage, self._send_array = placement, stage, send_array
+    def __init__(self, placement: Placement, stage: int, send_array: SendArray, graph: PipelineGraph) -> None:
+        self._placement, self._stage, self._send_array, self._graph = placement, stage, send_array, graph
         self._inbox: dict[int, dict[Message, tuple[Any, int]]] = {}
         """By step and message, a value and its bytes on one device."""
         self._outbox: dict[tuple[int, Message], Any] = {}
@@ -93,7 +93,9 @@ class Mailbox:
         receiver = self._placement.stage_of_chunk[message.target]
         staged = self._send_array(value, receiver, message, bucket, step)
         if receiver == self._stage:
-            num_bytes = _num_bytes(message, staged)
+            # What passes of one chunk hand to each other is counted where it was made.
+            is_lent = message.kind is MessageKind.ACTIVATION and self._graph.are_passes(*message[1:3])
+            num_bytes = 0 if is_lent else _num_bytes(message, staged)
             self._inbox[step][message] = (staged, num_bytes)
             self._posted_bytes += num_bytes
         else:

@@ -12,7 +12,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from zlib import crc32
 
 from rrfp_jax.core import STRICT, GroupProtocol, Order, Ordering, StepRules, dispatch_of
@@ -345,10 +347,12 @@ def _forecast_order(
     if num_bytes is not None:
         windows = []
         for stage, chunks in enumerate(model.placement.chunks_of_stage):
-            passed = [sizes[model.copies.chunk(c, 0)] for c in chunks]
+            passed = {c: sizes[model.copies.chunk(c, 0)].per_microbatch for c in chunks}
+            taken = sum(passed.values())
             if bounds_activations:
-                passed = [max(passed, key=lambda chunk: chunk.per_microbatch)] * graph.passes_per_microbatch(chunks)
-            windows.append(window_of_bytes(num_bytes, passed, stage, graph.num_microbatches))
+                most = max(Fraction(held, graph.kept_units(c)) for c, held in passed.items())
+                taken = ceil(most * graph.kept_per_microbatch(chunks))
+            windows.append(window_of_bytes(num_bytes, taken, stage, graph.num_microbatches))
         in_microbatches = replace(ordering, window=tuple(windows))
         try:
             in_microbatches.fitted(model.placement, graph)

@@ -128,7 +128,7 @@ class ProgramStage:
         """The number of this unit."""
         self._replicas, self._meter, self._send_array = replicas, meter, send_array
         self._replica = self._copies.replica(next(iter(programs)))
-        self._mailbox = Mailbox(self._placement, stage, send_array)
+        self._mailbox = Mailbox(self._placement, stage, send_array, graph)
         self._exchange: PieceExchange | None = None
         """None unless replicas add up their gradients by messages."""
         self.shares_updates = step_rules.shares

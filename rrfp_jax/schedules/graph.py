@@ -375,6 +375,10 @@ class PipelineGraph:
         """Returns the chunk that holds the parameters with which ``chunk`` runs."""
         return self._passes[chunk][0] if self.passes and chunk in self._passes else chunk
 
+    def are_passes(self, one: int, other: int) -> bool:
+        """Whether two chunks run with one set of parameters, on one stage."""
+        return bool(self.passes) and self.holder(one) == self.holder(other)
+
     def accumulations(self, chunk: int) -> list[Task]:
         """Returns the tasks that add to the gradients of a chunk that holds parameters, in the order in which a
         deterministic run adds them up: by microbatch, and of each the last pass first, as its backward comes first."""

@@ -59,7 +59,7 @@ class EmulatedStage:
         ops = graph.ops if durations_ms.any() else [replace(op, ms=0.0) for op in graph.ops]
         self._duration_ms = duration_of(durations_ms, sleeps, ops)
         self._sleepers = {op.letter: Sleeper() for op in graph.ops}
-        self._mailbox = Mailbox(placement, stage, send_array)
+        self._mailbox = Mailbox(placement, stage, send_array, graph)
         self.accept, self.ahead, self.fetch = self._mailbox.accept, self._mailbox.ahead, self._mailbox.fetch
         self.hands_ahead = hands_ahead
         self._is_alone = num_devices == 1

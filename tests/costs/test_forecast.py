@@ -60,10 +60,10 @@ def test_all_microbatches_may_wait_for_a_chunk_that_holds_less_in_flight(window:
 
 
 def test_a_window_in_bytes_reserves_whole_microbatches() -> None:
-    assert window_of_bytes(160 * 5 + 159, [CHUNK], 0, 8) == 5
-    assert window_of_bytes(2**40, [CHUNK], 0, 8) == 8
+    assert window_of_bytes(160 * 5 + 159, 160, 0, 8) == 5
+    assert window_of_bytes(2**40, 160, 0, 8) == 8
     with pytest.raises(ValueError, match="on stage 2, where one takes 160 B"):
-        window_of_bytes(159, [CHUNK], 2, 8)
+        window_of_bytes(159, 160, 2, 8)
 
 
 def test_a_run_that_cannot_fit_is_told_the_largest_windows_that_do() -> None:

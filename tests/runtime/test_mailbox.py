@@ -7,14 +7,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rrfp_jax.core import Message, MessageKind
 from rrfp_jax.runtime.mailbox import Mailbox
-from rrfp_jax.schedules import Placement
+from rrfp_jax.schedules import Placement, chain
 
 AWAY = Message(MessageKind.ACTIVATION, 0, 1, 4)
 HERE = Message(MessageKind.ACTIVATION, 0, 2, 4)
 
 
 def make_mailbox() -> Mailbox:
-    return Mailbox(Placement((0, 1, 0)), 0, lambda value, stage, message, bucket, step: value)
+    return Mailbox(Placement((0, 1, 0)), 0, lambda value, stage, message, bucket, step: value, chain(3, 1))
 
 
 def test_a_value_for_another_stage_waits_to_be_sent_once() -> None:

@@ -14,7 +14,7 @@ from rrfp_jax.core import InputPromised
 from rrfp_jax.runtime import stage as program_stage
 from rrfp_jax.runtime.failure import RunFailed
 from rrfp_jax.runtime.mailbox import Mailbox
-from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule
+from rrfp_jax.schedules import ScheduleRequest, Task, build_schedule, chain
 from rrfp_jax.testing import AcceleratedStage, EmulatedAccelerator, emulate
 from rrfp_jax.testing.emulated_stage import EmulatedStage
 from tests.core.test_promises import activation
@@ -68,7 +68,7 @@ def test_the_report_names_the_task_that_failed_and_nothing_hangs(monkeypatch, wh
 
 
 def test_what_was_fetched_is_not_taken_twice():
-    mailbox = Mailbox(linear(3), 1, lambda value, *_: value)
+    mailbox = Mailbox(linear(3), 1, lambda value, *_: value, chain(3, 1))
     mailbox.begin(0)
     value = np.ones(4)
     assert not mailbox.fetch(0, activation(0), lambda: None)
