@@ -44,7 +44,7 @@ from rrfp_jax.programs.batches import (
 from rrfp_jax.programs.chunk import Chunk, check_chunks, check_seed, param_specs, trained_specs, whole_layers
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
-from rrfp_jax.programs.model_graph import fitted_placement, model_graph
+from rrfp_jax.programs.model_graph import as_held, fitted_placement, model_graph, with_passes
 from rrfp_jax.programs.optimizers import check_leafwise, of_whole_layers, with_standard_promotion
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params
@@ -126,11 +126,19 @@ class Pipeline:
         self.placement = fitted_placement(self.chunks, placement, ordering.schedule)
         self._edges = None if edges is None else tuple(edges)
         self.ordering, self.updates, self.options = ordering, updates, options
-        self._graph = ordering.fitted(self.placement, model_graph(self.chunks, self._edges, ordering.schedule))
+        graph = with_passes(
+            model_graph(self.chunks, self._edges, ordering.schedule),
+            self.chunks,
+            self.placement,
+            deterministic=updates.deterministic,
+        )
+        self._graph = ordering.fitted(self.placement, graph)
         """The graph of one replica; without a schedule, that of one microbatch."""
         if not trains:
             # Everything below derives from the graph, so no backward is compiled and no gradient gets memory.
             self._graph = self._graph.evaluating()
+        self.holding = as_held(self.chunks, self._graph)
+        """The chunks as they hold parameters: a chunk that is a later pass of another holds none."""
         self._only_evaluates = not trains
         self._may_lack = leaves_to_lack(self.chunks, self._graph)
         """Leaves that a microbatch may lack."""
@@ -152,6 +160,7 @@ class Pipeline:
             updates=updates,
             seed=self._seed,
             remat=self.remat,
+            holding=self.holding,
         )
         self._state: HostedState | None = None
         """Parameters and optimizer state of the hosted chunks. Owned by the stages once they run."""
@@ -273,12 +282,12 @@ class Pipeline:
         return PipelineState(step, self._hold)
 
     def trains(self, chunk: int) -> bool:
-        """Returns whether a gradient reaches a chunk of the model, and some of its layers are not frozen."""
-        return self._graph.trains(chunk)
+        """Returns whether a gradient reaches a chunk of the model, and it holds layers that are not frozen."""
+        return self._graph.updates(chunk)
 
     def num_params(self) -> list[int]:
         """Returns the number of parameters of each stage; copies of shared ones count on every stage."""
-        sizes = [sum(leaf.size for leaf in jax.tree.leaves(param_specs(chunk))) for chunk in self.chunks]
+        sizes = [sum(leaf.size for leaf in jax.tree.leaves(param_specs(chunk))) for chunk in self.holding]
         return [sum(sizes[c] for c in chunks) for chunks in self.placement.chunks_of_stage]
 
     def _check_new(self, purpose: str) -> None:
@@ -289,8 +298,8 @@ class Pipeline:
         # couples its arrays, and all processes must refuse the same models.
         for index in range(len(self.chunks)):
             checked_params(self.chunks, index)
-        whole_layers(model_params(map(param_specs, self.chunks)))  # refuses what is no part of a layer
-        params = model_params(map(trained_specs, self.chunks))
+        whole_layers(model_params(map(param_specs, self.holding)))  # refuses what is no part of a layer
+        params = model_params(map(trained_specs, self.holding))
         parts = [part for index in range(len(self.chunks)) for part in self._model.parts(index)]
         groups, shares = [part.layers for part in parts], [part.pick(params) for part in parts]
         is_cut = self._model.num_shares > 1

@@ -31,7 +31,7 @@ from rrfp_jax.core.events import (
     WakeAt,
 )
 from rrfp_jax.core.foresight import NEVER_S
-from rrfp_jax.core.memory import Footprint, ReadAhead, holding_turns, memory_effect
+from rrfp_jax.core.memory import Footprint, ReadAhead, holding_turns
 from rrfp_jax.core.plan import DUE, FINISHED, RUNNING, end_followers
 from rrfp_jax.schedules import Task, TaskKind
 from rrfp_jax.schedules.timeline import IdleReason
@@ -327,7 +327,7 @@ def _check_footprint(arbiter: "StageArbiter", footprint: Footprint) -> None:
         node = plan.index.get(task)
         if node is None or node in plan.absent:
             continue
-        takes, frees = memory_effect(task, graph)
+        takes, frees = graph.memory_units(task)
         held += takes if waiting[node] < 0 else 0
         changes.append(0 if waiting[node] < 0 else takes)
         held -= frees if waiting[node] in (FINISHED, DUE) else 0

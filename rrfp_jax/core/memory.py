@@ -325,24 +325,10 @@ def check_windows(window: int | Sequence[int], num_stages: int) -> tuple[int, ..
 # -- the footprint -----------------------------------------------------------------------------------------------------
 
 
-def memory_effect(task: Task, graph: PipelineGraph) -> tuple[int, int]:
-    """Returns the memory that a task takes as it starts and frees as it ends, in units (:func:`memory_unit`)."""
-    if task.microbatch < 0 or not graph.has_backward(task.chunk):
-        return 0, 0
-    if graph.ops:
-        return graph.operations.effect(task)
-    return int(task.kind is TaskKind.F), int(task.kind is graph.accumulating_kind(task.chunk))
-
-
-def memory_unit(graph: PipelineGraph) -> int:
-    """Returns how many units one activation is: 1, or more where operations move parts of one."""
-    return graph.operations.unit if graph.ops else 1
-
-
 def memory_changes(tasks: Iterable[Task], graph: PipelineGraph) -> list[int]:
     """Returns the changes of memory of tasks one after the other: the memory that each takes, and then the memory that
     it frees, negated."""
-    return [change for task in tasks for takes, frees in [memory_effect(task, graph)] for change in (takes, -frees)]
+    return [change for task in tasks for takes, frees in [graph.memory_units(task)] for change in (takes, -frees)]
 
 
 def canonical_row(graph: PipelineGraph, chunks: Sequence[int], sequence: Iterable[int] = ()) -> list[Task]:
@@ -382,7 +368,7 @@ def _forth_and_back(graph: PipelineGraph, chunk: int, microbatch: int) -> tuple[
         if task.kind is TaskKind.F:
             return False
         is_needed = any(task in graph.dependencies(other) for other in back)
-        return (is_needed and memory_effect(task, graph)[0] > 0) or not back.isdisjoint(graph.dependencies(task))
+        return (is_needed and graph.memory_units(task)[0] > 0) or not back.isdisjoint(graph.dependencies(task))
 
     while more := {task for task in tasks[:first] if task not in back and goes_back(task)}:
         back |= more
@@ -397,8 +383,8 @@ class RowMemory:
 
     def __init__(self, plan: StagePlan, at: tuple[int, ...], graph: PipelineGraph, row: Iterable[Task]) -> None:
         index = plan.index
-        named = [(task, *memory_effect(task, graph)) for task in row if task in index]
-        self.unit = memory_unit(graph)
+        named = [(task, *graph.memory_units(task)) for task in row if task in index]
+        self.unit = graph.memory_unit
         self.entries: list[tuple[int, int]] = []
         """(node, units that it takes as it starts, or frees as it ends, as a negative number), in the row's order.
         Tasks that do neither have no entry."""

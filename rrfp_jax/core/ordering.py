@@ -17,7 +17,7 @@ from rrfp_jax.core.arbiter import StageArbiter
 from rrfp_jax.core.foresight import ForesightRules
 from rrfp_jax.core.groups import GroupProtocol, group_arbiter
 from rrfp_jax.core.hints import BFW, HINTS, SCHEDULE, Consumption, hint_by_name, ready, schedule_hint, strict
-from rrfp_jax.core.memory import AheadBound, check_windows, memory_changes, memory_unit, turns_of_table
+from rrfp_jax.core.memory import AheadBound, check_windows, memory_changes, turns_of_table
 from rrfp_jax.core.plan import StepRules
 from rrfp_jax.core.replicas import replicated_graph, replicated_placement, replicated_table
 from rrfp_jax.core.stage_setup import EVALUATION, OtherRows, StageSetup, outputs_ahead
@@ -93,7 +93,7 @@ class Order:
     foresight: ForesightRules | None = None
     footprints: tuple[int, ...] | None = None
     """One per stage, in activations of one chunk and microbatch (where operations move parts of one, in units:
-    :func:`rrfp_jax.core.memory.memory_unit`); they take the place of the windows."""
+    :attr:`rrfp_jax.schedules.PipelineGraph.memory_unit`); they take the place of the windows."""
     read_ahead: tuple[tuple[int, int], ...] = ()
     """(chunk, microbatches) for each chunk that runs F only for others: how many of its outputs may not have been taken
     by all of them. None under strict consumption."""
@@ -108,10 +108,8 @@ class Order:
         """The number of microbatches that each stage may hold, as text; with a footprint counted by their chunks."""
         if self.footprints is None:
             return tuple(map(str, self.windows))
-        chunks_of_stage = self.placement.chunks_of_stage
-        passes = [self.graph.passes_per_microbatch(chunks) for chunks in chunks_of_stage]
-        unit = memory_unit(self.graph)
-        return tuple(f"{limit / unit / each:g}" for limit, each in zip(self.footprints, passes, strict=True))
+        kept = map(self.graph.kept_per_microbatch, self.placement.chunks_of_stage)
+        return tuple(f"{limit / each:g}" for limit, each in zip(self.footprints, kept, strict=True))
 
     def with_shares(self, shares: tuple[int, ...], *, widens: bool, read_ahead: int | None = None) -> "Order":
         """Returns the order of stages that run the microbatches of so many replicas each. Where it ``widens`` they may
@@ -236,8 +234,8 @@ def _held_at_most(order: Order, chunk: int) -> int:
     stage = order.placement.stage_of_chunk[chunk]
     if order.footprints is None:
         return order.windows[stage]
-    passes = memory_unit(order.graph) * order.graph.passes_per_microbatch(order.placement.chunks_of_stage[stage])
-    return max(1, order.footprints[stage] // passes)
+    kept = order.graph.kept_per_microbatch(order.placement.chunks_of_stage[stage])
+    return max(1, order.footprints[stage] // kept)
 
 
 def present_rows(rows: Iterable[Iterable[Task]], graph: PipelineGraph) -> list[list[Task]]:
@@ -421,19 +419,18 @@ class Ordering:
         moves_memory = bool(graph.ops) and graph.operations.moves_memory
         if not (self.has_footprint or moves_memory):
             return None
-        unit = memory_unit(graph)
-        passes = [unit * graph.passes_per_microbatch(chunks) for chunks in placement.chunks_of_stage]
+        kept = [graph.kept_per_microbatch(chunks) for chunks in placement.chunks_of_stage]
         table = self._table if self.follows_table else None
         if table is None:
             return (
-                tuple(w * each for w, each in zip(self._windows(placement.num_stages), passes, strict=True))
+                tuple(w * each for w, each in zip(self._windows(placement.num_stages), kept, strict=True))
                 * num_replicas
             )
-        peaks = [round(peak * each) for peak, each in zip(table.peak_activations(), passes, strict=True)]
+        peaks = [round(peak * each) for peak, each in zip(table.peak_activations(), kept, strict=True)]
         if self.window is None:
             return tuple(peaks) * num_replicas
-        limits = [window * each for window, each in zip(self._windows(placement.num_stages), passes, strict=True)]
-        for stage, (peak, limit, each) in enumerate(zip(peaks, limits, passes, strict=True)):
+        limits = [window * each for window, each in zip(self._windows(placement.num_stages), kept, strict=True)]
+        for stage, (peak, limit, each) in enumerate(zip(peaks, limits, kept, strict=True)):
             if limit < peak:
                 ways = "or leave window out" if moves_memory else "leave window out, or switch footprint off"
                 raise ValueError(

@@ -209,7 +209,7 @@ def shares_of(graph: PipelineGraph, chunk: int) -> dict[int, tuple[int, list[int
     """Returns, for each share of a chunk's parameters, the copy that sends it and the living ones that do not hold it;
     nothing for a chunk that does not train."""
     number, base = graph.num_replicas, chunk - chunk % graph.num_replicas
-    sharers = filter(graph.trains, graph.sharing(chunk) if graph.trains(chunk) else ())
+    sharers = filter(graph.updates, graph.sharing(chunk) if graph.updates(chunk) else ())
     living = [c - base for c in sharers if c - base in range(number)]
     shares = {}
     for share in range(number if living else 0):
@@ -236,6 +236,11 @@ def stage_plan(
         raise ValueError(
             f"the graph has {graph.num_chunks} chunks and the placement {placement.num_chunks}: they must agree"
         )
+    for group in graph.passes:
+        if len({placement.stage_of_chunk[chunk] for chunk in group}) > 1:
+            raise ValueError(
+                f"chunks {group} are passes of the same parameters and lie on different stages: put them on one"
+            )
     if graph.lost and graph.lost.issuperset(placement.chunks_of_stage[stage]):
         raise ValueError(f"stage {stage} is lost: it takes no part in such a step")
     return _PlanBuilder(graph, placement, stage, rules, has_row=has_row).build()
@@ -252,7 +257,7 @@ class _PlanBuilder:
         self.chunks = placement.chunks_of_stage[stage]
         self.tasks = list(graph.tasks(self.chunks))
         self.num_microbatch_tasks = len(self.tasks)
-        self.trained = [c for c in self.chunks if graph.trains(c)] if rules.updates else []
+        self.trained = [c for c in self.chunks if graph.updates(c)] if rules.updates else []
         for kind in (TaskKind.R, TaskKind.U):
             self.tasks += [Task(kind, c) for c in self.trained]
         self.once = list(graph.operations.once(self.chunks)) if graph.ops else []
@@ -279,7 +284,7 @@ class _PlanBuilder:
                 self._wire_backwards(chunk)
             elif self.graph.successors(chunk):
                 self._wire_readers(chunk)
-        for chunk in filter(self.graph.trains, self.chunks) if self.rules.ordered else ():
+        for chunk in filter(self.graph.updates, self.chunks) if self.rules.ordered else ():
             self._wire_order(chunk)
         for chunk in self.trained:
             self._wire_reduction(chunk)
@@ -425,11 +430,11 @@ class _PlanBuilder:
                 self._after(node, *(self.index[t] for t in needed if t.chunk != task.chunk and t in self.index))
 
     def _wire_order(self, chunk: int) -> None:
-        """Let the gradients of a chunk be added up in microbatch order, within each block where blocks are sums."""
+        """Let the gradients of a chunk be added up in one order, within each block where blocks are sums."""
         share = self.graph.num_microbatches // self.graph.num_replicas
-        for earlier, later in pairwise(self._nodes(self.graph.accumulating_kind(chunk), chunk).items()):
-            if not self.rules.by_messages or earlier[0] // share == later[0] // share:
-                self._after(later[1], earlier[1])
+        for earlier, later in pairwise(self.graph.accumulations(chunk)):
+            if not self.rules.by_messages or earlier.microbatch // share == later.microbatch // share:
+                self._after(self.index[later], self.index[earlier])
 
     def _wire_reduction(self, chunk: int) -> None:
         """Let R of a chunk wait for the gradients of all chunks that share its parameters."""
@@ -472,7 +477,7 @@ class _PlanBuilder:
     def _wire_pieces(self, chunk: int, reduction: int) -> None:
         """Let R of a chunk wait for the pieces that its replica adds up, and its sums for those of the others."""
         stage_of, num_replicas = self.placement.stage_of_chunk, self.graph.num_replicas
-        sharers = [c for c in self.graph.sharing(chunk) if self.graph.trains(c)]
+        sharers = [c for c in self.graph.sharing(chunk) if self.graph.updates(c)]
         pieces = pieces_of_chunks(sharers, num_replicas)
         complete = self._gate(f"gradients of chunk {chunk} complete here")
         self._after(complete, *self._accumulations(chunk))
@@ -527,7 +532,7 @@ class _PlanBuilder:
     def _sharers(self, chunk: int) -> tuple[list[int], list[int]]:
         """Returns the chunks of the own replica that share this chunk's parameters, and its copies in all replicas."""
         graph, num_replicas = self.graph, self.graph.num_replicas
-        trained = [c for c in graph.sharing(chunk) if graph.trains(c)]
+        trained = [c for c in graph.sharing(chunk) if graph.updates(c)]
         own = [c for c in trained if c % num_replicas == chunk % num_replicas]
         return own, [c for c in trained if c // num_replicas == chunk // num_replicas]
 
@@ -546,8 +551,8 @@ class _PlanBuilder:
             # All but U, and what may wait for it.
             reported = [*range(self.num_microbatch_tasks + len(self.trained)), *self.sums.values()]
         else:
-            sinks = (c for c in self.chunks if not self.graph.successors(c))
-            reported = [node for chunk in sinks for node in self._nodes(TaskKind.F, chunk).values()]
+            giving = filter(self.graph.gives_loss, self.chunks)
+            reported = [node for chunk in giving for node in self._nodes(TaskKind.F, chunk).values()]
         # Reports go up the tree of stages, and the verdict comes down.
         stage = self.stage
         above, below = report_tree(self.graph, self.placement, stage, self.rules.tree_degree)
@@ -600,4 +605,4 @@ class _PlanBuilder:
         return self.nodes[kind, chunk]
 
     def _accumulations(self, chunk: int) -> list[int]:
-        return list(self._nodes(self.graph.accumulating_kind(chunk), chunk).values())
+        return [self.index[task] for task in self.graph.accumulations(chunk)]

@@ -153,6 +153,9 @@ def replicated_graph(graph: PipelineGraph, num_replicas: int) -> PipelineGraph:
             for op in graph.ops
         ),
         num_replicas=num_replicas,
+        losses=frozenset(copies.chunk(c, r) for r in replicas for c in graph.losses),
+        passes=tuple(tuple(copies.chunk(c, r) for c in group) for group in graph.passes for r in replicas),
+        weights=tuple(weight for weight in graph.weights for _ in replicas),
     )
 
 

@@ -108,8 +108,8 @@ class StageSetup:
     """How far its chunks that run F only may run ahead of their readers (:mod:`rrfp_jax.core.memory`); chunks without
     a bound, and under strict consumption all, as far as they like."""
     footprint: int | None = None
-    """How many activations the stage may hold, in units (:func:`rrfp_jax.core.memory.memory_unit`); None: the window
-    counts."""
+    """How many activations the stage may hold, in units (:attr:`rrfp_jax.schedules.PipelineGraph.memory_unit`); None:
+    the window counts."""
     evaluation_batches: int = 0
     """How many batches a step that evaluates runs; 0: no step evaluates."""
     other_rows: OtherRows = field(default_factory=OtherRows, compare=False)
@@ -400,8 +400,8 @@ class _Removal:
         for chunk in own:
             self._forget_messages(chunk, masks)
             self._forget_readers(chunk, masks)
-            if self.rules.ordered and chunk in masks and graph.trains(chunk):
-                self._close_gaps(chunk, masks[chunk])
+            if self.rules.ordered and graph.updates(chunk) and not masks.keys().isdisjoint(graph.passes_of(chunk)):
+                self._close_gaps(chunk, masks)
         return replace(
             plan,
             needs=tuple(self.needs),
@@ -469,18 +469,18 @@ class _Removal:
         readers = graph.successors(chunk)
         return tuple(1 + sum(runs(s, m) for s in readers) if runs(chunk, m) else 0 for m in graph.range_of(chunk))
 
-    def _close_gaps(self, chunk: int, mask: int) -> None:
-        """Let accumulation in microbatch order go on behind the microbatches that are left out."""
-        graph, index = self.graph, self.plan.index
-        kind, earlier, is_gap = graph.accumulating_kind(chunk), None, False
+    def _close_gaps(self, chunk: int, masks: dict[int, int]) -> None:
+        """Let accumulation in one order go on behind the microbatches that are left out."""
+        graph, earlier, is_gap = self.graph, None, False
         share, block = graph.num_microbatches // graph.num_replicas, -1
-        for m in graph.microbatches(chunk):
+        for task in graph.accumulations(chunk):
+            m = task.microbatch
             if self.rules.by_messages and m // share != block:
                 earlier, is_gap, block = None, False, m // share
-            if mask >> m & 1:
+            if masks.get(task.chunk, 0) >> m & 1:
                 is_gap = True
                 continue
-            node = index[Task(kind, chunk, m)]
+            node = self.plan.index[task]
             if is_gap and earlier is not None:
                 self.dependents[earlier] = (*self.dependents[earlier], node)
                 self.needs[node] += 1

@@ -60,7 +60,7 @@ from itertools import accumulate
 
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import Order
-from rrfp_jax.core.memory import memory_changes, memory_unit
+from rrfp_jax.core.memory import memory_changes
 from rrfp_jax.schedules import PipelineGraph, ScheduleTable, Task, TaskKind
 
 
@@ -278,7 +278,7 @@ def window_of_bytes(num_bytes: int, chunks: Sequence[ChunkBytes], stage: int, nu
 
 def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:
     """Returns the predicted peak of every stage; ``num_microbatches`` is a replica's share."""
-    graph, table, unit, found = order.graph, order.table, memory_unit(order.graph), []
+    graph, table, unit, found = order.graph, order.table, order.graph.memory_unit, []
     for stage, chunks in enumerate(order.placement.chunks_of_stage):
         # The tasks of the stage in the very order in which it computes them, where it keeps to one.
         row = table.orders[stage] if table is not None and order.consumptions[stage].is_strict else None
@@ -437,7 +437,7 @@ def _held(order: Order, chunk: int) -> int:
     stage = order.placement.stage_of_chunk[chunk]
     if order.footprints is None:
         return order.windows[stage]
-    return -(-order.footprints[stage] // memory_unit(order.graph))
+    return -(-order.footprints[stage] // order.graph.memory_unit)
 
 
 def paths(graph: PipelineGraph, chunks: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.core import Order
-from rrfp_jax.core.memory import memory_unit
 from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.costs.forecast import Reach, reaches
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE
@@ -58,7 +57,7 @@ class MemoryBudget:
         """Returns the budget of the activations that an order holds, counted as its memory forecast counts them."""
         here = tuple(reaches(order, stage) for stage in range(order.placement.num_stages))
         if order.footprints is not None:
-            unit = memory_unit(order.graph)
+            unit = order.graph.memory_unit
             footprints = tuple(-(-limit // unit) for limit in order.footprints)
             return cls(limits=tuple(limits), footprints=footprints, reaches=here)
         most = [max(reach.number for reach in of_stage) for of_stage in here]

@@ -234,14 +234,15 @@ class OwnFunction:
     def __init__(self, function: Callable[..., Any]) -> None:
         layers = function if isinstance(function, InitLayers | ApplyLayers) else None
         self._function = function if layers is None else layers.function
-        self._names: dict[str, str] | None = None if layers is None else layers.names
+        self.names: dict[str, str] | None = None if layers is None else layers.names
+        """The model's names of layers by the function's own; None: the function knows no names of its own."""
         self._each = layers.each if isinstance(layers, InitLayers) else None
         self.numbers: Any = () if layers is None else layers.numbers
         self.kind: Hashable = identity(function) if layers is None else layers.kind
         """Equal for chunks whose functions are the same."""
 
     def __call__(self, *args: Any, numbers: Any, **kwargs: Any) -> Any:
-        if self._names is None:
+        if self.names is None:
             return self._function(*args, **kwargs)
         return self._function(*args, **kwargs, numbers=numbers)
 
@@ -261,15 +262,15 @@ class OwnFunction:
 
     def to_own(self, layers: dict[str, Any]) -> dict[str, Any]:
         """Returns layers, all or some, by the function's own names."""
-        if self._names is None:
+        if self.names is None:
             return layers
-        return {own: layers[name] for own, name in self._names.items() if name in layers}
+        return {own: layers[name] for own, name in self.names.items() if name in layers}
 
     def to_model(self, layers: dict[str, Any]) -> dict[str, Any]:
         """Returns layers, all or some, by their names in the model."""
-        if self._names is None:
+        if self.names is None:
             return layers
-        return {name: layers[own] for own, name in self._names.items() if own in layers}
+        return {name: layers[own] for own, name in self.names.items() if own in layers}
 
 
 def _alone(make: Callable[[jax.Array, Any], Any], key: jax.Array, number: Any) -> list[Any]:
@@ -309,6 +310,9 @@ class Chunk:
     """Top-level names of ``params`` that never change: they get no gradient, accumulator or optimizer state."""
     shared: frozenset[str] = frozenset()
     """Top-level names of ``params`` of which other chunks hold a copy under the same name."""
+    gives_loss: bool = False
+    """Whether ``apply`` returns a dictionary of parts, of which ``loss`` is the loss and edges name the others. A chunk
+    that nobody reads returns a loss in any case."""
     uses_key: bool = False
     """Whether ``apply`` reads ``key``; otherwise it gets None, as all do in evaluations, where nothing is random."""
     apply_evaluating: Callable[..., Any] | None = None

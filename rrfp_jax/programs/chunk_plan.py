@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -28,12 +29,15 @@ from rrfp_jax.programs.jaxprs import partitioned_axes
 from rrfp_jax.programs.remat import Remat, rematerialised
 from rrfp_jax.programs.sameness import ProgramStore, identity
 from rrfp_jax.programs.shapes import (
+    LOSS,
     ChunkShapes,
     Specs,
     arrange_inputs,
     describe_chunk,
     gradient_spec,
+    loss_of,
     num_bytes,
+    part_of,
     pick,
     spec_of,
 )
@@ -124,7 +128,9 @@ class ChunkPlan:
     outputs: Specs
     """The outputs of the forward."""
     output_grads: Specs
-    """One entry per gradient that the backward gets, ascending."""
+    """One entry per gradient that the backward gets, by ascending successor; that of a loss comes last."""
+    parts: tuple[str | None, ...]
+    """The part of the outputs that each of these is the gradient of; None: all outputs."""
     input_grads: Specs
     """One entry per gradient that it returns, ascending."""
     has_backward: bool
@@ -209,11 +215,11 @@ class ChunkPlan:
                 holder = "saved" if place < num_saved else "aliased"
             elif origin == "input gradient":
                 place = after_output_grads + index
-            elif origin == "made" or self.summed:
+            elif origin == "made" or self._places_of_gradients[index] < 0:
                 holder, num_made = "made", len(self.made) - len(self.summed)
                 place = after_all + (index if origin == "made" else num_made + self.summed.index(index))
             else:
-                place = after_grads + index
+                place = after_grads + self._places_of_gradients[index]
             places.append(place)
             sizes[holder] += num_bytes(at_hand[place])
         specs = tuple([at_hand[place] for place in places])
@@ -227,11 +233,23 @@ class ChunkPlan:
         return tuple(place < num_inputs for place in self.residuals.aliased)
 
     @cached_property
+    def _places_of_gradients(self) -> list[int]:
+        """For every leaf of the outputs' gradient its place among the leaves of ``output_grads``; -1 for one that
+        several of these make together, or none."""
+        sizes = [len(jax.tree.leaves(grads)) for grads in self.output_grads]
+        first, places = [0, *accumulate(sizes)], list[int]()
+        for part in sorted(self.outputs) if any(self.parts) else [None]:
+            size = len(jax.tree.leaves(gradient_spec(part_of(self.outputs, part))))
+            making = [number for number, other in enumerate(self.parts) if other == part]
+            places += range(first[making[0]], first[making[0]] + size) if len(making) == 1 else [-1] * size
+        return places
+
+    @cached_property
     def summed(self) -> tuple[int, ...]:
         """The indices of output-gradient leaves that the weight gradient needs and that exist only as sums of several
         successors' gradients, so that the input gradient's program has to return them."""
-        sources = self.split.weight_residual_sources if len(self.output_grads) > 1 else ()
-        return tuple(source.position for source in sources if source.origin == "output gradient")
+        sources = (each for each in self.split.weight_residual_sources if each.origin == "output gradient")
+        return tuple(each.position for each in sources if self._places_of_gradients[each.position] < 0)
 
     @cached_property
     def made(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -240,7 +258,7 @@ class ChunkPlan:
             return ()
         pairs = zip(self.split.weight_residual_specs, self.split.weight_residual_sources, strict=True)
         own = [spec for spec, source in pairs if source.origin == "made"]
-        return (*own, *(jax.tree.leaves(self.output_grads[0])[leaf] for leaf in self.summed))
+        return (*own, *(jax.tree.leaves(gradient_spec(self.outputs))[leaf] for leaf in self.summed))
 
     @property
     def num_programs(self) -> int:
@@ -264,7 +282,7 @@ class ChunkPlan:
         accumulators, donated = owned
         residuals = self.residuals.arrays(donated, *rest)
         operand_grads, totals = self.split.full_backward(
-            params, residuals, _ordered_sum(output_grads), derived=derived, sums=jax.tree.leaves(accumulators)
+            params, residuals, self._total(output_grads), derived=derived, sums=jax.tree.leaves(accumulators)
         )
         return pick(totals, accumulators), tuple(operand_grads[0][place] for place in self.senders)
 
@@ -275,7 +293,7 @@ class ChunkPlan:
 
         The input gradients come last, as the first layer makes them last: results take over donated arrays in order.
         """
-        residuals, total = self.residuals.arrays(donated, *rest), _ordered_sum(output_grads)
+        residuals, total = self.residuals.arrays(donated, *rest), self._total(output_grads)
         operand_grads, made = self.split.backward_made(params, residuals, total, derived=derived)
         leaves = jax.tree.leaves(total)
         return (
@@ -288,13 +306,25 @@ class ChunkPlan:
         grads = pick(self.split.weight_gradient(params, weight_residuals, derived=derived), accumulators)
         return jax.tree.map(lambda a, g: a + g.astype(a.dtype), accumulators, grads)
 
+    def _total(self, output_grads: Sequence[Any]) -> Any:
+        """Returns the gradient of the outputs: the sum of the successors' gradients, part by part."""
+        if not any(self.parts):
+            return _ordered_sum(output_grads)
+        pairs = list(zip(self.parts, output_grads, strict=True))
+        return {
+            part: _ordered_sum(grads)
+            if (grads := [each for other, each in pairs if other == part])
+            else jax.tree.map(lambda spec: jnp.zeros(spec.shape, spec.dtype), gradient_spec(spec))
+            for part, spec in self.outputs.items()
+        }
+
     def forward_and_backward(self, params: Any, operands: Any, output_grads: Any) -> tuple[Any, Any]:
         """Returns (outputs, gradients): all that the programs of a microbatch compute, for comparisons between
         processes before it is compiled."""
         outputs, residuals = self.split.forward(params, operands)
         if not self.has_backward:
             return outputs, ()
-        return outputs, self.split.full_backward(params, residuals, _ordered_sum(output_grads))
+        return outputs, self.split.full_backward(params, residuals, self._total(output_grads))
 
 
 def _at_boundary(boundary: Sharding | None, spec: Any) -> jax.ShapeDtypeStruct:
@@ -342,7 +372,7 @@ def plan_chunk(
             jax.tree.structure(specs),
             tuple(c in senders for c in graph.predecessors(index)),
             len(graph.successors(index)),
-            len(graph.gradient_successors(index)),
+            _parts(graph, index),
             graph.has_backward(index) and (index in graph.split,),
             identity(remat),
             () if mesh is None else mesh.abstract_mesh,
@@ -369,18 +399,19 @@ def _plan(
     counters_spec = jax.ShapeDtypeStruct(counted.shape, counted.dtype) if chunk.uses_key else ()
     operands = (shapes.inputs, shapes.leaves, (counters_spec, spec_of(chunk.own.numbers)))
     senders = tuple(p for p, c in enumerate(graph.predecessors(index)) if c in graph.gradient_predecessors(index))
-    num_gradients = len(graph.gradient_successors(index)) if graph.successors(index) else 1
+    parts = _parts(graph, index)
     has_backward = graph.has_backward(index)
 
     def apply(params: Any, operands: Any) -> Any:
         inputs, leaves, (counted, numbers) = operands
         key = microbatch_key(counted[0], counted[1], counted[2]) if chunk.uses_key else None
         outputs = chunk.own(params, arrange_inputs(inputs), leaves, key=key, numbers=numbers)
-        if graph.successors(index):
+        if not graph.gives_loss(index):
             return outputs
         # the weight and the named sums are constants of a step: only the loss has a gradient
-        loss_sum, *rest = outputs
-        return loss_sum, *jax.lax.stop_gradient(rest)
+        loss_sum, *rest = loss_of(graph, index, outputs)
+        loss = (loss_sum, *jax.lax.stop_gradient(rest))
+        return outputs | {LOSS: loss} if index in graph.losses else loss
 
     with nullcontext() if mesh is None else use_abstract_mesh(mesh.abstract_mesh):
         split = split_backward(
@@ -398,7 +429,8 @@ def _plan(
             trained=trained,
             operands=operands,
             outputs=shapes.outputs,
-            output_grads=(gradient_spec(shapes.outputs),) * num_gradients,
+            output_grads=tuple(gradient_spec(part_of(shapes.outputs, part)) for part in parts),
+            parts=parts,
             input_grads=tuple(gradient_spec(shapes.inputs[place]) for place in senders),
             split=split,
             senders=senders,
@@ -407,6 +439,15 @@ def _plan(
     if mesh is not None and has_backward:
         _refuse_convolutions(split, mesh)
     return plan
+
+
+def _parts(graph: PipelineGraph, index: int) -> tuple[str | None, ...]:
+    """Returns the parts of a chunk's outputs that get a gradient: one for each successor that returns one, and the
+    loss."""
+    parts = [graph.part(index, successor) for successor in graph.gradient_successors(index)]
+    if graph.gives_loss(index):
+        parts.append(LOSS if index in graph.losses else None)
+    return tuple(parts)
 
 
 def _refuse_convolutions(split: SplitBackward, mesh: Mesh) -> None:

@@ -13,8 +13,11 @@ computed in the same way, and is then derived once.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -145,6 +148,8 @@ class CompiledChunk:
     Args:
         variants: shapes and plans, which differ from bucket to bucket.
         variant_of: for each bucket its variant, None where its microbatches skip the chunk; None: one bucket for each.
+        holding: the chunks as they hold parameters (:func:`rrfp_jax.programs.model_graph.as_held`); None: as they are.
+        passes: variants, and the variant of each bucket, of the other chunks that run with this one's parameters.
         optimizer: must treat every array by itself: see :func:`rrfp_jax.programs.optimizers.check_leafwise`, which
             needs the whole model.
         sharding: the unit's boundary (see :mod:`rrfp_jax.programs.shardings`): a ``SingleDeviceSharding``, or
@@ -168,6 +173,8 @@ class CompiledChunk:
         variants: Sequence[Variant],
         variant_of: Sequence[int | None] | None = None,
         *,
+        holding: Sequence[Chunk] | None = None,
+        passes: Mapping[int, tuple[Sequence[Variant], Sequence[int | None]]] = MappingProxyType({}),
         optimizer: optax.GradientTransformation,
         sharding: Sharding,
         seed: int = 0,
@@ -178,25 +185,26 @@ class CompiledChunk:
     ) -> None:
         check_seed(seed)
         store = store or ProgramStore()
-        self.index, self.chunk = index, chunks[index]
-        self.variant_of = tuple(range(len(variants)) if variant_of is None else variant_of)
         self.sharding = sharding
         """The boundary of the unit."""
-        self.shardings = unit_shardings(chunks, index, sharding)
+        holding = chunks if holding is None else holding
+        self.shardings = unit_shardings(holding, index, sharding)
         """The shardings of boundary and parameters."""
-        self._stage, self._own = stage, self.chunk.own
+        self._stage, self._own, self._tied = stage, chunks[index].own, sorted(holding[index].tied)
         self._params = spread(variants[0].shapes.params, self.shardings.params)
-        trained = trained_specs(self.chunk) if graph.trains(index) else ()
+        trained = trained_specs(chunks[index]) if graph.trains(index) else ()
         self._sums = accumulator_spec(pick(self._params, trained))
+        of_passes = {index: (variants, range(len(variants)) if variant_of is None else variant_of), **passes}
+        plans = [variant.plan for of_pass, _ in of_passes.values() for variant in of_pass]
         with naming_chunk(chunks, index):
-            self._derived, of_kind = self._compile_kinds([variant.plan for variant in variants], store)
+            self._derived, of_kinds = self._compile_kinds(plans, store)
             options: dict[str, Any] = {"optimizer": optimizer, "sharding": sharding, "store": store}
             self.updates: UnitUpdates = (
-                UnitUpdates(index, chunks, graph, stage=stage, **options)
+                UnitUpdates(index, holding, graph, stage=stage, **options)
                 if copies is None
                 else PieceUpdates(
                     index,
-                    chunks,
+                    holding,
                     graph,
                     replica=copies[0],
                     num_replicas=copies[1],
@@ -206,6 +214,32 @@ class CompiledChunk:
                 )
             )
             """R and U of the unit."""
+        self.passes = dict[int, CompiledChunk]()
+        """The programs of the other chunks that run with these parameters, by number."""
+        programs = zip(of_kinds, self._derived.places, strict=True)
+        for number, (of_pass, of_bucket) in of_passes.items():
+            each = self if number == index else copy(self)
+            own = list(islice(programs, len(of_pass)))
+            each._take(number, chunks, graph, variants=of_pass, variant_of=of_bucket, programs=own, seed=seed)
+            if number != index:
+                self.passes[number] = each
+
+    def _take(
+        self,
+        index: int,
+        chunks: Sequence[Chunk],
+        graph: PipelineGraph,
+        *,
+        variants: Sequence[Variant],
+        variant_of: Sequence[int | None],
+        programs: Sequence[tuple[KindPrograms, tuple[int, ...]]],
+        seed: int,
+    ) -> None:
+        """Makes this the programs of one pass: those of its kinds, with the places of the derived values that each
+        takes."""
+        self.index, self.chunk = index, chunks[index]
+        self.variant_of = tuple(variant_of)
+        holds = graph.holder(index) == index
         forward_graph, quiet = graph.evaluating(), as_evaluated(self.chunk)
         self.variants = tuple(
             MicrobatchPrograms(
@@ -213,37 +247,39 @@ class CompiledChunk:
                 quiet if variant.evaluates else self.chunk,
                 forward_graph if variant.evaluates else graph,
                 variant.shapes,
-                programs,
-                sharding=sharding,
+                of_kind,
+                sharding=self.sharding,
                 seed=seed,
                 prepare=self.prepare,
                 derived=places,
             )
-            for variant, programs, places in zip(variants, of_kind, self._derived.places, strict=True)
+            for variant, (of_kind, places) in zip(variants, programs, strict=True)
         )
         """The programs of each variant, by number."""
         self._of = tuple(None if number is None else self.variants[number] for number in self.variant_of)
-        self.compiled = {} if self._derived.program is None else {"prepare": self._derived.program}
+        self.compiled = dict[str, Compiled]()
         """The compiled programs by name, for their cost and memory analysis; the names of all variants but the first
-        have the variant's number behind."""
-        self.compiled |= self.updates.compiled | ({} if stage is None else stage.compiled)
+        have the variant's number behind. Those that passes share are the holder's."""
+        if holds:
+            self.compiled |= {} if self._derived.program is None else {"prepare": self._derived.program}
+            self.compiled |= self.updates.compiled | ({} if self._stage is None else self._stage.compiled)
         common = _temporaries(self.compiled)
-        if isinstance(self.updates, PieceUpdates):
+        if holds and isinstance(self.updates, PieceUpdates):
             common |= {name: common[name] + made for name, made in self.updates.piece_bytes.made.items()}
         self.sizes_of_variants = tuple(
-            self._sizes(variant, common | _temporaries(programs.compiled))
-            for variant, programs in zip(self.variants, of_kind, strict=True)
+            self._sizes(variant, common | _temporaries(of_kind.compiled), holds=holds)
+            for variant, (of_kind, _) in zip(self.variants, programs, strict=True)
         )
         """The sizes for microbatches of each variant."""
         self.sizes = _largest(self.sizes_of_variants)
         """Bytes of parameters, optimizer state, accumulators, of one microbatch's data and of running programs: for
-        every part the most that a bucket needs."""
+        every part the most that a bucket needs. A later pass has none of the bytes that all passes share."""
         of_evaluation = [s for s, each in zip(self.sizes_of_variants, variants, strict=True) if each.evaluates]
         self.sizes_of_evaluation = _largest(of_evaluation) if of_evaluation else None
         """The sizes for microbatches that are run forward alone; None where there are none."""
-        for number, programs in enumerate(of_kind):
+        for number, (of_kind, _) in enumerate(programs):
             suffix = f" ({number})" if number else ""
-            self.compiled |= {name + suffix: each for name, each in programs.compiled.items()}
+            self.compiled |= {name + suffix: each for name, each in of_kind.compiled.items()}
 
     def of(self, bucket: int = 0) -> MicrobatchPrograms:
         """Returns the calls that run microbatches of a bucket, which must not skip the chunk."""
@@ -276,7 +312,7 @@ class CompiledChunk:
             found.append(programs)
         return values, found
 
-    def _sizes(self, variant: MicrobatchPrograms, temporaries: Mapping[str, int]) -> ChunkSizes:
+    def _sizes(self, variant: MicrobatchPrograms, temporaries: Mapping[str, int], *, holds: bool) -> ChunkSizes:
         plan, residuals, stage = variant.plan, variant.plan.residuals.specs, self._stage
         inputs = [spec for spec, is_input in zip(residuals.aliased, plan.aliased_inputs, strict=True) if is_input]
         devices: set[Any] = self.sharding.device_set
@@ -286,11 +322,12 @@ class CompiledChunk:
             """Returns the bytes, on one device, of arrays that pass between chunks."""
             return num_bytes(spread(specs, all_passing(self.sharding, specs)))
 
+        state = (self.updates.state_specs, () if stage is None else stage.state_specs)
         return ChunkSizes(
-            params_bytes=num_bytes(self._params),
-            accumulators_bytes=num_bytes(self._sums),
-            optimizer_bytes=num_bytes((self.updates.state_specs, () if stage is None else stage.state_specs)),
-            derived_bytes=num_bytes(self._derived.specs),
+            params_bytes=holds * num_bytes(self._params),
+            accumulators_bytes=holds * num_bytes(self._sums),
+            optimizer_bytes=holds * num_bytes(state),
+            derived_bytes=holds * num_bytes(self._derived.specs),
             zeros_bytes=sum(each.zeros_bytes for each in self.variants),
             inputs_bytes=passing_bytes(variant.shapes.inputs),
             outputs_bytes=passing_bytes(variant.shapes.outputs),
@@ -298,12 +335,12 @@ class CompiledChunk:
             kept_bytes=num_bytes(residuals.aliased),
             kept_inputs_bytes=num_bytes(inputs),
             kept_others_bytes=num_bytes(residuals.aliased) - num_bytes(inputs),
-            output_grads_bytes=0 if variant.is_sink else passing_bytes(plan.output_grads),
+            output_grads_bytes=passing_bytes(variant.from_successors),
             input_grads_bytes=passing_bytes(plan.input_grads),
             owed=plan.weight_residuals.num_bytes,
             temporaries=temporaries,
             leaves_ahead_bytes=0 if on_host else LEAVES_AHEAD * passing_bytes(variant.shapes.leaves),
-            pieces_bytes=self.updates.piece_bytes.lasting if isinstance(self.updates, PieceUpdates) else 0,
+            pieces_bytes=self.updates.piece_bytes.lasting if holds and isinstance(self.updates, PieceUpdates) else 0,
         )
 
     def zeros(self) -> Any:
@@ -317,7 +354,7 @@ class CompiledChunk:
 
     def shared_layers(self, accumulators: Any) -> dict[str, Any]:
         """Returns the accumulators that the chunks which share parameters with this one need for R."""
-        return pick(accumulators, sorted(self.chunk.tied))
+        return pick(accumulators, self._tied)
 
 
 def _temporaries(compiled: Mapping[str, Compiled]) -> dict[str, int]:

@@ -18,7 +18,7 @@ All calls return as soon as the work is enqueued. Arrays may be JAX arrays on th
 ``place`` brings batch leaves to the devices ahead of the call that reads them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -164,8 +164,7 @@ class MicrobatchPrograms:
         self._at_leaves = {name: at for name, at in cut.items() if not at.is_fully_addressable}
         """The shardings of leaves that are cut over several processes, each of which puts its parts; programs place
         the others."""
-        self.is_sink = not graph.successors(index)
-        """Whether the chunk computes the loss."""
+        self._gives_loss, num_grads = graph.gives_loss(index), len(graph.gradient_successors(index))
         self._sharding = sharding
         # Which neighbours a microbatch skips can change every step. Zeros stand for all that it may skip: not for an
         # only predecessor or successor, which runs whatever the chunk runs, nor for an optional predecessor, of which
@@ -176,9 +175,11 @@ class MicrobatchPrograms:
             pairs = zip(graph.predecessors(index), shapes.inputs, strict=True)
             absent = tuple(spec if p in required else None for p, spec in pairs)
         self._absent_inputs: tuple[Specs, ...] | None = absent
-        grads = self.plan.output_grads if len(graph.successors(index)) > 1 else ()
+        self.from_successors = self.plan.output_grads[:num_grads]
+        """The shapes of the gradients that successors return."""
+        grads = self.from_successors if len(graph.successors(index)) > 1 else ()
         self._absent_grads: tuple[Specs, ...] | None = grads or None
-        self.zeros_bytes = num_bytes((absent, grads[:1]))
+        self.zeros_bytes = num_bytes((absent, list(_by_shape(grads).values())))
         """Bytes of the zeros that stand for skipped inputs and gradients."""
 
     @cached_property
@@ -192,11 +193,14 @@ class MicrobatchPrograms:
         def zeros_like(spec: Specs) -> Any:
             return zeros(spec, all_passing(self._sharding, spec))
 
-        inputs, grads = self._absent_inputs, self._absent_grads
+        inputs, grads = self._absent_inputs, self._absent_grads or ()
+        zero_grads = {shape: zeros_like(spec) for shape, spec in _by_shape(grads).items()}
         return Constants(
             inputs=None if inputs is None else tuple(None if s is None else zeros_like(s) for s in inputs),
-            grads=None if grads is None else (zeros_like(grads[0]),) * len(grads),
-            loss_grads=full(self.plan.output_grads, self._sharding, 1) if self.is_sink else (),
+            grads=tuple(zero_grads[_shape(spec)] for spec in grads) or None,
+            loss_grads=full(self.plan.output_grads[len(self.from_successors) :], self._sharding, 1)
+            if self._gives_loss
+            else (),
         )
 
     def _derived(self, params: Params, derived: tuple[Any, ...] | None) -> tuple[Any, ...]:
@@ -336,9 +340,9 @@ class MicrobatchPrograms:
         return self._own.to_model(sums), token
 
     def _complete(self, output_grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.is_sink:
-            return self.constants.loss_grads
-        return output_grads if (absent := self.constants.grads) is None else _fill(output_grads, absent)
+        if (absent := self.constants.grads) is not None:
+            output_grads = _fill(output_grads, absent)
+        return (*output_grads, *self.constants.loss_grads) if self._gives_loss else output_grads
 
     def _refusal(self) -> ValueError:
         if not self.plan.has_backward:
@@ -351,6 +355,15 @@ class MicrobatchPrograms:
 
 def _spread(leaf: Any, at: Sharding) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, at, leaf.__getitem__)
+
+
+def _shape(spec: Specs) -> Hashable:
+    return (*jax.tree.leaves(spec), jax.tree.structure(spec))
+
+
+def _by_shape(specs: Sequence[Specs]) -> dict[Hashable, Specs]:
+    """Returns the shapes without those that stand before them already."""
+    return {_shape(spec): spec for spec in specs}
 
 
 def _fill(values: tuple[Any, ...], zeros: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -59,11 +59,12 @@ def _joined(chunks: Sequence[Chunk], edges: Sequence[Edge] | None, table: Schedu
     if any(chunk.frozen for chunk in chunks):
         _check_some_train(chunks)
     frozen = frozenset(index for index, chunk in enumerate(chunks) if _is_frozen(chunk))
+    losses = frozenset(index for index, chunk in enumerate(chunks) if chunk.gives_loss)
     if table is None:
         if edges is None:
             edges = [Edge(c, c + 1) for c in range(len(chunks) - 1)]
-        return PipelineGraph(len(chunks), 1, tuple(edges), shared=shared, frozen=frozen)
-    graph = replace(table.graph, shared=shared, frozen=frozen)
+        return PipelineGraph(len(chunks), 1, tuple(edges), shared=shared, frozen=frozen, losses=losses)
+    graph = replace(table.graph, shared=shared, frozen=frozen, losses=losses)
     if edges is not None and {edge[:2] for edge in edges} == {edge[:2] for edge in graph.edges}:
         graph = replace(graph, edges=tuple(edges))
     elif edges is not None:
@@ -78,6 +79,52 @@ def _joined(chunks: Sequence[Chunk], edges: Sequence[Edge] | None, table: Schedu
             "as mirrored(chunks) makes them"
         )
     return graph
+
+
+def with_passes(
+    graph: PipelineGraph, chunks: Sequence[Chunk], placement: Placement, *, deterministic: bool
+) -> PipelineGraph:
+    """Returns the graph with its passes: chunks on one stage whose layers are the same, all of them shared.
+
+    Copies of a few layers stay copies. So do, in a deterministic run, chunks that do not feed each other, such as an
+    embedding and a head that is tied to it: passes add up their gradients in one order, microbatch by microbatch, in
+    which the head would wait for the embedding.
+    """
+    found: dict[Any, list[int]] = {}
+    feeds = {(edge[0], edge[1]) for edge in graph.edges}
+    for index, (chunk, stage) in enumerate(zip(chunks, placement.stage_of_chunk, strict=True)):
+        layers = param_specs(chunk)
+        if layers and chunk.shared.issuperset(layers) and not chunk.tied.isdisjoint(layers):
+            key = (
+                stage,
+                frozenset(layers),
+                chunk.frozen,
+                None if chunk.own.names is None else (*chunk.own.names.items(),),
+            )
+            group = found.setdefault(key, [])
+            if not group or not deterministic or any((other, index) in feeds for other in group):
+                group.append(index)
+    return replace(graph, passes=tuple(tuple(group) for group in found.values() if len(group) > 1))
+
+
+def as_held(chunks: Sequence[Chunk], graph: PipelineGraph) -> tuple[Chunk, ...]:
+    """Returns the chunks as they hold parameters: those of later passes hold none, and what only passes of one chunk
+    share is not shared."""
+    if not graph.passes:
+        return tuple(chunks)
+    found = []
+    for index, chunk in enumerate(chunks):
+        if graph.holder(index) != index:
+            found.append(replace(chunk, init=_nothing, shared=frozenset(), frozen=frozenset()))
+            continue
+        others = {name for c, other in enumerate(chunks) if graph.holder(c) != index for name in other.shared}
+        found.append(replace(chunk, shared=chunk.shared & others))
+    return tuple(found)
+
+
+def _nothing(key: jax.Array) -> dict[str, Any]:
+    del key
+    return {}
 
 
 def mirrored(chunks: Sequence[Chunk]) -> list[Chunk]:

@@ -130,7 +130,7 @@ def derive_shapes(
     known: dict[Hashable, dict[Any, Any]] = {}
     for index, chunk in enumerate(chunks):
         params = checked_params(chunks, index)
-        inputs = tuple(shapes[p].outputs for p in graph.predecessors(index))
+        inputs = tuple(sent(chunks, graph, p, index, shapes[p].outputs) for p in graph.predecessors(index))
         if index in absent:
             shapes.append(ChunkShapes(params=params, inputs=inputs, leaves={}, outputs=None, exists=False))
             continue
@@ -143,18 +143,48 @@ def derive_shapes(
         leaves = {name: spec_of(batch[name]) for name in names}
         of_kind = known.setdefault(chunk.own.kind, chunk.known_outputs)
         outputs = _outputs(chunks, index, params, inputs, leaves, known=of_kind)
-        if not graph.successors(index):
-            _check_loss(chunks, index, outputs)
+        if graph.gives_loss(index):
+            _check_loss(chunks, graph, index, outputs)
         shapes.append(ChunkShapes(params=params, inputs=inputs, leaves=leaves, outputs=outputs))
     _check_layer_names(chunks, graph, shapes)
     for index, shape in enumerate(shapes):
-        targets = graph.gradient_successors(index) if shape.exists else ()
-        if targets and not any(is_inexact(leaf) for leaf in jax.tree.leaves(shape.outputs)):
-            raise ValueError(
-                f"{describe_chunk(chunks, index)} sends {spec_text(shape.outputs)} to chunk {targets[0]}, which has no "
-                f"gradient: write Edge({index}, {targets[0]}, carries_gradient=False)"
-            )
+        for target in graph.gradient_successors(index) if shape.exists else ():
+            carried = sent(chunks, graph, index, target, shape.outputs)
+            if carried is not None and not any(is_inexact(leaf) for leaf in jax.tree.leaves(carried)):
+                raise ValueError(
+                    f"{describe_chunk(chunks, index)} sends {spec_text(carried)} to chunk {target}, which has no "
+                    f"gradient: write Edge({index}, {target}, carries_gradient=False)"
+                )
     return tuple(shapes)
+
+
+LOSS = "loss"
+"""The part of the outputs that is the loss, for a chunk of :attr:`rrfp_jax.schedules.PipelineGraph.losses`."""
+
+
+def part_of(outputs: Any, part: str | None) -> Any:
+    """Returns a part of the outputs of a chunk, or of their shapes; None stands for the whole."""
+    return outputs if part is None or outputs is None else outputs[part]
+
+
+def sent(chunks: Sequence[Chunk], graph: PipelineGraph, source: int, target: int, outputs: Specs) -> Specs:
+    """Returns the shapes of the part of a chunk's outputs that travels to another chunk; None if it has none.
+
+    Raises ValueError for a part that the outputs do not have.
+    """
+    part = graph.part(source, target)
+    if part is not None and outputs is not None and not (isinstance(outputs, dict) and part in outputs):
+        has = ", ".join(outputs) if isinstance(outputs, dict) else spec_text(outputs)
+        raise ValueError(
+            f"edge {source} -> {target} takes part {part!r} of {describe_chunk(chunks, source)}, which returns {has}: "
+            "return a dictionary with that part, or name another one"
+        )
+    return part_of(outputs, part)
+
+
+def loss_of(graph: PipelineGraph, chunk: int, outputs: Any) -> Any:
+    """Returns the loss among the outputs of a chunk that gives one."""
+    return part_of(outputs, LOSS if chunk in graph.losses else None)
 
 
 def arrange_inputs(inputs: tuple[Any, ...]) -> Any:
@@ -266,14 +296,20 @@ def _outputs(
         ) from error
 
 
-def _check_loss(chunks: Sequence[Chunk], index: int, outputs: Specs) -> None:
-    scalar = jax.ShapeDtypeStruct((), np.dtype("float32"))
+def _check_loss(chunks: Sequence[Chunk], graph: PipelineGraph, index: int, outputs: Specs) -> None:
+    if index in graph.losses and not (isinstance(outputs, dict) and LOSS in outputs):
+        raise ValueError(
+            f"{describe_chunk(chunks, index)} gives a loss beside what others read: return a dictionary with the part "
+            f"{LOSS!r}"
+        )
+    outputs, scalar = loss_of(graph, index, outputs), jax.ShapeDtypeStruct((), np.dtype("float32"))
     is_loss, who = isinstance(outputs, tuple) and len(outputs) in (2, 3), describe_chunk(chunks, index)
     sums: Mapping[Any, Any] | None = Loss(*outputs).named_sums if is_loss else None
     if not isinstance(sums, Mapping) or any(spec != scalar for spec in (*outputs[:2], *sums.values())):
         raise ValueError(
-            f"{who} has no successor and returns {spec_text(outputs)}: the last chunk must return (loss_sum, weight), "
-            "two float32 scalars, and may return a dictionary of named ones as a third entry"
+            f"{who} {'gives a loss' if index in graph.losses else 'has no successor'} and returns "
+            f"{spec_text(outputs)}: the {'loss must be' if index in graph.losses else 'last chunk must return'} "
+            "(loss_sum, weight), two float32 scalars, and may have a dictionary of named ones as a third entry"
         )
     if long := [name for name in sums if not isinstance(name, str) or len(name.encode()) > MAX_NAME_BYTES]:
         raise ValueError(f"{who} names a sum {long[0]!r}: give a string of at most {MAX_NAME_BYTES} bytes")
@@ -319,7 +355,7 @@ def _check_copies(
         )
     if frozen:
         return
-    if owner not in graph.sharing(other):
+    if graph.holder(owner) not in graph.sharing(graph.holder(other)):
         raise ValueError(f"{who} share {name!r}, but the graph does not know: build it with shared=({pair},)")
     if graph.has_backward(owner) != graph.has_backward(other):
         raise ValueError(

@@ -82,7 +82,7 @@ class _Updates:
             accumulator_spec(pick(spec_of(trained_specs(chunks[other])), names)) for other, names in others
         )
         self._partitions_of_others = tuple(pick(param_partition(chunks, other, axes), names) for other, names in others)
-        self.trains = graph.trains(index) and bool(jax.tree.leaves(self._params))
+        self.trains = graph.updates(index) and bool(jax.tree.leaves(self._params))
         """Whether the chunk has parameters that change: if not, R and U hand back what they get."""
         does_update = self.trains and updates_here
         num_shares = 1 if shares is None else shares.number

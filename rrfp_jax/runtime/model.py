@@ -34,6 +34,7 @@ from rrfp_jax.programs.shapes import (
     derive_shapes,
     describe_chunk,
     gradient_spec,
+    part_of,
     pick,
     spec_of,
 )
@@ -105,9 +106,12 @@ class HostedModel:
         updates: UpdateRules,
         seed: int,
         remat: Sequence[Remat],
+        holding: Sequence[Chunk] | None = None,
     ) -> None:
         require_jit()
-        self.chunks, self.placement, self.process = tuple(chunks), placement, process
+        self.chunks, self.holding = tuple(chunks), tuple(chunks if holding is None else holding)
+        """The chunks as they compute, and as they hold parameters."""
+        self.placement, self.process = placement, process
         self.optimizer, self.updates = optimizer, updates
         self._seed, self._remat = seed, tuple(remat)
         self._by_messages = updates.by_messages(process.layout.data)
@@ -155,7 +159,7 @@ class HostedModel:
             )
         for one, other in combinations(range(len(self.chunks)), 2):
             meshes = [self._grid(base).unit_mesh(0).shape for base in (one, other)]
-            if tied_names(self.chunks, one, other) and meshes[0] != meshes[1]:
+            if tied_names(self.holding, one, other) and meshes[0] != meshes[1]:
                 raise ValueError(
                     f"reduce is messages, and stages {stage_of[one]} and {stage_of[other]}, which share layers, have "
                     "different meshes: give them the same, or reduce collective"
@@ -184,9 +188,9 @@ class HostedModel:
         nothing is computed."""
         require_jit()
         state = HostedState({}, {})
-        for base in self.base_chunks:
-            devices, model, units = self._grid(base), (self.chunks, base, self.optimizer), self.numbers(base)
-            trains = graph.trains(base)
+        for base in filter(lambda base: graph.holder(base) == base, self.base_chunks):
+            devices, model, units = self._grid(base), (self.holding, base, self.optimizer), self.numbers(base)
+            trains = graph.updates(base)
             is_shared = self._shards_together and trains
             for replica, number in units.items():
                 of_unit: dict[str, Any] = {
@@ -200,7 +204,7 @@ class HostedModel:
                     if key is None
                     else initial_state(*model, **of_unit, key=key, store=self._store)
                 )
-            if is_shared and jax.tree.leaves(trained_specs(self.chunks[base])):
+            if is_shared and jax.tree.leaves(trained_specs(self.holding[base])):
                 params = {replica: state.chunks[number].params for replica, number in units.items()}
                 state.shared[base] = (
                     optimizer_specs(*model, devices)
@@ -226,7 +230,7 @@ class HostedModel:
 
     def parts(self, base: int) -> tuple[StatePart, ...]:
         """Returns the parts of a chunk's parameters, one for each entry of its optimizer state."""
-        return state_parts(self.chunks[base], trained_specs(self.chunks[base]), self.num_shares)
+        return state_parts(self.holding[base], trained_specs(self.holding[base]), self.num_shares)
 
     def living_replicas(self, base: int) -> list[int]:
         """Returns the replicas of a chunk's stage that have lost no rank."""
@@ -255,8 +259,8 @@ class HostedModel:
             params = jax.tree.map(_lying_as, held.params, specs.chunks[number].params)
             optimizer_state = () if is_shared else held.optimizer_state
             state.chunks[number] = replace(held, params=params, optimizer_state=optimizer_state)
-        for base in self.base_chunks:
-            devices, model = self._grid(base), (self.chunks, base, self.optimizer)
+        for base in filter(lambda base: graph.holder(base) == base, self.base_chunks):
+            devices, model = self._grid(base), (self.holding, base, self.optimizer)
             units = {replica: state.chunks[number] for replica, number in self.numbers(base).items()}
             if base in state.shared:
                 params_of_units = {replica: unit.params for replica, unit in units.items()}
@@ -330,6 +334,8 @@ class HostedModel:
                         self.chunks,
                         graph,
                         *planned[base],
+                        holding=self.holding,
+                        passes={c: planned[c] for c in graph.passes_of(base) if c != base},
                         optimizer=self.optimizer,
                         sharding=self._grid(base).unit_sharding(replica),
                         seed=self._seed,
@@ -342,6 +348,9 @@ class HostedModel:
                     )
                     for replica, number in self.numbers(base).items()
                 }
+                for replica, number in self.numbers(base).items():
+                    passes = compiled[number].passes.items()
+                    compiled |= {self.copies.chunk(c, replica): each for c, each in passes}
             return base, together, compiled
 
         # Threads help, since XLA releases the GIL while it compiles.
@@ -353,8 +362,10 @@ class HostedModel:
         _check_number(number, max_programs, len(programs.shapes), at_least=False)
         with tracing_for(self._target):
             check_plans(variants)
-        count = ProgramCount(sum(self._num_programs(*each, graph) for each in variants.items()), progress)
-        queues, num_threads = self._compile_queues()
+        holders = [base for base in self.base_chunks if graph.holder(base) == base]
+        numbers = [self._num_programs(base, [variants[c] for c in graph.passes_of(base)], graph) for base in holders]
+        count = ProgramCount(sum(numbers), progress)
+        queues, num_threads = self._compile_queues(holders)
         with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as executor:
             for made in executor.map(lambda queue: [compile_one(base) for base in queue], queues):
                 for base, together, compiled in made:
@@ -365,8 +376,8 @@ class HostedModel:
         self._compiled[key] = programs
         return programs
 
-    def _compile_queues(self) -> tuple[list[list[int]], int | None]:
-        """Returns the hosted chunks in lists, each compiled in order by one thread, and the number of threads.
+    def _compile_queues(self, bases: Sequence[int]) -> tuple[list[list[int]], int | None]:
+        """Returns these hosted chunks in lists, each compiled in order by one thread, and the number of threads.
 
         XLA chooses a GPU's kernels by timing them there, which a second compilation for the same GPU would disturb, in
         time and in memory. Where a unit spans several processes they time its kernels together, and wait for each
@@ -374,14 +385,14 @@ class HostedModel:
         order, and every list has a thread of its own.
         """
         if not self.process.is_here or not times_kernels(self.process.own_device(self.process.units[0])):
-            return [[base] for base in self.base_chunks], None
+            return [[base] for base in bases], None
         queues: list[tuple[set[jax.Device], list[int]]] = []
-        for base in self.base_chunks:
-            devices, bases = set(self._grid(base).mesh.devices.flat), [base]
+        for base in bases:
+            devices = set(self._grid(base).mesh.devices.flat)
             shared = [queue for queue in queues if queue[0] & devices]
             queues = [queue for queue in queues if queue not in shared]
-            queues.append((devices.union(*(own for own, _ in shared)), sum((own for _, own in shared), bases)))
-        return [sorted(bases) for _, bases in queues], len(queues)
+            queues.append((devices.union(*(own for own, _ in shared)), sum((own for _, own in shared), [base])))
+        return [sorted(queue) for _, queue in queues], len(queues)
 
     def _variants(
         self,
@@ -427,12 +438,13 @@ class HostedModel:
             )
         return not self.updates.deterministic
 
-    def _num_programs(self, base: int, variants: Sequence[Variant], graph: PipelineGraph) -> int:
-        trained, num_units = trained_specs(self.chunks[base]), len(self.numbers(base))
-        plans = [variant.plan for variant in variants]
+    def _num_programs(self, base: int, variants: Sequence[Sequence[Variant]], graph: PipelineGraph) -> int:
+        """Returns the number of programs of a chunk, given the variants of each of its passes."""
+        trained, num_units = trained_specs(self.holding[base]), len(self.numbers(base))
+        plans = [variant.plan for of_pass in variants for variant in of_pass]
         derives = any(plan.split.num_derived for plan in plans)
         num_programs = num_units * (sum(plan.num_programs for plan in plans) + derives)
-        if graph.trains(base) and jax.tree.leaves(trained):
+        if graph.updates(base) and jax.tree.leaves(trained):
             parts = self.parts(base)
             num_programs += len(parts) * (1 if self._shards_together else num_units)
             if self.num_shares > 1:  # For each part a program clears its sums, and for each share one copies it.
@@ -446,7 +458,7 @@ class HostedModel:
             return None
         return StageUpdates(
             base,
-            self.chunks,
+            self.holding,
             graph,
             optimizer=self.optimizer,
             devices=self._grid(base),
@@ -469,12 +481,12 @@ class HostedModel:
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def edges(self, programs: HostedPrograms) -> EdgeOf:
+    def edges(self, programs: HostedPrograms, graph: PipelineGraph) -> EdgeOf:
         """Returns the function that gives the content of a message between chunks for microbatches of a bucket, and its
         shardings at both ends; one and the same for all buckets in which the content has the same shapes.
 
         The content is None where these microbatches skip one of the chunks; the edge is None for plain data. In place
-        of a bucket a message with a share has the share's number.
+        of a bucket a message with a share has the share's number. ``graph`` is the graph of one replica.
         """
         shapes, known = programs.shapes, dict[Hashable, ArrayEdge]()
 
@@ -485,10 +497,10 @@ class HostedModel:
                 # Copies in another replica hear only that gradients are complete: a collective sums them.
                 if self.copies.replica(source) != self.copies.replica(target):
                     return None
-                names = tuple(sorted(self.chunks[bases[0]].tied))
+                names = tuple(sorted(self.holding[bases[0]].tied))
                 # The sender's partition at both ends: its layers need not be all of the receiver's.
                 ends = [
-                    pick(unit_shardings(self.chunks, bases[0], self._boundary(end)).params, names)
+                    pick(unit_shardings(self.holding, bases[0], self._boundary(end)).params, names)
                     for end in (source, target)
                 ]
                 spec = accumulator_spec(pick(shapes[0][bases[0]].params, names))
@@ -497,16 +509,17 @@ class HostedModel:
                 return self._edge_of_pieces(message, bases)
             if message.kind is MessageKind.SHARE:
                 base, parts = bases[0], self.parts(bases[0])
-                at = [unit_shardings(self.chunks, base, self._boundary(end)).params for end in (source, target)]
-                specs = spec_of(trained_specs(self.chunks[base]))
+                at = [unit_shardings(self.holding, base, self._boundary(end)).params for end in (source, target)]
+                specs = spec_of(trained_specs(self.holding[base]))
                 of_share = [share_of(parts, bucket, each) for each in (specs, *at)]
                 return ArrayEdge(spec=of_share[0], source=of_share[1], target=of_share[2])
             at_ends = [shapes[bucket][base] for base in bases]
-            carried = at_ends[0].outputs
-            if message.kind is MessageKind.GRADIENT:
-                carried = gradient_spec(at_ends[1].outputs)
-            if not all(end.exists for end in at_ends):
-                carried = None
+            carried = None
+            if all(end.exists for end in at_ends):
+                goes_back = message.kind is MessageKind.GRADIENT
+                forth = bases[::-1] if goes_back else bases
+                carried = part_of(at_ends[goes_back].outputs, graph.part(*forth))
+                carried = gradient_spec(carried) if goes_back else carried
             lying = [all_passing(self._boundary(end), carried) for end in (source, target)]
             which = (*message[:3], *jax.tree.leaves(carried), jax.tree.structure(carried))
             return known.setdefault(which, ArrayEdge(spec=carried, source=lying[0], target=lying[1]))
@@ -518,12 +531,12 @@ class HostedModel:
         layout, at_ends = None, []
         for end in (message.source, message.target):
             boundary = self._boundary(end)
-            layout = PieceLayout(self.chunks, bases[0], axes_of(mesh_of(boundary)), self.process.layout.data)
+            layout = PieceLayout(self.holding, bases[0], axes_of(mesh_of(boundary)), self.process.layout.data)
             at_ends.append(layout.at(boundary))
         assert layout is not None
         carried: list[Any] = [layout.spec, *at_ends]
         if bases[0] != bases[1]:
-            carried = [pick(each.shared, tied_names(self.chunks, *bases)) for each in carried]
+            carried = [pick(each.shared, tied_names(self.holding, *bases)) for each in carried]
         return ArrayEdge(spec=carried[0], source=carried[1], target=carried[2])
 
 

@@ -144,7 +144,7 @@ def prepare_pipeline(
         shortest_s=process.shortest_foreseen_s(),
         evaluation_batches=0 if evaluation is None else evaluation.batches,
     )
-    edge = model.edges(programs)
+    edge = model.edges(programs, graph)
     owners, absent = _owners_of(model, graph.num_microbatches), process.layout.absent
     if owners is not None:
         arbiters[0].graph_of(evaluates=False, owners=owners)  # refuses what cannot have other owners
@@ -412,7 +412,7 @@ def _stage_maker(
         stage = ProgramStage(
             unit,
             own,
-            {chunk: state.chunks[chunk] for chunk in own},
+            {chunk: state.chunks[chunk] for chunk in own if chunk in state.chunks},
             graph=order.graph,
             placement=order.placement,
             copies=copies,

@@ -27,6 +27,7 @@ from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.programs.chunk import Loss
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
+from rrfp_jax.programs.shapes import loss_of, part_of
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime.consistency import GRADIENTS, INPUT_GRADIENTS, OUTPUTS, ResultSum, begin_sum
 from rrfp_jax.runtime.control_plane import StopRequests
@@ -89,7 +90,7 @@ class ProgramStage:
     Args:
         stage: the number of this unit in the pipeline of all replicas.
         programs: the compiled programs of each chunk of this stage.
-        states: parameters, optimizer state and accumulators of each of them; taken over.
+        states: parameters, optimizer state and accumulators of each of them that holds any; taken over.
         graph, placement: those of all replicas.
         copies: tells how the numbers of chunks belong to replicas.
         update_rules: the treatment of gradients.
@@ -120,7 +121,9 @@ class ProgramStage:
     ) -> None:
         self._graph, self._placement, self._copies = graph, placement, copies
         self._update_rules, self._stop_requests, self._in_transit = update_rules, stop_requests, in_transit
-        self._stage, self._programs, self.states = stage, dict(programs), states
+        self._stage, self._programs = stage, dict(programs)
+        self.states = {chunk: states[graph.holder(chunk)] for chunk in programs}
+        """The states by chunk; passes have one and the same."""
         self.number = stage
         """The number of this unit."""
         self._replicas, self._meter, self._send_array = replicas, meter, send_array
@@ -163,7 +166,7 @@ class ProgramStage:
         self._enqueue |= {TaskKind(letter): partial(self._operate, op) for letter, op in self._operations.items()}
         self._keep_inputs = [op for op in self._graph.ops if op.keeps_inputs]
         self._remake_stash = [op for op in self._graph.ops if op.remakes_stash]
-        self._kept: dict[int, dict[str, Any]] = {chunk: {} for chunk in states}
+        self._kept: dict[int, dict[str, Any]] = {chunk: {} for chunk in programs}
         """By chunk, a dictionary in which operations keep values from task to task."""
         for chunk, held in states.items():
             held.derived = self._programs[chunk].prepare(held.params)
@@ -297,7 +300,7 @@ class ProgramStage:
             return
         state.verdict = verdict
         for chunk in self._programs:
-            if state.graph.trains(chunk) and chunk not in state.updated:
+            if state.graph.updates(chunk) and chunk not in state.updated:
                 jax.block_until_ready(self._update(step, chunk, -1).awaited)
 
     @property
@@ -325,7 +328,8 @@ class ProgramStage:
     def clear(self) -> None:
         """Drops the gradients that steps have added up which are done again."""
         for chunk, held in self.states.items():
-            held.accumulators = self._programs[chunk].zeros()
+            if self._graph.holder(chunk) == chunk:
+                held.accumulators = self._programs[chunk].zeros()
 
     # -- on the stage's threads --------------------------------------------------------------------------------------
 
@@ -446,15 +450,20 @@ class ProgramStage:
             if graph.has_backward(chunk):
                 state.stashes[chunk, microbatch] = stash
         self._add_up(step, OUTPUTS, TaskKind.F, chunk, outputs)
-        if not graph.successors(chunk):
-            _start_copies(outputs)
-            return _Enqueued(outputs, record=partial(state.losses.append, (own_number, chunk, Loss(*outputs))))
+        record = None
+        if graph.gives_loss(chunk):
+            loss = loss_of(graph, chunk, outputs)
+            _start_copies(loss)
+            record = partial(state.losses.append, (own_number, chunk, Loss(*loss)))
         posts = [
-            (Message(MessageKind.ACTIVATION, chunk, successor, microbatch), outputs)
+            (
+                Message(MessageKind.ACTIVATION, chunk, successor, microbatch),
+                part_of(outputs, graph.part(chunk, successor)),
+            )
             for successor in graph.successors(chunk)
             if graph.exists(successor, microbatch)
         ]
-        return _Enqueued(outputs, posts)
+        return _Enqueued(outputs, posts, record)
 
     def _backward(
         self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...], *, is_split: bool
@@ -470,7 +479,7 @@ class ProgramStage:
             awaited = input_grads, residuals
         else:
             if self._exchange is not None and graph.trains(chunk):
-                self._exchange.turn_to(step, chunk, microbatch)
+                self._exchange.turn_to(step, graph.holder(chunk), microbatch)
             input_grads, held.accumulators, awaited = programs.backward(
                 held.params, stash, output_grads, held.accumulators, derived=held.derived
             )
@@ -491,7 +500,7 @@ class ProgramStage:
         programs, held = self._programs_of(step, chunk, microbatch), self.states[chunk]
         residuals = self._steps[step].weight_residuals.pop((chunk, microbatch))
         if self._exchange is not None:
-            self._exchange.turn_to(step, chunk, microbatch)
+            self._exchange.turn_to(step, self._graph.holder(chunk), microbatch)
         held.accumulators, done = programs.weight_gradient(
             held.params, residuals, held.accumulators, derived=held.derived
         )
@@ -500,7 +509,7 @@ class ProgramStage:
     def _with_pieces(self, step: int, chunk: int, awaited: Any, posts: list[tuple[Message, Any]]) -> _Enqueued:
         """Returns the rest of a task that has added to the gradients of a chunk: the last one sends their pieces."""
         self._add_up(step, GRADIENTS, self._graph.accumulating_kind(chunk), chunk, self.states[chunk].accumulators)
-        pieces = [] if self._exchange is None else self._exchange.added(step, chunk)
+        pieces = [] if self._exchange is None else self._exchange.added(step, self._graph.holder(chunk))
         return _Enqueued((awaited, [value for _, value in pieces]), [*posts, *pieces])
 
     # -- operations, R and U -----------------------------------------------------------------------------------------

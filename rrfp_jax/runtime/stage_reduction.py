@@ -52,7 +52,7 @@ class _Exchange:
     """The pieces of one chunk in a step."""
 
     left: int
-    """How many tasks are left that add to the gradients."""
+    """How many tasks are left that add to the gradients, of all passes."""
     pieces: dict[int, tuple[int, ...]]
     """The pieces that each chunk adds up that takes part: this one, its copies, and those that share layers with it."""
     blocks: dict[int, tuple[int, ...]]
@@ -97,7 +97,7 @@ class PieceExchange:
         self._mailbox, self._meter = mailbox, meter
         self._updates: dict[int, PieceUpdates] = {}
         for chunk, compiled in programs.items():
-            if graph.trains(chunk):
+            if graph.updates(chunk):
                 assert isinstance(compiled.updates, PieceUpdates)
                 self._updates[chunk] = compiled.updates
         self._lock = threading.Lock()
@@ -111,10 +111,10 @@ class PieceExchange:
         self._steps[step] = {chunk: self._exchange(chunk, graph) for chunk in self._updates}
 
     def _exchange(self, chunk: int, graph: PipelineGraph) -> _Exchange:
-        pieces = pieces_of_chunks(filter(graph.trains, graph.sharing(chunk)), self._copies.num_replicas)
+        pieces = pieces_of_chunks(filter(graph.updates, graph.sharing(chunk)), self._copies.num_replicas)
         blocks = {each: blocks_of(graph, each, ordered=self._ordered) for each in pieces}
         own = blocks.get(chunk) or (self._copies.replica(chunk),)  # A step that evaluates has no gradients.
-        return _Exchange(left=len(graph.microbatches(chunk)), pieces=pieces, blocks=blocks, block=own[0])
+        return _Exchange(left=len(graph.accumulations(chunk)), pieces=pieces, blocks=blocks, block=own[0])
 
     def finish(self, step: int) -> None:
         del self._steps[step]

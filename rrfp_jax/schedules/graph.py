@@ -3,13 +3,15 @@
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property, reduce
+from math import inf, lcm
 from operator import itemgetter, or_
 from typing import NamedTuple
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import AT_LEAST_1, COUNTABLE, check_fields, check_types, is_whole
-from rrfp_jax.schedules.operations import COMPUTE, GraphOperations, Op
+from rrfp_jax.schedules.operations import COMPUTE, FINEST, GraphOperations, Op
 from rrfp_jax.schedules.tasks import Task, TaskKind
 
 _MOST_PAIRS = 1 << 20
@@ -47,6 +49,8 @@ class Edge(NamedTuple):
     carries_gradient: bool = True
     is_optional: bool = False
     """Whether ``target`` also runs microbatches that skip ``source``, for example those without images."""
+    part: str | None = None
+    """The part of the output that travels, where the output is a dictionary of parts; None: the whole output."""
 
 
 class _Topology(NamedTuple):
@@ -62,6 +66,8 @@ class _Topology(NamedTuple):
     """Predecessors to which the chunk returns a gradient."""
     gradients_from: tuple[tuple[int, ...], ...]
     """Successors that return a gradient to the chunk."""
+    parts: dict[tuple[int, int], str]
+    """By source and target, the part of the output that travels, where that is not the whole output."""
     has_backward: tuple[bool, ...]
 
 
@@ -73,7 +79,11 @@ class PipelineGraph:
     those of microbatches without images in the image encoder (:func:`absences` makes it from pairs). ``split`` holds
     the chunks whose backward runs as I and W. ``shared`` holds groups of chunks that hold copies of the same parameters
     (tied embeddings). ``frozen`` holds the chunks whose parameters never change. ``ops`` holds the operations that the
-    pipeline has beside the built-in tasks (:mod:`rrfp_jax.schedules.operations`).
+    pipeline has beside the built-in tasks (:mod:`rrfp_jax.schedules.operations`). ``losses`` holds the chunks that give
+    a loss although others read their output; a chunk that nobody reads gives one in any case. ``passes`` holds groups
+    of chunks on one stage that are passes of one set of parameters, such as the slices of a sequence: the first chunk
+    of a group holds these, and runs R and U once all have added their gradients. ``weights`` says how many activations
+    each chunk keeps of a microbatch, where that is not one each.
 
     Of ``num_replicas`` replicas, chunks ``b * num_replicas`` and on are the copies of one chunk; a microbatch runs on
     one of them and is absent from the others (:mod:`rrfp_jax.core.replicas`). ``lost`` holds chunks that take no part:
@@ -93,9 +103,12 @@ class PipelineGraph:
     num_replicas: int = 1
     lost: frozenset[int] = field(default=frozenset())
     holders: tuple[tuple[int, ...], ...] = ()
+    losses: frozenset[int] = field(default=frozenset())
+    passes: tuple[tuple[int, ...], ...] = ()
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_types(self, "num_chunks", "num_microbatches", "edges", "split", "frozen", "ops", "num_replicas", "lost")
+        check_types(self, *(name for name in self.__dataclass_fields__ if name not in ("absent", "shared", "holders")))
         check_fields(self, COUNTABLE, "num_chunks", "num_microbatches")
         check_fields(self, AT_LEAST_1, "num_replicas")
         if self.num_chunks < 1 or self.num_microbatches < 1:
@@ -115,6 +128,7 @@ class PipelineGraph:
                 f"{_MOST_PAIRS} pairs that a step may have: give fewer of either"
             )
         self._check_edges()
+        self._check_passes()
         self._check_pairs(self.absent)
         for chunk in self.lost:
             if self.present(chunk):
@@ -124,9 +138,14 @@ class PipelineGraph:
 
     def _check_edges(self) -> None:
         seen: set[tuple[int, int]] = set()
-        for source, target, *flags in self.edges:
+        in_parts: dict[int, bool] = {}
+        for source, target, *flags, part in (Edge(*edge) for edge in self.edges):
             if not all(isinstance(flag, bool) for flag in flags):
                 raise ValueError(f"edge {source!r} -> {target!r} has {flags}: give True or False")
+            if not (part is None or isinstance(part, str)):
+                raise ValueError(
+                    f"edge {source!r} -> {target!r} has the part {part!r}: give the name of a part, or None"
+                )
             if not (is_whole(source) and is_whole(target)):
                 raise ValueError(f"edge {source!r} -> {target!r} does not name chunks: give their numbers")
             if not (0 <= source < target < self.num_chunks):
@@ -137,9 +156,37 @@ class PipelineGraph:
             if (source, target) in seen:
                 raise ValueError(f"edge {source} -> {target} is given twice")
             seen.add((source, target))
-        for chunk in (*self.split, *self.frozen, *self.lost, *(c for group in self.shared for c in group)):
+            if in_parts.setdefault(source, part is not None) != (part is not None) or (
+                part is None and source in self.losses
+            ):
+                raise ValueError(
+                    f"edge {source} -> {target} takes {'all' if part is None else f'part {part!r}'} of an output that "
+                    f"has parts, or has none: name a part on every edge from chunk {source}, or on no edge"
+                )
+        for chunk in (
+            *self.split,
+            *self.frozen,
+            *self.lost,
+            *self.losses,
+            *(c for some in (self.shared, self.passes) for group in some for c in group),
+        ):
             if not 0 <= chunk < self.num_chunks:
                 raise ValueError(f"chunk {chunk} is not one of the {self.num_chunks} chunks")
+
+    def _check_passes(self) -> None:
+        named = [c for group in self.passes for c in group]
+        if len(set(named)) < len(named) or any(list(group) != sorted(group) for group in self.passes):
+            raise ValueError(f"passes are {self.passes}: give ascending chunks, each in one group")
+        for group in self.passes:
+            if len({(self.has_backward(c), c in self.frozen, c in self.split) for c in group}) > 1:
+                raise ValueError(
+                    f"chunks {group} are passes of the same parameters, but not all of them train, or split their "
+                    "backward: treat all alike, or give each parameters of its own"
+                )
+        if self.weights and len(self.weights) != self.num_chunks:
+            raise ValueError(f"{len(self.weights)} weights are given for {self.num_chunks} chunks: give one for each")
+        if not all(0 < weight < inf for weight in self.weights):
+            raise ValueError(f"a weight is {min(self.weights)}: give positive numbers of activations")
 
     def _check_pairs(self, absent: Absences) -> None:
         """Raises ValueError where absent pairs do not exist, or leave a neighbouring chunk without input or reader."""
@@ -211,8 +258,8 @@ class PipelineGraph:
         wants = [c * copies not in self.frozen for c in bases]
         for p, c in sorted(returning, key=itemgetter(1)):
             wants[c] |= wants[p]
-        leading = {p for p, _ in ways}
-        has = [wants[c] and c not in leading for c in bases]
+        giving = {*bases}.difference(p for p, _ in ways).union(c // copies for c in self.losses)
+        has = [wants[c] and c in giving for c in bases]
         for c, s in sorted(returning, reverse=True):
             has[c] |= wants[c] and has[s]
         carrying = {(a, b) for a, b in carrying if has[a // copies] and has[b // copies]}
@@ -223,6 +270,7 @@ class PipelineGraph:
             optional=tuple(tuple(p for p in before[c] if (p, c) in optional) for c in chunks),
             gradients_to=tuple(tuple(p for p in before[c] if (p, c) in carrying) for c in chunks),
             gradients_from=tuple(tuple(s for s in after[c] if (c, s) in carrying) for c in chunks),
+            parts={(e.source, e.target): e.part for e in edges if e.part is not None},
             has_backward=tuple(has[c // copies] for c in chunks),
         )
 
@@ -230,7 +278,7 @@ class PipelineGraph:
     def _sharing(self) -> dict[int, tuple[int, ...]]:
         groups: dict[int, tuple[int, ...]] = {}
         for group in self.shared:
-            together = tuple(sorted(set(group)))
+            together = tuple(sorted({self.holder(chunk) for chunk in group}))
             for chunk in together:
                 known = groups.get(chunk)
                 groups[chunk] = together if known is None else tuple(sorted({*known, *together}))
@@ -243,6 +291,13 @@ class PipelineGraph:
     def successors(self, chunk: int) -> tuple[int, ...]:
         """Returns the chunks that read the output of ``chunk``, ascending."""
         return self._topology.after[chunk]
+
+    def part(self, source: int, target: int) -> str | None:
+        """Returns the part of the output of ``source`` that ``target`` reads; None: the whole output."""
+        return self._topology.parts.get((source, target))
+
+    def gives_loss(self, chunk: int) -> bool:
+        return chunk in self.losses or not self._topology.after[chunk]
 
     def required_predecessors(self, chunk: int) -> tuple[int, ...]:
         """Returns the predecessors of which a microbatch must have at least one, ascending."""
@@ -301,8 +356,34 @@ class PipelineGraph:
         return not self._topology.has_backward[chunk] and bool(self.successors(chunk))
 
     def trains(self, chunk: int) -> bool:
-        """Whether the chunk adds up gradients of its own parameters and updates them."""
+        """Whether the chunk adds to gradients of the parameters that it runs with."""
         return self._topology.has_backward[chunk] and chunk not in self.frozen and chunk not in self.lost
+
+    def updates(self, chunk: int) -> bool:
+        """Whether the chunk trains and holds its parameters, so that it has R and U."""
+        return self.trains(chunk) and self.holder(chunk) == chunk
+
+    @cached_property
+    def _passes(self) -> dict[int, tuple[int, ...]]:
+        return {chunk: group for group in self.passes for chunk in group}
+
+    def passes_of(self, chunk: int) -> tuple[int, ...]:
+        """Returns the chunks that run with the parameters of ``chunk``, itself among them, ascending."""
+        return self._passes.get(chunk, (chunk,))
+
+    def holder(self, chunk: int) -> int:
+        """Returns the chunk that holds the parameters with which ``chunk`` runs."""
+        return self._passes[chunk][0] if self.passes and chunk in self._passes else chunk
+
+    def accumulations(self, chunk: int) -> list[Task]:
+        """Returns the tasks that add to the gradients of a chunk that holds parameters, in the order in which a
+        deterministic run adds them up: by microbatch, and of each the last pass first, as its backward comes first."""
+        passes = [(c, self.accumulating_kind(c)) for c in reversed(self.passes_of(chunk))]
+        if len(passes) == 1:
+            return [Task(kind, c, m) for c, kind in passes for m in self.microbatches(c)]
+        return [
+            Task(kind, c, m) for m in range(self.num_microbatches) for c, kind in passes if self._present[c] >> m & 1
+        ]
 
     def microbatches(self, chunk: int) -> tuple[int, ...]:
         """Returns the microbatches that exist for ``chunk``, ascending."""
@@ -318,6 +399,29 @@ class PipelineGraph:
                 passed[place], again = known | again, known & again
             passed.append(again)
         return max(1, sum(map(bool, passed)))
+
+    def kept_per_microbatch(self, chunks: Sequence[int]) -> int:
+        """Returns the most that these chunks keep of one microbatch, in units of memory."""
+        if not self.weights:
+            return self.memory_unit * self.passes_per_microbatch(chunks)
+        present = [(self._present[chunk], self.kept_units(chunk)) for chunk in chunks]
+        kept = (sum(w for mask, w in present if mask >> m & 1) for m in range(self.num_microbatches))
+        return max(1, *kept)
+
+    @cached_property
+    def _weights(self) -> tuple[Fraction, ...]:
+        return tuple(Fraction(weight).limit_denominator(FINEST) for weight in self.weights)
+
+    @cached_property
+    def memory_unit(self) -> int:
+        """How many units of memory one activation is: 1, or more where chunks keep, or operations move, parts of
+        one."""
+        parts = lcm(*(weight.denominator for weight in self._weights))
+        return parts * self.operations.unit if self.ops else parts
+
+    def kept_units(self, chunk: int) -> int:
+        """Returns what a chunk with a backward keeps of a microbatch, in units of memory."""
+        return self.memory_unit if not self.weights else int(self._weights[chunk] * self.memory_unit)
 
     def input_gradient_kind(self, chunk: int) -> TaskKind:
         """Returns the kind that computes the input gradient of ``chunk``: I if its backward is split, else B."""
@@ -381,8 +485,7 @@ class PipelineGraph:
             needed = (Task(TaskKind.F, chunk, m), *(Task(self.input_gradient_kind(s), s, m) for s in gradients))
         else:
             sharing = (chunk,) if kind is TaskKind.U else self.sharing(chunk)
-            trained = [(c, self.accumulating_kind(c)) for c in sharing if self.trains(c)]
-            needed = tuple(Task(last, c, i) for c, last in trained for i in self.microbatches(c))
+            needed = tuple(task for c in sharing if self.trains(c) for task in self.accumulations(c))
         return (*needed, *self.operations.before(task)) if self.ops else needed
 
     def memory_effect(self, task: Task) -> tuple[float, float]:
@@ -390,15 +493,22 @@ class PipelineGraph:
 
         The unit is an activation: all that a chunk with a backward keeps of a microbatch, from F to B or W.
         """
+        takes, frees = self.memory_units(task)
+        return takes / self.memory_unit, frees / self.memory_unit
+
+    def memory_units(self, task: Task) -> tuple[int, int]:
+        """Returns what :meth:`memory_effect` does, in units of memory."""
         if task.microbatch < 0 or not self.has_backward(task.chunk):
-            return 0.0, 0.0
+            return 0, 0
+        kept = self.kept_units(task.chunk)
         if self.ops:
             takes, frees = self.operations.effect(task)
-            return takes / self.operations.unit, frees / self.operations.unit
-        return float(task.kind is TaskKind.F), float(task.kind is self.accumulating_kind(task.chunk))
+            part = kept // self.operations.unit
+            return takes * part, frees * part
+        return kept * (task.kind is TaskKind.F), kept * (task.kind is self.accumulating_kind(task.chunk))
 
     def sharing(self, chunk: int) -> tuple[int, ...]:
-        """Returns ``chunk`` and the chunks that share parameters with it, ascending."""
+        """Returns ``chunk`` and the chunks that hold copies of some of its parameters, ascending."""
         return self._sharing.get(chunk, (chunk,))
 
     def evaluating(self, num_batches: int = 1) -> "PipelineGraph":
@@ -426,6 +536,8 @@ class PipelineGraph:
             frozen=frozenset(range(self.num_chunks)),
             num_replicas=self.num_replicas,
             lost=self.lost,
+            losses=self.losses,
+            passes=self.passes,
         )
 
     def skipping(self, absent: Absences) -> "PipelineGraph":

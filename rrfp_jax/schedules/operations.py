@@ -175,7 +175,7 @@ def _order_with_operations(letters: Sequence[str], ops: Sequence[Op]) -> tuple[s
     return tuple(order)
 
 
-_FINEST = 1000
+FINEST = 1000
 """Memory is counted in parts of an activation not finer than this."""
 _ONCE = ("R", "U")
 _MICROBATCHES = "all microbatches"
@@ -189,7 +189,7 @@ class GraphOperations:
         self.graph = graph
         self.by_letter = {op.letter: op for op in graph.ops}
         self._parts = {
-            op.letter: [Fraction(part).limit_denominator(_FINEST) for part in (op.holds, op.frees)] for op in graph.ops
+            op.letter: [Fraction(part).limit_denominator(FINEST) for part in (op.holds, op.frees)] for op in graph.ops
         }
         """The memory that each operation takes and frees, in parts of an activation."""
         self.unit = lcm(*(part.denominator for parts in self._parts.values() for part in parts))
@@ -320,7 +320,7 @@ class GraphOperations:
             return
         backward = ("B", "I", "W") if graph.has_backward(chunk) else ()
         with_microbatch = {*self.kinds(chunk), *backward}
-        known = {*own, *with_microbatch, *(_ONCE if graph.trains(chunk) else ())}
+        known = {*own, *with_microbatch, *(_ONCE if graph.updates(chunk) else ())}
         follows: dict[str, set[str]] = {letter: set() for letter in (_MICROBATCHES, *known)}
         follows[_MICROBATCHES].add("R")
         follows.setdefault("R", set()).add("U")

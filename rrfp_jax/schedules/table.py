@@ -137,7 +137,7 @@ class ScheduleTable:
                 held += takes * sizes[task.chunk]
                 peak = max(peak, held)
                 held -= frees * sizes[task.chunk]
-            peaks.append(peak / self.graph.passes_per_microbatch(chunks))
+            peaks.append(peak * self.graph.memory_unit / self.graph.kept_per_microbatch(chunks))
         return tuple(peaks)
 
     def check_window(self, window: int | Sequence[int]) -> None:

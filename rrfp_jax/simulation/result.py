@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
 
-from rrfp_jax.core.memory import memory_effect, memory_unit
 from rrfp_jax.schedules import PipelineGraph, Placement, TaskKind
 from rrfp_jax.schedules.table import relative_sizes
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
@@ -138,8 +137,8 @@ def peak_memory(
         if span.task.microbatch < 0 or not graph.has_backward(span.task.chunk):
             continue
         if moves_memory:
-            takes, frees = memory_effect(span.task, graph)
-            size = sizes[span.task.chunk] / memory_unit(graph)
+            takes, frees = graph.memory_units(span.task)
+            size = sizes[span.task.chunk] / graph.memory_unit
             changes[span.stage] += [(span.start_s, 1, takes * size), (span.end_s, 0, -frees * size)]
         elif span.task.kind in DURATION_SLOTS:
             if span.task.kind is TaskKind.F:

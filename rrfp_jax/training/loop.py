@@ -149,7 +149,7 @@ class RunSaver:
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._pipeline, self._every, self._minutes = pipeline, every, minutes
-        process, chunks, stages = pipeline.process, pipeline.chunks, pipeline.placement.stage_of_chunk
+        process, chunks, stages = pipeline.process, pipeline.holding, pipeline.placement.stage_of_chunk
         num_shares = pipeline.updates.num_shares(process.layout.data)
         self._layers = {
             index: ChunkLayers(chunk, pipeline.optimizer, trains=pipeline.trains(index), num_shares=num_shares)

@@ -110,7 +110,10 @@ class _StepDemands:
         self.sums: dict[int, set[Message]] = defaultdict(set)
         """By chunk, the messages that bring the sums of pieces that other replicas add up."""
         self.tasks = list(self.graph.tasks())
-        trained = [c for c in range(self.graph.num_chunks) if self.graph.trains(c)] if self.rules.updates else []
+        self._group = {c: tuple(group) for group in self.graph.passes for c in group}
+        """By chunk, the passes of the same parameters."""
+        held = [c for c in range(self.graph.num_chunks) if self._passes(c)[0] == c]
+        trained = [c for c in held if self.graph.trains(c)] if self.rules.updates else []
         self.last = [Task(kind, c) for kind in (TaskKind.R, TaskKind.U) for c in trained]
         self._demand_dependencies()
         self._demand_words()
@@ -143,7 +146,9 @@ class _StepDemands:
             adds = self.graph.trains(task.chunk) and task.kind is self.graph.accumulating_kind(task.chunk)
             if self.rules.ordered and adds:
                 first = task.microbatch - task.microbatch % self._share if self.rules.by_messages else 0
-                earlier = {Task(task.kind, task.chunk, m) for m in range(first, task.microbatch)}
+                passes = self._passes(task.chunk)
+                earlier = {Task(task.kind, c, m) for m in range(first, task.microbatch) for c in passes}
+                earlier |= {Task(task.kind, c, task.microbatch) for c in passes if c > task.chunk}
                 self.local[task] |= earlier & set(self.tasks)
 
     def _demand_words(self) -> None:
@@ -181,10 +186,14 @@ class _StepDemands:
                     self._promise(message, self.placement.stage_of_chunk[sharer], stage, gradients, set())
         self._demand_replicas()
 
+    def _passes(self, chunk: int) -> tuple[int, ...]:
+        return self._group.get(chunk, (chunk,))
+
     def _gradients(self, chunk: int) -> set[Task]:
-        """The tasks that add to a chunk's gradients."""
+        """The tasks that add to a chunk's gradients, in all its passes."""
         kind = self.graph.accumulating_kind(chunk)
-        return {t for t in self.graph.tasks([chunk]) if t.kind is kind} if self.graph.trains(chunk) else set()
+        tasks = self.graph.tasks(self._passes(chunk))
+        return {t for t in tasks if t.kind is kind} if self.graph.trains(chunk) else set()
 
     def _demand_replicas(self) -> None:
         """The replicas' R of a chunk wait for each other: word that all is there goes up a tree of them, and down."""
@@ -274,7 +283,7 @@ class _StepDemands:
             if self.rules.agreement is Agreement.ALL:
                 if task.kind is not TaskKind.U:
                     reported[self.stage_of(task)].add(task)
-            elif not self.graph.successors(task.chunk) and task.kind is TaskKind.F:
+            elif task.kind is TaskKind.F and (task.chunk in self.graph.losses or not self.graph.successors(task.chunk)):
                 reported[self.stage_of(task)].add(task)
         living = [stage for stage in range(self.placement.num_stages) if stage not in self.setting.lost]
         root, degree = living[0], self.rules.tree_degree

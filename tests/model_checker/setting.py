@@ -211,6 +211,8 @@ class Setting:
             ),
             frozen=frozenset(range(graph.num_chunks)),
             num_replicas=graph.num_replicas,
+            losses=graph.losses,
+            passes=graph.passes,
         )
 
     def graph_of_owners(self, given: StepOwners) -> PipelineGraph:
@@ -225,13 +227,13 @@ class Setting:
             if graph.exists(c - c % copies + m // size, m)
             and given.owners[stage_of[c] % num_stages][m] == stage_of[c] // num_stages
         }
-        ways = {(s // copies, t // copies): flags for s, t, *flags in graph.edges}
+        ways = {(edge[0] // copies, edge[1] // copies): Edge(*edge) for edge in graph.edges}
         owned = {
             c: {m for m, r in enumerate(given.owners[stage_of[c] % num_stages]) if r == c % copies}
             for c in range(graph.num_chunks)
         }
         edges = [
-            Edge(s, t, *ways[s // copies, t // copies])
+            ways[s // copies, t // copies]._replace(source=s, target=t)
             for s in range(graph.num_chunks)
             for t in range(graph.num_chunks)
             if (s // copies, t // copies) in ways and owned[s] & owned[t]

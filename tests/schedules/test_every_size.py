@@ -71,7 +71,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def digest(table: ScheduleTable) -> str:
     graph, stands_for = table.graph, table.hint
     sets = [sorted(graph.split), sorted(graph.frozen)]
-    what = [table.name, table.placement.stage_of_chunk, graph.num_microbatches, [tuple(edge) for edge in graph.edges]]
+    what = [
+        table.name,
+        table.placement.stage_of_chunk,
+        graph.num_microbatches,
+        [tuple(edge[:4]) for edge in graph.edges],
+    ]
     what += [graph.absent, sets, graph.shared, (), table.weights_fill]
     what += [[" ".join(map(str, row)) for row in one.rows] for one in (table, stands_for) if one is not None]
     return hashlib.blake2b(repr(what).encode(), digest_size=2).hexdigest()
