@@ -41,11 +41,11 @@ from rrfp_jax.programs.batches import (
     leaves_to_lack,
     num_microbatches,
 )
-from rrfp_jax.programs.chunk import Chunk, check_chunks, check_seed, param_specs, trained_specs
+from rrfp_jax.programs.chunk import Chunk, check_chunks, check_seed, param_specs, trained_specs, whole_layers
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import as_held, fitted_placement, model_graph, with_passes
-from rrfp_jax.programs.optimizers import check_leafwise, with_standard_promotion
+from rrfp_jax.programs.optimizers import check_leafwise, of_whole_layers, with_standard_promotion
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params
 from rrfp_jax.programs.state import ChunkState
@@ -122,7 +122,7 @@ class Pipeline:
     ) -> None:
         self._hold = Hold()
         """The hold of the state that ``init`` or ``restore`` made last."""
-        self.chunks, self.optimizer = check_chunks(chunks), with_standard_promotion(optimizer)
+        self.chunks, self.optimizer = check_chunks(chunks), of_whole_layers(with_standard_promotion(optimizer))
         self.placement = fitted_placement(self.chunks, placement, ordering.schedule)
         self._edges = None if edges is None else tuple(edges)
         self.ordering, self.updates, self.options = ordering, updates, options
@@ -218,11 +218,12 @@ class Pipeline:
     def params(self, state: PipelineState) -> dict[str, Any]:
         """Returns the parameters by layer name, on their stages' devices; waits for the steps enqueued.
 
-        They are those of the whole model, or of the stages that this process hosts where there are several processes.
+        They are those of the whole model, or of the stages that this process hosts where there are several processes;
+        a layer of which these hold a part has only that.
         The arrays are in use: copy them before the next ``step``, which takes them over.
         """
         held = self._held(state).chunks
-        return model_params(held[chunk].params for chunk in sorted(held))
+        return whole_layers(model_params(held[chunk].params for chunk in sorted(held)))
 
     def chunk_states(self, state: PipelineState, *, once: bool = False) -> list[tuple[int, ChunkState]]:
         """Returns the state of every chunk that this process hosts, copies of replicas included, each with the chunk's
@@ -297,6 +298,7 @@ class Pipeline:
         # couples its arrays, and all processes must refuse the same models.
         for index in range(len(self.chunks)):
             checked_params(self.chunks, index)
+        whole_layers(model_params(map(param_specs, self.holding)))  # refuses what is no part of a layer
         params = model_params(map(trained_specs, self.holding))
         parts = [part for index in range(len(self.chunks)) for part in self._model.parts(index)]
         groups, shares = [part.layers for part in parts], [part.pick(params) for part in parts]

@@ -1,7 +1,8 @@
 """The arrays of a checkpoint: their names, and the pieces of them that a process writes.
 
 A name is a tuple of texts, the layer first, then the path of the array inside it: ``("layers.0", "params", "attention",
-"query")``. Stages, ranks and layouts are no part of it, so a checkpoint fits every cut of the model.
+"query")``. Stages, ranks and layouts are no part of it, so a checkpoint fits every cut of the model. Where a chunk
+holds a part of a layer, the name of the part comes first in memory, and the layer's own in files.
 
 Pieces are copied to host memory before they are written: the next update may then take over an array's buffers.
 """
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rrfp_jax.programs.chunk import whole_name
 from rrfp_jax.programs.stage_devices import shards_of
 
 ArrayName = tuple[str, ...]
@@ -25,6 +27,11 @@ _Item = TypeVar("_Item")
 def leaf_name(path: Iterable[Any]) -> ArrayName:
     """Returns the name of a leaf from its path in a pytree."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def stored_name(name: ArrayName) -> ArrayName:
+    """Returns the name that an array has in files."""
+    return (whole_name(name[0]), *name[1:])
 
 
 def shown_name(name: ArrayName) -> str:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import jax
 
-from rrfp_jax.checkpoint._arrays import OPTIMIZER, PARAMS, ArrayName, HostArray, copy_to_host
+from rrfp_jax.checkpoint._arrays import OPTIMIZER, PARAMS, ArrayName, HostArray, copy_to_host, stored_name
 from rrfp_jax.checkpoint._chunk_layers import ChunkLayers
 from rrfp_jax.checkpoint._part_writer import Owner, PartWriter, parts_of_step
 from rrfp_jax.checkpoint._reader import StoredStep, check_files, frozen_state, open_step, read_arrays
@@ -412,7 +412,8 @@ class Checkpoints:
                 specs = layers.split(target)
                 own = {name: spec for name, spec in specs.items() if name[1] == PARAMS}
                 leaves = {name: spread(spec, spec.sharding) for name, spec in specs.items() if name not in own}
-                states.append(layers.join(leaves | read_arrays(stored, own, as_stored=False), target))
+                found = read_arrays(stored, {stored_name(n): spec for n, spec in own.items()}, as_stored=False)
+                states.append(layers.join(leaves | {name: found[stored_name(name)] for name in own}, target))
 
         self._on_all(call, "read", read)
         return states
@@ -426,8 +427,9 @@ class Checkpoints:
         return stored[0]
 
 
-def _read_state(stored: StoredStep, specs: Mapping[ArrayName, Any]) -> dict[ArrayName, Any]:
+def _read_state(stored: StoredStep, wanted: Mapping[ArrayName, Any]) -> dict[ArrayName, Any]:
     """Returns the arrays of a step, and specs in place of those that it lacks because their layers were frozen."""
+    specs = {stored_name(name): spec for name, spec in wanted.items()}
     lacking = frozen_state(stored, specs)
     instead = {other: specs[name] for name, other in lacking.items() if other is not None}
     arrays = read_arrays(stored, {name: spec for name, spec in specs.items() if name not in lacking} | instead)
@@ -438,7 +440,8 @@ def _read_state(stored: StoredStep, specs: Mapping[ArrayName, Any]) -> dict[Arra
         name: spread(specs[name], specs[name].sharding) if other is None else arrays[other]
         for name, other in lacking.items()
     }
-    return {name: arrays[name] for name in specs if name not in lacking} | fresh
+    found = arrays | fresh
+    return {name: found[stored_name(name)] for name in wanted}
 
 
 def _in_background(work: Callable[[], SaveOutcome]) -> "Future[SaveOutcome]":

@@ -27,6 +27,7 @@ from rrfp_jax.checkpoint._arrays import (
     shown_name,
 )
 from rrfp_jax.programs.chunk import Chunk, param_specs, trained_specs
+from rrfp_jax.programs.optimizers import of_whole_layers
 from rrfp_jax.programs.shapes import Specs, spec_text
 from rrfp_jax.programs.stage_devices import shards_of
 from rrfp_jax.programs.state import ChunkState, state_parts
@@ -53,7 +54,8 @@ class ChunkLayers:
     ) -> None:
         specs = param_specs(chunk)
         self.names = tuple(specs)
-        """The chunk's layers, frozen ones included."""
+        """The chunk's layers, frozen ones included, and its parts of layers."""
+        optimizer = of_whole_layers(optimizer)
         parts = state_parts(chunk, trained_specs(chunk), num_shares) if trains else ()
         self._plans = tuple(_plan_part(optimizer, part.pick(specs)) for part in parts)
 

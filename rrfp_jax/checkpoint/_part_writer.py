@@ -28,10 +28,11 @@ import tensorstore as ts
 from etils import epath  # type: ignore[import-untyped]
 from orbax.checkpoint import future, type_handlers
 
-from rrfp_jax.checkpoint._arrays import PARAMS, ArrayName, HostArray, nested, size_batches
+from rrfp_jax.checkpoint._arrays import PARAMS, ArrayName, HostArray, nested, size_batches, stored_name
 from rrfp_jax.checkpoint._records import Commit, PartRecord, step_directory, sum_tree, sync_directory
 from rrfp_jax.layout import Layout
 from rrfp_jax.private.orbax_names import TENSORSTORE_SETTINGS, build_array_write_spec
+from rrfp_jax.programs.chunk import whole_name
 
 # A chunk is read at once, at least: small enough for a share of a large array, large enough for a disk.
 _CHUNK_BYTES = 16 << 20
@@ -57,7 +58,7 @@ class Owner:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """Layers that are saved together; named after the first of them."""
+    """Layers, or parts of layers, that are saved together; named after the first of them."""
 
     name: str
     """The name as a file name."""
@@ -169,7 +170,7 @@ class PartWriter:
         for part, handler in self._handlers.items():
             path = folder / part.name
             path.mkdir(parents=True, exist_ok=True)
-            own = {name: array for name, array in arrays.items() if name[0] in part.layers}
+            own = _stored(part, arrays)
             if not own:  # Orbax refuses to save layers that have no arrays
                 continue
             with _around_orbax():
@@ -184,12 +185,13 @@ class PartWriter:
         for part, handler in self._handlers.items():
             if self._rank == part.ranks[0]:
                 path = folder / part.name
-                own = {name: array for name, array in arrays.items() if name[0] in part.layers}
+                own = _stored(part, arrays)
                 if own:
                     with _around_orbax():
                         handler.finalize(epath.Path(path))
                 shapes = tuple((name, array.dtype.name, array.shape) for name, array in own.items())
-                record = PartRecord(layers=part.layers, arrays=shapes, files=sum_tree(path))
+                layers = tuple(dict.fromkeys(map(whole_name, part.layers)))
+                record = PartRecord(layers=layers, arrays=shapes, files=sum_tree(path))
                 written[part.name] = record.write(folder / f"{part.name}.json")
         return written
 
@@ -197,6 +199,11 @@ class PartWriter:
         """Frees the threads."""
         for handler in self._handlers.values():
             handler.close()
+
+
+def _stored(part: StepPart, arrays: Mapping[ArrayName, HostArray]) -> dict[ArrayName, HostArray]:
+    """Returns the arrays of a part by their names in files; what two parts of a layer have in common comes once."""
+    return {stored_name(name): arrays[name] for name in sorted(arrays) if name[0] in part.layers}
 
 
 class _HostArrayHandler(type_handlers.TypeHandler):

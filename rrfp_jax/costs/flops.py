@@ -122,10 +122,18 @@ class DecoderSizes:
 
     def layer(self, num_tokens: float, num_pairs: float, *, is_sparse: bool = False) -> Flops:
         """One layer, for tokens whose attention looks at so many pairs (see :func:`pairs`)."""
+        return self.attention(num_tokens, num_pairs) + self.mlp(num_tokens, is_sparse=is_sparse)
+
+    def attention(self, num_tokens: float, num_pairs: float) -> Flops:
+        """The attention of a layer."""
         query_dim, key_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         projections = product(num_tokens, self.hidden, 2 * query_dim + 2 * key_dim)
+        return projections + _attention(num_pairs, query_dim)
+
+    def mlp(self, num_tokens: float, *, is_sparse: bool = False) -> Flops:
+        """The MLP of a layer, or its experts."""
         widths = 3 * self.expert_dims + self.num_experts if is_sparse else 3 * self.mlp_dim
-        return projections + product(num_tokens, self.hidden, widths) + _attention(num_pairs, query_dim)
+        return product(num_tokens, self.hidden, widths)
 
     def head(self, num_tokens: float) -> Flops:
         """The logits. (The embedding is a look-up and counts nothing.)"""

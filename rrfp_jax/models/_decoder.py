@@ -6,6 +6,8 @@ sequences are cut.
 """
 
 import math
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +21,7 @@ from rrfp_jax.models._context_attention import context_attention
 from rrfp_jax.models._parts import by_head, from_heads, learned, projection, rms_norm
 from rrfp_jax.models.attention import cached_attention, causal_attention
 from rrfp_jax.models.config import LINEAR_ROPE, YARN_ROPE, LanguageModelConfig, RopeScaling
-from rrfp_jax.models.cuts import ContextCut, SequenceOrder
+from rrfp_jax.models.cuts import ATTENTION, MLP, ContextCut, SequenceOrder
 from rrfp_jax.models.experts import MixtureOfExperts
 from rrfp_jax.models.loss import HeadLoss
 
@@ -219,17 +221,22 @@ def residual_norm(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 class DecoderLayer(nnx.Module):
-    """Attention, then the MLP, each on a normalised input and added to the residual stream.
+    """Attention, then the MLP, each on a normalised input and added to the residual stream; or one of the two.
 
-    The MLP of a sparse layer (:func:`sparse_decoder_layer`) is a mixture of experts.
+    The MLP of a sparse layer is a mixture of experts. :func:`decoder_layer` makes layers.
     """
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, *, is_sparse: bool = False) -> None:
-        self.config, self.is_sparse = config, is_sparse
-        self.attention_norm = residual_norm(config, rngs)
-        self.attention = Attention(config, rngs)
-        self.mlp_norm = residual_norm(config, rngs)
-        self.mlp = MixtureOfExperts(config, rngs) if is_sparse else _GatedMLP(config, rngs)
+    def __init__(
+        self, config: LanguageModelConfig, rngs: nnx.Rngs, *, is_sparse: bool = False, part: str | None = None
+    ) -> None:
+        self.config, self.is_sparse, self.part = config, is_sparse, part
+        # a part is left out once it is made, so that the other one has the initial values of the whole layer
+        attention = residual_norm(config, rngs), Attention(config, rngs)
+        mlp = residual_norm(config, rngs), (MixtureOfExperts if is_sparse else _GatedMLP)(config, rngs)
+        if part != MLP:
+            self.attention_norm, self.attention = attention
+        if part != ATTENTION:
+            self.mlp_norm, self.mlp = mlp
 
     def __call__(
         self,
@@ -238,15 +245,16 @@ class DecoderLayer(nnx.Module):
         *,
         is_token: jax.Array | None = None,
         counts: jax.Array | None = None,
+        order: NDArray[np.int32] | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the residual stream, shaped like ``x``, and the loss that the layer's router adds, or None.
 
-        Only a mixture of experts reads ``is_token`` and ``counts``; see :class:`MixtureOfExperts`.
+        Only attention reads ``rows``, and only a mixture of experts the others; see :class:`MixtureOfExperts`.
         """
-        x = x + self.attention(self.attention_norm(x), rows)
-        order = None
-        if rows is not None and rows.cut is not None:
-            order = SequenceOrder(rows.cut.devices, self.config.sliding_window)(x.shape[1])
+        if self.part != MLP:
+            x = x + self.attention(self.attention_norm(x), rows)
+        if self.part == ATTENTION:
+            return x, None
         y, loss = self._feed_forward(x, is_token=is_token, counts=counts, order=order)
         return x + y, loss
 
@@ -263,9 +271,10 @@ class DecoderLayer(nnx.Module):
         return self.mlp(normalised), None
 
 
-def sparse_decoder_layer(config: LanguageModelConfig, rngs: nnx.Rngs) -> DecoderLayer:
-    """Returns a decoder layer with experts."""
-    return DecoderLayer(config, rngs, is_sparse=True)
+@cache
+def decoder_layer(*, is_sparse: bool, part: str | None) -> Callable[[LanguageModelConfig, nnx.Rngs], DecoderLayer]:
+    """Returns the function that makes a decoder layer, with experts or without, or a part of it."""
+    return partial(DecoderLayer, is_sparse=is_sparse, part=part)
 
 
 class Embedding(nnx.Module):

@@ -2,7 +2,8 @@
 
 Chunks
     A cut is the list of the chunks' contents in order. A chunk may hold no layer as long as it holds one of the model's
-    ends: the embedding or the head of a decoder, the first or the last layer of an encoder.
+    ends: the embedding or the head of a decoder, the first or the last layer of an encoder. It may begin or end inside
+    a layer of a decoder, between its attention and its MLP.
 
 Sequences, over the mesh axis ``context``
     Every device holds equally many positions. Under a causal mask late positions attend to more than early ones. So a
@@ -20,11 +21,12 @@ All errors are ValueErrors that name the numbers and the remedy. Nothing here im
 before it is loaded.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -45,8 +47,12 @@ class CutWords(NamedTuple):
     """The part before the first layer."""
     last: str = "head"
     """The part behind the last layer."""
+    has_halves: bool = True
+    """Whether a layer may be cut between its attention and its MLP."""
 
 
+ATTENTION, MLP = "attention", "mlp"
+"""The two parts of a decoder layer: each with its norm, and added to the residual stream."""
 _DECODER_WORDS = CutWords()
 
 
@@ -55,7 +61,7 @@ class ChunkContents:
     """The layers and ends of the model that one chunk holds."""
 
     layers: range
-    """Global numbers of its layers."""
+    """Global numbers of its layers, those that it holds a part of among them."""
     embedding: bool
     """Whether it holds the part before the first layer: in a decoder the embedding, which reads tokens."""
     head: bool
@@ -63,15 +69,30 @@ class ChunkContents:
     loss."""
     words: CutWords = _DECODER_WORDS
     """Names of these parts."""
+    begins_inside: bool = False
+    """Whether it holds the MLP alone of its first layer."""
+    ends_inside: bool = False
+    """Whether it holds the attention alone of its last layer."""
+
+    def part(self, layer: int) -> str | None:
+        """Returns the part of a layer that it holds, :data:`ATTENTION` or :data:`MLP`; None: the whole layer."""
+        if self.begins_inside and layer == self.layers[0]:
+            return MLP
+        return ATTENTION if self.ends_inside and layer == self.layers[-1] else None
 
     @property
     def title(self) -> str:
-        """The contents in words, for tables and errors: ``embedding, layers 0-1``."""
+        """The contents in words, for tables and errors: ``embedding, layers 0-1, attention of layer 2``."""
         parts = [self.words.first] if self.embedding and self.words.first else []
-        if len(self.layers) == 1:
-            parts.append(f"layer {self.layers[0]}")
-        elif self.layers:
-            parts.append(f"layers {self.layers[0]}-{self.layers[-1]}")
+        whole = self.layers[self.begins_inside : len(self.layers) - self.ends_inside]
+        if self.begins_inside:
+            parts.append(f"MLP of layer {self.layers[0]}")
+        if len(whole) == 1:
+            parts.append(f"layer {whole[0]}")
+        elif whole:
+            parts.append(f"layers {whole[0]}-{whole[-1]}")
+        if self.ends_inside:
+            parts.append(f"attention of layer {self.layers[-1]}")
         if self.head and self.words.last:
             parts.append(self.words.last)
         return ", ".join(parts)
@@ -81,13 +102,13 @@ def plan_cut(
     num_layers: int,
     *,
     num_chunks: int | None = None,
-    layers_per_chunk: Sequence[int] | None = None,
+    layers_per_chunk: Sequence[float] | None = None,
     embedding_in: int = 0,
     head_in: int = -1,
     words: CutWords = _DECODER_WORDS,
 ) -> list[ChunkContents]:
     """Returns the contents of every chunk; arguments as in :meth:`rrfp_jax.models.LanguageModel.split`."""
-    counts = _layer_counts(num_layers, num_chunks, layers_per_chunk, words.counts)
+    counts = _layer_counts(num_layers, num_chunks, layers_per_chunk, words)
     for name, index in (("embedding_in", embedding_in), ("head_in", head_in)):
         if not -len(counts) <= index < len(counts):
             raise ValueError(
@@ -107,7 +128,7 @@ def plan_cut(
             f"give head_in at least {with_layers[-1]}"
         )
 
-    plans, start = [], 0
+    plans, start = [], 0.0
     *parts, last = ["layer", *(end for end in (words.first, words.last) if end)]
     lacks = f"{', '.join(f'no {part}' for part in parts)} and no {last}" if parts else f"no {last}"
     for chunk, count in enumerate(counts):
@@ -117,8 +138,18 @@ def plan_cut(
             raise ValueError(
                 f"chunk {chunk} of {words.counts} {counts} holds {lacks}: leave it out, or give it a layer"
             )
-        plans.append(ChunkContents(layers=range(start, start + count), embedding=embedding, head=head, words=words))
-        start += count
+        stop = start + count
+        plans.append(
+            ChunkContents(
+                layers=range(math.floor(start), math.ceil(stop)),
+                embedding=embedding,
+                head=head,
+                words=words,
+                begins_inside=start % 1 > 0,
+                ends_inside=stop % 1 > 0,
+            )
+        )
+        start = stop
     return plans
 
 
@@ -135,8 +166,9 @@ def balanced_counts(num_layers: int, num_chunks: int) -> list[int]:
 
 
 def _layer_counts(
-    num_layers: int, num_chunks: int | None, layers_per_chunk: Sequence[int] | None, name: str
-) -> list[int]:
+    num_layers: int, num_chunks: int | None, layers_per_chunk: Sequence[float] | None, words: CutWords
+) -> list[float]:
+    name = words.counts
     if layers_per_chunk is None:
         if num_chunks is None:
             raise ValueError("the cut is not given: give num_chunks or layers_per_chunk")
@@ -148,7 +180,7 @@ def _layer_counts(
                 + _example(num_layers, num_chunks, "give layers_per_chunk")
             )
         return [num_layers // num_chunks] * num_chunks
-    counts = list(layers_per_chunk)
+    counts = [_whole_or_half(count) for count in layers_per_chunk]
     if num_chunks is not None and num_chunks != len(counts):
         raise ValueError(
             f"{name} {counts} names {len(counts)} chunks and num_chunks is {num_chunks}: "
@@ -156,12 +188,20 @@ def _layer_counts(
         )
     if min(counts, default=0) < 0:
         raise ValueError(f"{name} {counts} holds a negative count: give 0 or more layers for every chunk")
+    if odd := [count for count in counts if count % (0.5 if words.has_halves else 1)]:
+        remedy = "or halves, which end between attention and MLP" if words.has_halves else "as no layer is cut here"
+        raise ValueError(f"{name} {counts} has {odd[0]} layers: give whole numbers, {remedy}")
     if sum(counts) != num_layers:
         raise ValueError(
             f"{name} {counts} sums to {sum(counts)} but the model has {num_layers} layers: "
             + _example(num_layers, len(counts), "make the counts add up")
         )
     return counts
+
+
+def _whole_or_half(count: float) -> float:
+    """Returns a number of layers as it is written: ``2`` for 2.0."""
+    return int(count) if count == count // 1 else count
 
 
 def _example(num_layers: int, num_chunks: int, remedy: str) -> str:
@@ -253,10 +293,10 @@ def check_size(name: str, size: int, num_shards: int, axis: str = TENSOR) -> Non
 # -- chunks as a line of text ------------------------------------------------------------------------------------------
 
 _GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,4})")
-_CHUNK = re.compile(r"((?:[A-Za-z](?:\*\d{1,5})?)+)(?:@(\d{1,4}))?")
-_RUN = re.compile(r"([A-Za-z])(?:\*(\d+))?")
+_CHUNK = re.compile(r"((?:[A-Za-z<>](?:\*\d{1,5})?)+)(?:@(\d{1,4}))?")
+_RUN = re.compile(r"([A-Za-z<>])(?:\*(\d+))?")
 _MOST_CHUNKS = 1 << 14
-_ENDS, _OF_ENCODER = "EL", "Pv"
+_OF_ENCODER, _HALVES = "Pv", "<>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,15 +317,17 @@ class ChunkLayout:
     ``p``    the projector
     ``E``    the embedding
     ``L``    the head, which gives the loss
+    ``<``    the attention of a layer of the decoder, at a chunk's end
+    ``>``    its MLP, at the beginning of the next chunk
     other    a layer of the decoder; ``t`` where all are of a kind
     =======  ====================================================
 
-    The encoder's chunks come first. ``@2`` behind a chunk puts it on stage 2; without such marks the chunks lie on the
-    stages in turn.
+    ``Et*3<|>t*2L`` cuts inside layer 3. The encoder's chunks come first. ``@2`` behind a chunk puts it on stage 2;
+    without such marks the chunks lie on the stages in turn.
     """
 
-    layers: tuple[int, ...] | None = None
-    """Decoder layers of each of the decoder's chunks."""
+    layers: tuple[float, ...] | None = None
+    """Decoder layers of each of the decoder's chunks, with halves where one ends inside a layer."""
     embedding_chunk: int = 0
     """Number, among the decoder's chunks, of the one with the embedding."""
     head_chunk: int = -1
@@ -312,7 +354,7 @@ class ChunkLayout:
         decoder = letters[behind:]
         heads = next(number for number, chunk in enumerate(decoder) if "L" in chunk)
         return cls(
-            layers=tuple(sum(letter not in "EPLp" for letter in chunk) for chunk in decoder),
+            layers=_decoder_layers(text, decoder),
             embedding_chunk=next(number for number, chunk in enumerate(decoder) if "E" in chunk),
             head_chunk=-1 if heads == len(decoder) - 1 else heads,
             encoder_layers=tuple(chunk.count("v") for chunk in letters[:num_encoder]) if num_encoder else None,
@@ -328,8 +370,13 @@ class ChunkLayout:
             encoder[-1] += "p"
         own = ["p"] if encoder and self.projector_in == OWN_CHUNK else []
         last = self.head_chunk % len(self.layers)
+        begins = [start % 1 > 0 for start in accumulate(self.layers, initial=0.0)]  # and one more, where the last ends
         decoder = [
-            "E" * (number == self.embedding_chunk) + _times("t", count) + "L" * (number == last)
+            "E" * (number == self.embedding_chunk)
+            + ">" * begins[number]
+            + _times("t", int(count - (begins[number] + begins[number + 1]) / 2))
+            + "<" * begins[number + 1]
+            + "L" * (number == last)
             for number, count in enumerate(self.layers)
         ]
         if encoder and self.projector_in == DECODER:
@@ -359,6 +406,23 @@ def _read_chunk(text: str, chunk: str) -> tuple[str, int | None]:
     return letters, None if found[2] is None else int(found[2])
 
 
+def _decoder_layers(text: str, decoder: list[str]) -> tuple[float, ...]:
+    """Returns how many layers each of the decoder's chunks has."""
+    counts, is_cut = list[float](), False
+    for chunk in [*decoder, ""]:
+        layers = "".join(letter for letter in chunk if letter not in "EPLp")
+        begins, ends = layers.startswith(">"), layers.endswith("<")
+        whole = layers[begins : len(layers) - ends]
+        if begins != is_cut or set(whole) & set(_HALVES):
+            raise ValueError(
+                f"layout {text!r:.200} has a < or > without the other: end a chunk with <, the attention of a layer, "
+                "and begin the next with >, its MLP, as in Et*3<|>t*2L"
+            )
+        counts.append(_whole_or_half(len(whole) + (begins + ends) / 2))
+        is_cut = ends
+    return tuple(counts[:-1])
+
+
 def _encoder_of(text: str, letters: list[str]) -> tuple[int, str]:
     """Returns how many chunks are the encoder's, without a projector of its own, and the projector's place."""
     is_encoder = [bool(set(chunk) & set(_OF_ENCODER)) for chunk in letters]
@@ -367,6 +431,8 @@ def _encoder_of(text: str, letters: list[str]) -> tuple[int, str]:
         if any("p" in chunk for chunk in letters):
             raise ValueError(f"layout {text!r} has a projector and no encoder: begin with P and layers v")
         return 0, ENCODER
+    if any(set(chunk) & set(_HALVES) for chunk in letters[:num_encoder]):
+        raise ValueError(f"layout {text!r:.200} cuts a layer of the encoder: < and > are for those of the decoder")
     mixed = [chunk for chunk in letters[:num_encoder] if set(chunk) - set(_OF_ENCODER) - {"p"}]
     if mixed or not all(is_encoder[:num_encoder]) or not letters[0].startswith("P"):
         raise ValueError(f"layout {text!r} mixes encoder and decoder: give the encoder's chunks first, from P to p")

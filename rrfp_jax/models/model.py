@@ -1,8 +1,9 @@
 """A language model as a list of chunks.
 
 The model is a chain of named layers (:mod:`rrfp_jax.models._named_layers`): ``embedding``, ``layers.0`` ...,
-``final_norm``, ``head``. As the decoder of a larger model it has a prefix before each of these, and features of
-encoders may take the place of some tokens' vectors.
+``final_norm``, ``head``. A chunk may end with ``layers.3:attention``, and the next begin with ``layers.3:mlp``. As the
+decoder of a larger model it has a prefix before each of these, and features of encoders may take the place of some
+tokens' vectors.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,16 +18,16 @@ from rrfp_jax.models._decoder import (
     DecoderLayer,
     Embedding,
     LMHead,
+    decoder_layer,
     residual_norm,
     row_info,
-    sparse_decoder_layer,
 )
 from rrfp_jax.models._named_layers import NamedLayer, chunk_of
 from rrfp_jax.models._tensor_cut import decoder_partition
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.cuts import ChunkContents, ContextCut, SequenceOrder, plan_cut
+from rrfp_jax.models.cuts import ATTENTION, MLP, ChunkContents, ContextCut, SequenceOrder, plan_cut
 from rrfp_jax.models.loss import answer_counts, normaliser_loss, token_loss
-from rrfp_jax.programs.chunk import Chunk, Partition
+from rrfp_jax.programs.chunk import Chunk, Partition, part_name
 from rrfp_jax.programs.remat import one_layer
 
 EMBEDDING = "embedding"
@@ -65,7 +66,7 @@ class LanguageModel:
     def split(
         self,
         num_chunks: int | None = None,
-        layers_per_chunk: Sequence[int] | None = None,
+        layers_per_chunk: Sequence[float] | None = None,
         embedding_in: int = 0,
         head_in: int = -1,
         packed: bool = False,
@@ -76,8 +77,9 @@ class LanguageModel:
         """Cuts the model into chunks, in order; every cut computes the same function of the same parameters.
 
         ``num_chunks`` alone cuts evenly; ``layers_per_chunk`` gives the number of decoder layers of every chunk, 0
-        where a chunk holds only the embedding or the head. ``embedding_in`` and ``head_in`` are the chunks that hold
-        those (negative: counted from the last).
+        where a chunk holds only the embedding or the head; a half, as in ``[2.5, 1.5]``, ends a chunk between the
+        attention and the MLP of a layer. ``embedding_in`` and ``head_in`` are the chunks that hold those (negative:
+        counted from the last).
 
         The embedding's chunk reads the batch leaf ``tokens``, int32 ``[batch, length]``; the head's chunk reads
         ``targets``, int32, and ``weights``, float32, of the same shape, and returns ``(loss_sum, weight)``. Between
@@ -92,7 +94,7 @@ class LanguageModel:
 
         With ``z_loss`` the last chunk adds the z-loss to ``loss_sum`` and returns it as the named sum ``z_loss``.
 
-        ``packed`` is for rows that hold several samples: every chunk with decoder layers also reads ``positions`` and
+        ``packed`` is for rows that hold several samples: every chunk with attention also reads ``positions`` and
         ``segments``, int32 ``[batch, length]``. A token attends only to tokens with its own segment id, and positions
         begin anew in each segment; padding is segment 0.
 
@@ -135,8 +137,9 @@ def named_decoder_layers(config: LanguageModelConfig, plan: ChunkContents, prefi
     if plan.embedding or (plan.head and config.tie_embeddings):
         layers.append(NamedLayer(EMBEDDING, prefix + EMBEDDING, Embedding, config))
     for own, layer in enumerate(plan.layers):
-        build = sparse_decoder_layer if config.is_sparse(layer) else DecoderLayer
-        layers.append(NamedLayer(layer_name(own), prefix + layer_name(layer), build, config))
+        name, part = prefix + layer_name(layer), plan.part(layer)
+        build = decoder_layer(is_sparse=part != ATTENTION and config.is_sparse(layer), part=part)
+        layers.append(NamedLayer(layer_name(own), name if part is None else part_name(name, part), build, config))
     if plan.head:
         layers.append(NamedLayer(FINAL_NORM, prefix + FINAL_NORM, residual_norm, config))
         if not config.tie_embeddings:
@@ -169,33 +172,36 @@ def decoder_chunk(
     shared = {prefix + EMBEDDING} if config.tie_embeddings and plan.embedding != plan.head else set()
     has_router_loss = config.has_router_loss and not gives_logits
     counts_answers = counts_answers and plan.head and not gives_logits
-    gives_loss, has_layers = plan.head and not gives_logits, len(plan.layers) > 0
+    gives_loss = plan.head and not gives_logits
+    has_attention = any(plan.part(layer) != MLP for layer in plan.layers)
+    has_experts = any(config.is_sparse(layer) and plan.part(layer) != ATTENTION for layer in plan.layers)
     indices = tuple(merge.index_leaf for merge in merges)
     leaves = []
     if plan.embedding:
         leaves.append("tokens")
     leaves += indices
-    if packed and has_layers:
+    if packed and has_attention:
         leaves.append("positions")
-    if packed and (has_layers or counts_answers):
+    if packed and (has_attention or has_experts or counts_answers):
         leaves.append("segments")
     if gives_loss:
         leaves.append("targets")
     # where rows are not packed, weights are all that tells a router's loss which tokens are padding
-    if gives_loss or (has_router_loss and not packed and any(map(config.is_sparse, plan.layers))):
+    if gives_loss or (has_router_loss and not packed and has_experts):
         leaves.append("weights")
+    order = None if context is None else SequenceOrder(context.devices, config.sliding_window)
     run = partial(
         _run,
         embeds=plan.embedding,
         is_last=plan.head,
         gives_logits=gives_logits,
-        packed=packed and has_layers,
+        packed=packed,
         num_sparse=config.num_sparse_layers if has_router_loss else 0,
         z_loss=config.z_loss,
         merges=tuple((merge.index_leaf, None if merge.projector is None else merge.projector.own) for merge in merges),
         context=context,
+        order=order,
     )
-    order = None if context is None else SequenceOrder(context.devices, config.sliding_window)
     return chunk_of(
         layers,
         run,
@@ -222,6 +228,7 @@ def _run(
     z_loss: float,
     merges: tuple[tuple[str, str | None], ...],
     context: ContextCut | None,
+    order: SequenceOrder | None,
     count_answers: _CountAnswers | None = None,
 ) -> Any:
     """Computes a chunk of a decoder. ``num_sparse`` is the number of layers of the model that add to the router loss;
@@ -235,17 +242,17 @@ def _run(
                 hidden = merge_features(hidden, projected, leaves, index)
 
     layers = [module for module in modules.values() if isinstance(module, DecoderLayer)]
-    rows = is_token = None
-    if layers:
+    rows = None
+    if any(layer.part != MLP for layer in layers):
         packed_rows = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed else {}
         rows = row_info(layers[0].config, hidden.shape[1], cut=context, **packed_rows)
-    if packed:
-        is_token = leaves["segments"] != 0
+    is_token = leaves["segments"] != 0 if packed and any(layer.is_sparse for layer in layers) else None
     for layer in layers:
         options: dict[str, Any] = {"rows": rows}
         if layer.is_sparse:
             options["is_token"] = is_token
             options["counts"] = None if not num_sparse else is_token if packed else leaves["weights"] != 0
+            options["order"] = None if order is None else order(hidden.shape[1])
         # each layer by itself is rematerialised, so that a backward holds the activations of one
         hidden, added = one_layer(partial(layer, **options))(hidden)
         if num_sparse and added is not None:

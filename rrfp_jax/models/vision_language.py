@@ -63,7 +63,7 @@ class VisionLanguageModel:
         self,
         *,
         encoder_layers_per_chunk: Sequence[int] | None = None,
-        decoder_layers_per_chunk: Sequence[int] | None = None,
+        decoder_layers_per_chunk: Sequence[float] | None = None,
         audio_layers_per_chunk: Sequence[int] | None = None,
         projector_in: str = ENCODER,
         head_in: int = -1,
@@ -76,9 +76,9 @@ class VisionLanguageModel:
         """Cuts the model into chunks; every cut computes the same function of the same parameters.
 
         The three lists give the number of layers of every chunk; None: all in one. 0 is for a chunk that holds only
-        the parts before the first layer or behind the last. Projectors are in ``projector_in``: ``encoder`` (the last
-        chunk of the encoder), ``own`` (a chunk for each) or ``decoder`` (the decoder's first chunk). ``head_in``,
-        ``packed``, ``context`` and ``counts_answers``, all of the decoder, are those of
+        the parts before the first layer or behind the last; a half is for decoders. Projectors are in ``projector_in``:
+        ``encoder`` (the last chunk of the encoder), ``own`` (a chunk for each) or ``decoder`` (the decoder's first
+        chunk). ``head_in``, ``packed``, ``context`` and ``counts_answers``, all of the decoder, are those of
         :meth:`rrfp_jax.models.LanguageModel.split`. With ``gives_logits`` the last chunk returns float32 logits
         ``[batch, length, vocab_size]`` in place of the loss.
 
@@ -114,6 +114,7 @@ class VisionLanguageModel:
             counts=f"{'encoder' if modality.name == 'vision' else modality.name}_layers_per_chunk",
             first=modality.data_leaf,
             last="projector" if projector_in == ENCODER else "norm" if modality.encoder.final_norm else "",
+            has_halves=False,
         )
         plans = plan_cut(num_layers, layers_per_chunk=[num_layers] if counts is None else counts, words=words)
         chunks = [self._encoder_chunk(modality, plan, projector_in, pixels) for plan in plans]
@@ -150,7 +151,7 @@ class VisionLanguageModel:
         return replace(chunk, check_leaves=partial(check_patch_places, self.config)) if has_places else chunk
 
     def _decoder_chunks(
-        self, counts: Sequence[int] | None, projector_in: str, head_in: int, **options: Any
+        self, counts: Sequence[float] | None, projector_in: str, head_in: int, **options: Any
     ) -> list[Chunk]:
         config = self.config.decoder
         plans = plan_cut(

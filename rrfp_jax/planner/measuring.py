@@ -13,6 +13,7 @@ them tell the times of links. The times may also be those of a training run's ow
 directory. A single process measures links by copies between two of its devices.
 """
 
+import math
 import socket
 import time
 from collections import defaultdict
@@ -152,6 +153,8 @@ def _cut_of_run(config: TrainConfig, num_chunks: int) -> tuple[tuple[str, ...], 
         raise ValueError("the timeline is of a model with an encoder, whose chunks are no chain: profile its programs")
     _check_alike(config)
     cut = config.pipeline.cut
+    if any(count % 1 for count in cut.layers or ()):
+        raise ValueError("chunks of the timeline end inside layers, and costs are of whole ones: profile its programs")
     plans = plan_cut(
         config.model.num_layers,
         num_chunks=None if cut.layers else num_chunks,
@@ -182,7 +185,7 @@ def larger_chunk(config: TrainConfig, layers: ModelLayers, process: Process, *, 
     layout = config.pipeline
     of_run = -(-config.model.num_layers // (layout.num_stages * (layout.chunks_per_stage or 1)))
     if layout.layout is not None and not layout.is_auto:
-        of_run = max(layout.cut.layers or ())
+        of_run = math.ceil(max(layout.cut.layers or ()))
     return max(MANY, min(of_run, _MOST, least))
 
 

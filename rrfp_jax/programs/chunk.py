@@ -11,6 +11,11 @@ params
     refuses any that it finds. Layer names are unique over the whole model, except those in ``shared``, which name
     copies of one and the same parameter (tied embeddings): they start from the copy of the lowest chunk, their
     gradients are summed over the copies, and norms count them once.
+parts of a layer
+    A chunk that holds a part of a layer names it ``LAYER:PART``, ``layers.3:mlp`` say. Its tree is a dictionary, and
+    has of the whole layer's tree the arrays of the part, at their paths there. So names stay unique. Whoever knows the
+    model by layers sees ``layers.3``: optimizers, patterns of frozen layers, checkpoints, users who ask for parameters.
+    A part starts from the key of its layer, so that ``init`` may make the whole layer and return the part.
 inputs
     None for a chunk without predecessor, the predecessor's output where there is exactly one, else a tuple of the
     outputs in ascending order of predecessor chunk. For a microbatch that skips a predecessor, its place holds zeros;
@@ -153,11 +158,60 @@ class KeyedByLayer:
 
 
 def name_number(name: str) -> int:
-    """Returns the number that stands for a name in random keys.
+    """Returns the number that stands for a layer's name in random keys, the same for all parts of a layer.
 
     CRC-32 is used because it is the same in every process and Python version, which ``hash(str)`` is not.
     """
-    return zlib.crc32(name.encode())
+    return zlib.crc32(whole_name(name).encode())
+
+
+# -- parts of a layer --------------------------------------------------------------------------------------------------
+
+
+def part_name(layer: str, part: str) -> str:
+    """Returns the name of a part of a layer, for example ``layers.3:mlp``."""
+    return f"{layer}:{part}"
+
+
+def whole_name(name: str) -> str:
+    """Returns the name of the layer of which this is a part, or the layer itself."""
+    return name.partition(":")[0] or name
+
+
+def whole_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns parameters, or a tree like them, with the parts of each layer joined under the layer's name.
+
+    Raises ValueError for parts that both have something at the same path, and for a part beside its whole layer.
+    """
+    whole: dict[str, Any] = {}
+    for name, layer in layers.items():
+        own = whole_name(name)
+        whole[own] = _joined(None if own in layers else whole[own], layer, own) if own in whole else layer
+    return whole
+
+
+def _joined(one: Any, other: Any, path: str) -> Any:
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        raise ValueError(
+            f"two layers have {path!r} in common, as a colon in a name stands before a part of a layer: name layers "
+            "without colons"
+        )
+    both = {key: _joined(value, other[key], f"{path}.{key}") for key, value in one.items() if key in other}
+    return {**one, **other, **both}
+
+
+def parts_of(whole: Mapping[str, Any], parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what whole layers have at the paths of ``parts``, by the names of these."""
+    return {
+        name: whole[name] if name == whole_name(name) else _like(whole[whole_name(name)], part)
+        for name, part in parts.items()
+    }
+
+
+def _like(whole: Any, part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return whole
+    return {key: _like(whole[key], value) for key, value in part.items()}
 
 
 class LayerMaker(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, cast
 import jax
 
 from rrfp_jax.field_rules import with_type
-from rrfp_jax.programs.chunk import Chunk, check_chunks, param_specs, trained_specs
+from rrfp_jax.programs.chunk import Chunk, check_chunks, param_specs, trained_specs, whole_name
 from rrfp_jax.programs.shapes import holders
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement, ScheduleTable
 
@@ -159,12 +159,12 @@ def freeze(chunks: Sequence[Chunk], patterns: Sequence[str]) -> list[Chunk]:
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in given):
         raise ValueError(f"the layers to freeze are given as {with_type(patterns)}: give a list of patterns")
     layers = [tuple(param_specs(chunk)) for chunk in chunks]
-    names = list(dict.fromkeys(name for own in layers for name in own))
+    names = list(dict.fromkeys(whole_name(name) for own in layers for name in own))
     for pattern in given:
         if not any(matches(pattern, name) for name in names):
             raise ValueError(f"no layer matches {pattern!r}, which is to be frozen: {_nearest(pattern, names)}")
     frozen = [
-        replace(chunk, frozen=chunk.frozen.union(name for name in own if any(matches(p, name) for p in given)))
+        replace(chunk, frozen=chunk.frozen.union(n for n in own if any(matches(p, whole_name(n)) for p in given)))
         for chunk, own in zip(chunks, layers, strict=True)
     ]
     if any(chunk.frozen for chunk in frozen):

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rrfp_jax.programs.chunk import parts_of, whole_layers
 from rrfp_jax.programs.jaxprs import called_jaxpr, open_jaxpr, scan_shape
 from rrfp_jax.programs.sameness import Same, identity, parameter_identity
 from rrfp_jax.programs.shapes import Specs, pick, spec_of, spec_text
@@ -60,6 +61,22 @@ def with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.Gr
         return call
 
     return optax.GradientTransformation(relaxed(optimizer.init), relaxed(optimizer.update))
+
+
+def of_whole_layers(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the optimizer for parameters among which parts of layers may be: it sees these by the layers' names, as
+    masks, labels and decays go by them, and so does its state."""
+
+    def init(params: Any) -> Any:
+        return optimizer.init(whole_layers(params))
+
+    def update(gradients: Any, state: Any, params: Any = None) -> Any:
+        updates, state = optimizer.update(
+            whole_layers(gradients), state, None if params is None else whole_layers(params)
+        )
+        return parts_of(updates, gradients), state
+
+    return optax.GradientTransformation(init, update)
 
 
 class _Trace(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 from rrfp_jax.core import Message
 from rrfp_jax.programs.batches import StepBatch
-from rrfp_jax.programs.chunk import Chunk, Params, param_specs
+from rrfp_jax.programs.chunk import Chunk, Params, param_specs, parts_of
 from rrfp_jax.runtime.stage_threads import Launched, StageExecutor, StageOutcome
 from rrfp_jax.schedules import Edge, PipelineGraph, Task
 
@@ -90,6 +90,6 @@ def run_unpipelined(
             continue
         inputs = tuple(outputs.get(edge.source) for edge in sources)
         read = {name: leaves[name] for name in chunk.leaves if name in leaves}
-        own = {name: params[name] for name in param_specs(chunk)}
+        own = parts_of(params, param_specs(chunk))
         outputs[number] = chunk.apply(own, inputs if len(inputs) > 1 else next(iter(inputs), None), read, key=None)
     return outputs[len(chunks) - 1]

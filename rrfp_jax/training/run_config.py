@@ -50,8 +50,9 @@ class PipelineConfig:
     encoder_mesh: dict[str, int] | None = None
     """The axes of the encoder's stages, over as many devices. None: as ``mesh``."""
     layout: str | None = None
-    """The cut of the model into chunks, in the form that ``rrfp plan`` prints, such as ``Et*3|t*3|t*2L``; ``auto``
-    finds at the start the cut whose fullest stage has least to do. None: chunks of equally many layers."""
+    """The cut of the model into chunks, in the form that ``rrfp plan`` prints, such as ``Et*3|t*3|t*2L``, or with
+    ``<|>`` between the attention and the MLP of a layer; ``auto`` finds at the start the cut whose fullest stage has
+    least to do. None: chunks of equally many layers."""
     chunks_per_stage: int | None = None
     """Number of chunks of the model on every stage. None: as the schedule has it, else 1."""
     schedule: str | None = None

@@ -17,6 +17,10 @@ from rrfp_jax.models.cuts import ChunkLayout
         ("Pv|pEt|tL", ChunkLayout(layers=(1, 1), encoder_layers=(1,), projector_in="decoder")),
         ("t|Et|tL", ChunkLayout(layers=(1, 1, 1), embedding_chunk=1)),
         ("Et|tL|t", ChunkLayout(layers=(1, 1, 1), head_chunk=1)),
+        ("Et*3<|>t*2L", ChunkLayout(layers=(3.5, 2.5))),
+        ("E<|>L", ChunkLayout(layers=(0.5, 0.5))),
+        ("E|<|(>t<|)*3><|>|L", ChunkLayout(layers=(0, 0.5, 2, 2, 2, 1, 0.5, 0))),
+        ("Pv@0|vp@1|Et<@0|>tL@1", ChunkLayout(layers=(1.5, 1.5), encoder_layers=(1, 1), stages=(0, 1, 0, 1))),
     ],
 )
 def test_a_layout_is_written_as_it_was_read(text: str, layout: ChunkLayout) -> None:
@@ -40,6 +44,15 @@ def test_letters_of_other_decoder_layers_count_as_layers() -> None:
         ("pEt|tL", "has a projector and no encoder"),
         ("Pv|Et|tL", "has no projector between encoder and decoder"),
         ("Pvp|Et|vtL", "mixes encoder and decoder"),
+        ("Et<|tL", "has a < or > without the other: end a chunk with <, the attention of a layer, and begin the next"),
+        ("Et<|L", "has a < or > without the other"),
+        ("Et|>tL", "has a < or > without the other"),
+        ("Et<t|>tL", "has a < or > without the other"),
+        ("E<>|tL", "has a < or > without the other"),
+        ("Et<*2|>tL", "has a < or > without the other"),
+        ("Et>|<tL", "has a < or > without the other"),
+        ("Et|tL<", "has a < or > without the other"),
+        ("Pv<|>vp|EtL", "cuts a layer of the encoder: < and > are for those of the decoder"),
         ("Et|(t|)*9999(t|)*9999L", "more than 16384 chunks"),
     ],
 )

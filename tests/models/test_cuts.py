@@ -17,12 +17,31 @@ def contents(plans):
         (3, {"layers_per_chunk": [0, 1, 2, 0]}, ["embedding", "layer 0", "layers 1-2", "head"]),
         (3, {"layers_per_chunk": [2, 1], "num_chunks": 2, "head_in": 1}, ["embedding, layers 0-1", "layer 2, head"]),
         (3, {"layers_per_chunk": (0, 3), "embedding_in": -2}, ["embedding", "layers 0-2, head"]),
+        (2, {"layers_per_chunk": [2.0, 0]}, ["embedding, layers 0-1", "head"]),
+        (
+            4,
+            {"layers_per_chunk": [2.5, 1.5]},
+            ["embedding, layers 0-1, attention of layer 2", "MLP of layer 2, layer 3, head"],
+        ),
+        (1, {"layers_per_chunk": [0, 0.5, 0.5, 0]}, ["embedding", "attention of layer 0", "MLP of layer 0", "head"]),
+        (
+            3,
+            {"layers_per_chunk": [0.5, 1, 1.5]},
+            [
+                "embedding, attention of layer 0",
+                "MLP of layer 0, attention of layer 1",
+                "MLP of layer 1, layer 2, head",
+            ],
+        ),
     ],
 )
 def test_cuts(num_layers, arguments, expected):
     plans = plan_cut(num_layers, **arguments)
     assert contents(plans) == expected
-    assert [layer for plan in plans for layer in plan.layers] == list(range(num_layers))
+    held = [(layer, plan.part(layer)) for plan in plans for layer in plan.layers]
+    parts = {layer: [part for other, part in held if other == layer] for layer, _ in held}
+    assert list(parts) == list(range(num_layers))
+    assert all(each in ([None], ["attention", "mlp"]) for each in parts.values())
 
 
 @pytest.mark.parametrize(
@@ -42,6 +61,11 @@ def test_cuts(num_layers, arguments, expected):
         (4, {"num_chunks": 2, "embedding_in": 1}, r"embedding_in is chunk 1 but chunk 0 holds layers.*at most 0"),
         (4, {"num_chunks": 2, "head_in": 0}, r"head_in is chunk 0 but chunk 1 holds layers.*at least 1"),
         (4, {"layers_per_chunk": [4, 0], "head_in": 0}, r"chunk 1 .* holds no layer"),
+        (4, {"layers_per_chunk": [2.25, 1.75]}, r"^layers_per_chunk \[2.25, 1.75\] has 2.25 layers: give "
+                                                r"whole numbers, or halves, which end between attention and MLP$"),
+        (4, {"layers_per_chunk": [float("nan"), 4]}, r"has nan layers"),
+        (4, {"layers_per_chunk": [2.5, 1]}, r"\[2.5, 1\] sums to 3.5 but the model has 4 layers: .*\[2, 2\]$"),
+        (4, {"layers_per_chunk": [2.5, 0, 1.5]}, r"chunk 1 .* holds no layer, no embedding and no head"),
         (4, {"num_chunks": 2, "head_in": 2}, r"head_in is 2 but there are 2 chunks: give -2 to 1"),
     ],
 )  # fmt: skip

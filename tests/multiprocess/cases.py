@@ -25,7 +25,7 @@ class Case:
     model: str = "plain"
     """See :mod:`tests.multiprocess.models`."""
     num_stages: int
-    cut: tuple[int, ...] = ()
+    cut: tuple[float, ...] = ()
     """Layers of each chunk."""
     stage_of_chunk: tuple[int, ...] = ()
     """Where the chunks of a model that is no chain lie."""

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.programs.chunk import Chunk, param_specs
+from rrfp_jax.programs.chunk import Chunk, param_specs, whole_name
 from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.schedules import Edge
 from tests import long_sums, ragged
@@ -43,7 +43,7 @@ def make_chunks(case: Case) -> list[Chunk]:
     config = LanguageModelConfig(
         vocab_size=12,
         hidden=16,
-        num_layers=sum(case.cut),
+        num_layers=int(sum(case.cut)),
         num_heads=4,
         num_kv_heads=2,
         mlp_dim=24,
@@ -61,7 +61,8 @@ def _with_constant_init(chunk: Chunk) -> Chunk:
     """The chunk with numbers that compile quickly, and to the same bits in every process."""
 
     def numbers(path: Any, leaf: Any) -> np.ndarray:
-        values = np.random.default_rng(zlib.crc32(str(path).encode())).normal(0, 0.3, leaf.shape)
+        layer = whole_name(path[0].key), *path[1:]
+        values = np.random.default_rng(zlib.crc32(str(layer).encode())).normal(0, 0.3, leaf.shape)
         return (values + (len(leaf.shape) == 1)).astype(leaf.dtype)  # vectors are scales
 
     params = jax.tree.map_with_path(numbers, param_specs(chunk))

@@ -81,6 +81,14 @@ OTHER_MODELS = [
         num_ranks=4,
         options={"reduce": "messages", "hint": "bfw"},
     ),
+    Case(
+        name="inside layers",
+        model=EXPERTS,
+        cut=(0.5, 1, 0.5, 1),
+        num_stages=4,
+        num_ranks=4,
+        options={"hint": "bfw", "remat": "full"},
+    ),
     Case(name="passes on", cut=(0, 1, 1, 0), frozen=("layers.0",), num_stages=4, num_ranks=4, options=SPLIT),
     Case(
         name="forwards only",
@@ -182,7 +190,7 @@ def same_as_one_process(case: Case, result: tuple[list[float], Any]) -> None:
 
 @pytest.mark.parametrize(
     ("cases", "others"),
-    [(ONE_OF_EACH[:1], OTHER_MODELS[-1:]), pytest.param(ONE_OF_EACH, OTHER_MODELS, marks=pytest.mark.slow)],
+    [(ONE_OF_EACH[:1], OTHER_MODELS[-3::2]), pytest.param(ONE_OF_EACH, OTHER_MODELS, marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_one_layout_of_each_kind(cases: list[Case], others: list[Case], tmp_path: Path) -> None:

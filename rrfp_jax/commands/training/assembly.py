@@ -26,7 +26,7 @@ from rrfp_jax.hf.model_folder import files_are_kept, keep_files
 from rrfp_jax.models.vision_config import encoder_values
 from rrfp_jax.observe.trackers import TrackedMetrics, read_trackers
 from rrfp_jax.pipeline import Pipeline, PipelineState
-from rrfp_jax.programs.chunk import Chunk, trained_specs
+from rrfp_jax.programs.chunk import Chunk, trained_specs, whole_layers
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.programs.shapes import model_params
 from rrfp_jax.runtime.compile_cache import use_compile_cache
@@ -161,7 +161,7 @@ class Run:
         config = planned.config
         # Checks that need no other process come before the others are met: a mistake is told at once, on every rank.
         chunks = chunks_of(config, planned.ordered)
-        check_groups(config.optimizer, model_params(map(trained_specs, chunks)))
+        check_groups(config.optimizer, whole_layers(model_params(map(trained_specs, chunks))))
         self._cache = use_compile_cache()
         self.process = process = _enter_run(planned)
         self.pipeline = make_pipeline(config, chunks, process, planned.ordered)

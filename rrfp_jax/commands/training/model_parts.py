@@ -12,11 +12,11 @@ from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, chunk_flops, pair
 from rrfp_jax.data.dataset import Batch, BatchContents
 from rrfp_jax.layout import CONTEXT
 from rrfp_jax.models import language_model
-from rrfp_jax.models.cuts import ContextCut, balanced_counts
+from rrfp_jax.models.cuts import ATTENTION, MLP, ContextCut, balanced_counts
 from rrfp_jax.models.presets import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_config import OWN_CHUNK, ProjectorConfig, VisionLanguageConfig
 from rrfp_jax.programs.batches import absent_chunks, num_microbatches
-from rrfp_jax.programs.chunk import Chunk, param_specs
+from rrfp_jax.programs.chunk import Chunk, param_specs, part_name, whole_name
 from rrfp_jax.programs.model_graph import freeze, matches
 from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, absences
 from rrfp_jax.training.batches import BatchCosts
@@ -173,7 +173,7 @@ def batch_costs(config: TrainConfig, chunks: Sequence[Chunk], graph: PipelineGra
     counted, owners, seen = _counted_layers(config), list[int](), set[str]()
     for name, _ in counted:
         # A table that embeds and is the head too is in two chunks, and the second mention is the head.
-        own = [number for number, chunk in enumerate(chunks) if name in param_specs(chunk)]
+        own = [number for number, chunk in enumerate(chunks) if {name, whole_name(name)} & param_specs(chunk).keys()]
         owners.append(own[-1 if name in seen else 0])
         seen.add(name)
     layers, window = [layer for _, layer in counted], config.model.sliding_window
@@ -211,11 +211,12 @@ def batch_costs(config: TrainConfig, chunks: Sequence[Chunk], graph: PipelineGra
 
 
 def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
-    """Returns the layers of the model by name, in its order, the encoder's first, each with its operations."""
+    """Returns the layers of the model by name, in its order, the encoder's first, each with its operations; those of a
+    decoder by their parts."""
     model, layers = config.model, list[tuple[str, CountedLayer]]()
 
     def add(name: str, flops: Callable[[Amounts], Flops], *, returns_gradient: bool = True) -> None:
-        trains = not any(matches(pattern, name) for pattern in config.optimizer.freeze)
+        trains = not any(matches(pattern, whole_name(name)) for pattern in config.optimizer.freeze)
         layers.append((name, CountedLayer(flops, trains=trains, returns_gradient=returns_gradient)))
 
     if config.vision is not None:
@@ -228,11 +229,9 @@ def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
     sizes, prefix = decoder_sizes(model), "" if config.vision is None else "decoder."
     add(f"{prefix}embedding", lambda _: Flops())
     for number in range(model.num_layers):
-        is_sparse = model.is_sparse(number)
-        add(
-            f"{prefix}layers.{number}",
-            lambda held, is_sparse=is_sparse: sizes.layer(held.tokens, held.pairs, is_sparse=is_sparse),  # type: ignore[misc]
-        )
+        name, is_sparse = f"{prefix}layers.{number}", model.is_sparse(number)
+        add(part_name(name, ATTENTION), lambda held: sizes.attention(held.tokens, held.pairs))
+        add(part_name(name, MLP), lambda held, is_sparse=is_sparse: sizes.mlp(held.tokens, is_sparse=is_sparse))  # type: ignore[misc]
     add(f"{prefix}{'embedding' if model.tie_embeddings else 'head'}", lambda held: sizes.head(held.tokens))
     return layers
 
