@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rrfp_jax.costs.layer_costs import HALVES
 from rrfp_jax.layout import EXPERT, TENSOR
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.vision_config import DECODER, ENCODER, OWN_CHUNK
@@ -51,7 +52,7 @@ class CutWords(NamedTuple):
     """Whether a layer may be cut between its attention and its MLP."""
 
 
-ATTENTION, MLP = "attention", "mlp"
+ATTENTION, MLP = HALVES
 """The two parts of a decoder layer: each with its norm, and added to the residual stream."""
 _DECODER_WORDS = CutWords()
 
@@ -296,7 +297,7 @@ _GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,4})")
 _CHUNK = re.compile(r"((?:[A-Za-z<>](?:\*\d{1,5})?)+)(?:@(\d{1,4}))?")
 _RUN = re.compile(r"([A-Za-z<>])(?:\*(\d+))?")
 _MOST_CHUNKS = 1 << 14
-_OF_ENCODER, _HALVES = "Pv", "<>"
+_OF_ENCODER, _SIGNS = "Pv", "<>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +414,7 @@ def _decoder_layers(text: str, decoder: list[str]) -> tuple[float, ...]:
         layers = "".join(letter for letter in chunk if letter not in "EPLp")
         begins, ends = layers.startswith(">"), layers.endswith("<")
         whole = layers[begins : len(layers) - ends]
-        if begins != is_cut or set(whole) & set(_HALVES):
+        if begins != is_cut or set(whole) & set(_SIGNS):
             raise ValueError(
                 f"layout {text!r:.200} has a < or > without the other: end a chunk with <, the attention of a layer, "
                 "and begin the next with >, its MLP, as in Et*3<|>t*2L"
@@ -431,7 +432,7 @@ def _encoder_of(text: str, letters: list[str]) -> tuple[int, str]:
         if any("p" in chunk for chunk in letters):
             raise ValueError(f"layout {text!r} has a projector and no encoder: begin with P and layers v")
         return 0, ENCODER
-    if any(set(chunk) & set(_HALVES) for chunk in letters[:num_encoder]):
+    if any(set(chunk) & set(_SIGNS) for chunk in letters[:num_encoder]):
         raise ValueError(f"layout {text!r:.200} cuts a layer of the encoder: < and > are for those of the decoder")
     mixed = [chunk for chunk in letters[:num_encoder] if set(chunk) - set(_OF_ENCODER) - {"p"}]
     if mixed or not all(is_encoder[:num_encoder]) or not letters[0].startswith("P"):
