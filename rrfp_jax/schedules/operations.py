@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from fractions import Fraction
+from itertools import pairwise
 from math import inf, lcm
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,28 @@ class Op:
         if self.chunks is not None and chunk not in self.chunks:
             return False
         return self.pairs is None or (chunk, microbatch) in self.pairs
+
+
+def operations_in(rows: Iterable[Iterable[Task]], ops: Sequence[Op]) -> tuple[Op, ...]:
+    """Returns the operations that rows name, on the pairs that they have there. Each of their tasks waits for the one
+    before it on the engine of its stage: nothing else would keep it to its turn."""
+    own, lanes = [list(row) for row in rows], {op.letter: op.lane for op in ops}
+    waits = [
+        wait
+        for row in own
+        for lane in dict.fromkeys(lanes.values())
+        for wait in pairwise(task for task in row if lanes.get(task.kind) == lane)
+    ]
+    found = (
+        replace(
+            op,
+            chunks=None,
+            pairs=frozenset((task.chunk, task.microbatch) for row in own for task in row if task.kind == op.letter),
+            waits=frozenset((later, earlier) for earlier, later in waits if later.kind == op.letter),
+        )
+        for op in ops
+    )
+    return tuple(op for op in found if op.pairs)
 
 
 def _order_with_operations(letters: Sequence[str], ops: Sequence[Op]) -> tuple[str, ...]:
