@@ -234,6 +234,7 @@ def _profiled(
 
     from rrfp_jax.costs.fitting import fit_links, fit_noise, fit_times
     from rrfp_jax.planner.analytic_costs import model_layers
+    from rrfp_jax.planner.measuring import measured_host_gb_per_s
 
     every = list(measured.values())
     models = {setting: model_layers(config, **setting._asdict()) for setting in measured}
@@ -255,7 +256,7 @@ def _profiled(
             )
             for setting in measured
         ),
-        links=links,
+        links=replace(links, host_gb_per_s=measured_host_gb_per_s(device)),
         noise=noise,
         task_ms=median(fit.task_ms for fit in fits.values()) + (median(host) if host else 0.0),
         tokens_per_sample=model.tokens_per_sample,
@@ -344,6 +345,8 @@ def _show(console: "Console", profiled: _Profiled) -> None:
     told.append(
         f"links: {links.latency_ms:.3f} ms" + (f" and {rate:.2f} GB/s" if rate is not None else ", whatever the size")
     )
+    if links.host_gb_per_s is not None:
+        told[-1] += f"; to the host {links.host_gb_per_s:.2f} GB/s"
     for line in told:
         console.print(line, soft_wrap=True)
 

@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 COMPUTE = "compute"
 """The lane on which all built-in tasks run."""
+COPY = "copy"
+"""The engine that copies in both directions, one activation at a time."""
+COPY_OUT, COPY_BACK = "O", "L"
+"""Letters of the copies to the host and back."""
 UNRECORDED = MappingProxyType({"recorded": False})
 """Marks a field that no record of a run holds, for nothing that is read from a file may be run."""
 
@@ -140,6 +144,14 @@ class Op:
         if self.chunks is not None and chunk not in self.chunks:
             return False
         return self.pairs is None or (chunk, microbatch) in self.pairs
+
+
+def copy_ops(ms: float, *, lead: int = 1, lanes: tuple[str, str] = (COPY, COPY)) -> tuple[Op, Op]:
+    """Returns the operations that move all activations to the host and back, for simulation alone.
+
+    :func:`rrfp_jax.runtime.operations.host_copies` returns those that run."""
+    out = Op(COPY_OUT, after=(TaskKind.F,), lane=lanes[0], frees=1.0, ms=ms, keeps_on_host=True)
+    return out, Op(COPY_BACK, after=(COPY_OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=lead, ms=ms)
 
 
 def operations_in(rows: Iterable[Iterable[Task]], ops: Sequence[Op]) -> tuple[Op, ...]:

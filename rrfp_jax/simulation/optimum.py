@@ -20,7 +20,7 @@ refines large ones.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.schedules import COMPUTE, Op, PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules import COMPUTE, Op, PipelineGraph, Placement, ScheduleTable, Task, TaskKind
 from rrfp_jax.simulation.bounds import is_counted, lower_bound
 from rrfp_jax.simulation.links import Links
 from rrfp_jax.simulation.orders_with_copies import (
@@ -55,6 +55,7 @@ def find_optimum(
     windows: Sequence[int] | None = None,
     slots: int | Sequence[int] | None = None,
     copies: tuple[Op, Op] | None = None,
+    tables: Iterable[ScheduleTable] = (),
     time_limit_s: float = 10.0,
     num_workers: int = 1,
 ) -> Optimum:
@@ -73,6 +74,7 @@ def find_optimum(
             ``offload`` of :mod:`rrfp_jax.runtime.operations` does; None: any number.
         copies: the ways out and back on one engine, as ``host_copies`` there makes them: any activation may move.
             None: none does.
+        tables: orders to begin with too where they hold no more than the slots, copies among them or not.
         time_limit_s: the solver returns the best order that it has found in this time; with ``slots`` it begins
             with one of our own, and has more than 150 tasks window by window, which proves nothing but by the bound.
         num_workers: threads of the solver; with one, the result does not depend on the machine unless time runs out.
@@ -94,8 +96,11 @@ def find_optimum(
     else:
         solver.bound = ceil(least_ms * times.units_per_ms - 1e-3)
         steps = CopiedSteps(graph, placement, times, slots, copies or ())
-        tables = tables_like(graph, placement, durations_ms, slots)
-        begun = steps.searched([steps.numbered(table.orders) for table in tables], solver.bound)
+        named = tables_like(graph, placement, durations_ms, slots)
+        begun = steps.searched([steps.numbered(table.orders) for table in named], solver.bound)
+        for rows in (steps.numbered(table.orders) for table in tables):
+            if steps.is_by_number(rows) or not is_even:
+                begun = steps.timed(steps.merged(rows), begun.cost) or begun
         known = _Solved(steps.starts(begun, by_number=is_even), begun.makespan, solver.bound)
         found = solver.refined(known, time_limit_s)
         found = found._replace(starts=steps.without_needless_copies(found.starts, found.makespan))

@@ -326,7 +326,7 @@ class CopiedSteps:
     def searched(self, bases: Iterable[list[list[int]]], bound: int) -> TimedSequence:
         """Returns the best sequence found, from rows of the patterns and of ``bases`` on."""
         starts: dict[int, TimedSequence] = {}  # by their makespans, the first of each
-        for tried, rows in enumerate(self._patterns([each for each in bases if self._is_by_number(each)])):
+        for tried, rows in enumerate(self._patterns([each for each in bases if self.is_by_number(each)])):
             if starts and (tried * len(self.tasks) > _TRIED or min(starts) <= bound):
                 break
             found = self.timed(self.merged(rows))
@@ -339,7 +339,7 @@ class CopiedSteps:
                 best = min(best, self._annealed(starts[makespan], bound), key=lambda each: each.makespan)
         return self.pruned(best)
 
-    def _is_by_number(self, rows: list[list[int]]) -> bool:
+    def is_by_number(self, rows: list[list[int]]) -> bool:
         place = {n: at for row in rows for at, n in enumerate(row)}
         return all(
             place[n] < place[other]
