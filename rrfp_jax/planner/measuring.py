@@ -434,9 +434,9 @@ def device_links(sizes: Iterable[int]) -> LinkCosts:
 
 
 def measured_host_gb_per_s(device: jax.Device) -> float | None:
-    """Measures copies from a device to pinned memory of its host and back; returns the slower rate. None where devices
-    have no memory of their own."""
-    if device.platform == "cpu" or HOST not in {memory.kind for memory in device.addressable_memories()}:
+    """Measures copies from a device to pinned memory of its host and back; returns the slower rate. None where there is
+    no such memory."""
+    if HOST not in {memory.kind for memory in device.addressable_memories()}:
         return None
     here, there = (SingleDeviceSharding(device, memory_kind=kind) for kind in (device.default_memory().kind, HOST))
     array, least_s = jax.block_until_ready(jax.device_put(np.zeros(_HOST_BYTES, np.uint8), here)), [inf, inf]

@@ -246,6 +246,8 @@ def _profiled(
         links = fit_links((one for each in every for one in each.messages), max(controls, default=None))
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
+    # A CPU has no memory of its own that could be short.
+    to_host = None if device.platform == "cpu" else measured_host_gb_per_s(device)
     host = [milliseconds for each in every for milliseconds in each.host_ms]
     book = CostBook(
         layers=model.layers,
@@ -256,7 +258,7 @@ def _profiled(
             )
             for setting in measured
         ),
-        links=replace(links, host_gb_per_s=measured_host_gb_per_s(device)),
+        links=replace(links, host_gb_per_s=to_host),
         noise=noise,
         task_ms=median(fit.task_ms for fit in fits.values()) + (median(host) if host else 0.0),
         tokens_per_sample=model.tokens_per_sample,

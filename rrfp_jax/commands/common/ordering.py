@@ -22,7 +22,7 @@ from rrfp_jax.core import (
     check_windows,
     hint_names,
 )
-from rrfp_jax.runtime.operations import device_slots, host_copies, offload, recomputed
+from rrfp_jax.runtime.operations import device_slots, host_copies, moves_activations, offload, recomputed
 from rrfp_jax.schedules import (
     PipelineGraph,
     Placement,
@@ -158,6 +158,10 @@ class OrderingOptions:
             placement=None if graph is None else placement,
         )
         table = None if self.schedule is None else schedule_table(self.schedule, request, copy_ms=self.copy_ms)
+        if table is not None and moves_activations(table.graph) and (self.offload, self.recompute) != (None, None):
+            raise ValueError(
+                f"schedule {self.schedule} has copies to the host of its own: leave offload and recompute out"
+            )
         if placement is None:
             placement = table.placement if table else looped(num_stages, chunks_per_stage or 1)
         if graph is None:
