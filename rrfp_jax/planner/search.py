@@ -146,8 +146,11 @@ def compare_candidates(candidates: list[PlanChoice], judge: Judge) -> list[PlanC
     """
 
     def placed(some: list[PlanChoice], num_draws: int) -> list[PlanChoice]:
-        # Of choices that differ by rounding alone the one that takes least memory is the best.
-        return sorted(some, key=lambda one: (float(f"{judge.standing(one, num_draws):.9g}"), one.peak_bytes))
+        # Of choices that differ by rounding alone one without copies is the best, and the one that takes least memory.
+        return sorted(
+            some,
+            key=lambda one: (float(f"{judge.standing(one, num_draws):.9g}"), any(one.moved_of_stage), one.peak_bytes),
+        )
 
     if judge.noise.is_none:
         return placed(candidates, 1)
