@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rrfp_jax.costs.forecast import ChunkBytes
 from rrfp_jax.costs.layer_costs import LayerCosts, ModelCosts
@@ -84,6 +85,13 @@ class CutModel:
         return found
 
     @property
+    def task_lengths_ms(self) -> NDArray[np.float64]:
+        """[chunks, microbatches, 3]: the durations with the host's time before each task."""
+        found: NDArray[np.float64] = self.durations_ms[0].copy()
+        found[..., : 3 if self.split else 2] += self.costs.task_ms
+        return found
+
+    @property
     def replicas_of_stage(self) -> tuple[int, ...]:
         """The replicas of each stage."""
         number = self.replicas
@@ -148,6 +156,17 @@ class CutModel:
             if more_ms > 0:
                 extra_ms[way] = max(more_ms, extra_ms.get(way, 0.0))
         return Links(latency_ms=latency_ms, extra_ms=extra_ms, control_ms=costs.links.control_ms)
+
+    @cached_property
+    def copies_ms(self) -> dict[int, float]:
+        """Milliseconds to move what a chunk keeps of a microbatch to the host, or back, by chunk; without the last one,
+        whose backward follows at once, and those whose way to the host is not known."""
+        found = dict[int, float]()
+        for chunk, stage in enumerate(self.placement.stage_of_chunk[:-1]):
+            rate, num_bytes = self.costs.link(stage, stage).host_gb_per_s, self.chunk_bytes[chunk].stash
+            if rate is not None and num_bytes:
+                found[chunk] = num_bytes / rate / 1e6
+        return found
 
     @property
     def machine(self) -> Machine:

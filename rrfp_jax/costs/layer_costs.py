@@ -101,10 +101,12 @@ class LinkCosts:
     """Milliseconds of a message without tensors."""
     replicas_gb_per_s: float | None = None
     """Between the replicas of a stage, for the sums of gradients; None: as between stages."""
+    host_gb_per_s: float | None = None
+    """From a device to pinned memory of its host, or back; None: not known, and no activation moves there."""
 
     def __post_init__(self) -> None:
         check_fields(self, NOT_NEGATIVE, "latency_ms", "control_ms")
-        check_fields(self, POSITIVE, "gb_per_s", "replicas_gb_per_s")
+        check_fields(self, POSITIVE, "gb_per_s", "replicas_gb_per_s", "host_gb_per_s")
 
     def transfer_ms(self, num_bytes: float) -> float:
         """Returns the milliseconds of a tensor of ``num_bytes``."""
@@ -128,10 +130,12 @@ class DeviceCosts:
     """How many times as fast it computes as the device for which the costs of layers are."""
     bytes: int | None = None
     """Memory; None: as the costs say."""
+    host_gb_per_s: float | None = None
+    """To pinned memory of its host, or back; None: as the costs' links say."""
     name: str = ""
 
     def __post_init__(self) -> None:
-        check_fields(self, POSITIVE, "speed", "bytes")
+        check_fields(self, POSITIVE, "speed", "bytes", "host_gb_per_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +172,13 @@ class MachineCosts:
         pairs = [(a, b) for a in sources for b in targets if a != b]
         latencies = [self.latency_ms[a][b] for a, b in pairs if self.latency_ms]
         rates = [rate for a, b in pairs if self.gb_per_s and (rate := self.gb_per_s[a][b]) is not None]
+        to_host = [self.devices[a].host_gb_per_s or links.host_gb_per_s for a in sources]
         return LinkCosts(
             latency_ms=max(latencies, default=links.latency_ms),
             gb_per_s=min(rates, default=None if self.gb_per_s and pairs else links.gb_per_s),
             control_ms=links.control_ms,
             replicas_gb_per_s=None if self.gb_per_s else links.replicas_gb_per_s,
+            host_gb_per_s=None if None in to_host else min(rate for rate in to_host if rate),
         )
 
 

@@ -70,7 +70,7 @@ class Judge:
         known = self._known.get(one, np.empty(0))
         if len(known) < num_draws:
             self.evaluations += not len(known)
-            if one.is_strict:
+            if _is_walked(one):
                 assert one.ordering.schedule is not None
                 steps_ms = _drawn(self.steps_ms(one.cut, num_draws))
                 known = strict_times_ms(one.cut, self._walk_of(one.ordering.schedule), steps_ms)
@@ -121,7 +121,7 @@ class Judge:
 
     def nominal_on(self, cut: CutModel, one: PlanChoice) -> float:
         """Returns the step time without noise of a choice's order on a cut with as many chunks on the same stages."""
-        if not one.is_strict:
+        if not _is_walked(one):
             return next(self._simulated_ms(one, cut, cut.durations_ms))
         assert one.ordering.schedule is not None
         return float(strict_times_ms(cut, self._walk_of(one.ordering.schedule), cut.durations_ms)[0])
@@ -205,6 +205,11 @@ def _unequal_ms(one: PlanChoice, cut: CutModel, steps_ms: Durations) -> Iterator
         owners=[owners],
     )
     return iter(run.step_ms)
+
+
+def _is_walked(one: PlanChoice) -> bool:
+    """Returns whether a walk tells the times of a choice: memory decides when a copy, or a task behind it, starts."""
+    return one.is_strict and not one.order.graph.ops
 
 
 def _drawn(steps_ms: Durations) -> Durations:

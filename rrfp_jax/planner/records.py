@@ -131,6 +131,14 @@ class PlanChoice:
         return own or (tuple(given) if given[1:] else (self.shape.remat,) * self.shape.num_stages)
 
     @property
+    def moved_of_stage(self) -> tuple[int, ...]:
+        """The number of activations that go to the host and back on each stage, per step and replica."""
+        placement, ordering = self.cut.placement, self.ordering
+        ops = ordering.schedule.graph.ops if ordering.schedule is not None and ordering.follows_table else ()
+        pairs = {pair for op in ops for pair in op.pairs or ()}
+        return tuple(sum(chunk in chunks for chunk, _ in pairs) for chunks in placement.chunks_of_stage)
+
+    @property
     def devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of each stage by their numbers in the machine; empty where all are alike."""
         return tuple(stage.devices for stage in self.cut.costs.stages if stage.devices)

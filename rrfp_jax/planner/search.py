@@ -3,6 +3,7 @@
 1. Every shape that the search space allows is laid out in every way, cut best and evenly, and named tables are timed on
    it, kept to, as far as lower bounds leave a chance (:mod:`rrfp_jax.planner.sites`).
 2. On the best of these sites a search looks for orders without a name (:mod:`rrfp_jax.planner.order_search`).
+   On the best that are short of memory, another looks for orders of tasks and copies to the host together.
 3. The best tables in every way to consume them, and hints, are compared: all on few draws, fewer and fewer candidates
    on more (:func:`compare_candidates`).
 4. The best are told with their forecasts, why the first won, and why each other lost to it.
@@ -19,6 +20,7 @@ from rrfp_jax.core import STRICT, Ordering
 from rrfp_jax.costs import CostBook, CutModel
 from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
 from rrfp_jax.planner.list_scheduler import memory_for_activations
+from rrfp_jax.planner.order_search import copies_of, slots_with_copies
 from rrfp_jax.planner.reasons import Reasons, Refusals
 from rrfp_jax.planner.records import LINEAR, MIXED, Forecast, Plan, PlanChoice, Point, Ranked, Refused
 from rrfp_jax.planner.search_space import (
@@ -29,13 +31,16 @@ from rrfp_jax.planner.search_space import (
     refused_without_points,
     shapes_of,
 )
-from rrfp_jax.planner.sites import Sites, TriedTable, cut_for_replicas, hints_for, is_large
-from rrfp_jax.simulation import find_optimum
+from rrfp_jax.planner.sites import Sites, TriedTable, cut_for_replicas, hints_for, is_large, is_short
+from rrfp_jax.schedules import Op
+from rrfp_jax.simulation import find_optimum, lower_bound
 
 _FIRST_DRAWS = 16
 """Draws by which tables are compared."""
 _SEARCHED_SITES = 3
 """Best sites on which orders without a name are searched for."""
+_OFFLOADED_SITES = 2
+"""Best sites short of memory on which orders with copies to the host are searched for."""
 _SMALL = 8_000
 """Tasks of all named tables that are tried in every way to consume them; of those without a name half as many."""
 _MOST_REFUSED = 12
@@ -75,41 +80,59 @@ def make_plan(
 def with_optimum(plan: Plan, book: CostBook, space: SearchSpace, seconds: float) -> Plan:
     """Returns a plan with the solver's order of the best choice's cut in front, where it fits and takes less time.
 
-    A note tells how good any order of that cut can be, within as many activations as memory holds and without copies
-    to the host. Raises ImportError without OR-tools, naming the extra.
+    Where memory is short and activations can move to the host, half of the seconds is for orders with such copies. A
+    note tells how good any order of that cut can be, within as many activations as
+    memory holds. Raises ImportError without OR-tools, naming the extra.
     """
     choice, memory_bytes = plan.ranking[0].choice, space.memory_bytes or book.device_bytes
-    cut = choice.cut
+    cut, table = choice.cut, choice.ordering.schedule
     available = memory_for_activations(cut, cut.limits(memory_bytes))
     weights = [sum(cut.chunk_bytes[c].per_microbatch for c in chunks) for chunks in cut.placement.chunks_of_stage]
-    slots = [
+    slots = tuple(
         cut.num_microbatches if not weight or room == inf else max(1, min(cut.num_microbatches, int(room // weight)))
         for room, weight in zip(available, weights, strict=True)
-    ]
-    durations_ms = cut.durations_ms[0].copy()
-    durations_ms[..., : 3 if cut.split else 2] += cut.costs.task_ms  # of the host, before each task
-    best = find_optimum(cut.graph, cut.placement, durations_ms, links=cut.links, slots=slots, time_limit_s=seconds)
-    least = "proven to be the least" if best.is_proven else f"and none takes less than {best.at_least_ms:.4g} ms"
-    held = ",".join(map(str, slots))
-    note = (
-        f"the solver's order takes {best.makespan_ms:.4g} ms from the first task to the last, {least} on this cut "
-        f"where stages hold {held} microbatches"
     )
-    plan = replace(plan, notes=(*plan.notes, note))
-    ordering = Ordering(schedule=replace(best.table, name="optimum"), consume=STRICT)
-    one = replace(choice, ordering=ordering, order_name="optimum", is_searched=True)
-    judge = Judge(book.noise, plan.num_draws, 0)
-    if not one.fits(memory_bytes) or judge.difference(choice, one, plan.num_draws)[0] >= 0:
+    moves, copies = slots_with_copies(cut, memory_bytes), copies_of(cut)
+    asked: list[tuple[tuple[int, ...], tuple[Op, Op] | None]] = [(slots, None)]
+    if copies is not None and moves is not None and is_short(cut, memory_bytes):
+        asked.append((moves, copies))
+    lengths_ms, links = cut.task_lengths_ms, cut.links
+    least_ms = lower_bound(cut.graph, cut.placement, lengths_ms, links=links).total_ms
+    judge, notes, best = Judge(book.noise, plan.num_draws, 0), list(plan.notes), choice
+    for held, ways in asked:
+        found = find_optimum(
+            cut.graph,
+            cut.placement,
+            lengths_ms,
+            links=links,
+            slots=held,
+            copies=ways,
+            tables=[table] if table is not None and (ways or not table.graph.ops) else (),
+            time_limit_s=seconds / len(asked),
+        )
+        least = "proven to be the least" if found.is_proven else f"and none takes less than {found.at_least_ms:.4g} ms"
+        notes.append(
+            f"the solver's order{' with copies to the host' if ways else ''} takes {found.makespan_ms:.4g} ms from the "
+            f"first task to the last, {least} on this cut where stages hold {','.join(map(str, held))} microbatches"
+        )
+        ordering = Ordering(schedule=replace(found.table, name="optimum"), consume=STRICT)
+        one = replace(choice, ordering=ordering, order_name="optimum", is_searched=True)
+        if one.fits(memory_bytes) and judge.difference(best, one, plan.num_draws)[0] < 0:
+            best = one
+        if found.makespan_ms <= least_ms * (1 + ROUNDING):  # copies would buy nothing
+            break
+    plan = replace(plan, notes=tuple(notes))
+    if best is choice:
         return plan
     reasons = Reasons(book, space, judge, memory_bytes, (), _FEW_DRAWS)
 
     def behind(ranked: Ranked, kind: str = "") -> Ranked:
-        return replace(ranked, why=kind + reasons.why_lost(one, ranked.choice))
+        return replace(ranked, why=kind + reasons.why_lost(best, ranked.choice))
 
     return replace(
         plan,
-        ranking=(Ranked(choice=one, forecast=forecast(one, book, judge)), *map(behind, plan.ranking))[: space.top],
-        why=reasons.why_won(one, None if plan.even is None else plan.even.choice),
+        ranking=(Ranked(choice=best, forecast=forecast(best, book, judge)), *map(behind, plan.ranking))[: space.top],
+        why=reasons.why_won(best, None if plan.even is None else plan.even.choice),
         alternatives=tuple(behind(each, each.why.split(": ")[0] + ": ") for each in plan.alternatives),
     )
 
@@ -123,8 +146,11 @@ def compare_candidates(candidates: list[PlanChoice], judge: Judge) -> list[PlanC
     """
 
     def placed(some: list[PlanChoice], num_draws: int) -> list[PlanChoice]:
-        # Of choices that differ by rounding alone the one that takes least memory is the best.
-        return sorted(some, key=lambda one: (float(f"{judge.standing(one, num_draws):.9g}"), one.peak_bytes))
+        # Of choices that differ by rounding alone one without copies is the best, and the one that takes least memory.
+        return sorted(
+            some,
+            key=lambda one: (float(f"{judge.standing(one, num_draws):.9g}"), any(one.moved_of_stage), one.peak_bytes),
+        )
 
     if judge.noise.is_none:
         return placed(candidates, 1)
@@ -183,6 +209,8 @@ def _nearest(choices: list[PlanChoice]) -> list[tuple[str, PlanChoice]]:
             kind = "other devices of stages"
         elif (one.cut.placement, one.cut.counts) != (first.cut.placement, first.cut.counts):
             kind = "another cut"
+        elif any(one.moved_of_stage) != any(first.moved_of_stage):
+            kind = "copies to the host" if any(one.moved_of_stage) else "no copies to the host"
         else:
             kind = "another order"
         (further if kind in known else found).append((kind, one))
@@ -229,6 +257,9 @@ class _Search:
         if self.space.schedules is None:
             for number, _ in enumerate(self.sites.search(_SEARCHED_SITES)):
                 progress("orders", number + 1, _SEARCHED_SITES, self.sites.best)
+            if STRICT in self.space.consumptions:
+                for number, _ in enumerate(self.sites.offload(_OFFLOADED_SITES)):
+                    progress("copies to the host", number + 1, _OFFLOADED_SITES, self.sites.best)
         return self._ranked(compare_candidates([*self._pool(), *self._unequal()], self.judge))
 
     # -- candidates ----------------------------------------------------------------------------------------------------
