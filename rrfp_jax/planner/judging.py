@@ -182,25 +182,25 @@ class Judge:
 
 def _unequal_ms(one: PlanChoice, cut: CutModel, steps_ms: Durations) -> Iterator[float]:
     """Yields the intervals between the ends of steps where stages have different numbers of replicas."""
-    shape, most, (order, owners) = one.shape, one.shape.data, one.replicated
-    links, costs = cut.links, cut.simulated_costs()
-    extra_ms = {
-        (r * shape.num_stages + a, q * shape.num_stages + b): more_ms
-        for (a, b), more_ms in links.extra_ms.items()
-        for r in range(most)
-        for q in range(most)
-    }
+    most, (order, owners) = one.shape.data, one.replicated
+    costs = cut.simulated_costs()
     assert isinstance(costs.reduce_ms, tuple)
     assert isinstance(costs.update_ms, tuple)
+    # The cut's times are those of the slowest replica of each stage.
+    times = np.ones((len(cut.counts), most))
+    for chunk, stage in enumerate(cut.placement.stage_of_chunk):
+        for replica, speed in enumerate(cut.speeds_of_stage[stage]):
+            times[chunk, replica] = min(cut.speeds_of_stage[stage]) / speed
+    of_chunks = times.reshape(-1)
     run = simulate(
         order.arbiters(StepRules()),
         replace(
             costs,
-            durations_ms=np.tile(np.repeat(steps_ms, most, axis=1), (1, 1, most, 1)),
+            durations_ms=np.tile(np.repeat(steps_ms, most, axis=1), (1, 1, most, 1)) * of_chunks[:, None, None],
             reduce_ms=tuple(np.repeat(costs.reduce_ms, most).tolist()),
-            update_ms=tuple(np.repeat(costs.update_ms, most).tolist()),
+            update_ms=tuple((np.repeat(costs.update_ms, most) * of_chunks).tolist()),
         ),
-        machine=replace(cut.machine, links=replace(links, extra_ms=extra_ms)),
+        machine=replace(cut.machine, links=cut.unit_links),
         num_steps=len(steps_ms),
         owners=[owners],
     )
@@ -298,8 +298,11 @@ def step_bound_ms(cut: CutModel) -> float:
     It is the bound of the row's tasks, with the tasks that must come before and behind them. No stage runs anything of
     a step before U of the step before has run where the microbatches enter. Behind the last task of a stage whose
     backward is split come all its own R, as its last task may be a W; behind the drain of any other come those of the
-    stage where the gradients end."""
+    stage where the gradients end. Where replicas differ, the way to a stage may lead through the quickest ones, and the
+    slowest of a stage may have less than the others."""
     host_ms = cut.costs.task_ms
+    if any(len(set(speeds)) > 1 for speeds in cut.speeds_of_stage) or any(each.pairs for each in cut.costs.stages):
+        return _unlike_bound_ms(cut)
     bound = lower_bound(cut.graph, cut.placement, cut.durations_ms[0], links=cut.links, host_ms=host_ms)
     reduce_ms, update_ms = once_per_step_ms(cut)
     entry = cut.placement.stage_of_chunk[0]
@@ -310,6 +313,22 @@ def step_bound_ms(cut: CutModel) -> float:
         longest = max(longest, stage_ms + (reduce_ms[stage] if cut.split else last_ms[0]))
     own_ms = max(work_ms + reduce_ms[stage] + update_ms[stage] for stage, work_ms in enumerate(cut.stage_work_ms))
     return max(own_ms, longest + update_ms[entry])
+
+
+def _unlike_bound_ms(cut: CutModel) -> float:
+    """Returns the same for a line of stages whose replicas differ."""
+    reduce_ms, update_ms = once_per_step_ms(cut)
+    numbers, microbatches = cut.replicas_of_stage, max(cut.replicas_of_stage) * cut.num_microbatches
+    bound = before_ms = 0.0
+    for stage, (work_ms, speeds) in enumerate(zip(cut.stage_work_ms, cut.speeds_of_stage, strict=True)):
+        number, quickest = numbers[stage], min(speeds) / max(speeds)
+        slowest_ms = work_ms * (microbatches // number) / (microbatches / number)
+        own_ms = max(slowest_ms, work_ms * min(speeds) * number / sum(speeds))
+        bound = max(bound, own_ms + before_ms, own_ms + reduce_ms[stage] + update_ms[stage] * quickest)
+        (chunk,) = cut.placement.chunks_of_stage[stage]
+        task_ms = cut.durations_ms[0, chunk, 0]
+        before_ms += float(task_ms[0] if cut.split else task_ms.sum()) * quickest
+    return bound
 
 
 def quick_bound_ms(point: Point, costs: ModelCosts, *, split: bool) -> float:
