@@ -337,9 +337,10 @@ def quick_bound_ms(point: Point, costs: ModelCosts, *, split: bool) -> float:
     Let a stage work x_s for each of m microbatches, all stages X together. With one chunk per stage, stage s starts
     once those before it have run a forward, at least the share f of their work, so a step takes at least
     ``f (x_0 + ... + x_(s-1)) + m x_s``. The largest of these is least where all are equal, and then it is
-    ``m X / sum of (1 - f / m)^s``. A whole backward must also come back through them: f is 1. With several chunks at
-    least a layer and a message for each stage before come first, half of them on average. Stage s counts as often as it
-    is as quick as the device that costs were measured on: X is the work there.
+    ``m X / sum of (1 - f / m)^s``. A whole backward must also come back through them: f is 1. Sums of gradients, R all
+    together, follow a stage's work: with f of forwards a step takes ``(m X + R) / sum of (1 - f / m)^s - R f / m`` too.
+    With several chunks at least a layer and a message for each stage before come first, half of them on average. Stage
+    s counts as often as it is as quick as the device that costs were measured on: X is the work there.
     """
     shape, m, p = point.shape, point.shape.num_microbatches, point.shape.num_stages
     layers = [costs.types[name] for name in costs.layers]
@@ -355,10 +356,29 @@ def quick_bound_ms(point: Point, costs: ModelCosts, *, split: bool) -> float:
     sums_ms += (p * point.chunks - 1) * least_ms
     once_ms = sum(layer.update_ms for layer in layers) + min(speeds) * sums_ms
     even_ms = (m * sum(works) + once_ms) / sum(speeds)
+    host_ms = costs.task_ms * m * point.chunks * (3 if split else 2)
+    # Updates of the stages behind the first one may pass while they wait for it.
+    entry_ms = layers[0].update_ms / max(speeds)
+    summed_ms = m * sum(works) + min(speeds) * sums_ms
     if point.chunks > 1:
         before_ms = min(forwards) / max(speeds) + min(link.latency_ms for link in ways)
-        return even_ms + before_ms * sum(stage * speed for stage, speed in enumerate(speeds)) / sum(speeds)
-    share = min((f / x for f, x in zip(forwards, works, strict=True) if x), default=0.0) if split else 1.0
-    left = 1 - share / m
-    filled_ms = m * sum(works) / sum(left**stage * speed for stage, speed in enumerate(speeds))
-    return max(even_ms, filled_ms + least_ms)
+        summed_ms += before_ms * sum(stage * speed for stage, speed in enumerate(speeds))
+        return max(even_ms, summed_ms / sum(speeds) + entry_ms) + host_ms
+    of_forwards = min((f / x for f, x in zip(forwards, works, strict=True) if x), default=0.0)
+    most_ms = max(
+        links.sum_ms(sum(num_bytes), shape.data) + (p - 1) * 2 * (shape.data - 1) * links.latency_ms for links in within
+    )
+    filled_ms = m * sum(works) / _most_filled(speeds, 1 - (of_forwards if split else 1.0) / m)
+    summed_ms = summed_ms / _most_filled(speeds, 1 - of_forwards / m) - most_ms * of_forwards / m
+    # The sums of the first layer come last where the backward is whole.
+    last_ms = least_ms if split else min(links.sum_ms(num_bytes[0], shape.data) for links in within)
+    return max(even_ms, filled_ms + last_ms + entry_ms, summed_ms + entry_ms) + host_ms
+
+
+def _most_filled(speeds: Sequence[float], left: float) -> float:
+    """Returns the most work of a time of 1 where of the time that a stage has, the next one has lost ``1 - left`` of
+    what the stage uses. A slow one does best to use none where quicker ones follow."""
+    found = 0.0
+    for speed in reversed(speeds):
+        found = max(found, speed + left * found)
+    return found
