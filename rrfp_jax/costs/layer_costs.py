@@ -246,13 +246,18 @@ class StageCosts:
     types: Mapping[str, LayerCosts]
     """The costs of each type of layer here."""
     links: tuple[LinkCosts, ...]
-    """The link to each stage, and between the replicas of this one."""
+    """The link to each stage, and between the replicas of this one; the slowest of those that are used counts."""
     limit: int | None = None
     """Bytes of a device; None: not known."""
     speed: float = 1.0
+    """The speed of the slowest replica."""
     remat: str = NONE
     devices: tuple[int, ...] = ()
     """Numbers of the devices in the machine."""
+    speeds: tuple[float, ...] = ()
+    """The speed of each replica, and below the link from each to each of the other stages', [stage][own][other], where
+    stages have different numbers of replicas; empty: ``speed`` and ``links`` for all."""
+    pairs: tuple[tuple[tuple[LinkCosts, ...], ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,9 +301,16 @@ class ModelCosts:
         """The costs of a layer by its number; ``stage`` counts where stages differ."""
         return (self.stages[stage].types if self.stages else self.types)[self.layers[layer]]
 
-    def link(self, source: int, target: int) -> LinkCosts:
-        """The link from one stage to another; of one to itself that between its replicas."""
-        return self.stages[source].links[target] if self.stages else self.links
+    def link(self, source: int, target: int, replicas: tuple[int, int] | None = None) -> LinkCosts:
+        """The link from one stage to another, of one to itself that between its replicas; or that between these two
+        ``replicas`` of both."""
+        if not self.stages:
+            return self.links
+        here = self.stages[source]
+        if replicas is None or not here.pairs:
+            return here.links[target]
+        own, other = replicas
+        return here.pairs[target][own][other]
 
     def without_messages(self) -> "ModelCosts":
         """Returns the costs if messages between stages took no time; sums of gradients stay as they are."""
@@ -307,7 +319,7 @@ class ModelCosts:
             rate = links.replicas_gb_per_s or links.gb_per_s
             return replace(links, latency_ms=0.0, gb_per_s=None, control_ms=0.0, replicas_gb_per_s=rate)
 
-        stages = tuple(replace(each, links=tuple(map(silent, each.links))) for each in self.stages)
+        stages = tuple(replace(each, links=tuple(map(silent, each.links)), pairs=()) for each in self.stages)
         return replace(self, links=silent(self.links), stages=stages)
 
 

@@ -9,10 +9,13 @@
 4. The best are told with their forecasts, why the first won, and why each other lost to it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations, permutations
 from math import inf
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,7 +25,7 @@ from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
 from rrfp_jax.planner.list_scheduler import memory_for_activations
 from rrfp_jax.planner.order_search import copies_of, slots_with_copies
 from rrfp_jax.planner.reasons import Reasons, Refusals
-from rrfp_jax.planner.records import LINEAR, MIXED, Forecast, Plan, PlanChoice, Point, Ranked, Refused
+from rrfp_jax.planner.records import LINEAR, MIXED, Forecast, Plan, PlanChoice, PlanShape, Point, Ranked, Refused
 from rrfp_jax.planner.search_space import (
     PointCosts,
     SearchSpace,
@@ -55,6 +58,12 @@ _FEW_DRAWS = 4
 """The least number of draws of a forecast."""
 _ALTERNATIVES = 3
 """Alternatives to the best that are told, each of a kind of its own."""
+_UNEQUAL, _NEAR, _FAR = 12, 1.15, 2.0
+"""Ways to deal out devices that differ to different numbers of replicas which are judged, how much longer than the best
+one they may seem to take, and how much before the order of devices is looked for."""
+_IMPROVED, _SIMULATED_TASKS = 3, 30_000
+"""The best of these that exchanges of devices and layers may improve, and the tasks that are simulated for that."""
+_T = TypeVar("_T")
 SearchProgress = Callable[[str, int, int, float], None]
 """Hears what a search does, how many steps of it are done, of how many, and the milliseconds per sample of the best so
 far; infinite where nothing fits yet."""
@@ -175,7 +184,7 @@ def forecast(one: PlanChoice, book: CostBook, judge: Judge, num_draws: int | Non
         sum(cut.costs.of(layer).flops for layer in range(cut.costs.num_layers)) * shape.num_microbatches * shape.data
     )
     peak = book.device_flops
-    speeds = [stage.speed for stage in cut.costs.stages] or [1.0]
+    speeds = [speed for of_stage in cut.speeds_of_stage for speed in of_stage]
     return Forecast(
         step_ms=step_ms,
         p95_ms=float(np.quantile(draws_ms, 0.95)),
@@ -217,6 +226,12 @@ def _nearest(choices: list[PlanChoice]) -> list[tuple[str, PlanChoice]]:
     return [*found, *further][:_ALTERNATIVES]
 
 
+def _best_of(some: list[_T], worth: Callable[[_T], float], number: int, near: float) -> list[_T]:
+    """Returns the best ``number`` of some, as far as they are near the best of all and can be at all."""
+    found = sorted((worth(one), place) for place, one in enumerate(some))[:number]
+    return [some[place] for value, place in found if value < inf and value <= found[0][0] * near]
+
+
 def _widened(one: PlanChoice) -> tuple[int, ...]:
     """Returns the windows of a hint, times the replicas that each stage stands for."""
     most, windows = one.shape.data, one.order.windows
@@ -225,8 +240,12 @@ def _widened(one: PlanChoice) -> tuple[int, ...]:
 
 def _of_average_unit(cut: CutModel) -> float:
     """Returns the milliseconds of work of an average replica of a stage."""
-    numbers = cut.replicas_of_stage
-    return sum(ms * number for ms, number in zip(cut.stage_work_ms, numbers, strict=True)) / sum(numbers)
+    works_ms = [
+        ms * min(speeds) / speed
+        for ms, speeds in zip(cut.stage_work_ms, cut.speeds_of_stage, strict=True)
+        for speed in speeds
+    ]
+    return sum(works_ms) / len(works_ms)
 
 
 class _Search:
@@ -235,9 +254,9 @@ class _Search:
         self.memory_bytes = space.memory_bytes or book.device_bytes
         devices = book.machine.devices if book.machine else ()
         self._has_limits = self.memory_bytes is not None or any(device.bytes for device in devices)
+        check_machine(book, space)
         self.shapes = shapes_of(book, space)
         self.judge = Judge(book.noise, draws or draws_for(self.shapes), seed)
-        check_machine(book, space)
         self.costs = PointCosts(book, space)
         self.sites = Sites(self.costs, self.judge, self.memory_bytes, _FIRST_DRAWS)
         self.refused: list[Refused] = []
@@ -299,18 +318,92 @@ class _Search:
 
     def _unequal(self) -> list[PlanChoice]:
         """Returns hints where stages have different numbers of replicas, if that is asked for."""
-        found = list[PlanChoice]()
-        for shape in (shape for shape in self.shapes if shape.replicas):
-            point = Point(shape=shape, family=LINEAR, chunks=1)
+        found = list[tuple[PlanChoice, Point]]()
+        for point in self._unequal_points():
+            costs, shape = self.costs.of(point), point.shape
             for split in (True, False):
                 try:
-                    cut = cut_for_replicas(self.costs.of(point), shape, split=split)
+                    cuts = [cut_for_replicas(costs, shape, self.memory_bytes, split=split)]
                 except ValueError:  # ends of parts leave no such cut
                     continue
-                for one in hints_for(point, cut, self.space, self.memory_bytes, is_even=False):
-                    # A stage for several replicas may hold as much as these would, where memory suffices.
-                    wide = replace(one, ordering=replace(one.ordering, window=_widened(one)))
-                    found += [each for each in (wide, one) if each.fits(self.memory_bytes)][:1]
+                if point.order:
+                    counts = self.costs.deals(shape).counts(point.order)
+                    cuts += [replace(cut, counts=counts) for cut in cuts if cut.counts != counts]
+                found += [(one, point) for cut in cuts for one in self._unequal_hints(point, cut)]
+        choices = [one for one, _ in found]
+        if self.book.machine is not None:
+            found.sort(key=lambda each: self._simulated(each[0]))
+            left = _SIMULATED_TASKS
+            for one, point in found[:_IMPROVED]:
+                better, left = self._improved(one, point, left)
+                choices += [better] if better is not one else []
+        return choices
+
+    def _simulated(self, one: PlanChoice) -> float:
+        """Returns milliseconds per sample without noise."""
+        return self.judge.nominal_ms(one) / one.shape.batch_size
+
+    def _improved(self, best: PlanChoice, point: Point, left: int) -> tuple[PlanChoice, int]:
+        """Returns the choice to which exchanges of devices, and transfers of a layer between neighbours, lead as long
+        as one helps in simulation, and how many tasks may still be simulated."""
+        is_better = True
+        while is_better:
+            is_better = False
+            for other, cut in self._neighbours(point, best.cut):
+                for one in self._unequal_hints(other, cut):
+                    if left > 0 and one.order_name == best.order_name:
+                        left -= len(cut.counts) * cut.num_microbatches * one.shape.data
+                        if self._simulated(one) < self._simulated(best) * (1 - ROUNDING):
+                            best, point, is_better = one, other, True
+        return best, left
+
+    def _neighbours(self, point: Point, cut: CutModel) -> Iterator[tuple[Point, CutModel]]:
+        """Yields a cut with two of its devices exchanged, or with a layer in the chunk beside its own."""
+        deals = self.costs.deals(point.shape)
+        for a, b in combinations(range(len(point.order)), 2):
+            order = list(point.order)
+            order[a], order[b] = order[b], order[a]
+            other = replace(point, order=tuple(order))
+            if deals.step_ms(other.order) <= deals.step_ms(point.order) * _NEAR:
+                yield other, replace(cut, costs=self.costs.of(other))
+        for giver, taker in permutations(range(len(cut.counts)), 2):
+            counts = list(cut.counts)
+            counts[giver] -= 1
+            counts[taker] += 1
+            with suppress(ValueError):  # an empty chunk, or one that passes an end
+                yield point, replace(cut, counts=tuple(counts))
+
+    def _unequal_points(self) -> list[Point]:
+        """Returns the shapes with different numbers of replicas, where devices differ the most promising ones, with
+        their devices."""
+        shapes = [shape for shape in self.shapes if shape.replicas and len(self.book.ends) < shape.num_stages]
+        deals, is_alike = self.costs.deals, self.book.machine is None
+        if not is_alike:
+
+            def quick_ms(shape: PlanShape) -> float:
+                return deals(shape).quick_ms() / shape.batch_size
+
+            shapes = _best_of(shapes, quick_ms, 2 * _UNEQUAL, _FAR)
+        points = [
+            Point(shape=shape, family=LINEAR, chunks=1, order=order)
+            for shape in shapes
+            for order in self.costs.orders(shape)
+        ]
+        if is_alike:
+            return points
+
+        def least_ms(point: Point) -> float:
+            return deals(point.shape).step_ms(point.order) / point.shape.batch_size
+
+        return _best_of(points, least_ms, _UNEQUAL, _NEAR)
+
+    def _unequal_hints(self, point: Point, cut: CutModel) -> list[PlanChoice]:
+        """Returns the hints on a cut, with as large windows as fit."""
+        found = list[PlanChoice]()
+        for one in hints_for(point, cut, self.space, self.memory_bytes, is_even=False):
+            # A stage for several replicas may hold as much as these would, where memory suffices.
+            wide = replace(one, ordering=replace(one.ordering, window=_widened(one)))
+            found += [each for each in (wide, one) if each.fits(self.memory_bytes)][:1]
         return found
 
     def _hints(self) -> list[PlanChoice]:

@@ -8,6 +8,7 @@ fits, no other site can be better.
 
 import heapq
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
@@ -393,17 +394,27 @@ def _cuts_of(best: CutModel, memory_bytes: int | None, *, short: bool) -> list[t
     return [(cut, counts == even.counts) for counts, cut in distinct.items()]
 
 
-def cut_for_replicas(costs: ModelCosts, shape: PlanShape, *, split: bool) -> CutModel:
-    """Returns the best cut where stages have different numbers of replicas, which divide the work among them."""
-    number = shape.num_stages
-    stages = tuple(
-        StageCosts(
-            types={name: each.at_speed(replicas) for name, each in costs.types.items()}, links=(costs.links,) * number
-        )
-        for replicas in shape.replicas
+def cut_for_replicas(costs: ModelCosts, shape: PlanShape, memory_bytes: int | None, *, split: bool) -> CutModel:
+    """Returns the best cut where stages have different numbers of replicas, which divide the work among them; where
+    memory is short for the usual activations, the best one for these, for half as many, or for one."""
+    number, m = shape.num_stages, shape.num_microbatches
+    stages = costs.stages or (StageCosts(types=costs.types, links=(costs.links,) * number),) * number
+    shared = tuple(
+        replace(stage, types={name: each.at_speed(replicas) for name, each in stage.types.items()})
+        for stage, replicas in zip(stages, shape.replicas, strict=True)
     )
-    cut = best_cut(replace(costs, stages=stages), linear(number), shape.num_microbatches, split=split)
-    return replace(cut, costs=costs, replicas=shape.replicas)
+
+    def cut_within(memory: MemoryBudget | None) -> CutModel:
+        cut = best_cut(replace(costs, stages=shared), linear(number), m, split=split, memory=memory)
+        return replace(cut, costs=costs, replicas=shape.replicas)
+
+    best = cut_within(None)
+    if is_short(best, memory_bytes):
+        for window in sorted({min(number, m), min(-(-number // 2), m), 1}, reverse=True):
+            held = (float(window),) * number
+            with suppress(ValueError):  # for which no cut has room
+                return cut_within(MemoryBudget(limits=best.limits(memory_bytes), held=held))
+    return best
 
 
 def _shifted(best: CutModel, memory_bytes: int | None) -> CutModel:
