@@ -3,6 +3,7 @@ with whole sequences."""
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ import pytest
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.models.cuts import SequenceSlices
-from rrfp_jax.pipeline import Pipeline
+from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.schedules import Edge, Placement
+from rrfp_jax.training.loop import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.test_pipeline_context import make_batches as packed_batches
@@ -119,6 +121,32 @@ def test_a_stage_holds_the_state_of_one_slice() -> None:
             return [sum(leaf.nbytes for leaf in jax.tree.leaves(vars(state))) for _, state in states]
 
     assert held(3) == held(1)
+
+
+def test_checkpoints_fit_other_numbers_of_slices_and_none(tmp_path: Path) -> None:
+    def pipeline_of(slices: int) -> Pipeline:
+        return make("tied", SequenceSlices(slices))
+
+    def state_of(pipeline: Pipeline, state: PipelineState) -> Any:
+        layers = {name: layer for _, held in pipeline.chunk_states(state) for name, layer in held.params.items()}
+        return jax.tree.map(np.array, layers)
+
+    with pipeline_of(3) as pipeline:
+        state, metrics = pipeline.step(pipeline.init(jax.random.key(1)), batches()[0])
+        metrics.result()
+        RunSaver(tmp_path / "0", pipeline, every=1, minutes=None, keep=1).save(state, {})
+        expected, (_, metrics) = state_of(pipeline, state), pipeline.step(state, batches()[1])
+        next_loss = metrics.result().loss
+    for number, slices in enumerate((1, 2)):
+        with pipeline_of(slices) as pipeline:
+            saver = RunSaver(tmp_path / str(number), pipeline, every=1, minutes=None, keep=1)
+            found = saver.checkpoints.newest()
+            assert found is not None
+            state = saver.restore(found)
+            jax.tree.map(np.testing.assert_array_equal, state_of(pipeline, state), expected)
+            RunSaver(tmp_path / str(number + 1), pipeline, every=1, minutes=None, keep=1).save(state, {})
+            _, metrics = pipeline.step(state, batches()[1])
+            np.testing.assert_allclose(metrics.result().loss, next_loss, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
