@@ -15,9 +15,10 @@ from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rrfp_jax.costs.forecast import ChunkBytes
-from rrfp_jax.costs.layer_costs import HALVES, LayerCosts, ModelCosts, is_half
+from rrfp_jax.costs.layer_costs import HALVES, LayerCosts, LinkCosts, ModelCosts, is_half
 from rrfp_jax.schedules import PipelineGraph, Placement, chain
 from rrfp_jax.simulation import Costs, Links, Machine
 from rrfp_jax.simulation.costs import Durations
@@ -91,14 +92,31 @@ class CutModel:
         return found
 
     @property
+    def task_lengths_ms(self) -> NDArray[np.float64]:
+        """[chunks, microbatches, 3]: the durations with the host's time before each task."""
+        found: NDArray[np.float64] = self.durations_ms[0].copy()
+        found[..., : 3 if self.split else 2] += self.costs.task_ms
+        return found
+
+    @property
     def replicas_of_stage(self) -> tuple[int, ...]:
         """The replicas of each stage."""
         number = self.replicas
         return (number,) * self.placement.num_stages if isinstance(number, int) else number
 
+    @property
+    def speeds_of_stage(self) -> tuple[tuple[float, ...], ...]:
+        """The speeds of each stage's replicas, of which some are absent where stages have different numbers of them."""
+        own = [stage.speeds or (stage.speed,) for stage in self.costs.stages] or [(1.0,)] * self.placement.num_stages
+        return tuple(
+            speeds if speeds[1:] else speeds * number
+            for speeds, number in zip(own, self.replicas_of_stage, strict=True)
+        )
+
     @cached_property
     def stage_work_ms(self) -> tuple[float, ...]:
-        """All tasks of all microbatches of a replica of each stage, an equal part of those of the step."""
+        """All tasks of all microbatches of a replica of each stage, an equal part of those of the step; of the slowest
+        one."""
         per_chunk, replicas = self.durations_ms[0].sum(axis=(1, 2)), self.replicas_of_stage
         return tuple(
             float(per_chunk[list(chunks)].sum()) * (max(replicas) / number)
@@ -141,20 +159,51 @@ class CutModel:
     @cached_property
     def links(self) -> Links:
         """Links between stages; between two of them the largest output that travels counts."""
-        stage_of, costs = self.placement.stage_of_chunk, self.costs
-        sent = [
-            (way, costs.of(stop - 1).output_bytes)
+        return self._links_of([(way, self.costs.link(*way), num_bytes) for way, num_bytes in self._sent])
+
+    @property
+    def unit_links(self) -> Links:
+        """Links between all replicas of stages; replica r of stage s of S has the number ``r * S + s``."""
+        num_stages, numbers = self.placement.num_stages, self.replicas_of_stage
+        return self._links_of(
+            [
+                ((r * num_stages + a, q * num_stages + b), self.costs.link(a, b, (r, q)), num_bytes)
+                for (a, b), num_bytes in self._sent
+                for r in range(numbers[a])
+                for q in range(numbers[b])
+            ]
+        )
+
+    @property
+    def _sent(self) -> list[tuple[tuple[int, int], int]]:
+        """The bytes that travel from one stage to another, of each chunk's output and of its gradient."""
+        stage_of = self.placement.stage_of_chunk
+        return [
+            (way, self.costs.of(stop - 1).output_bytes)
             for (a, b), (_, stop) in zip(pairwise(stage_of), self.bounds, strict=False)
             for way in ((a, b), (b, a))
             if a != b
         ]
-        latency_ms = min((costs.link(*way).latency_ms for way, _ in sent), default=costs.links.latency_ms)
+
+    def _links_of(self, sent: Sequence[tuple[tuple[int, int], LinkCosts, int]]) -> Links:
+        latency_ms = min((link.latency_ms for _, link, _ in sent), default=self.costs.links.latency_ms)
         extra_ms = dict[tuple[int, int], float]()
-        for way, num_bytes in sent:
-            more_ms = costs.link(*way).transfer_ms(num_bytes) - latency_ms
+        for way, link, num_bytes in sent:
+            more_ms = link.transfer_ms(num_bytes) - latency_ms
             if more_ms > 0:
                 extra_ms[way] = max(more_ms, extra_ms.get(way, 0.0))
-        return Links(latency_ms=latency_ms, extra_ms=extra_ms, control_ms=costs.links.control_ms)
+        return Links(latency_ms=latency_ms, extra_ms=extra_ms, control_ms=self.costs.links.control_ms)
+
+    @cached_property
+    def copies_ms(self) -> dict[int, float]:
+        """Milliseconds to move what a chunk keeps of a microbatch to the host, or back, by chunk; without the last one,
+        whose backward follows at once, and those whose way to the host is not known."""
+        found = dict[int, float]()
+        for chunk, stage in enumerate(self.placement.stage_of_chunk[:-1]):
+            rate, num_bytes = self.costs.link(stage, stage).host_gb_per_s, self.chunk_bytes[chunk].stash
+            if rate is not None and num_bytes:
+                found[chunk] = num_bytes / rate / 1e6
+        return found
 
     @property
     def machine(self) -> Machine:

@@ -2,7 +2,7 @@
 
 Peaks are dense (no sparsity), in bfloat16. The memory of an NVIDIA GPU is the share of it that a run lets JAX take
 (:data:`SHARE_OF_GPU`); that of a TPU is in decimal gigabytes, as its vendor prints it. Links are per device and
-direction.
+direction. To the host a GPU has PCIe: 4 x16 of A100 and L40S, 5 x16 of the others; of TPUs the vendor says nothing.
 
 ====================  =====================================================================================
 A100                  NVIDIA A100 datasheet (SXM4): 312 TFLOP/s, 1555 GB/s with 40 GB and 2039 GB/s with 80 GB,
@@ -117,6 +117,8 @@ class Device:
     """To a device of the same host."""
     far_gb_per_s: float
     """To a device of another host."""
+    host_gb_per_s: float | None = None
+    """To memory of its host; None: not known."""
     per_host: int = 8
     """Devices that are near each other."""
     card: Card | None = None
@@ -124,6 +126,7 @@ class Device:
 
     def __post_init__(self) -> None:
         check_fields(self, POSITIVE, "flops", "float32_flops", "memory_gb_per_s", "near_gb_per_s", "far_gb_per_s")
+        check_fields(self, POSITIVE, "host_gb_per_s")
         check_fields(self, AT_LEAST_1, "num_bytes", "per_host")
 
     def rate_gb_per_s(self, num_devices: int) -> float:
@@ -132,7 +135,11 @@ class Device:
 
     def links(self, num_devices: int, efficiencies: "Efficiencies") -> LinkCosts:
         """Returns the links between stages and between replicas of a run on ``num_devices`` devices."""
-        return LinkCosts(latency_ms=efficiencies.hop_ms, gb_per_s=self.rate_gb_per_s(num_devices) * efficiencies.links)
+        return LinkCosts(
+            latency_ms=efficiencies.hop_ms,
+            gb_per_s=self.rate_gb_per_s(num_devices) * efficiencies.links,
+            host_gb_per_s=None if self.host_gb_per_s is None else self.host_gb_per_s * efficiencies.links,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +172,7 @@ def _gpu(
     memory: int = 0,
     near: float,
     far: float,
+    host: float,
     card: Card | None = None,
 ) -> Device:
     return Device(
@@ -177,6 +185,7 @@ def _gpu(
         num_bytes=int((card.num_bytes if card else memory) * SHARE_OF_GPU),
         near_gb_per_s=near,
         far_gb_per_s=far,
+        host_gb_per_s=host,
         card=card,
     )
 
@@ -213,14 +222,24 @@ _B200 = Card(
 DEVICES = {
     each.name: each
     for each in (
-        _gpu("a100", "NVIDIA A100 80GB SXM", tflops=312, tf32=156, tb_per_s=2.039, near=300, far=25, card=_A100),
         _gpu(
-            "a100-40gb", "NVIDIA A100 40GB SXM", tflops=312, tf32=156, tb_per_s=1.555, near=300, far=25, card=_A100_40
+            "a100", "NVIDIA A100 80GB SXM", tflops=312, tf32=156, tb_per_s=2.039, near=300, far=25, host=32, card=_A100
         ),
-        _gpu("h100", "NVIDIA H100 SXM", tflops=989.4, tf32=494.7, tb_per_s=3.35, near=450, far=50, card=_H100),
-        _gpu("h200", "NVIDIA H200 SXM", tflops=989.4, tf32=494.7, tb_per_s=4.8, near=450, far=50, card=_H200),
-        _gpu("b200", "NVIDIA B200", tflops=2250, tf32=1100, tb_per_s=8.0, near=900, far=50, card=_B200),
-        _gpu("l40s", "NVIDIA L40S", tflops=362, tf32=183, tb_per_s=0.864, memory=48 * 10**9, near=32, far=25),
+        _gpu(
+            "a100-40gb",
+            "NVIDIA A100 40GB SXM",
+            tflops=312,
+            tf32=156,
+            tb_per_s=1.555,
+            near=300,
+            far=25,
+            host=32,
+            card=_A100_40,
+        ),
+        _gpu("h100", "NVIDIA H100 SXM", tflops=989.4, tf32=494.7, tb_per_s=3.35, near=450, far=50, host=64, card=_H100),
+        _gpu("h200", "NVIDIA H200 SXM", tflops=989.4, tf32=494.7, tb_per_s=4.8, near=450, far=50, host=64, card=_H200),
+        _gpu("b200", "NVIDIA B200", tflops=2250, tf32=1100, tb_per_s=8.0, near=900, far=50, host=64, card=_B200),
+        _gpu("l40s", "NVIDIA L40S", tflops=362, tf32=183, tb_per_s=0.864, memory=48 * 10**9, near=32, far=25, host=32),
         _tpu("v4", tflops=275, gb_per_s=1200, gb=32, link=50),
         _tpu("v5e", tflops=197, gb_per_s=819, gb=16, link=50),
         _tpu("v5p", tflops=459, gb_per_s=2765, gb=95, link=100),

@@ -102,10 +102,12 @@ class LinkCosts:
     """Milliseconds of a message without tensors."""
     replicas_gb_per_s: float | None = None
     """Between the replicas of a stage, for the sums of gradients; None: as between stages."""
+    host_gb_per_s: float | None = None
+    """From a device to pinned memory of its host, or back; None: not known, and no activation moves there."""
 
     def __post_init__(self) -> None:
         check_fields(self, NOT_NEGATIVE, "latency_ms", "control_ms")
-        check_fields(self, POSITIVE, "gb_per_s", "replicas_gb_per_s")
+        check_fields(self, POSITIVE, "gb_per_s", "replicas_gb_per_s", "host_gb_per_s")
 
     def transfer_ms(self, num_bytes: float) -> float:
         """Returns the milliseconds of a tensor of ``num_bytes``."""
@@ -129,10 +131,12 @@ class DeviceCosts:
     """How many times as fast it computes as the device for which the costs of layers are."""
     bytes: int | None = None
     """Memory; None: as the costs say."""
+    host_gb_per_s: float | None = None
+    """To pinned memory of its host, or back; None: as the costs' links say."""
     name: str = ""
 
     def __post_init__(self) -> None:
-        check_fields(self, POSITIVE, "speed", "bytes")
+        check_fields(self, POSITIVE, "speed", "bytes", "host_gb_per_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +173,13 @@ class MachineCosts:
         pairs = [(a, b) for a in sources for b in targets if a != b]
         latencies = [self.latency_ms[a][b] for a, b in pairs if self.latency_ms]
         rates = [rate for a, b in pairs if self.gb_per_s and (rate := self.gb_per_s[a][b]) is not None]
+        to_host = [self.devices[a].host_gb_per_s or links.host_gb_per_s for a in sources]
         return LinkCosts(
             latency_ms=max(latencies, default=links.latency_ms),
             gb_per_s=min(rates, default=None if self.gb_per_s and pairs else links.gb_per_s),
             control_ms=links.control_ms,
             replicas_gb_per_s=None if self.gb_per_s else links.replicas_gb_per_s,
+            host_gb_per_s=None if None in to_host else min(rate for rate in to_host if rate),
         )
 
 
@@ -254,13 +260,18 @@ class StageCosts:
     types: Mapping[str, LayerCosts]
     """The costs of each type of layer here."""
     links: tuple[LinkCosts, ...]
-    """The link to each stage, and between the replicas of this one."""
+    """The link to each stage, and between the replicas of this one; the slowest of those that are used counts."""
     limit: int | None = None
     """Bytes of a device; None: not known."""
     speed: float = 1.0
+    """The speed of the slowest replica."""
     remat: str = NONE
     devices: tuple[int, ...] = ()
     """Numbers of the devices in the machine."""
+    speeds: tuple[float, ...] = ()
+    """The speed of each replica, and below the link from each to each of the other stages', [stage][own][other], where
+    stages have different numbers of replicas; empty: ``speed`` and ``links`` for all."""
+    pairs: tuple[tuple[tuple[LinkCosts, ...], ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,9 +315,16 @@ class ModelCosts:
         """The costs of a layer by its number; ``stage`` counts where stages differ."""
         return (self.stages[stage].types if self.stages else self.types)[self.layers[layer]]
 
-    def link(self, source: int, target: int) -> LinkCosts:
-        """The link from one stage to another; of one to itself that between its replicas."""
-        return self.stages[source].links[target] if self.stages else self.links
+    def link(self, source: int, target: int, replicas: tuple[int, int] | None = None) -> LinkCosts:
+        """The link from one stage to another, of one to itself that between its replicas; or that between these two
+        ``replicas`` of both."""
+        if not self.stages:
+            return self.links
+        here = self.stages[source]
+        if replicas is None or not here.pairs:
+            return here.links[target]
+        own, other = replicas
+        return here.pairs[target][own][other]
 
     def in_halves(self, cut: Collection[int] | None = None) -> "ModelCosts":
         """Returns the costs with layers taken apart as far as their halves are known: those of these numbers, or
@@ -326,7 +344,7 @@ class ModelCosts:
             rate = links.replicas_gb_per_s or links.gb_per_s
             return replace(links, latency_ms=0.0, gb_per_s=None, control_ms=0.0, replicas_gb_per_s=rate)
 
-        stages = tuple(replace(each, links=tuple(map(silent, each.links))) for each in self.stages)
+        stages = tuple(replace(each, links=tuple(map(silent, each.links)), pairs=()) for each in self.stages)
         return replace(self, links=silent(self.links), stages=stages)
 
 

@@ -6,7 +6,7 @@ sequences are cut.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -105,7 +105,8 @@ class RowInfo(NamedTuple):
     cos: jax.Array
     """Cosine of the rotary angles, shaped like ``sin``."""
     segments: jax.Array | None = None
-    """Segment ids of packed rows, int32 ``[batch, length]``; a token attends to its own segment."""
+    """Segment ids of packed rows, int32 ``[batch, length]``, those of earlier slices included; a token attends to its
+    own segment."""
     cut: ContextCut | None = None
     """How positions are cut over devices; None: they are not."""
 
@@ -114,19 +115,21 @@ def row_info(
     config: LanguageModelConfig,
     length: int,
     *,
+    start: int = 0,
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
     cut: ContextCut | None = None,
 ) -> RowInfo | None:
-    """Returns the information on rows of ``length`` places, or None if layers need none.
+    """Returns the information on rows of ``length`` places from ``start`` on, or None if layers need none.
 
     ``positions`` and ``segments``, both int ``[batch, length]``, are those of packed rows: each token's position in its
     segment, and the segment's id. With a ``cut`` they come in the order that it gives to positions.
     """
     if positions is None:
-        if cut is None:
+        if cut is None and not start:
             return None
-        positions = jnp.asarray(SequenceOrder(cut.devices, config.sliding_window)(length))[None]
+        order = None if cut is None else SequenceOrder(cut.devices, config.sliding_window)
+        positions = (start + jnp.arange(length) if order is None else jnp.asarray(order(length)))[None]
     sin, cos = rope_tables(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling)
     return RowInfo(sin, cos, segments, cut)
 
@@ -159,20 +162,31 @@ class Attention(nnx.Module):
         self.query_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
         self.key_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, rows: RowInfo | None = None) -> jax.Array:
-        """Maps ``[batch, length, hidden]`` to the same shape and dtype."""
+    def __call__(
+        self, x: jax.Array, rows: RowInfo | None = None, earlier: Sequence[KVCache] = ()
+    ) -> tuple[jax.Array, KVCache]:
+        """Maps ``[batch, length, hidden]`` to the same shape and dtype; returns its keys and values too.
+
+        ``earlier`` has those of the slices of the sequence before this one.
+        """
         query, key, value = self._heads(x)
         query, key = (
             # the two calls make equal tables, which the compiler joins
             apply_rope(heads, *(self._tables(jnp.arange(x.shape[1])) if rows is None else (rows.sin, rows.cos)))
             for heads in (query, key)
         )
-        segments = None if rows is None else rows.segments
+        own, segments = KVCache(key, value), None if rows is None else rows.segments
+        if earlier:
+            key, value = (jnp.concatenate(parts, axis=1) for parts in zip(*earlier, own, strict=True))
+            # a window spares the keys that no token of this slice reaches
+            reach = key.shape[1] if self.window is None else x.shape[1] + self.window - 1
+            key, value = key[:, -reach:], value[:, -reach:]
+            segments = None if segments is None else segments[:, -reach:]
         if rows is not None and rows.cut is not None:
             mixed = context_attention(query, key, value, window=self.window, cut=rows.cut, segments=segments)
         else:
             mixed = causal_attention(query, key, value, window=self.window, segments=segments)
-        return from_heads(self.output, checkpoint_name(mixed, "attention"))
+        return from_heads(self.output, checkpoint_name(mixed, "attention")), own
 
     def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
         """Decode step: tokens at positions from ``start`` on attend to themselves and to the cache.
@@ -246,17 +260,24 @@ class DecoderLayer(nnx.Module):
         is_token: jax.Array | None = None,
         counts: jax.Array | None = None,
         order: NDArray[np.int32] | None = None,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the residual stream, shaped like ``x``, and the loss that the layer's router adds, or None.
+        earlier: Sequence[KVCache] | None = None,
+    ) -> tuple[jax.Array, jax.Array | None, KVCache | None]:
+        """Returns the residual stream, shaped like ``x``, the loss that the layer's router adds, or None, and the keys
+        and values of its attention for later slices of the sequence, or None.
 
-        Only attention reads ``rows``, and only a mixture of experts the others; see :class:`MixtureOfExperts`.
+        Only attention reads ``rows`` and ``earlier``, the keys and values of earlier slices, None for a whole sequence.
+        Only a mixture of experts reads the others; see :class:`MixtureOfExperts`.
         """
+        own = None
         if self.part != MLP:
-            x = x + self.attention(self.attention_norm(x), rows)
+            mixed, own = self.attention(self.attention_norm(x), rows, earlier or ())
+            x = x + mixed
+        if earlier is None:  # a rematerialised layer would keep what nobody reads
+            own = None
         if self.part == ATTENTION:
-            return x, None
+            return x, None, own
         y, loss = self._feed_forward(x, is_token=is_token, counts=counts, order=order)
-        return x + y, loss
+        return x + y, loss, own
 
     def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
         """Decode step of the layer, as :meth:`Attention.decode_step`."""

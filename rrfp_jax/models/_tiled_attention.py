@@ -210,18 +210,27 @@ class _Plan(NamedTuple):
 
     is_causal: bool
     window: int | None
-    tile: int
+    query_tile: int
+    key_tile: int
+    offset: int
+    """Position of the first query."""
 
-    def pairs(self, length: int, segments: Any) -> tuple[jax.Array, TileMask]:
+    def pairs(self, num_queries: int, num_keys: int, segments: Any) -> tuple[jax.Array, TileMask]:
         """Returns the pairs of tiles of which a token attends to another, and their mask."""
-        count = length // self.tile
-        query, key = (part.reshape(-1) for part in np.mgrid[:count, :count])
-        nearest = (query - key - 1) * self.tile + 1  # distance of the two nearest tokens of a pair of tiles
-        keep = (query >= key) & (nearest < (self.window or length)) if self.is_causal else query >= 0
-        positions = jnp.arange(length, dtype=jnp.int32).reshape(count, self.tile)
-        places = Places(positions, None if segments is None else _key_tiles(segments, self.tile))
+        query, key = (
+            part.reshape(-1) for part in np.mgrid[: num_queries // self.query_tile, : num_keys // self.key_tile]
+        )
+        # distances of the two nearest tokens of a pair of tiles, and of the two that are farthest apart
+        nearest = self.offset + query * self.query_tile - (key + 1) * self.key_tile + 1
+        farthest = self.offset + (query + 1) * self.query_tile - 1 - key * self.key_tile
+        keep = (farthest >= 0) & (nearest < (self.window or num_keys)) if self.is_causal else query >= 0
+        here = Places(self.offset + jnp.arange(num_queries, dtype=jnp.int32).reshape(-1, self.query_tile))
+        there = Places(jnp.arange(num_keys, dtype=jnp.int32).reshape(-1, self.key_tile))
+        if segments is not None:
+            here = here._replace(segments=_key_tiles(segments[0], self.query_tile))
+            there = there._replace(segments=_key_tiles(segments[1], self.key_tile))
         pairs = jnp.asarray(np.stack([query[keep], key[keep]], axis=1).astype(np.int32))
-        return pairs, tile_mask(places, places, is_causal=self.is_causal, window=self.window)
+        return pairs, tile_mask(here, there, is_causal=self.is_causal, window=self.window)
 
 
 def tiled_attention(
@@ -230,16 +239,31 @@ def tiled_attention(
 ) -> jax.Array:  # fmt: skip
     """Computes attention as :mod:`rrfp_jax.models.attention` defines it, in tiles of at most ``largest_tile``
     positions."""
-    length = query.shape[1]
-    count = -(-length // largest_tile)
+    length, num_keys = query.shape[1], key.shape[1]
+    tile, longer = _whole_tiles(length, largest_tile)
+    key_tile, more_keys = _whole_tiles(num_keys, largest_tile)
+    if segments is None and not is_causal and more_keys > num_keys:
+        segments = jnp.zeros((len(key), num_keys), jnp.int32)
+    # positions at the end that no other attends to
+    query, (key, value) = _padded(query, longer), (_padded(part, more_keys) for part in (key, value))
+    ids = None
+    if segments is not None:
+        own = segments[:, num_keys - length :]
+        ids = _padded(own, longer, -1), _padded(segments, more_keys, -1)
+    plan = _Plan(is_causal, window, tile, key_tile, num_keys - length)
+    return _tiled(query, key, value, ids, plan)[:, :length]
+
+
+def _whole_tiles(length: int, largest: int) -> tuple[int, int]:
+    """Returns the size of a tile, and the length of as many whole ones."""
+    count = -(-length // largest)
     tile = -(-length // count)
-    more = count * tile - length
-    if more:  # positions at the end that no other attends to
-        query, key, value = (jnp.pad(part, ((0, 0), (0, more), (0, 0), (0, 0))) for part in (query, key, value))
-        if segments is None and not is_causal:
-            segments = jnp.zeros((len(query), length), jnp.int32)
-        segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, more)), constant_values=-1)
-    return _tiled(query, key, value, segments, _Plan(is_causal, window, tile))[:, :length]
+    return tile, count * tile
+
+
+def _padded(part: jax.Array, length: int, value: int = 0) -> jax.Array:
+    more = length - part.shape[1]
+    return part if not more else jnp.pad(part, ((0, 0), (0, more)) + ((0, 0),) * (part.ndim - 2), constant_values=value)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -248,18 +272,18 @@ def _tiled(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, pl
 
 
 def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, plan: _Plan) -> Any:
-    queries, keys = query_tiles(query, key.shape[2], plan.tile), KeyValueTiles.of(key, value, plan.tile)
-    state = attend_pairs(initial_softmax(queries), queries, keys, *plan.pairs(query.shape[1], segments))
+    queries, keys = query_tiles(query, key.shape[2], plan.query_tile), KeyValueTiles.of(key, value, plan.key_tile)
+    state = attend_pairs(initial_softmax(queries), queries, keys, *plan.pairs(query.shape[1], key.shape[1], segments))
     mixed, logsums = finished(state, query.dtype)
     return mixed, (query, key, value, segments, mixed, logsums)
 
 
 def _backward(plan: _Plan, residuals: Any, mixed_grad: jax.Array) -> Any:
     query, key, value, segments, mixed, logsums = residuals
-    own = QueryTiles.of(query, mixed, logsums, mixed_grad, num_keys=key.shape[2], tile=plan.tile)
-    keys = KeyValueTiles.of(key, value, plan.tile)
+    own = QueryTiles.of(query, mixed, logsums, mixed_grad, num_keys=key.shape[2], tile=plan.query_tile)
+    keys = KeyValueTiles.of(key, value, plan.key_tile)
     zeros = AttentionGradients(*(jnp.zeros_like(part, jnp.float32) for part in (own.queries, keys.keys, keys.values)))
-    sums = attend_pairs_backward(zeros, own, keys, *plan.pairs(query.shape[1], segments))
+    sums = attend_pairs_backward(zeros, own, keys, *plan.pairs(query.shape[1], key.shape[1], segments))
     key_grad, value_grad = (part.swapaxes(0, 1).reshape(key.shape) for part in (sums.keys, sums.values))
     return untiled(sums.queries).astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype), None
 

@@ -53,6 +53,8 @@ class AttentionCall:
     is_causal: bool
     window: int | None = None
     is_packed: bool = False
+    earlier: int = 0
+    """Number of keys before that of the first query."""
 
 
 def causal_attention(
@@ -65,12 +67,13 @@ def causal_attention(
 ) -> jax.Array:
     """Lets every token attend to itself and to earlier ones; scores and softmax are float32.
 
-    ``query`` ``[batch, length, heads, head_dim]``, ``key`` and ``value`` ``[batch, length, kv_heads, head_dim]``, where
-    ``kv_heads`` divides ``heads``; returns the shape and dtype of ``query``. With a ``window`` a token attends to that
-    many tokens, itself included; with the ``segments`` of packed rows, int32 ``[batch, length]`` of ids from 0 on, to
+    ``query`` ``[batch, length, heads, head_dim]``, ``key`` and ``value`` ``[batch, keys, kv_heads, head_dim]``, where
+    ``kv_heads`` divides ``heads``; returns the shape and dtype of ``query``. The queries are those of the last
+    ``length`` keys, which are all of them or the last slice of a sequence. With a ``window`` a token attends to that
+    many tokens, itself included; with the ``segments`` of packed rows, int32 ``[batch, keys]`` of ids from 0 on, to
     those of its own segment.
     """
-    reach = None if window is None or window >= query.shape[1] else window
+    reach = None if window is None or window >= key.shape[1] else window
     return _attention(query, key, value, segments, is_causal=True, window=reach)
 
 
@@ -144,7 +147,7 @@ def _attention(
     call = AttentionCall(
         rows=rows // cut.num_row_parts, length=length, heads=heads // cut.num_head_parts,
         kv_heads=kv_heads // cut.num_head_parts, head_dim=head_dim, dtype=query.dtype, is_causal=is_causal,
-        window=window, is_packed=segments is not None,
+        window=window, is_packed=segments is not None, earlier=key.shape[1] - length,
     )  # fmt: skip
     target = current_target()
     choice = implementation(target, call)
@@ -177,14 +180,19 @@ def _attention(
 def _formula(
     query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, *, is_causal: bool, window: int | None
 ) -> jax.Array:
-    bias = None
+    bias, earlier = None, key.shape[1] - query.shape[1]
+    local = None if window is None else (window - 1, 0)
     if segments is not None:
         # unlike a mask, nothing of a bias is kept for the backward
-        is_seen = segments[:, None, :, None] == segments[:, None, None, :]
+        is_seen = segments[:, None, earlier:, None] == segments[:, None, None, :]
         bias = jnp.where(is_seen, 0.0, -(2.0**41)).astype(query.dtype)
-    local = None if window is None else (window - 1, 0)
+    mask = None
+    if earlier:  # JAX's own causal masks begin with the first key
+        distance = earlier + jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+        mask = ((distance >= 0) if window is None else (distance >= 0) & (distance < window))[None, None]
+        is_causal, local = False, None
     return jax.nn.dot_product_attention(
-        query, key, value, bias, is_causal=is_causal, local_window_size=local, implementation="xla"
+        query, key, value, bias, mask, is_causal=is_causal, local_window_size=local, implementation="xla"
     )
 
 
@@ -212,7 +220,8 @@ def _cudnn_widths(target: Target, dtype: Any, size: int, *, is_packed: bool) -> 
 
 
 def _takes_cudnn(target: Target | None, call: AttentionCall) -> bool:
-    if target is None or not target.is_nvidia:
+    # cuDNN's causal mask begins with the first key, so it has none for the later slices of a sequence
+    if target is None or not target.is_nvidia or call.earlier:
         return False
     return _cudnn_widths(target, call.dtype, call.head_dim, is_packed=call.is_packed) is not None
 
@@ -358,7 +367,7 @@ def _splash(
 
 
 def _takes_splash(target: Target | None, call: AttentionCall) -> bool:
-    if target is None or target.platform != "tpu" or call.dtype not in (jnp.bfloat16, jnp.float32):
+    if target is None or target.platform != "tpu" or call.dtype not in (jnp.bfloat16, jnp.float32) or call.earlier:
         return False
     return _LANES <= call.length <= _LONGEST_SPLASH
 
@@ -378,7 +387,7 @@ class _Entry(NamedTuple):
 IMPLEMENTATIONS: dict[Implementation, _Entry] = {
     "cudnn": _Entry(_takes_cudnn, _cudnn),
     "splash": _Entry(_takes_splash, _splash),
-    "tiles": _Entry(lambda target, call: call.length > _LONG, tiled_attention),
+    "tiles": _Entry(lambda target, call: call.length + call.earlier > _LONG, tiled_attention),
     "formula": _Entry(lambda target, call: True, _formula),
 }
 """All implementations; a call goes to the first one that takes it."""

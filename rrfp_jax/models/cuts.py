@@ -266,6 +266,19 @@ def _balanced(length: int, devices: int) -> np.ndarray:
     return order
 
 
+# -- slices of a sequence ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SequenceSlices:
+    """How every sequence is cut into slices, which pass the chunks one after the other."""
+
+    number: int
+
+    def bounds(self, length: int) -> tuple[int, ...]:
+        return tuple(length * part // self.number for part in range(self.number + 1))
+
+
 # -- matrices over devices ---------------------------------------------------------------------------------------------
 
 

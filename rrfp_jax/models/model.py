@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from rrfp_jax.models._decoder import (
     DecoderLayer,
     Embedding,
+    KVCache,
     LMHead,
     decoder_layer,
     residual_norm,
@@ -25,7 +26,7 @@ from rrfp_jax.models._decoder import (
 from rrfp_jax.models._named_layers import NamedLayer, chunk_of
 from rrfp_jax.models._tensor_cut import decoder_partition
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.cuts import ATTENTION, MLP, ChunkContents, ContextCut, SequenceOrder, plan_cut
+from rrfp_jax.models.cuts import ATTENTION, MLP, ChunkContents, ContextCut, SequenceOrder, SequenceSlices, plan_cut
 from rrfp_jax.models.loss import answer_counts, normaliser_loss, token_loss
 from rrfp_jax.programs.chunk import Chunk, Partition, part_name
 from rrfp_jax.programs.remat import one_layer
@@ -56,6 +57,39 @@ class Merge(NamedTuple):
     """A layer of this chunk that the features pass first."""
 
 
+class Slice(NamedTuple):
+    """One slice of every sequence."""
+
+    slices: SequenceSlices
+    number: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.number == self.slices.number - 1
+
+    def taken(self, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the positions of the slice, and of segments those of earlier slices too."""
+        if not leaves:
+            return {}
+        length = next(iter(leaves.values())).shape[1]
+        start, stop = self.slices.bounds(length)[self.number : self.number + 2]
+        return {name: leaf[:, 0 if name == "segments" else start : stop] for name, leaf in leaves.items()}
+
+
+def _check_sliceable(
+    config: LanguageModelConfig, *, packed: bool, context: ContextCut | None, counts_answers: bool
+) -> None:
+    """Raises ValueError for a model of which a slice does not compute what it does in the whole sequence."""
+    del packed  # segments may cross slices
+    experts = config.experts
+    if experts is not None and (experts.capacity_factor is not None or config.has_router_loss):
+        what = "have a capacity" if experts.capacity_factor is not None else "add a loss of their router"
+        raise ValueError(f"experts {what}, which is of whole sequences: leave it out, or the slices")
+    if context is not None or counts_answers:
+        what = "lie on the devices of a context" if context is not None else "have answers that are counted whole"
+        raise ValueError(f"sequences {what} and cannot be cut into slices: leave out one of the two")
+
+
 @dataclass(frozen=True)
 class LanguageModel:
     """A decoder of a given shape, to be cut into chunks; :func:`language_model` makes it."""
@@ -73,6 +107,7 @@ class LanguageModel:
         *,
         context: ContextCut | None = None,
         counts_answers: bool = False,
+        slices: SequenceSlices | None = None,
     ) -> list[Chunk]:
         """Cuts the model into chunks, in order; every cut computes the same function of the same parameters.
 
@@ -105,7 +140,12 @@ class LanguageModel:
         With ``counts_answers`` evaluations also have the named sums :data:`rrfp_jax.models.loss.COUNTS`; if rows are
         packed, the last chunk then reads ``segments`` in any case.
 
-        Raises ValueError, with the remedy, for a cut that does not add up.
+        With ``slices`` sequences are cut too: chunk ``c * n + q`` of the list is what runs slice ``q`` of ``n`` through
+        chunk ``c``, for the edges of :func:`rrfp_jax.schedules.sliced_chain`. All ``n`` are passes of one set of
+        parameters. A slice attends to itself and, by the keys and values that earlier ones hand on, to these.
+
+        Raises ValueError, with the remedy, for a cut that does not add up, and for a model whose sequences cannot be
+        cut.
         """
         plans = plan_cut(
             self.config.num_layers,
@@ -115,7 +155,11 @@ class LanguageModel:
             head_in=head_in,
         )
         options: dict[str, Any] = {"packed": packed, "context": context, "counts_answers": counts_answers}
-        return [decoder_chunk(self.config, plan, **options) for plan in plans]
+        if slices is None or slices.number == 1:
+            return [decoder_chunk(self.config, plan, **options) for plan in plans]
+        _check_sliceable(self.config, **options)
+        parts = [Slice(slices, number) for number in range(slices.number)]
+        return [decoder_chunk(self.config, plan, packed=packed, part=part) for plan in plans for part in parts]
 
 
 def language_model(config: LanguageModelConfig) -> LanguageModel:
@@ -158,8 +202,10 @@ def decoder_chunk(
     gives_logits: bool = False,
     context: ContextCut | None = None,
     counts_answers: bool = False,
+    part: Slice | None = None,
 ) -> Chunk:
-    """Returns one chunk of a decoder whose layers have names that begin with ``prefix``.
+    """Returns one chunk of a decoder whose layers have names that begin with ``prefix``, or what runs one slice through
+    it.
 
     With ``merges`` its inputs are their features in order, each ``[rows, features per row, dim]`` or None if the
     microbatch has none; one alone comes as it is. With ``gives_logits`` the chunk with the head returns those, float32
@@ -201,16 +247,21 @@ def decoder_chunk(
         merges=tuple((merge.index_leaf, None if merge.projector is None else merge.projector.own) for merge in merges),
         context=context,
         order=order,
+        part=part,
     )
+    title = plan.title if part is None else f"{plan.title}; slice {part.number + 1} of {part.slices.number}"
+    if part is not None:  # the slices of a chunk are passes of its layers
+        shared = {layer.name for layer in layers}
     return chunk_of(
         layers,
         run,
-        plan.title,
+        title,
         run_evaluating=partial(run, count_answers=partial(_count_answers, order=order)) if counts_answers else None,
         leaves=tuple(leaves),
         leaf_orders={} if order is None else dict.fromkeys(leaves, order),
         optional_leaves=frozenset(indices),
         shared=frozenset(shared & {layer.name for layer in layers}),
+        gives_loss=part is not None and gives_loss and has_attention and not part.is_last,
         partition=partial(decoder_partition, config) if cut_over_devices is None else cut_over_devices,
     )
 
@@ -229,10 +280,17 @@ def _run(
     merges: tuple[tuple[str, str | None], ...],
     context: ContextCut | None,
     order: SequenceOrder | None,
+    part: Slice | None,
     count_answers: _CountAnswers | None = None,
 ) -> Any:
     """Computes a chunk of a decoder. ``num_sparse`` is the number of layers of the model that add to the router loss;
     0: it is not computed."""
+    layers = [module for module in modules.values() if isinstance(module, DecoderLayer)]
+    attending = [layer for layer in layers if layer.part != MLP]
+    earlier: list[tuple[KVCache, ...]] | None = None
+    if part is not None:
+        inputs, earlier = _inputs_of_slice(inputs, part, embeds=embeds, num_attending=len(attending))
+        leaves = part.taken(leaves)
     hidden, router_loss = inputs if num_sparse and not embeds else (inputs, jnp.zeros((), jnp.float32))
     if embeds:
         hidden = modules[EMBEDDING](leaves["tokens"])
@@ -241,24 +299,29 @@ def _run(
                 projected = features if projector is None else modules[projector](features)
                 hidden = merge_features(hidden, projected, leaves, index)
 
-    layers = [module for module in modules.values() if isinstance(module, DecoderLayer)]
-    rows = None
-    if any(layer.part != MLP for layer in layers):
-        packed_rows = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed else {}
-        rows = row_info(layers[0].config, hidden.shape[1], cut=context, **packed_rows)
-    is_token = leaves["segments"] != 0 if packed and any(layer.is_sparse for layer in layers) else None
+    length, start = hidden.shape[1], sum(held.keys.shape[1] for held in earlier[0]) if earlier else 0
+    packed_rows = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed and attending else {}
+    rows = row_info(layers[0].config, length, start=start, cut=context, **packed_rows) if attending else None
+    is_token = leaves["segments"][:, -length:] != 0 if packed and any(layer.is_sparse for layer in layers) else None
+    keys = list[KVCache]()
     for layer in layers:
         options: dict[str, Any] = {"rows": rows}
+        if earlier is not None and layer.part != MLP:
+            options["earlier"] = earlier[len(keys)]
         if layer.is_sparse:
             options["is_token"] = is_token
             options["counts"] = None if not num_sparse else is_token if packed else leaves["weights"] != 0
-            options["order"] = None if order is None else order(hidden.shape[1])
+            options["order"] = None if order is None else order(length)
         # each layer by itself is rematerialised, so that a backward holds the activations of one
-        hidden, added = one_layer(partial(layer, **options))(hidden)
+        hidden, added, own = one_layer(partial(layer, **options))(hidden)
+        if own is not None:
+            keys.append(own)
         if num_sparse and added is not None:
             router_loss = router_loss + added / num_sparse
+    handed_on = {"keys": tuple(keys)} if part is not None and attending and not part.is_last else {}
     if not is_last:
-        return (hidden, router_loss) if num_sparse else hidden
+        stream = (hidden, router_loss) if num_sparse else hidden
+        return stream if part is None else {"stream": stream, **handed_on}
     head = modules[HEAD] if HEAD in modules else modules[EMBEDDING]
     hidden = modules[FINAL_NORM](hidden)
     if gives_logits:
@@ -267,7 +330,18 @@ def _run(
     if num_sparse:
         named[ROUTER_LOSS] = router_loss * weight
         loss_sum += named[ROUTER_LOSS]
-    return (loss_sum, weight, named) if named else (loss_sum, weight)
+    loss = (loss_sum, weight, named) if named else (loss_sum, weight)
+    return {"loss": loss, **handed_on} if handed_on else loss
+
+
+def _inputs_of_slice(
+    inputs: Any, part: Slice, *, embeds: bool, num_attending: int
+) -> tuple[Any, list[tuple[KVCache, ...]]]:
+    """Returns the stream, if one comes, and for each layer with attention the keys and values of earlier slices."""
+    is_one = (not embeds) + part.number * (num_attending > 0) == 1  # a single input does not come in a tuple
+    came = () if inputs is None else (inputs,) if is_one else inputs
+    stream, *from_slices = (None, *came) if embeds else came
+    return stream, list(zip(*from_slices, strict=True)) if from_slices else [()] * num_attending
 
 
 def _loss(

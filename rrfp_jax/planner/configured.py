@@ -29,6 +29,7 @@ from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.cut_problem import MemoryBudget
 from rrfp_jax.planner.judging import Judge, draws_for
 from rrfp_jax.planner.layer_kinds import MicrobatchRows
+from rrfp_jax.planner.order_search import copies_of
 from rrfp_jax.planner.records import Plan, PlanChoice, PlanShape, Ranked
 from rrfp_jax.planner.search import forecast
 from rrfp_jax.record_files import read_record, read_yaml
@@ -98,7 +99,7 @@ def check_as_configured(arguments: argparse.Namespace, config: TrainConfig | Non
 def configured_plan(config: TrainConfig, book: CostBook) -> Plan:
     """Returns the one choice that the configuration is, by these costs. Raises ValueError where it does not fit
     together."""
-    one = _configured_choice(config, book)
+    one = _with_copy_times(_configured_choice(config, book))
     judge = Judge(book.noise, draws_for([one.shape]), seed=0)
     ranked = Ranked(choice=one, forecast=forecast(one, book, judge))
     notes = encoder_notes(config)
@@ -173,6 +174,19 @@ def _configured_choice(config: TrainConfig, book: CostBook) -> PlanChoice:
         ordering=followed if followed.hint or order.table is not None else replace(followed, hint="bf"),
         order_name=layout.schedule or order.label,
     )
+
+
+def _with_copy_times(one: PlanChoice) -> PlanChoice:
+    """Returns the choice with copies to the host as long as the costs say. Raises ValueError where they do not."""
+    table = one.ordering.schedule
+    if table is None or not any(one.moved_of_stage):
+        return one
+    copies = copies_of(one.cut)
+    if copies is None:
+        raise ValueError("the schedule has copies to the host, and the costs no host_gb_per_s of links: add it")
+    ops = tuple(replace(op, ms=copies[0].ms) for op in table.graph.ops)
+    timed = replace(table, graph=replace(table.graph, ops=ops))
+    return replace(one, ordering=replace(one.ordering, schedule=timed))
 
 
 def _configured_counts(

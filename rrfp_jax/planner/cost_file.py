@@ -14,7 +14,7 @@
           "head": {...}
         }}
       ],
-      "links": {"latency_ms": 0.02, "gb_per_s": 50.0},
+      "links": {"latency_ms": 0.02, "gb_per_s": 50.0, "host_gb_per_s": 40.0},
       "machine": {"devices": [{"speed": 1.0, "bytes": null, "name": "host-a:0"}, {"speed": 0.5}],
                   "latency_ms": [[0, 0.02], [0.02, 0]], "gb_per_s": [[null, 50.0], [50.0, null]]},
       "noise": {"sigma": {"F": 0.1, "I": 0.1, "W": 0.1}}

@@ -70,7 +70,7 @@ class Judge:
         known = self._known.get(one, np.empty(0))
         if len(known) < num_draws:
             self.evaluations += not len(known)
-            if one.is_strict:
+            if _is_walked(one):
                 assert one.ordering.schedule is not None
                 steps_ms = _drawn(self.steps_ms(one.cut, num_draws))
                 known = strict_times_ms(one.cut, self._walk_of(one.ordering.schedule), steps_ms)
@@ -121,7 +121,7 @@ class Judge:
 
     def nominal_on(self, cut: CutModel, one: PlanChoice) -> float:
         """Returns the step time without noise of a choice's order on a cut with as many chunks on the same stages."""
-        if not one.is_strict:
+        if not _is_walked(one):
             return next(self._simulated_ms(one, cut, cut.durations_ms))
         assert one.ordering.schedule is not None
         return float(strict_times_ms(cut, self._walk_of(one.ordering.schedule), cut.durations_ms)[0])
@@ -182,29 +182,34 @@ class Judge:
 
 def _unequal_ms(one: PlanChoice, cut: CutModel, steps_ms: Durations) -> Iterator[float]:
     """Yields the intervals between the ends of steps where stages have different numbers of replicas."""
-    shape, most, (order, owners) = one.shape, one.shape.data, one.replicated
-    links, costs = cut.links, cut.simulated_costs()
-    extra_ms = {
-        (r * shape.num_stages + a, q * shape.num_stages + b): more_ms
-        for (a, b), more_ms in links.extra_ms.items()
-        for r in range(most)
-        for q in range(most)
-    }
+    most, (order, owners) = one.shape.data, one.replicated
+    costs = cut.simulated_costs()
     assert isinstance(costs.reduce_ms, tuple)
     assert isinstance(costs.update_ms, tuple)
+    # The cut's times are those of the slowest replica of each stage.
+    times = np.ones((len(cut.counts), most))
+    for chunk, stage in enumerate(cut.placement.stage_of_chunk):
+        for replica, speed in enumerate(cut.speeds_of_stage[stage]):
+            times[chunk, replica] = min(cut.speeds_of_stage[stage]) / speed
+    of_chunks = times.reshape(-1)
     run = simulate(
         order.arbiters(StepRules()),
         replace(
             costs,
-            durations_ms=np.tile(np.repeat(steps_ms, most, axis=1), (1, 1, most, 1)),
+            durations_ms=np.tile(np.repeat(steps_ms, most, axis=1), (1, 1, most, 1)) * of_chunks[:, None, None],
             reduce_ms=tuple(np.repeat(costs.reduce_ms, most).tolist()),
-            update_ms=tuple(np.repeat(costs.update_ms, most).tolist()),
+            update_ms=tuple((np.repeat(costs.update_ms, most) * of_chunks).tolist()),
         ),
-        machine=replace(cut.machine, links=replace(links, extra_ms=extra_ms)),
+        machine=replace(cut.machine, links=cut.unit_links),
         num_steps=len(steps_ms),
         owners=[owners],
     )
     return iter(run.step_ms)
+
+
+def _is_walked(one: PlanChoice) -> bool:
+    """Returns whether a walk tells the times of a choice: memory decides when a copy, or a task behind it, starts."""
+    return one.is_strict and not one.order.graph.ops
 
 
 def _drawn(steps_ms: Durations) -> Durations:
@@ -298,8 +303,11 @@ def step_bound_ms(cut: CutModel) -> float:
     It is the bound of the row's tasks, with the tasks that must come before and behind them. No stage runs anything of
     a step before U of the step before has run where the microbatches enter. Behind the last task of a stage whose
     backward is split come all its own R, as its last task may be a W; behind the drain of any other come those of the
-    stage where the gradients end."""
+    stage where the gradients end. Where replicas differ, the way to a stage may lead through the quickest ones, and the
+    slowest of a stage may have less than the others."""
     host_ms = cut.costs.task_ms
+    if any(len(set(speeds)) > 1 for speeds in cut.speeds_of_stage) or any(each.pairs for each in cut.costs.stages):
+        return _unlike_bound_ms(cut)
     bound = lower_bound(cut.graph, cut.placement, cut.durations_ms[0], links=cut.links, host_ms=host_ms)
     reduce_ms, update_ms = once_per_step_ms(cut)
     entry = cut.placement.stage_of_chunk[0]
@@ -312,15 +320,32 @@ def step_bound_ms(cut: CutModel) -> float:
     return max(own_ms, longest + update_ms[entry])
 
 
+def _unlike_bound_ms(cut: CutModel) -> float:
+    """Returns the same for a line of stages whose replicas differ."""
+    reduce_ms, update_ms = once_per_step_ms(cut)
+    numbers, microbatches = cut.replicas_of_stage, max(cut.replicas_of_stage) * cut.num_microbatches
+    bound = before_ms = 0.0
+    for stage, (work_ms, speeds) in enumerate(zip(cut.stage_work_ms, cut.speeds_of_stage, strict=True)):
+        number, quickest = numbers[stage], min(speeds) / max(speeds)
+        slowest_ms = work_ms * (microbatches // number) / (microbatches / number)
+        own_ms = max(slowest_ms, work_ms * min(speeds) * number / sum(speeds))
+        bound = max(bound, own_ms + before_ms, own_ms + reduce_ms[stage] + update_ms[stage] * quickest)
+        (chunk,) = cut.placement.chunks_of_stage[stage]
+        task_ms = cut.durations_ms[0, chunk, 0]
+        before_ms += float(task_ms[0] if cut.split else task_ms.sum()) * quickest
+    return bound
+
+
 def quick_bound_ms(point: Point, costs: ModelCosts, *, split: bool) -> float:
     """Returns milliseconds that no cut beats either, without making one.
 
     Let a stage work x_s for each of m microbatches, all stages X together. With one chunk per stage, stage s starts
     once those before it have run a forward, at least the share f of their work, so a step takes at least
     ``f (x_0 + ... + x_(s-1)) + m x_s``. The largest of these is least where all are equal, and then it is
-    ``m X / sum of (1 - f / m)^s``. A whole backward must also come back through them: f is 1. With several chunks at
-    least a layer and a message for each stage before come first, half of them on average. Stage s counts as often as it
-    is as quick as the device that costs were measured on: X is the work there.
+    ``m X / sum of (1 - f / m)^s``. A whole backward must also come back through them: f is 1. Sums of gradients, R all
+    together, follow a stage's work: with f of forwards a step takes ``(m X + R) / sum of (1 - f / m)^s - R f / m`` too.
+    With several chunks at least a layer and a message for each stage before come first, half of them on average. Stage
+    s counts as often as it is as quick as the device that costs were measured on: X is the work there.
     """
     shape, m, p = point.shape, point.shape.num_microbatches, point.shape.num_stages
     layers = [costs.types[name] for name in costs.layers]
@@ -336,10 +361,29 @@ def quick_bound_ms(point: Point, costs: ModelCosts, *, split: bool) -> float:
     sums_ms += (p * point.chunks - 1) * least_ms
     once_ms = sum(layer.update_ms for layer in layers) + min(speeds) * sums_ms
     even_ms = (m * sum(works) + once_ms) / sum(speeds)
+    host_ms = costs.task_ms * m * point.chunks * (3 if split else 2)
+    # Updates of the stages behind the first one may pass while they wait for it.
+    entry_ms = layers[0].update_ms / max(speeds)
+    summed_ms = m * sum(works) + min(speeds) * sums_ms
     if point.chunks > 1:
         before_ms = min(forwards) / max(speeds) + min(link.latency_ms for link in ways)
-        return even_ms + before_ms * sum(stage * speed for stage, speed in enumerate(speeds)) / sum(speeds)
-    share = min((f / x for f, x in zip(forwards, works, strict=True) if x), default=0.0) if split else 1.0
-    left = 1 - share / m
-    filled_ms = m * sum(works) / sum(left**stage * speed for stage, speed in enumerate(speeds))
-    return max(even_ms, filled_ms + least_ms)
+        summed_ms += before_ms * sum(stage * speed for stage, speed in enumerate(speeds))
+        return max(even_ms, summed_ms / sum(speeds) + entry_ms) + host_ms
+    of_forwards = min((f / x for f, x in zip(forwards, works, strict=True) if x), default=0.0)
+    most_ms = max(
+        links.sum_ms(sum(num_bytes), shape.data) + (p - 1) * 2 * (shape.data - 1) * links.latency_ms for links in within
+    )
+    filled_ms = m * sum(works) / _most_filled(speeds, 1 - (of_forwards if split else 1.0) / m)
+    summed_ms = summed_ms / _most_filled(speeds, 1 - of_forwards / m) - most_ms * of_forwards / m
+    # The sums of the first layer come last where the backward is whole.
+    last_ms = least_ms if split else min(links.sum_ms(num_bytes[0], shape.data) for links in within)
+    return max(even_ms, filled_ms + last_ms + entry_ms, summed_ms + entry_ms) + host_ms
+
+
+def _most_filled(speeds: Sequence[float], left: float) -> float:
+    """Returns the most work of a time of 1 where of the time that a stage has, the next one has lost ``1 - left`` of
+    what the stage uses. A slow one does best to use none where quicker ones follow."""
+    found = 0.0
+    for speed in reversed(speeds):
+        found = max(found, speed + left * found)
+    return found

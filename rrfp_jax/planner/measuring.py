@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 import psutil
+from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
@@ -46,6 +47,7 @@ from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.runtime.event_log import EventLog
+from rrfp_jax.runtime.operations import HOST
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage_memory import ONCE_PER_STEP
@@ -74,6 +76,7 @@ _REPEATS = 20
 _SIDE = (4096, 512)
 """Rows of the matrices by which devices are compared: of accelerators, and of CPUs."""
 _LEAST_S, _RUNS = 0.02, 10
+_HOST_BYTES = 64 << 20
 _LINK_BYTES = (32, 8 << 20)
 _TRIPS = (12, 4)
 """Steps with messages of each size, of which the first does not count."""
@@ -431,6 +434,21 @@ def device_links(sizes: Iterable[int]) -> LinkCosts:
             times_ms.append((time.perf_counter() - begun_s) * 1e3)
         medians.append((num_bytes, median(times_ms)))
     return fit_links(medians)
+
+
+def measured_host_gb_per_s(device: jax.Device) -> float | None:
+    """Measures copies from a device to pinned memory of its host and back; returns the slower rate. None where there is
+    no such memory."""
+    if HOST not in {memory.kind for memory in device.addressable_memories()}:
+        return None
+    here, there = (SingleDeviceSharding(device, memory_kind=kind) for kind in (device.default_memory().kind, HOST))
+    array, least_s = jax.block_until_ready(jax.device_put(np.zeros(_HOST_BYTES, np.uint8), here)), [inf, inf]
+    for _ in range(_RUNS):
+        for way, target in enumerate((there, here)):
+            begun_s = time.perf_counter()
+            array = jax.block_until_ready(jax.device_put(array, target))
+            least_s[way] = min(least_s[way], time.perf_counter() - begun_s)
+    return _HOST_BYTES / max(least_s) / 1e9
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ other, from a few rules on.
 In ``experiments/paper/README.md`` a searched order is worth 1.004 times the best named table, where the cut is worth
 1.241 times; a more thorough search (building blocks, perturbed orders) was not worth its code."""
 
-from bisect import insort
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from rrfp_jax.costs import CutModel
+from rrfp_jax.costs.forecast import ChunkBytes, forecast_stage
 from rrfp_jax.planner.list_scheduler import (
     NS_PER_MS,
     OrderProblem,
@@ -37,10 +38,12 @@ from rrfp_jax.planner.list_scheduler import (
     run_list_scheduler,
     time_rows,
 )
-from rrfp_jax.schedules import Task, TaskKind, chain
+from rrfp_jax.schedules import Op, Task, TaskKind, chain
+from rrfp_jax.schedules.operations import copy_ops
 from rrfp_jax.schedules.registry import KNOWN, ScheduleEntry, build_schedule, schedule_names
 from rrfp_jax.schedules.request import ScheduleRequest
 from rrfp_jax.schedules.table import ScheduleTable
+from rrfp_jax.simulation import better_order
 
 SEARCHED = "searched"
 """Name of the orders that have none."""
@@ -49,6 +52,12 @@ BUDGET = 60_000
 _PER_ORDER = 200
 """Cost of an order beside its tasks, in tasks."""
 _KEPT = 8
+
+
+OFFLOADED = "offloaded"
+"""Name of the orders with copies to the host."""
+_SHORTEST_MS = 1e-3
+"""The least that a copy takes, as none takes no time."""
 
 
 # -- named tables ------------------------------------------------------------------------------------------------------
@@ -330,3 +339,46 @@ class _Search:
     def _is_settled(self) -> bool:
         """Returns whether nothing can be quicker than the best."""
         return bool(self.best) and self.best[0].makespan <= self.problem.bound
+
+
+# -- with copies to the host -------------------------------------------------------------------------------------------
+
+
+def copies_of(cut: CutModel) -> tuple[Op, Op] | None:
+    """Returns the copies by which activations of a cut may move to the host and back, each as long as the longest; None
+    where nothing tells how long they take."""
+    if not cut.copies_ms:
+        return None
+    out, back = copy_ops(max(_SHORTEST_MS, *cut.copies_ms.values()))
+    chunks = frozenset(cut.copies_ms)
+    return replace(out, chunks=chunks), replace(back, chunks=chunks)
+
+
+def slots_with_copies(cut: CutModel, memory_bytes: int | None) -> tuple[int, ...] | None:
+    """Returns the most microbatches whose activations each stage may hold on its devices while all others are on the
+    host; None where a stage holds none."""
+    m, found = cut.num_microbatches, list[int]()
+    for chunks, limit in zip(cut.placement.chunks_of_stage, cut.limits(memory_bytes), strict=True):
+        sizes, most = [cut.chunk_bytes[chunk] for chunk in chunks], len(chunks) * m
+
+        def peak(slots: int, sizes: Sequence[ChunkBytes] = sizes, most: int = most) -> int:
+            return forecast_stage(sizes, m, m, footprint=slots * len(sizes), moved=(most, most)).peak
+
+        found.append(m if limit is None else bisect_right(range(1, m + 1), limit, key=peak))
+    return tuple(found) if min(found) > 0 else None
+
+
+def order_with_copies(
+    cut: CutModel, memory_bytes: int | None, tables: Iterable[ScheduleTable] = ()
+) -> ScheduleTable | None:
+    """Returns a good order of tasks and copies to the host together, begun from some orders of the cut; None where none
+    is known to fit."""
+    copies, slots = copies_of(cut), slots_with_copies(cut, memory_bytes)
+    if copies is None or slots is None:
+        return None
+    found = better_order(
+        cut.graph, cut.placement, cut.task_lengths_ms, slots=slots, copies=copies, links=cut.links, tables=tables
+    )
+    if found is None:
+        return None
+    return replace(found.table, name=OFFLOADED if found.table.graph.ops else SEARCHED)

@@ -217,7 +217,8 @@ def make_parser() -> CommandParser:
         type=float,
         metavar="SECONDS",
         help="after the search, let the solver (OR-tools) look for the best order of the best cut, in so many seconds "
-        "and the memory that there is, without copies to the host; the notes tell its bound (default: it does not)",
+        "and the memory that there is, with copies to the host where it is short; the notes tell its bound (default: "
+        "it does not)",
     )
 
     add = parser.add_argument_group("output").add_argument

@@ -234,6 +234,7 @@ def _profiled(
 
     from rrfp_jax.costs.fitting import fit_links, fit_noise, fit_times
     from rrfp_jax.planner.analytic_costs import model_layers
+    from rrfp_jax.planner.measuring import measured_host_gb_per_s
 
     every = list(measured.values())
     models = {setting: model_layers(config, **setting._asdict()) for setting in measured}
@@ -245,6 +246,8 @@ def _profiled(
         links = fit_links((one for each in every for one in each.messages), max(controls, default=None))
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
+    # A CPU has no memory of its own that could be short.
+    to_host = None if device.platform == "cpu" else measured_host_gb_per_s(device)
     host = [milliseconds for each in every for milliseconds in each.host_ms]
     book = CostBook(
         layers=model.layers,
@@ -255,7 +258,7 @@ def _profiled(
             )
             for setting in measured
         ),
-        links=links,
+        links=replace(links, host_gb_per_s=to_host),
         noise=noise,
         task_ms=median(fit.task_ms for fit in fits.values()) + (median(host) if host else 0.0),
         tokens_per_sample=model.tokens_per_sample,
@@ -344,6 +347,8 @@ def _show(console: "Console", profiled: _Profiled) -> None:
     told.append(
         f"links: {links.latency_ms:.3f} ms" + (f" and {rate:.2f} GB/s" if rate is not None else ", whatever the size")
     )
+    if links.host_gb_per_s is not None:
+        told[-1] += f"; to the host {links.host_gb_per_s:.2f} GB/s"
     for line in told:
         console.print(line, soft_wrap=True)
 

@@ -45,6 +45,16 @@ class PlanShape:
         """Samples of a step, over all replicas."""
         return self.microbatch_size * self.num_microbatches * self.data
 
+    @cached_property
+    def owners(self) -> StepOwners:
+        """The owners of a step's microbatches where stages have different numbers of replicas: the units that stages
+        lack take no part, and their others run more."""
+        stages, most = self.num_stages, self.data
+        units = range(stages * most)
+        living = [unit for unit in units if unit // stages < self.replicas[unit % stages]]
+        normal = block_owners(stages, self.num_microbatches * most, most)
+        return StepOwners(adopted_owners(normal, living), tuple(unit for unit in units if unit not in living))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
@@ -56,7 +66,8 @@ class Point:
     chunks: int
     """Chunks per stage."""
     order: tuple[int, ...] = ()
-    """The number of each stage's group of devices, where devices differ."""
+    """The number of each stage's group of devices, where devices differ; where numbers of replicas do too, of each of
+    its replicas' group, stage by stage."""
 
     @property
     def placement(self) -> Placement:
@@ -98,16 +109,11 @@ class PlanChoice:
 
     @cached_property
     def replicated(self) -> tuple[Order, StepOwners]:
-        """The order of all replicas where stages have different numbers of them, and who runs which microbatch: the
-        units that stages lack take no part, and their others run more."""
+        """The order of all replicas where stages have different numbers of them, and who runs which microbatch."""
         stages, most, given = self.shape.num_stages, self.shape.data, self.shape.replicas
-        units = range(stages * most)
-        living = [unit for unit in units if unit // stages < given[unit % stages]]
-        normal = block_owners(stages, self.shape.num_microbatches * most, most)
-        owners = StepOwners(adopted_owners(normal, living), tuple(unit for unit in units if unit not in living))
         order = self.ordering.resolve(self.cut.placement, self.cut.graph, num_replicas=most)
-        shares = tuple(-(-most // given[unit % stages]) for unit in units)
-        return order.with_shares(shares, widens=self.ordering.window is None), owners
+        shares = tuple(-(-most // given[unit % stages]) for unit in range(stages * most))
+        return order.with_shares(shares, widens=self.ordering.window is None), self.shape.owners
 
     @property
     def _memory_of_replicas(self) -> tuple[StageForecast, ...]:
@@ -129,6 +135,14 @@ class PlanChoice:
         given = self.shape.remat.split(",")
         own = tuple(stage.remat for stage in self.cut.costs.stages)
         return own or (tuple(given) if given[1:] else (self.shape.remat,) * self.shape.num_stages)
+
+    @property
+    def moved_of_stage(self) -> tuple[int, ...]:
+        """The number of activations that go to the host and back on each stage, per step and replica."""
+        placement, ordering = self.cut.placement, self.ordering
+        ops = ordering.schedule.graph.ops if ordering.schedule is not None and ordering.follows_table else ()
+        pairs = {pair for op in ops for pair in op.pairs or ()}
+        return tuple(sum(chunk in chunks for chunk, _ in pairs) for chunks in placement.chunks_of_stage)
 
     @property
     def devices(self) -> tuple[tuple[int, ...], ...]:

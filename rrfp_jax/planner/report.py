@@ -199,12 +199,14 @@ def _microbatches_in_words(shape: PlanShape) -> str:
 
 
 def order_in_words(choice: PlanChoice) -> str:
-    """Returns ``zb-h1 strict``, ``1f1b with foresight``, ``bfw, window 8``."""
+    """Returns ``zb-h1 strict``, ``1f1b with foresight``, ``bfw, window 8``, ``offloaded strict, offload on 0,1``."""
     ordering = choice.ordering
     words = choice.order_name
     if ordering.schedule is not None and ordering.follows_table:
         by_readiness = READY if ordering.foresight is False else "with foresight"
         words += f" {STRICT if ordering.consume == STRICT else by_readiness}"
+    if any(choice.moved_of_stage):
+        words += f", offload on {','.join(str(stage) for stage, moved in enumerate(choice.moved_of_stage) if moved)}"
     if ordering.window is not None:
         windows = (ordering.window,) if isinstance(ordering.window, int | str) else ordering.window
         words += f", window {','.join(map(str, windows[:1] if len(set(windows)) == 1 else windows))}"
@@ -273,6 +275,7 @@ def _ranked_as_json(ranked: Ranked) -> dict[str, Any]:
         "layers_of_chunk": [*cut.layer_counts],
         "stage_of_chunk": [*cut.placement.stage_of_chunk],
         "remat_of_stage": [*choice.remats],
+        "moved_of_stage": [*choice.moved_of_stage],
         "devices_of_stage": [[*numbers] for numbers in choice.devices],
         "order": order_in_words(choice),
         "order_name": choice.order_name,

@@ -3,15 +3,19 @@
 1. Every shape that the search space allows is laid out in every way, cut best and evenly, and named tables are timed on
    it, kept to, as far as lower bounds leave a chance (:mod:`rrfp_jax.planner.sites`).
 2. On the best of these sites a search looks for orders without a name (:mod:`rrfp_jax.planner.order_search`).
+   On the best that are short of memory, another looks for orders of tasks and copies to the host together.
 3. The best tables in every way to consume them, and hints, are compared: all on few draws, fewer and fewer candidates
    on more (:func:`compare_candidates`).
 4. The best are told with their forecasts, why the first won, and why each other lost to it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from itertools import combinations, permutations
 from math import inf
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,8 +25,9 @@ from rrfp_jax.planner.best_cut import cut_inside
 from rrfp_jax.planner.cut_problem import MemoryBudget
 from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
 from rrfp_jax.planner.list_scheduler import memory_for_activations
+from rrfp_jax.planner.order_search import copies_of, slots_with_copies
 from rrfp_jax.planner.reasons import Reasons, Refusals
-from rrfp_jax.planner.records import LINEAR, MIXED, Forecast, Plan, PlanChoice, Point, Ranked, Refused
+from rrfp_jax.planner.records import LINEAR, MIXED, Forecast, Plan, PlanChoice, PlanShape, Point, Ranked, Refused
 from rrfp_jax.planner.search_space import (
     PointCosts,
     SearchSpace,
@@ -31,13 +36,16 @@ from rrfp_jax.planner.search_space import (
     refused_without_points,
     shapes_of,
 )
-from rrfp_jax.planner.sites import Sites, TriedTable, cut_for_replicas, hints_for, is_large
-from rrfp_jax.simulation import find_optimum
+from rrfp_jax.planner.sites import Sites, TriedTable, cut_for_replicas, hints_for, is_large, is_short
+from rrfp_jax.schedules import Op
+from rrfp_jax.simulation import find_optimum, lower_bound
 
 _FIRST_DRAWS = 16
 """Draws by which tables are compared."""
 _SEARCHED_SITES = 3
 """Best sites on which orders without a name are searched for."""
+_OFFLOADED_SITES = 2
+"""Best sites short of memory on which orders with copies to the host are searched for."""
 _SMALL = 8_000
 """Tasks of all named tables that are tried in every way to consume them; of those without a name half as many."""
 _MOST_REFUSED = 12
@@ -55,6 +63,12 @@ _RECUT, _WORTH_CUTTING = 4, 0.01
 gain."""
 _ALTERNATIVES = 3
 """Alternatives to the best that are told, each of a kind of its own."""
+_UNEQUAL, _NEAR, _FAR = 12, 1.15, 2.0
+"""Ways to deal out devices that differ to different numbers of replicas which are judged, how much longer than the best
+one they may seem to take, and how much before the order of devices is looked for."""
+_IMPROVED, _SIMULATED_TASKS = 3, 30_000
+"""The best of these that exchanges of devices and layers may improve, and the tasks that are simulated for that."""
+_T = TypeVar("_T")
 SearchProgress = Callable[[str, int, int, float], None]
 """Hears what a search does, how many steps of it are done, of how many, and the milliseconds per sample of the best so
 far; infinite where nothing fits yet."""
@@ -80,41 +94,59 @@ def make_plan(
 def with_optimum(plan: Plan, book: CostBook, space: SearchSpace, seconds: float) -> Plan:
     """Returns a plan with the solver's order of the best choice's cut in front, where it fits and takes less time.
 
-    A note tells how good any order of that cut can be, within as many activations as memory holds and without copies
-    to the host. Raises ImportError without OR-tools, naming the extra.
+    Where memory is short and activations can move to the host, half of the seconds is for orders with such copies. A
+    note tells how good any order of that cut can be, within as many activations as
+    memory holds. Raises ImportError without OR-tools, naming the extra.
     """
     choice, memory_bytes = plan.ranking[0].choice, space.memory_bytes or book.device_bytes
-    cut = choice.cut
+    cut, table = choice.cut, choice.ordering.schedule
     available = memory_for_activations(cut, cut.limits(memory_bytes))
     weights = [sum(cut.chunk_bytes[c].per_microbatch for c in chunks) for chunks in cut.placement.chunks_of_stage]
-    slots = [
+    slots = tuple(
         cut.num_microbatches if not weight or room == inf else max(1, min(cut.num_microbatches, int(room // weight)))
         for room, weight in zip(available, weights, strict=True)
-    ]
-    durations_ms = cut.durations_ms[0].copy()
-    durations_ms[..., : 3 if cut.split else 2] += cut.costs.task_ms  # of the host, before each task
-    best = find_optimum(cut.graph, cut.placement, durations_ms, links=cut.links, slots=slots, time_limit_s=seconds)
-    least = "proven to be the least" if best.is_proven else f"and none takes less than {best.at_least_ms:.4g} ms"
-    held = ",".join(map(str, slots))
-    note = (
-        f"the solver's order takes {best.makespan_ms:.4g} ms from the first task to the last, {least} on this cut "
-        f"where stages hold {held} microbatches"
     )
-    plan = replace(plan, notes=(*plan.notes, note))
-    ordering = Ordering(schedule=replace(best.table, name="optimum"), consume=STRICT)
-    one = replace(choice, ordering=ordering, order_name="optimum", is_searched=True)
-    judge = Judge(book.noise, plan.num_draws, 0)
-    if not one.fits(memory_bytes) or judge.difference(choice, one, plan.num_draws)[0] >= 0:
+    moves, copies = slots_with_copies(cut, memory_bytes), copies_of(cut)
+    asked: list[tuple[tuple[int, ...], tuple[Op, Op] | None]] = [(slots, None)]
+    if copies is not None and moves is not None and is_short(cut, memory_bytes):
+        asked.append((moves, copies))
+    lengths_ms, links = cut.task_lengths_ms, cut.links
+    least_ms = lower_bound(cut.graph, cut.placement, lengths_ms, links=links).total_ms
+    judge, notes, best = Judge(book.noise, plan.num_draws, 0), list(plan.notes), choice
+    for held, ways in asked:
+        found = find_optimum(
+            cut.graph,
+            cut.placement,
+            lengths_ms,
+            links=links,
+            slots=held,
+            copies=ways,
+            tables=[table] if table is not None and (ways or not table.graph.ops) else (),
+            time_limit_s=seconds / len(asked),
+        )
+        least = "proven to be the least" if found.is_proven else f"and none takes less than {found.at_least_ms:.4g} ms"
+        notes.append(
+            f"the solver's order{' with copies to the host' if ways else ''} takes {found.makespan_ms:.4g} ms from the "
+            f"first task to the last, {least} on this cut where stages hold {','.join(map(str, held))} microbatches"
+        )
+        ordering = Ordering(schedule=replace(found.table, name="optimum"), consume=STRICT)
+        one = replace(choice, ordering=ordering, order_name="optimum", is_searched=True)
+        if one.fits(memory_bytes) and judge.difference(best, one, plan.num_draws)[0] < 0:
+            best = one
+        if found.makespan_ms <= least_ms * (1 + ROUNDING):  # copies would buy nothing
+            break
+    plan = replace(plan, notes=tuple(notes))
+    if best is choice:
         return plan
     reasons = Reasons(book, space, judge, memory_bytes, (), _FEW_DRAWS)
 
     def behind(ranked: Ranked, kind: str = "") -> Ranked:
-        return replace(ranked, why=kind + reasons.why_lost(one, ranked.choice))
+        return replace(ranked, why=kind + reasons.why_lost(best, ranked.choice))
 
     return replace(
         plan,
-        ranking=(Ranked(choice=one, forecast=forecast(one, book, judge)), *map(behind, plan.ranking))[: space.top],
-        why=reasons.why_won(one, None if plan.even is None else plan.even.choice),
+        ranking=(Ranked(choice=best, forecast=forecast(best, book, judge)), *map(behind, plan.ranking))[: space.top],
+        why=reasons.why_won(best, None if plan.even is None else plan.even.choice),
         alternatives=tuple(behind(each, each.why.split(": ")[0] + ": ") for each in plan.alternatives),
     )
 
@@ -128,8 +160,11 @@ def compare_candidates(candidates: list[PlanChoice], judge: Judge) -> list[PlanC
     """
 
     def placed(some: list[PlanChoice], num_draws: int) -> list[PlanChoice]:
-        # Of choices that differ by rounding alone the one that takes least memory is the best.
-        return sorted(some, key=lambda one: (float(f"{judge.standing(one, num_draws):.9g}"), one.peak_bytes))
+        # Of choices that differ by rounding alone one without copies is the best, and the one that takes least memory.
+        return sorted(
+            some,
+            key=lambda one: (float(f"{judge.standing(one, num_draws):.9g}"), any(one.moved_of_stage), one.peak_bytes),
+        )
 
     if judge.noise.is_none:
         return placed(candidates, 1)
@@ -154,7 +189,7 @@ def forecast(one: PlanChoice, book: CostBook, judge: Judge, num_draws: int | Non
         sum(cut.costs.of(layer).flops for layer in range(cut.costs.num_layers)) * shape.num_microbatches * shape.data
     )
     peak = book.device_flops
-    speeds = [stage.speed for stage in cut.costs.stages] or [1.0]
+    speeds = [speed for of_stage in cut.speeds_of_stage for speed in of_stage]
     return Forecast(
         step_ms=step_ms,
         p95_ms=float(np.quantile(draws_ms, 0.95)),
@@ -188,10 +223,18 @@ def _nearest(choices: list[PlanChoice]) -> list[tuple[str, PlanChoice]]:
             kind = "other devices of stages"
         elif (one.cut.placement, one.cut.counts) != (first.cut.placement, first.cut.counts):
             kind = "another cut"
+        elif any(one.moved_of_stage) != any(first.moved_of_stage):
+            kind = "copies to the host" if any(one.moved_of_stage) else "no copies to the host"
         else:
             kind = "another order"
         (further if kind in known else found).append((kind, one))
     return [*found, *further][:_ALTERNATIVES]
+
+
+def _best_of(some: list[_T], worth: Callable[[_T], float], number: int, near: float) -> list[_T]:
+    """Returns the best ``number`` of some, as far as they are near the best of all and can be at all."""
+    found = sorted((worth(one), place) for place, one in enumerate(some))[:number]
+    return [some[place] for value, place in found if value < inf and value <= found[0][0] * near]
 
 
 def _widened(one: PlanChoice) -> tuple[int, ...]:
@@ -202,8 +245,12 @@ def _widened(one: PlanChoice) -> tuple[int, ...]:
 
 def _of_average_unit(cut: CutModel) -> float:
     """Returns the milliseconds of work of an average replica of a stage."""
-    numbers = cut.replicas_of_stage
-    return sum(ms * number for ms, number in zip(cut.stage_work_ms, numbers, strict=True)) / sum(numbers)
+    works_ms = [
+        ms * min(speeds) / speed
+        for ms, speeds in zip(cut.stage_work_ms, cut.speeds_of_stage, strict=True)
+        for speed in speeds
+    ]
+    return sum(works_ms) / len(works_ms)
 
 
 class _Search:
@@ -212,9 +259,9 @@ class _Search:
         self.memory_bytes = space.memory_bytes or book.device_bytes
         devices = book.machine.devices if book.machine else ()
         self._has_limits = self.memory_bytes is not None or any(device.bytes for device in devices)
+        check_machine(book, space)
         self.shapes = shapes_of(book, space)
         self.judge = Judge(book.noise, draws or draws_for(self.shapes), seed)
-        check_machine(book, space)
         self.costs = PointCosts(book, space)
         self.sites = Sites(self.costs, self.judge, self.memory_bytes, _FIRST_DRAWS)
         self.refused: list[Refused] = []
@@ -234,6 +281,9 @@ class _Search:
         if self.space.schedules is None:
             for number, _ in enumerate(self.sites.search(_SEARCHED_SITES)):
                 progress("orders", number + 1, _SEARCHED_SITES, self.sites.best)
+            if STRICT in self.space.consumptions:
+                for number, _ in enumerate(self.sites.offload(_OFFLOADED_SITES)):
+                    progress("copies to the host", number + 1, _OFFLOADED_SITES, self.sites.best)
         best = compare_candidates([*self._pool(), *self._unequal()], self.judge)
         return self._ranked([*self._inside_layers(best), *best])
 
@@ -274,18 +324,92 @@ class _Search:
 
     def _unequal(self) -> list[PlanChoice]:
         """Returns hints where stages have different numbers of replicas, if that is asked for."""
-        found = list[PlanChoice]()
-        for shape in (shape for shape in self.shapes if shape.replicas):
-            point = Point(shape=shape, family=LINEAR, chunks=1)
+        found = list[tuple[PlanChoice, Point]]()
+        for point in self._unequal_points():
+            costs, shape = self.costs.of(point), point.shape
             for split in (True, False):
                 try:
-                    cut = cut_for_replicas(self.costs.of(point), shape, split=split)
+                    cuts = [cut_for_replicas(costs, shape, self.memory_bytes, split=split)]
                 except ValueError:  # ends of parts leave no such cut
                     continue
-                for one in hints_for(point, cut, self.space, self.memory_bytes, is_even=False):
-                    # A stage for several replicas may hold as much as these would, where memory suffices.
-                    wide = replace(one, ordering=replace(one.ordering, window=_widened(one)))
-                    found += [each for each in (wide, one) if each.fits(self.memory_bytes)][:1]
+                if point.order:
+                    counts = self.costs.deals(shape).counts(point.order)
+                    cuts += [replace(cut, counts=counts) for cut in cuts if cut.counts != counts]
+                found += [(one, point) for cut in cuts for one in self._unequal_hints(point, cut)]
+        choices = [one for one, _ in found]
+        if self.book.machine is not None:
+            found.sort(key=lambda each: self._simulated(each[0]))
+            left = _SIMULATED_TASKS
+            for one, point in found[:_IMPROVED]:
+                better, left = self._improved(one, point, left)
+                choices += [better] if better is not one else []
+        return choices
+
+    def _simulated(self, one: PlanChoice) -> float:
+        """Returns milliseconds per sample without noise."""
+        return self.judge.nominal_ms(one) / one.shape.batch_size
+
+    def _improved(self, best: PlanChoice, point: Point, left: int) -> tuple[PlanChoice, int]:
+        """Returns the choice to which exchanges of devices, and transfers of a layer between neighbours, lead as long
+        as one helps in simulation, and how many tasks may still be simulated."""
+        is_better = True
+        while is_better:
+            is_better = False
+            for other, cut in self._neighbours(point, best.cut):
+                for one in self._unequal_hints(other, cut):
+                    if left > 0 and one.order_name == best.order_name:
+                        left -= len(cut.counts) * cut.num_microbatches * one.shape.data
+                        if self._simulated(one) < self._simulated(best) * (1 - ROUNDING):
+                            best, point, is_better = one, other, True
+        return best, left
+
+    def _neighbours(self, point: Point, cut: CutModel) -> Iterator[tuple[Point, CutModel]]:
+        """Yields a cut with two of its devices exchanged, or with a layer in the chunk beside its own."""
+        deals = self.costs.deals(point.shape)
+        for a, b in combinations(range(len(point.order)), 2):
+            order = list(point.order)
+            order[a], order[b] = order[b], order[a]
+            other = replace(point, order=tuple(order))
+            if deals.step_ms(other.order) <= deals.step_ms(point.order) * _NEAR:
+                yield other, replace(cut, costs=self.costs.of(other))
+        for giver, taker in permutations(range(len(cut.counts)), 2):
+            counts = list(cut.counts)
+            counts[giver] -= 1
+            counts[taker] += 1
+            with suppress(ValueError):  # an empty chunk, or one that passes an end
+                yield point, replace(cut, counts=tuple(counts))
+
+    def _unequal_points(self) -> list[Point]:
+        """Returns the shapes with different numbers of replicas, where devices differ the most promising ones, with
+        their devices."""
+        shapes = [shape for shape in self.shapes if shape.replicas and len(self.book.ends) < shape.num_stages]
+        deals, is_alike = self.costs.deals, self.book.machine is None
+        if not is_alike:
+
+            def quick_ms(shape: PlanShape) -> float:
+                return deals(shape).quick_ms() / shape.batch_size
+
+            shapes = _best_of(shapes, quick_ms, 2 * _UNEQUAL, _FAR)
+        points = [
+            Point(shape=shape, family=LINEAR, chunks=1, order=order)
+            for shape in shapes
+            for order in self.costs.orders(shape)
+        ]
+        if is_alike:
+            return points
+
+        def least_ms(point: Point) -> float:
+            return deals(point.shape).step_ms(point.order) / point.shape.batch_size
+
+        return _best_of(points, least_ms, _UNEQUAL, _NEAR)
+
+    def _unequal_hints(self, point: Point, cut: CutModel) -> list[PlanChoice]:
+        """Returns the hints on a cut, with as large windows as fit."""
+        found = list[PlanChoice]()
+        for one in hints_for(point, cut, self.space, self.memory_bytes, is_even=False):
+            # A stage for several replicas may hold as much as these would, where memory suffices.
+            wide = replace(one, ordering=replace(one.ordering, window=_widened(one)))
+            found += [each for each in (wide, one) if each.fits(self.memory_bytes)][:1]
         return found
 
     def _inside_layers(self, best: list[PlanChoice]) -> list[PlanChoice]:
@@ -293,7 +417,9 @@ class _Search:
         these: plans stay simple where that gains little."""
         of_cuts = dict[int, list[PlanChoice]]()
         for one in best:
-            if not one.shape.replicas and (id(one.cut) in of_cuts or len(of_cuts) < _RECUT):
+            # Copies to the host, and different replicas, have been worked out for their cut.
+            is_simple = not one.shape.replicas and not any(one.moved_of_stage)
+            if is_simple and (id(one.cut) in of_cuts or len(of_cuts) < _RECUT):
                 of_cuts.setdefault(id(one.cut), []).append(one)
 
         def quick(some: list[PlanChoice]) -> list[PlanChoice]:

@@ -6,6 +6,10 @@ quicker with them dealt out from fast to slow, or sum gradients more quickly wit
 All orders of the stages' devices are compared where they are few. Otherwise paths along the quickest links, joined end
 to end from the quickest one on, are improved by exchanges and reversals. An order is as good as a step of 1F1B on its
 best cut, in virtual time.
+
+Where stages have different numbers of replicas, each number of stages has few of them: all where devices are few, else
+those with the least work on the fullest stage. A formula then compares the orders of devices (:class:`_Deals`), and the
+search simulates the best.
 """
 
 from collections import Counter
@@ -20,14 +24,14 @@ from numpy.typing import NDArray
 from rrfp_jax.byte_sizes import format_bytes
 from rrfp_jax.core import READY, STRICT
 from rrfp_jax.costs import CostBook, DeviceCosts, MachineCosts, ModelCosts
-from rrfp_jax.costs.layer_costs import StageCosts
+from rrfp_jax.costs.layer_costs import LinkCosts, StageCosts
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, check_fields
 from rrfp_jax.planner.best_cut import best_cut
-from rrfp_jax.planner.cut_problem import MemoryBudget
+from rrfp_jax.planner.cut_problem import LayerCutProblem, MemoryBudget
 from rrfp_jax.planner.judging import WalkEntry, strict_times_ms, walk_of
 from rrfp_jax.planner.order_search import built_table
 from rrfp_jax.planner.records import LINEAR, LOOPED, MIXED, WAVES, PlanShape, Point, Refused
-from rrfp_jax.schedules import ScheduleRequest
+from rrfp_jax.schedules import ScheduleRequest, linear
 
 CONSUMPTIONS = (STRICT, READY)
 _CHUNKS = (1, 2, 4)
@@ -38,6 +42,14 @@ _MOST_TASKS = 400_000
 """Tasks that comparing orders of devices may time."""
 _MOST_UNITS = 16
 """Replicas of all stages up to which different numbers of them are looked for."""
+_FEW_UNITS = 5
+"""The same on devices that differ, up to which all numbers are looked at."""
+_FEW_DEALT = 120
+"""Orders of devices up to which all are compared where stages have different numbers of replicas."""
+_MOST_DEALT = 1_000
+"""Orders of devices that are compared for a shape at most where they are more."""
+_DEALT = 2
+"""Orders of devices of such a shape that are judged."""
 _SIZES = ("microbatch_sizes", "microbatches", "stages", "data", "tensor", "chunks")
 
 
@@ -123,7 +135,11 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
         ]
         if space.unequal and units <= _MOST_UNITS:
             works_ms = np.array([entry.types[name].work_ms(split=True) for name in book.layers])
-            ways += [(len(each), max(each), each) for each in _replica_counts(works_ms, units) if min(each) < max(each)]
+            ways += [
+                (len(each), max(each), each)
+                for each in _unequal_replicas(works_ms, book.machine, units)
+                if min(each) < max(each)
+            ]
         for stages, data, replicas in ways:
             if not (_allows(space.stages, stages) and _allows(space.data, data)):
                 continue
@@ -158,9 +174,34 @@ def shapes_of(book: CostBook, space: SearchSpace) -> list[PlanShape]:
     return found
 
 
-def _replica_counts(work_ms: NDArray[np.float64], units: int) -> Iterator[tuple[int, ...]]:
-    """Yields for each number of stages the replicas of each with which the fullest one has least work: a dynamic
-    programme over layers and devices, as PipeDream's (arXiv 1806.03377)."""
+def _unequal_replicas(
+    work_ms: NDArray[np.float64], machine: MachineCosts | None, units: int
+) -> Iterator[tuple[int, ...]]:
+    """Yields numbers of replicas of each stage: all where devices differ and are few, else those with which the
+    fullest stage has least work, with the devices in turn, from the quickest one on, and from the slowest one on."""
+    if machine is None:
+        yield from _replica_counts(work_ms, [1.0] * units)
+    elif units <= _FEW_UNITS:
+        most = min(units - 1, len(work_ms))
+        for ends in (ends for number in range(1, most) for ends in combinations(range(1, units), number)):
+            yield tuple(stop - start for start, stop in pairwise((0, *ends, units)))
+    else:
+        speeds = _speeds(machine, units)
+        orders = (speeds, sorted(speeds), sorted(speeds, reverse=True), [1.0] * units)
+        yield from dict.fromkeys(each for order in orders for each in _replica_counts(work_ms, order))
+
+
+def _speeds(machine: MachineCosts, units: int) -> list[float]:
+    """Returns the speeds of so many groups of devices that follow each other, each that of its slowest."""
+    size = len(machine.devices) // units
+    return [min(device.speed for device in machine.devices[at : at + size]) for at in range(0, units * size, size)]
+
+
+def _replica_counts(work_ms: NDArray[np.float64], speeds: Sequence[float]) -> Iterator[tuple[int, ...]]:
+    """Yields for each number of stages the replicas of each with which the fullest one has least work, where stages
+    take devices of these speeds in turn and the slowest counts: a dynamic programme over layers and devices, as
+    PipeDream's (arXiv 1806.03377)."""
+    units = len(speeds)
     ends = np.concatenate([[0.0], work_ms.cumsum()])
     own_ms = ends[None, :] - ends[:, None]
     own_ms[np.tril_indices(len(ends))] = inf
@@ -175,7 +216,12 @@ def _replica_counts(work_ms: NDArray[np.float64], units: int) -> Iterator[tuple[
             ]
             if not before:
                 continue
-            ways = np.stack([np.maximum(ms[:, None], own_ms / number) for number, ms in before])
+            ways = np.stack(
+                [
+                    np.maximum(ms[:, None], own_ms / (number * min(speeds[used - number : used])))
+                    for number, ms in before
+                ]
+            )
             flat = ways.reshape(-1, len(ends))
             chosen = flat.argmin(axis=0)
             best[stages, used] = flat.min(axis=0)
@@ -227,11 +273,6 @@ def check_machine(book: CostBook, space: SearchSpace) -> None:
     """Raises ValueError where the machine has another number of devices, or a device has no room for any layer."""
     if book.machine is None:
         return
-    if space.unequal:
-        raise ValueError(
-            "stages with different numbers of replicas are planned for devices that are alike: leave the machine out, "
-            "or plan for as many replicas of all stages"
-        )
     devices = book.machine.devices
     if len(devices) != space.devices:
         raise ValueError(
@@ -268,6 +309,7 @@ class PointCosts:
     space: SearchSpace
     _groups: dict[PlanShape, tuple[StageCosts, ...]] = field(default_factory=dict)
     _orders: dict[PlanShape, list[tuple[int, ...]]] = field(default_factory=dict)
+    _deals: dict[PlanShape, "_Deals"] = field(default_factory=dict)
 
     def of(self, point: Point) -> ModelCosts:
         """Returns the costs of a point's layers; where stages may recompute differently, those of the quickest way."""
@@ -294,17 +336,36 @@ class PointCosts:
         if self.book.machine is None:
             return [()]
         if shape not in self._orders:
-            given = tuple(range(shape.num_stages))
-            best = given if shape.num_stages == 1 else self._best_order(shape)
-            self._orders[shape] = list(dict.fromkeys((best, given)))
+            given = tuple(range(sum(shape.replicas) or shape.num_stages))
+            if shape.replicas:
+                best = self.deals(shape).best_orders()
+            else:
+                best = [given if shape.num_stages == 1 else self._best_order(shape)]
+            self._orders[shape] = list(dict.fromkeys((*best, given)))
         return self._orders[shape]
+
+    def deals(self, shape: PlanShape) -> "_Deals":
+        """Returns the ways to deal out devices that differ to stages with different numbers of replicas; raises
+        ValueError where no cut has so many chunks."""
+        assert self.book.machine is not None
+        if shape not in self._deals:
+            limits = [_limit(device, self.book, self.space) for device in self.book.machine.devices]
+            costs = self.book.at(
+                microbatch_size=shape.microbatch_size, tensor=shape.tensor, remat=self.remats(shape)[0]
+            )
+            self._deals[shape] = _Deals(shape, costs, self.book.machine, limits)
+        return self._deals[shape]
 
     def _placed(self, point: Point, remat: str) -> ModelCosts:
         shape, book = point.shape, self.book
         costs = book.at(microbatch_size=shape.microbatch_size, tensor=shape.tensor, remat=remat)
         if book.machine is None and shape.remat != MIXED:
             return costs
-        groups, order = self._groups_of(shape), point.order or range(shape.num_stages)
+        order = tuple(range(shape.num_stages))
+        if shape.replicas and book.machine is not None:
+            groups = self.deals(shape).stages(point.order)
+        else:
+            groups, order = self._groups_of(shape), point.order or order
         scaled = {
             speed: {name: each.at_speed(speed) for name, each in costs.types.items()}
             for speed in {group.speed for group in groups}
@@ -428,6 +489,189 @@ class PointCosts:
             return inf
         step_ms = float(strict_times_ms(cut, walk, cut.durations_ms)[0])
         return step_ms + max(cut.stage_work_ms) / m * further
+
+
+class _Deals:
+    """The ways to deal out the devices of a machine to stages with different numbers of replicas.
+
+    A stage's pace is that of the replica that has most to do for its speed: microbatches are dealt out evenly, as a run
+    does. A way to deal them is as good as the least step of any cut in a line of whole backwards, where a stage waits
+    for one microbatch in the stages before it, works on all of its own, sums up gradients and updates.
+    """
+
+    def __init__(
+        self, shape: PlanShape, costs: ModelCosts, machine: MachineCosts, limits: Sequence[int | None]
+    ) -> None:
+        self.shape, self.costs, self.machine = shape, costs, machine
+        number, size = sum(shape.replicas), shape.num_devices // sum(shape.replicas)
+        self.units = [tuple(range(first, first + size)) for first in range(0, number * size, size)]
+        self.speeds = _speeds(machine, number)
+        self.limits = [
+            min((each for n in unit if (each := limits[n]) is not None), default=None) for unit in self.units
+        ]
+        self.links = [[machine.link(a, b, costs.links) for b in self.units] for a in self.units]
+        rows = shape.owners.owners
+        self.met = [sorted(set(zip(*pair, strict=True))) for pair in pairwise(rows)]
+        """The replicas of each stage and the next one that exchange microbatches."""
+        self.numbers = [[row.count(r) for r in range(each)] for row, each in zip(rows, shape.replicas, strict=True)]
+        """The microbatches of each replica of each stage."""
+        problem = LayerCutProblem(
+            costs=costs, placement=linear(shape.num_stages), num_microbatches=shape.num_microbatches, split=False
+        )
+        self._work_ms = problem.work_ms[0] + problem.overhead_ms
+        layers = [costs.of(layer) for layer in range(costs.num_layers)]
+        self._update_ms, self._gradient_bytes = (
+            ends[None, :] - ends[:, None]
+            for ends in (
+                np.concatenate([[0.0], np.cumsum([getattr(layer, name) for layer in layers])])
+                for name in ("update_ms", "gradient_bytes")
+            )
+        )
+        self._sent_bytes = np.array([0.0, *(layer.output_bytes for layer in layers)])
+        self._sizes = problem.bytes_of_chunks[0] if any(limit is not None for limit in self.limits) else None
+        self.held = 1
+        """Microbatches for which a stage needs memory, for each replica that it stands for."""
+        self._known = dict[tuple[int, ...], tuple[float, float, tuple[int, ...]]]()
+
+    def dealt(self, order: Sequence[int]) -> list[list[int]]:
+        """Returns the units of each stage."""
+        turn = iter(order)
+        return [list(islice(turn, number)) for number in self.shape.replicas]
+
+    def stages(self, order: Sequence[int]) -> tuple[StageCosts, ...]:
+        """Returns the devices of the stages without the costs of layers."""
+        dealt, found = self.dealt(order), list[StageCosts]()
+        for stage, units in enumerate(dealt):
+            pairs = tuple(
+                tuple(tuple(self.links[a][b] for b in others) for a in units) if abs(stage - other) == 1 else ()
+                for other, others in enumerate(dealt)
+            )
+            limits = [limit for unit in units if (limit := self.limits[unit]) is not None]
+            found.append(
+                StageCosts(
+                    types={},
+                    links=tuple(self._link(dealt, stage, other) for other in range(len(dealt))),
+                    limit=min(limits, default=None),
+                    speed=min(self.speeds[unit] for unit in units),
+                    devices=sum((self.units[unit] for unit in units), ()),
+                    speeds=tuple(self.speeds[unit] for unit in units),
+                    pairs=pairs,
+                )
+            )
+        return tuple(found)
+
+    def _link(self, dealt: list[list[int]], stage: int, other: int) -> LinkCosts:
+        """Returns the slowest link of the pairs that exchange: of neighbours those whose microbatches pass, of a stage
+        all its replicas."""
+        here, there = dealt[stage], dealt[other]
+        if abs(stage - other) == 1:
+            met = self.met[min(stage, other)]
+            used = [self.links[here[r]][there[q]] for r, q in (met if stage < other else [pair[::-1] for pair in met])]
+        else:
+            used = [self.links[a][b] for a in here for b in there if a != b]
+        if not used:
+            return self.costs.links
+        rates = [link.gb_per_s for link in used if link.gb_per_s is not None]
+        latency_ms = max(link.latency_ms for link in used)
+        return replace(used[0], latency_ms=latency_ms, gb_per_s=min(rates, default=None))
+
+    def step_ms(self, order: tuple[int, ...]) -> float:
+        """Returns the least step of any cut, roughly; infinite where none fits."""
+        return self._found(order)[0]
+
+    def counts(self, order: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the layers of each chunk of that cut."""
+        return self._found(order)[2]
+
+    def _found(self, order: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
+        """Returns the step, the time of one microbatch, and the layers of each chunk of the cut of the least step."""
+        if order not in self._known:
+            self._known[order] = self._least(self.dealt(order))
+        return self._known[order]
+
+    def _least(self, dealt: list[list[int]]) -> tuple[float, float, tuple[int, ...]]:
+        places = np.arange(len(self._sent_bytes))
+        best_ms, before_ms = np.where(places == 0, 0.0, inf), np.zeros(len(places))
+        firsts = list[NDArray[np.int64]]()
+        for stage, units in enumerate(dealt):
+            speeds = [self.speeds[unit] for unit in units]
+            pace = max(number / speed for number, speed in zip(self.numbers[stage], speeds, strict=True))
+            if stage:
+                for way in ((stage - 1, stage), (stage, stage - 1)):
+                    link = self._link(dealt, *way)
+                    before_ms = before_ms + link.latency_ms + self._sent_bytes * (link.transfer_ms(1) - link.latency_ms)
+            own_ms = before_ms[:, None] + self._work_ms * pace + self._update_ms / min(speeds)
+            if len(units) > 1:
+                within = self._link(dealt, stage, stage)
+                least_ms = 2 * (len(units) - 1) * within.latency_ms
+                own_ms += np.where(self._gradient_bytes > 0, least_ms, 0.0)
+                own_ms += self._gradient_bytes * (within.sum_ms(1, len(units)) - least_ms)
+            if self._sizes is not None:
+                own_ms[self._needed_bytes(stage) > self._limit(units)] = inf
+            ends_ms = np.maximum(best_ms[:, None], own_ms)
+            firsts.append(ends_ms.argmin(axis=0))
+            best_ms = ends_ms[firsts[-1], places]
+            before_ms = before_ms[firsts[-1]] + self._work_ms[firsts[-1], places] / min(speeds)
+        counts, stop = list[int](), len(places) - 1
+        for first in reversed(firsts):
+            counts.append(stop - int(first[stop]))
+            stop = int(first[stop])
+        return round(float(best_ms[-1]), 9), round(float(before_ms[-1]), 9), tuple(reversed(counts))
+
+    def _limit(self, units: Sequence[int]) -> float:
+        return min(inf if (limit := self.limits[unit]) is None else limit for unit in units)
+
+    def _needed_bytes(self, stage: int) -> NDArray[np.float64]:
+        """Returns the bytes of every chunk with the microbatches that are held [first, behind last]."""
+        sizes, shape = self._sizes, self.shape
+        assert sizes is not None
+        held = self.held * -(-shape.data // shape.replicas[stage])
+        needed: NDArray[np.float64] = sizes.fixed + held * (sizes.inputs[:, None] + sizes.more) + sizes.peak
+        return needed
+
+    def quick_ms(self) -> float:
+        """Returns the step in the best of a few orders of the devices."""
+        return min(map(self.step_ms, self._starts()))
+
+    def _starts(self) -> list[tuple[int, ...]]:
+        """Returns orders to begin with: as given, from the slowest or quickest device on, and along quick links."""
+        sent, units = float(self._sent_bytes.max()), range(len(self.units))
+        path = _joined([[link.transfer_ms(sent) for link in row] for row in self.links])
+        by_speed = sorted(units, key=lambda unit: self.speeds[unit])
+        return [tuple(units), *(tuple(each[::turn]) for each in (by_speed, path) for turn in (1, -1))]
+
+    def best_orders(self) -> list[tuple[int, ...]]:
+        """Returns the best orders of the devices."""
+        number = len(self.units)
+
+        def are_alike(a: int, b: int) -> bool:
+            same = (self.speeds[a], self.limits[a]) == (self.speeds[b], self.limits[b])
+            return same and all(
+                self.links[a][c] == self.links[b][c] and self.links[c][a] == self.links[c][b]
+                for c in range(number)
+                if c not in (a, b)
+            )
+
+        kinds = [next(b for b in range(number) if are_alike(a, b)) for a in range(number)]
+
+        def numbered(order: tuple[int, ...]) -> tuple[int, ...]:
+            left = {kind: iter([unit for unit in range(number) if kinds[unit] == kind]) for kind in kinds}
+            return tuple(next(left[kind]) for kind in order)
+
+        def worth(order: tuple[int, ...]) -> tuple[float, float]:
+            return self._found(numbered(order))[:2]
+
+        for held in sorted({1, min(self.shape.num_stages, self.shape.num_microbatches)}, reverse=True):
+            self.held = held
+            self._known.clear()
+            few = list(islice(_arrangements(Counter(kinds)), _FEW_DEALT + 1))
+            if len(few) > _FEW_DEALT:
+                starts = dict.fromkeys(tuple(kinds[unit] for unit in start) for start in self._starts())
+                few = [_exchanged(start, worth, lambda: len(self._known) < _MOST_DEALT) for start in starts]
+            found = sorted(dict.fromkeys(few), key=worth)
+            if worth(found[0])[0] < inf:
+                break
+        return [numbered(order) for order in found[:_DEALT]]
 
 
 def _exchanged(

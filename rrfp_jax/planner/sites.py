@@ -8,6 +8,7 @@ fits, no other site can be better.
 
 import heapq
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
@@ -21,7 +22,15 @@ from rrfp_jax.planner.best_cut import best_cut, even_cut
 from rrfp_jax.planner.cut_problem import MemoryBudget
 from rrfp_jax.planner.judging import ROUNDING, Judge, quick_bound_ms, step_bound_ms, strict_times_ms, walk_of
 from rrfp_jax.planner.list_scheduler import memory_for_activations, order_problem
-from rrfp_jax.planner.order_search import SEARCHED, built_table, named_tables, search_orders, split_orders
+from rrfp_jax.planner.order_search import (
+    OFFLOADED,
+    SEARCHED,
+    built_table,
+    named_tables,
+    order_with_copies,
+    search_orders,
+    split_orders,
+)
 from rrfp_jax.planner.records import LINEAR, MIXED, PlanChoice, PlanShape, Point
 from rrfp_jax.planner.search_space import PointCosts, SearchSpace
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, chain, linear
@@ -97,6 +106,8 @@ class TriedTable:
     @cached_property
     def value(self) -> float:
         """Milliseconds per sample where the table is kept to, whether memory suffices for it or not."""
+        if self.table.graph.ops:
+            return self.judge.value(self.ways[0], self.num_draws)
         times_ms = self.judge.strict_times_ms(self.cut, self.table, self.num_draws)
         return float(times_ms.mean()) / self.point.shape.batch_size
 
@@ -272,6 +283,22 @@ class Sites:
         found = search_orders(cut, self._available(cut))[:_SEARCHED_ORDERS]
         return [self._timed(site, cut, order.table, is_even=False) for order in found]
 
+    def offload(self, number: int) -> Iterator[Site]:
+        """Looks for orders of tasks and copies to the host together on the best ``number`` sites where memory is
+        short."""
+        for site in sorted(self.opened, key=lambda site: site.least):
+            if not number or site.least >= self.best * (1 - _WORTH):
+                return
+            # The best cut, and the best one for few activations.
+            cuts = [each for each in site.cuts[:2] if each[0].copies_ms and is_short(each[0], self.memory_bytes)]
+            for cut, is_even in cuts:
+                known = [each.table for each in self.tables if each.cut is cut]
+                table = order_with_copies(cut, self.memory_bytes, known)
+                self._try(site, cut, [] if table is None else [table], is_even=is_even)
+            if cuts:
+                number -= 1
+                yield site
+
     def _available(self, cut: CutModel) -> tuple[float, ...]:
         return memory_for_activations(cut, cut.limits(self.memory_bytes))
 
@@ -318,7 +345,7 @@ class Sites:
                 self.best = min(self.best, self.judge.value(one, self.num_draws))
 
     def _timed(self, site: Site, cut: CutModel, table: ScheduleTable, *, is_even: bool) -> TriedTable:
-        is_searched = table.name == SEARCHED
+        is_searched = table.name in (SEARCHED, OFFLOADED)
         if bool(table.graph.split) != cut.split:
             name, orders = f"{table.name}, backward split", split_orders(table.orders)
             table, is_searched = ScheduleTable.from_orders(name, cut.placement, cut.graph, orders), True
@@ -373,17 +400,27 @@ def _cuts_of(best: CutModel, memory_bytes: int | None, *, short: bool) -> list[t
     return [(cut, counts == even.counts) for counts, cut in distinct.items()]
 
 
-def cut_for_replicas(costs: ModelCosts, shape: PlanShape, *, split: bool) -> CutModel:
-    """Returns the best cut where stages have different numbers of replicas, which divide the work among them."""
-    number = shape.num_stages
-    stages = tuple(
-        StageCosts(
-            types={name: each.at_speed(replicas) for name, each in costs.types.items()}, links=(costs.links,) * number
-        )
-        for replicas in shape.replicas
+def cut_for_replicas(costs: ModelCosts, shape: PlanShape, memory_bytes: int | None, *, split: bool) -> CutModel:
+    """Returns the best cut where stages have different numbers of replicas, which divide the work among them; where
+    memory is short for the usual activations, the best one for these, for half as many, or for one."""
+    number, m = shape.num_stages, shape.num_microbatches
+    stages = costs.stages or (StageCosts(types=costs.types, links=(costs.links,) * number),) * number
+    shared = tuple(
+        replace(stage, types={name: each.at_speed(replicas) for name, each in stage.types.items()})
+        for stage, replicas in zip(stages, shape.replicas, strict=True)
     )
-    cut = best_cut(replace(costs, stages=stages), linear(number), shape.num_microbatches, split=split)
-    return replace(cut, costs=costs, replicas=shape.replicas)
+
+    def cut_within(memory: MemoryBudget | None) -> CutModel:
+        cut = best_cut(replace(costs, stages=shared), linear(number), m, split=split, memory=memory)
+        return replace(cut, costs=costs, replicas=shape.replicas)
+
+    best = cut_within(None)
+    if is_short(best, memory_bytes):
+        for window in sorted({min(number, m), min(-(-number // 2), m), 1}, reverse=True):
+            held = (float(window),) * number
+            with suppress(ValueError):  # for which no cut has room
+                return cut_within(MemoryBudget(limits=best.limits(memory_bytes), held=held))
+    return best
 
 
 def _shifted(best: CutModel, memory_bytes: int | None) -> CutModel:

@@ -81,9 +81,7 @@ def write_choice(config: TrainConfig, ranked: Ranked, path: Path) -> Written:
     optimizer = replace(config.optimizer, shard=config.optimizer.shard and shape.data > 1 and not shape.replicas)
     changed: dict[str, Any] = {"pipeline": named, "optimizer": optimizer, "data": data}
     if choice.devices:
-        changed["run"] = replace(
-            config.run, devices=tuple(number for of_stage in choice.devices for number in of_stage)
-        )
+        changed["run"] = replace(config.run, devices=_devices(choice, by_replica=named.reduce == ReduceWay.MESSAGES))
     text = replace(config, **changed).as_yaml()
     with replacing(path) as temporary:
         temporary.write_text(f"{_head(ranked)}{text}", encoding="utf-8")
@@ -99,6 +97,16 @@ def _head(ranked: Ranked) -> str:
         f"# Forecast: {milliseconds(forecast.step_ms)} ms per step, and "
         f"{format_bytes(ranked.choice.peak_bytes)} on the fullest stage.\n"
     )
+
+
+def _devices(choice: PlanChoice, *, by_replica: bool) -> tuple[int, ...]:
+    """Returns all devices in the order in which a run's units take them: stage by stage, or replica by replica."""
+    numbers = [list(of_stage) for of_stage in choice.devices]
+    if not by_replica:
+        return tuple(number for of_stage in numbers for number in of_stage)
+    size = choice.shape.num_devices // (sum(choice.shape.replicas) or choice.shape.num_stages * choice.shape.data)
+    firsts = range(0, choice.shape.data * size, size)
+    return tuple(number for first in firsts for of_stage in numbers for number in of_stage[first : first + size])
 
 
 def _layout(config: TrainConfig, choice: PlanChoice) -> str | None:
@@ -182,4 +190,6 @@ def _told(order: Order) -> tuple[Any, ...]:
     """Returns all of an order that decides when each task runs."""
     followed = [(one.is_strict, one.hint.name, one.hint.row) for one in order.consumptions]
     bounds = order.windows, order.footprints, order.foresight, order.read_ahead
-    return order.placement, order.graph, bounds, followed
+    # No file says how long copies take, and no plan has the functions that make them.
+    graph = replace(order.graph, ops=tuple(replace(op, ms=0.0, run=None) for op in order.graph.ops))
+    return order.placement, graph, bounds, followed

@@ -67,6 +67,7 @@ from rrfp_jax.core.ordering import STRICT, Ordering
 from rrfp_jax.core.plan import StepRules
 from rrfp_jax.field_rules import typed
 from rrfp_jax.schedules import COMPUTE, Op, PipelineGraph, ScheduleTable, Task, TaskKind, with_operations
+from rrfp_jax.schedules.operations import COPY, COPY_BACK, COPY_OUT, copy_ops
 from rrfp_jax.schedules.slots import EQUAL, SlotLengths, execute
 from rrfp_jax.simulation import Costs, better_order, constant, simulate
 
@@ -83,9 +84,7 @@ if TYPE_CHECKING:
 
 HOST = "pinned_host"
 """JAX's name for host memory that devices copy from and to by themselves."""
-COPY = "copy"
-"""The engine that copies in both directions, one activation at a time."""
-_OUT, _BACK, _AGAIN = "O", "L", "C"
+_AGAIN = "C"
 _Pair = tuple[int, int]
 """A chunk and a microbatch."""
 _ROUND_TRIPS = 3
@@ -249,9 +248,8 @@ def host_copies(
         one_way = (lengths.forward + lengths.input_gradient + lengths.weight_gradient) / 2
     if not 0 <= one_way < inf:
         raise ValueError(f"copy_ms is {one_way}: give 0 or more milliseconds")
-    out = Op(_OUT, after=(TaskKind.F,), lane=lanes[0], frees=1.0, ms=one_way, keeps_on_host=True, run=_StashToHost())
-    back = Op(_BACK, after=(_OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=lead, ms=one_way)
-    return out, replace(back, run=_stash_to_device)
+    out, back = copy_ops(one_way, lead=lead, lanes=lanes)
+    return replace(out, run=_stash_to_host), replace(back, run=_stash_to_device)
 
 
 @typed
@@ -312,6 +310,7 @@ def _moved(context: OperationContext, *, to_host: bool) -> Any:
     return copies
 
 
+_stash_to_host = _StashToHost()
 _stash_to_device = partial(_moved, to_host=False)
 """Brings a stash back to where the backward's program wants it, as ``Op.run`` of the way back."""
 
@@ -336,8 +335,8 @@ def _after_copies_out(table: ScheduleTable, consume: str) -> frozenset[tuple[Tas
 
 
 def _is_in_phases(row: Sequence[Task]) -> bool:
-    kinds = [task.kind for task in row if task.kind in (TaskKind.F, _BACK)]
-    return TaskKind.F not in kinds[kinds.index(TaskKind(_BACK)) :] if _BACK in kinds else True
+    kinds = [task.kind for task in row if task.kind in (TaskKind.F, COPY_BACK)]
+    return TaskKind.F not in kinds[kinds.index(TaskKind(COPY_BACK)) :] if COPY_BACK in kinds else True
 
 
 def _waits(row: Sequence[Task], other: Sequence[Task]) -> Iterator[tuple[Task, Task]]:
@@ -353,11 +352,11 @@ def _ways_out(row: Iterable[Task]) -> tuple[list[Task], dict[Task, int]]:
     """Returns the ways out of a row, and for each way back how many of them stand before the last forward before it."""
     outs, needed, before_forward = list[Task](), dict[Task, int](), 0
     for task in row:
-        if task.kind == _OUT:
+        if task.kind == COPY_OUT:
             outs.append(task)
         elif task.kind is TaskKind.F:
             before_forward = len(outs)
-        elif task.kind == _BACK:
+        elif task.kind == COPY_BACK:
             needed[task] = before_forward
     return outs, needed
 

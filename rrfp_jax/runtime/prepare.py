@@ -404,7 +404,7 @@ def _stage_maker(
     # Shared by the hosted units of a stage; without data parallelism there is nothing to share.
     replicas = {
         stage: StageReplicas(
-            {chunk: programs.replicas[chunk] for chunk in model.placement.chunks_of_stage[stage]},
+            {c: programs.replicas[c] for c in model.placement.chunks_of_stage[stage] if c in programs.replicas},
             state.shared,
             model.grids[stage].local_replicas,
         )

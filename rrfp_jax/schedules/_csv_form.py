@@ -8,7 +8,8 @@ backwards are split (DualPipe-V) as I and W. Communication and sharding cells of
 chunk's parameters are always there. The log notes both.
 
 A row also names the operations of the table's graph (:mod:`rrfp_jax.schedules.operations`), such as ``0O3``, each where
-it is issued. No cell holds their dependencies, engines and memory: the graph must be given to read them.
+it is issued. No cell holds their dependencies, engines and memory: the graph that has them, or they themselves, must be
+given to read them.
 """
 
 import csv
@@ -22,6 +23,7 @@ from pathlib import Path
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.record_files import read_bounded
 from rrfp_jax.schedules.graph import PipelineGraph, chain, opposite_chains
+from rrfp_jax.schedules.operations import Op, operations_in
 from rrfp_jax.schedules.table import ScheduleTable
 from rrfp_jax.schedules.tasks import BUILT_IN, Placement, Task, TaskKind
 
@@ -49,7 +51,11 @@ def write_csv(table: ScheduleTable, path: str | Path, *, signed: bool = False) -
 
 
 def read_csv(
-    path: str | Path, *, placement: Placement | None = None, graph: PipelineGraph | None = None
+    path: str | Path,
+    *,
+    placement: Placement | None = None,
+    graph: PipelineGraph | None = None,
+    ops: Sequence[Op] = (),
 ) -> ScheduleTable:
     """Reads and validates a table, which is named after its file. Raises ValueError as :func:`from_csv` does."""
     path = Path(path)
@@ -62,7 +68,7 @@ def read_csv(
     if text.count("\n") > _MOST_ROWS:
         raise ValueError(f"schedule {path} has more than {_MOST_ROWS} lines: give one line per stage")
     signature, _, rows = text.partition("\n") if text.startswith(_SIGNATURE) else ("", "", text)
-    table = from_csv(rows, name=path.stem, placement=placement, graph=graph)
+    table = from_csv(rows, name=path.stem, placement=placement, graph=graph, ops=ops)
     if signature and signature.strip() != f"{_SIGNATURE}{table.fingerprint}":
         raise ValueError(
             f"schedule {path} has rows with the hash {table.fingerprint}, and its first line tells another: bring back "
@@ -72,17 +78,25 @@ def read_csv(
 
 
 def from_csv(
-    text: str, *, name: str = "csv", placement: Placement | None = None, graph: PipelineGraph | None = None
+    text: str,
+    *,
+    name: str = "csv",
+    placement: Placement | None = None,
+    graph: PipelineGraph | None = None,
+    ops: Sequence[Op] = (),
 ) -> ScheduleTable:
     """Reads and validates a table.
 
     Without ``placement``, a chunk lives on the row that holds its tasks. Without ``graph``, the chunks form a chain
     that every microbatch passes; or two opposite chains with tied parameters, if the second half of the chunks lies on
     the stages of the first in reverse and no microbatch appears in both. Chunks with I or W have a split backward, also
-    in a ``graph`` that splits none. Raises ValueError, naming row and column, for a cell that is not a task, for
-    operations that the graph does not have, and whatever :meth:`ScheduleTable.validate` finds.
+    in a ``graph`` that splits none. ``ops`` are further operations, of which the table gets those that its rows name
+    (:func:`rrfp_jax.schedules.operations.operations_in`). Raises ValueError, naming row and column, for a cell that is
+    not a task, for operations that nobody gave, and whatever :meth:`ScheduleTable.validate` finds.
     """
-    own = frozenset(op.letter for op in graph.ops) if graph is not None else frozenset()
+    given = () if graph is None else graph.ops
+    ops = [op for op in ops if op.letter not in {each.letter for each in given}]
+    own = frozenset(op.letter for op in (*given, *ops))
     try:
         lines = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
@@ -97,7 +111,8 @@ def from_csv(
         _log.info("table %r: its %s are left out, stages send and keep what they need", name, ", ".join(lowered))
     if "OVERLAP_F_B" in text:
         _log.info("table %r: overlapped pairs run one after the other, as written", name)
-    tasks = [task for row in rows for task in row if task is not None]
+    tasks_of_stages = [[task for task in row if task is not None] for row in rows]
+    tasks = [task for row in tasks_of_stages for task in row]
     if not tasks:
         raise ValueError(f"table {name!r} holds no task: write one line per stage, for example 0F0,0F1,0B0,0B1")
     for what, largest in (("chunk", max(t.chunk for t in tasks)), ("microbatch", max(t.microbatch for t in tasks))):
@@ -120,6 +135,7 @@ def from_csv(
     if graph is None or not graph.split:
         split = frozenset(task.chunk for task in tasks if task.kind in (TaskKind.I, TaskKind.W))
         graph = replace(graph or _graph(placement, tasks), split=split)
+    graph = replace(graph, ops=(*graph.ops, *operations_in(tasks_of_stages, ops))) if ops else graph
     return ScheduleTable(name, placement, graph, tuple(tuple(_halved(row, graph)) for row in rows)).validate()
 
 

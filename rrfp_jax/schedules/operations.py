@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from fractions import Fraction
+from itertools import pairwise
 from math import inf, lcm
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 COMPUTE = "compute"
 """The lane on which all built-in tasks run."""
+COPY = "copy"
+"""The engine that copies in both directions, one activation at a time."""
+COPY_OUT, COPY_BACK = "O", "L"
+"""Letters of the copies to the host and back."""
 UNRECORDED = MappingProxyType({"recorded": False})
 """Marks a field that no record of a run holds, for nothing that is read from a file may be run."""
 
@@ -139,6 +144,36 @@ class Op:
         if self.chunks is not None and chunk not in self.chunks:
             return False
         return self.pairs is None or (chunk, microbatch) in self.pairs
+
+
+def copy_ops(ms: float, *, lead: int = 1, lanes: tuple[str, str] = (COPY, COPY)) -> tuple[Op, Op]:
+    """Returns the operations that move all activations to the host and back, for simulation alone.
+
+    :func:`rrfp_jax.runtime.operations.host_copies` returns those that run."""
+    out = Op(COPY_OUT, after=(TaskKind.F,), lane=lanes[0], frees=1.0, ms=ms, keeps_on_host=True)
+    return out, Op(COPY_BACK, after=(COPY_OUT,), before=(TaskKind.B,), lane=lanes[1], holds=1.0, lead=lead, ms=ms)
+
+
+def operations_in(rows: Iterable[Iterable[Task]], ops: Sequence[Op]) -> tuple[Op, ...]:
+    """Returns the operations that rows name, on the pairs that they have there. Each of their tasks waits for the one
+    before it on the engine of its stage: nothing else would keep it to its turn."""
+    own, lanes = [list(row) for row in rows], {op.letter: op.lane for op in ops}
+    waits = [
+        wait
+        for row in own
+        for lane in dict.fromkeys(lanes.values())
+        for wait in pairwise(task for task in row if lanes.get(task.kind) == lane)
+    ]
+    found = (
+        replace(
+            op,
+            chunks=None,
+            pairs=frozenset((task.chunk, task.microbatch) for row in own for task in row if task.kind == op.letter),
+            waits=frozenset((later, earlier) for earlier, later in waits if later.kind == op.letter),
+        )
+        for op in ops
+    )
+    return tuple(op for op in found if op.pairs)
 
 
 def _order_with_operations(letters: Sequence[str], ops: Sequence[Op]) -> tuple[str, ...]:

@@ -25,9 +25,9 @@ from rrfp_jax.simulation.costs import straggler as straggler
 from rrfp_jax.simulation.links import Communication as Communication
 from rrfp_jax.simulation.links import Links as Links
 from rrfp_jax.simulation.links import both_directions as both_directions
-from rrfp_jax.simulation.optimum import Optimum as Optimum
-from rrfp_jax.simulation.optimum import better_order as better_order
 from rrfp_jax.simulation.optimum import find_optimum as find_optimum
+from rrfp_jax.simulation.orders_with_copies import Optimum as Optimum
+from rrfp_jax.simulation.orders_with_copies import better_order as better_order
 from rrfp_jax.simulation.result import MemoryWeights as MemoryWeights
 from rrfp_jax.simulation.result import RunMetrics as RunMetrics
 from rrfp_jax.simulation.result import peak_memory as peak_memory

@@ -242,6 +242,20 @@ def test_offload_bounds_what_stages_hold_on_their_devices():
     assert {op.ms for op in quick.graph.ops} == {1.0}
 
 
+def test_a_file_may_have_copies(tmp_path):
+    moved, path = resolve(schedule="zb-h1", consume="strict", offload=2), str(tmp_path / "moved.csv")
+    write_csv(moved.table, path)
+    for consume in ("strict", "ready"):
+        read = resolve({"durations_ms": (4.0, 4.0, 4.0)}, schedule=path, consume=consume)
+        assert (read.bounds, read.table.orders) == (("2",) * 4, moved.table.orders)
+        assert {op.ms for op in read.graph.ops} == {6.0}
+        assert resolve({"num_replicas": 2}, schedule=path, consume=consume).bounds == ("2",) * 8
+    assert {op.ms for op in resolve(schedule=path, copy_ms=1.0).graph.ops} == {1.0}
+    for words in ({"offload": 2}, {"recompute": 0}):
+        with pytest.raises(ValueError, match="has copies to the host of its own: leave offload and recompute out"):
+            resolve(schedule=path, **words)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -190,6 +190,9 @@ def test_far_devices_have_slower_links() -> None:
         analytic_book(config, device_of("h100"), microbatch_sizes=[1], num_devices=number).links for number in (8, 16)
     )
     assert (near.gb_per_s, far.gb_per_s) == (pytest.approx(450 * 0.8), pytest.approx(50 * 0.8))
+    assert near.host_gb_per_s == far.host_gb_per_s == pytest.approx(64 * 0.8)
+    tpu = analytic_book(config, device_of("tpu-v5p"), microbatch_sizes=[1]).links
+    assert tpu.host_gb_per_s is None, "its vendor does not say"
 
 
 def test_every_rematerialisation_that_trains_can_be_planned() -> None:

@@ -5,14 +5,15 @@ from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import yaml
 
-from rrfp_jax.costs import DeviceCosts, MachineCosts
+from rrfp_jax.costs import DeviceCosts, LinkCosts, MachineCosts
 from rrfp_jax.layout import Layout
 from rrfp_jax.planner import measuring, profile
 from rrfp_jax.planner.cost_file import machine_in, read_costs, write_machine
-from rrfp_jax.planner.measuring import chunk_times, device_speeds, tour
+from rrfp_jax.planner.measuring import chunk_times, device_speeds, measured_host_gb_per_s, tour
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Task, TaskKind
 from rrfp_jax.schedules.timeline import Span, Timeline
@@ -35,6 +36,16 @@ def test_speeds_are_relative_to_the_first_device(monkeypatch: pytest.MonkeyPatch
     rates = iter((200.0, 100.0, *(400.0 for _ in alike)))
     monkeypatch.setattr(measuring, "_products_per_s", lambda *_: next(rates))
     assert [each.speed for each in device_speeds(process, "float32")][:3] == [1.0, 0.5, 2.0]
+
+
+def test_copies_to_the_host_are_measured_and_may_differ_by_device() -> None:
+    rate = measured_host_gb_per_s(jax.local_devices()[0])
+    assert rate is None or 0.01 < rate < 10_000
+    machine = MachineCosts(devices=tuple(DeviceCosts(host_gb_per_s=each) for each in (8.0, None, 4.0)))
+    links = LinkCosts(host_gb_per_s=6.0)
+    rates = [machine.link(group, group, links).host_gb_per_s for group in ((0,), (1,), (0, 1), (0, 1, 2))]
+    assert rates == [8.0, 6.0, 6.0, 4.0]
+    assert machine.link((0, 1), (0, 1), LinkCosts()).host_gb_per_s is None, "not known of all"
 
 
 def test_times_of_layers_are_those_of_a_device_of_speed_1() -> None:

@@ -159,6 +159,20 @@ def test_no_bound_is_above_a_step(seed: int) -> None:
         assert step_bound_ms(ranked.choice.cut) <= ranked.forecast.nominal_ms * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("speeds", [(0.1, 1.4, 0.5, 0.6), (0.5, 0.3, 1.1, 1.0), (1.0, 1.0, 1.0, 1.0)])
+def test_a_slow_first_stage_with_few_microbatches_is_bounded_too(speeds: tuple[float, ...], microbatches: int) -> None:
+    book, space = a_book(5, of_speeds(*speeds), task_ms=0.3), a_space(4, microbatches)
+    (shape,) = shapes_of(book, space)
+    point = Point(shape=shape, family=LINEAR, chunks=1, order=(0, 1, 2, 3))
+    costs, steps_ms = PointCosts(book, space).of(point), list[float]()
+    for inner in combinations(range(1, 7), 3):
+        counts = tuple(stop - start for start, stop in pairwise((0, *inner, 7)))
+        cut = CutModel(costs=costs, counts=counts, placement=a_line(4), num_microbatches=microbatches, split=False)
+        steps_ms.append(step_1f1b_ms(cut))
+    assert quick_bound_ms(point, costs, split=False) <= min(steps_ms)
+
+
 def test_each_stage_keeps_to_the_memory_of_its_device() -> None:
     sizes = (9_000, 60_000, 30_000, None)
     machine = MachineCosts(devices=tuple(DeviceCosts(bytes=size) for size in sizes))

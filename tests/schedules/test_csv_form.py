@@ -1,6 +1,7 @@
 """Tables as torch.distributed.pipelining writes them."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from rrfp_jax.schedules import (
     with_operations,
     write_csv,
 )
+from rrfp_jax.schedules.operations import copy_ops
 
 REQUEST = ScheduleRequest(num_stages=4, num_microbatches=8)
 
@@ -121,6 +123,19 @@ def with_copies(name: str, letters: tuple[str, str] = ("O", "L")) -> ScheduleTab
 def test_operations_are_read_where_the_graph_has_them(name: str, letters: tuple[str, str]) -> None:
     table = with_copies(name, letters)
     assert from_csv(to_csv(table), name=name, placement=table.placement, graph=table.graph) == table
+
+
+def test_copies_are_read_with_their_turns() -> None:
+    table = from_csv("0F0,0O0,0F1,1F0,1B0,0L0,1F1,1B1,0B1,0B0", ops=copy_ops(2.0))
+    out, back = table.graph.ops
+    assert (out.pairs, back.pairs, out.ms) == ({(0, 0)}, {(0, 0)}, 2.0)
+    assert back.waits == {(Task.parse("0L0"), Task.parse("0O0"))}
+    assert from_csv(to_csv(table), ops=copy_ops(2.0)) == replace(table, name="csv")
+    assert not from_csv("0F0,0B0", ops=copy_ops(2.0)).graph.ops
+    with pytest.raises(ValueError, match="0L0 before 0O0"):
+        from_csv("0F0,0L0,0O0,0B0", ops=copy_ops(2.0))
+    with pytest.raises(ValueError, match="frees what nothing takes back"):
+        from_csv("0F0,0O0,0B0", ops=copy_ops(2.0))
 
 
 def test_operations_that_no_graph_has_are_named() -> None:

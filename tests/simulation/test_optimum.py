@@ -20,6 +20,7 @@ from rrfp_jax.schedules import (
     opposite_chains,
     v_shaped,
 )
+from rrfp_jax.schedules.operations import copy_ops
 from rrfp_jax.simulation import Links, Machine, Optimum, better_order, constant, find_optimum, lower_bound
 from tests.simulation.helpers import by_hint, makespan_ms, run
 
@@ -109,6 +110,20 @@ def test_copies_buy_time_where_memory_is_short(p, m, slots, copy_ms, expected_ms
     best.table.check_accumulation()
     if copies is None or slots == p:
         assert not best.table.graph.ops
+
+
+@needs_solver
+def test_copies_may_be_for_some_chunks_and_other_orders_are_begun_with() -> None:
+    graph, durations_ms = chain(4, 8, split=True), constant((10.0, 10.0, 10.0), chain(4, 8))[0]
+    first = tuple(replace(op, chunks=frozenset({0})) for op in copy_ops(10.0))
+    best = find_optimum(graph, linear(4), durations_ms, slots=2, copies=first, time_limit_s=1e-3)
+    assert {chunk for op in best.table.graph.ops for chunk, _ in op.pairs} == {0}
+    check_table(replace(best, is_proven=False), 2, durations_ms)
+    both = find_optimum(graph, linear(4), durations_ms, slots=2, copies=copy_ops(10.0), time_limit_s=60)
+    hurried = find_optimum(
+        graph, linear(4), durations_ms, slots=2, copies=copy_ops(10.0), tables=[both.table], time_limit_s=1e-3
+    )
+    assert hurried.makespan_ms == both.makespan_ms == 290 <= best.makespan_ms
 
 
 def small_case(seed: int) -> tuple[PipelineGraph, Placement, np.ndarray, Links, int, float]:

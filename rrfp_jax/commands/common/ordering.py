@@ -22,7 +22,7 @@ from rrfp_jax.core import (
     check_windows,
     hint_names,
 )
-from rrfp_jax.runtime.operations import device_slots, offload, recomputed
+from rrfp_jax.runtime.operations import device_slots, host_copies, moves_activations, offload, recomputed
 from rrfp_jax.schedules import (
     PipelineGraph,
     Placement,
@@ -85,7 +85,7 @@ class OrderingOptions:
             object.__setattr__(self, name, parse_switch(getattr(self, name), name))
         if self.group_size is not None and (self.schedule is None or self.schedule.endswith(".csv")):
             raise ValueError("group_size is for schedules with groups of microbatches: take gis, or leave it out")
-        if self.copy_ms is not None and self.offload is None:
+        if self.copy_ms is not None and self.offload is None and not (self.schedule or "").endswith(".csv"):
             raise ValueError("copy_ms is what offload's copies take: give offload too, or leave it out")
         if self.offload is not None:
             self._check_follows_table("offload moves what a schedule holds for long")
@@ -157,7 +157,11 @@ class OrderingOptions:
             graph=graph,
             placement=None if graph is None else placement,
         )
-        table = None if self.schedule is None else schedule_table(self.schedule, request)
+        table = None if self.schedule is None else schedule_table(self.schedule, request, copy_ms=self.copy_ms)
+        if table is not None and moves_activations(table.graph) and (self.offload, self.recompute) != (None, None):
+            raise ValueError(
+                f"schedule {self.schedule} has copies to the host of its own: leave offload and recompute out"
+            )
         if placement is None:
             placement = table.placement if table else looped(num_stages, chunks_per_stage or 1)
         if graph is None:
@@ -189,8 +193,9 @@ class OrderingOptions:
         return ordering.resolve(placement, graph, num_replicas=num_replicas)
 
 
-def schedule_table(schedule: str, request: ScheduleRequest) -> ScheduleTable:
-    """Returns the table of a schedule, by its name or from its CSV file, for durations of one chunk.
+def schedule_table(schedule: str, request: ScheduleRequest, *, copy_ms: float | None = None) -> ScheduleTable:
+    """Returns the table of a schedule, by its name or from its CSV file, for durations of one chunk; ``copy_ms`` as for
+    :func:`rrfp_jax.runtime.operations.host_copies`, for a file with copies to the host.
 
     Raises ValueError, with the remedy, where it does not fit the request.
     """
@@ -202,7 +207,8 @@ def schedule_table(schedule: str, request: ScheduleRequest) -> ScheduleTable:
         times = chunks_of_schedule(schedule, request)
         of_stage = (times * forward, times * input_gradient, times * weight_gradient)
         return build_schedule(schedule, replace(request, durations_ms=of_stage, graph=None, placement=None))
-    table = read_csv(schedule, placement=request.placement, graph=request.graph)
+    copies = host_copies(copy_ms, lengths=SlotLengths(*request.durations_ms))
+    table = read_csv(schedule, placement=request.placement, graph=request.graph, ops=copies)
     sizes = (table.num_stages, table.graph.num_microbatches)
     if sizes != (request.num_stages, request.num_microbatches):
         raise ValueError(
@@ -314,8 +320,8 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
         "--copy-ms",
         type=float,
         metavar="MS",
-        help="with --offload, how long it takes to move what a chunk keeps of one microbatch, one way, on an engine "
-        "beside compute (default: half as long as its forward and backward)",
+        help="with --offload, or a file with copies, how long it takes to move what a chunk keeps of one microbatch, "
+        "one way, on an engine beside compute (default: half as long as its forward and backward)",
     )
     add(
         "--recompute",

@@ -74,10 +74,11 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
         edges=None if cut is None else cut.edges,
         process=process,
         optimizer=make_optimizer(config.optimizer, learning_rate_schedule(config.optimizer, config.run.steps)),
-        # Where activations move to the host, the order knows how many stay on the devices. An offload with nothing to
-        # move bounds nothing: its number as a window would refuse tables that begin more microbatches.
+        # Where an offload moves activations, the order knows how many stay on the devices. One with nothing to move
+        # bounds nothing: its number as a window would refuse tables that begin more microbatches.
         ordering=replace(
-            ordering.on(order.table), window=order.windows if moves_activations(order.graph) else layout.window
+            ordering.on(order.table),
+            window=order.windows if layout.offload and moves_activations(order.graph) else layout.window,
         ),
         updates=UpdateRules(
             clip_norm=config.optimizer.clip_norm,

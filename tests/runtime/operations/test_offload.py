@@ -17,11 +17,12 @@ from rrfp_jax.layout import Layout
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.batches import StepBatch
 from rrfp_jax.runtime import operations as offloading
-from rrfp_jax.runtime.operations import COPY, check_operations, device_slots, host_copies, offload
+from rrfp_jax.runtime.operations import check_operations, device_slots, host_copies, offload
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.runtime.stage_threads import Launched
 from rrfp_jax.schedules import Placement, ScheduleRequest, ScheduleTable, Task, build_schedule, chain, linear, looped
+from rrfp_jax.schedules.operations import COPY
 from rrfp_jax.schedules.slots import SlotLengths, execute
 from rrfp_jax.simulation import Costs, find_optimum, simulate
 from rrfp_jax.simulation.costs import constant

@@ -1,0 +1,163 @@
+"""Sequences in slices: the slices of a chunk are passes of one set of parameters, and train what the plain loop does
+with whole sequences."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
+from rrfp_jax.models.cuts import SequenceSlices
+from rrfp_jax.pipeline import Pipeline, PipelineState
+from rrfp_jax.schedules import Edge, Placement
+from rrfp_jax.training.loop import RunSaver
+from tests.pipelines import make_pipeline
+from tests.plain_loop import assert_same_training, train_plainly
+from tests.test_pipeline_context import make_batches as packed_batches
+
+SIZES = {"vocab_size": 32, "hidden": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 32}
+DENSE = LanguageModelConfig(**SIZES, init_std=0.1)
+MODELS = {
+    "dense": DENSE,
+    "tied": replace(DENSE, tie_embeddings=True, z_loss=1e-3),
+    "window": replace(DENSE, sliding_window=5),
+    "experts": replace(DENSE, experts=ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=16)),
+}
+OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01, eps=1e-6)
+NUM_STEPS = 3
+
+
+class Uneven(SequenceSlices):
+    """The first slice has half of the positions, as where attention costs most."""
+
+    def bounds(self, length: int) -> tuple[int, ...]:
+        rest = length - length // 2
+        return (0, *(length // 2 + rest * part // (self.number - 1) for part in range(self.number)))
+
+
+def edges(num_chunks: int, n: int) -> list[Edge]:
+    stream = [Edge(c * n + q, (c + 1) * n + q, part="stream") for c in range(num_chunks - 1) for q in range(n)]
+    pairs = [(q, later) for q in range(n) for later in range(q + 1, n)]
+    return stream + [Edge(c * n + q, c * n + later, part="keys") for c in range(num_chunks) for q, later in pairs]
+
+
+def batches(*, packed: bool = False) -> list[dict[str, np.ndarray]]:
+    kept = ("tokens", "targets", "weights", *(("positions", "segments") if packed else ()))
+    return [{name: batch[name] for name in kept} for batch in packed_batches(NUM_STEPS)]
+
+
+@cache
+def plain(model: str, *, packed: bool = False) -> Any:
+    (chunk,) = language_model(MODELS[model]).split(1, packed=packed)
+    start = jax.jit(chunk.init)(jax.random.key(1))
+    return train_plainly([chunk], start, OPTIMIZER, batches(packed=packed), clip_norm=1.0)
+
+
+def make(model: str, slices: SequenceSlices, *, stages: int = 2, packed: bool = False, **way: Any) -> Pipeline:
+    chunks = language_model(MODELS[model]).split(way.pop("chunks", stages), packed=packed, slices=slices)
+    num_chunks = len(chunks) // slices.number
+    placement = Placement(tuple(c % stages for c in range(num_chunks) for _ in range(slices.number)))
+    options = {"clip_norm": 1.0, "progress_deadline_s": 120, "window": 4} | way
+    return make_pipeline(
+        chunks,
+        optimizer=OPTIMIZER,
+        placement=placement,
+        edges=edges(num_chunks, slices.number) if slices.number > 1 else None,
+        **options,
+    )
+
+
+def train(pipeline: Pipeline, *, packed: bool = False) -> tuple[list[float], Any]:
+    with pipeline:
+        state, results = pipeline.init(jax.random.key(1)), []
+        for batch in batches(packed=packed):
+            state, metrics = pipeline.step(state, batch)
+            results.append(metrics)
+        return [metrics.result().loss for metrics in results], jax.tree.map(np.array, pipeline.params(state))
+
+
+@pytest.mark.parametrize(
+    ("model", "slices", "way"),
+    [
+        ("tied", Uneven(3), {"hint": "bfw"}),
+        ("experts", Uneven(2), {"hint": "bf-deep", "remat": "full", "packed": True}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("dense", SequenceSlices(2), {"hint": "bf-deep", "remat": "dots"}),
+                ("window", SequenceSlices(4), {"hint": "fb"}),
+                ("dense", SequenceSlices(3), {"chunks": 4, "hint": "bfw", "packed": True}),
+                ("dense", SequenceSlices(2), {"tensor": 2}),
+                ("tied", SequenceSlices(2), {"data": 2, "reduce": "messages"}),
+                ("dense", SequenceSlices(2), {"data": 2, "shard_optimizer": True}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_slices_train_what_the_plain_loop_does(model: str, slices: SequenceSlices, way: dict[str, Any]) -> None:
+    packed = way.get("packed", False)
+    assert_same_training(*train(make(model, slices, **way), packed=packed), *plain(model, packed=packed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [{"hint": "fb", "window": 1}, {"hint": "bfw"}], ids=str)
+def test_bits_do_not_depend_on_the_order(way: dict[str, Any]) -> None:
+    losses, params = train(make("tied", SequenceSlices(3), deterministic=True, hint="bf-deep"))
+    others, found = train(make("tied", SequenceSlices(3), deterministic=True, **way))
+    assert others == losses
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+def test_a_stage_holds_the_state_of_one_slice() -> None:
+    def held(slices: int) -> list[int]:
+        with make("dense", SequenceSlices(slices)) as pipeline:
+            states = pipeline.chunk_states(pipeline.init(jax.random.key(0)))
+            return [sum(leaf.nbytes for leaf in jax.tree.leaves(vars(state))) for _, state in states]
+
+    assert held(3) == held(1)
+
+
+def test_checkpoints_fit_other_numbers_of_slices_and_none(tmp_path: Path) -> None:
+    def pipeline_of(slices: int) -> Pipeline:
+        return make("tied", SequenceSlices(slices))
+
+    def state_of(pipeline: Pipeline, state: PipelineState) -> Any:
+        layers = {name: layer for _, held in pipeline.chunk_states(state) for name, layer in held.params.items()}
+        return jax.tree.map(np.array, layers)
+
+    with pipeline_of(3) as pipeline:
+        state, metrics = pipeline.step(pipeline.init(jax.random.key(1)), batches()[0])
+        metrics.result()
+        RunSaver(tmp_path / "0", pipeline, every=1, minutes=None, keep=1).save(state, {})
+        expected, (_, metrics) = state_of(pipeline, state), pipeline.step(state, batches()[1])
+        next_loss = metrics.result().loss
+    for number, slices in enumerate((1, 2)):
+        with pipeline_of(slices) as pipeline:
+            saver = RunSaver(tmp_path / str(number), pipeline, every=1, minutes=None, keep=1)
+            found = saver.checkpoints.newest()
+            assert found is not None
+            state = saver.restore(found)
+            jax.tree.map(np.testing.assert_array_equal, state_of(pipeline, state), expected)
+            RunSaver(tmp_path / str(number + 1), pipeline, every=1, minutes=None, keep=1).save(state, {})
+            _, metrics = pipeline.step(state, batches()[1])
+            np.testing.assert_allclose(metrics.result().loss, next_loss, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        ({"capacity_factor": 1.0}, "experts have a capacity, which is of whole sequences"),
+        ({"balance_coefficient": 0.01}, "experts add a loss of their router, which is of whole sequences"),
+    ],
+    ids=["capacity", "router loss"],
+)
+def test_models_whose_slices_would_compute_something_else_are_refused(experts: dict[str, Any], message: str) -> None:
+    config = replace(DENSE, experts=ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=16, **experts))
+    with pytest.raises(ValueError, match=message):
+        language_model(config).split(2, slices=SequenceSlices(2))
