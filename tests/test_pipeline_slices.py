@@ -131,10 +131,15 @@ def test_checkpoints_fit_other_numbers_of_slices_and_none(tmp_path: Path) -> Non
         layers = {name: layer for _, held in pipeline.chunk_states(state) for name, layer in held.params.items()}
         return jax.tree.map(np.array, layers)
 
+    def save(pipeline: Pipeline, state: PipelineState, number: int) -> None:
+        saver = RunSaver(tmp_path / str(number), pipeline, every=1, minutes=None, keep=1)
+        saver.save(state, {})
+        saver.checkpoints.close()
+
     with pipeline_of(3) as pipeline:
         state, metrics = pipeline.step(pipeline.init(jax.random.key(1)), batches()[0])
         metrics.result()
-        RunSaver(tmp_path / "0", pipeline, every=1, minutes=None, keep=1).save(state, {})
+        save(pipeline, state, 0)
         expected, (_, metrics) = state_of(pipeline, state), pipeline.step(state, batches()[1])
         next_loss = metrics.result().loss
     for number, slices in enumerate((1, 2)):
@@ -144,7 +149,8 @@ def test_checkpoints_fit_other_numbers_of_slices_and_none(tmp_path: Path) -> Non
             assert found is not None
             state = saver.restore(found)
             jax.tree.map(np.testing.assert_array_equal, state_of(pipeline, state), expected)
-            RunSaver(tmp_path / str(number + 1), pipeline, every=1, minutes=None, keep=1).save(state, {})
+            saver.checkpoints.close()
+            save(pipeline, state, number + 1)
             _, metrics = pipeline.step(state, batches()[1])
             np.testing.assert_allclose(metrics.result().loss, next_loss, rtol=1e-6)
 

@@ -26,7 +26,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -269,14 +270,53 @@ def _balanced(length: int, devices: int) -> np.ndarray:
 # -- slices of a sequence ----------------------------------------------------------------------------------------------
 
 
+def slice_lengths(length: int, num_slices: int, *, attention_share: float = 0.0, multiple: int = 1) -> tuple[int, ...]:
+    """Returns the lengths of slices of a causal sequence that take equally long, all but the last one multiples.
+
+    ``attention_share`` is the part of a layer's time that attention takes in the whole sequence; with 0 the slices have
+    equal lengths. ``multiple`` is the tile of the attention's kernel, times the devices over which it is cut. Raises
+    ValueError for a slice shorter than that.
+    """
+    if num_slices < 1 or not 0 <= attention_share <= 1:
+        raise ValueError(
+            f"num_slices is {num_slices} and attention_share {attention_share}: give at least 1, and a part of 0 to 1"
+        )
+    lengths = _slice_lengths(length, num_slices, attention_share, multiple)
+    if num_slices > 1 and min(lengths) < multiple:
+        fewer = range(min(num_slices, length // multiple), 1, -1)
+        fit = (n for n in fewer if min(_slice_lengths(length, n, attention_share, multiple)) >= multiple)
+        raise ValueError(
+            f"{num_slices} slices of {length} tokens leave one with {min(lengths)}, and the kernels' tile has "
+            f"{multiple}: give at most {next(fit, 1)}, or longer sequences"
+        )
+    return lengths
+
+
+def _slice_lengths(length: int, num_slices: int, share: float, multiple: int) -> tuple[int, ...]:
+    parts = [q / num_slices for q in range(1, num_slices)]
+    # The root of (1 - a) x + a x² = part, written so that it is exact where attention takes no time.
+    roots = [2 * part / (1 - share + sqrt((1 - share) ** 2 + 4 * share * part)) for part in parts]
+    ends = [0, *(round(root * length / multiple) * multiple for root in roots), length]
+    return tuple(end - start for start, end in pairwise(ends))
+
+
 @dataclass(frozen=True)
 class SequenceSlices:
     """How every sequence is cut into slices, which pass the chunks one after the other."""
 
     number: int
+    """How many there are."""
+    pair_cost: float = 0.0
+    """What attention does for a pair of tokens, in parts of what layers do for a token beside it; 0: slices have equal
+    lengths. Otherwise they take equally long."""
+    multiple: int = 1
+    """All lengths but the last are multiples of this: the tile of kernels."""
 
     def bounds(self, length: int) -> tuple[int, ...]:
-        return tuple(length * part // self.number for part in range(self.number + 1))
+        """Returns the position at which each slice of a sequence begins, and the length behind."""
+        attention = self.pair_cost * length / 2  # a causal mask leaves half of the pairs
+        share = attention / (1 + attention)
+        return (0, *accumulate(slice_lengths(length, self.number, attention_share=share, multiple=self.multiple)))
 
 
 # -- matrices over devices ---------------------------------------------------------------------------------------------

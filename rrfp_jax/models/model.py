@@ -30,6 +30,7 @@ from rrfp_jax.models.cuts import ATTENTION, MLP, ChunkContents, ContextCut, Sequ
 from rrfp_jax.models.loss import answer_counts, normaliser_loss, token_loss
 from rrfp_jax.programs.chunk import Chunk, Partition, part_name
 from rrfp_jax.programs.remat import one_layer
+from rrfp_jax.programs.shapes import LOSS
 
 EMBEDDING = "embedding"
 """Name of the token embedding; with tied embeddings also of the copy in the head's chunk."""
@@ -37,6 +38,8 @@ FINAL_NORM = "final_norm"
 """Name of the RMSNorm before the head; it is always in the head's chunk."""
 HEAD = "head"
 """Name of the output matrix; absent with tied embeddings."""
+STREAM, KEYS = "stream", "keys"
+"""Parts of what a slice of a sequence gives: the stream for the next chunk, and keys and values for later slices."""
 ROUTER_LOSS = "router_loss"
 """Named sum of the loss that routers of experts add."""
 Z_LOSS = "z_loss"
@@ -261,7 +264,7 @@ def decoder_chunk(
         leaf_orders={} if order is None else dict.fromkeys(leaves, order),
         optional_leaves=frozenset(indices),
         shared=frozenset(shared & {layer.name for layer in layers}),
-        gives_loss=part is not None and gives_loss and has_attention and not part.is_last,
+        gives_loss=part is not None and gives_loss and not part.is_last,
         partition=partial(decoder_partition, config) if cut_over_devices is None else cut_over_devices,
     )
 
@@ -318,10 +321,10 @@ def _run(
             keys.append(own)
         if num_sparse and added is not None:
             router_loss = router_loss + added / num_sparse
-    handed_on = {"keys": tuple(keys)} if part is not None and attending and not part.is_last else {}
+    handed_on = {} if part is None or part.is_last else {KEYS: tuple(keys)}
     if not is_last:
         stream = (hidden, router_loss) if num_sparse else hidden
-        return stream if part is None else {"stream": stream, **handed_on}
+        return stream if part is None else {STREAM: stream, **handed_on}
     head = modules[HEAD] if HEAD in modules else modules[EMBEDDING]
     hidden = modules[FINAL_NORM](hidden)
     if gives_logits:
@@ -331,14 +334,14 @@ def _run(
         named[ROUTER_LOSS] = router_loss * weight
         loss_sum += named[ROUTER_LOSS]
     loss = (loss_sum, weight, named) if named else (loss_sum, weight)
-    return {"loss": loss, **handed_on} if handed_on else loss
+    return {LOSS: loss, **handed_on} if handed_on else loss
 
 
 def _inputs_of_slice(
     inputs: Any, part: Slice, *, embeds: bool, num_attending: int
 ) -> tuple[Any, list[tuple[KVCache, ...]]]:
     """Returns the stream, if one comes, and for each layer with attention the keys and values of earlier slices."""
-    is_one = (not embeds) + part.number * (num_attending > 0) == 1  # a single input does not come in a tuple
+    is_one = (not embeds) + part.number == 1  # a single input does not come in a tuple
     came = () if inputs is None else (inputs,) if is_one else inputs
     stream, *from_slices = (None, *came) if embeds else came
     return stream, list(zip(*from_slices, strict=True)) if from_slices else [()] * num_attending
