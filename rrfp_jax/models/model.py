@@ -31,6 +31,7 @@ from rrfp_jax.models.loss import answer_counts, normaliser_loss, token_loss
 from rrfp_jax.programs.chunk import Chunk, Partition, part_name
 from rrfp_jax.programs.remat import one_layer
 from rrfp_jax.programs.shapes import LOSS
+from rrfp_jax.schedules import KEYS, STREAM
 
 EMBEDDING = "embedding"
 """Name of the token embedding; with tied embeddings also of the copy in the head's chunk."""
@@ -38,8 +39,6 @@ FINAL_NORM = "final_norm"
 """Name of the RMSNorm before the head; it is always in the head's chunk."""
 HEAD = "head"
 """Name of the output matrix; absent with tied embeddings."""
-STREAM, KEYS = "stream", "keys"
-"""Parts of what a slice of a sequence gives: the stream for the next chunk, and keys and values for later slices."""
 ROUTER_LOSS = "router_loss"
 """Named sum of the loss that routers of experts add."""
 Z_LOSS = "z_loss"
@@ -252,7 +251,7 @@ def decoder_chunk(
         order=order,
         part=part,
     )
-    title = plan.title if part is None else f"{plan.title}; slice {part.number + 1} of {part.slices.number}"
+    title = plan.title if part is None else f"{plan.title} (slice {part.number + 1} of {part.slices.number})"
     if part is not None:  # the slices of a chunk are passes of its layers
         shared = {layer.name for layer in layers}
     return chunk_of(
