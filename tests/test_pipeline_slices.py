@@ -11,10 +11,11 @@ import numpy as np
 import optax
 import pytest
 
+from rrfp_jax.core import Ordering
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.models.cuts import SequenceSlices
 from rrfp_jax.pipeline import Pipeline, PipelineState
-from rrfp_jax.schedules import Placement, chain, sliced_chain
+from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, chain, sliced_chain
 from rrfp_jax.training.loop import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
@@ -161,3 +162,29 @@ def test_models_whose_slices_would_compute_something_else_are_refused(experts: d
     config = replace(DENSE, experts=ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=16, **experts))
     with pytest.raises(ValueError, match=message):
         language_model(config).split(2, slices=SequenceSlices(2))
+
+
+@pytest.mark.parametrize("consume", [{"consume": "strict"}, {}], ids=["strict", "foresight"])
+def test_four_slices_on_four_stages_hold_seven_sixteenths_and_their_keys(consume: dict[str, Any]) -> None:
+    """The published peaks: seven slices on the first stage, where 1F1B holds four microbatches."""
+    config, number = LanguageModelConfig(**{**SIZES, "hidden": 32, "num_kv_heads": 1, "mlp_dim": 128}), 8
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(32, size=(number, 2, 257)).astype(np.int32)
+    batch = {"tokens": tokens[..., :-1], "targets": tokens[..., 1:], "weights": np.ones((number, 2, 256), np.float32)}
+
+    def held(name: str, slices: int) -> int:
+        """What microbatches take on the first stage; every stage is checked against its forecast."""
+        request = ScheduleRequest(num_stages=4, num_microbatches=number, slices=slices)
+        ordering = Ordering(schedule=build_schedule(name, request), **consume)
+        chunks = language_model(config).split(4, slices=SequenceSlices(slices))
+        with Pipeline(chunks, optimizer=OPTIMIZER, ordering=ordering) as pipeline:
+            state = pipeline.init(jax.random.key(0))
+            for _ in range(2):
+                state, metrics = pipeline.step(state, batch)
+            peaks = metrics.result().peak_memory_bytes
+            for peak, forecast in zip(peaks, pipeline.forecast, strict=True):
+                assert peak <= forecast.peak <= 1.1 * peak
+            return peaks[0] - pipeline.forecast[0].fixed - pipeline.forecast[0].temporaries
+
+    of_keys = 2 * 2 * 256 * config.size_per_head * 4  # two rows of a microbatch, in float32
+    assert held("seq1f1b", 4) <= 7 / 16 * held("1f1b", 1) + 2 * of_keys

@@ -452,6 +452,10 @@ def paths(graph: PipelineGraph, chunks: Sequence[int]) -> tuple[tuple[int, ...],
     by_last: dict[int, tuple[int, ...]] = {}
     for place, chunk in enumerate(chunks):
         at, before = chunk, tuple[int, ...]()
+        # The backward of a pass comes before those of the passes that it reads.
+        if read := [p for p in graph.gradient_predecessors(chunk) if graph.are_passes(p, chunk)]:
+            by_last[chunk] = (*(() if graph.ops or chunk in graph.split else by_last.pop(max(read))), place)
+            continue
         # Go back along chunks that have one source, to which they return a gradient, to the next one of this stage.
         while not graph.ops and chunk not in graph.split and len(sources := graph.required_predecessors(at)) == 1:
             if not sources == graph.predecessors(at) == graph.gradient_predecessors(at):
