@@ -14,7 +14,7 @@ import pytest
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.models.cuts import SequenceSlices
 from rrfp_jax.pipeline import Pipeline, PipelineState
-from rrfp_jax.schedules import Edge, Placement
+from rrfp_jax.schedules import Placement, chain, sliced_chain
 from rrfp_jax.training.loop import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
@@ -40,12 +40,6 @@ class Uneven(SequenceSlices):
         return (0, *(length // 2 + rest * part // (self.number - 1) for part in range(self.number)))
 
 
-def edges(num_chunks: int, n: int) -> list[Edge]:
-    stream = [Edge(c * n + q, (c + 1) * n + q, part="stream") for c in range(num_chunks - 1) for q in range(n)]
-    pairs = [(q, later) for q in range(n) for later in range(q + 1, n)]
-    return stream + [Edge(c * n + q, c * n + later, part="keys") for c in range(num_chunks) for q, later in pairs]
-
-
 def batches(*, packed: bool = False) -> list[dict[str, np.ndarray]]:
     kept = ("tokens", "targets", "weights", *(("positions", "segments") if packed else ()))
     return [{name: batch[name] for name in kept} for batch in packed_batches(NUM_STEPS)]
@@ -67,7 +61,7 @@ def make(model: str, slices: SequenceSlices, *, stages: int = 2, packed: bool = 
         chunks,
         optimizer=OPTIMIZER,
         placement=placement,
-        edges=edges(num_chunks, slices.number) if slices.number > 1 else None,
+        edges=sliced_chain(chain(num_chunks, 1), slices.number).edges,
         **options,
     )
 

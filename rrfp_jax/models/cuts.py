@@ -307,8 +307,8 @@ class SequenceSlices:
     number: int
     """How many there are."""
     pair_cost: float = 0.0
-    """What attention does for a pair of tokens, in parts of what layers do for a token beside it; 0: slices have equal
-    lengths. Otherwise they take equally long."""
+    """The work of attention for a pair of tokens, in parts of all other work for a token, for slices that take equally
+    long. 0: they have equal lengths."""
     multiple: int = 1
     """All lengths but the last are multiples of this: the tile of kernels."""
 

@@ -31,6 +31,7 @@ from rrfp_jax.models.loss import answer_counts, normaliser_loss, token_loss
 from rrfp_jax.programs.chunk import Chunk, Partition, part_name
 from rrfp_jax.programs.remat import one_layer
 from rrfp_jax.programs.shapes import LOSS
+from rrfp_jax.schedules import KEYS, STREAM
 
 EMBEDDING = "embedding"
 """Name of the token embedding; with tied embeddings also of the copy in the head's chunk."""
@@ -38,8 +39,6 @@ FINAL_NORM = "final_norm"
 """Name of the RMSNorm before the head; it is always in the head's chunk."""
 HEAD = "head"
 """Name of the output matrix; absent with tied embeddings."""
-STREAM, KEYS = "stream", "keys"
-"""Parts of what a slice of a sequence gives: the stream for the next chunk, and keys and values for later slices."""
 ROUTER_LOSS = "router_loss"
 """Named sum of the loss that routers of experts add."""
 Z_LOSS = "z_loss"
@@ -60,7 +59,7 @@ class Merge(NamedTuple):
     """A layer of this chunk that the features pass first."""
 
 
-class Slice(NamedTuple):
+class SequenceSlice(NamedTuple):
     """One slice of every sequence."""
 
     slices: SequenceSlices
@@ -161,7 +160,7 @@ class LanguageModel:
         if slices is None or slices.number == 1:
             return [decoder_chunk(self.config, plan, **options) for plan in plans]
         _check_sliceable(self.config, **options)
-        parts = [Slice(slices, number) for number in range(slices.number)]
+        parts = [SequenceSlice(slices, number) for number in range(slices.number)]
         return [decoder_chunk(self.config, plan, packed=packed, part=part) for plan in plans for part in parts]
 
 
@@ -205,7 +204,7 @@ def decoder_chunk(
     gives_logits: bool = False,
     context: ContextCut | None = None,
     counts_answers: bool = False,
-    part: Slice | None = None,
+    part: SequenceSlice | None = None,
 ) -> Chunk:
     """Returns one chunk of a decoder whose layers have names that begin with ``prefix``, or what runs one slice through
     it.
@@ -252,7 +251,7 @@ def decoder_chunk(
         order=order,
         part=part,
     )
-    title = plan.title if part is None else f"{plan.title}; slice {part.number + 1} of {part.slices.number}"
+    title = plan.title if part is None else f"{plan.title} (slice {part.number + 1} of {part.slices.number})"
     if part is not None:  # the slices of a chunk are passes of its layers
         shared = {layer.name for layer in layers}
     return chunk_of(
@@ -283,7 +282,7 @@ def _run(
     merges: tuple[tuple[str, str | None], ...],
     context: ContextCut | None,
     order: SequenceOrder | None,
-    part: Slice | None,
+    part: SequenceSlice | None,
     count_answers: _CountAnswers | None = None,
 ) -> Any:
     """Computes a chunk of a decoder. ``num_sparse`` is the number of layers of the model that add to the router loss;
@@ -338,7 +337,7 @@ def _run(
 
 
 def _inputs_of_slice(
-    inputs: Any, part: Slice, *, embeds: bool, num_attending: int
+    inputs: Any, part: SequenceSlice, *, embeds: bool, num_attending: int
 ) -> tuple[Any, list[tuple[KVCache, ...]]]:
     """Returns the stream, if one comes, and for each layer with attention the keys and values of earlier slices."""
     is_one = (not embeds) + part.number == 1  # a single input does not come in a tuple

@@ -140,8 +140,8 @@ def _configured_choice(config: TrainConfig, book: CostBook) -> PlanChoice:
             chunks_per_stage=layout.chunks_per_stage,
             placement=placement,
         )
-    if order.graph.shared:
-        raise ValueError("--as-configured knows schedules of one direction: take another schedule")
+    if order.graph.shared or order.graph.passes:
+        raise ValueError("--as-configured knows schedules of one direction and whole sequences: take another schedule")
     shape = PlanShape(
         num_stages=layout.num_stages,
         num_microbatches=share,
@@ -252,8 +252,11 @@ def resolve_auto_cut(config: TrainConfig, *, fresh: bool = False) -> ResolvedCut
     )
     if len(pipeline.remats) > 1:
         raise ValueError("layout auto finds a cut for one remat on all stages: give one, or the layout")
-    if order.graph.shared:
-        raise ValueError("layout auto is for models that run in one direction: give the layout, or another schedule")
+    if order.graph.shared or order.graph.passes:
+        raise ValueError(
+            "layout auto is for models that run in one direction, in whole sequences: give the layout, or another "
+            "schedule"
+        )
     book = _book(config)
     costs = _costs_of(config, book, pipeline.remats[0])
     number, split = order.graph.num_microbatches, bool(order.graph.split)
