@@ -26,11 +26,12 @@ from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk, whole_layers
 from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.programs.shapes import model_params
-from rrfp_jax.schedules import linear, looped
+from rrfp_jax.schedules import Placement, linear, looped
 from rrfp_jax.training.loop import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.test_pipeline_context import make_batches as packed_batches
+from tests.test_pipeline_slices import Uneven, edges
 
 SIZES = {"vocab_size": 32, "hidden": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 32}
 DENSE = LanguageModelConfig(**SIZES, init_std=0.1)
@@ -43,7 +44,7 @@ MODELS = {
     "experts": replace(DENSE, experts=EXPERTS),
     "experts after a dense layer": replace(DENSE, experts=replace(EXPERTS, dense_layers=(1,))),
 }
-CUT = (0.5, 1, 0.5, 1)
+CUT = (0.5, 0.5, 1.5, 0.5)
 NUM_STEPS = 3
 OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01, eps=1e-6)
 Ways = dict[str, Any]
@@ -67,7 +68,11 @@ def plain(model: str, *, packed: bool = False) -> Any:
 def check(model: str, *, packed: bool = False, context: int = 1, cut: tuple[float, ...] = CUT, **way: Any) -> None:
     cut_over = ContextCut(devices=context) if context > 1 else None
     chunks = language_model(MODELS[model]).split(layers_per_chunk=cut, packed=packed, context=cut_over)
-    options = {"placement": linear(len(cut)), "clip_norm": 1.0, "progress_deadline_s": 120} | way
+    check_training(chunks, model, packed=packed, **{"placement": linear(len(cut)), **way})
+
+
+def check_training(chunks: list[Chunk], model: str, *, packed: bool = False, **way: Any) -> None:
+    options = {"clip_norm": 1.0, "progress_deadline_s": 120} | way
     with make_pipeline(chunks, optimizer=OPTIMIZER, **options) as pipeline:
         state, results = pipeline.init(jax.random.key(1)), []
         for batch in batches(packed=packed):
@@ -118,6 +123,13 @@ def test_every_way_to_run_trains_what_the_plain_loop_does(way: Ways, model: str,
         request = ScheduleRequest(num_stages=4, num_microbatches=4)
         way = {**way, "schedule": build_schedule(way["schedule"], request), "hint": "schedule"}
     check(model, packed=packed, **way)
+
+
+def test_slices_of_sequences_pass_chunks_that_end_inside_layers() -> None:
+    """One of them has no attention, and so no keys for later slices."""
+    chunks = language_model(DENSE).split(layers_per_chunk=CUT, slices=Uneven(2))
+    placement = Placement(tuple(number // 2 % 2 for number in range(len(chunks))))
+    check_training(chunks, "dense", placement=placement, edges=edges(len(CUT), 2), hint="bfw")
 
 
 # -- initial values ----------------------------------------------------------------------------------------------------
@@ -193,14 +205,12 @@ def test_masks_and_frozen_layers_go_by_the_names_of_whole_layers() -> None:
         jax.tree.map(np.testing.assert_array_equal, params["layers.2"], first["layers.2"])
         results.append((losses, params))
     assert_same_training(*results[1], *results[0])
-    assert {name for chunk in chunks for name in chunk.frozen} == {"layers.2", "head"}
+    assert {name for chunk in chunks for name in chunk.frozen} == {"layers.2:attention", "layers.2:mlp", "head"}
     with pytest.raises(ValueError, match=r"no layer matches 'layers\.0:mlp'.*nearest is 'layers\.0'"):
         freeze(chunks, ["layers.0:mlp"])
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-SAVED_CUTS: dict[str, tuple[float, ...]] = {"halves": CUT, "whole": (1, 2), "other halves": (1.5, 0.5, 1)}
 
 
 def pipeline_of(cut: tuple[float, ...], **options: Any) -> Pipeline:

@@ -21,7 +21,8 @@
     }
 
 Keys are the fields of the records in :mod:`rrfp_jax.costs`; a field with a default may be left out. A
-run of layers of one type is its name and their number. The section ``machine`` may stand in a file alone.
+run of layers of one type is its name and their number. Where types ``layer:attention`` and ``layer:mlp`` stand beside
+``layer``, plans may cut inside such layers. The section ``machine`` may stand in a file alone.
 """
 
 import json
