@@ -26,12 +26,12 @@ from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.chunk import Chunk, whole_layers
 from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.programs.shapes import model_params
-from rrfp_jax.schedules import Placement, linear, looped
+from rrfp_jax.schedules import Placement, chain, linear, looped, sliced_chain
 from rrfp_jax.training.loop import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.test_pipeline_context import make_batches as packed_batches
-from tests.test_pipeline_slices import Uneven, edges
+from tests.test_pipeline_slices import Uneven
 
 SIZES = {"vocab_size": 32, "hidden": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 32}
 DENSE = LanguageModelConfig(**SIZES, init_std=0.1)
@@ -129,7 +129,8 @@ def test_slices_of_sequences_pass_chunks_that_end_inside_layers() -> None:
     """One of them has no attention, and so no keys for later slices."""
     chunks = language_model(DENSE).split(layers_per_chunk=CUT, slices=Uneven(2))
     placement = Placement(tuple(number // 2 % 2 for number in range(len(chunks))))
-    check_training(chunks, "dense", placement=placement, edges=edges(len(CUT), 2), hint="bfw")
+    edges = sliced_chain(chain(len(CUT), 1), 2).edges
+    check_training(chunks, "dense", placement=placement, edges=edges, hint="bfw")
 
 
 # -- initial values ----------------------------------------------------------------------------------------------------
