@@ -446,6 +446,11 @@ class Pipeline:
         """Raises ValueError where :meth:`verify` cannot be called: results need not have the same bits on all units."""
         if self._only_evaluates:
             raise ValueError("the pipeline was made to evaluate alone, with trains=False: it has nothing to verify")
+        if self._graph.passes and not self.updates.deterministic:
+            raise ValueError(
+                "passes of one chunk, such as slices of a sequence, add up their gradients in any order, so that bits "
+                "may differ: leave verifications out, run whole sequences, or make the run deterministic"
+            )
         # On CPU, programs of the same thread pool give the same bits; elsewhere the first verification tells.
         require_determinism([device for device in jax.local_devices() if device.platform != "cpu"])
 

@@ -150,6 +150,13 @@ def test_checkpoints_fit_other_numbers_of_slices_and_none(tmp_path: Path) -> Non
             np.testing.assert_allclose(metrics.result().loss, next_loss, rtol=1e-6)
 
 
+def test_bits_that_may_differ_are_not_verified() -> None:
+    with make("dense", SequenceSlices(2)) as pipeline, pytest.raises(ValueError, match="add up their gradients in any"):
+        pipeline.check_verifies()
+    with make("dense", SequenceSlices(2), deterministic=True) as pipeline:
+        pipeline.check_verifies()
+
+
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
