@@ -145,10 +145,11 @@ def one_f_one_b(s: Stage) -> TaskOrder:
     """Stage s runs p-1-s warm-up forwards; it holds at most p-s microbatches.
 
     With a split backward each W follows its I at once: the same memory, without the weight gradients in fill and drain.
-    There is no better order: a stage whose memory is full must run a W before the next F, and in the drain the next
-    gradient comes no sooner than the W has ended. Where the table ranks ready tasks and a stage may hold more, the
-    times of the run itself show where it would idle: then W rank behind F and I. A stage that may hold no more keeps
-    each W in its place: only a W frees memory for the next F, so that one I before it holds up every stage behind.
+    With hops of c a step takes m(F+I+W) + (p-1)(F+I+2c) while 2c <= W. There is no better order: a stage whose memory
+    is full must run a W before the next F, and in the drain the next gradient comes no sooner than the W has ended.
+    Where the table ranks ready tasks and a stage may hold more, the times of the run itself show where it would idle:
+    then W rank behind F and I. A stage that may hold no more keeps each W in its place: only a W frees memory for the
+    next F, so that one I before it holds up every stage behind.
     """
     return rounds(B.every(2).behind(s.hops).behind(1), F.every(2).ahead(s.hops))
 

@@ -4,9 +4,10 @@ from itertools import accumulate
 from random import Random
 
 from rrfp_jax.core import ForesightRules, schedule_hint
-from rrfp_jax.schedules import PipelineGraph, Placement, Task, TaskKind
+from rrfp_jax.schedules import PipelineGraph, Placement, Task
 from tests.model_checker import Setting
 from tests.model_checker.catalogue import PIPELINE_ONLY
+from tests.model_checker.operations import Operations
 
 Rows = tuple[tuple[Task, ...], ...]
 
@@ -38,10 +39,9 @@ def _dependencies(graph, task, *, ordered):
 
 
 def peak(graph: PipelineGraph, row: tuple[Task, ...]) -> int:
-    """The most activations that a row holds."""
-    trained = [task for task in row if graph.has_backward(task.chunk)]
-    takes = ((t.kind is TaskKind.F) - (t.kind is graph.accumulating_kind(t.chunk)) for t in trained)
-    return max(accumulate(takes), default=0)
+    """The most units of memory that a row holds."""
+    effects = map(Operations(graph).effect, row)
+    return max(accumulate(change for takes, frees in effects for change in (takes, -frees)), default=0)
 
 
 def guided(graph, placement, rows, *, extra=0, footprint=True, foresight=True, window=2, weights_last=False, **more):
@@ -52,7 +52,7 @@ def guided(graph, placement, rows, *, extra=0, footprint=True, foresight=True, w
         windows=(window,) * placement.num_stages,
         policies=tuple(schedule_hint(row, weights_last=weights_last) for row in rows),
         rules=more.pop("rules", PIPELINE_ONLY),
-        footprints=tuple(peak(graph, row) + extra for row in rows) if footprint else (),
+        footprints=tuple(peak(graph, row) + extra * Operations(graph).unit for row in rows) if footprint else (),
         foresight=ForesightRules() if foresight else None,
         **more,
     )

@@ -21,6 +21,7 @@ from rrfp_jax.schedules import (
     chain,
     linear,
     looped,
+    schedule_entry,
     schedule_names,
     v_shaped,
     with_operations,
@@ -42,10 +43,10 @@ def slow(*values):
 
 
 def tables(size, ops, names=None):
-    """The graph, placement and rows of registered schedules of this size, with operations."""
+    """The graph, placement and rows of registered schedules of whole sequences of this size, with operations."""
     num_stages, per_stage, num_microbatches = size
     request = ScheduleRequest(num_stages=num_stages, num_microbatches=num_microbatches, chunks_per_stage=per_stage)
-    for name in names or schedule_names():
+    for name in names or [name for name in schedule_names() if not schedule_entry(name).shape.is_sliced]:
         try:
             table = with_operations(build_schedule(name, request), ops)
         except ValueError:

@@ -86,6 +86,19 @@ def test_known_makespans(simulated, flags, expected_ms):
     assert simulated(*SMALL, *flags)["makespan_ms_mean"] == expected_ms
 
 
+def test_slices_share_the_time_of_their_chunk(simulated, tmp_path):
+    """And a hint, a schedule of any graph or a table in a file runs them too."""
+    sizes, table = ("--num-stages", 4, "--num-microbatches", 8, "--slices", 5), tmp_path / "table.csv"
+    assert main(["--schedule", "seq1f1b", "--show", "--csv", str(table), *map(str, sizes)]) == 0
+    for order in (
+        *(("--schedule", name, "--consume", "strict") for name in ("seq1f1b", "gpipe", table)),
+        ("--window", 4),
+    ):
+        result = simulated(*sizes, *order)
+        assert result["makespan_ms_mean"] == result["lower_bound_ms"] == 8 * 30 + 3 * 30 / 5
+    assert simulated(*sizes, "--schedule", "seq1f1b")["peak_memory"] == [1.6, 1.4, 1.2, 1.0]
+
+
 def test_the_seed_decides_and_orders_meet_the_same_noise(simulated):
     noisy = (*SMALL, "--jitter", "lognormal:0.5", "--steps", 3)
     first, again = simulated(*noisy, "--seed", 1), simulated(*noisy, "--seed", 1)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
+from math import lcm
 
 from rrfp_jax.schedules import COMPUTE, Op, Per, PipelineGraph, Task, TaskKind
 
@@ -20,7 +21,8 @@ class Operations:
     def __init__(self, graph: PipelineGraph) -> None:
         self.graph, self.bare = graph, replace(graph, ops=()) if graph.ops else graph
         self.by_kind = {TaskKind(op.letter): op for op in graph.ops}
-        self.unit = graph.operations.unit if graph.ops else 1
+        self._weights = [Fraction(w).limit_denominator(1000) for w in graph.weights or (1,) * graph.num_chunks]
+        self.unit = lcm(*(w.denominator for w in self._weights)) * (graph.operations.unit if graph.ops else 1)
         """How many units one activation is, in which footprints are given."""
         self._pairs: dict[tuple[int, int], list[Task]] = {}
         self._effects: dict[Task, tuple[int, int]] = {}
@@ -112,14 +114,15 @@ class Operations:
         if m < 0 or not self.graph.has_backward(chunk):
             return 0, 0
         if kind in self.by_kind:
-            return self._units(self._op(task).holds), self._units(self._op(task).frees)
+            return self._units(self._op(task).holds, chunk), self._units(self._op(task).frees, chunk)
         if kind is TaskKind.F:
-            later = sum(self._units(op.holds) - self._units(op.frees) for op in map(self._op, self._at(chunk, m)))
-            return self.unit - later, 0
-        return 0, self.unit if kind is self.graph.accumulating_kind(chunk) else 0
+            ops = list(map(self._op, self._at(chunk, m)))
+            later = sum(self._units(op.holds, chunk) - self._units(op.frees, chunk) for op in ops)
+            return self._units(1, chunk) - later, 0
+        return 0, self._units(1, chunk) if kind is self.graph.accumulating_kind(chunk) else 0
 
-    def _units(self, part: float) -> int:
-        return int(Fraction(part).limit_denominator(1000) * self.unit)
+    def _units(self, part: float, chunk: int) -> int:
+        return int(Fraction(part).limit_denominator(1000) * self._weights[chunk] * self.unit)
 
     def canonical_row(self, chunks: Sequence[int], sequence: Sequence[int] = ()) -> list[Task]:
         """Microbatch by microbatch, forth through a stage's chunks and back: the order in which memory is reserved
