@@ -3,6 +3,7 @@ with whole sequences."""
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,8 +13,9 @@ import pytest
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.models.cuts import SequenceSlices
-from rrfp_jax.pipeline import Pipeline
-from rrfp_jax.schedules import Edge, Placement
+from rrfp_jax.pipeline import Pipeline, PipelineState
+from rrfp_jax.schedules import Placement, chain, sliced_chain
+from rrfp_jax.training.loop import RunSaver
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.test_pipeline_context import make_batches as packed_batches
@@ -38,12 +40,6 @@ class Uneven(SequenceSlices):
         return (0, *(length // 2 + rest * part // (self.number - 1) for part in range(self.number)))
 
 
-def edges(num_chunks: int, n: int) -> list[Edge]:
-    stream = [Edge(c * n + q, (c + 1) * n + q, part="stream") for c in range(num_chunks - 1) for q in range(n)]
-    pairs = [(q, later) for q in range(n) for later in range(q + 1, n)]
-    return stream + [Edge(c * n + q, c * n + later, part="keys") for c in range(num_chunks) for q, later in pairs]
-
-
 def batches(*, packed: bool = False) -> list[dict[str, np.ndarray]]:
     kept = ("tokens", "targets", "weights", *(("positions", "segments") if packed else ()))
     return [{name: batch[name] for name in kept} for batch in packed_batches(NUM_STEPS)]
@@ -65,7 +61,7 @@ def make(model: str, slices: SequenceSlices, *, stages: int = 2, packed: bool = 
         chunks,
         optimizer=OPTIMIZER,
         placement=placement,
-        edges=edges(num_chunks, slices.number) if slices.number > 1 else None,
+        edges=sliced_chain(chain(num_chunks, 1), slices.number).edges,
         **options,
     )
 
@@ -119,6 +115,38 @@ def test_a_stage_holds_the_state_of_one_slice() -> None:
             return [sum(leaf.nbytes for leaf in jax.tree.leaves(vars(state))) for _, state in states]
 
     assert held(3) == held(1)
+
+
+def test_checkpoints_fit_other_numbers_of_slices_and_none(tmp_path: Path) -> None:
+    def pipeline_of(slices: int) -> Pipeline:
+        return make("tied", SequenceSlices(slices))
+
+    def state_of(pipeline: Pipeline, state: PipelineState) -> Any:
+        layers = {name: layer for _, held in pipeline.chunk_states(state) for name, layer in held.params.items()}
+        return jax.tree.map(np.array, layers)
+
+    def save(pipeline: Pipeline, state: PipelineState, number: int) -> None:
+        saver = RunSaver(tmp_path / str(number), pipeline, every=1, minutes=None, keep=1)
+        saver.save(state, {})
+        saver.checkpoints.close()
+
+    with pipeline_of(3) as pipeline:
+        state, metrics = pipeline.step(pipeline.init(jax.random.key(1)), batches()[0])
+        metrics.result()
+        save(pipeline, state, 0)
+        expected, (_, metrics) = state_of(pipeline, state), pipeline.step(state, batches()[1])
+        next_loss = metrics.result().loss
+    for number, slices in enumerate((1, 2)):
+        with pipeline_of(slices) as pipeline:
+            saver = RunSaver(tmp_path / str(number), pipeline, every=1, minutes=None, keep=1)
+            found = saver.checkpoints.newest()
+            assert found is not None
+            state = saver.restore(found)
+            jax.tree.map(np.testing.assert_array_equal, state_of(pipeline, state), expected)
+            saver.checkpoints.close()
+            save(pipeline, state, number + 1)
+            _, metrics = pipeline.step(state, batches()[1])
+            np.testing.assert_allclose(metrics.result().loss, next_loss, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

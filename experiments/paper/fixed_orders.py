@@ -2,7 +2,7 @@
 
 Candidates are all named tables, and the orders that bf and bfw come to in that memory where nothing varies. Each is
 consumed strictly on several draws; the one whose mean step is the shortest is the best. Left out are tables that keep
-two copies of the parameters, which no count of activations shows.
+two copies of the parameters, which no count of activations shows, and those of slices of sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +122,7 @@ class _Candidates:
     @cached_property
     def _named(self) -> dict[str, ScheduleTable]:
         methods = {name: Method({"schedule": name, "consume": STRICT}) for name in schedule_names()}
-        return {name: table for name, table in self._built(methods) if not _has_copies(table)}
+        return {name: table for name, table in self._built(methods) if not (_has_copies(table) or table.graph.passes)}
 
     def _built(self, methods: dict[str, Method]) -> Iterator[tuple[str, ScheduleTable]]:
         for name, method in methods.items():

@@ -116,12 +116,12 @@ def parts_of_step(owners: Mapping[str, Owner]) -> tuple[StepPart, ...]:
     parts = []
     for (ranks, apart), layers in groups.items():
         for number, own in enumerate([(rank,) for rank in ranks] if apart else [ranks]):
-            name = part_name(layers[0]) + (f"+{number}" if number else "")
+            name = part_file_name(layers[0]) + (f"+{number}" if number else "")
             parts.append(StepPart(name=name, layers=tuple(layers), ranks=own))
     return tuple(parts)
 
 
-def part_name(layer: str) -> str:
+def part_file_name(layer: str) -> str:
     """Returns the file name of a part whose first layer this is."""
     name = quote(layer, safe=" ")
     return name if name.strip(".") else name.replace(".", "%2E")  # "." and ".." are other folders
@@ -342,7 +342,7 @@ class LayerWriter:
 
         Raises the errors of reading the arrays, and OSError.
         """
-        part = StepPart(name=part_name(layer), layers=(layer,), ranks=(0,))
+        part = StepPart(name=part_file_name(layer), layers=(layer,), ranks=(0,))
         folder = self._directory / self._data
         held = {}
         for path, array in arrays.items():

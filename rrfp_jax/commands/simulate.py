@@ -150,6 +150,7 @@ class _Candidate:
             num_stages=arguments.num_stages,
             num_microbatches=arguments.num_microbatches,
             chunks_per_stage=arguments.chunks_per_stage,
+            slices=arguments.slices,
             durations_ms=durations.profile_ms(),
             comm_ms=scenario.machine.links.latency_ms,
             placement=scenario.model and scenario.model.placement,
@@ -323,6 +324,13 @@ def make_parser(work: WorkOptions | None = None) -> CommandParser:
         metavar="V",
         help="chunks on every stage (default: the schedule's own number, else 1)",
     )
+    add(
+        "--slices",
+        type=int,
+        metavar="N",
+        help="slices of a sequence, which run through each chunk one after the other and share its time equally "
+        "(default: as many as stages for schedules of slices, else 1)",
+    )
     add_graph_arguments(parser)
     add_ordering_arguments(parser)
     add(
@@ -424,6 +432,7 @@ def _view(scenario: _Scenario, ordering: OrderingOptions) -> ScheduleView:
         num_microbatches=arguments.num_microbatches,
         chunks_per_stage=arguments.chunks_per_stage,
         group_size=ordering.group_size,
+        slices=arguments.slices,
         window=window,
         durations_ms=scenario.durations.profile_ms(),
         comm_ms=scenario.machine.links.latency_ms,

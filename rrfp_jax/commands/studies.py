@@ -73,7 +73,7 @@ _JITTER_FORMS = "lognormal:SIGMA, bimodal:PROBABILITY,FACTOR, paper:J0|J1|J2|J3,
 
 
 class ConstantDurations:
-    """The same three numbers, in milliseconds, for every chunk and microbatch.
+    """The same three numbers, in milliseconds, for every chunk and microbatch; slices of a chunk share them.
 
     Like the other sources of durations it has ``num_steps``; ``absent``, the pairs of chunk and microbatch that each
     step lacks (empty: none is lacking); and two methods, which are described here once.
@@ -88,7 +88,8 @@ class ConstantDurations:
     def for_graph(self, graph: PipelineGraph) -> Durations:
         """Returns the durations of this pipeline, [steps, chunks, microbatches, 3]; raises ValueError where they do not
         fit it."""
-        return constant(self.durations_ms, graph)
+        shares = np.array(graph.weights or 1.0).reshape(-1, 1, 1)
+        return constant(self.durations_ms, graph) * shares
 
     def profile_ms(self) -> Profile:
         """Returns the mean F, input gradient and weight gradient of one chunk, in milliseconds."""

@@ -3,9 +3,9 @@
 A cut as one line of text, in the manner of Megatron's pipeline layouts: ``Et*6|t*6|t*5L``.
 
 A letter stands for a layer, ``*N`` repeats it, and ``|`` stands between two chunks: E is the embedding, t a decoder's
-layer, L the head with the loss; of an encoder, P makes vectors of patches, v is a layer, p the projector. Other types
-get letters of their own (:func:`letters_of`). With ``short``, ``(t*6|)*5`` stands for so many equal chunks, each with
-the bar behind it.
+layer, L the head with the loss; of an encoder, P makes vectors of patches, v is a layer, p the projector; < is the
+attention of a layer and > its MLP. Other types get letters of their own (:func:`letters_of`). With ``short``,
+``(t*6|)*5`` stands for so many equal chunks, each with the bar behind it.
 """
 
 import string
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.costs.forecast import ChunkBytes
-from rrfp_jax.costs.layer_costs import LayerCosts, LinkCosts, ModelCosts
+from rrfp_jax.costs.layer_costs import HALVES, LayerCosts, LinkCosts, ModelCosts, is_half
 from rrfp_jax.schedules import PipelineGraph, Placement, chain
 from rrfp_jax.simulation import Costs, Links, Machine
 from rrfp_jax.simulation.costs import Durations
@@ -58,6 +58,13 @@ class CutModel:
     def bounds(self) -> list[tuple[int, int]]:
         """First layer and the one behind the last, of each chunk."""
         return list(pairwise(accumulate(self.counts, initial=0)))
+
+    @property
+    def layer_counts(self) -> tuple[float, ...]:
+        """Layers of each chunk, ends included; a part of a layer is a half."""
+        halves = [self.costs.layers[start:stop] for start, stop in self.bounds]
+        numbers = [len(layers) - sum(map(is_half, layers)) / 2 for layers in halves]
+        return tuple(number if number % 1 else int(number) for number in numbers)
 
     @cached_property
     def graph(self) -> PipelineGraph:
@@ -221,6 +228,7 @@ class CutModel:
         )
 
 
+_SIGNS = dict(zip(HALVES, "<>", strict=True))
 _KNOWN = {"embed": "E", "head": "L", "loss": "L", "patch": "P", "project": "p", "encod": "v", "vision": "v"}
 """Parts of a type's name, and its letter."""
 _WORTH_IT = 3
@@ -233,6 +241,7 @@ def letters_of(layers: Sequence[str]) -> dict[str, str]:
     names = list(dict.fromkeys(layers))
     known = {name: [letter for part, letter in _KNOWN.items() if part in name.lower()] for name in names}
     letters = {name: found[0] for name, found in known.items() if found}
+    letters |= {name: _SIGNS[name.rpartition(":")[2]] for name in names if is_half(name)}
     others = [name for name in names if name not in letters]
     for name in sorted(others, key=lambda name: ("decod" not in name.lower(), -layers.count(name))):
         wanted = ["t", *(letter for letter in name.lower() if letter in string.ascii_lowercase), *string.ascii_letters]

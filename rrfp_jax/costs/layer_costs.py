@@ -6,8 +6,9 @@ types of their own, of which there is one each. Whatever the source (measured, f
 from a device's record), planning sees this form alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -237,6 +238,19 @@ class Noise:
 
 
 NONE = "none"
+HALVES = "attention", "mlp"
+"""The parts of a decoder layer, between which a chunk may end; costs of a type that has any know those of its parts
+too, by :func:`halves_of`."""
+
+
+def halves_of(name: str) -> tuple[str, ...]:
+    """Returns the names of the types of a layer's parts."""
+    return tuple(f"{name}:{half}" for half in HALVES)
+
+
+def is_half(name: str) -> bool:
+    """Returns whether a type is of a part of a layer."""
+    return name.endswith(tuple(f":{half}" for half in HALVES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +325,17 @@ class ModelCosts:
             return here.links[target]
         own, other = replicas
         return here.pairs[target][own][other]
+
+    def in_halves(self, cut: Collection[int] | None = None) -> "ModelCosts":
+        """Returns the costs with layers taken apart as far as their halves are known: those of these numbers, or
+        all."""
+        units = [
+            halves_of(name) if (cut is None or at in cut) and self.types.keys() >= {*halves_of(name)} else (name,)
+            for at, name in enumerate(self.layers)
+        ]
+        behind = list(accumulate(map(len, units)))
+        layers = tuple(name for names in units for name in names)
+        return replace(self, layers=layers, ends=frozenset(behind[end] - 1 for end in self.ends))
 
     def without_messages(self) -> "ModelCosts":
         """Returns the costs if messages between stages took no time; sums of gradients stay as they are."""

@@ -158,28 +158,30 @@ def transformer_layer(
     compute_bytes: int,
     is_fused: bool,
     is_cast: bool,
+    num_branches: int = 2,
 ) -> LayerSizes:
-    """An attention layer with its MLP; ``length`` is how many tokens each one looks at, ``is_fused`` whether scores
-    stay inside a kernel, ``is_cast`` whether parameters are cast before they are used."""
-    w, c = widths, compute_bytes
+    """An attention layer with its MLP, or one of the two branches that add to the stream, where the widths of the other
+    are 0; ``length`` is how many tokens each one looks at, ``is_fused`` whether scores stay inside a kernel,
+    ``is_cast`` whether parameters are cast before they are used."""
+    w, c, added = widths, compute_bytes, num_branches * widths.hidden
     stream = w.hidden * c
     # The widths of the inputs and results of all products with parameters.
-    products = 4 * w.hidden + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp
+    products = 2 * added + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp
     scores = w.num_heads * length
-    norms = 2 * w.hidden + w.normed_heads
+    norms = added + w.normed_heads
     none: float = norms * c
-    none += (2 * w.hidden + 2 * w.query + 2 * w.key + w.mlp_kept * w.mlp) * c
+    none += (added + 2 * w.query + 2 * w.key + w.mlp_kept * w.mlp) * c
     none += w.num_heads * _FLOAT32 if is_fused else scores * (_FLOAT32 + c) + 2 * w.num_heads * _FLOAT32
-    dots: float = (2 * w.query + 2 * w.key + 2 * w.hidden + (1 + w.is_gated) * w.mlp) * c
+    dots: float = (2 * w.query + 2 * w.key + added + (1 + w.is_gated) * w.mlp) * c
     dots += (w.num_heads if is_fused else scores) * _FLOAT32
     stash = {"none": none, "dots": dots, "full": stream}[remat]
     owed = products * c * num_tokens + norms * c
-    elementwise = (10 * w.hidden + 2 * w.query + 2 * w.key + 3 * w.mlp) * c
+    elementwise = (5 * added + 2 * w.query + 2 * w.key + 3 * w.mlp) * c
     attention = (2 * w.query + 2 * w.key) * c + (0 if is_fused else 4 * scores * _FLOAT32)
     forward = num_tokens * (products * c + elementwise + attention) + num_params * c
     again_of_scores = 0 if is_fused else attention
     again = {"none": 0.0, "dots": num_tokens * (elementwise + again_of_scores), "full": forward}[remat]
-    working = 3 * (w.hidden + w.mlp) * c + (0 if is_fused else 2 * scores * _FLOAT32)
+    working = 3 * (w.hidden + (w.mlp or w.query)) * c + (0 if is_fused else 2 * scores * _FLOAT32)
     made, gradients, lasting = num_tokens * (none - stash), num_params * _FLOAT32, num_tokens * w.biased * c
     return LayerSizes(
         flops=flops,

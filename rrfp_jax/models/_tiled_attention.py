@@ -245,11 +245,11 @@ def tiled_attention(
     if segments is None and not is_causal and more_keys > num_keys:
         segments = jnp.zeros((len(key), num_keys), jnp.int32)
     # positions at the end that no other attends to
-    query, (key, value) = _padded(query, longer), (_padded(part, more_keys) for part in (key, value))
+    query, (key, value) = lengthened(query, longer), (lengthened(part, more_keys) for part in (key, value))
     ids = None
     if segments is not None:
         own = segments[:, num_keys - length :]
-        ids = _padded(own, longer, -1), _padded(segments, more_keys, -1)
+        ids = lengthened(own, longer, -1), lengthened(segments, more_keys, -1)
     plan = _Plan(is_causal, window, tile, key_tile, num_keys - length)
     return _tiled(query, key, value, ids, plan)[:, :length]
 
@@ -261,9 +261,10 @@ def _whole_tiles(length: int, largest: int) -> tuple[int, int]:
     return tile, count * tile
 
 
-def _padded(part: jax.Array, length: int, value: int = 0) -> jax.Array:
+def lengthened(part: jax.Array, length: int, value: int = 0) -> jax.Array:
+    """Returns rows ``[batch, positions, ...]`` with positions at the end, up to this length, that hold one number."""
     more = length - part.shape[1]
-    return part if not more else jnp.pad(part, ((0, 0), (0, more)) + ((0, 0),) * (part.ndim - 2), constant_values=value)
+    return jnp.pad(part, ((0, 0), (0, more)) + ((0, 0),) * (part.ndim - 2), constant_values=value) if more else part
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from rrfp_jax.layout import EXPERT, FSDP, TENSOR
-from rrfp_jax.models._tiled_attention import tiled_attention
+from rrfp_jax.models._tiled_attention import lengthened, tiled_attention
 from rrfp_jax.private.jax_names import fused_attention_stablehlo
 from rrfp_jax.programs.remat import KEPT_BY_DOTS
 from rrfp_jax.programs.target import Target, current_target
@@ -232,7 +232,8 @@ def _cudnn(
     length, size = query.shape[1], query.shape[-1]
     options: dict[str, Any] = {}
     if length % 2:  # cuDNN's backward wants an even length
-        query, key, value, segments = _lengthened(length + 1, query, key, value, segments)
+        query, key, value = (lengthened(part, length + 1) for part in (query, key, value))
+        segments = None if segments is None else lengthened(segments, length + 1, _NO_SEGMENT)
         if segments is None and not is_causal:
             # only lengths keep tokens from the added position, where no mask does
             options["key_value_seq_lengths"] = jnp.full(len(query), length, jnp.int32)
@@ -281,14 +282,6 @@ def _widened(part: jax.Array, width: int) -> jax.Array:
     return jnp.pad(part, ((0, 0),) * 3 + ((0, width - part.shape[-1]),))
 
 
-def _lengthened(length: int, query: jax.Array, key: jax.Array, value: jax.Array, segments: Any) -> Any:
-    """Returns rows with positions at the end that no other attends to, if attention is causal or has segments."""
-    more = length - query.shape[1]
-    longer = (jnp.pad(part, ((0, 0), (0, more), (0, 0), (0, 0))) for part in (query, key, value))
-    ids = None if segments is None else jnp.pad(segments, ((0, 0), (0, more)), constant_values=_NO_SEGMENT)
-    return *longer, ids
-
-
 @cache
 def _cudnn_refusal(target: Target, call: AttentionCall) -> str | None:
     """Returns why JAX refuses to give cuDNN this call, or None.
@@ -335,26 +328,27 @@ def _splash(
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     length, heads, size = query.shape[1:]
-    step = _LANES if length <= _LARGEST_BLOCK else _LARGEST_BLOCK // 2
-    padded = -(-length // step) * step  # kernels take whole blocks
-    if padded > length:
-        if segments is None and not is_causal:
-            segments = jnp.zeros(query.shape[:2], jnp.int32)
-        query, key, value, segments = _lengthened(padded, query, key, value, segments)
-    block = padded if padded <= _LARGEST_BLOCK else _LARGEST_BLOCK if padded % _LARGEST_BLOCK == 0 else step
-    half = block if block % (2 * _LANES) else block // 2
-    is_few = padded // block <= _FEW_BLOCKS
+    earlier = key.shape[1] - length
+    (padded, block_q), (padded_keys, block_kv) = _whole_blocks(length), _whole_blocks(key.shape[1])
+    ids = None if segments is None else (segments[:, earlier:], segments)
+    if padded > length and segments is None and not is_causal:
+        ids = (jnp.zeros(query.shape[:2], jnp.int32),) * 2
+    if ids is not None:
+        ids = lengthened(ids[0], padded, _NO_SEGMENT), lengthened(ids[1], padded_keys, _NO_SEGMENT)
+    query, (key, value) = lengthened(query, padded), (lengthened(part, padded_keys) for part in (key, value))
+    half = block_kv if block_kv % (2 * _LANES) else block_kv // 2
+    is_few = padded_keys // block_kv <= _FEW_BLOCKS
     sizes = splash.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=half,
-        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=half,
-        block_q_dq=None if is_few else block, block_kv_dq=None if is_few else block, use_fused_bwd_kernel=is_few,
+        block_q=block_q, block_kv=block_kv, block_kv_compute=half,
+        block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=half,
+        block_q_dq=None if is_few else block_q, block_kv_dq=None if is_few else block_kv, use_fused_bwd_kernel=is_few,
     )  # fmt: skip
-    shape = (padded, padded)
+    shape = (padded, padded_keys)
     mask: Any = splash.FullMask(shape)
     if is_causal and window is None:
-        mask = splash.CausalMask(shape)
+        mask = splash.CausalMask(shape, offset=earlier)
     elif is_causal:
-        mask = splash.LocalMask(shape, window_size=(window - 1, 0), offset=0)  # type: ignore[operator]
+        mask = splash.LocalMask(shape, window_size=(window - 1, 0), offset=earlier)  # type: ignore[operator]
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
         residual_checkpoint_name=KEPT_BY_DOTS, interpret=interpret,
@@ -362,14 +356,21 @@ def _splash(
     # the kernel takes heads before positions, and no factor for the scores
     scaled = (query * size**-0.5).astype(query.dtype)
     query, key, value = (part.swapaxes(1, 2) for part in (scaled, key, value))
-    ids = None if segments is None else splash.SegmentIds(segments, segments)
-    return jax.vmap(kernel)(query, key, value, ids).swapaxes(1, 2)[:, :length]
+    told = None if ids is None else splash.SegmentIds(*ids)
+    return jax.vmap(kernel)(query, key, value, told).swapaxes(1, 2)[:, :length]
+
+
+def _whole_blocks(length: int) -> tuple[int, int]:
+    """Returns the length of as many whole blocks, which kernels take, and the size of a block."""
+    step = _LANES if length <= _LARGEST_BLOCK else _LARGEST_BLOCK // 2
+    padded = -(-length // step) * step
+    return padded, padded if padded <= _LARGEST_BLOCK else _LARGEST_BLOCK if padded % _LARGEST_BLOCK == 0 else step
 
 
 def _takes_splash(target: Target | None, call: AttentionCall) -> bool:
-    if target is None or target.platform != "tpu" or call.dtype not in (jnp.bfloat16, jnp.float32) or call.earlier:
+    if target is None or target.platform != "tpu" or call.dtype not in (jnp.bfloat16, jnp.float32):
         return False
-    return _LANES <= call.length <= _LONGEST_SPLASH
+    return call.length >= _LANES and call.length + call.earlier <= _LONGEST_SPLASH
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------

@@ -26,11 +26,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
+from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
 
+from rrfp_jax.costs.layer_costs import HALVES
 from rrfp_jax.layout import EXPERT, TENSOR
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.vision_config import DECODER, ENCODER, OWN_CHUNK
@@ -51,7 +53,7 @@ class CutWords(NamedTuple):
     """Whether a layer may be cut between its attention and its MLP."""
 
 
-ATTENTION, MLP = "attention", "mlp"
+ATTENTION, MLP = HALVES
 """The two parts of a decoder layer: each with its norm, and added to the residual stream."""
 _DECODER_WORDS = CutWords()
 
@@ -268,14 +270,53 @@ def _balanced(length: int, devices: int) -> np.ndarray:
 # -- slices of a sequence ----------------------------------------------------------------------------------------------
 
 
+def slice_lengths(length: int, num_slices: int, *, attention_share: float = 0.0, multiple: int = 1) -> tuple[int, ...]:
+    """Returns the lengths of slices of a causal sequence that take equally long, all but the last one multiples.
+
+    ``attention_share`` is the part of a layer's time that attention takes in the whole sequence; with 0 the slices have
+    equal lengths. ``multiple`` is the tile of the attention's kernel, times the devices over which it is cut. Raises
+    ValueError for a slice shorter than that.
+    """
+    if num_slices < 1 or not 0 <= attention_share <= 1:
+        raise ValueError(
+            f"num_slices is {num_slices} and attention_share {attention_share}: give at least 1, and a part of 0 to 1"
+        )
+    lengths = _slice_lengths(length, num_slices, attention_share, multiple)
+    if num_slices > 1 and min(lengths) < multiple:
+        fewer = range(min(num_slices, length // multiple), 1, -1)
+        fit = (n for n in fewer if min(_slice_lengths(length, n, attention_share, multiple)) >= multiple)
+        raise ValueError(
+            f"{num_slices} slices of {length} tokens leave one with {min(lengths)}, and the kernels' tile has "
+            f"{multiple}: give at most {next(fit, 1)}, or longer sequences"
+        )
+    return lengths
+
+
+def _slice_lengths(length: int, num_slices: int, share: float, multiple: int) -> tuple[int, ...]:
+    parts = [q / num_slices for q in range(1, num_slices)]
+    # The root of (1 - a) x + a x² = part, written so that it is exact where attention takes no time.
+    roots = [2 * part / (1 - share + sqrt((1 - share) ** 2 + 4 * share * part)) for part in parts]
+    ends = [0, *(round(root * length / multiple) * multiple for root in roots), length]
+    return tuple(end - start for start, end in pairwise(ends))
+
+
 @dataclass(frozen=True)
 class SequenceSlices:
     """How every sequence is cut into slices, which pass the chunks one after the other."""
 
     number: int
+    """How many there are."""
+    pair_cost: float = 0.0
+    """The work of attention for a pair of tokens, in parts of all other work for a token, for slices that take equally
+    long. 0: they have equal lengths."""
+    multiple: int = 1
+    """All lengths but the last are multiples of this: the tile of kernels."""
 
     def bounds(self, length: int) -> tuple[int, ...]:
-        return tuple(length * part // self.number for part in range(self.number + 1))
+        """Returns the position at which each slice of a sequence begins, and the length behind."""
+        attention = self.pair_cost * length / 2  # a causal mask leaves half of the pairs
+        share = attention / (1 + attention)
+        return (0, *accumulate(slice_lengths(length, self.number, attention_share=share, multiple=self.multiple)))
 
 
 # -- matrices over devices ---------------------------------------------------------------------------------------------
@@ -309,7 +350,7 @@ _GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,4})")
 _CHUNK = re.compile(r"((?:[A-Za-z<>](?:\*\d{1,5})?)+)(?:@(\d{1,4}))?")
 _RUN = re.compile(r"([A-Za-z<>])(?:\*(\d+))?")
 _MOST_CHUNKS = 1 << 14
-_OF_ENCODER, _HALVES = "Pv", "<>"
+_OF_ENCODER, _SIGNS = "Pv", "<>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,7 +467,7 @@ def _decoder_layers(text: str, decoder: list[str]) -> tuple[float, ...]:
         layers = "".join(letter for letter in chunk if letter not in "EPLp")
         begins, ends = layers.startswith(">"), layers.endswith("<")
         whole = layers[begins : len(layers) - ends]
-        if begins != is_cut or set(whole) & set(_HALVES):
+        if begins != is_cut or set(whole) & set(_SIGNS):
             raise ValueError(
                 f"layout {text!r:.200} has a < or > without the other: end a chunk with <, the attention of a layer, "
                 "and begin the next with >, its MLP, as in Et*3<|>t*2L"
@@ -444,7 +485,7 @@ def _encoder_of(text: str, letters: list[str]) -> tuple[int, str]:
         if any("p" in chunk for chunk in letters):
             raise ValueError(f"layout {text!r} has a projector and no encoder: begin with P and layers v")
         return 0, ENCODER
-    if any(set(chunk) & set(_HALVES) for chunk in letters[:num_encoder]):
+    if any(set(chunk) & set(_SIGNS) for chunk in letters[:num_encoder]):
         raise ValueError(f"layout {text!r:.200} cuts a layer of the encoder: < and > are for those of the decoder")
     mixed = [chunk for chunk in letters[:num_encoder] if set(chunk) - set(_OF_ENCODER) - {"p"}]
     if mixed or not all(is_encoder[:num_encoder]) or not letters[0].startswith("P"):

@@ -30,6 +30,8 @@ from rrfp_jax.models.cuts import ATTENTION, MLP, ChunkContents, ContextCut, Sequ
 from rrfp_jax.models.loss import answer_counts, normaliser_loss, token_loss
 from rrfp_jax.programs.chunk import Chunk, Partition, part_name
 from rrfp_jax.programs.remat import one_layer
+from rrfp_jax.programs.shapes import LOSS
+from rrfp_jax.schedules import KEYS, STREAM
 
 EMBEDDING = "embedding"
 """Name of the token embedding; with tied embeddings also of the copy in the head's chunk."""
@@ -57,7 +59,7 @@ class Merge(NamedTuple):
     """A layer of this chunk that the features pass first."""
 
 
-class Slice(NamedTuple):
+class SequenceSlice(NamedTuple):
     """One slice of every sequence."""
 
     slices: SequenceSlices
@@ -158,7 +160,7 @@ class LanguageModel:
         if slices is None or slices.number == 1:
             return [decoder_chunk(self.config, plan, **options) for plan in plans]
         _check_sliceable(self.config, **options)
-        parts = [Slice(slices, number) for number in range(slices.number)]
+        parts = [SequenceSlice(slices, number) for number in range(slices.number)]
         return [decoder_chunk(self.config, plan, packed=packed, part=part) for plan in plans for part in parts]
 
 
@@ -202,7 +204,7 @@ def decoder_chunk(
     gives_logits: bool = False,
     context: ContextCut | None = None,
     counts_answers: bool = False,
-    part: Slice | None = None,
+    part: SequenceSlice | None = None,
 ) -> Chunk:
     """Returns one chunk of a decoder whose layers have names that begin with ``prefix``, or what runs one slice through
     it.
@@ -249,7 +251,7 @@ def decoder_chunk(
         order=order,
         part=part,
     )
-    title = plan.title if part is None else f"{plan.title}; slice {part.number + 1} of {part.slices.number}"
+    title = plan.title if part is None else f"{plan.title} (slice {part.number + 1} of {part.slices.number})"
     if part is not None:  # the slices of a chunk are passes of its layers
         shared = {layer.name for layer in layers}
     return chunk_of(
@@ -261,7 +263,7 @@ def decoder_chunk(
         leaf_orders={} if order is None else dict.fromkeys(leaves, order),
         optional_leaves=frozenset(indices),
         shared=frozenset(shared & {layer.name for layer in layers}),
-        gives_loss=part is not None and gives_loss and has_attention and not part.is_last,
+        gives_loss=part is not None and gives_loss and not part.is_last,
         partition=partial(decoder_partition, config) if cut_over_devices is None else cut_over_devices,
     )
 
@@ -280,7 +282,7 @@ def _run(
     merges: tuple[tuple[str, str | None], ...],
     context: ContextCut | None,
     order: SequenceOrder | None,
-    part: Slice | None,
+    part: SequenceSlice | None,
     count_answers: _CountAnswers | None = None,
 ) -> Any:
     """Computes a chunk of a decoder. ``num_sparse`` is the number of layers of the model that add to the router loss;
@@ -318,10 +320,10 @@ def _run(
             keys.append(own)
         if num_sparse and added is not None:
             router_loss = router_loss + added / num_sparse
-    handed_on = {"keys": tuple(keys)} if part is not None and attending and not part.is_last else {}
+    handed_on = {} if part is None or part.is_last else {KEYS: tuple(keys)}
     if not is_last:
         stream = (hidden, router_loss) if num_sparse else hidden
-        return stream if part is None else {"stream": stream, **handed_on}
+        return stream if part is None else {STREAM: stream, **handed_on}
     head = modules[HEAD] if HEAD in modules else modules[EMBEDDING]
     hidden = modules[FINAL_NORM](hidden)
     if gives_logits:
@@ -331,14 +333,14 @@ def _run(
         named[ROUTER_LOSS] = router_loss * weight
         loss_sum += named[ROUTER_LOSS]
     loss = (loss_sum, weight, named) if named else (loss_sum, weight)
-    return {"loss": loss, **handed_on} if handed_on else loss
+    return {LOSS: loss, **handed_on} if handed_on else loss
 
 
 def _inputs_of_slice(
-    inputs: Any, part: Slice, *, embeds: bool, num_attending: int
+    inputs: Any, part: SequenceSlice, *, embeds: bool, num_attending: int
 ) -> tuple[Any, list[tuple[KVCache, ...]]]:
     """Returns the stream, if one comes, and for each layer with attention the keys and values of earlier slices."""
-    is_one = (not embeds) + part.number * (num_attending > 0) == 1  # a single input does not come in a tuple
+    is_one = (not embeds) + part.number == 1  # a single input does not come in a tuple
     came = () if inputs is None else (inputs,) if is_one else inputs
     stream, *from_slices = (None, *came) if embeds else came
     return stream, list(zip(*from_slices, strict=True)) if from_slices else [()] * num_attending

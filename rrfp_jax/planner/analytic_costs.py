@@ -17,6 +17,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
 from rrfp_jax.costs import CostBook, CostEntry
 from rrfp_jax.costs.devices import Device, Efficiencies, Roofline
+from rrfp_jax.costs.layer_costs import halves_of
 from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD, LayerSizes, remat_rule
 from rrfp_jax.data import TRAIN, Part
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR, describe_axes, other_axes, spans, with_tensor
@@ -162,14 +163,16 @@ def model_layers(
         names.append(each.kind + ("" if does else " (frozen)" if has_backward else " (frozen, first)"))
         num_moments = config.optimizer.num_moments(is_matrix=each.kind not in _TABLES)
         is_in_turn = way.target.platform != "cpu" and each.kind != "embedding"
-        types[names[-1]] = LayerType(
-            sizes=each.sizes.in_turn(trains=does) if is_in_turn else each.sizes,
-            fixed_bytes=_fixed(each, num_moments if does else None, num_shares) + ahead * each.sizes.leaf_bytes,
-            num_moments=num_moments,
-            trains=does,
-            has_backward=has_backward,
-            mesh=encoder_mesh if each.is_encoder else mesh,
-        )
+        for name, sizes in zip((names[-1], *halves_of(names[-1])), (each.sizes, *each.halves), strict=False):
+            fixed = _fixed(sizes, FLOAT_BYTES[each.param_dtype], num_moments if does else None, num_shares)
+            types[name] = LayerType(
+                sizes=sizes.in_turn(trains=does) if is_in_turn else sizes,
+                fixed_bytes=fixed + ahead * sizes.leaf_bytes,
+                num_moments=num_moments,
+                trains=does,
+                has_backward=has_backward,
+                mesh=encoder_mesh if each.is_encoder else mesh,
+            )
     return ModelLayers(
         layers=tuple(names),
         types=types,
@@ -203,11 +206,11 @@ def _is_frozen(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     return all(any(matches(pattern, name) for pattern in patterns) for name in names)
 
 
-def _fixed(placed: Placed, num_moments: int | None, num_shares: int) -> int:
+def _fixed(sizes: LayerSizes, itemsize: int, num_moments: int | None, num_shares: int) -> int:
     """Returns the lasting bytes of a layer. Moments have the parameters' dtype, and a unit holds a share of them; None:
     the layer is frozen."""
-    itemsize, number = FLOAT_BYTES[placed.param_dtype], placed.sizes.num_held
-    held = number * itemsize + placed.sizes.derived_bytes
+    number = sizes.num_held
+    held = number * itemsize + sizes.derived_bytes
     if num_moments is None:
         return held
     return held + number * FLOAT32 - (-num_moments * number * itemsize // num_shares) + _COUNTS

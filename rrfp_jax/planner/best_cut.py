@@ -77,6 +77,35 @@ def best_cut(
     return problem.model(np.diff(bounds[0]).tolist())
 
 
+def cut_inside(cut: CutModel, memory: MemoryBudget | None = None) -> CutModel | None:
+    """Returns the best cut of the same layers, in the same place, that may end between attention and MLP.
+
+    Layers that it does not cut stay whole. None where it cuts none, or where none fits the memory.
+    """
+    halved = cut.costs.in_halves()
+    if halved.layers == cut.costs.layers or cut.own_costs:
+        return None
+    try:
+        found = best_cut(
+            halved, cut.placement, cut.num_microbatches, split=cut.split, memory=memory, replicas=cut.replicas
+        )
+    except ValueError:
+        return None
+    bounds, at = {stop for _, stop in found.bounds}, 0
+    starts, taken = list[int](), set[int]()  # of all units of the new cut, counted in halves
+    for layer, name in enumerate(cut.costs.layers):
+        is_whole = halved.layers[at] == name
+        starts.append(at)
+        if not is_whole and at + 1 in bounds:
+            starts.append(at + 1)
+            taken.add(layer)
+        at += 1 if is_whole else 2
+    if not taken:
+        return None
+    counts = tuple(sum(first <= start < stop for start in starts) for first, stop in found.bounds)
+    return replace(cut, costs=cut.costs.in_halves(taken), counts=counts)
+
+
 # -- one chunk per stage -----------------------------------------------------------------------------------------------
 
 

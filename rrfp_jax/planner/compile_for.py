@@ -240,7 +240,9 @@ def compiled_book(
     for setting in wanted:
         parts = compile_chunks(config, setting, processes[setting.tensor], progress=progress)
         (entry,) = (each for each in book.entries if each.setting == setting)
-        types, tells_memory = dict(entry.types), any(each.temporaries for each in parts)
+        # Nothing is compiled of halves, so that layers stay whole.
+        types = {name: each for name, each in entry.types.items() if name in book.layers}
+        tells_memory = any(each.temporaries for each in parts)
         for kind, held in fit_bytes(parts, recomputes=setting.remat != "none").items():
             name = type_of_kind(kind, types)
             # Temporaries stay as they were worked out where the backend tells none.

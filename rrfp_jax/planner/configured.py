@@ -140,8 +140,8 @@ def _configured_choice(config: TrainConfig, book: CostBook) -> PlanChoice:
             chunks_per_stage=layout.chunks_per_stage,
             placement=placement,
         )
-    if order.graph.shared:
-        raise ValueError("--as-configured knows schedules of one direction: take another schedule")
+    if order.graph.shared or order.graph.passes:
+        raise ValueError("--as-configured knows schedules of one direction and whole sequences: take another schedule")
     shape = PlanShape(
         num_stages=layout.num_stages,
         num_microbatches=share,
@@ -151,10 +151,15 @@ def _configured_choice(config: TrainConfig, book: CostBook) -> PlanChoice:
         microbatch_size=config.data.microbatch_size,
         remat=as_text(layout.remat),
     )
-    costs = {remat: _costs_of(config, book, remat) for remat in layout.remats}
+    counts, halved = _configured_counts(config, order.placement.num_chunks, num_encoder_chunks)
+    costs = {remat: _costs_of(config, book, remat).in_halves(halved) for remat in layout.remats}
+    if any(each.num_layers != sum(counts) for each in costs.values()) and halved:
+        raise ValueError(
+            "the layout has < and >, and these costs are of whole layers: leave them out, or take costs by --device"
+        )
     cut = CutModel(
         costs=costs[layout.remats[0]],
-        counts=_configured_counts(config, order.placement.num_chunks, num_encoder_chunks),
+        counts=counts,
         placement=order.placement,
         num_microbatches=share,
         split=bool(order.graph.split),
@@ -184,8 +189,11 @@ def _with_copy_times(one: PlanChoice) -> PlanChoice:
     return replace(one, ordering=replace(one.ordering, schedule=timed))
 
 
-def _configured_counts(config: TrainConfig, num_chunks: int, num_encoder_chunks: int) -> tuple[int, ...]:
-    """Returns the layers of each chunk, ends included."""
+def _configured_counts(
+    config: TrainConfig, num_chunks: int, num_encoder_chunks: int
+) -> tuple[tuple[int, ...], set[int]]:
+    """Returns the layers of each chunk, ends and parts of layers included, and the numbers of the layers that are cut,
+    counted with the ends."""
     cut, where = config.pipeline.cut, config.pipeline.projector_in
     of_encoder: list[int] = []
     if config.vision is not None:
@@ -203,7 +211,9 @@ def _configured_counts(config: TrainConfig, num_chunks: int, num_encoder_chunks:
         counts = tuple(balanced_counts(config.model.num_layers, num_chunks))
     plans = plan_cut(config.model.num_layers, num_chunks=None if counts else num_chunks, layers_per_chunk=counts)
     first, *others = (plan.embedding + len(plan.layers) + plan.head for plan in plans)
-    return (*of_encoder, first + (config.vision is not None and where == DECODER), *others)
+    before = 1 if config.vision is None else config.vision.num_layers_run + 3  # patches, projector, embedding
+    halved = {before + plan.layers[-1] for plan in plans if plan.ends_inside}
+    return (*of_encoder, first + (config.vision is not None and where == DECODER), *others), halved
 
 
 # -- layout: auto ------------------------------------------------------------------------------------------------------
@@ -242,8 +252,11 @@ def resolve_auto_cut(config: TrainConfig, *, fresh: bool = False) -> ResolvedCut
     )
     if len(pipeline.remats) > 1:
         raise ValueError("layout auto finds a cut for one remat on all stages: give one, or the layout")
-    if order.graph.shared:
-        raise ValueError("layout auto is for models that run in one direction: give the layout, or another schedule")
+    if order.graph.shared or order.graph.passes:
+        raise ValueError(
+            "layout auto is for models that run in one direction, in whole sequences: give the layout, or another "
+            "schedule"
+        )
     book = _book(config)
     costs = _costs_of(config, book, pipeline.remats[0])
     number, split = order.graph.num_microbatches, bool(order.graph.split)

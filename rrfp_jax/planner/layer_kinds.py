@@ -6,6 +6,8 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from rrfp_jax.costs.flops import Flops
+from rrfp_jax.costs.layer_costs import HALVES
 from rrfp_jax.costs.layer_sizes import (
     LayerSizes,
     Sent,
@@ -17,6 +19,7 @@ from rrfp_jax.costs.layer_sizes import (
 )
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP
 from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.cuts import ATTENTION, MLP
 from rrfp_jax.models.presets import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_config import VisionConfig, VisionLanguageConfig
 
@@ -71,6 +74,8 @@ class Placed(NamedTuple):
     sizes: LayerSizes
     param_dtype: str
     is_encoder: bool = False
+    halves: tuple[LayerSizes, ...] = ()
+    """Its attention and its MLP, where it may be cut between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +177,16 @@ def decoder_layer_sizes(
     remade = 0 if prefix or way.remat != "full" else stream
     embedding = replace(embedding, sums=(1, 0), sum_bytes=stream, returns_gradient=bool(prefix), remade_bytes=remade)
     yield Placed("embedding", (f"{prefix}embedding",), way.spread(embedding, parts), model.param_dtype)
-    kinds = {is_sparse: _decoder_layer(model, way, is_sparse, packed=packed) for is_sparse in (False, True)}
+    kinds = {
+        is_sparse: [_decoder_layer(model, way, is_sparse, part=part, packed=packed) for part in (None, *HALVES)]
+        for is_sparse in (False, True)
+    }
     is_mixed = 0 < model.num_sparse_layers < model.num_layers
     for number in range(model.num_layers):
         is_sparse = model.is_sparse(number)
         kind = "sparse" if is_sparse and is_mixed else "layer"
-        yield Placed(kind, (f"{prefix}layers.{number}",), kinds[is_sparse], model.param_dtype)
+        whole, *halves = kinds[is_sparse]
+        yield Placed(kind, (f"{prefix}layers.{number}",), whole, model.param_dtype, halves=tuple(halves))
     head = head_layer(
         model.hidden,
         words,
@@ -193,26 +202,42 @@ def decoder_layer_sizes(
     yield Placed("head", names, head, model.param_dtype)
 
 
-def _decoder_layer(model: LanguageModelConfig, way: StageRun, is_sparse: bool, *, packed: bool) -> LayerSizes:
-    """Returns the operations of a device's experts, which are more than those that tokens choose: see
+def _decoder_layer(
+    model: LanguageModelConfig, way: StageRun, is_sparse: bool, *, part: str | None, packed: bool
+) -> LayerSizes:
+    """Returns a layer or a part of it. A device's experts compute more than those tokens that choose them: see
     `rrfp_jax.models.experts`."""
-    tokens, c, is_tiled = way.own.tokens, FLOAT_BYTES[model.compute_dtype], way.is_context_cut
+    attends, has_mlp = part != MLP, part != ATTENTION
+    tokens, c, is_tiled = way.own.tokens, FLOAT_BYTES[model.compute_dtype], way.is_context_cut and attends
+    is_sparse &= has_mlp
     sizes = replace(decoder_sizes(model), expert_dims=_expert_dims(model, way)) if is_sparse else decoder_sizes(model)
     widths = _decoder_widths(model, way, is_sparse)
+    of_attention, of_mlp = _layer_params(model, way, is_sparse)
+    flops = Flops()
+    if attends:
+        flops += sizes.attention(way.rows.tokens, way.rows.pairs * _seen(way))
+    else:
+        widths = replace(widths, query=0, key=0, num_heads=0, normed_heads=0, biased=0)
+    if has_mlp:
+        flops += sizes.mlp(way.rows.tokens, is_sparse=is_sparse)
+    else:
+        widths = replace(widths, mlp=0)
     layer = transformer_layer(
         widths,
-        sizes.layer(way.rows.tokens, way.rows.pairs * _seen(way), is_sparse=is_sparse),
-        num_params=_layer_params(model, way, is_sparse),
+        flops,
+        num_params=of_attention * attends + of_mlp * has_mlp,
         num_tokens=tokens,
         length=way.rows.length,
         remat=way.remat,
         compute_bytes=c,
         is_fused=is_tiled
+        or not attends
         or way.is_fused(model.compute_dtype, way.rows.length, widths, head_dim=model.size_per_head, is_packed=packed),
         is_cast=model.compute_dtype != model.param_dtype,
+        num_branches=attends + has_mlp,
     )
     of_rows = 0
-    if packed:  # positions and segments, or what is made of them
+    if packed and attends:  # positions and segments, or what is made of them
         of_rows = 8 if way.remat != "none" else model.size_per_head * FLOAT32
         if way.target.is_nvidia and way.remat == "none":  # queries and keys tell samples apart by more columns
             of_rows += (widths.query + widths.key) // model.size_per_head * _ID_COLUMNS * c
@@ -221,7 +246,12 @@ def _decoder_layer(model: LanguageModelConfig, way: StageRun, is_sparse: bool, *
             {"none": 3, "dots": 1, "full": 0}[way.remat] * _experts_per_token(model, way) * model.hidden * c
         )
     stash = layer.stash_bytes + tokens * of_rows
-    layer = replace(layer, stash_bytes=stash, sums=(2, 2), sum_bytes=tokens * model.hidden * c)
+    owed, number = layer.owed_bytes, attends + has_mlp
+    if not has_mlp and way.remat == "full":  # at a chunk's end heads wait for W, before and behind their rotation
+        owed += tokens * 2 * (widths.query + 2 * widths.key) * c
+    layer = replace(
+        layer, stash_bytes=stash, owed_bytes=owed, sums=(number, number), sum_bytes=tokens * model.hidden * c
+    )
     if is_tiled and way.remat != "none":  # keys and values of all devices of the axis, and sums over tiles
         keys = 2 * way.part(model.num_key_value_heads) * model.size_per_head * way.rows.length // way.own.length
         sums = 2 * (model.num_heads // way.tensor) * model.size_per_head
@@ -231,7 +261,8 @@ def _decoder_layer(model: LanguageModelConfig, way: StageRun, is_sparse: bool, *
         layer = layer.with_temporaries(round(2 * rows * model.hidden * c))
     if is_sparse:  # matrices of other devices, and their gradients
         layer = layer.with_temporaries(_gathered_params(model, way) * (c + FLOAT32))
-    return way.spread(layer, way.rows.tokens / tokens, *_keys_sent(model, way), *_experts_sent(model, way, is_sparse))
+    keys_sent = _keys_sent(model, way) if attends else ()
+    return way.spread(layer, way.rows.tokens / tokens, *keys_sent, *_experts_sent(model, way, is_sparse))
 
 
 def _seen(way: StageRun) -> float:
@@ -310,16 +341,16 @@ def _decoder_widths(model: LanguageModelConfig, way: StageRun, is_sparse: bool) 
     )
 
 
-def _layer_params(model: LanguageModelConfig, way: StageRun, is_sparse: bool) -> int:
-    """Returns the parameters of each device."""
+def _layer_params(model: LanguageModelConfig, way: StageRun, is_sparse: bool) -> tuple[int, int]:
+    """Returns the parameters of each device, in attention and in the MLP."""
     widths, mlp, experts = _decoder_widths(model, way, is_sparse), 3 * (model.mlp_dim // way.tensor), model.experts
     if is_sparse and experts is not None:
         own = experts.num_experts // way.axes.get(EXPERT, 1)
         inner = own * model.expert_dim + (experts.shared_mlp_dim or 0)
         mlp = 3 * (inner // way.tensor) + experts.num_experts + experts.shared_gate
-    matrices = model.hidden * (2 * widths.query + 2 * widths.key + mlp)
     vectors = (widths.query + 2 * widths.key) * model.qkv_bias + 2 * model.size_per_head * model.qk_norm
-    return matrices + vectors + 2 * model.hidden
+    attention = model.hidden * (2 * widths.query + 2 * widths.key + 1) + vectors
+    return attention, model.hidden * (mlp + 1)
 
 
 def encoder_layer_sizes(model: VisionLanguageConfig, way: StageRun) -> Iterator[Placed]:

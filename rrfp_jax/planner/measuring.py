@@ -100,7 +100,7 @@ def type_of_kind(kind: str, names: Collection[str]) -> str:
 
     Raises ValueError where only some layers of the kind are frozen, or those elsewhere: a few layers stand for all.
     """
-    found = [name for name in names if name.partition(" ")[0] == kind]
+    found = [name for name in names if name.partition(" ")[0] == kind and ":" not in name]
     if len(found) != 1:
         raise ValueError(
             f"layers of type {kind!r} are of several kinds ({', '.join(found)}): freeze all of them or none"

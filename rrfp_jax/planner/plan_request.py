@@ -24,8 +24,9 @@ from rrfp_jax.planner.sites import PLANNED_HINTS
 from rrfp_jax.planner.writing import check_writable
 from rrfp_jax.schedules import schedule_entry, schedule_names
 
-ORDER_NAMES = (*(name for name in schedule_names() if not schedule_entry(name).shape.has_copies), *PLANNED_HINTS)
-"""Values of ``--schedules``: not the schedules that hold two copies of the model, which no cut here describes."""
+_SHAPES = {name: schedule_entry(name).shape for name in schedule_names()}
+ORDER_NAMES = (*(name for name, s in _SHAPES.items() if not (s.has_copies or s.is_sliced)), *PLANNED_HINTS)
+"""Values of ``--schedules``: no schedules of two copies of the model, or of slices, which no cut here describes."""
 _MOST = 4096
 """Numbers that a range may name."""
 UNEQUAL = "unequal"

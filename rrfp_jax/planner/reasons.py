@@ -73,7 +73,7 @@ def _recomputed_ms(one: PlanChoice, book: CostBook) -> float:
         replace(stage, types={name: each.at_speed(stage.speed) for name, each in plain.types.items()})
         for stage in cut.costs.stages
     )
-    plain = replace(plain, stages=stages)
+    plain = replace(plain, layers=cut.costs.layers, ends=cut.costs.ends, stages=stages)
     kept = replace(cut, costs=plain, own_costs=())
     return max(0.0, (sum(cut.stage_work_ms) - sum(kept.stage_work_ms)) / shape.num_stages)
 

@@ -252,7 +252,11 @@ def plan_as_json(plan: Plan, book: CostBook, *, top: int) -> dict[str, Any]:
         "refused": [{**asdict(each.shape), "reason": each.reason, "change": each.change} for each in plan.refused],
         "evaluations": plan.evaluations,
         "num_draws": plan.num_draws,
-        "costs": {"source": book.source, "device": book.device, "letters": letters_of(book.layers)},
+        "costs": {
+            "source": book.source,
+            "device": book.device,
+            "letters": letters_of([*book.layers, *book.entries[0].types]),
+        },
         "notes": [*plan.notes],
     }
 
@@ -268,7 +272,7 @@ def _ranked_as_json(ranked: Ranked) -> dict[str, Any]:
         "batch_size": choice.shape.batch_size,
         "layout": cut_in_words(cut),
         "is_even": choice.is_even,
-        "layers_of_chunk": [*cut.counts],
+        "layers_of_chunk": [*cut.layer_counts],
         "stage_of_chunk": [*cut.placement.stage_of_chunk],
         "remat_of_stage": [*choice.remats],
         "moved_of_stage": [*choice.moved_of_stage],

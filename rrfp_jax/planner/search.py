@@ -21,6 +21,8 @@ import numpy as np
 
 from rrfp_jax.core import STRICT, Ordering
 from rrfp_jax.costs import CostBook, CutModel
+from rrfp_jax.planner.best_cut import cut_inside
+from rrfp_jax.planner.cut_problem import MemoryBudget
 from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
 from rrfp_jax.planner.list_scheduler import memory_for_activations
 from rrfp_jax.planner.order_search import copies_of, slots_with_copies
@@ -56,6 +58,9 @@ _KEPT_TO = 2
 """Candidates that keep to a table and stay to the end."""
 _FEW_DRAWS = 4
 """The least number of draws of a forecast."""
+_RECUT, _WORTH_CUTTING = 4, 0.01
+"""Best cuts, and orders of each, in whose place cuts inside layers are tried, and the part of a step that these must
+gain."""
 _ALTERNATIVES = 3
 """Alternatives to the best that are told, each of a kind of its own."""
 _UNEQUAL, _NEAR, _FAR = 12, 1.15, 2.0
@@ -279,7 +284,8 @@ class _Search:
             if STRICT in self.space.consumptions:
                 for number, _ in enumerate(self.sites.offload(_OFFLOADED_SITES)):
                     progress("copies to the host", number + 1, _OFFLOADED_SITES, self.sites.best)
-        return self._ranked(compare_candidates([*self._pool(), *self._unequal()], self.judge))
+        best = compare_candidates([*self._pool(), *self._unequal()], self.judge)
+        return self._ranked([*self._inside_layers(best), *best])
 
     # -- candidates ----------------------------------------------------------------------------------------------------
 
@@ -405,6 +411,34 @@ class _Search:
             wide = replace(one, ordering=replace(one.ordering, window=_widened(one)))
             found += [each for each in (wide, one) if each.fits(self.memory_bytes)][:1]
         return found
+
+    def _inside_layers(self, best: list[PlanChoice]) -> list[PlanChoice]:
+        """Returns choices with cuts inside layers, in the places of the best, that take clearly less time than any of
+        these: plans stay simple where that gains little."""
+        of_cuts = dict[int, list[PlanChoice]]()
+        for one in best:
+            # Copies to the host, and different replicas, have been worked out for their cut.
+            is_simple = not one.shape.replicas and not any(one.moved_of_stage)
+            if is_simple and (id(one.cut) in of_cuts or len(of_cuts) < _RECUT):
+                of_cuts.setdefault(id(one.cut), []).append(one)
+
+        def quick(some: list[PlanChoice]) -> list[PlanChoice]:
+            """Returns those that keep to a table: without noise they are as good as any, and quickly timed."""
+            return [one for one in some if one.is_strict and self.book.noise.is_none] or some
+
+        found = list[PlanChoice]()
+        least = self.judge.standing(best[0], self.judge.num_draws) * (1 - _WORTH_CUTTING) if best else 0.0
+        for choices in of_cuts.values():
+            first = choices[0]
+            limits = first.cut.limits(self.memory_bytes)
+            cut = cut_inside(first.cut, None if set(limits) == {None} else MemoryBudget.of_order(first.order, limits))
+            if cut is None or step_bound_ms(cut) / first.shape.batch_size > least:
+                continue
+            found += [replace(one, cut=cut, is_even=False) for one in quick(choices)[:_RECUT]]
+            if self.space.schedules is None:
+                found += quick(self._ways(self.sites.tables_on(first.shape, cut), 0))
+        ahead = compare_candidates([one for one in found if one.fits(self.memory_bytes)], self.judge)
+        return [one for one in ahead if self.judge.standing(one, self.judge.num_draws) <= least]
 
     def _hints(self) -> list[PlanChoice]:
         """Returns hints on the sites with the best bounds, and on those of shapes for which there is no table."""

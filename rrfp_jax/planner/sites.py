@@ -277,6 +277,12 @@ class Sites:
                 self._try(site, cut, searched[:_SEARCHED_ORDERS], is_even=is_even)
             yield site
 
+    def tables_on(self, shape: PlanShape, cut: CutModel) -> list[TriedTable]:
+        """Returns the best tables on a cut that is of no site, with names and without."""
+        site = Site(point=Point(shape=shape, family=LINEAR, chunks=1), split=cut.split, least=0.0)
+        found = search_orders(cut, self._available(cut))[:_SEARCHED_ORDERS]
+        return [self._timed(site, cut, order.table, is_even=False) for order in found]
+
     def offload(self, number: int) -> Iterator[Site]:
         """Looks for orders of tasks and copies to the host together on the best ``number`` sites where memory is
         short."""

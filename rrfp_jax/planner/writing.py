@@ -23,7 +23,8 @@ from rrfp_jax.planner.report import milliseconds, order_in_words
 from rrfp_jax.schedules import ScheduleTable, looped, schedule_names, write_csv
 from rrfp_jax.training.run_config import FORESIGHT_ORDER, PipelineConfig
 
-_ENDS, _OF_ENCODERS = "EL", "Pvp"
+_LAYERS, _OF_ENCODERS = {"E": 0, "L": 0, "<": 0.5, ">": 0.5}, "Pvp"
+"""How many layers a letter is, others than 1; and the letters of encoders."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _layout(config: TrainConfig, choice: PlanChoice) -> str | None:
     """Returns the cut, and the stages of its chunks unless a table or the usual turns say them; None: an even cut."""
     cut, letters = choice.cut, letters_of(choice.cut.costs.layers)
     chunks = [[letters[name] for name in cut.costs.layers[start:stop]] for start, stop in cut.bounds]
-    counts = tuple(sum(letter not in _ENDS for letter in chunk) for chunk in chunks)
+    counts = tuple(sum(_LAYERS.get(letter, 1) for letter in chunk) for chunk in chunks)
     if sum(counts) != config.model.num_layers or any(letter in _OF_ENCODERS for chunk in chunks for letter in chunk):
         raise ValueError(
             f"the costs have {sum(counts)} layers between the ends, and the model of the configuration "

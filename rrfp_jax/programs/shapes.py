@@ -150,7 +150,8 @@ def derive_shapes(
     for index, shape in enumerate(shapes):
         for target in graph.gradient_successors(index) if shape.exists else ():
             carried = sent(chunks, graph, index, target, shape.outputs)
-            if carried is not None and not any(is_inexact(leaf) for leaf in jax.tree.leaves(carried)):
+            parts = jax.tree.leaves(carried)
+            if (parts or graph.part(index, target) is None) and not any(map(is_inexact, parts)):
                 raise ValueError(
                     f"{describe_chunk(chunks, index)} sends {spec_text(carried)} to chunk {target}, which has no "
                     f"gradient: write Edge({index}, {target}, carries_gradient=False)"

@@ -10,6 +10,8 @@ from rrfp_jax.schedules._csv_form import from_csv as from_csv
 from rrfp_jax.schedules._csv_form import read_csv as read_csv
 from rrfp_jax.schedules._csv_form import to_csv as to_csv
 from rrfp_jax.schedules._csv_form import write_csv as write_csv
+from rrfp_jax.schedules.graph import KEYS as KEYS
+from rrfp_jax.schedules.graph import STREAM as STREAM
 from rrfp_jax.schedules.graph import Absences as Absences
 from rrfp_jax.schedules.graph import Edge as Edge
 from rrfp_jax.schedules.graph import PipelineGraph as PipelineGraph
@@ -18,6 +20,7 @@ from rrfp_jax.schedules.graph import bits as bits
 from rrfp_jax.schedules.graph import chain as chain
 from rrfp_jax.schedules.graph import lanes_beside as lanes_beside
 from rrfp_jax.schedules.graph import opposite_chains as opposite_chains
+from rrfp_jax.schedules.graph import sliced_chain as sliced_chain
 from rrfp_jax.schedules.graph import vocabulary_sharded as vocabulary_sharded
 from rrfp_jax.schedules.operations import COMPUTE as COMPUTE
 from rrfp_jax.schedules.operations import UNRECORDED as UNRECORDED

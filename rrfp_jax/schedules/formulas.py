@@ -39,6 +39,8 @@ class Sizes:
     """Windows of eager 1F1B, per stage."""
     g: int = 0
     """Number of microbatches in a group of GIS."""
+    n: int = 1
+    """Number of slices of a sequence."""
 
     @classmethod
     def of(cls, name: str, request: ScheduleRequest, lengths: SlotLengths) -> "Sizes":
@@ -50,6 +52,7 @@ class Sizes:
             p=request.num_stages,
             m=request.num_microbatches,
             v=schedule_entry(name).chunks_for(request),
+            n=schedule_entry(name).slices_for(request),
             f=lengths.forward,
             i=lengths.input_gradient,
             w=lengths.weight_gradient,
@@ -137,6 +140,11 @@ def _windows_shrink(s: Sizes) -> bool:
     return enough and all(w > after or w >= s.m for w, after in pairwise(s.windows))
 
 
+def _looped_slices_peak(s: Sizes, stage: int) -> float:
+    later = (s.p - 1 - stage) / (s.n * s.v)
+    return min(s.m, 1 + later if s.v == 1 else 1 + 2 * later)
+
+
 def _interleaved_peak(s: Sizes, stage: int) -> float:
     return min(s.m, (2 * (s.p - 1 - stage) + (s.v - 1) * s.p + 1) / s.v)
 
@@ -163,6 +171,8 @@ _ONE_UNIT = Condition("B >= F, m = p; or B = F, p divides m", lambda s: _SAME.ho
 _HALF = _long("F = I = W, large p and m (an approximation: half of 1F1B's)")
 _TWO_THIRDS = _long("F = I = W, large p and m (an approximation: two thirds of 1F1B's)")
 _STEADY = Condition("F = I = W, m >= 2p-1", lambda s: s.is_equal and s.m >= 2 * s.p - 1)
+
+_ROUND = Condition("n >= p, or v = 1", lambda s: s.n >= s.p or s.v == 1)
 
 _Rows = tuple[tuple[str, str, Callable[[Sizes], float], Condition], ...]
 """Schedule, text, bubble, and the condition under which the formula holds."""
@@ -235,6 +245,8 @@ _OURS: _Rows = (
         _LONGER,
     ),
     ("hanayo", "2(p-1)B/v", lambda s: 2 * (s.p - 1) * s.b / s.v, _ONE_UNIT),
+    ("seq1f1b", "(p-1)(F+I+W)/n, slices that take equally long", lambda s: s.fill / s.n, _ALWAYS),
+    ("slimpipe", "(p-1)(F+I+W)/(nv), slices that take equally long", lambda s: s.fill / (s.n * s.v), _ROUND),
 )
 BUBBLES = tuple(
     BubbleFormula(*row, is_paper) for rows, is_paper in ((_PUBLISHED, True), (_OURS, False)) for row in rows
@@ -263,6 +275,8 @@ PEAKS = (
         lambda s, i: min(s.m, (3 * s.p + 2) / 4 + min(i, s.p - 1 - i) / 2),
         _FULL,
     ),
+    PeakFormula("seq1f1b", "min(m, 1 + (p-1-s)/n)", lambda s, stage: min(s.m, 1 + (s.p - 1 - stage) / s.n)),
+    PeakFormula("slimpipe", "min(m, 1 + 2(p-1-s)/(nv)), or as seq1f1b for v = 1", _looped_slices_peak),
     PeakFormula("hanayo", "p - (p-1-s)/v", lambda s, stage: min(s.m, s.p - (s.p - 1 - stage) / s.v), _FULL),
 )
 

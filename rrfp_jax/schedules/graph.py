@@ -1,10 +1,11 @@
 """The graph of a pipeline: which chunks feed which, and which tasks of a step wait for which others."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property, reduce
+from itertools import combinations
 from math import inf, lcm
 from operator import itemgetter, or_
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
 _MOST_PAIRS = 1 << 20
 """Largest number of pairs of a chunk and a microbatch in one step. A pair takes about a kilobyte and 50 microseconds to
 plan."""
+_MOST_SLICES = 256
+"""Largest number of slices of a sequence, each of which has an edge from every earlier one."""
 
 Absences = tuple[tuple[int, int], ...]
 """(chunk, microbatch) pairs that do not exist, as (chunk, mask) by ascending chunk; bit ``m`` of a mask, which is never
@@ -39,6 +42,10 @@ def bits(mask: int) -> Iterator[int]:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
+
+
+STREAM, KEYS = "stream", "keys"
+"""The parts of a slice's output: the input of the next chunk, and the keys and values that later slices attend to."""
 
 
 class Edge(NamedTuple):
@@ -579,6 +586,60 @@ def chain(
         tuple(Edge(c, c + 1) for c in range(num_chunks - 1)),
         split=frozenset(range(num_chunks)) if split else frozenset(),
         shared=shared,
+    )
+
+
+def sliced_chain(
+    graph: PipelineGraph,
+    num_slices: int,
+    *,
+    lengths: Sequence[float] = (),
+    attending: Container[int] | None = None,
+) -> PipelineGraph:
+    """Returns the graph of a chain in which a microbatch runs through each chunk in slices of its sequences.
+
+    Slice ``q`` of chunk ``c`` is chunk ``c * num_slices + q``; the slices of a chunk are passes of its parameters. Each
+    hands :data:`STREAM` to the same slice of the next chunk, and :data:`KEYS` to all later slices of its own chunk. So
+    forwards go by ascending and backwards by descending slice, and a slice adds up the gradients of its keys and values
+    in a fixed order. ``lengths`` are those of the slices, whose activations are in these proportions; empty: equal.
+    ``attending`` has the chunks with attention; None: all have it. Raises ValueError for a graph that is no chain of
+    whole sequences.
+    """
+    if not 1 <= num_slices <= _MOST_SLICES:
+        raise ValueError(f"a sequence has {shown(num_slices)} slices: give 1 to {_MOST_SLICES}")
+    if lengths and (len(lengths) != num_slices or min(lengths) <= 0):
+        raise ValueError(f"{num_slices} slices have the lengths {tuple(lengths)}: give each slice a length above 0")
+    if num_slices == 1:
+        return graph
+    chunks, slices = range(graph.num_chunks), range(num_slices)
+    if any(len(graph.successors(c)) > 1 or len(graph.predecessors(c)) > 1 for c in chunks):
+        raise ValueError("slices run through a chain, and this graph forks or joins: run its sequences whole")
+    if graph.passes or graph.ops or graph.num_replicas > 1:
+        raise ValueError("slices come before passes, operations and replicas: cut the graph of whole sequences")
+    shares = [each / sum(lengths) for each in lengths] or [1 / num_slices] * num_slices
+
+    def of(chunks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(c * num_slices + q for c in chunks for q in slices)
+
+    stream = [
+        edge._replace(source=edge.source * num_slices + q, target=edge.target * num_slices + q, part=STREAM)
+        for edge in (Edge(*edge) for edge in graph.edges)
+        for q in slices
+    ]
+    with_keys = [c for c in chunks if attending is None or c in attending]
+    keys = [Edge(*pair, part=KEYS) for c in with_keys for pair in combinations(of([c]), 2)]
+    read = {edge.source for edge in (*stream, *keys)}
+    return PipelineGraph(
+        graph.num_chunks * num_slices,
+        graph.num_microbatches,
+        (*stream, *keys),
+        absent=tuple((node, mask) for c, mask in graph.absent for node in of([c])),
+        split=frozenset(of(graph.split)),
+        shared=tuple(tuple(c * num_slices for c in group) for group in graph.shared),
+        frozen=frozenset(of(graph.frozen)),
+        losses=frozenset(read).intersection(of(c for c in chunks if graph.gives_loss(c))),
+        passes=tuple(of([c]) for c in chunks),
+        weights=tuple((graph.weights[c] if graph.weights else 1.0) * share for c in chunks for share in shares),
     )
 
 

@@ -74,6 +74,14 @@ It cannot get stuck. At most 2n microbatches are under way if a stage may hold n
 tasks beside n, so that these never wait for memory. The chain's microbatches go by number, so the oldest unfinished one
 is where no other stands before it: its next task is ready, and has memory.
 
+Slices of sequences: Seq1F1B and SlimPipe
+-----------------------------------------
+A sequence runs through a chunk in n slices, which attend to earlier ones (:func:`rrfp_jax.schedules.sliced_chain`). So
+the pipeline fills and drains by slices, in an n-th of the time, and holds little more than one sequence. **Seq1F1B**
+(Sun et al., arXiv 2406.03488) has one chunk per stage, and slices that take equally long. **SlimPipe** (arXiv
+2504.14519) interleaves chunks. Its slices are equally long, and stages exchange attention work to take equal times;
+that is left out here, since slices that take equally long do as well.
+
 Schedules that meet themselves on the stages: on the V, in waves, and in two directions
 ---------------------------------------------------------------------------------------
 **On the V** stage s owns chunk s on the way down and chunk 2p-1-s on the way back, with a split backward. The stage
@@ -122,7 +130,18 @@ from rrfp_jax.schedules.language import (
 from rrfp_jax.schedules.language.orders import Stream
 from rrfp_jax.schedules.language.stage import Mistake
 from rrfp_jax.schedules.registry import schedule
-from rrfp_jax.schedules.request import ALTERNATING, LOOPED, ONE_EACH, TWO_VS, TWO_WAYS, WAVES, V, place_in_unit
+from rrfp_jax.schedules.request import (
+    ALTERNATING,
+    LOOPED,
+    LOOPED_SLICES,
+    ONE_EACH,
+    SLICED,
+    TWO_VS,
+    TWO_WAYS,
+    WAVES,
+    V,
+    place_in_unit,
+)
 from rrfp_jax.schedules.slots import EQUAL
 from rrfp_jax.schedules.tasks import Task, TaskKind
 
@@ -332,6 +351,44 @@ def heads_first(s: Stage) -> Described:
         holding=limits[s.i] * takes[s.p + s.i] + min(under_way, s.m) * shards,
         under_way=under_way,
     )
+
+
+# -- slices of sequences -----------------------------------------------------------------------------------------------
+
+
+def _in_slices(s: Stage, stream: Stream) -> Stream:
+    """Returns the stream with one microbatch after the other, in slices through the stage's chunks, backwards last."""
+    chunks = s.chunks if stream is F else s.chunks[::-1]
+    return stream.over((c, m) for m in range(s.m) for c in chunks)
+
+
+@schedule("seq1f1b", shape=SLICED, source="Seq1F1B, arXiv 2406.03488")
+def seq_one_f_one_b(s: Stage) -> TaskOrder:
+    """1F1B of slices: stage s runs p-2-s+n warm-up forwards, as the first backward is that of a last slice."""
+    return rounds(_in_slices(s, F).ahead(s.p - 2 - s.i + len(s.chunks)), _in_slices(s, B))
+
+
+@schedule(
+    "slimpipe",
+    shape=LOOPED_SLICES,
+    source="SlimPipe, arXiv 2504.14519, without context exchange",
+    constraints="at least num_stages - 1 slices where a stage has 2 chunks or more, better num_stages",
+)
+def slimpipe(s: Stage) -> TaskOrder:
+    """All slices of a sequence through a chunk, then through the stage's next one: 2(p-1-s) + nv-1 warm-up forwards.
+
+    With one chunk per stage it is ``seq1f1b``, on slices of equal length. With fewer slices than stages the next chunk
+    waits for the first slice to come round. Raises ValueError where that is a circle.
+    """
+    num_slices = len(s.graph.passes_of(s.chunks[0]))
+    if num_slices == len(s.chunks):
+        return seq_one_f_one_b(s)
+    if num_slices < s.p - 1:
+        raise ValueError(
+            f"slimpipe sends the slices of a sequence round all {s.p} stages to the next chunk, and {num_slices} are "
+            f"too few: give slices={s.p} or more, or chunks_per_stage=1"
+        )
+    return rounds(_in_slices(s, F).ahead(2 * (s.p - 1 - s.i) + len(s.chunks) - 1), _in_slices(s, B))
 
 
 # -- V, waves, two directions ------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, TypeVar
 
 from rrfp_jax.field_rules import typed
+from rrfp_jax.schedules.graph import sliced_chain
 from rrfp_jax.schedules.language.blocks import block
 from rrfp_jax.schedules.language.orders import TaskOrder
 from rrfp_jax.schedules.language.rule import Rule
@@ -75,12 +76,23 @@ class ScheduleEntry:
             )
         return asked
 
+    def slices_for(self, request: ScheduleRequest) -> int:
+        """Returns the slices of a sequence that a request means. Raises ValueError if the schedule has none."""
+        if request.slices is None:
+            return request.num_stages if self.shape.is_sliced else 1
+        if request.slices > 1 and not (self.shape.is_sliced or self.any_graph):
+            able = ", ".join(sorted(each.name for each in KNOWN.values() if each.any_graph or each.shape.is_sliced))
+            raise ValueError(f"schedule {self.name!r} runs sequences whole: leave slices out, or take {able}")
+        return request.slices
+
     def stages(self, request: ScheduleRequest, *, split: bool = False) -> list[Stage]:
         """Returns the stages with which the description is called."""
         p, m, v = request.num_stages, request.num_microbatches, self.chunks_for(request)
         if request.graph is None:
             placement = _located(self.name, None, lambda: self.shape.placement(p, v))
             graph = _located(self.name, None, lambda: self.shape.graph(p, v, m))
+            slices = self.slices_for(request)
+            graph, placement = sliced_chain(graph, slices), placement.repeated(slices)
         else:
             placement, graph = request.placement or linear(request.graph.num_chunks), request.graph
         split_chunks = frozenset(range(graph.num_chunks)) if split else frozenset()
@@ -183,6 +195,7 @@ def build_schedule(name: str | Description, request: ScheduleRequest) -> Schedul
     """
     entry = schedule_entry(name)
     entry.chunks_for(request)
+    entry.slices_for(request)
     if request.group_size is not None and not entry.has_groups:
         grouped = ", ".join(each.name for each in KNOWN.values() if each.has_groups)
         raise ValueError(

@@ -20,6 +20,9 @@ class ScheduleRequest:
     group_size: int | None = None
     """Microbatches that go through a chunk before the stage's next one; only for schedules with such groups. None: the
     schedule's own choice."""
+    slices: int | None = None
+    """Slices in which a sequence runs through each chunk, one after the other; 1: whole sequences. None: as many as
+    stages for schedules of slices, 1 for others."""
     window: int | tuple[int, ...] | None = None
     """In-flight microbatches, at most or per stage; read by eager 1F1B."""
     durations_ms: tuple[float, float, float] = (1.0, 1.0, 1.0)
@@ -38,7 +41,7 @@ class ScheduleRequest:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_fields(self, AT_LEAST_1, "num_stages", "num_microbatches", "chunks_per_stage", "group_size")
+        check_fields(self, AT_LEAST_1, "num_stages", "num_microbatches", "chunks_per_stage", "group_size", "slices")
         windows = (self.window,) if isinstance(self.window, int) else self.window or ()
         if any(window < 1 for window in windows):
             raise ValueError(f"window {self.window} holds no microbatch on some stage: give at least 1 per stage")
@@ -49,6 +52,10 @@ class ScheduleRequest:
             raise ValueError(f"durations_ms {self.durations_ms} and comm_ms {self.comm_ms} must not be negative")
         if not 0 <= self.input_gradient_frees <= 1:
             raise ValueError(f"input_gradient_frees is {self.input_gradient_frees}: give a part between 0 and 1")
+        if self.graph is not None and self.slices is not None:
+            raise ValueError(
+                "slices cut the sequences of a schedule's own chain: leave them out, or graph and placement"
+            )
         if self.graph is None and self.placement is not None:
             raise ValueError("a placement is for the chunks of a graph: give the graph too")
         if self.graph is not None:
@@ -81,6 +88,8 @@ class ScheduleShape:
     """The number of chunks per stage that is taken unless the user gives one."""
     fixed_chunks: bool = True
     """Whether :attr:`chunks_per_stage` is the only possible number."""
+    is_sliced: bool = False
+    """Whether sequences run in slices."""
 
     @property
     def has_copies(self) -> bool:
@@ -142,5 +151,7 @@ TWO_VS = ScheduleShape(
     lambda p, v, m: opposite_chains(2 * p, range(0, m, 2), m),
     chunks_per_stage=4,
 )
+SLICED = replace(ONE_EACH, words="one chunk per stage, in slices of a sequence", is_sliced=True)
+LOOPED_SLICES = replace(LOOPED, words=f"{LOOPED.words}, in slices of a sequence", is_sliced=True)
 ANY = ScheduleShape("looped, one chunk per stage", looped, chunks_per_stage=1, fixed_chunks=False)
 """The shape of a description that is registered without one."""

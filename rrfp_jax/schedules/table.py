@@ -156,20 +156,21 @@ class ScheduleTable:
                 )
 
     def check_accumulation(self) -> None:
-        """Raises ValueError unless every chunk adds up its gradients in microbatch order."""
+        """Raises ValueError unless gradients are added up in microbatch order, and of each the last pass first."""
+        graph = self.graph
         for order in self.orders:
             latest: dict[int, Task] = {}
             for task in order:
-                if not self.graph.has_backward(task.chunk) or task.kind is not self.graph.accumulating_kind(task.chunk):
+                if not graph.has_backward(task.chunk) or task.kind is not graph.accumulating_kind(task.chunk):
                     continue
-                before = latest.setdefault(task.chunk, task)
-                if before.microbatch > task.microbatch:
+                before = latest.setdefault(graph.holder(task.chunk), task)
+                if (before.microbatch, -before.chunk) > (task.microbatch, -task.chunk):
                     raise ValueError(
                         f"schedule {self.name!r} runs {before} before {task}, and deterministic runs add gradients up "
                         "in microbatch order: take a schedule with its backwards in that order, or only rank by it "
                         "(ready, with footprint off)"
                     )
-                latest[task.chunk] = task
+                latest[graph.holder(task.chunk)] = task
 
 
 def relative_sizes(chunk_parts: Sequence[float], num_chunks: int) -> tuple[float, ...]:

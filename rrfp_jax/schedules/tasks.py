@@ -152,6 +152,10 @@ class Placement:
             chunks[stage].append(chunk)
         return tuple(map(tuple, chunks))
 
+    def repeated(self, times: int) -> "Placement":
+        """Returns the placement with so many consecutive chunks, such as slices, in the place of each."""
+        return Placement(tuple(stage for stage in self.stage_of_chunk for _ in range(times)))
+
 
 @typed
 def linear(num_stages: int) -> Placement:

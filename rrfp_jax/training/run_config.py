@@ -7,6 +7,7 @@ resolved configuration therefore has every number that counts.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,8 +57,9 @@ class PipelineConfig:
     chunks_per_stage: int | None = None
     """Number of chunks of the model on every stage. None: as the schedule has it, else 1."""
     schedule: str | None = None
-    """The table of tasks: the name of a schedule, with ``gis:2`` for groups of two microbatches; ``FILE.py:NAME`` for
-    one of your own; or the path of a CSV file. None: no table."""
+    """The table of tasks: the name of a schedule, with ``gis:2`` for groups of two microbatches and ``seq1f1b:4`` for
+    four slices of every sequence, which take equally long, or with ``seq1f1b:4:equal`` have equal lengths;
+    ``FILE.py:NAME`` for one of your own; or the path of a CSV file. None: no table."""
     hint: str | None = None
     """The rule that ranks the ready tasks. None: the schedule where there is one, else ``bf`` (``bf-deep`` with
     several chunks per stage)."""
@@ -156,6 +158,12 @@ class PipelineConfig:
     def projector_in(self) -> str:
         """Place of the projector, which an automatic cut leaves in the encoder's last chunk."""
         return ENCODER if self.is_auto else self.cut.projector_in
+
+    @cached_property
+    def named_schedule(self) -> tuple[str | None, int | None, bool]:
+        """The schedule without the number behind its name, that number, and whether slices have equal lengths."""
+        found = re.fullmatch(r"([\w-]+):(\d{1,5})(:equal)?", self.schedule or "")
+        return (self.schedule, None, False) if found is None else (found[1], int(found[2]), found[3] is not None)
 
     @property
     def remats(self) -> tuple[str, ...]:

@@ -223,18 +223,26 @@ def test_tiles_compute_the_formula(is_packed: bool, options: dict[str, Any]):
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("way", ["tiles", "formula"])
-def test_a_slice_attends_as_it_does_in_the_whole_sequence(way: str, is_packed: bool, window: int | None):
-    """The last 23 of 50 positions, with the keys of all."""
-    *heads, segments = drawn(50, size=8)
+@pytest.mark.parametrize("way", ["tiles", "splash", "formula"])
+def test_a_slice_attends_as_it_does_in_the_whole_sequence(
+    monkeypatch: pytest.MonkeyPatch, way: str, is_packed: bool, window: int | None
+):
+    """The last positions, with the keys of all; the kernel of TPUs in blocks, interpreted here."""
+    monkeypatch.setattr(attention, "_LARGEST_BLOCK", 256)
+    length, start = (530, 250) if way == "splash" else (50, 27)
+    *heads, segments = drawn(length, size=64 if way == "splash" else 8)
     told, options = segments if is_packed else None, {"is_causal": True, "window": window}
-    computes = partial(tiled_attention, largest_tile=16) if way == "tiles" else attention._formula
+    computes = {
+        "tiles": partial(tiled_attention, largest_tile=16),
+        "splash": partial(attention._splash, interpret=True),
+        "formula": attention._formula,
+    }[way]
 
     def of_slice(query: Any, key: Any, value: Any, segments: Any) -> Any:
-        return computes(query[:, 27:], key, value, segments, **options)
+        return computes(query[:, start:], key, value, segments, **options)
 
     def of_whole(query: Any, key: Any, value: Any, segments: Any) -> Any:
-        return attention._formula(query, key, value, segments, **options)[:, 27:]
+        return attention._formula(query, key, value, segments, **options)[:, start:]
 
     made, wanted = (jax.jit(partial(with_gradients, each))(*heads, told) for each in (of_slice, of_whole))
     assert_close(made, wanted, 1e-5)

@@ -29,6 +29,8 @@ class Case:
     """Layers of each chunk."""
     stage_of_chunk: tuple[int, ...] = ()
     """Where the chunks of a model that is no chain lie."""
+    slices: int = 1
+    """In which sequences run through each chunk."""
     frozen: tuple[str, ...] = ()
     """Patterns of layers that never change."""
     data: int = 1
@@ -60,11 +62,12 @@ class Case:
         if self.stage_of_chunk:
             return Placement(self.stage_of_chunk)
         num_chunks = max(len(self.cut), self.num_stages)
-        return (
+        whole = (
             linear(self.num_stages)
             if num_chunks == self.num_stages
             else looped(self.num_stages, num_chunks // self.num_stages)
         )
+        return Placement(tuple(stage for stage in whole.stage_of_chunk for _ in range(self.slices)))
 
     def as_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))

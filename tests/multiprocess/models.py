@@ -13,7 +13,7 @@ import optax
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.programs.chunk import Chunk, param_specs, whole_name
 from rrfp_jax.programs.model_graph import freeze
-from rrfp_jax.schedules import Edge
+from rrfp_jax.schedules import Edge, chain, sliced_chain
 from tests import long_sums, ragged
 from tests.multiprocess.cases import Case
 from tests.plain_loop import train_plainly
@@ -37,7 +37,7 @@ def make_chunks(case: Case) -> list[Chunk]:
     if case.model == PLAIN:
         return freeze([_with_constant_init(chunk) for chunk in plain_model(case.cut)], case.frozen)
     from rrfp_jax.models import ExpertsConfig, language_model  # takes long to load
-    from rrfp_jax.models.cuts import ContextCut
+    from rrfp_jax.models.cuts import ContextCut, SequenceSlices
 
     experts = ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=12, balance_coefficient=0.1)
     config = LanguageModelConfig(
@@ -53,7 +53,8 @@ def make_chunks(case: Case) -> list[Chunk]:
     )
     devices = case.mesh.get("context", 1) if isinstance(case.mesh, dict) else 1
     context = ContextCut(devices=devices) if devices > 1 else None
-    chunks = language_model(config).split(layers_per_chunk=list(case.cut), context=context)
+    slices = SequenceSlices(case.slices)
+    chunks = language_model(config).split(layers_per_chunk=list(case.cut), context=context, slices=slices)
     return [_with_constant_init(chunk) for chunk in chunks]
 
 
@@ -79,6 +80,8 @@ def edges_of(case: Case) -> Sequence[Edge] | None:
     """Which chunk feeds which; None: a chain."""
     if case.model == DRAWN:
         return _drawn_words().model().edges
+    if case.slices > 1:
+        return sliced_chain(chain(len(case.cut), 1), case.slices).edges
     return ragged.EDGES if case.model == RAGGED else None
 
 
@@ -131,7 +134,7 @@ def train_reference(case: Case) -> tuple[list[float], dict[str, Any]]:
 
 
 def _train_plainly(case: Case) -> tuple[list[float], dict[str, Any]]:
-    chunks = make_chunks(replace(case, mesh={}))
+    chunks = make_chunks(replace(case, mesh={}, slices=1))
     params: dict[str, Any] = {}
     for chunk in chunks:
         params |= chunk.init(jax.random.key(0))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CutModel, LayerCosts, LinkCosts, ModelCosts
+from rrfp_jax.costs.layer_costs import halves_of
 from rrfp_jax.planner.records import Forecast, Plan, PlanChoice, PlanShape, Ranked, Refused
 from rrfp_jax.schedules import ScheduleRequest, ScheduleTable, build_schedule, linear, looped
 
@@ -47,15 +48,19 @@ def choice_of(
     num_microbatches: int = 8,
     is_even: bool = False,
     is_searched: bool = False,
+    cut_layers: tuple[int, ...] = (),
     **shape: object,
 ) -> PlanChoice:
-    """A cut of :func:`costs_of` its layers, in an order."""
+    """A cut of :func:`costs_of` its layers, of which some are in halves, in an order."""
     stages = num_stages or len(counts)
     placement = linear(stages) if ordering.schedule is None else ordering.schedule.placement
     if ordering.schedule is None and len(counts) > stages:
         placement = looped(stages, len(counts) // stages)
+    costs = costs_of(sum(counts) - 2 - len(cut_layers))
+    if cut_layers:
+        costs = replace(costs, types=TYPES | dict.fromkeys(halves_of("layer"), LAYER.at_speed(2)))
     cut = CutModel(
-        costs=costs_of(sum(counts) - 2),
+        costs=costs.in_halves(cut_layers),
         counts=counts,
         placement=placement,
         num_microbatches=num_microbatches,

@@ -11,7 +11,7 @@ from rrfp_jax.commands.training.config import choices_of_options, load_train_con
 from rrfp_jax.costs.devices import SHARE_OF_GPU, device_of
 from rrfp_jax.costs.flops import Flops
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES, REMATS
-from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig
 from rrfp_jax.models.model import language_model
 from rrfp_jax.planner.analytic_costs import MicrobatchRows, analytic_book, model_layers
 from rrfp_jax.planner.layer_kinds import StageRun, decoder_layer_sizes
@@ -32,13 +32,13 @@ MODEL = LanguageModelConfig(
 
 
 def traced(model: LanguageModelConfig, remat: str) -> list[ChunkPlan]:
-    """The plans of embedding, layer, layer and head, each a chunk."""
-    chunks = language_model(model).split(layers_per_chunk=[0, 1, 1, 0])
+    """The plans of embedding, attention and MLP of a layer, a whole layer and head, each a chunk."""
+    chunks = language_model(model).split(layers_per_chunk=[0, 0.5, 0.5, 1, 0])
     dtypes = {"tokens": np.int32, "targets": np.int32, "weights": np.float32}
     leaves = {name: jax.ShapeDtypeStruct((ROWS.num_rows, ROWS.length), dtype) for name, dtype in dtypes.items()}
-    graph = chain(4, 1, split=True)
+    graph = chain(5, 1, split=True)
     shapes = derive_shapes(chunks, graph, leaves)
-    return [plan_chunk(chunk, chunks, graph, shapes, remat=remat) for chunk in range(4)]
+    return [plan_chunk(chunk, chunks, graph, shapes, remat=remat) for chunk in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,10 @@ def test_bytes_are_those_of_the_programs(remat: str, more: dict[str, Any]) -> No
     """Of stash, what I owes to W, and cast parameters, within a thousandth, of layers whose attention is not fused."""
     model = replace(MODEL, **more)
     way = StageRun(rows=ROWS, remat=remat, target=CPU)
-    layers = list(decoder_layer_sizes(model, way, packed=False))
-    for layer, plan in zip(layers, traced(model, remat), strict=True):
-        sizes, report = layer.sizes, plan.split.report
+    embedding, layer, *others = decoder_layer_sizes(model, way, packed=False)
+    units = [embedding.sizes, *layer.halves, *(other.sizes for other in others)]
+    for sizes, plan in zip(units, traced(model, remat), strict=True):
+        report = plan.split.report
         stash = num_bytes(tuple(plan.residuals.specs))
         assert sizes.stash_bytes == pytest.approx(stash, rel=1e-3)
         assert sizes.owed_bytes == pytest.approx(plan.weight_residuals.num_bytes.total, rel=5e-3)
@@ -65,13 +66,31 @@ def test_bytes_are_those_of_the_programs(remat: str, more: dict[str, Any]) -> No
         assert sizes.num_params * 4 == num_bytes(plan.params)
 
 
+@pytest.mark.parametrize(
+    "more", [{}, {"experts": ExpertsConfig(num_experts=4, experts_per_token=2)}, {"num_kv_heads": 6, "qk_norm": True}]
+)
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_halves_of_a_layer_add_up_to_it(tensor: int, more: dict[str, Any]) -> None:
+    model = replace(MODEL, **more)
+    for remat in REMATS:
+        way = StageRun(rows=ROWS, remat=remat, tensor=tensor, target=CPU)
+        layer = list(decoder_layer_sizes(model, way, packed=True))[1]
+        for name in ("flops", "num_params", "derived_bytes", "recomputed"):
+            attention, mlp = (getattr(half, name) for half in layer.halves)
+            assert attention + mlp == getattr(layer.sizes, name)
+        assert [sum(numbers) for numbers in zip(*(half.sums for half in layer.halves), strict=True)] == [2, 2]
+        both = sum(half.stash_bytes for half in layer.halves)
+        stream = ROWS.tokens * model.hidden * 4 if remat == "full" else 0  # that the MLP's half keeps
+        assert both == pytest.approx(layer.sizes.stash_bytes + stream, abs=2)
+
+
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_bytes_of_layers_whose_attention_is_fused(remat: str) -> None:
     """What a fused forward gives its backward is kept by ``dots`` too."""
     model = replace(MODEL, head_dim=16, compute_dtype="bfloat16")
     layer = list(decoder_layer_sizes(model, StageRun(rows=ROWS, remat=remat, target=HOPPER), packed=False))[1]
     with cudnn_on_cpu():
-        plan = traced(model, remat)[1]
+        plan = traced(model, remat)[3]
     assert layer.sizes.stash_bytes == pytest.approx(num_bytes(tuple(plan.residuals.specs)), rel=1e-3)
     assert layer.sizes.recomputed == Flops()
 

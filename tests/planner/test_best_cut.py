@@ -1,5 +1,9 @@
 """The best cut is what looking at every cut finds."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from math import comb
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,7 +13,7 @@ from rrfp_jax.core import Ordering
 from rrfp_jax.costs import CutModel, LayerCosts, ModelCosts
 from rrfp_jax.costs.forecast import forecast_memory
 from rrfp_jax.planner import best_cut as best_cut_module
-from rrfp_jax.planner.best_cut import best_cut
+from rrfp_jax.planner.best_cut import best_cut, cut_inside
 from rrfp_jax.planner.cut_problem import LayerCutProblem, MemoryBudget
 from rrfp_jax.planner.integer_cut import solve
 from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, linear, looped, v_shaped, waves
@@ -27,6 +31,34 @@ def language_model(num_layers: int, **more: object) -> ModelCosts:
     types = {"embedding": LayerCosts(forward_ms=0.1, input_gradient_ms=0.0, weight_gradient_ms=0.1)}
     names = ("embedding", *["layer"] * num_layers, "head")
     return ModelCosts(layers=names, types=types | {"layer": LAYER, "head": HEAD}, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), share=st.floats(0.1, 0.9), split=st.booleans())
+def test_cuts_inside_layers_equal_looking_at_every_cut_of_halves(
+    kind: str, data: st.DataObject, share: float, split: bool
+) -> None:
+    placement = data.draw(st.sampled_from(PLACEMENTS[kind]))
+    costs = data.draw(models(placement.num_chunks, placement.num_stages))
+
+    def with_halves(types: Mapping[str, LayerCosts]) -> dict[str, LayerCosts]:
+        parts = {"b:attention": share, "b:mlp": 1 - share}
+        return {**types, **{name: types["b"].at_speed(1 / part) for name, part in parts.items()}}
+
+    stages = tuple(replace(stage, types=with_halves(stage.types)) for stage in costs.stages)
+    costs = replace(costs, types=with_halves(costs.types), stages=stages)
+    halved = costs.in_halves()
+    if comb(halved.num_layers - 1, placement.num_chunks - 1) > 3000:
+        return
+    cut = best_cut(costs, placement, MICROBATCHES, split=split)
+    found = cut_inside(cut) or cut
+    least_ms = min(map(largest_ms, every_cut(halved, placement, split=split)))
+    np.testing.assert_allclose(largest_ms(found), least_ms, rtol=1e-9)
+    assert found.costs.in_halves() == halved
+    assert sum(found.layer_counts) == costs.num_layers
+    bounds = {stop for _, stop in found.bounds}
+    assert all(at + 1 in bounds for at, name in enumerate(found.costs.layers) if name == "b:attention")
 
 
 @pytest.mark.parametrize("kind", PLACEMENTS)

@@ -47,7 +47,7 @@ def made_up(**temporaries: int) -> list[ChunkParts]:
         ChunkParts(
             layer=name, count=1, fixed=9, gradient=8, stash=7, kept_inputs=0, owed=6, outputs=5, temporaries=temporaries
         )
-        for name in model_layers(small(), microbatch_size=3).types
+        for name in dict.fromkeys(model_layers(small(), microbatch_size=3).layers)
     ]
 
 

@@ -79,10 +79,52 @@ MODELS: dict[str, tuple[Sequence[str], dict[str, LayerCosts]]] = {
 }
 
 
-def a_book(name: str) -> CostBook:
+def a_book(name: str, **more: LayerCosts) -> CostBook:
     layers, types = MODELS[name]
     links = LinkCosts(latency_ms=0.02, gb_per_s=40.0)
-    return CostBook(layers=tuple(layers), entries=(CostEntry(types={"embedding": EMBEDDING, **types}),), links=links)
+    entry = CostEntry(types={"embedding": EMBEDDING, **types, **more})
+    return CostBook(layers=tuple(layers), entries=(entry,), links=links)
+
+
+def in_halves(name: str, attention: LayerCosts, mlp: LayerCosts) -> dict[str, LayerCosts]:
+    return {f"{name}:attention": attention, f"{name}:mlp": mlp}
+
+
+EXPERTS = a_layer(7168 * 3 * 9 * 2048)
+HALVES = {
+    "gemma": in_halves("layer", a_layer(5376 * (2 * 5376 + 2 * 2048), attends=5376), a_layer(5376 * 3 * 21504)),
+    "deepseek": in_halves("dense", a_layer(7168 * 2 * 7168, attends=16384), a_layer(7168 * 3 * 18432))
+    | in_halves("moe", a_layer(7168 * 2 * 7168, attends=16384), EXPERTS)
+    | in_halves("mtp", a_layer(7168 * 4 * 7168, attends=16384), EXPERTS),
+    "multimodal": in_halves("layer", a_layer(3584 * (2 * 3584 + 2 * 512), attends=3584), a_layer(3584 * 3 * 18944)),
+}
+
+
+def gain_of_halves(name: str, stages: int, microbatches: int) -> float:
+    """How many times as long the best plan takes whose cuts lie between layers."""
+    space = SearchSpace(devices=stages, stages=(stages,), microbatches=(microbatches,))
+    whole, halves = (make_plan(a_book(name, **more), space).ranking[0] for more in ({}, HALVES[name]))
+    is_cut = any(layer.endswith(":mlp") for layer in halves.choice.cut.costs.layers)
+    gain = whole.forecast.step_ms / halves.forecast.step_ms
+    assert gain > 1.01 if is_cut else gain == 1.0
+    return gain
+
+
+def test_cuts_inside_layers_gain_a_fiftieth() -> None:
+    assert gain_of_halves("gemma", 4, 8) >= 1.02
+    for name, halves in HALVES.items():
+        for layer in {half.partition(":")[0] for half in halves}:
+            of_halves = sum(halves[f"{layer}:{half}"].work_ms(split=True) for half in ("attention", "mlp"))
+            assert of_halves == pytest.approx(MODELS[name][1][layer].work_ms(split=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (8, 32), (16, 32)])
+def test_so_they_do_for_all_models_and_on_more_stages(stages: int, microbatches: int) -> None:
+    gains = [gain_of_halves(name, stages, microbatches) for name in HALVES]
+    assert min(gains) >= 1.0
+    assert fmean(gains) >= 1.02
 
 
 def gain_of(name: str, stages: int, microbatches: int) -> float:

@@ -273,6 +273,15 @@ def test_a_configuration_as_it_is(costs: str, capsys: pytest.CaptureFixture[str]
         main(["--costs", costs, "--as-configured"])
 
 
+def test_a_configuration_with_cuts_inside_layers_as_it_is(costs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = find_preset("cpu/debug").read_text()
+    Path("mine.yaml").write_text(text.replace("pipeline:", "pipeline:\n  layout: E<|>t<|>|tL"))
+    (only,) = planned(capsys, "--config", "mine.yaml", "--device", "a100", "--as-configured")["ranking"]
+    assert (only["layout"], only["layers_of_chunk"]) == ("E<|>t<|>|tL", [1.5, 2, 0.5, 2])
+    with pytest.raises(BadInput, match="layout has < and >, and these costs are of whole layers"):
+        main(["--config", "mine.yaml", "--costs", costs, "--as-configured"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["encoder", "own", "decoder"])
 def test_a_configuration_with_an_encoder_as_it_is(where: str, costs: str, capsys: pytest.CaptureFixture[str]) -> None:

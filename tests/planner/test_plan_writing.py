@@ -59,6 +59,11 @@ CHOICES = {
         *(2, 3, 4, 3), ordering=Ordering(hint="bf-deep", window=4), order_name="bf-deep", num_stages=2
     ),
     "a V": choice_of(2, 3, 4, 3, ordering=Ordering(schedule=V, consume="strict"), order_name="zb-v", num_stages=2),
+    "inside layers": choice_of(
+        *(4, 4, 3, 3),
+        ordering=Ordering(schedule=table_of("1f1b", 4, 8), consume="strict"),
+        cut_layers=(3, 6),
+    ),
     "replicas": choice_of(
         *(4, 3, 3, 2),
         ordering=Ordering(schedule=table_of("1f1b", 4, 8)),
@@ -83,7 +88,7 @@ def test_train_reads_the_same_cut_and_order(name: str, config: TrainConfig, tmp_
         shape.batch_size,
         shape.num_microbatches * shape.data,
     )
-    assert _counts(layout, choice) == choice.cut.counts
+    assert _counts(layout, choice) == choice.cut.layer_counts
     order = order_of(layout, ordering_of(layout), shape.num_microbatches)
     assert order.placement == choice.cut.placement
     if choice.ordering.schedule is not None:

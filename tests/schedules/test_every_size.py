@@ -63,6 +63,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         for name in ("breadth-first", "interleaved-1f1b", "interleaved-1f1b-split", "hanayo", "gis")
         for v in (1, 2, 3, 4)
     },
+    **{f"seq1f1b, {n} slices": ("seq1f1b", {"slices": n}) for n in (1, 2, 3, 4, 8)},
+    **{
+        f"slimpipe, {v} chunks, {n} slices": ("slimpipe", {"chunks_per_stage": v, "slices": n})
+        for v in (1, 2, 3)
+        for n in (2, 4, 8)
+    },
+    **{f"{name}, 3 slices": (name, {"slices": 3}) for name in ("1f1b", "gpipe", "zb-h1")},
     "interleaved-1f1b-split, uneven": ("interleaved-1f1b-split", UNEVEN),
     **{f"gis, groups of {size}": ("gis", {"group_size": size}) for size in range(1, 9)},
 }
@@ -78,6 +85,9 @@ def digest(table: ScheduleTable) -> str:
         [tuple(edge[:4]) for edge in graph.edges],
     ]
     what += [graph.absent, sets, graph.shared, (), table.weights_fill]
+    what += [graph.passes, sorted(graph.losses), graph.weights, [edge.part for edge in graph.edges]] * bool(
+        graph.passes
+    )
     what += [[" ".join(map(str, row)) for row in one.rows] for one in (table, stands_for) if one is not None]
     return hashlib.blake2b(repr(what).encode(), digest_size=2).hexdigest()
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.schedules import ScheduleRequest, build_schedule, schedule_entry, schedule_names
+from rrfp_jax.schedules import ScheduleRequest, build_schedule, chain, schedule_entry, schedule_names
 
 ALL = {
+    *("seq1f1b", "slimpipe"),
     *("1f1b", "1f1b-split", "asymmetric-chimera", "bitpipe", "breadth-first", "chimera", "dualpipe-v", "eager-1f1b"),
     *(
         "gis",
@@ -65,7 +66,8 @@ def test_an_entry_tells_the_truth_about_its_tables() -> None:
         entry = schedule_entry(name)
         assert table.name == name
         assert bool(table.graph.split) == bool(entry.split_backward)
-        assert table.placement.num_chunks == 4 * entry.shape.chunks_per_stage
+        assert bool(table.graph.passes) == entry.shape.is_sliced
+        assert table.placement.num_chunks == 4 * entry.shape.chunks_per_stage * (4 if entry.shape.is_sliced else 1)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,10 @@ def test_an_entry_tells_the_truth_about_its_tables() -> None:
         ("gis", {"num_stages": 8, "num_microbatches": 24, "group_size": 5}, "that divides 24 is 4 or 6 or 8"),
         ("1f1b", {"group_size": 2}, "schedule '1f1b' has no groups of microbatches: leave group_size out, or take gis"),
         ("zb-auto", {"memory_limit": 0.5}, "give at least 1"),
+        ("zb-v", {"slices": 2}, "'zb-v' runs sequences whole: leave slices out, or take 1f1b, 1f1b-split, gpipe"),
+        ("slimpipe", {"num_stages": 8, "slices": 4}, "4 are too few: give slices=8 or more, or chunks_per_stage=1"),
+        ("seq1f1b", {"slices": 257}, "a sequence has 257 slices: give 1 to 256"),
+        ("1f1b", {"slices": 2, "graph": chain(4, 8)}, "leave them out, or graph and placement"),
         ("eager-1f1b", {"window": (2, 3, 1, 1)}, "window 3 of stage 1 is larger than window 2 of stage 0"),
     ],
 )
@@ -122,6 +128,7 @@ def test_one_number_limits_eager_1f1b_and_falls_by_one_per_stage() -> None:
         ({"num_microbatches": -1}, "num_microbatches is -1"),
         ({"chunks_per_stage": 0}, "chunks_per_stage is 0"),
         ({"group_size": 0}, "group_size is 0"),
+        ({"slices": 0}, "slices is 0: give at least 1"),
         ({"window": 0}, "window 0 holds no microbatch"),
         ({"window": (1, 2)}, "2 windows for 4 stages"),
         ({"durations_ms": (1.0, -1.0, 1.0)}, "must not be negative"),

@@ -34,6 +34,7 @@ from rrfp_jax.schedules import (
     read_csv,
     schedule_entry,
     schedule_names,
+    sliced_chain,
 )
 from rrfp_jax.schedules.registry import chunks_per_stage as chunks_of_schedule
 from rrfp_jax.schedules.slots import SlotLengths
@@ -120,6 +121,7 @@ class OrderingOptions:
         num_stages: int,
         num_microbatches: int,
         chunks_per_stage: int | None = None,
+        slices: int | None = None,
         durations_ms: tuple[float, float, float] = (1.0, 1.0, 1.0),
         comm_ms: float = 0.0,
         lengths_ms: tuple[float, float, float] | None = None,
@@ -131,6 +133,8 @@ class OrderingOptions:
 
         Args:
             num_stages, num_microbatches, chunks_per_stage: the sizes; ``chunks_per_stage`` None leaves the choice to
+                the schedule, and is 1 without one.
+            slices: slices of a sequence, which run through each chunk one after the other; None leaves the choice to
                 the schedule, and is 1 without one.
             durations_ms, comm_ms: F, I and W of one chunk and a transfer, for schedules made from profiled times.
             lengths_ms: F, I and W of one chunk as they really are, for ``offload`` and ``recompute``; None: as above.
@@ -145,11 +149,16 @@ class OrderingOptions:
                 f"num_stages ({num_stages}) and num_microbatches ({num_microbatches}) must both be at least 1"
             )
         windows = None if self.window is None else check_windows(self.window, num_stages)
+        if slices is not None and graph is None and (self.schedule is None or self.schedule.endswith(".csv")):
+            whole = looped(num_stages, chunks_per_stage or 1)
+            graph, placement = sliced_chain(chain(whole.num_chunks, num_microbatches), slices), whole.repeated(slices)
+            chunks_per_stage = slices = None
         request = ScheduleRequest(
             num_stages=num_stages,
             num_microbatches=num_microbatches,
             chunks_per_stage=chunks_per_stage,
             group_size=self.group_size,
+            slices=slices,
             window=self.window,
             durations_ms=durations_ms,
             comm_ms=comm_ms,

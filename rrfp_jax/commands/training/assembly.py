@@ -61,7 +61,7 @@ def chunks_of(config: TrainConfig, ordered: OrderedRun) -> list[Chunk]:
     """Returns the model, cut for the order's placement; twice if it runs in both directions."""
     if ordered.cut is not None:
         return ordered.cut.chunks
-    chunks = cut_language_model(config, ordered.num_chunks)
+    chunks = cut_language_model(config, ordered.num_chunks, ordered.num_slices)
     return mirrored(chunks) if ordered.order.graph.shared else chunks
 
 
@@ -86,7 +86,7 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
             shard_optimizer=config.optimizer.shard,
             reduce=config.pipeline.reduce,
         ),
-        remat=layout.chunk_remats(order.placement),
+        remat=ordered.chunk_remats(layout),
         seed=config.run.seed,
         options=_runtime_options(config),
     )

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.commands.training.planned import about_layout
+from rrfp_jax.commands.training.planned import about_layout, sequence_slices
 from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, chunk_flops, pairs, step_flops
 from rrfp_jax.data.dataset import Batch, BatchContents
 from rrfp_jax.layout import CONTEXT
@@ -34,8 +34,8 @@ class ModelChunks(NamedTuple):
     placement: Placement
 
 
-def cut_language_model(config: TrainConfig, num_chunks: int) -> list[Chunk]:
-    """Returns a decoder alone, in so many chunks."""
+def cut_language_model(config: TrainConfig, num_chunks: int, num_slices: int = 1) -> list[Chunk]:
+    """Returns a decoder alone, in so many chunks, and its sequences in slices."""
     layout, cut = config.pipeline, config.pipeline.cut
     chunks = language_model(config.model).split(
         None if cut.layers else num_chunks,
@@ -45,6 +45,7 @@ def cut_language_model(config: TrainConfig, num_chunks: int) -> list[Chunk]:
         packed=config.has_segments,
         context=context_cut(layout),
         counts_answers=config.counts_answers,
+        slices=sequence_slices(config, num_slices),
     )
     return freeze(chunks, config.optimizer.freeze)
 

@@ -6,7 +6,6 @@ checked later.
 
 import difflib
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,9 +28,11 @@ from rrfp_jax.commands.training.data_sets import (
 from rrfp_jax.core import READY, SCHEDULE, STRICT, Order
 from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR, describe_axes, with_axes_in_order
-from rrfp_jax.models.cuts import ChunkLayout, balanced_counts, check_divides, check_size, plan_cut
+from rrfp_jax.models.cuts import ChunkLayout, SequenceSlices, balanced_counts, check_divides, check_size, plan_cut
+from rrfp_jax.models.presets import decoder_sizes
 from rrfp_jax.observe.trackers import check_installed, read_trackers
-from rrfp_jax.schedules import Placement
+from rrfp_jax.schedules import Placement, schedule_names
+from rrfp_jax.schedules.registry import schedule_entry
 from rrfp_jax.training.run_config import PipelineConfig
 from rrfp_jax.training.run_directory import RunDirectory
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from rrfp_jax.commands.training.model_parts import ModelChunks
 
 _log = logging.getLogger(__name__)
+_TILE = 128
+"""Positions of a tile of attention's kernels; slices of sequences are whole tiles."""
 _AXES = (TENSOR, FSDP, EXPERT, CONTEXT)
 """The axes over which something of a model is cut."""
 
@@ -54,9 +57,20 @@ class OrderedRun(NamedTuple):
     """The cut of a vision-language model; None: a language model, which is cut later."""
 
     @property
+    def num_slices(self) -> int:
+        """Slices in which sequences run through each chunk."""
+        return max(map(len, self.order.graph.passes), default=1)
+
+    @property
     def num_chunks(self) -> int:
-        """Chunks of the model, each of them counted once where the order has two copies."""
-        return self.order.placement.num_chunks // (2 if self.order.graph.shared else 1)
+        """Chunks of the model, each of them counted once where the order has two copies, or slices."""
+        return self.order.placement.num_chunks // self.num_slices // (2 if self.order.graph.shared else 1)
+
+    def chunk_remats(self, layout: PipelineConfig) -> tuple[str, ...]:
+        """Returns the rematerialisation of every chunk. Raises ValueError for a list that does not fit."""
+        slices, stages = self.num_slices, self.order.placement.stage_of_chunk
+        remats = layout.chunk_remats(Placement(stages[::slices]))
+        return tuple(remat for remat in remats for _ in range(slices))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +149,9 @@ def order_run(config: TrainConfig) -> OrderedRun:
             raise ValueError(
                 f"layout {layout.layout!r} has an encoder, and the model none: give a section vision, or E first"
             )
-        order = order_of(layout, ordering, share)
-        layout.chunk_remats(order.placement)  # refuses a list that does not fit
-        return OrderedRun(ordering, order, None)
+        ordered = OrderedRun(ordering, order_of(layout, ordering, share), None)
+        ordered.chunk_remats(layout)  # refuses a list that does not fit
+        return ordered
     # A model that is no chain brings its own graph, for which the table is built; to cut it takes JAX.
     from rrfp_jax.commands.studies import check_fits_graph
     from rrfp_jax.commands.training.model_parts import cut_vision_language_model
@@ -152,15 +166,15 @@ def order_run(config: TrainConfig) -> OrderedRun:
         placement=cut.placement,
         graph=replace(model_graph(cut.chunks, cut.edges, None), num_microbatches=share),
     )
-    layout.chunk_remats(order.placement)
-    return OrderedRun(ordering, order, cut)
+    ordered = OrderedRun(ordering, order, cut)
+    ordered.chunk_remats(layout)
+    return ordered
 
 
 def ordering_of(layout: PipelineConfig) -> OrderingOptions:
     """Returns the order that a configuration asks for. Raises ValueError where it contradicts itself."""
-    schedule, group_size = layout.schedule, None
-    if (grouped := re.fullmatch(r"([\w-]+):(\d{1,5})", schedule or "")) is not None:  # groups of microbatches: gis:2
-        schedule, group_size = grouped[1], int(grouped[2])
+    schedule, number = layout.named_schedule[:2]
+    group_size = number if schedule and number is not None and schedule_entry(schedule).has_groups else None
     is_guided = schedule is not None and layout.hint in (None, SCHEDULE)
     return OrderingOptions(
         schedule=schedule,
@@ -178,12 +192,28 @@ def ordering_of(layout: PipelineConfig) -> OrderingOptions:
 def order_of(layout: PipelineConfig, ordering: OrderingOptions, num_microbatches: int) -> Order:
     """Returns the order of a language model's chunks, with so many microbatches. Raises ValueError where it does not
     fit."""
+    schedule, slices = layout.named_schedule[:2]
+    if ordering.group_size is not None:  # the number is that of microbatches in a group
+        slices = None
+    elif slices is None and schedule in schedule_names() and schedule_entry(schedule).shape.is_sliced:
+        slices = layout.num_stages
+    placement = None if layout.is_auto or layout.cut.stages is None else Placement(layout.cut.stages)
     return ordering.resolve(
         num_stages=layout.num_stages,
         num_microbatches=num_microbatches,
         chunks_per_stage=layout.chunks_per_stage,
-        placement=None if layout.is_auto or layout.cut.stages is None else Placement(layout.cut.stages),
+        slices=slices,
+        placement=None if placement is None else placement.repeated(slices or 1),
     )
+
+
+def sequence_slices(config: TrainConfig, number: int) -> SequenceSlices:
+    """Returns the cut of sequences into slices that take equally long, unless they are to have equal lengths."""
+    sizes, (schedule, _, is_equal) = decoder_sizes(config.model), config.pipeline.named_schedule
+    # The time of a window's pairs grows as that of all else does; of experts those count that compute a token.
+    is_equal |= schedule == "slimpipe" or config.model.sliding_window is not None
+    pair_cost = 0.0 if is_equal else sizes.attention(0, 1).forward / sizes.layer(1, 0).forward
+    return SequenceSlices(number, pair_cost, _TILE * config.pipeline.tensor)
 
 
 def check_cut(config: TrainConfig, ordered: OrderedRun) -> None:
@@ -209,6 +239,8 @@ def check_cut(config: TrainConfig, ordered: OrderedRun) -> None:
             embedding_in=cut.embedding_chunk,
             head_in=cut.head_chunk,
         )
+    if config.row_length is not None:
+        sequence_slices(config, ordered.num_slices).bounds(config.row_length)
 
 
 @contextmanager

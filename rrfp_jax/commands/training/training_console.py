@@ -129,7 +129,7 @@ class TrainingConsole:
                 (
                     str(stage) if layout.data == 1 else f"{stage}, replica {layout.replica_of(unit)}",
                     devices,
-                    "; ".join(pipeline.chunks[c].name for c in chunks),
+                    _contents(pipeline, order, stage),
                     f"{num_params[stage]:,}",
                     order.bounds[unit],
                     format_bytes(forecast[unit].peak),
@@ -201,3 +201,15 @@ class TrainingConsole:
                 f"steps {self._first.step} to {self._last.step}: "
                 f"the loss went from {self._first.loss:.4f} to {self._last.loss:.4f}"
             )
+
+
+def _contents(pipeline: Pipeline, order: Order, stage: int) -> str:
+    """Returns the layers of a stage, and in how many slices sequences run through its chunks."""
+    graph, parts = order.graph, []
+    for chunk in pipeline.placement.chunks_of_stage[stage]:
+        passes, name = graph.passes_of(chunk * graph.num_replicas), pipeline.chunks[chunk].name
+        if len(passes) > 1:
+            name = f"{name.partition(' (slice')[0]} in {len(passes)} slices"
+        if passes[0] == chunk * graph.num_replicas:
+            parts.append(name)
+    return "; ".join(parts)
