@@ -21,6 +21,7 @@ from rrfp_jax.schedules.graph import chain as chain
 from rrfp_jax.schedules.graph import lanes_beside as lanes_beside
 from rrfp_jax.schedules.graph import opposite_chains as opposite_chains
 from rrfp_jax.schedules.graph import sliced_chain as sliced_chain
+from rrfp_jax.schedules.graph import vocabulary_sharded as vocabulary_sharded
 from rrfp_jax.schedules.operations import COMPUTE as COMPUTE
 from rrfp_jax.schedules.operations import UNRECORDED as UNRECORDED
 from rrfp_jax.schedules.operations import Op as Op

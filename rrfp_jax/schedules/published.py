@@ -61,6 +61,19 @@ way back to I(k) is 2F + 2I + W long, and must fit into 2g+2-p rounds of F + I +
 none the stages wait for each other in a circle (unless all those F are of the first chunk, as those of two chunks with
 g = 1 are). Hence g >= p/2.
 
+Vocabularies in shards: heads first
+-----------------------------------
+Where all stages hold shards of embedding and head (:func:`rrfp_jax.schedules.graph.vocabulary_sharded`; Yeung et al.,
+arXiv 2411.05288), a microbatch takes the long tasks of a chain, as in 1F1B, and short ones on every stage for which all
+others wait. So the short ones go first, within the memory of 1F1B in half-rounds: a chunk of the chain holds a
+microbatch for its hops to the loss and back, at most half of them and one more. On p stages that are p + 1 microbatches
+with one barrier and p + 2 with two, as published. The paper places its passes by their measured times; here the order
+is run with short ones of a fixed length, and as a hint the times of the run itself place them.
+
+It cannot get stuck. At most 2n microbatches are under way if a stage may hold n, and there is memory for their short
+tasks beside n, so that these never wait for memory. The chain's microbatches go by number, so the oldest unfinished one
+is where no other stands before it: its next task is ready, and has memory.
+
 Slices of sequences: Seq1F1B and SlimPipe
 -----------------------------------------
 A sequence runs through a chunk in n slices, which attend to earlier ones (:func:`rrfp_jax.schedules.sliced_chain`). So
@@ -112,8 +125,10 @@ from rrfp_jax.schedules.language import (
     rounds,
     rule,
     slots,
+    turns,
 )
 from rrfp_jax.schedules.language.orders import Stream
+from rrfp_jax.schedules.language.stage import Mistake
 from rrfp_jax.schedules.registry import schedule
 from rrfp_jax.schedules.request import (
     ALTERNATING,
@@ -306,6 +321,37 @@ def gis_group_size(p: int, m: int, asked: int | None = None) -> int:
             f"that divides {m} is {' or '.join(map(str, possible))}"
         )
     return size
+
+
+# -- shards of the vocabulary -----------------------------------------------------------------------------------------
+
+_SHARD = 0.03
+"""Length of a shard's task, in those of the chain. The published runs have 0.03 to 0.5. An order for long ones stalls
+where they are short, by 11% if it is made for 0.1; one for short ones is as good where they are long."""
+
+
+def heads_first(s: Stage) -> Described:
+    """The order of a graph of :func:`vocabulary_sharded`: shards first, then the chain's B and F in turn.
+
+    It has no name, as it makes no graph: give :func:`build_schedule` the function, with graph and placement. Raises
+    ValueError for another graph.
+    """
+    graph, chain = s.graph, range(s.p, 2 * s.p)
+    if graph.num_chunks <= 3 * s.p or any(s.placement.stage_of_chunk[c] != c - s.p for c in chain):
+        raise Mistake("heads_first orders shards of a vocabulary: give graph and placement of vocabulary_sharded")
+    limits = [(s.hops(c) + s.hops_back[c]) // 2 + 1 for c in chain]
+    under_way = 2 * limits[0]
+    takes = [graph.kept_units(c) / graph.memory_unit for c in range(graph.num_chunks)]
+    shards = sum(takes[c] for c in s.chunks if c not in chain)
+
+    def first(task: Task) -> tuple[int, ...]:
+        return (task.chunk in chain, task.microbatch, task.chunk if task.kind is TaskKind.F else -task.chunk)
+
+    return rule(turns(B, F), W, key=first).frozen(
+        lengths=lambda task: EQUAL(task) * (1 if task.chunk in chain else _SHARD),
+        holding=limits[s.i] * takes[s.p + s.i] + min(under_way, s.m) * shards,
+        under_way=under_way,
+    )
 
 
 # -- slices of sequences -----------------------------------------------------------------------------------------------

@@ -234,7 +234,10 @@ class _RuleChoice:
         if task.kind is not TaskKind.F:
             return True
         holding, forwards = self.made[stage].holding, self.forwards[stage]
-        return (holding is None or self.held[stage] < holding) and (not forwards or forwards[0] == task)
+        takes, _ = self.graph.memory_effect(task)
+        # Rounded as times are: sums of parts of an activation differ in their last bits.
+        fits = holding is None or self.held[stage] + takes <= holding + _ROUNDING
+        return fits and (not forwards or forwards[0] == task)
 
 
 _ROUNDING = 1e-9

@@ -84,11 +84,18 @@ class Stage:
     @cached_property
     def _hops(self) -> tuple[int, ...]:
         """For every chunk the longest way to a chunk without successors, in hops from one stage to another."""
-        stage_of, graph = self.placement.stage_of_chunk, self.graph
-        hops = [0] * graph.num_chunks
-        for chunk in reversed(range(graph.num_chunks)):
-            ways = (hops[s] + (stage_of[s] != stage_of[chunk]) for s in graph.successors(chunk))
-            hops[chunk] = max(ways, default=0)
+        return self._hops_along(self.graph.successors)
+
+    @cached_property
+    def hops_back(self) -> tuple[int, ...]:
+        """For every chunk the longest way on which it is returned a gradient, in hops from one stage to another."""
+        return self._hops_along(self.graph.gradient_successors)
+
+    def _hops_along(self, after: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
+        stage_of = self.placement.stage_of_chunk
+        hops = [0] * len(stage_of)
+        for chunk in reversed(range(len(stage_of))):
+            hops[chunk] = max((hops[s] + (stage_of[s] != stage_of[chunk]) for s in after(chunk)), default=0)
         return tuple(hops)
 
     def check_own(self, chunk: int) -> None:
