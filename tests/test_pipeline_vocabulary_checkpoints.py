@@ -94,6 +94,21 @@ def test_a_checkpoint_fits_every_number_of_shards(model: str, between: Ways, tmp
             np.testing.assert_allclose(metrics.result().loss, next_loss, rtol=1e-6)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_tied_model_does_not_go_on_from_an_untied_one(shards: int, tmp_path: Path) -> None:
+    with saved_pipeline("untied", 2) as pipeline:
+        saving = RunSaver(tmp_path, pipeline, every=1, minutes=None, keep=1)
+        saving.save(pipeline.init(jax.random.key(1)), {})
+        saving.checkpoints.close()
+    with saved_pipeline("tied", shards) as pipeline:
+        saving = RunSaver(tmp_path, pipeline, every=1, minutes=None, keep=1)
+        found = saving.checkpoints.newest()
+        assert found is not None
+        with pytest.raises(ValueError, match=r"has layer head, which this run's model does not have: resume with the"):
+            saving.restore(found)
+        saving.checkpoints.close()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_import_goes_through_shards_and_back_without_a_change(tied: bool, tmp_path: Path) -> None:
     source = write_folder(tmp_path / "theirs", TINY_LLAMA | {"vocab_size": 259, "tie_word_embeddings": tied})

@@ -77,6 +77,14 @@ def check_files(stored: StoredStep, rank: int, num_ranks: int) -> None:
             raise Unusable(f"step {stored.step} cannot be restored from {stored.path}: {where} {fault}")
 
 
+def check_layers(stored: StoredStep, layers: Iterable[str]) -> None:
+    """Raises Unusable for a step with layers that a model of these does not have, such as a head that is not tied."""
+    known = set(map(whole_name, layers))
+    for part in stored.parts.values():
+        if extra := [layer for layer in map(whole_name, part.layers) if layer not in known]:
+            raise Unusable(f"{stored.path} has layer {extra[0]}, which this run's model does not have: {_REMEDY}")
+
+
 def read_arrays(
     stored: StoredStep, specs: Mapping[ArrayName, Any], *, as_stored: bool = True
 ) -> dict[ArrayName, jax.Array]:
