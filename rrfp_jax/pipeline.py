@@ -41,13 +41,22 @@ from rrfp_jax.programs.batches import (
     leaves_to_lack,
     num_microbatches,
 )
-from rrfp_jax.programs.chunk import Chunk, check_chunks, check_seed, param_specs, trained_specs, whole_layers
+from rrfp_jax.programs.chunk import (
+    Chunk,
+    check_chunks,
+    check_seed,
+    first_shards,
+    param_specs,
+    shard_named,
+    trained_specs,
+    whole_layers,
+)
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import as_held, fitted_placement, model_graph, with_passes
-from rrfp_jax.programs.optimizers import check_leafwise, of_whole_layers, with_standard_promotion
+from rrfp_jax.programs.optimizers import check_elementwise, check_leafwise, of_whole_layers, with_standard_promotion
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
-from rrfp_jax.programs.shapes import checked_params, model_params
+from rrfp_jax.programs.shapes import checked_params, model_params, pick
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.runtime import PipelineRuntime, StepMetrics, StepResult
 from rrfp_jax.runtime.consistency import Verification, result_difference, state_difference
@@ -299,11 +308,17 @@ class Pipeline:
         for index in range(len(self.chunks)):
             checked_params(self.chunks, index)
         whole_layers(model_params(map(param_specs, self.holding)))  # refuses what is no part of a layer
-        params = model_params(map(trained_specs, self.holding))
+        every = model_params(map(trained_specs, self.holding))
+        # the shards of a layer have its name for the optimizer, so the first stands for all, which are alike
+        params = first_shards(every)
+        check_elementwise(
+            self.optimizer, {name: layer for name, layer in every.items() if shard_named(name) is not None}
+        )
         parts = [part for index in range(len(self.chunks)) for part in self._model.parts(index)]
-        groups, shares = [part.layers for part in parts], [part.pick(params) for part in parts]
+        groups = [[name for name in part.layers if name in params] for part in parts]
+        shares = [pick(part.pick(every), group) for part, group in zip(parts, groups, strict=True) if group]
         is_cut = self._model.num_shares > 1
-        check_leafwise(self.optimizer, params, () if is_cut else groups, shares if is_cut else ())
+        check_leafwise(self.optimizer, params, () if is_cut else list(filter(None, groups)), shares if is_cut else ())
 
     def _held(self, state: PipelineState) -> HostedState:
         """Returns the state of the hosted chunks once all steps enqueued have ended."""

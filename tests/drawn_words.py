@@ -18,7 +18,8 @@ import numpy as np
 from experiments.reading.draw import TRAIN, draw_data
 from rrfp_jax.data import Batch, BucketSpecs, ImageText, ImageTextConfig
 from rrfp_jax.models import AudioConfig, LanguageModelConfig, ProjectorConfig, VisionConfig, VisionLanguageConfig
-from rrfp_jax.models.vision_language import ChunkGraph, vision_language_model
+from rrfp_jax.models.model import ChunkGraph
+from rrfp_jax.models.vision_language import vision_language_model
 from tests.plain_graph import Microbatch, microbatches_of
 from tests.programs.toys import with_cheap_init
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from rrfp_jax.models.vision_language import ChunkGraph
+from rrfp_jax.models.model import ChunkGraph
 from tests.models.graph_of_chunks import run_graph
 
 Microbatch = dict[str, np.ndarray]

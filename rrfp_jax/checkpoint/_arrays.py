@@ -2,7 +2,8 @@
 
 A name is a tuple of texts, the layer first, then the path of the array inside it: ``("layers.0", "params", "attention",
 "query")``. Stages, ranks and layouts are no part of it, so a checkpoint fits every cut of the model. Where a chunk
-holds a part of a layer, the name of the part comes first in memory, and the layer's own in files.
+holds a part of a layer, the name of the part comes first in memory, and the layer's own in files. Shards of a layer
+keep their names in files too, and are joined when these are read.
 
 Pieces are copied to host memory before they are written: the next update may then take over an array's buffers.
 """
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rrfp_jax.programs.chunk import whole_name
+from rrfp_jax.programs.chunk import shard_named, whole_name
 from rrfp_jax.programs.stage_devices import shards_of
 
 ArrayName = tuple[str, ...]
@@ -31,6 +32,11 @@ def leaf_name(path: Iterable[Any]) -> ArrayName:
 
 def stored_name(name: ArrayName) -> ArrayName:
     """Returns the name that an array has in files."""
+    return name if shard_named(name[0]) is not None else whole_array(name)
+
+
+def whole_array(name: ArrayName) -> ArrayName:
+    """Returns the name that an array has in a whole layer."""
     return (whole_name(name[0]), *name[1:])
 
 

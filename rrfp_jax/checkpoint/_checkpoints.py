@@ -26,7 +26,7 @@ import jax
 from rrfp_jax.checkpoint._arrays import OPTIMIZER, PARAMS, ArrayName, HostArray, copy_to_host, stored_name
 from rrfp_jax.checkpoint._chunk_layers import ChunkLayers
 from rrfp_jax.checkpoint._part_writer import Owner, PartWriter, parts_of_step
-from rrfp_jax.checkpoint._reader import StoredStep, check_files, frozen_state, open_step, read_arrays
+from rrfp_jax.checkpoint._reader import StoredStep, check_files, check_layers, frozen_state, open_step, read_arrays
 from rrfp_jax.checkpoint._records import (
     Commit,
     Unusable,
@@ -386,6 +386,7 @@ class Checkpoints:
         shared: dict[int, dict[ArrayName, jax.Array]] = {}
 
         def read() -> None:
+            check_layers(stored, self._owners)
             for layers, target in targets:
                 specs, known = layers.split(target), shared.get(id(target.optimizer_state), {})
                 leaves = known | _read_state(stored, {name: spec for name, spec in specs.items() if name not in known})

@@ -32,7 +32,6 @@ from rrfp_jax.checkpoint._arrays import PARAMS, ArrayName, HostArray, nested, si
 from rrfp_jax.checkpoint._records import Commit, PartRecord, step_directory, sum_tree, sync_directory
 from rrfp_jax.layout import Layout
 from rrfp_jax.private.orbax_names import TENSORSTORE_SETTINGS, build_array_write_spec
-from rrfp_jax.programs.chunk import whole_name
 
 # A chunk is read at once, at least: small enough for a share of a large array, large enough for a disk.
 _CHUNK_BYTES = 16 << 20
@@ -190,7 +189,7 @@ class PartWriter:
                     with _around_orbax():
                         handler.finalize(epath.Path(path))
                 shapes = tuple((name, array.dtype.name, array.shape) for name, array in own.items())
-                layers = tuple(dict.fromkeys(map(whole_name, part.layers)))
+                layers = tuple(dict.fromkeys(stored_name((layer,))[0] for layer in part.layers))
                 record = PartRecord(layers=layers, arrays=shapes, files=sum_tree(path))
                 written[part.name] = record.write(folder / f"{part.name}.json")
         return written

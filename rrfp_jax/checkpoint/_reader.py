@@ -1,15 +1,18 @@
-"""Finds the steps that can be restored, and reads their arrays: in any shardings, or whole on one device."""
+"""Finds the steps that can be restored, and reads their arrays: in any shardings, or whole on one device.
+
+A layer may be saved whole or in shards, and be read whole or in others."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from etils import epath  # type: ignore[import-untyped]
 from orbax.checkpoint import type_handlers
 
@@ -22,8 +25,10 @@ from rrfp_jax.checkpoint._arrays import (
     sharded_zeros,
     shown_name,
     size_batches,
+    whole_array,
 )
 from rrfp_jax.checkpoint._records import Commit, PartRecord, Unusable, file_fault, last_committed, step_directory
+from rrfp_jax.programs.chunk import LayerShard, shard_named, whole_name
 
 _BATCH_BYTES = 16 << 20
 _REMEDY = "resume with the model and the optimizer that it was saved with"
@@ -72,6 +77,14 @@ def check_files(stored: StoredStep, rank: int, num_ranks: int) -> None:
             raise Unusable(f"step {stored.step} cannot be restored from {stored.path}: {where} {fault}")
 
 
+def check_layers(stored: StoredStep, layers: Iterable[str]) -> None:
+    """Raises Unusable for a step with layers that a model of these does not have, such as a head that is not tied."""
+    known = set(map(whole_name, layers))
+    for part in stored.parts.values():
+        if extra := [layer for layer in map(whole_name, part.layers) if layer not in known]:
+            raise Unusable(f"{stored.path} has layer {extra[0]}, which this run's model does not have: {_REMEDY}")
+
+
 def read_arrays(
     stored: StoredStep, specs: Mapping[ArrayName, Any], *, as_stored: bool = True
 ) -> dict[ArrayName, jax.Array]:
@@ -82,48 +95,133 @@ def read_arrays(
 
     Raises Unusable for an array that the step does not have, or has in another shape or dtype.
     """
-    parts_of_layer: dict[str, list[Path]] = {}
-    for path, part in stored.parts.items():
-        for layer in part.layers:
-            parts_of_layer.setdefault(layer, []).append(path)
-    by_layer: dict[str, dict[ArrayName, Any]] = {}
+    saved = _saved_arrays(stored)
+    known_layers = dict.fromkeys(whole_name(layer) for part in stored.parts.values() for layer in part.layers)
     arrays: dict[ArrayName, jax.Array] = {}
+    sizes: dict[Path, dict[ArrayName, int]] = {}
+    wanted: dict[ArrayName, Any] = {}
     for name, spec in specs.items():
         if not spec.size:
             arrays[name] = sharded_zeros(spec)
             continue
-        stored_spec = spec
+        wanted[name] = spec
         if is_random_key(spec):  # the step holds the data of typed random keys
             data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(spec.shape, spec.dtype))
-            stored_spec = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=spec.sharding)
-        by_layer.setdefault(name[0], {})[name] = stored_spec
-    for layer, wanted in by_layer.items():
-        if layer not in parts_of_layer:
-            raise Unusable(f"{stored.path} has no layer {layer}: {_REMEDY} (it has {', '.join(parts_of_layer)})")
-        known = {
-            name: (dtype, shape, path)
-            for path in parts_of_layer[layer]
-            for name, dtype, shape in stored.parts[path].arrays
-        }
-        sizes: dict[Path, dict[ArrayName, int]] = {}
-        for name, spec in wanted.items():
-            if (saved := known.get(name)) is None:
-                raise Unusable(f"{stored.path} has no array {shown_name(name)}: {_REMEDY}")
-            here = (np.dtype(spec.dtype).name, tuple(spec.shape))
-            if saved[1] != here[1] or (as_stored and saved[0] != here[0]):
-                was, now = (f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in (saved[:2], here))
-                raise Unusable(f"{shown_name(name)} is {was} in {stored.path} and {now} in this run: {_REMEDY}")
+            wanted[name] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=spec.sharding)
+    for name, spec in wanted.items():
+        whole = whole_array(name)
+        if whole[0] not in known_layers:
+            raise Unusable(f"{stored.path} has no layer {whole[0]}: {_REMEDY} (it has {', '.join(known_layers)})")
+        if (found := saved.get(whole)) is None:
+            raise Unusable(f"{stored.path} has no array {shown_name(whole)}: {_REMEDY}")
+        axis, start, shape = found.taken(shard_named(name[0]))
+        here = (np.dtype(spec.dtype).name, tuple(spec.shape))
+        if shape != here[1] or (len(found.pieces) > 1 and axis != found.axis) or (as_stored and found.dtype != here[0]):
+            was, now = (f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in ((found.dtype, shape), here))
+            raise Unusable(f"{shown_name(name)} is {was} in {stored.path} and {now} in this run: {_REMEDY}")
+        piece = next((piece for piece in found.pieces if (piece.start, piece.shape) == (start, shape)), None)
+        if piece is None:
+            arrays[name] = _read_across(found, spec, axis, start)
+        elif piece.name != name:  # an array that all shards have, such as the number of updates
+            arrays[name] = _read_batch(piece.path, {piece.name: spec})[piece.name]
+        else:
             shard_bytes = math.prod(spec.sharding.shard_shape(spec.shape)) * np.dtype(spec.dtype).itemsize
-            sizes.setdefault(saved[2], {})[name] = shard_bytes * len(spec.sharding.addressable_devices)
-        for path, of_part in sizes.items():
-            for names in size_batches(of_part.items(), _BATCH_BYTES):
-                arrays |= _read_batch(path, {name: wanted[name] for name in names})
+            sizes.setdefault(piece.path, {})[name] = shard_bytes * len(spec.sharding.addressable_devices)
+    for path, of_part in sizes.items():
+        for names in size_batches(of_part.items(), _BATCH_BYTES):
+            arrays |= _read_batch(path, {name: wanted[name] for name in names})
     return {
         name: jax.random.wrap_key_data(arrays[name], impl=jax.random.key_impl(jnp.empty(0, spec.dtype)))
         if is_random_key(spec)
         else arrays[name]
         for name, spec in specs.items()
     }
+
+
+class _Piece(NamedTuple):
+    """An array as a part of a step holds it: whole, or a shard."""
+
+    path: Path
+    """The directory of the part."""
+    name: ArrayName
+    start: int
+    """Where it begins in the whole array, along the dimension of the cut."""
+    shape: tuple[int, ...]
+
+
+class _SavedArray(NamedTuple):
+    """A whole array of a step."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    axis: int
+    """The dimension along which shards cut it."""
+    is_cut: bool
+    """Whether shards of its layer cut it; otherwise they all have it."""
+    pieces: tuple[_Piece, ...]
+    """Its pieces in order; all of them the same where nothing is cut."""
+
+    def taken(self, shard: LayerShard | None) -> tuple[int, int, tuple[int, ...]]:
+        """Returns the dimension along which a shard, or the whole layer, takes a part, its start, and its shape."""
+        if shard is None or not self.is_cut:
+            return self.axis, 0, self.shape
+        start, stop = shard.bounds(self.shape[shard.axis])
+        sizes = list(self.shape)
+        sizes[shard.axis] = stop - start
+        return shard.axis, start, tuple(sizes)
+
+
+def _saved_arrays(stored: StoredStep) -> dict[ArrayName, _SavedArray]:
+    """Returns all arrays of a step by their names in whole layers."""
+    found: dict[ArrayName, list[tuple[str, _Piece]]] = {}
+    params: dict[str, dict[ArrayName, tuple[int, ...]]] = {}
+    for path, part in stored.parts.items():
+        for name, dtype, shape in part.arrays:
+            found.setdefault(whole_array(name), []).append((dtype, _Piece(path, name, 0, shape)))
+            if name[1] == PARAMS:
+                params.setdefault(name[0], {})[name[2:]] = shape
+    saved = {}
+    for whole, of_array in found.items():
+        dtype, first = of_array[-1]
+        # moments have the shape of their parameter, and a path that ends in its path
+        own, shard, whole_shape = params.get(first.name[0], {}), shard_named(first.name[0]), list(first.shape)
+        is_cut = bool(whole_shape) and any(own.get(first.name[k:]) == first.shape for k in range(2, len(first.name)))
+        axis, pieces = 0 if shard is None else shard.axis, [first]
+        if shard is not None and is_cut:
+            by_shard = {shard_named(piece.name[0]) or shard: piece for _, piece in of_array}
+            pieces, whole_shape[axis] = [], 0
+            for _, piece in sorted(by_shard.items()):
+                pieces.append(piece._replace(start=whole_shape[axis]))
+                whole_shape[axis] += piece.shape[axis]
+        saved[whole] = _SavedArray(dtype, tuple(whole_shape), axis, is_cut, tuple(pieces))
+    return saved
+
+
+def _read_across(saved: _SavedArray, spec: Any, axis: int, start: int) -> jax.Array:
+    """Returns an array that begins at ``start`` of a saved one along ``axis``, from the pieces that have some of it."""
+
+    def read(index: Any) -> np.ndarray:
+        dim, own = axis % len(spec.shape), list(index)
+        first, stop, _ = own[dim].indices(spec.shape[dim])
+        found = []
+        for piece in saved.pieces:
+            begin = max(first + start - piece.start, 0)
+            end = min(stop + start - piece.start, piece.shape[axis])
+            if begin < end:
+                own[dim] = slice(begin, end)
+                found.append(_open_array(piece)[tuple(own)].read().result())
+        return np.concatenate(found, axis=dim).astype(spec.dtype)
+
+    return jax.make_array_from_callback(spec.shape, spec.sharding, read)
+
+
+def _open_array(piece: _Piece) -> ts.TensorStore:
+    store = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{piece.path}/"},
+        "path": f"{'.'.join(piece.name)}/",
+    }
+    return ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
 
 
 def frozen_state(stored: StoredStep, names: Iterable[ArrayName]) -> dict[ArrayName, ArrayName | None]:
@@ -133,12 +231,10 @@ def frozen_state(stored: StoredStep, names: Iterable[ArrayName]) -> dict[ArrayNa
     of updates; None for an array of the layer alone. Empty for a step without any optimizer state.
     """
     saved = sorted(name for part in stored.parts.values() for name, _, _ in part.arrays if name[1] == OPTIMIZER)
-    trained, common = {name[0] for name in saved}, {name[1:]: name for name in reversed(saved)}
-    known = {layer for part in stored.parts.values() for layer in part.layers} if trained else set()
+    trained, common = {whole_name(name[0]) for name in saved}, {name[1:]: name for name in reversed(saved)}
+    known = {whole_name(layer) for part in stored.parts.values() for layer in part.layers} if trained else set()
     return {
-        name: common.get(name[1:])
-        for name in names
-        if name[1] == OPTIMIZER and name[0] in known and name[0] not in trained
+        name: common.get(name[1:]) for name in names if name[1] == OPTIMIZER and whole_name(name[0]) in known - trained
     }
 
 
@@ -172,9 +268,8 @@ def stored_param_specs(stored: StoredStep) -> dict[ArrayName, Any]:
     """Returns the parameters of a step by name, as specs on JAX's first device."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return {
-        name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-        for part in stored.parts.values()
-        for name, dtype, shape in part.arrays
+        name: jax.ShapeDtypeStruct(saved.shape, jnp.dtype(saved.dtype), sharding=sharding)
+        for name, saved in _saved_arrays(stored).items()
         if name[1] == PARAMS
     }
 

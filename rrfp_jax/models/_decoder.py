@@ -23,7 +23,8 @@ from rrfp_jax.models.attention import cached_attention, causal_attention
 from rrfp_jax.models.config import LINEAR_ROPE, YARN_ROPE, LanguageModelConfig, RopeScaling
 from rrfp_jax.models.cuts import ATTENTION, MLP, ContextCut, SequenceOrder
 from rrfp_jax.models.experts import MixtureOfExperts
-from rrfp_jax.models.loss import HeadLoss
+from rrfp_jax.models.loss import HeadLoss, HeadShard
+from rrfp_jax.programs.chunk import LayerShard
 
 # -- rotary position embeddings (Su et al. 2021) -----------------------------------------------------------------------
 
@@ -343,3 +344,50 @@ class LMHead(nnx.Module):
         """
         loss = HeadLoss(words_first=False, compute_dtype=self.compute_dtype.name, z_loss=self.z_loss)
         return loss(x, self.kernel[...], targets, weights)
+
+
+# -- shards of the vocabulary ------------------------------------------------------------------------------------------
+
+
+class EmbeddingShard(Embedding):
+    """The rows of :class:`Embedding` for the words of a shard."""
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, *, shard: LayerShard) -> None:
+        super().__init__(config, rngs)  # the whole table, so that the shard has its initial values
+        self.bounds, self.num_words = shard.bounds(config.vocab_size), config.vocab_size
+        self.table = nnx.Param(jax.lax.slice_in_dim(self.table[...], *self.bounds, axis=0))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps ``tokens`` as the whole table does where they are words of the shard, and to zeros elsewhere."""
+        first, stop = self.bounds
+        is_here, is_word = (first <= tokens) & (tokens < stop), (tokens >= 0) & (tokens < self.num_words)
+        vectors = jnp.take(self.table[...], jnp.where(is_here, tokens - first, 0), axis=0)
+        elsewhere = jnp.where(is_word, 0, jnp.nan)[..., None]
+        return jnp.where(is_here[..., None], vectors, elsewhere).astype(self.compute_dtype)
+
+    def numbers(self, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the numbers of the tied head, as :meth:`LMHeadShard.numbers`."""
+        numbers = HeadShard(words_first=True, compute_dtype=self.compute_dtype.name)
+        return numbers(x, self.table[...], targets - self.bounds[0])
+
+
+class LMHeadShard(LMHead):
+    """The columns of :class:`LMHead` for the words of a shard."""
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, *, shard: LayerShard) -> None:
+        super().__init__(config, rngs)
+        self.bounds = shard.bounds(config.vocab_size)
+        self.kernel = nnx.Param(jax.lax.slice_in_dim(self.kernel[...], *self.bounds, axis=1))
+
+    def numbers(self, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns what :class:`rrfp_jax.models.loss.HeadShard` does for ``x`` ``[batch, length, hidden]``."""
+        numbers = HeadShard(words_first=False, compute_dtype=self.compute_dtype.name)
+        return numbers(x, self.kernel[...], targets - self.bounds[0])
+
+
+@cache
+def vocabulary_layer(
+    build: Callable[..., Any], shard: LayerShard
+) -> Callable[[LanguageModelConfig, nnx.Rngs], nnx.Module]:
+    """Returns the function that makes a shard of the embedding or of the head."""
+    return partial(build, shard=shard)

@@ -16,6 +16,11 @@ gradient of logits is rounded to the compute dtype, as those of all other activa
 products. No target is looked up or scattered: comparing words with targets fuses with the softmax, and holds where the
 words are cut over devices.
 
+Where the words are cut into shards in chunks of their own, :class:`HeadShard` gives two numbers a token of each shard,
+in the same two passes, and :func:`joined_loss` the loss. A shard does not know the gradient of its logits in its
+forward, but its own softmax, and so, for targets among its words, the gradient of its own cross entropy: all but two
+factors a token of that of its input.
+
 :func:`answer_counts` counts the answers that greedy decoding would write without a fault. An *answer* is a run of
 neighbouring tokens of one sample whose targets count in the loss, for example all behind a prompt, or the line behind a
 picture, the token that ends it included. Greedy decoding from the text before it writes an answer exactly if every
@@ -86,8 +91,15 @@ def answer_counts(
     0 where a target does not count, and ``segments``, the sample that each token belongs to, None if each row is one.
     ``order`` int32 ``[length]`` is the natural position of the token at each place; None: the same.
     """
-    is_right, counts = jnp.argmax(logits, axis=-1) == targets, weights > 0
-    samples = jnp.ones_like(targets) if segments is None else segments
+    return counts_of_right(jnp.argmax(logits, axis=-1) == targets, weights, segments, order=order)
+
+
+def counts_of_right(
+    is_right: jax.Array, weights: jax.Array, segments: jax.Array | None = None, *, order: np.ndarray | None = None
+) -> dict[str, jax.Array]:
+    """Returns the named sums of :func:`answer_counts`, given for each token whether its target is the likeliest one."""
+    counts = weights > 0
+    samples = jnp.ones_like(is_right) if segments is None else segments
     if order is not None:
         home = np.argsort(order)
         is_right, counts, samples = (each[:, home] for each in (is_right, counts, samples))
@@ -149,7 +161,7 @@ def _forward(how: HeadLoss, x: Any, matrix: Any, targets: Any, weights: Any) -> 
 def _backward(how: HeadLoss, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, Any, None, Any]:
     x, matrix, targets, weights, normalisers, losses, gradient = residuals
     factor = cotangents[0]
-    matrix_grad = _matrix_gradient(how, x, matrix, (targets, weights * factor, normalisers))
+    matrix_grad = _matrix_gradient(how, x, matrix, targets, normalisers, weights * factor)
     weights_grad = factor * (losses + how.z_loss * jnp.square(normalisers))
     return (gradient * factor).astype(x.dtype), matrix_grad, None, weights_grad
 
@@ -162,11 +174,92 @@ def _summed(how: HeadLoss, normalisers: Any, losses: Any, weights: Any) -> tuple
     return jnp.sum(losses * weights) + squares, squares
 
 
+class HeadShard(NamedTuple):
+    """Two numbers a token, from which :func:`joined_loss` makes the loss, as a function of the head's input and of a
+    shard of its matrix. The fields are those of :class:`HeadLoss`."""
+
+    words_first: bool
+    compute_dtype: str
+
+    def __call__(self, x: jax.Array, matrix: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the logarithms of the softmax's normalisers over the words of the shard, and the logits of the
+        targets, 0 for those of other shards; float32 ``[batch, length]``.
+
+        ``targets`` are counted from the first word of the shard.
+        """
+        return _shard_numbers(HeadLoss(self.words_first, self.compute_dtype, z_loss=0.0), x, matrix, targets)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _shard_numbers(how: HeadLoss, x: Any, matrix: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
+    normalisers, target_logits = _over_positions(how, x, matrix, targets, None, with_gradient=False)
+    return normalisers, target_logits
+
+
+def _shard_forward(how: HeadLoss, x: Any, matrix: Any, targets: Any) -> Any:
+    made = _over_positions(how, x, matrix, targets, None, with_gradient=True)
+    normalisers, target_logits, gradient = (checkpoint_name(each, KEPT_ALWAYS) for each in made)
+    return (normalisers, target_logits), (x, matrix, targets, normalisers, gradient)
+
+
+def _shard_backward(how: HeadLoss, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, Any, None]:
+    x, matrix, targets, normalisers, gradient = residuals
+    factors, of_targets = cotangents
+    axis = 0 if how.words_first else 1
+    is_here = (targets >= 0) & (targets < matrix.shape[axis])
+    words = jnp.take(matrix, jnp.where(is_here, targets, 0), axis=axis).astype(how.compute_dtype)
+    words = words if how.words_first else jnp.moveaxis(words, 0, -1)
+    # nearly sure of a target, both factors of its word are nearly one; only their difference is multiplied by it
+    x_grad = gradient * factors[..., None] + words * jnp.where(is_here, factors + of_targets, 0)[..., None]
+    matrix_grad = _matrix_gradient(how, x, matrix, targets, normalisers, -of_targets, factors)
+    return x_grad.astype(x.dtype), matrix_grad, None
+
+
+_shard_numbers.defvjp(_shard_forward, _shard_backward)
+
+
+def joined_loss(
+    normalisers: jax.Array,
+    target_logits: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    words: int,
+    z_loss: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of :class:`HeadLoss` from those of all shards, ``[shards, batch, length]``, of ``words``
+    words together; only the first has a gradient."""
+    whole, weights = jax.nn.logsumexp(normalisers, axis=0), weights.astype(jnp.float32)
+    is_word = (targets >= 0) & (targets < words)
+    losses = whole - jnp.where(is_word, jnp.sum(target_logits, axis=0), jnp.nan)
+    squares = z_loss * jnp.sum(jnp.square(whole) * weights) if z_loss else jnp.float32(0)
+    return jnp.sum(losses * weights) + squares, jax.lax.stop_gradient(squares)
+
+
+def shard_logits(
+    logits: jax.Array, targets: jax.Array, first: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns the results of :class:`HeadShard` from the shard's logits, and besides the largest of them and the number
+    of its word; ``first`` is that of the first one, from which ``targets`` are not counted."""
+    numbers = first + jnp.arange(logits.shape[-1])
+    target_logits = jnp.sum(logits * (targets[..., None] == numbers), axis=-1)
+    likeliest = first + jnp.argmax(logits, axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1), target_logits, jnp.max(logits, axis=-1), likeliest
+
+
+def likeliest_words(largest: jax.Array, words: jax.Array) -> jax.Array:
+    """Returns the likeliest word of each token, given the largest logit of every shard and its word, in order."""
+    return jnp.take_along_axis(words, jnp.argmax(largest, axis=0)[None], axis=0)[0]
+
+
 def _over_positions(
     how: HeadLoss, x: Any, matrix: Any, targets: Any, weights: Any, *, with_gradient: bool
 ) -> list[jax.Array]:
-    """Returns the normalisers' logarithms and the cross entropies, float32 ``[batch, length]``, and ``x``'s
-    gradient."""
+    """Returns the normalisers' logarithms and the cross entropies, float32 ``[batch, length]``, and ``x``'s gradient.
+
+    Without weights, of a shard, the second are the logits of targets, 0 for those elsewhere, and the third is the
+    gradient of the first less the second.
+    """
     matrix, numbers = _by_words(how, matrix.astype(how.compute_dtype))
     batch, length, _ = x.shape
     parts = get_abstract_mesh().shape.get(CONTEXT, 1)
@@ -174,38 +267,44 @@ def _over_positions(
     size = length // parts
     block = -(-size // _num_blocks(x.shape, numbers.size))
 
-    def compute(x: Any, targets: Any, weights: Any) -> list[jax.Array]:
+    def compute(x: Any, targets: Any, weights: Any = None) -> list[jax.Array]:
         logits = _logits(how, x, matrix)
         normalisers = jax.nn.logsumexp(logits, axis=(-2, -1))
         is_target = targets[..., None, None] == numbers
         # jnp.where would need zeros of this shape, which XLA takes out of the loop and holds
         target_logits = jnp.sum(logits * is_target, axis=(-2, -1))
-        is_word = (targets >= 0) & (targets < numbers.size)
-        losses = normalisers - jnp.where(is_word, target_logits, jnp.nan)
+        if weights is None:
+            losses, weights = target_logits, jnp.ones_like(normalisers)
+        else:
+            is_word = (targets >= 0) & (targets < numbers.size)
+            losses = normalisers - jnp.where(is_word, target_logits, jnp.nan)
         if not with_gradient:
             return [normalisers, losses]
-        gradient = _logits_gradient(how, logits, is_target, weights, normalisers)
+        gradient = _logits_gradient(how, logits, is_target, normalisers=normalisers, weights=weights)
         subscripts = "bcltv,tvh->bclh" if how.words_first else "bcltv,htv->bclh"
         return [normalisers, losses, jnp.einsum(subscripts, gradient, matrix)]
 
-    cut = [(each.reshape(batch, parts, size, *each.shape[2:]), 2) for each in (x, targets, weights)]
+    tokens = (x, targets) if weights is None else (x, targets, weights)
+    cut = [(each.reshape(batch, parts, size, *each.shape[2:]), 2) for each in tokens]
     made = _by_blocks(compute, cut, (2,) * (3 if with_gradient else 2), size, block)
     return [each.reshape(batch, length, *each.shape[3:]) for each in made]
 
 
-def _matrix_gradient(how: HeadLoss, x: Any, matrix: Any, tokens: tuple[Any, Any, Any]) -> jax.Array:
-    """Returns the gradient of the matrix; ``tokens`` are targets, weights times the loss's factor, and normalisers."""
+def _matrix_gradient(how: HeadLoss, x: Any, matrix: Any, *tokens: Any) -> jax.Array:
+    """Returns the gradient of the matrix; ``tokens`` are targets, normalisers, weights times the loss's factor, and of
+    a shard the factors of its normalisers."""
     shape, dtype = matrix.shape, matrix.dtype
     matrix, numbers = _by_words(how, matrix.astype(how.compute_dtype))
     size = numbers.shape[1]
     # products like multiples of 128
     block = min(-(-size // _num_blocks(x.shape, numbers.size) // 128) * 128, size)
-    x, targets, weights, normalisers = (each[:, None] for each in (x, *tokens))
+    x, targets, *rest = (each[:, None] for each in (x, *tokens))
+    numbers_of_tokens = dict(zip(("normalisers", "weights", "factors"), rest, strict=False))
     dtype_of_sum = jnp.promote_types(dtype, jnp.float32) if widens() else jnp.dtype(how.compute_dtype)
 
     def compute(matrix: Any, numbers: Any) -> list[jax.Array]:
         is_target = targets[..., None, None] == numbers
-        gradient = _logits_gradient(how, _logits(how, x, matrix), is_target, weights, normalisers)
+        gradient = _logits_gradient(how, _logits(how, x, matrix), is_target, **numbers_of_tokens)
         subscripts = "bclh,bcltv->tvh" if how.words_first else "bclh,bcltv->htv"
         return [jnp.einsum(subscripts, x, gradient, preferred_element_type=dtype_of_sum)]
 
@@ -221,10 +320,16 @@ def _logits(how: HeadLoss, x: jax.Array, matrix: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, x, matrix, preferred_element_type=jnp.float32)
 
 
-def _logits_gradient(how: HeadLoss, logits: Any, is_target: Any, weights: Any, normalisers: Any) -> jax.Array:
-    """Returns the gradient of ``logits`` in the compute dtype; weights and normalisers have an entry for each token."""
+def _logits_gradient(
+    how: HeadLoss, logits: Any, is_target: Any, *, normalisers: Any, weights: Any, factors: Any = None
+) -> jax.Array:
+    """Returns the gradient of ``logits`` in the compute dtype; the last three have an entry for each token.
+
+    ``factors`` are those of the normalisers; None: the weights', with that of the z-loss.
+    """
     softmax = jnp.exp(logits - normalisers[..., None, None])
-    factors = weights * (1 + 2 * how.z_loss * normalisers) if how.z_loss else weights
+    if factors is None:
+        factors = weights * (1 + 2 * how.z_loss * normalisers) if how.z_loss else weights
     gradient = softmax * factors[..., None, None] - is_target * weights[..., None, None]
     return gradient.astype(how.compute_dtype)
 

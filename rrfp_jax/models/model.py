@@ -7,8 +7,9 @@ tokens' vectors.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -17,21 +18,41 @@ import jax.numpy as jnp
 from rrfp_jax.models._decoder import (
     DecoderLayer,
     Embedding,
+    EmbeddingShard,
     KVCache,
     LMHead,
+    LMHeadShard,
     decoder_layer,
     residual_norm,
     row_info,
+    vocabulary_layer,
 )
 from rrfp_jax.models._named_layers import NamedLayer, chunk_of
 from rrfp_jax.models._tensor_cut import decoder_partition
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.models.cuts import ATTENTION, MLP, ChunkContents, ContextCut, SequenceOrder, SequenceSlices, plan_cut
-from rrfp_jax.models.loss import answer_counts, normaliser_loss, token_loss
-from rrfp_jax.programs.chunk import Chunk, Partition, part_name
+from rrfp_jax.models.cuts import (
+    ATTENTION,
+    MLP,
+    ChunkContents,
+    ContextCut,
+    CutWords,
+    SequenceOrder,
+    SequenceSlices,
+    plan_cut,
+)
+from rrfp_jax.models.loss import (
+    answer_counts,
+    counts_of_right,
+    joined_loss,
+    likeliest_words,
+    normaliser_loss,
+    shard_logits,
+    token_loss,
+)
+from rrfp_jax.programs.chunk import Chunk, LayerShard, Partition, part_name
 from rrfp_jax.programs.remat import one_layer
 from rrfp_jax.programs.shapes import LOSS
-from rrfp_jax.schedules import KEYS, STREAM
+from rrfp_jax.schedules import KEYS, STREAM, Edge
 
 EMBEDDING = "embedding"
 """Name of the token embedding; with tied embeddings also of the copy in the head's chunk."""
@@ -90,6 +111,19 @@ def _check_sliceable(
     if context is not None or counts_answers:
         what = "lie on the devices of a context" if context is not None else "have answers that are counted whole"
         raise ValueError(f"sequences {what} and cannot be cut into slices: leave out one of the two")
+
+
+@dataclass(frozen=True)
+class ChunkGraph:
+    """A model cut into chunks that are no chain."""
+
+    chunks: list[Chunk]
+    """All chunks, in an order in which every edge leads to a larger number."""
+    edges: tuple[Edge, ...]
+    """Edges from each chunk to the chunks that it feeds."""
+    parts: dict[str, range]
+    """Numbers of the chunks of ``vision``, ``audio`` (each with its projector, unless that is a layer of the decoder's
+    first chunk) and ``decoder``; or of what a decoder is cut into whose vocabulary is cut too."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +197,41 @@ class LanguageModel:
         parts = [SequenceSlice(slices, number) for number in range(slices.number)]
         return [decoder_chunk(self.config, plan, packed=packed, part=part) for plan in plans for part in parts]
 
+    def split_vocabulary(
+        self,
+        num_shards: int,
+        num_chunks: int | None = None,
+        layers_per_chunk: Sequence[float] | None = None,
+        packed: bool = False,
+        *,
+        context: ContextCut | None = None,
+        counts_answers: bool = False,
+    ) -> ChunkGraph:
+        """Cuts the model into chunks, and embedding and head into shards of words, in chunks of their own.
+
+        The chunks of a stage can then hold as many words as those of every other stage. ``parts`` of the result are
+        ``embedding``, whose chunks give zeros for the words of others; ``layers``, whose first chunk adds up the
+        vectors and whose last one has the final norm; ``relay``; ``head``, whose chunks give a few numbers a token; and
+        ``loss``, the chunk that makes the loss of them. Chunks of ``relay`` have no parameters: they hand the stream on
+        from the last head to the first, so that it leaves no stage more than twice, see :func:`vocabulary_stages`.
+
+        With tied embeddings a shard of the head is a pass of that of the embedding. The other arguments, leaves and
+        results are those of :meth:`split`. Raises ValueError, with the remedy, for a cut that does not add up.
+        """
+        return _vocabulary_graph(
+            self.config,
+            num_shards,
+            plan_cut(
+                self.config.num_layers,
+                num_chunks=num_chunks,
+                layers_per_chunk=layers_per_chunk,
+                words=CutWords(first="", last=""),
+            ),
+            packed=packed,
+            context=context,
+            counts_answers=counts_answers,
+        )
+
 
 def language_model(config: LanguageModelConfig) -> LanguageModel:
     """Returns the model that ``config`` describes; nothing is allocated before a chunk's ``init``."""
@@ -205,16 +274,22 @@ def decoder_chunk(
     context: ContextCut | None = None,
     counts_answers: bool = False,
     part: SequenceSlice | None = None,
+    ends_apart: bool = False,
 ) -> Chunk:
     """Returns one chunk of a decoder whose layers have names that begin with ``prefix``, or what runs one slice through
     it.
+
+    With ``ends_apart`` embedding and head are in chunks of their own, but the final norm is in this one.
 
     With ``merges`` its inputs are their features in order, each ``[rows, features per row, dim]`` or None if the
     microbatch has none; one alone comes as it is. With ``gives_logits`` the chunk with the head returns those, float32
     ``[batch, length, vocab_size]``, and reads neither ``targets`` nor ``weights``. With ``counts_answers`` its
     evaluation counts them.
     """
+    ends, plan = plan, replace(plan, embedding=False, head=False) if ends_apart else plan
     layers = named_decoder_layers(config, plan, prefix)
+    if ends_apart and ends.head:
+        layers.append(NamedLayer(FINAL_NORM, prefix + FINAL_NORM, residual_norm, config))
     layers += [merge.projector for merge in merges if merge.projector is not None]
     # in two chunks, tied embeddings are copies of one parameter
     shared = {prefix + EMBEDDING} if config.tie_embeddings and plan.embedding != plan.head else set()
@@ -251,6 +326,10 @@ def decoder_chunk(
         order=order,
         part=part,
     )
+    if ends_apart:
+        run = partial(
+            _run_between, run=run, is_first=ends.embedding, is_last=ends.head, has_router_loss=has_router_loss
+        )
     title = plan.title if part is None else f"{plan.title} (slice {part.number + 1} of {part.slices.number})"
     if part is not None:  # the slices of a chunk are passes of its layers
         shared = {layer.name for layer in layers}
@@ -384,3 +463,149 @@ def merge_features(hidden: jax.Array, features: jax.Array, leaves: dict[str, jax
     flat, index = features.reshape(-1, features.shape[-1]), leaves[name]
     taken = jnp.take(flat, jnp.maximum(index, 0), axis=0, mode="fill", fill_value=jnp.nan)
     return jnp.where(index[..., None] >= 0, taken.astype(hidden.dtype), hidden)
+
+
+# -- shards of the vocabulary ------------------------------------------------------------------------------------------
+
+
+def vocabulary_stages(graph: ChunkGraph, stage_of_layers: Sequence[int]) -> tuple[int, ...]:
+    """Returns the stage of every chunk that :meth:`LanguageModel.split_vocabulary` made, given those of its chunks of
+    layers: shard ``i`` is on stage ``i``, and the loss where the last layers are."""
+    num_shards, num_relays = len(graph.parts["head"]), len(graph.parts["relay"])
+    relays = range(num_shards - 2, num_shards - 2 - num_relays, -1)
+    return (*range(num_shards), *stage_of_layers, *relays, *range(num_shards), stage_of_layers[-1])
+
+
+def _vocabulary_graph(
+    config: LanguageModelConfig,
+    num_shards: int,
+    plans: Sequence[ChunkContents],
+    *,
+    packed: bool,
+    context: ContextCut | None,
+    counts_answers: bool,
+) -> ChunkGraph:
+    if not 2 <= num_shards <= config.vocab_size:
+        raise ValueError(
+            f"a vocabulary of {config.vocab_size} words cannot be cut into {num_shards} shards: give 2 to "
+            f"{config.vocab_size}"
+        )
+    order = None if context is None else SequenceOrder(context.devices, config.sliding_window)
+    tied = config.tie_embeddings
+    shards = [LayerShard(number, num_shards) for number in range(num_shards)]
+
+    def chunk(title: str, layers: list[NamedLayer], run: Any, *leaves: str, **rest: Any) -> Chunk:
+        shared = {layer.name for layer in layers if tied}
+        orders = {} if order is None else dict.fromkeys(leaves, order)
+        return chunk_of(layers, run, title, leaves=leaves, leaf_orders=orders, shared=frozenset(shared), **rest)
+
+    def shard_chunk(title: str, shard: LayerShard, run: Any, leaf: str, **rest: Any) -> Chunk:
+        own, build = (EMBEDDING, EmbeddingShard) if tied or leaf == "tokens" else (HEAD, LMHeadShard)
+        name = shard._replace(axis=0 if own == EMBEDDING else -1).name(own)
+        layer = NamedLayer(own, name, vocabulary_layer(build, shard), config)
+        first, stop = shard.bounds(config.vocab_size)
+        cut = partial(decoder_partition, replace(config, vocab_size=stop - first))
+        return chunk(f"{title}, words {first}-{stop - 1}", [layer], run, leaf, partition=cut, **rest)
+
+    has_router_loss = config.has_router_loss
+    counting = ("segments",) if counts_answers and packed else ()
+    joins = partial(_run_loss, words=config.vocab_size, z_loss=config.z_loss, has_router_loss=has_router_loss)
+    evaluating_head = partial(_run_head_shard, gives_peaks=True) if counts_answers else None
+    evaluating_loss = partial(joins, counts_answers=True, order=order) if counts_answers else None
+    chains = {
+        "embedding": [shard_chunk("embedding", shard, _run_embedding_shard, "tokens") for shard in shards],
+        "layers": [decoder_chunk(config, plan, packed=packed, context=context, ends_apart=True) for plan in plans],
+        "relay": [chunk(f"relay to head {number}", [], _run_relay) for number in range(num_shards - 2, 0, -1)],
+        "head": [
+            shard_chunk("head", shard, _run_head_shard, "targets", run_evaluating=evaluating_head) for shard in shards
+        ],
+        "loss": [chunk("loss", [], joins, "targets", "weights", *counting, run_evaluating=evaluating_loss)],
+    }
+    chunks: list[Chunk] = []
+    parts = dict[str, range]()
+    for name, chain in chains.items():
+        parts[name] = range(len(chunks), len(chunks) + len(chain))
+        chunks += chain
+    layers, relays, heads, (loss,) = parts["layers"], parts["relay"], parts["head"], parts["loss"]
+    stream = "stream" if has_router_loss else None
+    edges = [Edge(shard, layers[0]) for shard in parts["embedding"]] + [Edge(*pair) for pair in pairwise(layers)]
+    # the first stage of the chain of relays has the last head; the last relay feeds the first head too
+    senders = [layers[-1], *relays]
+    readers = [*relays, heads[0]]
+    for sender, head, reader in zip(senders, reversed(heads), readers, strict=False):
+        part = stream if sender == layers[-1] else None
+        edges += [Edge(sender, head, part=part), Edge(sender, reader, part=part)]
+    edges += [Edge(head, loss) for head in heads]
+    if has_router_loss:
+        edges.append(Edge(layers[-1], loss, part=ROUTER_LOSS))
+    return ChunkGraph(chunks, tuple(sorted(edges)), parts)
+
+
+def _run_embedding_shard(modules: dict[str, Any], _: Any, leaves: dict[str, jax.Array]) -> Any:
+    return modules[EMBEDDING](leaves["tokens"])
+
+
+def _run_between(
+    modules: dict[str, Any],
+    inputs: Any,
+    leaves: dict[str, jax.Array],
+    *,
+    run: Callable[..., Any],
+    is_first: bool,
+    is_last: bool,
+    has_router_loss: bool,
+) -> Any:
+    """Computes layers between shards of the embedding and of the head."""
+    if is_first:
+        inputs = sum(inputs)  # exact: all but one of the vectors of a token are zeros
+        inputs = (inputs, jnp.zeros((), jnp.float32)) if has_router_loss else inputs
+    outputs = run(modules, inputs, leaves)
+    if not is_last:
+        return outputs
+    if not has_router_loss:
+        return modules[FINAL_NORM](outputs)
+    hidden, router_loss = outputs
+    return {"stream": modules[FINAL_NORM](hidden), ROUTER_LOSS: router_loss}
+
+
+def _run_relay(_modules: dict[str, Any], stream: Any, _leaves: dict[str, jax.Array]) -> Any:
+    return stream
+
+
+def _run_head_shard(
+    modules: dict[str, Any], hidden: Any, leaves: dict[str, jax.Array], *, gives_peaks: bool = False
+) -> Any:
+    (head,) = modules.values()
+    if not gives_peaks:
+        return head.numbers(hidden, leaves["targets"])
+    # counting answers needs whole logits anyway
+    return shard_logits(head.logits(hidden), leaves["targets"], head.bounds[0])
+
+
+def _run_loss(
+    _: dict[str, Any],
+    inputs: Any,
+    leaves: dict[str, jax.Array],
+    *,
+    words: int,
+    z_loss: float,
+    has_router_loss: bool,
+    counts_answers: bool = False,
+    order: SequenceOrder | None = None,
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Makes the loss from the numbers of all shards, and the router loss, which is the first input."""
+    router_loss, *shards = inputs if has_router_loss else (None, *inputs)
+    normalisers, target_logits, *peaks = map(jnp.stack, zip(*shards, strict=True))
+    targets, weights = leaves["targets"], leaves["weights"]
+    loss_sum, squares = joined_loss(normalisers, target_logits, targets, weights, words=words, z_loss=z_loss)
+    weight, named = jnp.sum(weights.astype(jnp.float32)), dict[str, jax.Array]()
+    if counts_answers:
+        places = None if order is None else order(targets.shape[1])
+        is_right = likeliest_words(*peaks) == targets
+        named |= counts_of_right(is_right, weights, leaves.get("segments"), order=places)
+    if z_loss:
+        named[Z_LOSS] = squares
+    if router_loss is not None:
+        named[ROUTER_LOSS] = router_loss * weight
+        loss_sum += named[ROUTER_LOSS]
+    return loss_sum, weight, named

@@ -21,7 +21,7 @@ from rrfp_jax.models._parts import ProjectorShape
 from rrfp_jax.models._tensor_cut import vision_language_partition
 from rrfp_jax.models.cuts import ChunkContents, ContextCut, CutWords, plan_cut
 from rrfp_jax.models.encoder import EncoderLayer, FrameStem, PatchStem, PixelScale, Projector, encoder_norm
-from rrfp_jax.models.model import Merge, decoder_chunk, layer_name
+from rrfp_jax.models.model import ChunkGraph, Merge, decoder_chunk, layer_name
 from rrfp_jax.models.vision_config import (
     DECODER,
     ENCODER,
@@ -37,19 +37,6 @@ from rrfp_jax.models.vision_config import (
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.remat import one_layer
 from rrfp_jax.schedules import Edge
-
-
-@dataclass(frozen=True)
-class ChunkGraph:
-    """A model cut into chunks that are no chain."""
-
-    chunks: list[Chunk]
-    """All chunks, encoders first, then the decoder, so that every edge leads to a larger number."""
-    edges: tuple[Edge, ...]
-    """Edges from each chunk to the chunks that it feeds."""
-    parts: dict[str, range]
-    """Numbers of the chunks of ``vision``, ``audio`` (each with its projector, unless that is a layer of the decoder's
-    first chunk) and ``decoder``."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ parts of a layer
     has of the whole layer's tree the arrays of the part, at their paths there. So names stay unique. Whoever knows the
     model by layers sees ``layers.3``: optimizers, patterns of frozen layers, checkpoints, users who ask for parameters.
     A part starts from the key of its layer, so that ``init`` may make the whole layer and return the part.
+    Shards are parts too: of every array of the layer they have some rows or columns (:class:`LayerShard`).
 inputs
     None for a chunk without predecessor, the predecessor's output where there is exactly one, else a tuple of the
     outputs in ascending order of predecessor chunk. For a microbatch that skips a predecessor, its place holds zeros;
@@ -46,6 +47,7 @@ frozen, and without a gradient
     either.
 """
 
+import re
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextvars import ContextVar
@@ -173,6 +175,43 @@ def part_name(layer: str, part: str) -> str:
     return f"{layer}:{part}"
 
 
+class LayerShard(NamedTuple):
+    """Which part of its layer a shard is: neighbouring rows of every array of it, or columns. Shards have equally many
+    of them, or one fewer."""
+
+    number: int
+    """The number of the shard, from 0."""
+    num_shards: int
+    axis: int = 0
+    """The dimension along which arrays are cut: 0, or -1 for columns."""
+
+    def name(self, layer: str) -> str:
+        """Returns the name of the shard of this layer: ``head:columns 2 of 4``."""
+        return part_name(layer, f"{_WAYS[self.axis]} {self.number + 1} of {self.num_shards}")
+
+    def bounds(self, size: int) -> tuple[int, int]:
+        """Returns the first of its rows or columns, of ``size`` in all, and that behind the last one."""
+        return self.number * size // self.num_shards, (self.number + 1) * size // self.num_shards
+
+
+_WAYS = {0: "rows", -1: "columns"}
+_SHARD = re.compile(r"[^:]+:(rows|columns) ([1-9]\d*) of ([1-9]\d*)")
+
+
+def shard_named(name: str) -> LayerShard | None:
+    """Returns which shard of its layer the name stands for, or None."""
+    found = _SHARD.fullmatch(name)
+    return None if found is None else LayerShard(int(found[2]) - 1, int(found[3]), 0 if found[1] == "rows" else -1)
+
+
+def first_shards(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the layers without all shards of a layer but the first that is there."""
+    firsts: dict[str, str] = {}
+    for name in layers:
+        firsts.setdefault(whole_name(name), name)
+    return {n: layer for n, layer in layers.items() if shard_named(n) is None or firsts[whole_name(n)] == n}
+
+
 def whole_name(name: str) -> str:
     """Returns the name of the layer of which this is a part, or the layer itself."""
     return name.partition(":")[0] or name
@@ -181,13 +220,39 @@ def whole_name(name: str) -> str:
 def whole_layers(layers: Mapping[str, Any]) -> dict[str, Any]:
     """Returns parameters, or a tree like them, with the parts of each layer joined under the layer's name.
 
-    Raises ValueError for parts that both have something at the same path, and for a part beside its whole layer.
+    Several shards of a layer are joined on the host. Raises ValueError for parts that both have something at the same
+    path, and for a part beside its whole layer.
     """
     whole: dict[str, Any] = {}
-    for name, layer in layers.items():
+    for name, layer in _with_joined_shards(layers).items():
         own = whole_name(name)
         whole[own] = _joined(None if own in layers else whole[own], layer, own) if own in whole else layer
     return whole
+
+
+def _with_joined_shards(layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the layers with all shards of one that are there in the place of the first of them, joined."""
+    found: dict[str, Any] = {}
+    for name, layer in layers.items():
+        if (shard := shard_named(name)) is None:
+            found[name] = layer
+            continue
+        of_layer = {s: n for n in layers if whole_name(n) == whole_name(name) and (s := shard_named(n)) is not None}
+        alike = [n for s, n in sorted(of_layer.items()) if s[1:] == shard[1:]]
+        if name == min(alike, key=list(layers).index):
+            found[name] = jax.tree.map(partial(_end_to_end, shard.axis), *(layers[n] for n in alike))
+    return found
+
+
+def _end_to_end(axis: int, *arrays: Any) -> Any:
+    shape = arrays[0].shape
+    if len(arrays) == 1 or not shape:
+        return arrays[0]
+    if isinstance(arrays[0], jax.ShapeDtypeStruct):
+        sizes = list(shape)
+        sizes[axis] = sum(each.shape[axis] for each in arrays)
+        return jax.ShapeDtypeStruct(tuple(sizes), arrays[0].dtype)
+    return np.concatenate([np.asarray(each) for each in arrays], axis=axis)
 
 
 def _joined(one: Any, other: Any, path: str) -> Any:

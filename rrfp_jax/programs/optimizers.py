@@ -115,6 +115,46 @@ def check_leafwise(
         _check_state(trace)
 
 
+_ELEMENTWISE = frozenset({
+    *("abs", "add", "and", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq"),
+    *("erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic"),
+    *("lt", "max", "min", "mul", "ne", "neg", "not", "optimization_barrier", "or", "pow", "reduce_precision", "rem"),
+    *("round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
+})  # fmt: skip
+"""Operations that treat every element of an array by itself."""
+
+
+def check_elementwise(optimizer: optax.GradientTransformation, shards: Specs) -> None:
+    """Raises ValueError if the update of an array of these layers, which are shards, does not treat every element by
+    itself: it would then depend on how the layer is cut."""
+    for name, layer in shards.items():
+        trace = _trace_of_group(optimizer, {name: layer})
+        mixing = next(filter(None, map(_mixing, (trace.init, trace.update))), None)
+        if mixing is not None:
+            raise ValueError(
+                f"the optimizer updates {name}, a shard of a layer, otherwise than it would in the whole layer, as "
+                f"its {mixing} goes over an array: use one that treats every element by itself, such as adamw or lion, "
+                "or do not cut the layer into shards"
+            )
+
+
+def _mixing(jaxpr: Any) -> str | None:
+    """Returns the name of an operation that may mix elements of an array, or makes one that has a place in it."""
+    for eqn in open_jaxpr(jaxpr).equations:
+        name, called = eqn.primitive.name, called_jaxpr(eqn)
+        inner = [called] if called is not None else eqn.params["branches"] if name == "cond" else []
+        if inner:
+            found = next(filter(None, map(_mixing, inner)), None)
+        elif name == "broadcast_in_dim":
+            found = name if eqn.invars[0].aval.shape else None
+        else:
+            has_arrays = any(getattr(var.aval, "shape", ()) for var in [*eqn.invars, *eqn.outvars])
+            found = name if has_arrays and name not in _ELEMENTWISE else None
+        if found is not None:
+            return found
+    return None
+
+
 def _trace(optimizer: optax.GradientTransformation, params: Specs) -> _Trace:
     try:
         init, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)

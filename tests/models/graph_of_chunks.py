@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from rrfp_jax.models.vision_language import ChunkGraph
+from rrfp_jax.models.model import ChunkGraph
 from rrfp_jax.programs.chunk import Params
 from rrfp_jax.testing import run_unpipelined
 

@@ -1,6 +1,7 @@
 """The loss from the head's input: the formula over logits, whatever the blocks, and what it keeps and computes."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rrfp_jax.models import loss as module
-from rrfp_jax.models.loss import HeadLoss
+from rrfp_jax.models.loss import HeadLoss, HeadShard, joined_loss
 from rrfp_jax.programs.remat import Remat, rematerialised
 from rrfp_jax.programs.splitting import SplitBackward, split_backward
 from tests.programs.splitting.flops import dot_flops
@@ -119,3 +120,64 @@ def test_on_a_mesh_it_is_the_same(monkeypatch: Any, axes: dict[str, int], words_
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         found, _ = both(how, *placed)
     assert_near(found, both(how, *given)[1], 1e-6)
+
+
+# -- shards of the words -----------------------------------------------------------------------------------------------
+
+
+def by_shards(how: HeadLoss, x: Any, matrix: Any, targets: Any, weights: Any, *, num_shards: int = 3) -> jax.Array:
+    shard, axis = HeadShard(how.words_first, how.compute_dtype), 0 if how.words_first else 1
+    bounds = [number * WORDS // num_shards for number in range(num_shards + 1)]
+    found = [
+        shard(x, jax.lax.slice_in_dim(matrix, start, stop, axis=axis), targets - start)
+        for start, stop in pairwise(bounds)
+    ]
+    normalisers, target_logits = map(jnp.stack, zip(*found, strict=True))
+    return joined_loss(normalisers, target_logits, targets, weights, words=WORDS, z_loss=how.z_loss)[0]
+
+
+def gradients(loss: Any, *given: Any) -> Any:
+    function = jax.value_and_grad(loss, argnums=(0, 1, 3))
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), jax.jit(function)(*given))
+
+
+@pytest.mark.parametrize("block_bytes", [WHOLE, SMALL // 3], ids=["whole", "blocks"])
+@pytest.mark.parametrize("words_first", [True, False])
+@pytest.mark.parametrize("z_loss", [0.0, 0.02])
+def test_shards_are_the_formula(monkeypatch: Any, block_bytes: int, words_first: bool, z_loss: float) -> None:
+    monkeypatch.setattr(module, "HEAD_BLOCK_BYTES", block_bytes)
+    how, given = HeadLoss(words_first, "float32", z_loss), arrays(words_first=words_first)
+    found = gradients(lambda *each: by_shards(how, *each), *given)
+    assert_near(found, gradients(lambda *each: formula(how, *each), *given), 1e-6)
+
+
+@pytest.mark.parametrize("sure", [1.0, 3.0], ids=["unsure", "nearly sure"])
+def test_in_bfloat16_shards_lose_no_more_than_the_whole_head(sure: float) -> None:
+    """Where the model is nearly sure of a target, its word and the softmax's mean of words nearly cancel."""
+    x, matrix, targets, weights = arrays("bfloat16")
+    x = (x + sure * matrix[targets]).astype("bfloat16")
+    how, exact = HeadLoss(True, "bfloat16", 0.0), HeadLoss(True, "float32", 0.0)
+    matrix = matrix.astype("bfloat16").astype(np.float32)
+    true = gradients(lambda *each: formula(exact, *each), x.astype(np.float32), matrix, targets, weights)
+
+    def error(loss: Any) -> float:
+        found = gradients(loss, x, matrix, targets, weights)
+        return float(np.linalg.norm(found[1][0] - true[1][0]) / np.linalg.norm(true[1][0]))
+
+    assert error(lambda *each: by_shards(how, *each)) <= 1.5 * error(lambda *each: how(*each)[0])
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_logits_of_a_shard_are_handed_to_nobody(monkeypatch: Any, remat: str) -> None:
+    monkeypatch.setattr(module, "HEAD_BLOCK_BYTES", SMALL)
+    x, matrix, targets, _ = arrays("bfloat16")
+
+    def numbers(params: Any, x: Any) -> Any:
+        return HeadShard(True, "bfloat16")(x * params["scale"], params["matrix"], targets)
+
+    params = {"matrix": matrix, "scale": np.ones(HIDDEN, "bfloat16")}
+    programs = split_backward(rematerialised(numbers, remat), params, x)
+    assert max(spec.size for spec in programs.residual_specs) <= BATCH * LENGTH * HIDDEN
+    assert max(spec.size for spec in programs.weight_residual_specs) <= BATCH * LENGTH * HIDDEN
+    outputs, residuals = jax.eval_shape(programs.forward, params, x)
+    assert dot_flops(programs.backward, params, residuals, outputs) == 0

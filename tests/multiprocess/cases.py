@@ -27,6 +27,8 @@ class Case:
     num_stages: int
     cut: tuple[float, ...] = ()
     """Layers of each chunk."""
+    num_shards: int = 0
+    """Of the vocabulary; 0: embedding and head are in the first and the last chunk."""
     stage_of_chunk: tuple[int, ...] = ()
     """Where the chunks of a model that is no chain lie."""
     slices: int = 1

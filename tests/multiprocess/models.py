@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from rrfp_jax.models.config import LanguageModelConfig
-from rrfp_jax.programs.chunk import Chunk, param_specs, whole_name
+from rrfp_jax.programs.chunk import Chunk, param_specs, shard_named, whole_name
 from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.schedules import Edge, chain, sliced_chain
 from tests import long_sums, ragged
@@ -20,6 +20,7 @@ from tests.plain_loop import train_plainly
 from tests.programs.toys import VOCAB, plain_model
 
 NUM_MICROBATCHES, LENGTH = 8, 8
+WORDS = 12
 EXPERTS = "experts"
 PLAIN, LONG_SUMS, RAGGED, DRAWN = "plain", "long sums", "ragged", "drawn"
 """The last two have microbatches of several shapes: two encoders (:mod:`tests.ragged`), and a vision-language model
@@ -41,7 +42,7 @@ def make_chunks(case: Case) -> list[Chunk]:
 
     experts = ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=12, balance_coefficient=0.1)
     config = LanguageModelConfig(
-        vocab_size=12,
+        vocab_size=WORDS,
         hidden=16,
         num_layers=int(sum(case.cut)),
         num_heads=4,
@@ -53,8 +54,12 @@ def make_chunks(case: Case) -> list[Chunk]:
     )
     devices = case.mesh.get("context", 1) if isinstance(case.mesh, dict) else 1
     context = ContextCut(devices=devices) if devices > 1 else None
-    slices = SequenceSlices(case.slices)
-    chunks = language_model(config).split(layers_per_chunk=list(case.cut), context=context, slices=slices)
+    model, layers = language_model(config), list(case.cut)
+    if case.num_shards:
+        chunks = model.split_vocabulary(case.num_shards, layers_per_chunk=layers, context=context).chunks
+    else:
+        slices = SequenceSlices(case.slices)
+        chunks = model.split(layers_per_chunk=layers, context=context, slices=slices)
     return [_with_constant_init(chunk) for chunk in chunks]
 
 
@@ -62,8 +67,13 @@ def _with_constant_init(chunk: Chunk) -> Chunk:
     """The chunk with numbers that compile quickly, and to the same bits in every process."""
 
     def numbers(path: Any, leaf: Any) -> np.ndarray:
-        layer = whole_name(path[0].key), *path[1:]
-        values = np.random.default_rng(zlib.crc32(str(layer).encode())).normal(0, 0.3, leaf.shape)
+        layer, shard = (whole_name(path[0].key), *path[1:]), shard_named(path[0].key)
+        shape = list(leaf.shape)
+        if shard is not None:
+            shape[shard.axis] = WORDS
+        values = np.random.default_rng(zlib.crc32(str(layer).encode())).normal(0, 0.3, shape)
+        if shard is not None:
+            values = np.take(values, range(*shard.bounds(WORDS)), axis=shard.axis)
         return (values + (len(leaf.shape) == 1)).astype(leaf.dtype)  # vectors are scales
 
     params = jax.tree.map_with_path(numbers, param_specs(chunk))
@@ -82,6 +92,13 @@ def edges_of(case: Case) -> Sequence[Edge] | None:
         return _drawn_words().model().edges
     if case.slices > 1:
         return sliced_chain(chain(len(case.cut), 1), case.slices).edges
+    if case.num_shards:
+        from rrfp_jax.models import LanguageModelConfig, language_model  # takes long to load
+
+        config = LanguageModelConfig(
+            vocab_size=WORDS, hidden=16, num_layers=int(sum(case.cut)), num_heads=4, mlp_dim=24
+        )
+        return language_model(config).split_vocabulary(case.num_shards, layers_per_chunk=list(case.cut)).edges
     return ragged.EDGES if case.model == RAGGED else None
 
 
@@ -134,7 +151,7 @@ def train_reference(case: Case) -> tuple[list[float], dict[str, Any]]:
 
 
 def _train_plainly(case: Case) -> tuple[list[float], dict[str, Any]]:
-    chunks = make_chunks(replace(case, mesh={}, slices=1))
+    chunks = make_chunks(replace(case, mesh={}, slices=1, num_shards=0))
     params: dict[str, Any] = {}
     for chunk in chunks:
         params |= chunk.init(jax.random.key(0))

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from rrfp_jax.programs.chunk import whole_layers
 from tests.long_sums import make_pipeline, train
 from tests.multiprocess.cases import Case, train_together
 from tests.multiprocess.models import DRAWN, EXPERTS, LONG_SUMS, RAGGED, train_reference
@@ -197,6 +198,30 @@ VISION = [
         options={"schedule": "zb-h1"},
     ),
 ]
+VOCABULARY = [
+    Case(
+        name="tied shards on 4",
+        model="tied",
+        num_shards=4,
+        cut=(1, 1, 1, 1),
+        stage_of_chunk=(0, 1, 2, 3, 0, 1, 2, 3, 2, 1, 0, 1, 2, 3, 3),
+        num_stages=4,
+        num_ranks=4,
+        options={"hint": "bfw", "window": 6},
+    ),
+    Case(
+        name="shards on 2, tensor 2",
+        model="untied",
+        num_shards=2,
+        cut=(1, 1),
+        stage_of_chunk=(0, 1, 0, 1, 0, 1, 1),
+        num_stages=2,
+        tensor=2,
+        num_ranks=4,
+        transport="transfer",
+        options={"deterministic": True},
+    ),
+]
 FORESIGHT = {"deterministic": True, "schedule": "zb-h1"}
 
 
@@ -229,6 +254,16 @@ def test_stages_may_lie_on_devices_in_any_order(tmp_path: Path) -> None:
     results = train_together(sorted(IN_OTHER_ORDERS, key=lambda case: -case.num_ranks), tmp_path)
     for case in IN_OTHER_ORDERS[1:]:
         assert_same_training(*results[case.name], *train_reference(case))
+
+
+@pytest.mark.parametrize(
+    "cases", [VOCABULARY[:1], pytest.param(VOCABULARY, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_a_vocabulary_in_shards_on_all_stages(cases: list[Case], tmp_path: Path) -> None:
+    results = train_together(cases, tmp_path)
+    for case in cases:
+        losses, params = results[case.name]
+        assert_same_training(losses, whole_layers(params), *train_reference(case))
 
 
 @pytest.mark.slow
