@@ -145,7 +145,7 @@ class _Piece(NamedTuple):
     """The directory of the part."""
     name: ArrayName
     start: int
-    """Where it begins in the whole array, along the dimension of the cut."""
+    """Its first place in the whole array, along the dimension of the cut."""
     shape: tuple[int, ...]
 
 
