@@ -82,6 +82,7 @@ def check_training(chunks: list[Chunk], model: str, *, packed: bool = False, **w
         assert_same_training(losses, jax.tree.map(np.array, pipeline.params(state)), *plain(model, packed=packed))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model", "way"),
     [
@@ -125,6 +126,7 @@ def test_every_way_to_run_trains_what_the_plain_loop_does(way: Ways, model: str,
     check(model, packed=packed, **way)
 
 
+@pytest.mark.slow
 def test_slices_of_sequences_pass_chunks_that_end_inside_layers() -> None:
     """One of them has no attention, and so no keys for later slices."""
     chunks = language_model(DENSE).split(layers_per_chunk=CUT, slices=Uneven(2))

@@ -98,6 +98,7 @@ def check(model: str, *, packed: bool = False, **way: Any) -> None:
         np.testing.assert_allclose([result.means[name] for name in known], list(known.values()), rtol=2e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model", "way"),
     [
@@ -135,6 +136,7 @@ def test_every_way_to_run_trains_what_the_plain_loop_does(way: Ways, model: str,
     check(model, packed=packed, **way)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_order() -> None:
     orders: list[Ways] = [{"hint": "bf", "window": 5}, {"hint": "fb", "window": 2}, {"hint": "f-priority", "window": 3}]
     found = []

@@ -46,6 +46,7 @@ def saved_values(folder: Path) -> dict[str, np.ndarray]:
     return {"/".join(name): np.asarray(array) for name, array in read_arrays(stored, specs).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "between"), [("tied", {}), ("untied", {"data": 2, "shard_optimizer": True})], ids=str
 )

@@ -163,12 +163,16 @@ class Attention(nnx.Module):
         self.query_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
         self.key_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
 
-    def __call__(
+    def __call__(self, x: jax.Array, rows: RowInfo | None = None) -> jax.Array:
+        """Maps ``[batch, length, hidden]`` to the same shape and dtype."""
+        return self.with_keys(x, rows)[0]
+
+    def with_keys(
         self, x: jax.Array, rows: RowInfo | None = None, earlier: Sequence[KVCache] = ()
     ) -> tuple[jax.Array, KVCache]:
-        """Maps ``[batch, length, hidden]`` to the same shape and dtype; returns its keys and values too.
+        """Computes a slice of a sequence; returns its keys and values too, for later slices.
 
-        ``earlier`` has those of the slices of the sequence before this one.
+        ``earlier`` has the keys and values of the slices before this one.
         """
         query, key, value = self._heads(x)
         query, key = (
@@ -271,7 +275,7 @@ class DecoderLayer(nnx.Module):
         """
         own = None
         if self.part != MLP:
-            mixed, own = self.attention(self.attention_norm(x), rows, earlier or ())
+            mixed, own = self.attention.with_keys(self.attention_norm(x), rows, earlier or ())
             x = x + mixed
         if earlier is None:  # a rematerialised layer would keep what nobody reads
             own = None

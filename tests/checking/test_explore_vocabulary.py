@@ -33,6 +33,7 @@ def by_table(graph, placement, **more):
     return guided(graph, placement, build_schedule(heads_first, request).orders, **more)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("hint", ["bf", "f-priority", "bf-deep"])
 def test_no_interleaving_is_stuck_at_windows_from_1(hint, barriers):
@@ -82,6 +83,7 @@ def test_three_stages_with_room_for_two(barriers, hint):
     explore(by_hint(hint, (2, 2, 2), graph, placement))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(24))
 def test_larger_pipelines_at_random(seed):
     random = Random(seed)

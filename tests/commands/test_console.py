@@ -18,6 +18,7 @@ from rrfp_jax.commands.common.errors import BadInput, run_command
 from rrfp_jax.commands.common.options import CommandParser
 from rrfp_jax.commands.training.training_console import CompileReport, TrainingConsole
 from rrfp_jax.exit_codes import print_fatal_message
+from rrfp_jax.schedules import chain
 from rrfp_jax.training.loop import StepRow
 
 
@@ -137,7 +138,7 @@ def test_the_stage_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, widt
         placement=looped(2, 2),
         layout=Layout(num_stages=2),
         process=SimpleNamespace(devices_of=lambda unit: [f"cpu:{unit}"], is_here=True),
-        order=SimpleNamespace(foresight=None, bounds=["512 MiB", "8"]),
+        order=SimpleNamespace(foresight=None, bounds=["512 MiB", "8"], graph=chain(4, 1)),
         forecast=[SimpleNamespace(peak=123 * 2**30, host_peak=0)] * 2,
         num_params=lambda: [1_234_567_890, 2],
         remat=("none",) * 4,

@@ -38,7 +38,7 @@ def test_attention_equals_the_reference(num_kv_heads, platform):
     x = np.random.default_rng(1).normal(size=(2, 9, config.hidden)).astype(np.float32)
     expected = reference_attention(config, nnx.to_pure_dict(nnx.state(attention)), x)
     with tracing_for(Target(platform=platform, kind=platform)):
-        np.testing.assert_allclose(attention(x)[0], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(attention(x), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=40)

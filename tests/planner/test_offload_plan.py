@@ -45,6 +45,7 @@ def moved(plan: Plan) -> tuple[int, ...]:
     return plan.ranking[0].choice.moved_of_stage
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("copy_ms", [5.0, 10.0, 15.0])
 @pytest.mark.parametrize(("slots", "without_ms", "best_ms"), [(2, 410, 290), (3, 310, 280), (4, 270, 270)])
 def test_stages_short_of_memory_copy(slots: int, copy_ms: float, without_ms: float, best_ms: float) -> None:
@@ -62,6 +63,7 @@ def test_stages_short_of_memory_copy(slots: int, copy_ms: float, without_ms: flo
         assert "longer" in plan.alternatives[0].why
 
 
+@pytest.mark.one_in(3)
 @needs_solver
 @pytest.mark.parametrize("copy_ms", [5.0, 10.0, 15.0])
 @pytest.mark.parametrize(("slots", "best_ms"), [(2, 290), (3, 280), (4, 270)])
@@ -74,7 +76,7 @@ def test_the_solver_orders_copies_too(slots: int, copy_ms: float, best_ms: float
 
 
 @needs_solver
-@pytest.mark.parametrize("seconds", [1e-3, 4.0])
+@pytest.mark.parametrize("seconds", [1e-3, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_the_solver_is_never_worse_than_its_start(seconds: float) -> None:
     types = {"layer": LAYER, "end": replace(LAYER, forward_ms=7.0, stash_bytes=SIZE // 2)}
     book = book_of(2.5, 12.0, layers=("end", *("layer",) * 4, "end"), entries=(CostEntry(types=types),))
@@ -113,6 +115,7 @@ def test_devices_that_are_not_alike_copy_where_they_must_and_can() -> None:
     assert plan.ranking[0].forecast.step_ms < plan_of(short, wide, short, wide).ranking[0].forecast.step_ms
 
 
+@pytest.mark.slow
 def test_noise_several_chunks_and_replicas() -> None:
     book = book_of(2.2, 8.0, layers=("layer",) * 8, noise=Noise.alike(0.2), device_bytes=2 * SIZE + int(4.4 * SIZE))
     space = SearchSpace(devices=8, stages=(4,), data=(2,), microbatches=(8,), chunks=(1, 2))

@@ -151,6 +151,7 @@ def test_machines_that_do_not_fit_are_refused() -> None:
         make_plan(a_book(4, small), space)
 
 
+@pytest.mark.slow
 def test_many_devices_take_no_long_search() -> None:
     rng = np.random.default_rng(0)
     book = a_book(14, two_islands(12, rng))
