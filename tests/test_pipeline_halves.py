@@ -237,6 +237,7 @@ def state_of(pipeline: Pipeline, state: Any) -> tuple[Any, Any]:
     return jax.tree.map(np.array, pipeline.params(state)), moments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [{}, pytest.param({"data": 2, "shard_optimizer": True}, marks=pytest.mark.slow)])
 def test_a_checkpoint_fits_every_cut(between: Ways, tmp_path: Path) -> None:
     """From halves to whole layers, to other halves and back, bit for bit; and whoever reads it sees whole layers."""

@@ -142,6 +142,7 @@ def test_slices_train_like_whole_sequences(order: dict[str, Any]) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), params, known)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_order() -> None:
     _, losses, params = train(deterministic=True, **ORDERS[0])
     for order in ORDERS[1:]:

@@ -66,6 +66,7 @@ def test_rows_are_tied_and_updated():
     assert explore(by_hint("bf", (1, 1), *sharded(2, 1, is_tied=True), rules=rules)).num_states > 20
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("fan_out", [None, 1])
 @pytest.mark.parametrize("barriers", [1, 2])
 def test_three_stages(barriers, fan_out):

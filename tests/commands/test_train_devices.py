@@ -29,6 +29,7 @@ def test_the_order_of_devices_changes_where_stages_lie_and_nothing_else(tmp_path
     assert evaluated.returncode == 0, evaluated.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_with_all_of_it_by_stage_trains_alike(tmp_path: Path) -> None:
     by_stage = ("--replicas", "1,2", "--reduce", "messages", "--remat", "full,none", "--devices", "2,0,1")
     losses = []

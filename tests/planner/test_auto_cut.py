@@ -155,6 +155,7 @@ def test_an_encoder_whose_stages_are_given_is_refused() -> None:
         resolve_auto_cut(load_train_config(MULTIMODAL, {"pipeline.layout": "auto", "pipeline.chunks_per_stage": 2}))
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_chose_and_writes_it_down(tmp_path: Path) -> None:
     small = ("--num-layers", 3, "--hidden", 32, "--vocab-size", 4096, "--batch-size", 8, "--length", 32)
     layout = ("--num-stages", 2, "--layout", "auto", "--steps", 1, "--run-dir", tmp_path)

@@ -75,6 +75,7 @@ def test_the_solver_orders_copies_too(slots: int, copy_ms: float, best_ms: float
     assert ("with copies to the host" in plan.notes[-1]) == any(moved(plan)) == (slots < 4)
 
 
+@pytest.mark.slow
 @needs_solver
 @pytest.mark.parametrize("seconds", [1e-3, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_the_solver_is_never_worse_than_its_start(seconds: float) -> None:
