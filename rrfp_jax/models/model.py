@@ -99,11 +99,8 @@ class SequenceSlice(NamedTuple):
         return {name: leaf[:, 0 if name == "segments" else start : stop] for name, leaf in leaves.items()}
 
 
-def _check_sliceable(
-    config: LanguageModelConfig, *, packed: bool, context: ContextCut | None, counts_answers: bool
-) -> None:
+def _check_sliceable(config: LanguageModelConfig, *, context: ContextCut | None, counts_answers: bool) -> None:
     """Raises ValueError for a model of which a slice does not compute what it does in the whole sequence."""
-    del packed  # segments may cross slices
     experts = config.experts
     if experts is not None and (experts.capacity_factor is not None or config.has_router_loss):
         what = "have a capacity" if experts.capacity_factor is not None else "add a loss of their router"
@@ -193,7 +190,7 @@ class LanguageModel:
         options: dict[str, Any] = {"packed": packed, "context": context, "counts_answers": counts_answers}
         if slices is None or slices.number == 1:
             return [decoder_chunk(self.config, plan, **options) for plan in plans]
-        _check_sliceable(self.config, **options)
+        _check_sliceable(self.config, context=context, counts_answers=counts_answers)
         parts = [SequenceSlice(slices, number) for number in range(slices.number)]
         return [decoder_chunk(self.config, plan, packed=packed, part=part) for plan in plans for part in parts]
 
