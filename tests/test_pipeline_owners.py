@@ -30,7 +30,7 @@ def draw(num_stages: int, num_microbatches: int) -> StepOwners:
     [
         pytest.param(1, {"window": 2}, marks=pytest.mark.slow),
         (1, {"backward": "split", "hint": "bfw", "shard_optimizer": True}),
-        (2, {"schedule": "zb-v"}),
+        pytest.param(2, {"schedule": "zb-v"}, marks=pytest.mark.slow),
         pytest.param(1, {"schedule": "1f1b"}, marks=pytest.mark.slow),
         pytest.param(1, {"deterministic": True, "clip_norm": None}, marks=pytest.mark.slow),
         pytest.param(2, {"window": 1, "dispatch_ahead": "just-in-time"}, marks=pytest.mark.slow),
@@ -91,9 +91,8 @@ def test_owners_of_whole_blocks_do_not_change_a_bit_of_a_deterministic_run() -> 
     jax.tree.map(np.testing.assert_array_equal, moved, params)
 
 
-@pytest.mark.parametrize(
-    "frozen", [(), pytest.param(("image", "sound"), marks=pytest.mark.slow)], ids=["trained", "frozen"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [(), ("image", "sound")], ids=["trained", "frozen"])
 def test_microbatches_that_skip_encoders_move_between_replicas(frozen: tuple[str, ...]) -> None:
     steps = ragged.make_steps(4, 4)
     chunks = freeze(ragged.CHUNKS, frozen) if frozen else ragged.CHUNKS

@@ -118,6 +118,7 @@ def test_a_stage_holds_the_state_of_one_slice() -> None:
     assert held(3) == held(1)
 
 
+@pytest.mark.slow
 def test_checkpoints_fit_other_numbers_of_slices_and_none(tmp_path: Path) -> None:
     def pipeline_of(slices: int) -> Pipeline:
         return make("tied", SequenceSlices(slices))
@@ -171,7 +172,7 @@ def test_models_whose_slices_would_compute_something_else_are_refused(experts: d
         language_model(config).split(2, slices=SequenceSlices(2))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("consume", [{"consume": "strict"}, {}], ids=["strict", "foresight"])
 def test_four_slices_on_four_stages_hold_seven_sixteenths_and_their_keys(consume: dict[str, Any]) -> None:
     """The published peaks: seven slices on the first stage, where 1F1B holds four microbatches."""

@@ -23,14 +23,15 @@ def expected(chunks: list[Any]) -> Any:
     return train_plainly(chunks, params, OPTIMIZER, make_batches(), clip_norm=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
         ((1, 2, 2, 2), {}),
-        pytest.param((2, 1, 1, 2), {"backward": "split", "hint": "bfw", "window": 2}, marks=pytest.mark.slow),
-        pytest.param((1, 2, 1, 2), {"schedule": "zb-h1"}, marks=pytest.mark.slow),
-        pytest.param((2, 2, 2, 1), {"deterministic": True}, marks=pytest.mark.slow),
-        pytest.param((1, 4, 1, 2), {"data": 4}, marks=pytest.mark.slow),
+        ((2, 1, 1, 2), {"backward": "split", "hint": "bfw", "window": 2}),
+        ((1, 2, 1, 2), {"schedule": "zb-h1"}),
+        ((2, 2, 2, 1), {"deterministic": True}),
+        ((1, 4, 1, 2), {"data": 4}),
     ],
     ids=str,
 )
