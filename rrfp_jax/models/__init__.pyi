@@ -4,6 +4,9 @@ from rrfp_jax.models.config import ExpertsConfig as ExpertsConfig
 from rrfp_jax.models.config import LanguageModelConfig as LanguageModelConfig
 from rrfp_jax.models.config import RopeScaling as RopeScaling
 from rrfp_jax.models.encoder import PixelScale as PixelScale
+from rrfp_jax.models.flax_modules import chunk_from_linen as chunk_from_linen
+from rrfp_jax.models.flax_modules import chunk_from_nnx as chunk_from_nnx
+from rrfp_jax.models.flax_modules import split_nnx as split_nnx
 from rrfp_jax.models.model import ChunkGraph as ChunkGraph
 from rrfp_jax.models.model import LanguageModel as LanguageModel
 from rrfp_jax.models.model import language_model as language_model

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from rrfp_jax.models._decoder import DecoderLayer, KVCache
-from rrfp_jax.models._named_layers import NamedLayer, layer_module
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.cuts import plan_cut
+from rrfp_jax.models.flax_modules import NamedLayer, layer_module
 from rrfp_jax.models.model import EMBEDDING, FINAL_NORM, HEAD, named_decoder_layers
 
 LayerCaches = tuple[KVCache, ...]

@@ -1,6 +1,6 @@
 """A language model as a list of chunks.
 
-The model is a chain of named layers (:mod:`rrfp_jax.models._named_layers`): ``embedding``, ``layers.0`` ...,
+The model is a chain of named layers (:mod:`rrfp_jax.models.flax_modules`): ``embedding``, ``layers.0`` ...,
 ``final_norm``, ``head``. A chunk may end with ``layers.3:attention``, and the next begin with ``layers.3:mlp``. As the
 decoder of a larger model it has a prefix before each of these, and features of encoders may take the place of some
 tokens' vectors.
@@ -27,7 +27,6 @@ from rrfp_jax.models._decoder import (
     row_info,
     vocabulary_layer,
 )
-from rrfp_jax.models._named_layers import NamedLayer, chunk_of
 from rrfp_jax.models._tensor_cut import decoder_partition
 from rrfp_jax.models.config import LanguageModelConfig
 from rrfp_jax.models.cuts import (
@@ -40,6 +39,7 @@ from rrfp_jax.models.cuts import (
     SequenceSlices,
     plan_cut,
 )
+from rrfp_jax.models.flax_modules import NamedLayer, chunk_of
 from rrfp_jax.models.loss import (
     answer_counts,
     counts_of_right,

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rrfp_jax.models._named_layers import NamedLayer, chunk_of
 from rrfp_jax.models._parts import ProjectorShape
 from rrfp_jax.models._tensor_cut import vision_language_partition
 from rrfp_jax.models.cuts import ChunkContents, ContextCut, CutWords, plan_cut
 from rrfp_jax.models.encoder import EncoderLayer, FrameStem, PatchStem, PixelScale, Projector, encoder_norm
+from rrfp_jax.models.flax_modules import NamedLayer, chunk_of
 from rrfp_jax.models.model import ChunkGraph, Merge, decoder_chunk, layer_name
 from rrfp_jax.models.vision_config import (
     DECODER,

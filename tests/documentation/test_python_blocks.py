@@ -28,7 +28,7 @@ MODEL = TWO_CHUNKS.text.partition("with Pipeline")[0]
 ENCODER = block_with("vision_language_model(config)").text
 
 GIVEN = {
-    "def plain_step": TWO_CHUNKS.text,
+    "def plain_step": block_with("split_nnx(").text,
     "emulation = emulate(": """
 import numpy as np
 from rrfp_jax import Ordering, linear
@@ -44,11 +44,6 @@ fn = lambda params, inputs: jnp.tanh(inputs @ params)
 params, inputs, output_grad = jnp.eye(3), jnp.ones((2, 3)), jnp.ones((2, 3))
 """,
     "chunks = freeze(": f"{ENCODER}\nchunks = graph.chunks",
-    "def init(key, *, numbers)": """
-import jax, numpy as np
-dense = lambda key: jax.random.normal(key, (3, 3))
-dropout = lambda key, x: x * jax.random.bernoulli(key, 0.9, x.shape)
-""",
     "cluster = join(": f"""{MODEL.partition("x = jax")[0]}
 import numpy as np
 from types import SimpleNamespace
@@ -70,11 +65,6 @@ with Pipeline(chunks, placement=linear(2), optimizer=optax.adam(0.01), options=o
 _, vjp = jax.vjp(fn, params, inputs)
 assert jax.tree.all(jax.tree.map(jnp.allclose, (params_grad, input_grad), vjp(output_grad)))
 """,
-    "def init(key, *, numbers)": """
-params = chunk(3).init(jax.random.key(0))
-assert list(params) == ["layers.3"]
-assert chunk(3).apply(params, np.ones((2, 3)), {}, key=jax.random.key(1)).shape == (2, 3)
-""",
 }
 """What is to hold behind them."""
 
@@ -90,8 +80,8 @@ def is_sketch(block: Block) -> bool:
 
 
 def is_long(block: Block) -> bool:
-    """The library's model compiles for a while; processes are launched."""
-    return "TextBytes" in block.text or "cluster = join(" in block.text
+    """The library's model and Flax's compile for a while; processes are launched."""
+    return any(text in block.text for text in ("TextBytes", "cluster = join(", "split_nnx(", "def plain_step"))
 
 
 def is_tutorial(block: Block) -> bool:
@@ -106,17 +96,22 @@ def test_everything_that_is_said_of_examples_is_about_one() -> None:
 
 @pytest.mark.parametrize(
     "block",
-    [b for b in PYTHON if b is not TWO_CHUNKS and not (is_sketch(b) or is_long(b) or is_tutorial(b))],
+    [b for b in PYTHON if not (is_sketch(b) or is_long(b) or is_tutorial(b))],
     ids=str,
 )
 def test_examples_run(block: Block, tmp_path: Path) -> None:
     done = run_code(program(block), tmp_path, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    if "def plain_step" in block.text:
-        shown = [[float(number) for number in line.split()] for line in done.stdout.splitlines()]
-        assert [step for step, _, _ in shown] == list(range(20))
-        assert [loss for _, loss, _ in shown] == pytest.approx([plain for _, _, plain in shown], rel=1e-5)
-        assert shown[-1][1] < shown[0][1] / 4
+
+
+@pytest.mark.slow
+def test_a_flax_model_trains_as_its_plain_loop(tmp_path: Path) -> None:
+    done = run_code(program(block_with("def plain_step")), tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = [[float(number) for number in line.split()] for line in done.stdout.splitlines()]
+    assert [step for step, _, _ in shown] == list(range(5))
+    assert [loss for _, loss, _ in shown] == pytest.approx([plain for _, _, plain in shown], rel=1e-6)
+    assert shown[-1][1] < shown[0][1]
 
 
 @pytest.mark.slow
