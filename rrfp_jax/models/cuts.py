@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
-from math import sqrt
+from math import ceil, floor, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -292,12 +292,39 @@ def slice_lengths(length: int, num_slices: int, *, attention_share: float = 0.0,
     return lengths
 
 
+@lru_cache(maxsize=64)
 def _slice_lengths(length: int, num_slices: int, share: float, multiple: int) -> tuple[int, ...]:
-    parts = [q / num_slices for q in range(1, num_slices)]
-    # The root of (1 - a) x + a x² = part, written so that it is exact where attention takes no time.
-    roots = [2 * part / (1 - share + sqrt((1 - share) ** 2 + 4 * share * part)) for part in parts]
-    ends = [0, *(round(root * length / multiple) * multiple for root in roots), length]
-    return tuple(end - start for start, end in pairwise(ends))
+    """Returns the lengths whose longest slice takes least; of these cuts the one nearest to equal times."""
+    tiles, near = length / multiple, 1e-9
+
+    def place(part: float) -> float:
+        """Returns the tiles before the place at which this part of the work is done."""
+        # The root of (1 - a) x + a x² = part, written so that it is exact where attention takes no time.
+        return part and 2 * part / (1 - share + sqrt((1 - share) ** 2 + 4 * share * part)) * tiles
+
+    def done(end: int) -> float:
+        return (1 - share) * end / length + share * (end / length) ** 2
+
+    def latest(start: int, most: float) -> int:
+        """Returns the last place at which a slice may end that begins here and takes at most so much."""
+        end = place(done(start) + most) + near
+        return length if end >= tiles else floor(end) * multiple
+
+    middles = [round(place(q / num_slices)) * multiple for q in range(1, num_slices)]
+    # Rounding alone makes slices up to a tile longer than need be: bisect how much the longest must take.
+    low, high = 1 / num_slices, max(done(end) - done(start) for start, end in pairwise([0, *middles, length]))
+    for _ in range(40):
+        most, end = (low + high) / 2, 0
+        for _ in range(num_slices):
+            end = latest(end, most)
+        low, high = (low, most) if end == length else (most, high)
+    high, earliest = high * (1 + near), [length]
+    for _ in middles:
+        earliest.append(ceil(place(max(0.0, done(earliest[-1]) - high)) - near) * multiple)
+    ends = [0]
+    for middle, first in zip(middles, reversed(earliest[1:]), strict=True):
+        ends.append(min(max(middle, first), latest(ends[-1], high)))
+    return tuple(end - start for start, end in pairwise([*ends, length]))
 
 
 @dataclass(frozen=True)

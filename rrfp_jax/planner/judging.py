@@ -209,7 +209,8 @@ def _unequal_ms(one: PlanChoice, cut: CutModel, steps_ms: Durations) -> Iterator
 
 def _is_walked(one: PlanChoice) -> bool:
     """Returns whether a walk tells the times of a choice: memory decides when a copy, or a task behind it, starts."""
-    return one.is_strict and not one.order.graph.ops
+    table = one.ordering.schedule
+    return one.is_strict and table is not None and not table.graph.ops
 
 
 def _drawn(steps_ms: Durations) -> Durations:

@@ -9,6 +9,7 @@
 4. The best are told with their forecasts, why the first won, and why each other lost to it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -161,10 +162,13 @@ def compare_candidates(candidates: list[PlanChoice], judge: Judge) -> list[PlanC
 
     def placed(some: list[PlanChoice], num_draws: int) -> list[PlanChoice]:
         # Of choices that differ by rounding alone one without copies is the best, and the one that takes least memory.
-        return sorted(
-            some,
-            key=lambda one: (float(f"{judge.standing(one, num_draws):.9g}"), any(one.moved_of_stage), one.peak_bytes),
-        )
+        keys = [(float(f"{judge.standing(one, num_draws):.9g}"), any(one.moved_of_stage)) for one in some]
+        alike = Counter(keys)
+        ranked = [
+            (key, one.peak_bytes if alike[key] > 1 else 0, place)  # a forecast of memory takes long
+            for place, (key, one) in enumerate(zip(keys, some, strict=True))
+        ]
+        return [some[place] for *_, place in sorted(ranked)]
 
     if judge.noise.is_none:
         return placed(candidates, 1)
@@ -426,18 +430,27 @@ class _Search:
             """Returns those that keep to a table: without noise they are as good as any, and quickly timed."""
             return [one for one in some if one.is_strict and self.book.noise.is_none] or some
 
-        found = list[PlanChoice]()
-        least = self.judge.standing(best[0], self.judge.num_draws) * (1 - _WORTH_CUTTING) if best else 0.0
+        recut = list[tuple[float, CutModel, list[PlanChoice]]]()
         for choices in of_cuts.values():
             first = choices[0]
             limits = first.cut.limits(self.memory_bytes)
             cut = cut_inside(first.cut, None if set(limits) == {None} else MemoryBudget.of_order(first.order, limits))
-            if cut is None or step_bound_ms(cut) / first.shape.batch_size > least:
-                continue
-            found += [replace(one, cut=cut, is_even=False) for one in quick(choices)[:_RECUT]]
+            if cut is not None:
+                recut.append((step_bound_ms(cut) / first.shape.batch_size, cut, choices))
+        found = list[PlanChoice]()
+        least = self.judge.standing(best[0], self.judge.num_draws) * (1 - _WORTH_CUTTING) if best else 0.0
+        to_beat = least
+        for bound, cut, choices in sorted(recut, key=lambda each: each[0]):
+            if bound > to_beat:
+                break
+            ways = [replace(one, cut=cut, is_even=False) for one in quick(choices)[:_RECUT]]
             if self.space.schedules is None:
-                found += quick(self._ways(self.sites.tables_on(first.shape, cut), 0))
-        ahead = compare_candidates([one for one in found if one.fits(self.memory_bytes)], self.judge)
+                ways += quick(self._ways(self.sites.tables_on(choices[0].shape, cut), 0))
+            fitting = [one for one in ways if one.fits(self.memory_bytes)]
+            found += fitting
+            if self.book.noise.is_none:  # the bounds of the cuts that follow spare their search
+                to_beat = min([to_beat, *(self.judge.standing(one, 1) for one in fitting)])
+        ahead = compare_candidates(found, self.judge)
         return [one for one in ahead if self.judge.standing(one, self.judge.num_draws) <= least]
 
     def _hints(self) -> list[PlanChoice]:

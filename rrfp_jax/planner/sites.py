@@ -185,6 +185,8 @@ class Sites:
     waiting: list[tuple[float, int, Site]] = field(default_factory=list)
     """A heap of bounds and sites; among equal bounds the first one goes first."""
     _mixed: set[Point] = field(default_factory=set)
+    _cuts: dict[Point, CutModel] = field(default_factory=dict)
+    """Best cuts that are the same with a whole and a split backward."""
     _number: int = 0
     """Sites that have waited so far."""
 
@@ -228,10 +230,7 @@ class Sites:
             _, _, site = heapq.heappop(self.waiting)
             shape = site.point.shape
             if not site.cuts:
-                cut = best_cut(
-                    self.costs.of(site.point), site.point.placement, shape.num_microbatches,
-                    split=site.split, replicas=shape.data,
-                )  # fmt: skip
+                cut = self._best_cut(site)
                 site.cuts = [(cut, False)]
                 # The bound of the cut is larger, so the site waits again: another one may now be the best.
                 site.least = max(site.least, step_bound_ms(cut) / shape.batch_size)
@@ -260,6 +259,21 @@ class Sites:
                     if least < self.best:
                         self._try(site, cut, [built_table(name, request)], is_even=is_even)
             yield site
+
+    def _best_cut(self, site: Site) -> CutModel:
+        """Returns the best cut of a site, were there memory enough."""
+        point, costs = site.point, self.costs.of(site.point)
+        if point in self._cuts:
+            return replace(self._cuts[point], split=site.split)
+        found = best_cut(
+            costs, point.placement, point.shape.num_microbatches, split=site.split, replicas=point.shape.data
+        )
+        # Of several chunks per stage only work counts: where layers take as long with either backward, it is the same
+        # cut, and the search for it takes long.
+        layers = [each for types in [costs.types, *(stage.types for stage in costs.stages)] for each in types.values()]
+        if point.chunks > 1 and all(each.work_ms(split=True) == each.work_ms(split=False) for each in layers):
+            self._cuts[point] = found
+        return found
 
     def search(self, number: int) -> Iterator[Site]:
         """Looks for orders without a name on the best ``number`` sites, where the bounds say that there may be some."""

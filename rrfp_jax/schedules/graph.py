@@ -1,6 +1,6 @@
 """The graph of a pipeline: which chunks feed which, and which tasks of a step wait for which others."""
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -589,21 +589,14 @@ def chain(
     )
 
 
-def sliced_chain(
-    graph: PipelineGraph,
-    num_slices: int,
-    *,
-    lengths: Sequence[float] = (),
-    attending: Container[int] | None = None,
-) -> PipelineGraph:
+def sliced_chain(graph: PipelineGraph, num_slices: int, *, lengths: Sequence[float] = ()) -> PipelineGraph:
     """Returns the graph of a chain in which a microbatch runs through each chunk in slices of its sequences.
 
     Slice ``q`` of chunk ``c`` is chunk ``c * num_slices + q``; the slices of a chunk are passes of its parameters. Each
     hands :data:`STREAM` to the same slice of the next chunk, and :data:`KEYS` to all later slices of its own chunk. So
     forwards go by ascending and backwards by descending slice, and a slice adds up the gradients of its keys and values
     in a fixed order. ``lengths`` are those of the slices, whose activations are in these proportions; empty: equal.
-    ``attending`` has the chunks with attention; None: all have it. Raises ValueError for a graph that is no chain of
-    whole sequences.
+    Raises ValueError for a graph that is no chain of whole sequences.
     """
     if not 1 <= num_slices <= _MOST_SLICES:
         raise ValueError(f"a sequence has {shown(num_slices)} slices: give 1 to {_MOST_SLICES}")
@@ -626,8 +619,7 @@ def sliced_chain(
         for edge in (Edge(*edge) for edge in graph.edges)
         for q in slices
     ]
-    with_keys = [c for c in chunks if attending is None or c in attending]
-    keys = [Edge(*pair, part=KEYS) for c in with_keys for pair in combinations(of([c]), 2)]
+    keys = [Edge(*pair, part=KEYS) for c in chunks for pair in combinations(of([c]), 2)]
     read = {edge.source for edge in (*stream, *keys)}
     return PipelineGraph(
         graph.num_chunks * num_slices,

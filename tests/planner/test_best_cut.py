@@ -97,6 +97,16 @@ def test_the_integer_program_equals_looking_at_every_cut(data: st.DataObject) ->
     check_program(data.draw(st.sampled_from([*PLACEMENTS])), data)
 
 
+@pytest.mark.parametrize("task_ms", [0.0, 0.3])
+@pytest.mark.parametrize("placement", [looped(2, 2), v_shaped(4), looped(4, 4)], ids=str)
+def test_cuts_of_several_chunks_do_not_depend_on_how_the_backward_runs(placement: Placement, task_ms: float) -> None:
+    """So the planner looks for them once."""
+    for num_layers in (16, 23, 30):
+        costs = language_model(num_layers, task_ms=task_ms)
+        split, whole = (best_cut(costs, placement, MICROBATCHES, split=split) for split in (True, False))
+        assert largest_ms(replace(split, split=False)) == pytest.approx(largest_ms(whole))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", PLACEMENTS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

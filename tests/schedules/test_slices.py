@@ -59,17 +59,17 @@ def test_the_facts_of_a_chunk_are_those_of_its_slices() -> None:
         frozen=frozenset({1}),
         weights=(1, 2, 3),
     )
-    graph = sliced_chain(base, 2, lengths=(3, 1), attending={0, 1})
+    graph = sliced_chain(base, 2, lengths=(3, 1))
     assert graph.split == {2, 3, 4, 5}
     assert graph.frozen == {2, 3}
     assert graph.absent == tuple((node, 1) for node in range(6))
     assert graph.shared == ((0, 4),)
     assert graph.sharing(4) == (0, 4)
-    assert graph.losses == frozenset(), "the last chunk has no attention, so that nobody reads its slices"
+    assert graph.losses == {4}, "the next slice reads its keys"
     assert graph.weights == (0.75, 0.25, 1.5, 0.5, 2.25, 0.75)
     assert Edge(2, 3, part=KEYS) in graph.edges
-    assert Edge(4, 5, part=KEYS) not in graph.edges
     assert graph.gives_loss(4)
+    assert graph.gives_loss(5)
     assert sliced_chain(base, 1) is base
 
 
@@ -92,7 +92,7 @@ def test_slices_that_cannot_be_are_refused(make: Callable[[], object], words: st
 
 def test_an_order_that_adds_passes_up_the_wrong_way_is_not_deterministic() -> None:
     """Chunks without attention may run their slices in any order, but gradients are added up in one."""
-    graph = sliced_chain(chain(1, 2), 2, attending=())
+    graph = replace(sliced_chain(chain(1, 2), 2), edges=(), losses=frozenset())
     placement = linear(1).repeated(2)
 
     def made(row: str) -> ScheduleTable:
