@@ -255,7 +255,8 @@ def test_bits_and_peaks_of_all(name: str, remat: str) -> None:
     is_looped = name.startswith("interleaved")
     placement = looped(2, 2) if is_looped else linear(4)
     pipeline = make_pipeline(placement, (1, 1, 1, 1), remat)
-    check_same(pipeline, name, 2, remat=remat)
+    # another order of split backwards needs no copies for two slots
+    check_same(pipeline, name, 1 if name == "interleaved-1f1b-split" else 2, remat=remat)
 
 
 @SLOW
