@@ -280,3 +280,18 @@ def test_initial_values_are_those_of_the_uncut_model(model: str) -> None:
         found = pipeline.params(pipeline.init(jax.random.key(3)))
         assert jax.tree.structure(found) == jax.tree.structure(params)
         jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("consume", ["strict", "ready"])
+def test_stages_hold_no_more_than_is_forecast(consume: str) -> None:
+    """The schedule's table weighs shards as the little that they keep."""
+    graph = language_model(replace(UNTIED, num_layers=8)).split_vocabulary(4, 4)
+    table = build_schedule("vocabulary", ScheduleRequest(num_stages=4, num_microbatches=4))
+    with pipeline_of(graph, schedule=table, consume=consume) as pipeline:
+        assert pipeline._graph.weights == table.graph.weights
+        state = pipeline.init(jax.random.key(1))
+        for batch in batches(2):
+            state, metrics = pipeline.step(state, batch)
+        for peak, forecast in zip(metrics.result().peak_memory_bytes, pipeline.forecast, strict=True):
+            assert peak <= forecast.peak <= 1.25 * peak
