@@ -214,13 +214,18 @@ def forecast_stage(
     in_footprint = 0
     if footprint is not None:
         more = [max(0, chunk.per_microbatch - chunk.inputs) for chunk in chunks]
+        most = [num_microbatches] * len(chunks)
+        for place, number in ((place, reach.number) for reach in reaches for place in reach.chunks):
+            most[place] = min(num_microbatches, number)
         along = _along(more, footprint, paths or [(place,) for place in range(len(chunks))], of_chunks)
-        in_footprint = min(_largest(more, footprint, num_microbatches, of_chunks), along)
+        in_footprint = min(_largest(more, footprint, most, of_chunks), along)
         # Beside them lies all that may be here, as if it waited, and the parts that moved activations leave here.
         for reach in reaches:
-            in_footprint += _largest([chunks[place].inputs for place in reach.chunks], reach.number, num_microbatches)
+            inputs = [chunks[place].inputs for place in reach.chunks]
+            in_footprint += _largest(inputs, reach.number, [num_microbatches] * len(inputs))
         away = 0 if moved is None else max(0, moved[0] - footprint)
-        in_footprint += _largest([chunk.stays + chunk.output_grads for chunk in chunks], away, num_microbatches)
+        of_all = [num_microbatches] * len(chunks)
+        in_footprint += _largest([chunk.stays + chunk.output_grads for chunk in chunks], away, of_all)
     temporaries = max(chunk.temporaries + chunk.outputs for chunk in chunks)
     step_temporaries = max(chunk.step_temporaries for chunk in chunks)
     if len(chunks) > 1:  # another chunk may have microbatches in flight while one reduces and updates
@@ -238,16 +243,18 @@ def forecast_stage(
         in_row=in_row,
         capacity=capacity,
         less_than_waiting=sum(max(0, chunk.inputs - chunk.per_microbatch) for chunk in chunks),
-        host_peak=0 if moved is None else _largest([c.moves for c in chunks], moved[1], num_microbatches),
+        host_peak=0
+        if moved is None
+        else _largest([c.moves for c in chunks], moved[1], [num_microbatches] * len(chunks)),
     )
 
 
-def _largest(sizes: Sequence[int], number: int, num_microbatches: int, weights: Sequence[int] = ()) -> int:
+def _largest(sizes: Sequence[int], number: int, most: Sequence[int], weights: Sequence[int] = ()) -> int:
     """Returns the most bytes of activations that weigh ``number``: those of the chunks with the most bytes for their
-    weight first, of each one for every microbatch."""
-    num_bytes, pairs = 0, zip(sizes, weights or (1,) * len(sizes), strict=True)
-    for size, weight in sorted(pairs, key=lambda pair: -pair[0] / pair[1]):
-        taken = min(-(-number // weight), num_microbatches)
+    weight first, of each chunk ``most`` activations."""
+    num_bytes, of_chunks = 0, zip(sizes, weights or (1,) * len(sizes), most, strict=True)
+    for size, weight, few in sorted(of_chunks, key=lambda chunk: -chunk[0] / chunk[1]):
+        taken = min(-(-number // weight), few)
         num_bytes += size * taken
         number = max(0, number - taken * weight)
     return num_bytes

@@ -10,7 +10,6 @@ from rrfp_jax.models.flax_modules import split_nnx as split_nnx
 from rrfp_jax.models.model import ChunkGraph as ChunkGraph
 from rrfp_jax.models.model import LanguageModel as LanguageModel
 from rrfp_jax.models.model import language_model as language_model
-from rrfp_jax.models.model import vocabulary_stages as vocabulary_stages
 from rrfp_jax.models.vision_config import AudioConfig as AudioConfig
 from rrfp_jax.models.vision_config import ProjectorConfig as ProjectorConfig
 from rrfp_jax.models.vision_config import VisionConfig as VisionConfig

@@ -9,7 +9,6 @@ tokens' vectors.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +51,7 @@ from rrfp_jax.models.loss import (
 from rrfp_jax.programs.chunk import Chunk, LayerShard, Partition, part_name
 from rrfp_jax.programs.remat import one_layer
 from rrfp_jax.programs.shapes import LOSS
-from rrfp_jax.schedules import KEYS, STREAM, Edge
+from rrfp_jax.schedules import KEYS, STREAM, Edge, Placement, vocabulary_sharded
 
 EMBEDDING = "embedding"
 """Name of the token embedding; with tied embeddings also of the copy in the head's chunk."""
@@ -121,6 +120,8 @@ class ChunkGraph:
     parts: dict[str, range]
     """Numbers of the chunks of ``vision``, ``audio`` (each with its projector, unless that is a layer of the decoder's
     first chunk) and ``decoder``; or of what a decoder is cut into whose vocabulary is cut too."""
+    placement: Placement | None = None
+    """Stages of the chunks, where the cut decides them."""
 
 
 @dataclass(frozen=True)
@@ -201,16 +202,18 @@ class LanguageModel:
         layers_per_chunk: Sequence[float] | None = None,
         packed: bool = False,
         *,
+        fan_out: int | None = None,
         context: ContextCut | None = None,
         counts_answers: bool = False,
     ) -> ChunkGraph:
         """Cuts the model into chunks, and embedding and head into shards of words, in chunks of their own.
 
-        The chunks of a stage can then hold as many words as those of every other stage. ``parts`` of the result are
-        ``embedding``, whose chunks give zeros for the words of others; ``layers``, whose first chunk adds up the
-        vectors and whose last one has the final norm; ``relay``; ``head``, whose chunks give a few numbers a token; and
-        ``loss``, the chunk that makes the loss of them. Chunks of ``relay`` have no parameters: they hand the stream on
-        from the last head to the first, so that it leaves no stage more than twice, see :func:`vocabulary_stages`.
+        Every stage has one shard of each, and so the same number of words. ``parts`` of the result are ``embedding``,
+        whose chunks give zeros for the words of others; ``layers``, one or more chunks for each shard, whose first one
+        adds up the vectors and whose last one has the final norm; ``relay``; ``head``, whose chunks give a few numbers
+        a token; and ``loss``, the chunk that makes the loss of them. Chunks of ``relay`` have no parameters: they hand
+        the stream on, where a stage may send it to ``fan_out`` others, see
+        :func:`rrfp_jax.schedules.vocabulary_sharded`, whose edges and placement these are.
 
         With tied embeddings a shard of the head is a pass of that of the embedding. The other arguments, leaves and
         results are those of :meth:`split`. Raises ValueError, with the remedy, for a cut that does not add up.
@@ -225,6 +228,7 @@ class LanguageModel:
                 words=CutWords(first="", last=""),
             ),
             packed=packed,
+            fan_out=fan_out,
             context=context,
             counts_answers=counts_answers,
         )
@@ -465,20 +469,13 @@ def merge_features(hidden: jax.Array, features: jax.Array, leaves: dict[str, jax
 # -- shards of the vocabulary ------------------------------------------------------------------------------------------
 
 
-def vocabulary_stages(graph: ChunkGraph, stage_of_layers: Sequence[int]) -> tuple[int, ...]:
-    """Returns the stage of every chunk that :meth:`LanguageModel.split_vocabulary` made, given those of its chunks of
-    layers: shard ``i`` is on stage ``i``, and the loss where the last layers are."""
-    num_shards, num_relays = len(graph.parts["head"]), len(graph.parts["relay"])
-    relays = range(num_shards - 2, num_shards - 2 - num_relays, -1)
-    return (*range(num_shards), *stage_of_layers, *relays, *range(num_shards), stage_of_layers[-1])
-
-
 def _vocabulary_graph(
     config: LanguageModelConfig,
     num_shards: int,
     plans: Sequence[ChunkContents],
     *,
     packed: bool,
+    fan_out: int | None,
     context: ContextCut | None,
     counts_answers: bool,
 ) -> ChunkGraph:
@@ -487,6 +484,12 @@ def _vocabulary_graph(
             f"a vocabulary of {config.vocab_size} words cannot be cut into {num_shards} shards: give 2 to "
             f"{config.vocab_size}"
         )
+    if len(plans) % num_shards:
+        raise ValueError(
+            f"{len(plans)} chunks of layers are not equally many beside each of {num_shards} shards: give "
+            f"a multiple of {num_shards}"
+        )
+    graph, placement = vocabulary_sharded(num_shards, 1, chunks_per_stage=len(plans) // num_shards, fan_out=fan_out)
     order = None if context is None else SequenceOrder(context.devices, config.sliding_window)
     tied = config.tie_embeddings
     shards = [LayerShard(number, num_shards) for number in range(num_shards)]
@@ -507,15 +510,19 @@ def _vocabulary_graph(
     has_router_loss = config.has_router_loss
     counting = ("segments",) if counts_answers and packed else ()
     joins = partial(_run_loss, words=config.vocab_size, z_loss=config.z_loss, has_router_loss=has_router_loss)
-    evaluating_head = partial(_run_head_shard, gives_peaks=True) if counts_answers else None
     evaluating_loss = partial(joins, counts_answers=True, order=order) if counts_answers else None
+
+    def head(shard: LayerShard) -> Chunk:
+        run = partial(_run_head_shard, has_router_loss=has_router_loss, is_last=shard.number == num_shards - 1)
+        evaluating = partial(run, gives_peaks=True) if counts_answers else None
+        return shard_chunk("head", shard, run, "targets", run_evaluating=evaluating)
+
+    ends = 2 * num_shards + 1  # an embedding and a head of each shard, and the loss
     chains = {
         "embedding": [shard_chunk("embedding", shard, _run_embedding_shard, "tokens") for shard in shards],
         "layers": [decoder_chunk(config, plan, packed=packed, context=context, ends_apart=True) for plan in plans],
-        "relay": [chunk(f"relay to head {number}", [], _run_relay) for number in range(num_shards - 2, 0, -1)],
-        "head": [
-            shard_chunk("head", shard, _run_head_shard, "targets", run_evaluating=evaluating_head) for shard in shards
-        ],
+        "relay": [chunk("relay", [], _run_relay) for _ in range(graph.num_chunks - len(plans) - ends)],
+        "head": [head(shard) for shard in shards],
         "loss": [chunk("loss", [], joins, "targets", "weights", *counting, run_evaluating=evaluating_loss)],
     }
     chunks: list[Chunk] = []
@@ -523,19 +530,7 @@ def _vocabulary_graph(
     for name, chain in chains.items():
         parts[name] = range(len(chunks), len(chunks) + len(chain))
         chunks += chain
-    layers, relays, heads, (loss,) = parts["layers"], parts["relay"], parts["head"], parts["loss"]
-    stream = "stream" if has_router_loss else None
-    edges = [Edge(shard, layers[0]) for shard in parts["embedding"]] + [Edge(*pair) for pair in pairwise(layers)]
-    # the first stage of the chain of relays has the last head; the last relay feeds the first head too
-    senders = [layers[-1], *relays]
-    readers = [*relays, heads[0]]
-    for sender, head, reader in zip(senders, reversed(heads), readers, strict=False):
-        part = stream if sender == layers[-1] else None
-        edges += [Edge(sender, head, part=part), Edge(sender, reader, part=part)]
-    edges += [Edge(head, loss) for head in heads]
-    if has_router_loss:
-        edges.append(Edge(layers[-1], loss, part=ROUTER_LOSS))
-    return ChunkGraph(chunks, tuple(sorted(edges)), parts)
+    return ChunkGraph(chunks, graph.edges, parts, placement)
 
 
 def _run_embedding_shard(modules: dict[str, Any], _: Any, leaves: dict[str, jax.Array]) -> Any:
@@ -562,7 +557,7 @@ def _run_between(
     if not has_router_loss:
         return modules[FINAL_NORM](outputs)
     hidden, router_loss = outputs
-    return {"stream": modules[FINAL_NORM](hidden), ROUTER_LOSS: router_loss}
+    return modules[FINAL_NORM](hidden), router_loss
 
 
 def _run_relay(_modules: dict[str, Any], stream: Any, _leaves: dict[str, jax.Array]) -> Any:
@@ -570,13 +565,22 @@ def _run_relay(_modules: dict[str, Any], stream: Any, _leaves: dict[str, jax.Arr
 
 
 def _run_head_shard(
-    modules: dict[str, Any], hidden: Any, leaves: dict[str, jax.Array], *, gives_peaks: bool = False
+    modules: dict[str, Any],
+    inputs: Any,
+    leaves: dict[str, jax.Array],
+    *,
+    has_router_loss: bool,
+    is_last: bool,
+    gives_peaks: bool = False,
 ) -> Any:
+    """Makes the numbers of a shard; the last one hands on the router loss too."""
     (head,) = modules.values()
-    if not gives_peaks:
-        return head.numbers(hidden, leaves["targets"])
-    # counting answers needs whole logits anyway
-    return shard_logits(head.logits(hidden), leaves["targets"], head.bounds[0])
+    hidden, router_loss = inputs if has_router_loss else (inputs, None)
+    if gives_peaks:  # counting answers needs whole logits anyway
+        numbers = shard_logits(head.logits(hidden), leaves["targets"], head.bounds[0])
+    else:
+        numbers = head.numbers(hidden, leaves["targets"])
+    return (numbers, router_loss) if has_router_loss and is_last else numbers
 
 
 def _run_loss(
@@ -590,8 +594,10 @@ def _run_loss(
     counts_answers: bool = False,
     order: SequenceOrder | None = None,
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Makes the loss from the numbers of all shards, and the router loss, which is the first input."""
-    router_loss, *shards = inputs if has_router_loss else (None, *inputs)
+    """Makes the loss from the numbers of all shards, and the router loss, which comes with the last ones."""
+    *shards, last = inputs
+    last, router_loss = last if has_router_loss else (last, None)
+    shards = [*shards, last]
     normalisers, target_logits, *peaks = map(jnp.stack, zip(*shards, strict=True))
     targets, weights = leaves["targets"], leaves["weights"]
     loss_sum, squares = joined_loss(normalisers, target_logits, targets, weights, words=words, z_loss=z_loss)

@@ -15,7 +15,7 @@ import yaml
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.commands.common.options import as_text
 from rrfp_jax.commands.training.config import TrainConfig
-from rrfp_jax.commands.training.planned import order_of, ordering_of
+from rrfp_jax.commands.training.planned import has_shards, order_of, ordering_of
 from rrfp_jax.core import Order, StepRules
 from rrfp_jax.core.replicas import microbatches_per_replica
 from rrfp_jax.costs import CostBook, CutModel, ModelCosts
@@ -140,8 +140,11 @@ def _configured_choice(config: TrainConfig, book: CostBook) -> PlanChoice:
             chunks_per_stage=layout.chunks_per_stage,
             placement=placement,
         )
-    if order.graph.shared or order.graph.passes:
-        raise ValueError("--as-configured knows schedules of one direction and whole sequences: take another schedule")
+    if order.graph.shared or order.graph.passes or has_shards(layout):
+        raise ValueError(
+            "--as-configured knows schedules of one direction, whole sequences and whole vocabularies: take another "
+            "schedule"
+        )
     shape = PlanShape(
         num_stages=layout.num_stages,
         num_microbatches=share,
@@ -252,10 +255,10 @@ def resolve_auto_cut(config: TrainConfig, *, fresh: bool = False) -> ResolvedCut
     )
     if len(pipeline.remats) > 1:
         raise ValueError("layout auto finds a cut for one remat on all stages: give one, or the layout")
-    if order.graph.shared or order.graph.passes:
+    if order.graph.shared or order.graph.passes or has_shards(pipeline):
         raise ValueError(
-            "layout auto is for models that run in one direction, in whole sequences: give the layout, or another "
-            "schedule"
+            "layout auto is for models that run in one direction, in whole sequences, with whole vocabularies: give "
+            "the layout, or another schedule"
         )
     book = _book(config)
     costs = _costs_of(config, book, pipeline.remats[0])

@@ -103,7 +103,11 @@ def _request(cut: CutModel, entry: ScheduleEntry) -> ScheduleRequest | None:
     graph = chain(placement.num_chunks, m)
     if entry.any_graph:
         return replace(plain, graph=graph, placement=placement)
-    if entry.shape.is_sliced or (entry.shape.fixed_chunks and per_stage != entry.shape.chunks_per_stage):
+    if (
+        entry.shape.is_sliced
+        or entry.shape.is_sharded
+        or (entry.shape.fixed_chunks and per_stage != entry.shape.chunks_per_stage)
+    ):
         return None
     try:
         suits = (

@@ -25,8 +25,9 @@ from rrfp_jax.planner.writing import check_writable
 from rrfp_jax.schedules import schedule_entry, schedule_names
 
 _SHAPES = {name: schedule_entry(name).shape for name in schedule_names()}
-ORDER_NAMES = (*(name for name, s in _SHAPES.items() if not (s.has_copies or s.is_sliced)), *PLANNED_HINTS)
-"""Values of ``--schedules``: no schedules of two copies of the model, or of slices, which no cut here describes."""
+_NO_CHAIN = {name for name, s in _SHAPES.items() if s.has_copies or s.is_sliced or s.is_sharded}
+ORDER_NAMES = (*(name for name in _SHAPES if name not in _NO_CHAIN), *PLANNED_HINTS)
+"""Values of ``--schedules``: no schedules of copies of the model, of slices or shards, which no cut here describes."""
 _MOST = 4096
 """Numbers that a range may name."""
 UNEQUAL = "unequal"

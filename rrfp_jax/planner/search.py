@@ -20,9 +20,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from rrfp_jax.core import STRICT, Ordering
+from rrfp_jax.byte_sizes import format_bytes
+from rrfp_jax.core import READY, STRICT, Ordering, StepRules
 from rrfp_jax.costs import CostBook, CutModel
-from rrfp_jax.planner.best_cut import cut_inside
+from rrfp_jax.costs.cut_model import letters_of
+from rrfp_jax.costs.forecast import ChunkBytes, forecast_memory
+from rrfp_jax.costs.layer_costs import LayerCosts
+from rrfp_jax.models.cuts import ChunkLayout
+from rrfp_jax.planner.best_cut import best_cut, cut_inside
 from rrfp_jax.planner.cut_problem import MemoryBudget
 from rrfp_jax.planner.judging import ROUNDING, Judge, draws_for, step_bound_ms
 from rrfp_jax.planner.list_scheduler import memory_for_activations
@@ -38,8 +43,8 @@ from rrfp_jax.planner.search_space import (
     shapes_of,
 )
 from rrfp_jax.planner.sites import Sites, TriedTable, cut_for_replicas, hints_for, is_large, is_short
-from rrfp_jax.schedules import Op
-from rrfp_jax.simulation import find_optimum, lower_bound
+from rrfp_jax.schedules import Op, ScheduleRequest, build_schedule, linear
+from rrfp_jax.simulation import Costs, find_optimum, lower_bound, simulate
 
 _FIRST_DRAWS = 16
 """Draws by which tables are compared."""
@@ -62,6 +67,8 @@ _FEW_DRAWS = 4
 _RECUT, _WORTH_CUTTING = 4, 0.01
 """Best cuts, and orders of each, in whose place cuts inside layers are tried, and the part of a step that these must
 gain."""
+_WORTH_SHARDS, _SHARD_STEPS = 0.01, 3
+"""The part of a step that shards of the vocabulary must gain to be proposed, and the steps that are simulated."""
 _ALTERNATIVES = 3
 """Alternatives to the best that are told, each of a kind of its own."""
 _UNEQUAL, _NEAR, _FAR = 12, 1.15, 2.0
@@ -255,6 +262,77 @@ def _of_average_unit(cut: CutModel) -> float:
         for speed in speeds
     ]
     return sum(works_ms) / len(works_ms)
+
+
+# -- shards of the vocabulary ------------------------------------------------------------------------------------------
+
+
+def shards_note(best: PlanChoice, book: CostBook, judge: Judge, memory_bytes: int | None) -> tuple[str, ...]:
+    """Returns a sentence with the options of a run with embedding and head in shards on all stages, on the devices of
+    the best choice; none where that does not gain a hundredth without noise, or does not fit."""
+    shape, p, m, letters = best.shape, best.shape.num_stages, best.shape.num_microbatches, letters_of(book.layers)
+    if p < 2 or shape.replicas or shape.remat == MIXED or book.machine is not None or book.ends:
+        return ()
+    if (letters[book.layers[0]], letters[book.layers[-1]]) != ("E", "L") or len(book.layers) < p + 2:
+        return ()
+    target_ms = judge.nominal_ms(best) * (1 - _WORTH_SHARDS)
+    costs = book.at(microbatch_size=shape.microbatch_size, tensor=shape.tensor, remat=shape.remat)
+    works_ms = [costs.of(layer).work_ms(split=False) for layer in range(costs.num_layers)]
+    if m * sum(works_ms) / p > target_ms:  # even stages that are always busy take as long
+        return ()
+    cut = best_cut(replace(costs, layers=costs.layers[1:-1]), linear(p), m, split=False, replicas=shape.data)
+    first, last = costs.of(0), costs.of(costs.num_layers - 1)
+    table = build_schedule("vocabulary", ScheduleRequest(num_stages=p, num_microbatches=m))
+    sizes, found = _shard_sizes(cut, first, last), list[tuple[float, str, int]]()
+    extra_ms = costs.links.transfer_ms(first.output_bytes) - costs.links.latency_ms
+    links = replace(cut.links, extra_ms=dict.fromkeys(permutations(range(p), 2), extra_ms))
+    for consume, words in ((STRICT, STRICT), (READY, "foresight")):
+        order = Ordering(schedule=table, consume=consume).resolve(table.placement, table.graph)
+        peak = max(stage.peak for stage in forecast_memory(order, sizes, m))
+        if memory_bytes is None or peak <= memory_bytes:
+            timed, machine = _shard_times(cut, first, last), replace(cut.machine, links=links)
+            run = simulate(order.arbiters(StepRules()), timed, machine=machine, num_steps=_SHARD_STEPS)
+            found.append((run.step_ms[-1], words, peak))
+    if not found or min(found)[0] > target_ms:
+        return ()
+    step_ms, words, peak = min(found)
+    layout = "null" if len({*cut.counts}) == 1 else f"'{ChunkLayout(layers=cut.counts)}'"
+    gain = 1 - step_ms / judge.nominal_ms(best)
+    return (
+        f"embedding and head in shards on all stages take {step_ms:.4g} ms, {gain:.1%} less than 1 without noise, and "
+        f"{format_bytes(peak)} on the fullest stage: rrfp train, configured as 1, with --schedule vocabulary --layout "
+        f"{layout} --consume {words} --hint null --window null --backward null --chunks-per-stage null",
+    )
+
+
+def _shard_times(cut: CutModel, first: LayerCosts, last: LayerCosts) -> Costs:
+    """Returns the times of the graph of :func:`rrfp_jax.schedules.vocabulary_sharded`, given the cut of the layers
+    between embedding and head. Shards take a part of what is cut; the loss only joins a few numbers."""
+    p, m, chain = cut.placement.num_stages, cut.num_microbatches, cut.simulated_costs()
+    embedding, head = (np.broadcast_to(np.array(each.task_ms(split=False)) / p, (p, m, 3)) for each in (first, last))
+    sums_ms = [cut.costs.links.sum_ms(each.gradient_bytes / p, cut.replicas_of_stage[0]) for each in (first, last)]
+    assert isinstance(chain.reduce_ms, tuple)
+    assert isinstance(chain.update_ms, tuple)
+    return Costs(
+        durations_ms=np.concatenate((embedding, cut.durations_ms[0], head, np.zeros((1, m, 3))))[None],
+        reduce_ms=(*[sums_ms[0]] * p, *chain.reduce_ms, *[sums_ms[1]] * p, 0.0),
+        update_ms=(*[first.update_ms / p] * p, *chain.update_ms, *[last.update_ms / p] * p, 0.0),
+    )
+
+
+def _shard_sizes(cut: CutModel, first: LayerCosts, last: LayerCosts) -> dict[int, ChunkBytes]:
+    """Returns the bytes of the same chunks. A head keeps the stream, and the gradient that it has made of it."""
+    p, stream = cut.placement.num_stages, first.output_bytes
+
+    def shard(whole: LayerCosts, **sizes: int) -> ChunkBytes:
+        none = {"stash": 0, "owed": 0, "inputs": 0, "output_grads": 0}
+        temporaries = {"temporaries": whole.temporaries_bytes, "step_temporaries": whole.step_temporaries_bytes}
+        return ChunkBytes(**none | {"fixed": whole.fixed_bytes // p, "outputs": stream} | temporaries | sizes)
+
+    layers = [replace(each, inputs=each.inputs or p * stream, output_grads=stream) for each in cut.chunk_bytes]
+    embeddings, heads = [shard(first, output_grads=stream)] * p, [shard(last, stash=2 * stream, inputs=stream)] * p
+    loss = ChunkBytes(fixed=0, stash=0, owed=0, inputs=0, output_grads=0, outputs=0, temporaries=0)
+    return dict(enumerate([*embeddings, *layers, *heads, loss]))
 
 
 class _Search:
@@ -483,6 +561,8 @@ class _Search:
             is_decided = ahead > error
         if not self._has_limits:
             notes.append("how much memory a device has is not known, so nothing is refused for lack of it")
+        if top and self.space.schedules is None:
+            notes += shards_note(top[0], self.book, self.judge, self.memory_bytes)
         if self.book.noise.is_none:
             notes.append("the costs do not say how durations vary, so all times are those of a step without noise")
         return Plan(

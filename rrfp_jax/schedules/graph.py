@@ -13,7 +13,7 @@ from typing import NamedTuple
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.field_rules import AT_LEAST_1, COUNTABLE, check_fields, check_types, is_whole
 from rrfp_jax.schedules.operations import COMPUTE, FINEST, GraphOperations, Op
-from rrfp_jax.schedules.tasks import Placement, Task, TaskKind
+from rrfp_jax.schedules.tasks import Placement, Task, TaskKind, looped
 
 _MOST_PAIRS = 1 << 20
 """Largest number of pairs of a chunk and a microbatch in one step. A pair takes about a kilobyte and 50 microseconds to
@@ -660,6 +660,7 @@ def vocabulary_sharded(
     num_stages: int,
     num_microbatches: int,
     *,
+    chunks_per_stage: int = 1,
     barriers: int = 2,
     fan_out: int | None = None,
     is_tied: bool = False,
@@ -669,10 +670,10 @@ def vocabulary_sharded(
     placement.
 
     Of p stages, chunk ``s`` embeds the words of its rows on stage s, and sends its part of the sum to chunk ``p``, the
-    first of the chain ``p .. 2p-1``, one on each stage. The last p + 1 chunks are the heads, which hold the logits of
-    their rows, and the loss on the last stage, which joins log-sum-exp and target logit of all heads. If ``is_tied``,
-    embedding and head of a stage are passes of the same rows. ``shard_keeps`` says how much an embedding, a head or the
-    loss keeps of a microbatch, in activations of a chunk of the chain.
+    first of the chain, which has ``chunks_per_stage`` on each stage in turn. The last p + 1 chunks are the heads, which
+    hold the logits of their rows, and the loss on the last stage, which joins log-sum-exp and target logit of all
+    heads. If ``is_tied``, embedding and head of a stage are passes of the same rows. ``shard_keeps`` says how much an
+    embedding, a head or the loss keeps of a microbatch, in activations of a chunk of the chain.
 
     With two ``barriers`` the heads compute the gradient of the stream once the loss has joined them. With one they send
     it with their sums, for the loss to scale: only the gradients of their rows wait, and nothing waits for these.
@@ -689,14 +690,15 @@ def vocabulary_sharded(
         raise ValueError(f"heads and loss have {barriers} barriers: give 1 or 2")
     if fan_out is not None and fan_out < 1:
         raise ValueError(f"a stage sends the stream to {fan_out} others: give at least 1, or None")
-    p, first, last = num_stages, num_stages, 2 * num_stages - 1
+    p, chain_of = num_stages, looped(num_stages, chunks_per_stage)
+    first, last = p, p + chain_of.num_chunks - 1
     returns = barriers == 2  # whether heads send gradients of the stream
     body = [*(Edge(e, first) for e in range(p)), *(Edge(c, c + 1) for c in range(first, last))]
     # The stream reaches the last stage first, then the one before it, and so on: stage p-1-n from stage p-1-(n-1)//fan.
     fan = fan_out or p
     relays = [n for n in range(1, p) if n * fan + 1 < p]
-    giver = {0: last} | {n: 2 * p + number for number, n in enumerate(relays)}
-    heads = 2 * p + len(relays)
+    giver = {0: last} | {n: last + 1 + number for number, n in enumerate(relays)}
+    heads = last + 1 + len(relays)
     loss = heads + p
     hops = [Edge(giver[(n - 1) // fan], giver[n], returns) for n in relays]
     hops += [Edge(giver[n if n in giver else (n - 1) // fan], heads + p - 1 - n, returns) for n in range(p)]
@@ -710,4 +712,4 @@ def vocabulary_sharded(
         passes=tuple((s, heads + s) for s in range(p)) if is_tied else (),
         weights=tuple(1.0 if first <= c <= last else shard_keeps for c in range(loss + 1)),
     )
-    return graph, Placement((*range(p), *range(p), *(p - 1 - n for n in relays), *range(p), p - 1))
+    return graph, Placement((*range(p), *chain_of.stage_of_chunk, *(p - 1 - n for n in relays), *range(p), p - 1))

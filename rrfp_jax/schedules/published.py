@@ -141,6 +141,7 @@ from rrfp_jax.schedules.request import (
     WAVES,
     V,
     place_in_unit,
+    sharded,
 )
 from rrfp_jax.schedules.slots import EQUAL
 from rrfp_jax.schedules.tasks import Task, TaskKind
@@ -333,12 +334,10 @@ where they are short, by 11% if it is made for 0.1; one for short ones is as goo
 def heads_first(s: Stage) -> Described:
     """The order of a graph of :func:`vocabulary_sharded`: shards first, then the chain's B and F in turn.
 
-    It has no name, as it makes no graph: give :func:`build_schedule` the function, with graph and placement. Raises
-    ValueError for another graph.
+    The schedule of the name makes the graph of two barriers. For another one give :func:`build_schedule` the function,
+    with graph and placement. Raises ValueError for a graph of another kind.
     """
-    graph, chain = s.graph, range(s.p, 2 * s.p)
-    if graph.num_chunks <= 3 * s.p or any(s.placement.stage_of_chunk[c] != c - s.p for c in chain):
-        raise Mistake("heads_first orders shards of a vocabulary: give graph and placement of vocabulary_sharded")
+    graph, chain = s.graph, _chain_between_shards(s)
     limits = [(s.hops(c) + s.hops_back[c]) // 2 + 1 for c in chain]
     under_way = 2 * limits[0]
     takes = [graph.kept_units(c) / graph.memory_unit for c in range(graph.num_chunks)]
@@ -352,6 +351,22 @@ def heads_first(s: Stage) -> Described:
         holding=limits[s.i] * takes[s.p + s.i] + min(under_way, s.m) * shards,
         under_way=under_way,
     )
+
+
+def _chain_between_shards(s: Stage) -> range:
+    chain = range(s.p, 2 * s.p)
+    if s.graph.num_chunks <= 3 * s.p or any(s.placement.stage_of_chunk[c] != c - s.p for c in chain):
+        raise Mistake("heads_first orders shards of a vocabulary: give graph and placement of vocabulary_sharded")
+    return chain
+
+
+# Registered as another function, so that heads_first by itself takes graphs.
+schedule(
+    "vocabulary",
+    shape=sharded(),
+    source="vocabulary parallelism, arXiv 2411.05288, shards first",
+    constraints="vocabulary:2 where a stage sends the stream to 2 others, on slow links",
+)(partial(heads_first))
 
 
 # -- slices of sequences -----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from rrfp_jax.schedules.language.orders import TaskOrder
 from rrfp_jax.schedules.language.rule import Rule
 from rrfp_jax.schedules.language.stage import Described, Mistake, Quickest, Stage, WholeBackward
 from rrfp_jax.schedules.operations import Op, Per
-from rrfp_jax.schedules.request import ANY, ScheduleRequest, ScheduleShape
+from rrfp_jax.schedules.request import ANY, ScheduleRequest, ScheduleShape, sharded
 from rrfp_jax.schedules.slots import execute
 from rrfp_jax.schedules.table import ScheduleTable, some, with_operations
 from rrfp_jax.schedules.tasks import linear
@@ -156,11 +156,12 @@ def schedule_names() -> tuple[str, ...]:
 
 def is_schedule(name: str) -> bool:
     """Whether this is the name of a schedule, or a ``FILE.py:NAME`` that is no rule."""
-    return name in KNOWN or (is_in_file(name) and not is_rule(name))
+    return name in KNOWN or _FANNED.fullmatch(name) is not None or (is_in_file(name) and not is_rule(name))
 
 
 def schedule_entry(name: str | Description) -> ScheduleEntry:
-    """Returns the entry of a schedule: by its name, as ``FILE.py:NAME``, or by the function that describes it.
+    """Returns the entry of a schedule: by its name, as ``vocabulary:2`` where a stage sends the stream to 2 others, as
+    ``FILE.py:NAME``, or by the function that describes it.
 
     Raises ValueError, with the known names, where there is none or a file cannot be imported.
     """
@@ -172,6 +173,8 @@ def schedule_entry(name: str | Description) -> ScheduleEntry:
         if isinstance(found, Rule):
             raise ValueError(f"{name} is a rule: give it as a hint, or describe a table with its .frozen()")
         return replace(found, name=name)
+    if (fanned := _FANNED.fullmatch(name)) is not None:
+        return replace(KNOWN[fanned[1]], name=name, shape=sharded(int(fanned[2])))
     if name not in KNOWN:
         near = difflib.get_close_matches(name, KNOWN, n=1)
         meant = f"did you mean {near[0]!r}? " if near else ""
@@ -219,6 +222,7 @@ def schedules_of_any_graph() -> tuple[str, ...]:
     return tuple(name for name in schedule_names() if KNOWN[name].any_graph)
 
 
+_FANNED = re.compile(r"(vocabulary):(\d{1,5})")
 _IN_FILE = re.compile(r"(.+\.py)(?::(.*))?")
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from rrfp_jax.field_rules import AT_LEAST_1, POSITIVE, check_fields, check_types
-from rrfp_jax.schedules.graph import PipelineGraph, chain, opposite_chains
+from rrfp_jax.schedules.graph import PipelineGraph, chain, opposite_chains, vocabulary_sharded
 from rrfp_jax.schedules.tasks import Placement, bidirectional, linear, looped, v_shaped, waves
 
 
@@ -90,6 +90,8 @@ class ScheduleShape:
     """Whether :attr:`chunks_per_stage` is the only possible number."""
     is_sliced: bool = False
     """Whether sequences run in slices."""
+    is_sharded: bool = False
+    """Whether embedding and head lie on all stages, in shards of words."""
 
     @property
     def has_copies(self) -> bool:
@@ -132,6 +134,18 @@ def _check_even(what: str, number: int) -> None:
             f"two directions through the same stages get half of the microbatches each, so {what} ({number}) must be "
             f"even: give {what}={number + 1}" + (f" or {number - 1}" if number > 1 else "")
         )
+
+
+def sharded(fan_out: int | None = None) -> ScheduleShape:
+    """Returns the shape of a decoder whose vocabulary lies on all stages, each of which sends the stream to so many
+    others (:func:`vocabulary_sharded`)."""
+    return ScheduleShape(
+        "one chunk per stage, and shards of embedding and head",
+        lambda p, v: vocabulary_sharded(p, 1, fan_out=fan_out)[1],
+        lambda p, v, m: vocabulary_sharded(p, m, fan_out=fan_out)[0],
+        chunks_per_stage=1,
+        is_sharded=True,
+    )
 
 
 ONE_EACH = ScheduleShape("one chunk per stage", lambda p, v: linear(p), chunks_per_stage=1)

@@ -126,14 +126,17 @@ def per_stage(
 ) -> Callable[[Task], float]:
     """Returns the lengths of a whole stage, cut for its chunks: equally, or in the proportions of ``chunk_parts``.
 
-    So that schedules with different numbers of chunks are compared at the same work per microbatch and model. The whole
-    backward of a frozen chunk takes as long as its input gradient; an operation takes its own ``ms``.
+    So that schedules with different numbers of chunks are compared at the same work per microbatch and model. Chunks
+    that keep parts of an activation take such parts of the time. The whole backward of a frozen chunk takes as long as
+    its input gradient; an operation takes its own ``ms``.
     """
-    own = {op.letter: op.ms for op in pipeline.graph.ops}
-    stage_of = pipeline.placement.stage_of_chunk
-    passes = [pipeline.graph.passes_per_microbatch(chunks) for chunks in pipeline.placement.chunks_of_stage]
-    sizes = relative_sizes(chunk_parts, pipeline.graph.num_chunks)
-    frozen = pipeline.graph.frozen
+    graph, stage_of = pipeline.graph, pipeline.placement.stage_of_chunk
+    own = {op.letter: op.ms for op in graph.ops}
+    passes = [graph.kept_per_microbatch(chunks) / graph.memory_unit for chunks in pipeline.placement.chunks_of_stage]
+    sizes = relative_sizes(chunk_parts, graph.num_chunks)
+    if graph.weights:
+        sizes = tuple(size * weight for size, weight in zip(sizes, graph.weights, strict=True))
+    frozen = graph.frozen
 
     def length(task: Task) -> float:
         if task.kind is TaskKind.B and task.chunk in frozen:

@@ -138,13 +138,14 @@ def peak_memory(
             continue
         if moves_memory:
             takes, frees = graph.memory_units(span.task)
-            size = sizes[span.task.chunk] / graph.memory_unit
+            size = sizes[span.task.chunk]
             changes[span.stage] += [(span.start_s, 1, takes * size), (span.end_s, 0, -frees * size)]
         elif span.task.kind in DURATION_SLOTS:
+            size = sizes[span.task.chunk] * graph.kept_units(span.task.chunk)
             if span.task.kind is TaskKind.F:
-                changes[span.stage].append((span.start_s, 1, weights.forward * sizes[span.task.chunk]))
+                changes[span.stage].append((span.start_s, 1, weights.forward * size))
             else:
-                freed = frees_of.get(span.task.kind, weights.forward) * sizes[span.task.chunk]
+                freed = frees_of.get(span.task.kind, weights.forward) * size
                 changes[span.stage].append((span.end_s, 0, -freed))
     return _most_held(changes, graph, placement)
 
@@ -152,11 +153,11 @@ def peak_memory(
 def _most_held(
     changes: list[list[tuple[float, int, float]]], graph: PipelineGraph, placement: Placement
 ) -> list[float]:
-    """Returns each stage's peak of (time, 0 for ends and 1 for starts, change of memory), in microbatches."""
+    """Returns each stage's peak, in microbatches, of (time, 0 for ends and 1 for starts, change in units of memory)."""
+    kept = map(graph.kept_per_microbatch, placement.chunks_of_stage)
     return [
-        max(accumulate((change for _, _, change in sorted(of_stage)), initial=0.0))
-        / graph.passes_per_microbatch(chunks)
-        for of_stage, chunks in zip(changes, placement.chunks_of_stage, strict=True)
+        max(accumulate((change for _, _, change in sorted(of_stage)), initial=0.0)) / of_microbatch
+        for of_stage, of_microbatch in zip(changes, kept, strict=True)
     ]
 
 

@@ -59,7 +59,8 @@ class PipelineConfig:
     schedule: str | None = None
     """The table of tasks: the name of a schedule, with ``gis:2`` for groups of two microbatches and ``seq1f1b:4`` for
     four slices of every sequence, which take equally long, or with ``seq1f1b:4:equal`` have equal lengths;
-    ``FILE.py:NAME`` for one of your own; or the path of a CSV file. None: no table."""
+    ``vocabulary`` gives every stage a part of embedding and head; ``FILE.py:NAME`` for one of your own; or the path of
+    a CSV file. None: no table."""
     hint: str | None = None
     """The rule that ranks the ready tasks. None: the schedule where there is one, else ``bf`` (``bf-deep`` with
     several chunks per stage)."""

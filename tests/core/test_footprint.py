@@ -58,9 +58,9 @@ def test_a_frozen_chunk_keeps_nothing():
 def test_the_peak_is_that_of_the_table(name):
     table = build_schedule(name, ScheduleRequest(num_stages=4, num_microbatches=8))
     for stage, (row, parts) in enumerate(zip(table.orders, table.peak_activations(), strict=True)):
-        passes = table.graph.passes_per_microbatch(table.placement.chunks_of_stage[stage])
+        kept = table.graph.kept_per_microbatch(table.placement.chunks_of_stage[stage])
         assert (
-            row_memory(table.graph, table.placement, stage, row).peak == round(parts * passes) == peak(table.graph, row)
+            row_memory(table.graph, table.placement, stage, row).peak == round(parts * kept) == peak(table.graph, row)
         )
 
 

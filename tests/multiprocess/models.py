@@ -56,7 +56,7 @@ def make_chunks(case: Case) -> list[Chunk]:
     context = ContextCut(devices=devices) if devices > 1 else None
     model, layers = language_model(config), list(case.cut)
     if case.num_shards:
-        chunks = model.split_vocabulary(case.num_shards, layers_per_chunk=layers, context=context).chunks
+        chunks = model.split_vocabulary(case.num_shards, layers_per_chunk=layers, fan_out=1, context=context).chunks
     else:
         slices = SequenceSlices(case.slices)
         chunks = model.split(layers_per_chunk=layers, context=context, slices=slices)
@@ -98,7 +98,9 @@ def edges_of(case: Case) -> Sequence[Edge] | None:
         config = LanguageModelConfig(
             vocab_size=WORDS, hidden=16, num_layers=int(sum(case.cut)), num_heads=4, mlp_dim=24
         )
-        return language_model(config).split_vocabulary(case.num_shards, layers_per_chunk=list(case.cut)).edges
+        return (
+            language_model(config).split_vocabulary(case.num_shards, layers_per_chunk=list(case.cut), fan_out=1).edges
+        )
     return ragged.EDGES if case.model == RAGGED else None
 
 

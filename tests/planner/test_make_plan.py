@@ -1,9 +1,12 @@
 """What a plan says is what the machine allows, and the best of what was looked at."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
 
+from rrfp_jax.commands.training.config import load_train_config
+from rrfp_jax.commands.training.planned import order_run
 from rrfp_jax.costs import CostBook, CostEntry, LayerCosts, LinkCosts, Noise
 from rrfp_jax.planner.search import make_plan
 from rrfp_jax.planner.search_space import SearchSpace
@@ -112,3 +115,35 @@ def test_a_space_that_contradicts_itself(space: dict[str, object], sentence: str
 def test_no_costs_for_the_space() -> None:
     with pytest.raises(ValueError, match="no stages x data x tensor make 4 devices"):
         make_plan(a_book(), SearchSpace(devices=4, microbatches=(4,), tensor=(2,)))
+
+
+# -- shards of the vocabulary ------------------------------------------------------------------------------------------
+
+
+def noted_shards(head_ms: float, **space: object) -> list[str]:
+    times = {"forward_ms": head_ms, "input_gradient_ms": head_ms, "weight_gradient_ms": head_ms}
+    head, embedding = replace(HEAD, **times, fixed_bytes=4000), replace(LAYER, forward_ms=0.1, input_gradient_ms=0.0)
+    book = CostBook(
+        layers=("embedding", *("layer",) * 7, "head"),
+        entries=(CostEntry(types={"layer": LAYER, "head": head, "embedding": embedding}),),
+        links=LinkCosts(latency_ms=0.02),
+    )
+    plan = make_plan(book, SearchSpace(**{"devices": 4, "stages": (4,), "microbatches": (8,)} | space))  # type: ignore[arg-type]
+    return [note for note in plan.notes if "in shards on all stages" in note]
+
+
+def test_shards_of_a_large_vocabulary_are_proposed_as_options_of_a_run() -> None:
+    (note,) = noted_shards(8.0)
+    words = shlex.split(note.partition("configured as 1, with ")[2])
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    assert options["--schedule"] == "vocabulary"
+    named = {
+        f"pipeline.{name.removeprefix('--').replace('-', '_')}": None if value == "null" else value
+        for name, value in options.items()
+    }
+    order = order_run(load_train_config("cpu/debug", {"pipeline.num_stages": 4, "model.num_layers": 7} | named)).order
+    assert order.graph.num_chunks == 13
+
+
+def test_shards_of_a_small_vocabulary_are_not_proposed() -> None:
+    assert noted_shards(1.0) == noted_shards(8.0, schedules=("1f1b",)) == []

@@ -70,6 +70,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         for n in (2, 4, 8)
     },
     **{f"{name}, 3 slices": (name, {"slices": 3}) for name in ("1f1b", "gpipe", "zb-h1")},
+    **{name: (name, {}) for name in ("vocabulary", "vocabulary:1")},
     "interleaved-1f1b-split, uneven": ("interleaved-1f1b-split", UNEVEN),
     **{f"gis, groups of {size}": ("gis", {"group_size": size}) for size in range(1, 9)},
 }

@@ -12,7 +12,7 @@ import pytest
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, chain, schedule_entry, schedule_names
 
 ALL = {
-    *("seq1f1b", "slimpipe"),
+    *("seq1f1b", "slimpipe", "vocabulary"),
     *("1f1b", "1f1b-split", "asymmetric-chimera", "bitpipe", "breadth-first", "chimera", "dualpipe-v", "eager-1f1b"),
     *(
         "gis",
@@ -67,7 +67,9 @@ def test_an_entry_tells_the_truth_about_its_tables() -> None:
         assert table.name == name
         assert bool(table.graph.split) == bool(entry.split_backward)
         assert bool(table.graph.passes) == entry.shape.is_sliced
-        assert table.placement.num_chunks == 4 * entry.shape.chunks_per_stage * (4 if entry.shape.is_sliced else 1)
+        times = 4 if entry.shape.is_sliced else 1
+        ends = 9 if entry.shape.is_sharded else 0
+        assert table.placement.num_chunks == 4 * entry.shape.chunks_per_stage * times + ends
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,9 @@ def test_an_entry_tells_the_truth_about_its_tables() -> None:
         ("zb-auto", {"memory_limit": 0.5}, "give at least 1"),
         ("zb-v", {"slices": 2}, "'zb-v' runs sequences whole: leave slices out, or take 1f1b, 1f1b-split, gpipe"),
         ("slimpipe", {"num_stages": 8, "slices": 4}, "4 are too few: give slices=8 or more, or chunks_per_stage=1"),
+        ("vocabulary", {"slices": 2}, "'vocabulary' runs sequences whole: leave slices out, or take 1f1b, 1f1b-split"),
+        ("vocabulary", {"chunks_per_stage": 2}, "has 1 chunks per stage, not 2: give chunks_per_stage=1"),
+        ("vocabulary:0", {}, "a stage sends the stream to 0 others: give at least 1, or None"),
         ("seq1f1b", {"slices": 257}, "a sequence has 257 slices: give 1 to 256"),
         ("1f1b", {"slices": 2, "graph": chain(4, 8)}, "leave them out, or graph and placement"),
         ("eager-1f1b", {"window": (2, 3, 1, 1)}, "window 3 of stage 1 is larger than window 2 of stage 0"),

@@ -60,6 +60,14 @@ def test_the_stream_reaches_every_head_once(p, fan_out, barriers):
         assert [stage_of[c] for c in relays] == list(range(p - 2, 0, -1))
 
 
+@pytest.mark.parametrize("fan_out", [None, 2])
+def test_the_schedule_of_the_name_makes_the_graph_of_two_barriers(fan_out):
+    name = "vocabulary" if fan_out is None else f"vocabulary:{fan_out}"
+    table = build_schedule(name, ScheduleRequest(num_stages=4, num_microbatches=6))
+    assert (table.name, table.orders) == (name, ordered(4, 6, fan_out=fan_out).orders)
+    assert (table.graph, table.placement) == vocabulary_sharded(4, 6, fan_out=fan_out)
+
+
 @pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])
 def test_peaks_are_the_published_ones(p, barriers):

@@ -50,6 +50,39 @@ def cut_language_model(config: TrainConfig, num_chunks: int, num_slices: int = 1
     return freeze(chunks, config.optimizer.freeze)
 
 
+def cut_vocabulary(config: TrainConfig) -> ModelChunks:
+    """Returns a decoder alone, with embedding and head in shards on all stages.
+
+    Raises ValueError, with the remedy, for a cut that does not add up.
+    """
+    layout, cut, stages = config.pipeline, config.pipeline.cut, config.pipeline.num_stages
+    ends = (cut.embedding_chunk, cut.head_chunk, cut.stages)
+    if cut.layers is not None and (len(cut.layers) != stages or ends != (0, -1, None)):
+        raise ValueError(
+            f"schedule {layout.schedule} has embedding and head on all stages, and layout {layout.layout!r} says "
+            f"otherwise: give {stages} chunks of layers, with E in the first, L in the last, and without @"
+        )
+    if layout.offload is not None:
+        raise ValueError(f"schedule {layout.schedule} moves nothing to the host: leave offload out")
+    if not 2 <= stages <= config.model.vocab_size:
+        raise ValueError(
+            f"schedule {layout.schedule} cuts {config.model.vocab_size} words into a shard for each of {stages} "
+            f"stages: give 2 to {config.model.vocab_size} stages, or another schedule"
+        )
+    with about_layout():
+        graph = language_model(config.model).split_vocabulary(
+            stages,
+            None if cut.layers else stages,
+            layers_per_chunk=cut.layers,
+            packed=config.has_segments,
+            fan_out=layout.named_schedule[1],
+            context=context_cut(layout),
+            counts_answers=config.counts_answers,
+        )
+    assert graph.placement is not None
+    return ModelChunks(freeze(graph.chunks, config.optimizer.freeze), graph.edges, graph.placement)
+
+
 def context_cut(layout: PipelineConfig) -> ContextCut | None:
     """Returns the cut of the decoder's sequences; its stages all have one mesh."""
     devices = (layout.mesh or {}).get(CONTEXT, 1)

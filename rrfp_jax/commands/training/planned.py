@@ -32,7 +32,7 @@ from rrfp_jax.models.cuts import ChunkLayout, SequenceSlices, balanced_counts, c
 from rrfp_jax.models.presets import decoder_sizes
 from rrfp_jax.observe.trackers import check_installed, read_trackers
 from rrfp_jax.schedules import Placement, schedule_names
-from rrfp_jax.schedules.registry import schedule_entry
+from rrfp_jax.schedules.registry import is_schedule, schedule_entry
 from rrfp_jax.training.run_config import PipelineConfig
 from rrfp_jax.training.run_directory import RunDirectory
 
@@ -54,7 +54,7 @@ class OrderedRun(NamedTuple):
     order: Order
     """The order of one replica."""
     cut: "ModelChunks | None"
-    """The cut of a vision-language model; None: a language model, which is cut later."""
+    """The cut of a model that is no chain; None: a chain, which is cut later."""
 
     @property
     def num_slices(self) -> int:
@@ -149,7 +149,12 @@ def order_run(config: TrainConfig) -> OrderedRun:
             raise ValueError(
                 f"layout {layout.layout!r} has an encoder, and the model none: give a section vision, or E first"
             )
-        ordered = OrderedRun(ordering, order_of(layout, ordering, share), None)
+        in_shards = None
+        if has_shards(layout):
+            from rrfp_jax.commands.training.model_parts import cut_vocabulary  # loads JAX
+
+            in_shards = cut_vocabulary(config)  # before the order, which knows less of the layout
+        ordered = OrderedRun(ordering, order_of(layout, ordering, share), in_shards)
         ordered.chunk_remats(layout)  # refuses a list that does not fit
         return ordered
     # A model that is no chain brings its own graph, for which the table is built; to cut it takes JAX.
@@ -174,6 +179,8 @@ def order_run(config: TrainConfig) -> OrderedRun:
 def ordering_of(layout: PipelineConfig) -> OrderingOptions:
     """Returns the order that a configuration asks for. Raises ValueError where it contradicts itself."""
     schedule, number = layout.named_schedule[:2]
+    if has_shards(layout):  # the number is that of stages to which one sends
+        schedule, number = layout.schedule, None
     group_size = number if schedule and number is not None and schedule_entry(schedule).has_groups else None
     is_guided = schedule is not None and layout.hint in (None, SCHEDULE)
     return OrderingOptions(
@@ -189,11 +196,17 @@ def ordering_of(layout: PipelineConfig) -> OrderingOptions:
     )
 
 
+def has_shards(layout: PipelineConfig) -> bool:
+    """Whether the schedule has embedding and head on all stages, in shards of words."""
+    name = layout.schedule
+    return name is not None and is_schedule(name) and schedule_entry(name).shape.is_sharded
+
+
 def order_of(layout: PipelineConfig, ordering: OrderingOptions, num_microbatches: int) -> Order:
     """Returns the order of a language model's chunks, with so many microbatches. Raises ValueError where it does not
     fit."""
     schedule, slices = layout.named_schedule[:2]
-    if ordering.group_size is not None:  # the number is that of microbatches in a group
+    if ordering.group_size is not None or has_shards(layout):  # the number is another
         slices = None
     elif slices is None and schedule in schedule_names() and schedule_entry(schedule).shape.is_sliced:
         slices = layout.num_stages
@@ -217,7 +230,7 @@ def sequence_slices(config: TrainConfig, number: int) -> SequenceSlices:
 
 
 def check_cut(config: TrainConfig, ordered: OrderedRun) -> None:
-    """Raise ValueError where a language model cannot be cut for the order."""
+    """Raise ValueError where a chain cannot be cut for the order."""
     if ordered.cut is not None:
         return
     cut, num_layers, num_chunks = config.pipeline.cut, config.model.num_layers, ordered.num_chunks

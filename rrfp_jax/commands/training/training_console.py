@@ -207,9 +207,10 @@ def _contents(pipeline: Pipeline, order: Order, stage: int) -> str:
     """Returns the layers of a stage, and in how many slices sequences run through its chunks."""
     graph, parts = order.graph, []
     for chunk in pipeline.placement.chunks_of_stage[stage]:
-        passes, name = graph.passes_of(chunk * graph.num_replicas), pipeline.chunks[chunk].name
-        if len(passes) > 1:
-            name = f"{name.partition(' (slice')[0]} in {len(passes)} slices"
-        if passes[0] == chunk * graph.num_replicas:
+        passes = graph.passes_of(chunk * graph.num_replicas)
+        name, is_slice, _ = pipeline.chunks[chunk].name.partition(" (slice")
+        if not is_slice:
             parts.append(name)
+        elif passes[0] == chunk * graph.num_replicas:
+            parts.append(f"{name} in {len(passes)} slices")
     return "; ".join(parts)
