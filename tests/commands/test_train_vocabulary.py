@@ -47,7 +47,8 @@ def test_runs_go_on_in_shards_and_back_and_learn_the_same(tied: str, tmp_path: P
         evaluated = [[row["loss"] for row in each if "grad_norm" not in row][-1] for each in (found, whole)]
         np.testing.assert_allclose(*evaluated, rtol=2e-6)
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4),
+        # some entries are near zero, where a difference is one of the whole matrix
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * np.abs(other).max()),
         *map(exported, (tmp_path / "whole", tmp_path / "there")),
     )
 
