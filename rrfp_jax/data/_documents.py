@@ -102,11 +102,14 @@ def rows_in(span: TextSpan, column: str) -> Iterator[tuple[int, dict[str, Any]]]
 
 
 def holds_chats(source: Source, column: str) -> bool | None:
-    """Returns whether the first row of a source has a list in the column, as chats do; None if there is no row."""
+    """Returns whether the first row of a source has a list of objects in the column; None if there is no row."""
     if source.kind != LINES:
         return source.kind == ROWS and has_lists(source.path, column)
     place, line = next(_lines(TextSpan(source, 0, SEGMENT_BYTES, SEGMENT_BYTES)), (0, None))
-    return None if line is None else isinstance(_row_of_line(line, source, place).get(column), list)
+    if line is None:
+        return None
+    value = _row_of_line(line, source, place).get(column)
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
 def document_name(source: Source, place: int) -> str:

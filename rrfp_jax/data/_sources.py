@@ -243,16 +243,16 @@ def files_forgotten() -> Iterator[None]:
 
 
 def has_lists(path: str, column: str) -> bool:
-    """Returns whether a column of a Parquet file holds lists, as chats are."""
+    """Returns whether a column of a Parquet file holds lists of objects, as chats are."""
     with _opened(path) as file:
         schema = file.schema_arrow
-        return schema.names.count(column) == 1 and _is_list(schema.field(column).type)
+        return schema.names.count(column) == 1 and _is_chat(schema.field(column).type)
 
 
-def _is_list(kind: Any) -> bool:
+def _is_chat(kind: Any) -> bool:
     import pyarrow.types as kinds
 
-    return kinds.is_list(kind) or kinds.is_large_list(kind)
+    return (kinds.is_list(kind) or kinds.is_large_list(kind)) and kinds.is_struct(kind.value_type)
 
 
 def count_rows(path: str, column: str, *, is_chat: bool) -> tuple[int, int]:
@@ -273,7 +273,7 @@ def count_rows(path: str, column: str, *, is_chat: bool) -> tuple[int, int]:
         kind = schema.field(column).type
         value = kind.value_type if kinds.is_dictionary(kind) else kind
         is_text = kinds.is_string(value) or kinds.is_large_string(value) or kinds.is_string_view(value)
-        if not (_is_list(kind) if is_chat else is_text):
+        if not (_is_chat(kind) if is_chat else is_text):
             wanted = "a list of messages" if is_chat else "text"
             raise ValueError(
                 f"{path} has {kind} in column {column!r} where {wanted} is expected: name another --column"

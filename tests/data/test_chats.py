@@ -218,8 +218,25 @@ def test_chats_without_a_template_or_an_answer_are_refused(folder):
     write_chats(folder / "chats.jsonl", [CHAT[:2], CHAT[1:2]])
     with pytest.raises(ValueError, match=r"no chat in .*chats.jsonl .* has a turn of the role assistant"):
         found(folder)
+    write_chats(folder / "chats.jsonl", [["Hi"]])
+    with pytest.raises(ValueError, match=r"line 1 has a list in column 'messages' where text is expected"):
+        found(folder)
     (folder / "plain.txt").write_text("text")
     write_chats(folder / "chats.jsonl", [CHAT])
     options = TokenizeOptions(tokenizer=str(folder / "model"), column="messages")
     with pytest.raises(ValueError, match=r"chats.jsonl has chats, and .*plain.txt is plain text"):
         tokenize([folder / "chats.jsonl", folder / "plain.txt"], folder / "set", options, workers=1)
+
+
+@pytest.mark.slow
+def test_several_processes_write_the_same_bytes(tmp_path):
+    save_tokenizer(tmp_path / "model", "llama")
+    chats = [random_chat(seed) for seed in range(3000)]
+    write_chats(tmp_path / "chats.jsonl", chats * 8)
+    options = TokenizeOptions(tokenizer=str(tmp_path / "model"), column="messages")
+    tokenize([tmp_path / "chats.jsonl"], tmp_path / "one", options, workers=1)
+    tokenize([tmp_path / "chats.jsonl"], tmp_path / "two", options, workers=2)
+    for name in ("tokens.bin", "documents.bin", "counted.bin", "header.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    with TokenSet(tmp_path / "two") as tokens:
+        assert tokens.num_documents == 24_000
