@@ -262,11 +262,10 @@ class TokenSet(AbstractContextManager["TokenSet"]):
     def counted(self, starts: NDArray[np.integer], length: int) -> NDArray[np.bool_]:
         """Returns whether each of ``length`` tokens from each start counts in the loss, ``[starts, length]``.
 
-        Places behind the end of the set do not. Raises IndexError for a start outside the set.
+        Places behind the end of a set of chats do not. Raises IndexError for a start outside it.
         """
-        places = starts[:, None] + np.arange(length)
         if self._counted is None:
-            return places < self.num_tokens
+            return np.ones((len(starts), length), bool)
         if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= self.num_tokens:
             raise IndexError(f"{self.path} has {self.num_tokens} tokens, not all of which were asked for")
         num_bytes, found = -(-self.num_tokens // 8), np.zeros((len(starts), length), bool)
@@ -276,7 +275,7 @@ class TokenSet(AbstractContextManager["TokenSet"]):
             self._counted.read_into(memoryview(stored), first)
             bits = np.unpackbits(np.frombuffer(stored, np.uint8), bitorder="little")[start - 8 * first :][:length]
             row[: len(bits)] = bits
-        return found & (places < self.num_tokens)
+        return found
 
     def document(self, number: int) -> tuple[int, int]:
         """Returns begin and end of document ``number`` (0, 1, ...) in tokens, with the one that closes it."""
