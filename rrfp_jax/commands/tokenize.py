@@ -77,7 +77,12 @@ def make_parser() -> CommandParser:
     add("--out", metavar="PATH", help="the token set's new folder, or with --train the tokenizer's new file (required)")
     add("--workers", type=int, metavar="N", help="processes that tokenise (default: as many as cores)")
     add = parser.add_argument_group("texts").add_argument
-    add("--column", default="text", metavar="NAME", help="the field of JSON lines and Parquet rows that holds the text")
+    add(
+        "--column",
+        default="text",
+        metavar="NAME",
+        help="the field of JSON lines and Parquet rows with the text or the messages",
+    )
     add("--suffixes", metavar="S,S,...", help="endings of plain text files (default: .txt,.text,.md,.rst,.py)")
     add = parser.add_argument_group("tokenizer").add_argument
     named = add(
@@ -199,7 +204,7 @@ def _tokenize(arguments: argparse.Namespace, options: "TokenizeOptions", report:
         f"(vocabulary {header.vocab_size:,}), of {format_bytes(report.total('reading'))} in files, "
         f"in {time.monotonic() - started_s:.1f} s"
     )
-    if (note := header.unknown_note) is not None:
+    for note in filter(None, (header.unknown_note, header.counted_note)):
         report.say(note)
     return DONE
 

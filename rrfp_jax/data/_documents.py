@@ -9,7 +9,7 @@ character is taken.
 
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.data._sources import (
@@ -20,6 +20,8 @@ from rrfp_jax.data._sources import (
     TEXT,
     Source,
     bytes_of,
+    has_lists,
+    row_chats,
     row_texts,
 )
 from rrfp_jax.data.dataset import BrokenData
@@ -56,13 +58,16 @@ class TextPart(NamedTuple):
     is_last: bool
     place: int = 0
     """The place in its source where the document begins: a number of bytes for lines, or the number of a row."""
+    turns: tuple[tuple[int, int], ...] | None = None
+    """The assistant's turns in a chat, in characters. None: the document is no chat, and all of it counts."""
 
 
 def parts_in(span: TextSpan, column: str) -> Iterator[TextPart]:
     """Yields the parts of a span's documents in order; raises BrokenData, with file and row, if there is no text."""
     source, start, stop, length = span
     if source.kind != TEXT:
-        texts = _line_texts(span, column) if source.kind == LINES else row_texts(source.path, column, start, stop)
+        lines = ((place, _text_of_line(line, column, source, place)) for place, line in _lines(span))
+        texts = lines if source.kind == LINES else row_texts(source.path, column, start, stop)
         for place, text in texts:
             *parts, last = cut_text(text)
             yield from (TextPart(part, False, place) for part in parts)
@@ -79,6 +84,32 @@ def parts_in(span: TextSpan, column: str) -> Iterator[TextPart]:
                 "it, or leave it out"
             ) from None
         yield TextPart(text if begin else text.removeprefix(_BYTE_ORDER), begin + len(data) == length)
+
+
+def rows_in(span: TextSpan, column: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the places and rows of a span of lines or Parquet, with what each has in ``column`` and as tools.
+
+    Raises BrokenData, with file and row, for a line that is no object or has no such column.
+    """
+    source, start, stop, _ = span
+    if source.kind == ROWS:
+        yield from row_chats(source.path, column, start, stop)
+        return
+    for place, line in _lines(span):
+        row = _row_of_line(line, source, place)
+        _check_column(row, column, source, place)
+        yield place, row
+
+
+def holds_chats(source: Source, column: str) -> bool | None:
+    """Returns whether the first row of a source has a list of objects in the column; None if there is no row."""
+    if source.kind != LINES:
+        return source.kind == ROWS and has_lists(source.path, column)
+    place, line = next(_lines(TextSpan(source, 0, SEGMENT_BYTES, SEGMENT_BYTES)), (0, None))
+    if line is None:
+        return None
+    value = _row_of_line(line, source, place).get(column)
+    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
 
 
 def document_name(source: Source, place: int) -> str:
@@ -139,8 +170,8 @@ def cut_text(text: str) -> list[str]:
 # ---------------------------------------------------------------------------------------------------------- JSON lines
 
 
-def _line_texts(span: TextSpan, column: str) -> Iterator[tuple[int, str]]:
-    """Yields the place and the text of each line that begins in the span."""
+def _lines(span: TextSpan) -> Iterator[tuple[int, bytes]]:
+    """Yields the place and the bytes of each line that begins in the span and is not blank."""
     source, start, stop, _ = span
     read = bytes_of(source.path, source.compression).read
     # The byte before the span tells whether a line begins with the span.
@@ -161,7 +192,7 @@ def _line_texts(span: TextSpan, column: str) -> Iterator[tuple[int, str]]:
         if len(line) > LONGEST_DOCUMENT_BYTES:
             raise _too_long(source, begin)
         if line and not line.isspace():
-            yield begin, _text_of_line(line, column, source, begin)
+            yield begin, line
         begin += len(line) + 1
 
 
@@ -170,7 +201,7 @@ def _too_long(source: Source, position: int) -> BrokenData:
     return _refusal(source, position, f"has {most}: split it, or write its text into a file of plain text")
 
 
-def _text_of_line(line: bytes, column: str, source: Source, position: int) -> str:
+def _row_of_line(line: bytes, source: Source, position: int) -> dict[str, Any]:
     try:
         row = parse_json(line)
     except ValueError as error:
@@ -180,9 +211,18 @@ def _text_of_line(line: bytes, column: str, source: Source, position: int) -> st
     if not isinstance(row, dict):
         kind, remedy = _KINDS.get(type(row), "null"), _ONE_PER_LINE if isinstance(row, list) else "mend or remove it"
         raise _refusal(source, position, f"is {kind} where an object is expected: {remedy}")
+    return row
+
+
+def _check_column(row: dict[str, Any], column: str, source: Source, position: int) -> None:
     if column not in row:
         listed = ", ".join(name if len(name) < 50 else shown(name) for name in list(row)[:8]) or "none"
         raise _refusal(source, position, f"has no column {column!r} (it has {listed}): name one with --column")
+
+
+def _text_of_line(line: bytes, column: str, source: Source, position: int) -> str:
+    row = _row_of_line(line, source, position)
+    _check_column(row, column, source, position)
     text = row[column]
     if not isinstance(text, str):
         kind = _KINDS.get(type(text), "null")

@@ -8,6 +8,8 @@ the way to tokenise it, so a piece of the same text is found again after a resta
 or option never is. Its checksums are compared before it is used again.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -17,14 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data._documents import SEGMENT_BYTES, TextSpan
-from rrfp_jax.data._files import try_lock
 from rrfp_jax.data._sources import ROWS, Source, count_rows, decompressed_size, unreadable
 from rrfp_jax.data.tokens import FileDigest
 
@@ -32,6 +33,8 @@ PIECE_BYTES = 4 * SEGMENT_BYTES
 _MOST_ROWS = 1 << 14  # of a piece: a column that repeats itself is larger than its file says
 _MARK, _PIECES = "work.json", "pieces"
 _MARK_TEXT = '{"format": "unfinished rrfp-jax token set", "version": 1}\n'
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+"""Errors of file systems without locks: Lustre that is mounted without ``flock``, and some of FUSE."""
 _VERSION = 4  # part of the names of pieces, so that those of another version are made anew
 
 
@@ -69,13 +72,15 @@ class TokenBlock(NamedTuple):
     """Places ``[documents]`` where documents end; the beginning of another may come behind the last."""
     span: int
     """The number of the piece's span that the tokens belong to."""
+    counted: NDArray[np.bool_] | None = None
+    """Whether each token of a chat counts in the loss. None: all do."""
 
 
 # ------------------------------------------------------------------------------------------------------------- cutting
 
 
 def survey(
-    sources: Sequence[Source], column: str, num_threads: int, add_bytes: Callable[[int], None]
+    sources: Sequence[Source], column: str, num_threads: int, add_bytes: Callable[[int], None], *, is_chat: bool = False
 ) -> list[SurveyedSource]:
     """Reads all sources, calling ``add_bytes`` with the bytes that were read.
 
@@ -90,7 +95,7 @@ def survey(
             raise unreadable(source.path, error) from error
         length = num_bytes = digest.num_bytes
         if source.kind == ROWS:
-            length, num_bytes = count_rows(source.path, column)
+            length, num_bytes = count_rows(source.path, column, is_chat=is_chat)
         elif source.compression is not None:
             length = num_bytes = decompressed_size(source.path, source.compression)
         return SurveyedSource(source, digest, length, num_bytes, stamp)
@@ -172,6 +177,25 @@ def work_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def try_lock(file: IO[str], remedy: str) -> bool:
+    """Lock an open file unless another process holds the lock; returns whether this process has locked it.
+
+    Raises ValueError, ending with the remedy, if the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise ValueError(
+            f"the file system of {file.name} has no file locks ({error.strerror}), which keep two processes from "
+            f"writing there at once: {remedy}"
+        ) from None
+    return True
+
+
 class DamagedPiece(ValueError):
     """Raised for a piece that is missing, or not as it was written."""
 
@@ -195,9 +219,11 @@ class PieceFiles:
         temporary = target.with_suffix(f".{secrets.token_hex(4)}.part")
         try:
             with ZipFile(temporary, "w") as file:
-                for number, (tokens, ends, span) in enumerate(blocks):
+                for number, (tokens, ends, span, counted) in enumerate(blocks):
                     file.writestr(f"{number}/{span}/tokens", tokens.astype(self._dtype).tobytes())
                     file.writestr(f"{number}/{span}/ends", ends.astype("<i8").tobytes())
+                    if counted is not None:
+                        file.writestr(f"{number}/{span}/counted", counted.tobytes())
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
@@ -206,10 +232,13 @@ class PieceFiles:
         """Yields the blocks of a kept piece; raises DamagedPiece, at any of them, if the piece is not whole."""
         try:
             with ZipFile(self.path_of(key)) as file:  # which compares checksums
-                for name in file.namelist()[::2]:
-                    tokens = np.frombuffer(file.read(name), self._dtype)
-                    ends = np.frombuffer(file.read(f"{name.removesuffix('tokens')}ends"), "<i8")
-                    yield TokenBlock(tokens, ends, int(name.split("/")[1]))
+                names = file.namelist()
+                for block in (name.removesuffix("tokens") for name in names if name.endswith("tokens")):
+                    tokens = np.frombuffer(file.read(f"{block}tokens"), self._dtype)
+                    ends = np.frombuffer(file.read(f"{block}ends"), "<i8")
+                    has_counted = f"{block}counted" in names
+                    counted = np.frombuffer(file.read(f"{block}counted"), bool) if has_counted else None
+                    yield TokenBlock(tokens, ends, int(block.split("/")[1]), counted)
         except (OSError, EOFError, ValueError, KeyError, RuntimeError, BadZipFile):
             raise DamagedPiece(f"{self.path_of(key)} is not whole") from None
 

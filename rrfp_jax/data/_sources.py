@@ -16,14 +16,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
-from rrfp_jax.data._files import check_inside, paths_below
 from rrfp_jax.data.dataset import BrokenData
 
 TEXT, LINES, ROWS = "text", "lines", "rows"
 """Kinds of files: one document; a JSON object with a document in each line; a Parquet row for each document."""
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
+TOOLS = "tools"
+"""The field of a row that has the tools of a chat."""
 _LINES = (".jsonl", ".ndjson", ".json")
 _ROWS = (".parquet", ".pq")
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -111,6 +112,41 @@ def _source(path: Path, name: str, suffixes: Sequence[str]) -> Source | None:
     else:
         return None
     return Source(name, str(path), kind, compression)
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise ValueError if ``path``, found in ``folder``, leads out of it by a link.
+
+    In the cache of the hub, files are links into ``blobs``, beside the snapshots of their repository: these count as
+    inside.
+    """
+    target, root = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    snapshots = [above.parent for above in (root, *root.parents) if above.parent.name == "snapshots"]
+    if not any(target.is_relative_to(each) for each in (root, *(each.parent / "blobs" for each in snapshots))):
+        raise ValueError(
+            f"{path} is a link to {target}, which is not in {folder}: put the file itself there, or name the folder "
+            "that it is in"
+        )
+
+
+def paths_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
+    """Returns the files below a folder, and its links to folders, which are not followed, by their relative paths.
+
+    Folders that are hidden or named in ``skipped`` are left out. Raises ValueError for a folder that cannot be read.
+    """
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root, onerror=refuse_unreadable):
+        subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
+        found += (Path(folder, name) for name in names)
+        found += (path for name in subfolders if (path := Path(folder, name)).is_symlink())
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def refuse_unreadable(error: OSError) -> Never:
+    """Raises the ValueError for a file or a folder that cannot be read."""
+    raise ValueError(
+        f"cannot read {error.filename} ({error.strerror}): make it readable, or move it out of the data folder"
+    ) from error
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes
@@ -206,10 +242,23 @@ def files_forgotten() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def count_rows(path: str, column: str) -> tuple[int, int]:
+def has_lists(path: str, column: str) -> bool:
+    """Returns whether a column of a Parquet file holds lists of objects, as chats are."""
+    with _opened(path) as file:
+        schema = file.schema_arrow
+        return schema.names.count(column) == 1 and _is_chat(schema.field(column).type)
+
+
+def _is_chat(kind: Any) -> bool:
+    import pyarrow.types as kinds
+
+    return (kinds.is_list(kind) or kinds.is_large_list(kind)) and kinds.is_struct(kind.value_type)
+
+
+def count_rows(path: str, column: str, *, is_chat: bool) -> tuple[int, int]:
     """Returns the number of rows of a Parquet file, and about how many bytes of text they have, by the file's foot.
 
-    Raises ValueError, with the remedy, unless it has such a column of text.
+    Raises ValueError, with the remedy, unless it has such a column of text, or of messages.
     """
     import pyarrow.types as kinds
 
@@ -223,8 +272,12 @@ def count_rows(path: str, column: str) -> tuple[int, int]:
             raise ValueError(f"{path} has several columns {column!r}: rename them, or name another --column")
         kind = schema.field(column).type
         value = kind.value_type if kinds.is_dictionary(kind) else kind
-        if not (kinds.is_string(value) or kinds.is_large_string(value) or kinds.is_string_view(value)):
-            raise ValueError(f"{path} has {kind} in column {column!r} where text is expected: name another --column")
+        is_text = kinds.is_string(value) or kinds.is_large_string(value) or kinds.is_string_view(value)
+        if not (_is_chat(kind) if is_chat else is_text):
+            wanted = "a list of messages" if is_chat else "text"
+            raise ValueError(
+                f"{path} has {kind} in column {column!r} where {wanted} is expected: name another --column"
+            )
         num_bytes = sum(chunk.total_uncompressed_size for chunk in _column_chunks(metadata, column))
         return metadata.num_rows, num_bytes
 
@@ -261,33 +314,39 @@ def row_texts(path: str, column: str, start: int, stop: int) -> Iterator[tuple[i
             ) from None
 
 
+def row_chats(path: str, column: str, start: int, stop: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the numbers of rows ``start`` to ``stop - 1``, and what each has in ``column`` and as tools."""
+    return _forward_rows(path, column, TOOLS).between(start, stop)
+
+
 class _ForwardRows:
-    """Reads the values of one column, and keeps the batch that was read last.
+    """Reads the values of one column, or whole rows of several, and keeps the batch that was read last.
 
     Equal texts are decoded once and kept once, as in the file. So the rows may be many times as large as the file, and
     a value becomes a string only when its turn has come.
     """
 
-    def __init__(self, path: str, column: str) -> None:
-        self._path, self._column = path, column
+    def __init__(self, path: str, column: str, *others: str) -> None:
+        self._path, self._column, self._others = path, column, others
         self._begin()
 
     def _begin(self) -> None:
         self._file = _opened(self._path)
         chunks = list(_column_chunks(self._file.metadata, self._column))
         encodings = {encoding for chunk in chunks for encoding in chunk.encodings}
-        if encodings & _OF_DICTIONARIES and not encodings & _FOLDED:
+        if encodings & _OF_DICTIONARIES and not (encodings & _FOLDED or self._others):
             self._file = _opened(self._path, read_dictionary=[self._column])
         self.num_rows = self._file.metadata.num_rows
         self.num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
         is_small = all(chunk.total_uncompressed_size <= _SMALL_CHUNK_BYTES for chunk in chunks)
-        num_rows = _BATCH_ROWS if is_small and not encodings & _FOLDED else _FEW_ROWS
-        self._batches = self._file.iter_batches(num_rows, columns=[self._column], use_threads=False)
+        num_rows = _BATCH_ROWS if is_small and not (encodings & _FOLDED or self._others) else _FEW_ROWS
+        others = [name for name in self._others if name in self._file.schema_arrow.names]
+        self._batches = self._file.iter_batches(num_rows, columns=[self._column, *others], use_threads=False)
         self._first = 0
         self._values: Any = ()
 
     def between(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-        """Yields the numbers and values of some rows, the values as buffers."""
+        """Yields the numbers and values of some rows: buffers of one column, or whole rows."""
         if start < self._first:
             self._begin()
         while start < stop:
@@ -295,7 +354,10 @@ class _ForwardRows:
             if ahead < len(self._values):
                 for number in range(start, min(stop, self._first + len(self._values))):
                     value = self._values[number - self._first]
-                    yield number, (value if self._is_plain else value.value).as_buffer() if value.is_valid else None
+                    if self._others:
+                        yield number, value.as_py()
+                    else:
+                        yield number, (value if self._is_plain else value.value).as_buffer() if value.is_valid else None
                     start = number + 1
             else:
                 self._next()
@@ -303,7 +365,8 @@ class _ForwardRows:
     def _next(self) -> None:
         self._first += len(self._values)
         try:
-            self._values = next(self._batches).column(0)
+            batch = next(self._batches)
+            self._values = batch.to_struct_array() if self._others else batch.column(0)
             self._is_plain = not hasattr(self._values, "dictionary")
         except StopIteration:
             raise BrokenData(
@@ -323,7 +386,7 @@ def _column_chunks(metadata: Any, column: str) -> Iterator[Any]:
     """Yields the foot's entry for a column, for each row group."""
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     chunks = (group.column(number) for group in groups for number in range(group.num_columns))
-    return (chunk for chunk in chunks if chunk.path_in_schema == column)
+    return (chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
 
 
 def _opened(path: str, **options: Any) -> Any:

@@ -286,7 +286,7 @@ class DataSection:
     """The tokenizer: a tokenizer.json, or a folder that has one; ``bytes``: tokens are the bytes of the text. None:
     that of the model in ``run.init_from``, or that of the token sets; without such a model, bytes."""
     column: str | None = None
-    """The field with the text of a document, in ``jsonl`` and ``parquet``. None: ``text``."""
+    """The field with the text of a document, or the messages of a chat, of ``jsonl`` and ``parquet``. None: text."""
     end_of_document: str | None = None
     """The token that closes documents of ``jsonl`` and ``parquet``. None: as tokenizer_config.json says, or a usual
     one."""

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data._files import check_inside
+from rrfp_jax.data._sources import check_inside
 from rrfp_jax.data.batching import Batching, Cost, Limits
 from rrfp_jax.data.buckets import CutSizes
 from rrfp_jax.data.config import ImageTextConfig

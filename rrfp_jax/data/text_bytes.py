@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data._files import check_inside, paths_below, refuse_unreadable
+from rrfp_jax.data._sources import check_inside, paths_below, refuse_unreadable
 from rrfp_jax.data.config import TextConfig
 from rrfp_jax.data.dataset import Batch, Reads
 from rrfp_jax.data.sample_order import (

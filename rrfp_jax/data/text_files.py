@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rrfp_jax.data._files import check_inside, try_lock
-from rrfp_jax.data._sources import LINES, ROWS, Source, find_sources
+from rrfp_jax.data._pieces import try_lock
+from rrfp_jax.data._sources import LINES, ROWS, Source, check_inside, find_sources
 from rrfp_jax.data.config import JsonlConfig, ParquetConfig, TokensConfig
 from rrfp_jax.data.sample_order import TRAIN, Part
 from rrfp_jax.data.token_data import Tokens
-from rrfp_jax.data.tokenizer_files import MODEL_FILES, TOKENIZER_CONFIG, tokenizer_file
+from rrfp_jax.data.tokenizer_files import CHAT_TEMPLATE, MODEL_FILES, TOKENIZER_CONFIG, tokenizer_file
 from rrfp_jax.data.tokenizing import PLAIN_BYTES, TokenizeOptions, tokenize
 from rrfp_jax.data.tokens import HEADER
 
@@ -88,9 +88,9 @@ def _sources(config: JsonlConfig | ParquetConfig) -> list[Source]:
 
 def _digest_of_all(sources: Sequence[Source], options: TokenizeOptions, cache: Path) -> str:
     files = []
-    if options.tokenizer != PLAIN_BYTES:  # and all files that may say which token closes a document
+    if options.tokenizer != PLAIN_BYTES:  # and all files that may say how a chat is written, and which token closes it
         file = tokenizer_file(options.tokenizer)
-        files = [file, *(file.with_name(name) for name in (TOKENIZER_CONFIG, *MODEL_FILES))]
+        files = [file, *(file.with_name(name) for name in (TOKENIZER_CONFIG, *MODEL_FILES, CHAT_TEMPLATE))]
     content = [
         _VERSION,
         [(source.name, source.kind, _digest(source.path, cache)) for source in sources],

@@ -66,7 +66,9 @@ class Tokens:
         self.bytes_per_token = 1.0 if all(header.tokenizer.sha256 is None for header in headers) else None
         self.fingerprint = "; ".join(tokens.fingerprint for tokens in self._sets)
         self.token_kind = kind_of_set(self._sets[0].path, headers[0])
-        notes = ((tokens.path, tokens.header.unknown_note) for tokens in self._sets)
+        notes = (
+            (each.path, note) for each in self._sets for note in (each.header.unknown_note, each.header.counted_note)
+        )
         self.notes = [f"{path}: {note}" for path, note in notes if note is not None]
 
     def _check_tokenizers(self) -> None:
@@ -157,8 +159,9 @@ class _Windows:
         return self._tokens.windows(self._first + numbers * self._length, self._length + 1).astype(np.int32)
 
     def layouts(self, numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """Returns ``weights`` ``[rows, length]`` of ones, since windows go on across documents."""
-        return {"weights": np.ones((len(numbers), self._length), np.float32)}
+        """Returns ``weights`` ``[rows, length]``: 1 where the next token counts; windows go on across documents."""
+        starts = self._first + numbers * self._length
+        return {"weights": self._tokens.counted(starts + 1, self._length).astype(np.float32)}
 
 
 class _PackedRows:
@@ -199,7 +202,7 @@ class _PackedRows:
         """Returns the places of documents in the rows of these numbers, each ``[rows, length]``.
 
         ``positions``, int32, count from 0 in each document; ``segments``, int32, number the documents of a row from 1;
-        ``weights``, float32, are 1 if the next token is of the same document. All are 0 in padding.
+        ``weights``, float32, are 1 if the next token is of the same document and counts. All are 0 in padding.
         """
         places = np.arange(self._length, dtype=np.int32)
         is_token = places < (self._starts[numbers + 1] - self._starts[numbers])[:, None]
@@ -212,11 +215,12 @@ class _PackedRows:
             ends = ends - self._starts[number]
             begins[row, ends[(ends > 0) & (ends <= self._length)]] = True
         begins, is_last = begins[:, :-1], begins[:, 1:]
+        is_counted = self._tokens.counted(self._starts[numbers] + 1, self._length)
         positions = places - np.maximum.accumulate(np.where(begins, places, np.int32(0)), axis=1)
         return {
             "positions": positions * is_token,
             "segments": np.cumsum(begins, axis=1, dtype=np.int32) * is_token,
-            "weights": (is_token & ~is_last).astype(np.float32),
+            "weights": (is_token & ~is_last & is_counted).astype(np.float32),
         }
 
 

@@ -11,7 +11,7 @@ count.
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from rrfp_jax.data.tokens import BYTE_TOKENIZER, TOKENIZER, FileDigest, TokenizerName, TokenSetHeader
 from rrfp_jax.record_files import parse_json, read_bounded, read_record
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 MODEL_FILES = ("generation_config.json", "config.json")
 """Files of a model that name the tokens at which it ends a text."""
 _INNER = ("", "hugging-face", "tokenizer")  # places of tokenizer.json in a folder of the hub, of an import and of a run
@@ -134,10 +134,8 @@ def _end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
         if number is None:
             raise ValueError(f"{file} has no token {named!r}: name one of its tokens with --end-of-document")
         return number
-    configured = _object(file.parent / TOKENIZER_CONFIG).get("eos_token")
-    if isinstance(configured, dict):
-        configured = configured.get("content")
-    if isinstance(configured, str):
+    configured = named_token(object_in(file.parent / TOKENIZER_CONFIG), "eos_token")
+    if configured is not None:
         number = tokenizer.token_to_id(configured)
         if number is None:
             raise ValueError(
@@ -164,7 +162,7 @@ def _end_of_document_in(tokenizer: Any, file: Path, named: str | None) -> int:
 def ends_of_model(folder: Path) -> tuple[int, ...]:
     """Returns the tokens at which the model in ``folder`` ends a text, by its files; empty if they do not say."""
     ends: dict[int, None] = {}
-    for content in (_object(folder / name) for name in MODEL_FILES):
+    for content in (object_in(folder / name) for name in MODEL_FILES):
         text = content.get("text_config")
         found = content.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
         ends |= dict.fromkeys(each for each in (found if isinstance(found, list) else [found]) if type(each) is int)
@@ -218,7 +216,14 @@ def lost_part(tokenizer: Any, text: str, encoded: Any, unknown: int | None) -> s
     return next((each for each in alone if not tokenizer.encode(each, add_special_tokens=False).ids), lost)
 
 
-def _object(path: Path) -> dict[str, Any]:
+def named_token(settings: Mapping[str, Any], name: str) -> str | None:
+    """Returns a token that tokenizer_config.json names, such as ``eos_token``; None if it does not."""
+    token = settings.get(name)
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def object_in(path: Path) -> dict[str, Any]:
     """Returns the object in a file of JSON; empty if the file is missing or holds none."""
     try:
         content = parse_json(read_record(path)[0])

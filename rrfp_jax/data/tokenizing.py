@@ -20,12 +20,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rrfp_jax.data._documents import TextPart, TextSpan, document_name, parts_in
+from rrfp_jax.data._documents import TextPart, TextSpan, document_name, holds_chats, parts_in
 from rrfp_jax.data._pieces import (
     DamagedPiece,
     PieceFiles,
@@ -37,7 +37,7 @@ from rrfp_jax.data._pieces import (
     survey,
     work_folder,
 )
-from rrfp_jax.data._sources import TEXT, TEXT_SUFFIXES, files_forgotten, find_sources
+from rrfp_jax.data._sources import TEXT, TEXT_SUFFIXES, Source, files_forgotten, find_sources
 from rrfp_jax.data.dataset import BrokenData
 from rrfp_jax.data.tokenizer_files import (
     BYTE_TOKENIZER_FILE,
@@ -54,6 +54,9 @@ from rrfp_jax.data.tokens import TokenSetHeader, TokenSetWriter, token_dtype
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
 from rrfp_jax.waiting import end_with_parent, spawning
+
+if TYPE_CHECKING:
+    from rrfp_jax.data._chats import ChatTemplate
 
 _LOG = logging.getLogger(__name__)
 _TRAINED, PLAIN_BYTES = "train", "bytes"
@@ -87,7 +90,7 @@ class TokenizeOptions:
     """The token of the tokenizer's file that closes documents. None: the one in its folder's tokenizer_config.json, or
     a usual one."""
     column: str = "text"
-    """The field of JSON lines and Parquet rows that holds the text."""
+    """The field of JSON lines and Parquet rows that holds the text, or the list of messages of a chat."""
     suffixes: tuple[str, ...] = TEXT_SUFFIXES
     """Endings of files of plain text."""
     reads_special: bool = False
@@ -130,7 +133,12 @@ def tokenize(
     target = Path(out).expanduser()
     _check_target(target)
     with work_folder(target) as folder, files_forgotten():
-        surveyed, pieces = _read_corpus(inputs, options, num_workers, progress)
+        surveyed, pieces, is_chat = _read_corpus(inputs, options, num_workers, progress)
+        chats = None
+        if is_chat:
+            from rrfp_jax.data._chats import read_chat_template
+
+            chats = read_chat_template(options.tokenizer)
         if options.tokenizer == PLAIN_BYTES:
             tokenizer = BYTE_TOKENIZER_FILE
         elif options.tokenizer != _TRAINED:
@@ -146,7 +154,7 @@ def tokenize(
             data = kept.read_bytes()
             made = load(data, "the tokenizer that was made")
             tokenizer = TokenizerFile("byte-level BPE", data, made.token_to_id(_END), size_of(made))
-        worker = Worker(folder, tokenizer, options.reads_special, options.column)
+        worker = Worker(folder, tokenizer, options.reads_special, options.column, chats)
         _make_pieces(worker, pieces, num_workers, progress)
         header = _assemble(folder / "set", worker, surveyed, pieces, progress=progress)
         _check_target(target)  # which may have been made meanwhile
@@ -171,7 +179,7 @@ def train_tokenizer_file(
     if os.path.lexists(target):
         raise ValueError(f"{target} exists: name another --out, or remove it")
     with files_forgotten():
-        _, pieces = _read_corpus(inputs, options, _num_workers(workers), progress)
+        _, pieces, _ = _read_corpus(inputs, options, _num_workers(workers), progress)
         data = _train_tokenizer(pieces, options, progress)
     with replacing(target) as temporary:
         temporary.write_bytes(data)
@@ -212,8 +220,11 @@ def _read_corpus(
     options: TokenizeOptions,
     num_workers: int,
     progress: TokenizeProgress | None,
-) -> tuple[list[SurveyedSource], list[TextPiece]]:
-    """Returns all files with their digests, and their pieces; raises ValueError if there is no text."""
+) -> tuple[list[SurveyedSource], list[TextPiece], bool]:
+    """Returns all files with their digests, their pieces, and whether they hold chats.
+
+    Raises ValueError if there is no text, or if these options cannot read chats.
+    """
 
     def some(paths: Sequence[Path | str]) -> str:
         others = f" and {len(paths) - 3} others" if len(paths) > 3 else ""
@@ -223,10 +234,29 @@ def _read_corpus(
     if left_out:
         _LOG.info("left out, for their suffixes or as no files: %s", some(left_out))
     add_bytes = _counter(progress, _READING, sum(os.stat(source.path).st_size for source in sources))
-    surveyed = survey(sources, options.column, num_workers, add_bytes)
+    first, is_chat = _first_row(sources, options.column)
+    if is_chat:
+        if options.tokenizer in (_TRAINED, PLAIN_BYTES):
+            raise ValueError(
+                f"{first} has chats in column {options.column!r}, and tokenizer {options.tokenizer} has no chat "
+                "template to write them: begin with an import (init_from), or name the folder of a tokenizer with one"
+            )
+        if (plain := next((source.path for source in sources if source.kind == TEXT), None)) is not None:
+            raise ValueError(
+                f"{first} has chats, and {plain} is plain text: make token sets of their own, and mix these"
+            )
+    surveyed = survey(sources, options.column, num_workers, add_bytes, is_chat=is_chat)
     if not any(each.length for each in surveyed):
         raise ValueError(f"the input holds no text ({some([source.path for source in sources])}): name other files")
-    return surveyed, cut_into_pieces(surveyed)
+    return surveyed, cut_into_pieces(surveyed), is_chat
+
+
+def _first_row(sources: Sequence[Source], column: str) -> tuple[str, bool]:
+    """Returns the first file that has a row, and whether this is a chat; so are all others then."""
+    for source in sources:
+        if (is_chat := holds_chats(source, column)) is not None:
+            return source.path, is_chat
+    return "", False
 
 
 def _train_tokenizer(pieces: Sequence[TextPiece], options: TokenizeOptions, progress: TokenizeProgress | None) -> bytes:
@@ -289,11 +319,12 @@ def _assemble(
         for piece in damaged:
             worker.files.path_of(piece.key).unlink(missing_ok=True)
 
-    with TokenSetWriter(folder, vocab_size=vocab_size, end_of_document=end_of_document) as writer:
+    is_chat = worker.chats is not None
+    with TokenSetWriter(folder, vocab_size=vocab_size, end_of_document=end_of_document, is_chat=is_chat) as writer:
         for piece in pieces:
             try:
-                for tokens, ends, span in worker.files.read(piece.key):
-                    writer.append(tokens, ends)
+                for tokens, ends, span, counted in worker.files.read(piece.key):
+                    writer.append(tokens, ends, counted)
                     num_documents[piece.numbers[span]] += len(ends)
                     if unknown is not None:
                         num_unknown += int(np.count_nonzero(tokens == unknown))
@@ -303,6 +334,12 @@ def _assemble(
         if not any(num_documents):
             forget(pieces)
             raise ValueError(f"{surveyed[0].source.path} and what else was named hold no document: name others")
+        if writer.num_counted == 0:
+            forget(pieces)
+            raise ValueError(
+                f"no chat in {surveyed[0].source.path} and what else was named has a turn of the role assistant, so "
+                "nothing would be trained on: give other chats"
+            )
         for number, each in enumerate(surveyed):
             # A file that was changed since its digest was taken may have given any tokens: its pieces are not kept.
             if stamp_of(each.source.path) != each.stamp:
@@ -404,10 +441,18 @@ class Worker:
     The same in every process; each loads the tokenizer at its first piece.
     """
 
-    def __init__(self, folder: Path, tokenizer: TokenizerFile, reads_special: bool, column: str) -> None:
-        self.tokenizer, self.column, self._reads_special = tokenizer, column, reads_special
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: TokenizerFile,
+        reads_special: bool,
+        column: str,
+        chats: "ChatTemplate | None" = None,
+    ) -> None:
+        self.tokenizer, self.column, self.chats = tokenizer, column, chats
+        self._reads_special = reads_special or chats is not None  # templates write special tokens as words
         digest = None if tokenizer.data is None else hashlib.sha256(tokenizer.data).hexdigest()
-        settings = (digest, tokenizer.end_of_document, reads_special, column)
+        settings = (digest, tokenizer.end_of_document, reads_special, column, *(chats.settings if chats else ()))
         self.files = PieceFiles(folder, settings, token_dtype(tokenizer.vocab_size))
         self._encoder: Any = None
         self._loses = False
@@ -422,33 +467,41 @@ class Worker:
         self.files.write(piece.key, self._blocks(piece))
 
     def _blocks(self, piece: TextPiece) -> Iterator[TokenBlock]:
-        """Yields the tokens of a piece, each document closed, some megabytes at a time."""
-        close = np.array([self.tokenizer.end_of_document], np.uint32)
+        """Yields the tokens of a piece, each document closed, some megabytes at a time.
+
+        A chat whose template has closed it is not closed again.
+        """
+        end = self.tokenizer.end_of_document
+        close, is_chat = np.array([end], np.uint32), self.chats is not None
         for number, span in enumerate(piece.spans):
-            made: list[NDArray[Any]] = []
+            made: list[tuple[NDArray[Any], NDArray[np.bool_]]] = []
             ends: list[int] = []
             num_tokens = 0
-            for batch in _batches(parts_in(span, self.column)):
-                for part, tokens in zip(batch, self._encoded(batch, span), strict=True):
-                    made.append(tokens)
+            parts = parts_in(span, self.column) if self.chats is None else self.chats.parts_in(span, self.column)
+            for batch in _batches(parts):
+                for part, (tokens, counted) in zip(batch, self._encoded(batch, span), strict=True):
+                    made.append((tokens, counted))
                     num_tokens += len(tokens)
                     if part.is_last:
-                        made.append(close)
-                        num_tokens += 1
+                        if not (is_chat and len(tokens) and tokens[-1] == end):
+                            made.append((close, np.zeros(1, bool)))
+                            num_tokens += 1
                         ends.append(num_tokens)
                 if num_tokens >= _BLOCK_TOKENS:
-                    yield TokenBlock(np.concatenate(made), np.array(ends, np.int64), number)
+                    yield _block_of(made, ends, number, is_chat=is_chat)
                     made, ends, num_tokens = [], [], 0
             if num_tokens:
-                yield TokenBlock(np.concatenate(made), np.array(ends, np.int64), number)
+                yield _block_of(made, ends, number, is_chat=is_chat)
 
-    def _encoded(self, batch: Sequence[TextPart], span: TextSpan) -> list[NDArray[Any]]:
-        """Returns the tokens of every part, uint8 or uint32 ``[tokens]`` each."""
+    def _encoded(self, batch: Sequence[TextPart], span: TextSpan) -> list[tuple[NDArray[Any], NDArray[np.bool_]]]:
+        """Returns the tokens of every part, uint8 or uint32 ``[tokens]``, and of a chat whether each counts."""
         texts = [part.text for part in batch]
+        none = np.zeros(0, bool)
         if self._encoder is None:
-            return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+            return [(np.frombuffer(text.encode(), np.uint8), none) for text in texts]
         try:
-            encode = self._encoder.encode_batch if self._loses else self._encoder.encode_batch_fast
+            needs_places = self._loses or self.chats is not None
+            encode = self._encoder.encode_batch if needs_places else self._encoder.encode_batch_fast
             encoded = encode(texts, add_special_tokens=False)
         except BaseException as error:
             reason = library_reason(error)
@@ -464,7 +517,21 @@ class Worker:
                     f"{document_name(span.source, part.place)}: the tokenizer has no token for {lost!r}, which would "
                     "vanish: take a tokenizer for any character, one with a token for the unknown, or other texts"
                 )
-        return [np.array(each.ids, np.uint32) for each in encoded]
+        if self.chats is None:
+            return [(np.array(each.ids, np.uint32), none) for each in encoded]
+        from rrfp_jax.data._chats import counted_tokens
+
+        return [
+            (np.array(each.ids, np.uint32), counted_tokens(each.offsets, part.turns or ()))
+            for part, each in zip(batch, encoded, strict=True)
+        ]
+
+
+def _block_of(
+    made: Sequence[tuple[NDArray[Any], NDArray[np.bool_]]], ends: Sequence[int], span: int, *, is_chat: bool
+) -> TokenBlock:
+    tokens, counted = map(np.concatenate, zip(*made, strict=True))
+    return TokenBlock(tokens, np.array(ends, np.int64), span, counted if is_chat else None)
 
 
 def _batches(parts: Iterator[TextPart]) -> Iterator[list[TextPart]]:

@@ -7,6 +7,8 @@ A token set is a folder::
                      closed by the end-of-document token
     documents.bin    the end of each document in tokens.bin, counted in tokens, behind its closing token: little-endian
                      uint64, in ascending order
+    counted.bin      of chats: a bit for each token, the lowest of a byte first, set where the token is the assistant's
+                     and counts in the loss; missing if all tokens count
     tokenizer.json   the tokenizer, as the ``tokenizers`` library reads it; missing if tokens are plain bytes
     sources.jsonl    the files that the set was made of, a line for each: name, bytes, SHA-256, number of documents
 
@@ -38,9 +40,11 @@ from rrfp_jax.data.dataset import BrokenData
 from rrfp_jax.record_files import TEXT_BYTES, parse_json, read_record
 from rrfp_jax.records import MalformedRecord, from_plain, to_plain
 
-_FORMAT, _VERSION = "rrfp-jax token set", 1
+_FORMAT = "rrfp-jax token set"
+_VERSION, _CHAT_VERSION = 1, 2  # a program that does not know which tokens count must not read those of chats
 HEADER, TOKENIZER = "header.json", "tokenizer.json"
-_TOKENS, _DOCUMENTS, _SOURCES = "tokens.bin", "documents.bin", "sources.jsonl"
+_TOKENS, _DOCUMENTS, _SOURCES, _COUNTED = "tokens.bin", "documents.bin", "sources.jsonl", "counted.bin"
+_LATER_FIELDS = ("num_unknown", "counted", "num_counted")  # of the header; those that are None are left out
 _END_BYTES = 8  # of one entry of documents.bin
 _DTYPES = {"uint16": 2**16, "uint32": 2**32}  # dtypes of stored tokens, with the largest vocabulary of each
 _BLOCK_BYTES = 1 << 22
@@ -101,10 +105,15 @@ class TokenSetHeader:
     sources: FileDigest | None
     """Digest of sources.jsonl. None: the tokens did not come from files."""
     text_column: str | None
-    """The field of JSON lines and Parquet rows that held the text; None: the sources were plain text."""
+    """The field of JSON lines and Parquet rows that held the text or the messages. None: the sources were plain
+    text."""
     num_unknown: int | None = None
     """Number of tokens that stand for text that the tokenizer does not know. None: the set does not say, mostly because
     there are none."""
+    counted: FileDigest | None = None
+    """Digest of counted.bin. None: all tokens count in the loss."""
+    num_counted: int | None = None
+    """Number of tokens that count in the loss. None: all do."""
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -118,6 +127,8 @@ class TokenSetHeader:
                 raise ValueError(f"{name} is {number} where at least {least} is expected")
         if self.num_unknown is not None and not 0 < self.num_unknown <= self.num_tokens:
             raise ValueError(f"num_unknown is {self.num_unknown}, and there are {self.num_tokens} tokens")
+        if (self.counted is None) != (self.num_counted is None) or (self.num_counted or 0) > self.num_tokens:
+            raise ValueError(f"num_counted is {self.num_counted}, and there are {self.num_tokens} tokens")
         if self.vocab_size > _DTYPES[self.dtype]:
             raise ValueError(f"vocab_size is {self.vocab_size}, more than {self.dtype} can hold")
         if not 0 <= self.end_of_document < self.vocab_size:
@@ -125,9 +136,20 @@ class TokenSetHeader:
         for name, digest, num_bytes in (
             (_TOKENS, self.tokens, self.num_tokens * np.dtype(self.dtype).itemsize),
             (_DOCUMENTS, self.documents, self.num_documents * _END_BYTES),
+            (_COUNTED, self.counted, -(-self.num_tokens // 8)),
         ):
-            if digest.num_bytes != num_bytes:
+            if digest is not None and digest.num_bytes != num_bytes:
                 raise ValueError(f"{name} has {digest.num_bytes} bytes where {num_bytes} are expected")
+
+    @property
+    def counted_note(self) -> str | None:
+        """A sentence about how many tokens are the assistant's. None: all tokens count."""
+        if self.num_counted is None:
+            return None
+        share = self.num_counted / max(self.num_tokens, 1)
+        return (
+            f"{self.num_counted:,} tokens ({share:.2%}) are of the assistant's turns, and these alone count in the loss"
+        )
 
     @property
     def unknown_note(self) -> str | None:
@@ -163,13 +185,13 @@ def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
         plain = parse_json(data)
         if not isinstance(plain, dict) or plain.pop("format", None) != _FORMAT:
             raise MalformedRecord(f"it does not say {_FORMAT!r}")
-        if (version := plain.pop("version", None)) == _VERSION:
-            return from_plain(TokenSetHeader, {"num_unknown": None} | plain), hashlib.sha256(data).hexdigest()
+        if (version := plain.pop("version", None)) in (_VERSION, _CHAT_VERSION):
+            return from_plain(TokenSetHeader, dict.fromkeys(_LATER_FIELDS) | plain), hashlib.sha256(data).hexdigest()
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): {_ANEW}") from None
     raise ValueError(
-        f"{path} is of version {shown(version)}, and this program reads version {_VERSION}: {_ANEW}, or take the "
-        "version of the program that wrote it"
+        f"{path} is of version {shown(version)}, and this program reads {_VERSION} and {_CHAT_VERSION}: {_ANEW}, or "
+        "take the version of the program that wrote it"
     )
 
 
@@ -196,6 +218,8 @@ class TokenSet(AbstractContextManager["TokenSet"]):
         self._check_tokenizer()
         self._tokens = _SizedFile(self.path / _TOKENS, self.header.tokens.num_bytes)
         self._ends = _SizedFile(self.path / _DOCUMENTS, self.header.documents.num_bytes)
+        counted = self.header.counted
+        self._counted = None if counted is None else _SizedFile(self.path / _COUNTED, counted.num_bytes)
         last = int(self.document_ends(self.num_documents - 1, self.num_documents)[0]) if self.num_documents else 0
         if last != self.num_tokens:
             raise ValueError(
@@ -207,6 +231,8 @@ class TokenSet(AbstractContextManager["TokenSet"]):
         """Closes the files; further reads fail."""
         self._tokens.close()
         self._ends.close()
+        if self._counted is not None:
+            self._counted.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -232,6 +258,24 @@ class TokenSet(AbstractContextManager["TokenSet"]):
                 f"vocabulary of {self.header.vocab_size}): {_ANEW}"
             )
         return rows.astype(self.header.dtype, copy=False)
+
+    def counted(self, starts: NDArray[np.integer], length: int) -> NDArray[np.bool_]:
+        """Returns whether each of ``length`` tokens from each start counts in the loss, ``[starts, length]``.
+
+        Places behind the end of a set of chats do not. Raises IndexError for a start outside it.
+        """
+        if self._counted is None:
+            return np.ones((len(starts), length), bool)
+        if len(starts) and not 0 <= int(starts.min()) <= int(starts.max()) <= self.num_tokens:
+            raise IndexError(f"{self.path} has {self.num_tokens} tokens, not all of which were asked for")
+        num_bytes, found = -(-self.num_tokens // 8), np.zeros((len(starts), length), bool)
+        for row, start in zip(found, starts.tolist(), strict=True):
+            first = start // 8
+            stored = bytearray(min(-(-(start + length) // 8), num_bytes) - first)
+            self._counted.read_into(memoryview(stored), first)
+            bits = np.unpackbits(np.frombuffer(stored, np.uint8), bitorder="little")[start - 8 * first :][:length]
+            row[: len(bits)] = bits
+        return found
 
     def document(self, number: int) -> tuple[int, int]:
         """Returns begin and end of document ``number`` (0, 1, ...) in tokens, with the one that closes it."""
@@ -278,7 +322,9 @@ class TokenSet(AbstractContextManager["TokenSet"]):
 
     def check(self) -> None:
         """Reads all files and compares them with the header's digests; raises BrokenData for the first that differs."""
-        expected = {_TOKENS: self.header.tokens, _DOCUMENTS: self.header.documents, _SOURCES: self.header.sources}
+        header = self.header
+        expected = {_TOKENS: header.tokens, _DOCUMENTS: header.documents, _SOURCES: header.sources}
+        expected[_COUNTED] = header.counted
         for name, digest in expected.items():
             if digest is not None and _digest(self.path / name) != digest:
                 raise BrokenData(f"{self.path / name} is damaged (its SHA-256 is not the header's): {_ANEW}")
@@ -340,30 +386,44 @@ class TokenSetWriter(AbstractContextManager["TokenSetWriter"]):
     """Writes the files of a token set into a folder, which it makes; :meth:`finish` writes the header.
 
     Until then the folder is no token set. A caller that wants all or nothing renames it afterwards. An error in
-    the ``with`` block removes the folder.
+    the ``with`` block removes the folder. ``is_chat``: not all tokens count in the loss.
     """
 
-    def __init__(self, folder: Path, *, vocab_size: int, end_of_document: int) -> None:
+    def __init__(self, folder: Path, *, vocab_size: int, end_of_document: int, is_chat: bool = False) -> None:
         self._vocab_size, self._end_of_document = vocab_size, end_of_document
         self._dtype = token_dtype(vocab_size)
         folder.mkdir(parents=True)
         self._folder, self._num_tokens, self._num_documents = folder, 0, 0
+        self.num_counted = 0 if is_chat else None
+        self._left = np.zeros(0, bool)  # whether the last tokens count, which do not fill a byte yet
         # Digests are taken on the way, so that no file is read again.
-        self._files = {name: ((folder / name).open("wb"), hashlib.sha256()) for name in (_TOKENS, _DOCUMENTS)}
+        names = (_TOKENS, _DOCUMENTS, *([_COUNTED] if is_chat else []))
+        self._files = {name: ((folder / name).open("wb"), hashlib.sha256()) for name in names}
 
-    def append(self, tokens: NDArray[Any], ends: NDArray[np.integer]) -> None:
-        """Appends tokens ``[tokens]``, closing ones included, and the ends of documents among them, ``[documents]``.
+    def append(self, tokens: NDArray[Any], ends: NDArray[np.integer], counted: NDArray[np.bool_] | None = None) -> None:
+        """Appends tokens ``[tokens]``, closing ones included, and the ends of documents among them, ``[documents]``;
+        of chats also whether each token counts in the loss.
 
         The last document may go on in the next call.
         """
         stored_ends = (ends.astype(np.int64) + self._num_tokens).astype("<u8")
         stored = tokens.astype(np.dtype(self._dtype).newbyteorder("<"), copy=False)
-        for name, data in ((_TOKENS, stored.tobytes()), (_DOCUMENTS, stored_ends.tobytes())):
-            file, digest = self._files[name]
-            file.write(data)
-            digest.update(data)
+        self._write(_TOKENS, stored.tobytes())
+        self._write(_DOCUMENTS, stored_ends.tobytes())
         self._num_tokens += len(tokens)
         self._num_documents += len(ends)
+        if self.num_counted is not None:
+            assert counted is not None, "tokens of a chat say whether they count"
+            self.num_counted += int(np.count_nonzero(counted))
+            bits = np.concatenate([self._left, counted])
+            num_whole = len(bits) // 8 * 8
+            self._write(_COUNTED, np.packbits(bits[:num_whole], bitorder="little").tobytes())
+            self._left = bits[num_whole:]
+
+    def _write(self, name: str, data: bytes) -> None:
+        file, digest = self._files[name]
+        file.write(data)
+        digest.update(data)
 
     def finish(
         self,
@@ -383,6 +443,8 @@ class TokenSetWriter(AbstractContextManager["TokenSetWriter"]):
         made_by = BYTE_TOKENIZER
         if tokenizer is not None:
             made_by = TokenizerName(name=name or TOKENIZER, sha256=hashlib.sha256(tokenizer).hexdigest())
+        if self.num_counted is not None:
+            self._write(_COUNTED, np.packbits(self._left, bitorder="little").tobytes())
         digests = {each: FileDigest(file.tell(), digest.hexdigest()) for each, (file, digest) in self._files.items()}
         self._close()
         header = TokenSetHeader(
@@ -397,6 +459,8 @@ class TokenSetWriter(AbstractContextManager["TokenSetWriter"]):
             sources=None if sources is None else FileDigest(len(sources), hashlib.sha256(sources).hexdigest()),
             text_column=text_column,
             num_unknown=num_unknown or None,
+            counted=digests.get(_COUNTED),
+            num_counted=self.num_counted,
         )
         for file_name, data in ((TOKENIZER, tokenizer), (_SOURCES, sources), (HEADER, _header_bytes(header))):
             if data is not None:
@@ -422,9 +486,10 @@ def token_dtype(vocab_size: int) -> str:
 
 def _header_bytes(header: TokenSetHeader) -> bytes:
     """Returns header.json, the same bytes for the same header."""
-    plain = {"format": _FORMAT, "version": _VERSION, **to_plain(header)}
-    if header.num_unknown is None:  # as in earlier versions, so that equal tokens have equal digests
-        del plain["num_unknown"]
+    plain = {"format": _FORMAT, "version": _VERSION if header.counted is None else _CHAT_VERSION, **to_plain(header)}
+    for name in _LATER_FIELDS:  # as in earlier versions, so that equal tokens have equal digests
+        if plain[name] is None:
+            del plain[name]
     return (json.dumps(plain, indent=2) + "\n").encode()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import yaml
 
-from rrfp_jax.data._files import check_inside
+from rrfp_jax.data._sources import check_inside
 from rrfp_jax.hf._model_config import DROPPED, EMBEDDING, HEAD, HubModel, read_config
 from rrfp_jax.hf._tensor_names import TensorMatch, fits, match_tensors, older_name
 from rrfp_jax.hf.model_folder import CARRIED, CHECKPOINTS, CONFIG, MODEL, UNUSED, check_new, copy_file, new_folder

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from rrfp_jax.data._files import check_inside
+from rrfp_jax.data._sources import check_inside
 from rrfp_jax.data.tokenizer_files import (
     BYTE_TOKENS,
     TOKENIZER_CONFIG,

@@ -70,7 +70,7 @@ import sys
 from pathlib import Path
 import optax
 from tests.checkpoint.states import LAYERS, bits, opened, pieces_of, restored, save, trained
-from rrfp_jax.data._files import try_lock
+from rrfp_jax.data._pieces import try_lock
 from rrfp_jax.training._run_lock import RunLock
 
 folder, pieces = Path(sys.argv[1]), pieces_of([LAYERS], optax.adam(1e-3))

@@ -142,8 +142,8 @@ def refused(folder, *words, error=ValueError):
 def test_what_is_no_token_set_is_refused(tmp_path, written):
     refused(tmp_path / "nowhere", "nowhere does not exist", "rrfp tokenize")
     refused(tmp_path, "is no token set, for it has no header.json")
-    edit_header(written, version=2)
-    refused(written, "header.json is of version 2, and this program reads version 1")
+    edit_header(written, version=3)
+    refused(written, "header.json is of version 3, and this program reads 1 and 2")
     edit_header(written, version=1, format="other")
     refused(written, "header.json is damaged (it does not say")
 
