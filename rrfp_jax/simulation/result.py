@@ -195,11 +195,12 @@ def host_peaks(timeline: Timeline, graph: PipelineGraph, placement: Placement) -
         kind, chunk, m = span.task
         if m < 0 or not graph.has_backward(chunk):
             continue
+        kept = graph.kept_units(chunk)
         if kind in frees and any(kind in op.after and op.exists(chunk, m) for op in back.values()):
-            changes[span.stage].append((span.start_s, 1, frees[kind].frees))
+            changes[span.stage].append((span.start_s, 1, frees[kind].frees * kept))
         if kind in back:
             changes[span.stage] += [
-                (span.end_s, 0, -op.frees)
+                (span.end_s, 0, -op.frees * kept)
                 for letter, op in frees.items()
                 if letter in back[kind].after and op.exists(chunk, m)
             ]
