@@ -337,7 +337,9 @@ def heads_first(s: Stage) -> Described:
     The schedule of the name makes the graph of two barriers. For another one give :func:`build_schedule` the function,
     with graph and placement. Raises ValueError for a graph of another kind.
     """
-    graph, chain = s.graph, _chain_between_shards(s)
+    graph, chain = s.graph, range(s.p, 2 * s.p)
+    if graph.num_chunks <= 3 * s.p or any(s.placement.stage_of_chunk[c] != c - s.p for c in chain):
+        raise Mistake("heads_first orders shards of a vocabulary: give graph and placement of vocabulary_sharded")
     limits = [(s.hops(c) + s.hops_back[c]) // 2 + 1 for c in chain]
     under_way = 2 * limits[0]
     takes = [graph.kept_units(c) / graph.memory_unit for c in range(graph.num_chunks)]
@@ -351,13 +353,6 @@ def heads_first(s: Stage) -> Described:
         holding=limits[s.i] * takes[s.p + s.i] + min(under_way, s.m) * shards,
         under_way=under_way,
     )
-
-
-def _chain_between_shards(s: Stage) -> range:
-    chain = range(s.p, 2 * s.p)
-    if s.graph.num_chunks <= 3 * s.p or any(s.placement.stage_of_chunk[c] != c - s.p for c in chain):
-        raise Mistake("heads_first orders shards of a vocabulary: give graph and placement of vocabulary_sharded")
-    return chain
 
 
 # Registered as another function, so that heads_first by itself takes graphs.
