@@ -331,18 +331,24 @@ _SHARD = 0.03
 where they are short, by 11% if it is made for 0.1; one for short ones is as good where they are long."""
 
 
+def _decoder(s: Stage) -> range:
+    """Returns the decoder's chunks, one a stage, of a graph whose other chunks are shards."""
+    chain = range(s.p, 2 * s.p)
+    if s.graph.num_chunks <= 3 * s.p or any(s.placement.stage_of_chunk[c] != c - s.p for c in chain):
+        raise Mistake("heads_first orders shards of a vocabulary: give graph and placement of vocabulary_sharded")
+    return chain
+
+
 def heads_first(s: Stage) -> Described:
     """The order of a graph of :func:`vocabulary_sharded`: shards first, then the chain's B and F in turn.
 
     The schedule of the name makes the graph of two barriers. For another one give :func:`build_schedule` the function,
     with graph and placement. Raises ValueError for a graph of another kind.
     """
-    graph, chain = s.graph, range(s.p, 2 * s.p)
-    if graph.num_chunks <= 3 * s.p or any(s.placement.stage_of_chunk[c] != c - s.p for c in chain):
-        raise Mistake("heads_first orders shards of a vocabulary: give graph and placement of vocabulary_sharded")
+    chain = _decoder(s)
     limits = [(s.hops(c) + s.hops_back[c]) // 2 + 1 for c in chain]
     under_way = 2 * limits[0]
-    takes = [graph.kept_units(c) / graph.memory_unit for c in range(graph.num_chunks)]
+    takes = [s.graph.kept_units(c) / s.graph.memory_unit for c in range(s.graph.num_chunks)]
     shards = sum(takes[c] for c in s.chunks if c not in chain)
 
     def first(task: Task) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ OFFERED = {
     "rrfp ": {*COMMANDS},
     "rrfp tr": {"train"},
     "rrfp train --num-sta": {"--num-stages"},
-    "rrfp train --vision.hid": {"--vision.hidden"},
+    "rrfp train --vis": {"--vision"},
     "rrfp train --print": {"--print-config"},
     "rrfp train --tie-embeddings ": {"true", "false"},
     "rrfp train --steps 5 --consume s": {"strict"},

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from rrfp_jax.commands import simulate, train
 from rrfp_jax.commands.common.options import INSTEAD, CommandParser, add_record_options
-from rrfp_jax.commands.training.config import SECTIONS, load_train_config
+from rrfp_jax.commands.training.config import SECTIONS, TrainConfig, load_train_config
 from rrfp_jax.core import check_words
 from tests.commands.running import ROOT
 
@@ -79,6 +80,23 @@ def test_fields_of_one_name_in_two_records_keep_their_section() -> None:
 def test_a_value_of_the_command_line_is_blamed_on_it(overrides: dict[str, object], blamed: str) -> None:
     with pytest.raises(ValueError, match=f"^({blamed})"):
         load_train_config(DEBUG, overrides)
+
+
+def test_a_section_with_one_option_takes_some_of_its_keys() -> None:
+    def read(*options: str) -> TrainConfig:
+        given = train.make_parser().parse_args(["--config", MULTIMODAL, *options])
+        return load_train_config(MULTIMODAL, train.overrides_of(given))
+
+    plain, changed = read(), read("--vision", "{num_layers: 3, overrides: {norm_eps: 1.0e-7}}")
+    assert plain.vision is not None
+    assert changed == replace(plain, vision=replace(plain.vision, num_layers=3, norm_eps=1e-7))
+    with pytest.raises(ValueError, match=r"^--vision {num_layers: -3}: vision: num_layers is -3"):
+        read("--vision", "{hidden: 32, num_layers: -3}")
+    with pytest.raises(ValueError, match=r"^an override: 'layers' is no key of vision: "):
+        read("--vision", "{layers: 3}")
+    for wrong in ("clip", "[3]", "3"):
+        with pytest.raises(ValueError, match="is no mapping: give the keys of the section"):
+            read("--vision", wrong)
 
 
 def test_an_override_of_no_key_is_refused_with_the_key_that_is_meant() -> None:

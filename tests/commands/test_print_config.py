@@ -24,7 +24,7 @@ OPTIONS = {
         "null",
     ],
     "gpu/one_node_8": ["--rope-scaling", "{factor: 8, original_max_positions: 4096}", "--memory-limit", "16GiB"],
-    "cpu/multimodal": ["--vision.overrides", "{norm_eps: 1.0e-7}", "--data.images", "{mean: 0.4}"],
+    "cpu/multimodal": ["--vision", "{num_layers: 3, overrides: {norm_eps: 1.0e-7}}", "--data.images", "{mean: 0.4}"],
 }
 
 LIGHT = (

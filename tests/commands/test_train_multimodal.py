@@ -26,8 +26,8 @@ MULTIMODAL = "tpu_gpu_configs/cpu/multimodal.yaml"
 def small() -> tuple[object, ...]:
     """Returns options that make the preset's model small and give it data."""
     return (
-        *("--hidden", 16, "--num-heads", 2, "--mlp-dim", 16, "--vision.hidden", 16, "--vision.num-heads", 2),
-        *("--vision.mlp-dim", 16, "--data.path", preset_data()),
+        *("--hidden", 16, "--num-heads", 2, "--mlp-dim", 16, "--vision", "{hidden: 16, num_heads: 2, mlp_dim: 16}"),
+        *("--data.path", preset_data()),
         *("--data.images", "{text_buckets: 1, image_buckets: 1}"),
     )
 
@@ -265,5 +265,5 @@ def test_chunks_lie_where_the_configuration_says(
 
 def test_the_help_names_the_sections_of_encoders() -> None:
     shown = train.make_parser().format_help()
-    assert "--vision.hidden N" in shown
+    assert "--vision MAPPING" in shown
     assert "--hidden N" in shown

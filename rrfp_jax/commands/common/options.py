@@ -110,6 +110,8 @@ INSTEAD = {
     "cluster.detect": "set the environment variable RRFP_DETECT=1",
 }
 """The successors of options and keys that are gone: by ``section.key``, or by the name of a section."""
+AS_MAPPING = ("vision", "projector")
+"""Sections with one option for all of their keys, since runs seldom differ from their files in these."""
 
 
 class CommandParser(ArgumentParser):
@@ -191,11 +193,18 @@ def add_record_options(
 ) -> None:
     """Add an option for every field of every section, ``--field`` where its name is unique and ``--section.field``.
 
+    A section of :data:`AS_MAPPING` has one option, ``--section``, which stands under the name ``section.``.
+
     ``choices`` names the values of some fields, by ``section.field``; ``qualified`` sections, and fields of others,
     whose options always name the section, so that they take no short name from others.
     """
     for section, record in sections.items():
         group = parser.add_argument_group(section, f"{field_texts(record)['']}.".replace("%", "%%"))
+        if section in AS_MAPPING:
+            keys = ", ".join(field.name for field in fields(record))
+            text = f"The keys of the section that differ from the file, of {keys} (default: none)"
+            group.add_argument(f"--{section}", dest=f"{section}.", metavar="MAPPING", default=SUPPRESS, help=text)
+            continue
         for field in fields(record):
             name = f"{section}.{field.name}"
             flag, whole = flag_of(sections, name, qualified), whole_flag(name)
@@ -231,8 +240,9 @@ def given_texts(arguments: Namespace) -> dict[str, str]:
 
 
 def whole_flag(name: str) -> str:
-    """Returns the option of a field that names its section too."""
-    return f"--{name.replace('_', '-')}"
+    """Returns the option of a field that names its section too, or that of the whole section."""
+    section = name.partition(".")[0]
+    return f"--{section if section in AS_MAPPING else name.replace('_', '-')}"
 
 
 def flag_of(sections: Mapping[str, type], name: str, qualified: Collection[str] = ()) -> str:

@@ -25,6 +25,7 @@ from rrfp_jax.cluster.config import TRANSPORTS, ClusterConfig
 from rrfp_jax.commands.common.options import (
     FOLDERS,
     INSTEAD,
+    AS_MAPPING,
     add_record_options,
     as_text,
     flag_of,
@@ -296,7 +297,16 @@ def add_overrides(parser: ArgumentParser) -> None:
 
 def overrides_of(arguments: Namespace) -> dict[str, Any]:
     """The overrides that were given on the command line, read as YAML."""
-    return {name: _parse(name, text) for name, text in given_texts(arguments).items()}
+    given = dict[str, Any]()
+    for name, text in given_texts(arguments).items():
+        section, _, key = name.partition(".")
+        if key:
+            given[name] = _parse(name, text)
+        elif isinstance(keys := _read_value(f"--{section}", text), dict):
+            given |= {f"{section}.{key}": value for key, value in keys.items()}
+        else:
+            raise ValueError(f"--{section} {text!r} is no mapping: give the keys of the section, as '{{kind: ...}}'")
+    return given
 
 
 def _parse(name: str, text: str) -> Any:
@@ -309,15 +319,25 @@ def _parse(name: str, text: str) -> Any:
         return None if is_optional and means_none else text
     if members == (tuple[str, ...],):
         return None if is_optional and text in ("", *_NULLS) else _texts(text)
-    flag = flag_of(SECTIONS, name, QUALIFIED)
+    listed = takes_list(kind) and "," in text and not text.startswith("[")
+    return _read_value(flag_of(SECTIONS, name, QUALIFIED), f"[{text}]" if listed else text)
+
+
+def _read_value(flag: str, text: str) -> Any:
+    """Returns the value of an option that is written as in YAML."""
     try:
-        value = read_yaml(f"[{text}]" if takes_list(kind) and "," in text and not text.startswith("[") else text)
+        value = read_yaml(text)
     except (yaml.YAMLError, ValueError):  # the latter for dates that do not exist
         raise ValueError(f"{flag} {text!r} cannot be read as a value: write it as in YAML, text in quotes") from None
     for key, of in value.items() if isinstance(value, dict) else ():
         if of is None and ":" in str(key):  # YAML takes {tensor:2} for a key without a value
             raise ValueError(f"{flag} {text!r} has no value for {key!r}: write {key.replace(':', ': ', 1)!r}")
     return value
+
+
+def in_one_line(mapping: Mapping[str, Any]) -> str:
+    """Returns a mapping as YAML in braces."""
+    return str(yaml.safe_dump(dict(mapping), default_flow_style=True, sort_keys=False, width=1000).strip())
 
 
 def _texts(text: str) -> list[str]:
@@ -374,7 +394,10 @@ def _section(path: str, name: str, values: Mapping[str, Any], given: Mapping[str
         told, flags = str(error), list[str]()
         if refusal(values) != told:
             flags = [key for key in given if refusal(_joined(values, {key: given[key]})) == told] or [*given]
-        where = " ".join(f"{flag_of(SECTIONS, f'{name}.{key}', QUALIFIED)} {as_text(given[key])}" for key in flags)
+        if name in AS_MAPPING:
+            where = f"--{name} {in_one_line({key: given[key] for key in flags})}" if flags else ""
+        else:
+            where = " ".join(f"{flag_of(SECTIONS, f'{name}.{key}', QUALIFIED)} {as_text(given[key])}" for key in flags)
         raise ValueError(f"{where or path}: {error}") from None
 
 

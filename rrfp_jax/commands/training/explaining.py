@@ -7,10 +7,9 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-import yaml
 
 from rrfp_jax.commands.common.options import as_text, field_texts, field_words, flag_of, whole_flag, wrap
-from rrfp_jax.commands.training.config import QUALIFIED, SECTIONS, choices_of_options
+from rrfp_jax.commands.training.config import QUALIFIED, SECTIONS, choices_of_options, in_one_line
 from rrfp_jax.commands.training.config_sources import find_preset, preset_names
 from rrfp_jax.record_files import read_yaml
 
@@ -109,5 +108,5 @@ def _value(sections: Mapping[str, Mapping[str, Any]], section: str, key: str) ->
         return None
     value = sections[section][key]
     if isinstance(value, Mapping):
-        return yaml.safe_dump(dict(value), default_flow_style=True, sort_keys=False, width=1000).strip()
+        return in_one_line(value)
     return as_text(value) or "an empty list"
