@@ -83,24 +83,30 @@ class MemoryBudget:
         if self.held:
             most = max(reach.number for reach in self.reaches[stage])
             return [[(min(most, num_microbatches),) * chunks]]
-        return [_allocations(reach.number, reach.chunks, chunks, num_microbatches) for reach in self.reaches[stage]]
+        most = [num_microbatches] * chunks
+        return [_allocations(reach.number, reach.chunks, most) for reach in self.reaches[stage]]
 
     def allocations(self, placement: Placement, stage: int, num_microbatches: int) -> list[tuple[float, ...]]:
         """Returns the numbers of activations of each chunk of the stage that memory must suffice for, any of them."""
         chunks = placement.chunks_of_stage[stage]
         if self.held:
             return [tuple(min(self.held[chunk], num_microbatches) for chunk in chunks)]
-        return _allocations(self.footprints[stage], range(len(chunks)), len(chunks), num_microbatches)
+        most = [num_microbatches] * len(chunks)
+        for reach in self.reaches[stage] if self.reaches else ():
+            for place in reach.chunks:  # no more are held than may be there
+                most[place] = min(num_microbatches, reach.number)
+        return _allocations(self.footprints[stage], range(len(chunks)), most)
 
 
-def _allocations(number: int, places: Sequence[int], num_chunks: int, num_microbatches: int) -> list[tuple[float, ...]]:
-    """Returns the ways to fill chunks one after the other with ``number`` activations, in every order of the chunks."""
+def _allocations(number: int, places: Sequence[int], most: Sequence[int]) -> list[tuple[float, ...]]:
+    """Returns the ways to fill chunks one after the other with ``number`` activations, in every order of the chunks;
+    each of them takes at most ``most``."""
     found: dict[tuple[float, ...], None] = {}
     for order in permutations(places):
-        dealt, left = [0.0] * num_chunks, number
+        dealt, left = [0.0] * len(most), number
         for chunk in order:
-            dealt[chunk] = min(left, num_microbatches)
-            left -= min(left, num_microbatches)
+            dealt[chunk] = min(left, most[chunk])
+            left -= min(left, most[chunk])
         found[tuple(dealt)] = None
     return list(found)
 
