@@ -22,15 +22,16 @@ def drawn(rng: np.random.Generator, num_replicas: int, share: int) -> list[int]:
     return [int(first * share + m) for first in range(num_replicas) for m in rng.permutation(share)]
 
 
-@pytest.mark.parametrize("data", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize(
     "options",
     [
         {"window": 2, "dispatch_ahead": "just-in-time"},
-        pytest.param({"backward": "split", "hint": "bfw"}, marks=pytest.mark.slow),
+        {"backward": "split", "hint": "bfw"},
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_microbatches_that_lack_leaves_in_any_order(data: int, options: dict[str, Any]) -> None:
     steps, rng = ragged.make_steps(4, 6, seed=3), np.random.default_rng(data)
     placement = Placement((0, 1, 0, 1, 1))

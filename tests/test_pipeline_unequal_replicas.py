@@ -107,6 +107,7 @@ def test_what_unequal_replicas_cannot_have_is_refused() -> None:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_stage_for_several_replicas_holds_as_much_as_they_would_and_no_more_than_foreseen(
     replicas: tuple[int, ...], options: dict[str, Any], bounds: list[str]
 ) -> None:

@@ -83,8 +83,8 @@ class MemoryBudget:
         if self.held:
             most = max(reach.number for reach in self.reaches[stage])
             return [[(min(most, num_microbatches),) * chunks]]
-        most = [num_microbatches] * chunks
-        return [_allocations(reach.number, reach.chunks, most) for reach in self.reaches[stage]]
+        all_of_each = [num_microbatches] * chunks
+        return [_allocations(reach.number, reach.chunks, all_of_each) for reach in self.reaches[stage]]
 
     def allocations(self, placement: Placement, stage: int, num_microbatches: int) -> list[tuple[float, ...]]:
         """Returns the numbers of activations of each chunk of the stage that memory must suffice for, any of them."""
@@ -99,8 +99,7 @@ class MemoryBudget:
 
 
 def _allocations(number: int, places: Sequence[int], most: Sequence[int]) -> list[tuple[float, ...]]:
-    """Returns the ways to fill chunks one after the other with ``number`` activations, in every order of the chunks;
-    each of them takes at most ``most``."""
+    """Returns the ways to fill chunks in turn with ``number`` activations, of each at most ``most``, in every order."""
     found: dict[tuple[float, ...], None] = {}
     for order in permutations(places):
         dealt, left = [0.0] * len(most), number

@@ -256,12 +256,10 @@ def test_stages_may_lie_on_devices_in_any_order(tmp_path: Path) -> None:
         assert_same_training(*results[case.name], *train_reference(case))
 
 
-@pytest.mark.parametrize(
-    "cases", [VOCABULARY[:1], pytest.param(VOCABULARY, marks=pytest.mark.slow)], ids=["some", "all"]
-)
-def test_a_vocabulary_in_shards_on_all_stages(cases: list[Case], tmp_path: Path) -> None:
-    results = train_together(cases, tmp_path)
-    for case in cases:
+@pytest.mark.slow
+def test_a_vocabulary_in_shards_on_all_stages(tmp_path: Path) -> None:
+    results = train_together(VOCABULARY, tmp_path)
+    for case in VOCABULARY:
         losses, params = results[case.name]
         assert_same_training(losses, whole_layers(params), *train_reference(case))
 

@@ -53,6 +53,7 @@ def test_the_table_of_stages_is_that_of_the_run(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("pretended")
+@pytest.mark.slow
 def test_each_stage_is_compiled_and_forecast_with_its_own_rematerialisation(capsys: pytest.CaptureFixture[str]) -> None:
     def peaks(remat: list[str]) -> list[int]:
         given = {"model.num_layers": 2, "pipeline.num_stages": 2, "pipeline.remat": remat}
@@ -78,6 +79,7 @@ def test_stages_of_several_devices_are_compiled() -> None:
 
 
 @pytest.mark.usefixtures("pretended")
+@pytest.mark.slow
 def test_replicas_are_compiled_once_and_all_are_forecast() -> None:
     config = load_train_config("cpu/debug", {"model.num_layers": 4, "pipeline.num_stages": 2, "pipeline.replicas": 2})
     run = compile_run(config, "h100", TrainingConsole(0, is_quiet=True))

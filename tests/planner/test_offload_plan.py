@@ -63,7 +63,7 @@ def test_stages_short_of_memory_copy(slots: int, copy_ms: float, without_ms: flo
         assert "longer" in plan.alternatives[0].why
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @needs_solver
 @pytest.mark.parametrize("copy_ms", [5.0, 10.0, 15.0])
 @pytest.mark.parametrize(("slots", "best_ms"), [(2, 290), (3, 280), (4, 270)])

@@ -173,6 +173,7 @@ def test_a_slow_first_stage_with_few_microbatches_is_bounded_too(speeds: tuple[f
     assert quick_bound_ms(point, costs, split=False) <= min(steps_ms)
 
 
+@pytest.mark.slow
 def test_each_stage_keeps_to_the_memory_of_its_device() -> None:
     sizes = (9_000, 60_000, 30_000, None)
     machine = MachineCosts(devices=tuple(DeviceCosts(bytes=size) for size in sizes))

@@ -136,6 +136,7 @@ def small_case(seed: int) -> tuple[PipelineGraph, Placement, np.ndarray, Links, 
     return graph, placement, durations_ms, Links(latency_ms=float(seed % 3)), seed % 2 + 1, float(rng.integers(1, 10))
 
 
+@pytest.mark.one_in(4)
 @needs_solver
 @pytest.mark.parametrize("seed", range(16))
 def test_tables_of_random_cases_take_the_solvers_time(seed):

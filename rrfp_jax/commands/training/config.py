@@ -23,9 +23,9 @@ from pydantic import TypeAdapter, ValidationError
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.cluster.config import TRANSPORTS, ClusterConfig
 from rrfp_jax.commands.common.options import (
+    AS_MAPPING,
     FOLDERS,
     INSTEAD,
-    AS_MAPPING,
     add_record_options,
     as_text,
     flag_of,

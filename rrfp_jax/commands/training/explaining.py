@@ -7,7 +7,6 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-
 from rrfp_jax.commands.common.options import as_text, field_texts, field_words, flag_of, whole_flag, wrap
 from rrfp_jax.commands.training.config import QUALIFIED, SECTIONS, choices_of_options, in_one_line
 from rrfp_jax.commands.training.config_sources import find_preset, preset_names
