@@ -1,4 +1,6 @@
-"""Files of documents: which ones, in which order, and their bytes by position or the texts of their Parquet rows.
+"""Files of documents: which ones, in which order, and their bytes by position or the texts of their rows.
+
+Rows are those of Parquet, and of Arrow as ``datasets`` of Hugging Face keeps them on disk.
 
 Files of a folder come in the order of their relative paths and are named by them, so that the same folder gives the
 same token set on every machine.
@@ -12,21 +14,26 @@ import os
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Never
 
 from rrfp_jax.data.dataset import BrokenData
+from rrfp_jax.record_files import parse_json, read_bounded
 
 TEXT, LINES, ROWS = "text", "lines", "rows"
-"""Kinds of files: one document; a JSON object with a document in each line; a Parquet row for each document."""
+"""Kinds of files: one document; a JSON object with a document in each line; a row for each document."""
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 TOOLS = "tools"
 """The field of a row that has the tools of a chat."""
 _LINES = (".jsonl", ".ndjson", ".json")
-_ROWS = (".parquet", ".pq")
+_ARROW = ".arrow"
+_ROWS = (".parquet", ".pq", _ARROW)
+_SAVED_FILES, _SAVED_PARTS = "state.json", "dataset_dict.json"
+SAVED = "dataset_info.json"
+"""A file in the folder of each data set that ``save_to_disk`` of Hugging Face's ``datasets`` has written."""
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 LONGEST_DOCUMENT_BYTES = 1 << 25
 """Largest size of a document that is one line or one row of a file, which is held as a whole; plain text has no such
@@ -67,7 +74,7 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[st
         raise ValueError("there is no input: name files or folders of text, JSON lines or Parquet")
     known = (
         f"plain text ends in {', '.join(suffixes)} (--suffixes names others), JSON lines in {', '.join(_LINES)}, both "
-        f"also in {', '.join(_COMPRESSIONS)} behind it, and Parquet in {', '.join(_ROWS)}"
+        f"also in {', '.join(_COMPRESSIONS)} behind it, and Parquet and Arrow in {', '.join(_ROWS)}"
     )
     found: list[Source] = []
     left_out: list[Path] = []
@@ -85,8 +92,9 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[st
             continue
         prefix = "" if len(inputs) == 1 else f"{root.absolute().name}/"
         num_before = len(found)
+        saved = _saved_files(root)
         for path in paths_below(root):
-            if path.name.startswith("."):
+            if path.name.startswith(".") or (saved is not None and path not in saved):
                 continue
             if path.is_file() and path.is_symlink():
                 check_inside(path, root)
@@ -98,6 +106,24 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[st
         if len(found) == num_before:
             raise ValueError(f"folder {root} holds no file of a known kind: {known}")
     return found, left_out
+
+
+def _saved_files(folder: Path) -> list[Path] | None:
+    """Returns the files of a data set that ``save_to_disk`` of Hugging Face's library has written, without those that
+    it has cached beside them; None for another folder. Raises ValueError if the folder holds several data sets."""
+    if (parts := folder / _SAVED_PARTS).is_file():
+        names = parse_json(read_bounded(parts)).get("splits", [])
+        raise ValueError(f"{folder} holds several data sets: name one of {', '.join(f'{folder}/{n}' for n in names)}")
+    if not (folder / SAVED).is_file():
+        return None
+    saved = parse_json(read_bounded(folder / _SAVED_FILES))
+    if saved.get("_indices_data_files"):
+        raise ValueError(f"{folder} is a choice among rows: save it anew after flatten_indices()")
+    files = [folder / each["filename"] for each in saved["_data_files"]]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is missing, which {_SAVED_FILES} beside it names: save the data set anew")
+    return files
 
 
 def _source(path: Path, name: str, suffixes: Sequence[str]) -> Source | None:
@@ -263,7 +289,7 @@ def count_rows(path: str, column: str, *, is_chat: bool) -> tuple[int, int]:
     import pyarrow.types as kinds
 
     with _opened(path) as file:
-        schema, metadata = file.schema_arrow, file.metadata
+        schema = file.schema_arrow
         if column not in schema.names:
             raise ValueError(
                 f"{path} has no column {column!r} (it has {', '.join(schema.names[:8])}): name one with --column"
@@ -278,8 +304,7 @@ def count_rows(path: str, column: str, *, is_chat: bool) -> tuple[int, int]:
             raise ValueError(
                 f"{path} has {kind} in column {column!r} where {wanted} is expected: name another --column"
             )
-        num_bytes = sum(chunk.total_uncompressed_size for chunk in _column_chunks(metadata, column))
-        return metadata.num_rows, num_bytes
+        return _size(file, column)
 
 
 def row_texts(path: str, column: str, start: int, stop: int) -> Iterator[tuple[int, str]]:
@@ -332,12 +357,11 @@ class _ForwardRows:
 
     def _begin(self) -> None:
         self._file = _opened(self._path)
-        chunks = list(_column_chunks(self._file.metadata, self._column))
+        self.num_rows, self.num_bytes = _size(self._file, self._column)
+        chunks = [] if isinstance(self._file, _ArrowFile) else list(_column_chunks(self._file.metadata, self._column))
         encodings = {encoding for chunk in chunks for encoding in chunk.encodings}
         if encodings & _OF_DICTIONARIES and not (encodings & _FOLDED or self._others):
             self._file = _opened(self._path, read_dictionary=[self._column])
-        self.num_rows = self._file.metadata.num_rows
-        self.num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
         is_small = all(chunk.total_uncompressed_size <= _SMALL_CHUNK_BYTES for chunk in chunks)
         num_rows = _BATCH_ROWS if is_small and not (encodings & _FOLDED or self._others) else _FEW_ROWS
         others = [name for name in self._others if name in self._file.schema_arrow.names]
@@ -382,6 +406,13 @@ class _ForwardRows:
 _forward_rows = lru_cache(maxsize=1)(_ForwardRows)  # the file of the last call stays open
 
 
+def _size(file: Any, column: str) -> tuple[int, int]:
+    """Returns the rows of an open file, and about how many bytes a column of them has."""
+    if isinstance(file, _ArrowFile):
+        return file.size(column)
+    return file.metadata.num_rows, sum(chunk.total_uncompressed_size for chunk in _column_chunks(file.metadata, column))
+
+
 def _column_chunks(metadata: Any, column: str) -> Iterator[Any]:
     """Yields the foot's entry for a column, for each row group."""
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
@@ -389,10 +420,42 @@ def _column_chunks(metadata: Any, column: str) -> Iterator[Any]:
     return (chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
 
 
+class _ArrowFile(AbstractContextManager["_ArrowFile"]):
+    """A file of Arrow's record batches in a stream, with those parts of ParquetFile that are used here."""
+
+    def __init__(self, path: str) -> None:
+        import pyarrow as pa
+
+        self._path, self._pa, self._file = path, pa, pa.OSFile(path)
+        self.schema_arrow = pa.ipc.open_stream(self._file).schema
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def size(self, column: str) -> tuple[int, int]:
+        """Returns the rows and the bytes of a column, for which all of the file is read."""
+        num_rows = num_bytes = 0
+        try:
+            for batch in self.iter_batches(_BATCH_ROWS, columns=[column]):
+                num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes
+        except (OSError, ValueError) as error:
+            raise unreadable(self._path, error) from error
+        return num_rows, num_bytes
+
+    def iter_batches(self, num_rows: int, *, columns: list[str], **_: object) -> Iterator[Any]:
+        """Yields batches of at most ``num_rows`` rows, from the beginning of the file."""
+        self._file.seek(0)
+        for batch in self._pa.ipc.open_stream(self._file):
+            for start in range(0, batch.num_rows, num_rows):
+                yield batch.select(columns).slice(start, num_rows)
+
+
 def _opened(path: str, **options: Any) -> Any:
     from pyarrow.parquet import ParquetFile
 
     try:
+        if path.lower().endswith(_ARROW):
+            return _ArrowFile(path)
         return ParquetFile(path, page_checksum_verification=True, **options)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rrfp_jax.data.tokens import HEADER
+from rrfp_jax.data._sources import SAVED
+from rrfp_jax.data.tokens import HEADER, megatron_prefix
 from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, FieldRule, check_fields
 
 _FRACTION = FieldRule("0 or more, and less than 1", lambda value: 0 <= value < 1)
@@ -78,7 +79,7 @@ class RowsConfig(_BatchedData):
 
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig(RowsConfig):
-    """Token sets that ``rrfp tokenize`` has written, one or a mixture of several."""
+    """Token sets that ``rrfp tokenize`` has written, or token files of Megatron-LM, one or a mixture of several."""
 
     path: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -125,7 +126,8 @@ class JsonlConfig(_TextFilesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetConfig(_TextFilesConfig):
-    """Parquet files with a document in each row, tokenised at the first start and kept."""
+    """Parquet files, or data sets that Hugging Face's library has saved, with a document in each row, tokenised at the
+    first start and kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,9 +320,12 @@ def kind_of(values: Mapping[str, Any]) -> str:
         first = str(path[0] if isinstance(path, list | tuple) and path else path)
         if values.get("object") is not None:
             return "own"
-        if ".parquet" in first or ".jsonl" in first:
-            return "parquet" if ".parquet" in first else "jsonl"
-        return "tokens" if path and Path(first).expanduser().joinpath(HEADER).is_file() else "text"
+        if ".jsonl" in first:
+            return "jsonl"
+        if ".parquet" in first or ".arrow" in first or Path(first).expanduser().joinpath(SAVED).is_file():
+            return "parquet"
+        is_set = bool(path) and Path(first).expanduser().joinpath(HEADER).is_file()
+        return "tokens" if is_set or (path and megatron_prefix(first) is not None) else "text"
     if kind not in DATA_KINDS:
         raise ValueError(f"data: kind is {kind!r}: give one of {', '.join(DATA_KINDS)}")
     return str(kind)

@@ -26,7 +26,7 @@ from rrfp_jax.data.tokenizing import PLAIN_BYTES, TokenizeOptions, tokenize
 from rrfp_jax.data.tokens import HEADER
 
 _VERSION = 1  # part of the digest; to be raised when the same files would give other tokens
-_KINDS = {JsonlConfig: (LINES, "JSON lines (.jsonl)"), ParquetConfig: (ROWS, "Parquet (.parquet)")}
+_KINDS = {JsonlConfig: (LINES, "JSON lines (.jsonl)"), ParquetConfig: (ROWS, "Parquet (.parquet) or Arrow (.arrow)")}
 _LOOK_EVERY_S = 0.2
 _SAY_EVERY_S = 60.0
 _WAIT_MINUTES = 240.0

@@ -12,13 +12,15 @@ document of each row, 16 bytes for thousands of tokens, made by one pass over th
 """
 
 import hashlib
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rrfp_jax.data.config import RowsConfig, TokensConfig
-from rrfp_jax.data.dataset import Batch, Reads
+from rrfp_jax.data.dataset import Batch, BrokenData, Reads
 from rrfp_jax.data.sample_order import (
     HELD_OUT,
     TRAIN,
@@ -29,8 +31,15 @@ from rrfp_jax.data.sample_order import (
     places_of_step,
     refuse_nothing_held_out,
 )
-from rrfp_jax.data.tokenizer_files import kind_of_set, tokenizer_file
-from rrfp_jax.data.tokens import BYTE_TOKENIZER, TokenSet
+from rrfp_jax.data.tokenizer_files import BYTE_TOKENIZER_FILE, kind_of_tokens, read_tokenizer, tokenizer_file
+from rrfp_jax.data.tokens import (
+    BYTE_TOKENIZER,
+    FileDigest,
+    SizedFile,
+    TokenSet,
+    TokenSetHeader,
+    megatron_prefix,
+)
 
 _READ_WHERE_NEEDED = ("tokens", "targets")  # leaves that are read from the disk, by the processes that need them
 _BLOCK = 1 << 18  # documents whose ends are read at a time
@@ -56,7 +65,10 @@ class Tokens:
 
     def __init__(self, config: TokensConfig, part: Part = TRAIN) -> None:
         self.config, self.is_packed = config, config.pack
-        self._sets = [TokenSet(path) for path in config.path]
+        self._sets = [
+            TokenSet(path) if megatron_prefix(path) is None else MegatronTokens(path, config.tokenizer)
+            for path in config.path
+        ]
         self._check_tokenizers()
         self._rows = [token_rows(tokens, config, part) for tokens in self._sets]
         self._mixture = Mixture(config.weights or [rows.num for rows in self._rows])
@@ -65,11 +77,8 @@ class Tokens:
         self.vocab_size = max(header.vocab_size for header in headers)
         self.bytes_per_token = 1.0 if all(header.tokenizer.sha256 is None for header in headers) else None
         self.fingerprint = "; ".join(tokens.fingerprint for tokens in self._sets)
-        self.token_kind = kind_of_set(self._sets[0].path, headers[0])
-        notes = (
-            (each.path, note) for each in self._sets for note in (each.header.unknown_note, each.header.counted_note)
-        )
-        self.notes = [f"{path}: {note}" for path, note in notes if note is not None]
+        self.token_kind = kind_of_tokens(config.path[0], config.tokenizer)
+        self.notes = [f"{each.path}: {note}" for each in self._sets for note in each.notes]
 
     def _check_tokenizers(self) -> None:
         """Raises ValueError if a token set was made by another tokenizer than the given one, or than the first."""
@@ -137,6 +146,103 @@ class Tokens:
                 spec = jax.ShapeDtypeStruct(shape[1:], batch[name].dtype)
                 batch[name] = [part if kept else spec for part, kept in zip(batch[name], is_kept, strict=True)]
         return batch
+
+
+# -- files of Megatron-LM ----------------------------------------------------------------------------------------------
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_COUNTS = np.dtype([("magic", "V9"), ("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
+_DTYPES = {4: "uint32", 8: "uint16"}  # 4 is int32, in which no token is below 0
+
+
+class MegatronTokens(TokenSet):
+    """The tokens of ``PREFIX.bin`` and ``PREFIX.idx`` as Megatron-LM's ``preprocess_data.py`` writes them.
+
+    ``PREFIX.idx`` has the number of sequences, that of documents plus 1, then the tokens of each sequence (int32), its
+    place in ``PREFIX.bin`` (int64, in bytes), and the first sequence of each document (int64), that of the end behind.
+
+    Args:
+        path: the prefix or one of the two files.
+        tokenizer: the tokenizer.json that made the tokens, or ``bytes``: the files do not say.
+
+    Raises ValueError as :class:`TokenSet` does, and where ``tokenizer`` is None.
+    """
+
+    remedy = "write it anew with Megatron's preprocess_data.py, or name the tokenizer that made it"
+
+    def __init__(self, path: str | os.PathLike[str], tokenizer: str | None) -> None:
+        prefix = megatron_prefix(path)
+        assert prefix is not None
+        self.path, index, file = prefix, Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        if tokenizer is None:
+            raise ValueError(f"{index} does not say which tokenizer made its tokens: give it with data.tokenizer")
+        made_by = BYTE_TOKENIZER_FILE if tokenizer == BYTE_TOKENIZER.name else read_tokenizer(tokenizer, None)
+        try:
+            num_bytes, size = index.stat().st_size, file.stat().st_size
+            with index.open("rb") as opened:
+                start = opened.read(_COUNTS.itemsize)
+                digest = FileDigest.of_file(index)
+        except OSError as error:
+            raise ValueError(f"cannot read {error.filename} ({error.strerror}): give both files of Megatron") from None
+        counts = np.frombuffer(start, _COUNTS)[0] if len(start) == _COUNTS.itemsize else None
+        if counts is None or counts["magic"].tobytes() != _MAGIC or counts["version"] != 1:
+            raise ValueError(f"{index} is no index of Megatron's token files: {self.remedy}")
+        sequences, listed = int(counts["sequences"]), int(counts["documents"])
+        if num_bytes != _COUNTS.itemsize + 12 * sequences + 8 * listed:
+            raise ValueError(f"{index} is damaged ({num_bytes} bytes for {sequences} sequences): {self.remedy}")
+        dtype = _DTYPES.get(int(counts["dtype"]))
+        if dtype is None:
+            raise ValueError(f"{index} has tokens of dtype {counts['dtype']}: write them as uint16 (8) or int32 (4)")
+        if size % np.dtype(dtype).itemsize:
+            raise ValueError(f"{file} is damaged ({size} bytes, and no whole number of {dtype} tokens): {self.remedy}")
+        self.num_tokens, self.num_documents = size // np.dtype(dtype).itemsize, max(0, listed - 1)
+        self.header = TokenSetHeader(
+            dtype=dtype,
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            vocab_size=made_by.vocab_size,
+            end_of_document=made_by.end_of_document,
+            tokenizer=kind_of_tokens(path, tokenizer).tokenizer,
+            tokens=FileDigest(size, ""),  # too large to be read at every start
+            documents=FileDigest(8 * self.num_documents, ""),
+            sources=None,
+            text_column=None,
+        )
+        self.fingerprint = f"{self.num_tokens} tokens, SHA-256 {digest.sha256[:16]}"
+        self._tokens, self._ends, self._counted = SizedFile(file, size), SizedFile(index, num_bytes), None
+        self._places, self._firsts = _COUNTS.itemsize + 4 * sequences, _COUNTS.itemsize + 12 * sequences
+        self._num_sequences, self._tokenizer_file = sequences, tokenizer_file(tokenizer)
+        first = self.document_ends(0, 1) if self.num_documents else ()
+        closes = [int(self.tokens(end - 1, end)[0]) == self.header.end_of_document for end in first]
+        self.notes = []
+        if not all(closes):
+            self.notes = [
+                f"its first document does not end in token {self.header.end_of_document}, which closes texts: write it "
+                "with --append-eod if the model shall learn to end one"
+            ]
+
+    def document_ends(self, first: int, stop: int) -> NDArray[np.int64]:
+        if not 0 <= first <= stop <= self.num_documents:
+            raise IndexError(f"{self.path} has {self.num_documents} documents, and not {first} to {stop}")
+        sequences = self._read(self._firsts, first + 1, stop - first)
+        if not len(sequences):
+            return sequences
+        # The end of a document is the place of the first sequence behind it, and behind the last one the file ends.
+        low, high = int(sequences.min()), int(sequences.max())
+        if 0 <= low <= high <= self._num_sequences:
+            places = self._read(self._places, low, min(high + 1, self._num_sequences) - low)
+            if high == self._num_sequences:
+                places = np.append(places, self.header.tokens.num_bytes)
+            ends = places[sequences - low] // np.dtype(self.header.dtype).itemsize
+            if (ends[1:] > ends[:-1]).all() and 0 < ends[0] <= ends[-1] <= self.num_tokens:
+                return ends
+        raise BrokenData(f"{self.path}.idx is damaged (ends of documents that do not ascend): {self.remedy}")
+
+    def _read(self, start: int, first: int, number: int) -> NDArray[np.int64]:
+        """Returns some numbers of an array of the index that begins at byte ``start``."""
+        stored = bytearray(8 * number)
+        self._ends.read_into(memoryview(stored), start + 8 * first)
+        return np.frombuffer(stored, "<i8").astype(np.int64)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rrfp_jax.data.tokens import BYTE_TOKENIZER, TOKENIZER, FileDigest, TokenizerName, TokenSetHeader
+from rrfp_jax.data.tokens import BYTE_TOKENIZER, TOKENIZER, FileDigest, TokenizerName, megatron_prefix, read_header
 from rrfp_jax.record_files import parse_json, read_bounded, read_record
 
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -293,8 +293,17 @@ def kind_of_file(file: Path, ends: tuple[int, ...] = ()) -> TokenKind:
     return TokenKind(tokenizer=TokenizerName(name=TOKENIZER, sha256=digest), ends=ends, file=file)
 
 
-def kind_of_set(folder: Path, header: TokenSetHeader) -> TokenKind:
-    """Returns the kind of the token set in ``folder``."""
+def kind_of_tokens(path: str | os.PathLike[str], tokenizer: str | None) -> TokenKind:
+    """Returns the kind of the tokens at a path: of a token set, or of files of Megatron, which ``tokenizer`` made.
+
+    Raises ValueError, with the remedy, if a file cannot be read.
+    """
+    if megatron_prefix(path) is not None:
+        if tokenizer is None or tokenizer == BYTE_TOKENIZER.name:
+            return TokenKind(tokenizer=BYTE_TOKENIZER, ends=(BYTE_TOKENIZER_FILE.end_of_document,), file=None)
+        return kind_of_file(tokenizer_file(tokenizer), (read_tokenizer(tokenizer, None).end_of_document,))
+    folder = Path(path).expanduser()
+    header, _ = read_header(folder)
     file = None if header.tokenizer.sha256 is None else folder / TOKENIZER
     return TokenKind(tokenizer=header.tokenizer, ends=(header.end_of_document,), file=file)
 

@@ -163,6 +163,14 @@ class TokenSetHeader:
         )
 
 
+def megatron_prefix(path: str | os.PathLike[str]) -> Path | None:
+    """Returns the path without ``.bin`` or ``.idx`` where it names the two token files of Megatron-LM; else None."""
+    given = Path(path).expanduser()
+    if given.suffix in (".bin", ".idx") and not given.is_dir():
+        return given.with_suffix("")
+    return given if Path(f"{given}.idx").is_file() and not given.is_dir() else None
+
+
 def read_header(folder: Path) -> tuple[TokenSetHeader, str]:
     """Returns the header of the set in ``folder`` and the SHA-256 of header.json.
 
@@ -202,24 +210,28 @@ class TokenSet(AbstractContextManager["TokenSet"]):
     """The tokens of many documents, in files; safe to use from any thread.
 
     Attributes: ``path``; ``header`` (see :class:`TokenSetHeader`); ``num_tokens``, those that close documents included;
-    ``num_documents``; ``fingerprint``, the whole set in a few words, the same wherever it lies. Files are open until
-    :meth:`close`, or the end of the object.
+    ``num_documents``; ``fingerprint``, the whole set in a few words, the same wherever it lies; ``notes``, sentences
+    about its tokens. Files are open until :meth:`close`, or the end of the object.
 
     Raises ValueError, in one sentence with the file and the remedy, if there is no token set at ``path``, or if a file
     is missing, cut short, of another version, or not the one that the header describes. Damage that only reading can
     show, such as a token outside the vocabulary, is raised as :class:`BrokenData` when it is read.
     """
 
+    remedy = "write the token set anew with rrfp tokenize"
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser()
+        self._tokenizer_file = self.path / TOKENIZER
         self.header, digest = read_header(self.path)
         self.num_tokens, self.num_documents = self.header.num_tokens, self.header.num_documents
         self.fingerprint = f"{self.num_tokens} tokens, SHA-256 {digest[:16]}"
+        self.notes = [note for note in (self.header.unknown_note, self.header.counted_note) if note is not None]
         self._check_tokenizer()
-        self._tokens = _SizedFile(self.path / _TOKENS, self.header.tokens.num_bytes)
-        self._ends = _SizedFile(self.path / _DOCUMENTS, self.header.documents.num_bytes)
+        self._tokens = SizedFile(self.path / _TOKENS, self.header.tokens.num_bytes)
+        self._ends = SizedFile(self.path / _DOCUMENTS, self.header.documents.num_bytes)
         counted = self.header.counted
-        self._counted = None if counted is None else _SizedFile(self.path / _COUNTED, counted.num_bytes)
+        self._counted = None if counted is None else SizedFile(self.path / _COUNTED, counted.num_bytes)
         last = int(self.document_ends(self.num_documents - 1, self.num_documents)[0]) if self.num_documents else 0
         if last != self.num_tokens:
             raise ValueError(
@@ -254,8 +266,8 @@ class TokenSet(AbstractContextManager["TokenSet"]):
         if rows.size and int(rows.max()) >= self.header.vocab_size:
             row, column = (int(numbers[0]) for numbers in np.nonzero(rows >= self.header.vocab_size))
             raise BrokenData(
-                f"{self.path / _TOKENS} is damaged (token {rows[row, column]} at {int(starts[row]) + column}, in a "
-                f"vocabulary of {self.header.vocab_size}): {_ANEW}"
+                f"{self._tokens.path} is damaged (token {rows[row, column]} at {int(starts[row]) + column}, in a "
+                f"vocabulary of {self.header.vocab_size}): {self.remedy}"
             )
         return rows.astype(self.header.dtype, copy=False)
 
@@ -318,7 +330,7 @@ class TokenSet(AbstractContextManager["TokenSet"]):
             return None
         from rrfp_jax.data.tokenizer_files import load
 
-        return load((self.path / TOKENIZER).read_bytes(), str(self.path / TOKENIZER))
+        return load(self._tokenizer_file.read_bytes(), str(self._tokenizer_file))
 
     def check(self) -> None:
         """Reads all files and compares them with the header's digests; raises BrokenData for the first that differs."""
@@ -344,11 +356,11 @@ class TokenSet(AbstractContextManager["TokenSet"]):
             )
 
 
-class _SizedFile:
-    """A file of known size, read at any place by any thread."""
+class SizedFile:
+    """A file of known size, read at any place by any thread. ``path`` is where it lies."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
-        self._path = path
+        self.path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -361,14 +373,14 @@ class _SizedFile:
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fills ``target``, a view of bytes."""
         if not self.close.alive:
-            raise ValueError(f"{self._path} was closed: open the token set anew")
+            raise ValueError(f"{self.path} was closed: open the token set anew")
         while target:
             try:
                 num_read = os.preadv(self._descriptor, [target], offset)
             except OSError as error:
-                raise BrokenData(f"cannot read {self._path} ({error.strerror}): mend its file system") from error
+                raise BrokenData(f"cannot read {self.path} ({error.strerror}): mend its file system") from error
             if num_read == 0:
-                raise BrokenData(f"{self._path} has become shorter while it was read: {_ANEW}")
+                raise BrokenData(f"{self.path} has become shorter while it was read: {_ANEW}")
             target, offset = target[num_read:], offset + num_read
 
 

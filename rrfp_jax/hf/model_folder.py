@@ -31,11 +31,11 @@ from rrfp_jax.data.tokenizer_files import (
     TokenKind,
     ends_of_model,
     kind_of_file,
-    kind_of_set,
+    kind_of_tokens,
     read_tokenizer,
     tokenizer_file,
 )
-from rrfp_jax.data.tokens import TOKENIZER, read_header
+from rrfp_jax.data.tokens import TOKENIZER
 from rrfp_jax.hf._tensor_names import TensorShape, fits
 from rrfp_jax.hf.tensor_files import read_json
 from rrfp_jax.models.config import LanguageModelConfig
@@ -250,8 +250,7 @@ class ModelFolder:
         kind = section.get("kind", "text")
         if kind == "tokens":
             path = section["path"]
-            folder = Path(path if isinstance(path, str) else path[0]).expanduser()
-            return kind_of_set(folder, read_header(folder)[0])
+            return kind_of_tokens(path if isinstance(path, str) else path[0], section.get("tokenizer"))
         if kind in _OF_FILES and section.get("tokenizer") not in (None, "bytes"):
             end = read_tokenizer(section["tokenizer"], section.get("end_of_document")).end_of_document
             return kind_of_file(tokenizer_file(section["tokenizer"]), (end,))

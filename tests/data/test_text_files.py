@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from rrfp_jax.data import text_files
-from rrfp_jax.data.config import JsonlConfig, ParquetConfig
+from rrfp_jax.data.config import JsonlConfig, ParquetConfig, kind_of
+from rrfp_jax.data.dataset import BrokenData
 from rrfp_jax.data.text_files import tokens_of_files
 from tests.environment import of_child
 
@@ -69,6 +70,34 @@ def test_parquet_is_read_by_its_column(folder):
         found(folder, kind=ParquetConfig, pattern="a.parquet")
     held_out = found(folder, kind=ParquetConfig, pattern="*.parquet", column="content", held_out=0.2, part="held_out")
     assert 0 < held_out.num_rows < of_rows.num_rows
+
+
+def test_a_data_set_that_was_saved_to_the_disk_is_read_as_it_is(folder):
+    import pyarrow as pa
+
+    saved, schema = folder / "all" / "train", pa.schema([("n", pa.int64()), ("text", pa.string())])
+    saved.mkdir(parents=True)
+    names = [f"data-0000{part}-of-00002.arrow" for part in (0, 1)]
+    for part, name in enumerate([*names, "cache-0.arrow"]):
+        with pa.OSFile(str(saved / name), "w") as file, pa.ipc.new_stream(file, schema) as stream:
+            for first in range(part * 10, part * 10 + 10, 5):
+                texts = TEXTS[first : first + 5] or ["left over"]
+                stream.write_batch(pa.record_batch([list(range(len(texts))), texts], schema=schema))
+    (saved / "dataset_info.json").write_text("{}")
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (saved.parent / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    of_rows = found(folder, kind=ParquetConfig, pattern="all/train")
+    assert text_of(of_rows) == text_of(found(folder))
+    assert kind_of({"path": str(saved)}) == kind_of({"path": str(saved / names[0])}) == "parquet"
+    with pytest.raises(ValueError, match=r"holds several data sets: name one of .*all/train"):
+        found(folder, kind=ParquetConfig, pattern="all")
+    cut = (saved / names[1]).read_bytes()
+    (saved / names[1]).write_bytes(cut[: len(cut) // 2])
+    with pytest.raises(BrokenData, match=r"00001-of-00002.arrow .*mend it"):
+        found(folder, kind=ParquetConfig, pattern="all/train")
+    (saved / names[1]).unlink()
+    with pytest.raises(ValueError, match=r"00001-of-00002.arrow is missing, which state.json beside it names"):
+        found(folder, kind=ParquetConfig, pattern="all/train")
 
 
 @pytest.mark.parametrize(
