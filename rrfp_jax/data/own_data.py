@@ -1,15 +1,24 @@
-"""A data set of one's own in place of ours: nothing but its length and its elements by number is asked of it.
+"""A data set of one's own in place of ours: its elements by number, or one after the other.
 
 An element is a mapping of leaves, arrays of one sample: ``tokens``, ``targets`` and ``weights``, and with ``pack``
 ``positions`` and ``segments``, each ``[length]`` and alike in all elements. A ``grain.MapDataset`` is one as it stands:
-element ``i`` is a function of ``i`` alone there. A data set that only iterates is none, as its position would be state.
+element ``i`` is a function of ``i`` alone there.
+
+A data set that only iterates must give the same elements in every process and after every start. Where its iterators
+have ``get_state`` and ``set_state``, as those of ``grain.IterDataset``, checkpoints carry the state of the next step;
+without, a run that goes on draws all elements before its own once more.
 """
 
+import base64
 import hashlib
 import importlib
+import json
+import math
 import os
 import sys
-from collections.abc import Container, Mapping
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +42,8 @@ _IDS = ("tokens", "targets")
 _MOST_WEIGHT = float(np.finfo(np.float32).max)
 _MOST_NUMBERS = 2**62
 """A data set that repeats itself for ever may say that it is longer."""
+
+_KEPT_STEPS = 32
 
 _Element = dict[str, NDArray[Any]]
 
@@ -59,6 +70,12 @@ class OwnData:
         self.config, self.vocab_size, self.is_packed = config, vocab_size, config.pack
         self._dtypes = _DTYPES | (_OF_PACKED if config.pack else {})
         self._elements = _found(config)
+        is_endless = isinstance(self._elements, _Drawn)
+        if is_endless and config.held_out:
+            raise ValueError(
+                f"{config.object} only iterates: leave held_out out, and give evaluations a set of their own"
+            )
+        self._is_shuffled = config.shuffle and not is_endless
         num_all = min(len(self._elements), _MOST_NUMBERS)
         num_train = num_trained(num_all, config.held_out)
         self._first, self.num_elements = (num_train, num_all - num_train) if part == HELD_OUT else (0, num_train)
@@ -74,7 +91,17 @@ class OwnData:
         self.fingerprint = getattr(self._elements, "fingerprint", None)
         if not isinstance(self.fingerprint, str):
             digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in first.values())).hexdigest()[:16]
-            self.fingerprint = f"{num_all} elements, SHA-256 of the first {digest}"
+            self.fingerprint = f"{'' if is_endless else num_all} elements, SHA-256 of the first {digest}".lstrip()
+
+    def state_at(self, step: int) -> Any:
+        """Returns the state, as plain data, of a data set that iterates before it gives the batch of ``step``, one of
+        the last; None if it has none."""
+        return self._elements.states.get(step * self.config.batch_size) if isinstance(self._elements, _Drawn) else None
+
+    def go_on(self, step: int, state: Any) -> None:
+        """Takes the state of :meth:`state_at`, so that the next batch is that of ``step``."""
+        if isinstance(self._elements, _Drawn) and state is not None:
+            self._elements.go_on(step * self.config.batch_size, state)
 
     @property
     def buckets(self) -> list[BucketSpecs]:
@@ -93,8 +120,8 @@ class OwnData:
         """
         config = self.config
         places = places_of_step(step, config.batch_size)
-        items = items_at(places, num=self.num_elements, seed=config.seed) if config.shuffle else places
-        numbers, again = (items % self.num_elements).tolist(), places >= self.num_elements
+        items = items_at(places, num=self.num_elements, seed=config.seed) if self._is_shuffled else places
+        numbers = (items % self.num_elements).tolist()
         spec = self.buckets[0]
         microbatches: list[Mapping[str, Any]] = []
         for start in range(0, config.batch_size, config.microbatch_size):
@@ -111,6 +138,7 @@ class OwnData:
                     raise
             leaves = {name: np.stack([element[name] for element in elements]) for name in self._dtypes}
             if self.counts_once:
+                again = places >= getattr(self._elements, "num_in_epoch", self.num_elements)
                 leaves["weights"][again[start : start + config.microbatch_size]] = 0
             microbatches.append(leaves)
         batch = {name: [microbatch[name] for microbatch in microbatches] for name in self._dtypes}
@@ -173,16 +201,18 @@ def _found(config: OwnDataConfig) -> Any:
     )
     if is_pythons_own(module):
         raise refusal
+    make: Callable[..., Any] | None = None
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
-        if isinstance(found, type) or not hasattr(found, "__getitem__"):
+        if isinstance(found, type) or not (hasattr(found, "__getitem__") or hasattr(found, "__iter__")):
             if is_pythons_own(getattr(found, "__module__", None) or "builtins"):
                 raise refusal
-            found = found(**config.arguments)
+            make = found
+            found = make(**config.arguments)
         elif config.arguments:
             raise ValueError("it is a data set already and takes no arguments")
     except Exception as error:  # whatever somebody else's code raises
@@ -191,10 +221,96 @@ def _found(config: OwnDataConfig) -> Any:
         raise ValueError(
             f"{config.object} cannot be had ({type(error).__name__}: {error}): mend object or arguments"
         ) from error
-    missing = [method for method in ("__len__", "__getitem__") if not hasattr(found, method)]
-    if missing:
-        raise ValueError(
-            f"{config.object} is of type {type(found).__name__}, without {' and '.join(missing)}: give a data set with "
-            "a length and elements by number, such as a grain.MapDataset"
-        )
-    return found
+    if all(hasattr(found, method) for method in ("__len__", "__getitem__")):
+        return found
+    if hasattr(found, "__iter__"):
+        # A generator runs once, and the function that made it makes another.
+        is_once = make is not None and isinstance(found, Iterator)
+        return _Drawn(partial(make, **config.arguments) if make is not None and is_once else found.__iter__, config)
+    raise ValueError(
+        f"{config.object} is of type {type(found).__name__}, without __len__ and __getitem__, and without __iter__: "
+        "give a data set with elements by number, such as a grain.MapDataset, or one that iterates"
+    )
+
+
+class _Drawn:
+    """The elements of a data set that iterates, by their numbers over all epochs. Safe to use from any thread.
+
+    Threads make batches ahead, not always in order, and the first batch is also read for its shapes. So the elements of
+    the last steps are kept; for earlier ones the data set begins anew.
+
+    Args:
+        make: makes an iterator over the elements of an epoch.
+
+    Attributes: ``states``, the states of the iterator before the first elements of the last steps, by their numbers;
+    ``num_in_epoch``, infinite until the end of the data set was seen.
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Any]], config: OwnDataConfig) -> None:
+        self._make, self._config, self._lock = make, config, threading.Lock()
+        self.num_in_epoch, self._kept = math.inf, dict[int, Any]()
+        self._begin(make())
+
+    def __len__(self) -> int:
+        return _MOST_NUMBERS
+
+    def _begin(self, iterator: Iterator[Any]) -> None:
+        self._iterator: Any = iterator
+        self._next = 0
+        self._error: Exception | None = None
+        self._kept = {number: each for number, each in self._kept.items() if number < self._config.batch_size}
+        self.states = dict[int, Any]()
+
+    def _another(self) -> Iterator[Any]:
+        if (iterator := self._make()) is self._iterator:
+            raise ValueError("an iterator cannot begin anew: name a class or a function that makes it")
+        return iterator
+
+    def go_on(self, number: int, state: Any) -> None:
+        """Takes the state that the iterator had before element ``number``."""
+        with self._lock:
+            # The first batch stays, which is also read in the middle of a run, for its shapes.
+            while self._next < self._config.batch_size:
+                self._draw()
+            self._begin(self._another())
+            self._next = number
+            self._iterator.set_state(base64.b64decode(state["base64"]) if "base64" in state else state["plain"])
+
+    def __getitem__(self, number: int) -> Any:
+        with self._lock:
+            if number < self._next and number not in self._kept:
+                self._begin(self._another())
+            while self._next <= number:
+                # An iterator that has failed has lost its place, so nothing behind that is read.
+                if self._error is not None:
+                    raise self._error
+                try:
+                    self._draw()
+                except Exception as error:
+                    self._error = error
+                    raise
+            return self._kept[number]
+
+    def _draw(self) -> None:
+        size, number = self._config.batch_size, self._next
+        if number % size == 0 and hasattr(self._iterator, "get_state"):
+            state = self._iterator.get_state()
+            is_bytes = isinstance(state, bytes)
+            # a copy, since the iterator goes on, in the form in which checkpoints have it
+            self.states[number] = json.loads(
+                json.dumps({"base64": base64.b64encode(state).decode()} if is_bytes else {"plain": state})
+            )
+        for _ in range(2):
+            try:
+                self._kept[number] = next(self._iterator)
+                break
+            except StopIteration:
+                self.num_in_epoch = min(self.num_in_epoch, number)
+                self._iterator = self._another()
+        else:
+            raise ValueError("it has no elements")
+        self._next += 1
+        if self._next % size == 0:
+            for old in range(max(size, self._next - (_KEPT_STEPS + 1) * size), self._next - _KEPT_STEPS * size):
+                self._kept.pop(old, None)
+                self.states.pop(old, None)

@@ -288,6 +288,15 @@ class AgreedBatches:
         self.order = StepOrder(*told[0]) if told else None
         return reading.batch
 
+    def state_at(self, step: int) -> Any:
+        """Returns the state of the data set before ``step``, as plain data; None: the number of the step says all."""
+        return self._dataset.state_at(step) if hasattr(self._dataset, "state_at") else None
+
+    def go_on(self, step: int, state: Any) -> None:
+        """Takes the state before ``step`` from a checkpoint."""
+        if state is not None:
+            self._dataset.go_on(step, state)
+
     def batch(self, step: int, reads: Reads | None) -> Batch:
         """Returns the batch of one step."""
         return self._agreed(step, reads, self.read(step, reads))

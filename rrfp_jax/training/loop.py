@@ -525,6 +525,8 @@ class TrainingLoop:
             "counted_s": self.counted_s,
             "bad_samples": self._num_bad(),
         }
+        if self._agreed is not None and (data := self._agreed.state_at(state.step)) is not None:
+            host["data"] = data
         if self._evaluations is None:
             self._saver.save(state, host)
         else:

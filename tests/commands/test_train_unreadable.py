@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -70,6 +71,26 @@ def test_all_ranks_save_at_the_same_step(max_bad: int, code: int, last: int, tmp
     with launched("--processes", 2, "--", *command, **QUICK_TO_COMPILE) as run:
         assert run.wait(180) == code, run.text
     assert committed(tmp_path / "run")[-1] == last, run.text
+
+
+@pytest.mark.slow
+def test_a_data_set_that_iterates_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+    """On two processes, then on one of another layout, and without an interruption."""
+    path = config(tmp_path, object="tests.commands.broken_data:Stream")
+    options = ("train", "--trust", "--config", path, "--optimizer.schedule", "constant", "--run-dir")
+    command = (*options, tmp_path / "run")
+    with launched("--processes", 2, "--", *command, "--steps", 5, **QUICK_TO_COMPILE) as run:
+        assert run.wait(180) == 0, run.text
+    on = run_command(*command, "--steps", 12, "--num-stages", 1, "--num-microbatches", 4)
+    assert on.returncode == 0, on.stderr
+    assert "going on after 5 steps" in on.stdout
+    drawn = [int(line.split()[1]) for line in on.stdout.splitlines() if line.startswith("drew ")]
+    assert drawn[:6] == [0, 1, 2, 3, 20, 21], "the first batch tells the shapes"
+    whole = run_command(*options, tmp_path / "whole", "--steps", 12)
+    assert whole.returncode == 0, whole.stderr
+    losses = [[row["loss"] for row in rows_of(tmp_path / name)] for name in ("run", "whole")]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert len({*losses[1]}) == 12
 
 
 @pytest.mark.parametrize(("most", "told"), [(3, 3), (50, 8)])

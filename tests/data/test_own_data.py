@@ -1,5 +1,6 @@
-"""A data set of one's own: only its length and its elements by number are asked of it."""
+"""A data set of one's own: its elements by number, or one after the other."""
 
+import json
 import sys
 
 import numpy as np
@@ -35,8 +36,38 @@ ready = Corpus()
 Corpus.Inner = Corpus
 
 
-def stream():
-    return iter([])
+class Empty:
+    def __iter__(self):
+        return iter([])
+
+
+class Stream:
+    def __init__(self, num=10, as_bytes=False, broken=None):
+        self.num, self.as_bytes, self.corpus = num, as_bytes, Corpus(broken=broken)
+
+    def __iter__(self):
+        return Drawing(self)
+
+
+class Drawing:
+    def __init__(self, stream):
+        self.stream, self.next = stream, 0
+
+    def __next__(self):
+        if self.next == self.stream.num:
+            raise StopIteration
+        self.next += 1
+        return self.stream.corpus[self.next - 1]
+
+    def get_state(self):
+        return str(self.next).encode() if self.stream.as_bytes else {"next": self.next}
+
+    def set_state(self, state):
+        self.next = int(state) if self.stream.as_bytes else state["next"]
+
+
+generated = lambda num=10: (Corpus()[number] for number in range(num))
+running = generated()
 """
 
 
@@ -134,7 +165,9 @@ def test_what_is_named_may_be_a_data_set_a_class_or_inside_one(module):
         ),
         ("Corpus", {"arguments": {"targets": [1, 2, -100, 3, 4, 5]}}, "has the target -100: where nothing .* weight 0"),
         ("Corpus", {"arguments": {"num": 0}}, "has 0 elements, and none is left to train on"),
-        ("stream", {}, "of type list_iterator, without __len__ and __getitem__: give a data set with a length"),
+        ("Empty", {}, "element 0 of my_corpus:Empty cannot be read .*it has no elements"),
+        ("Stream", {"held_out": 0.1}, "my_corpus:Stream only iterates: leave held_out out"),
+        ("Drawing", {"arguments": {"stream": None}}, "of type Drawing, without __len__ and .*, and without __iter__"),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_the_start(module, name, changes, message):
@@ -146,6 +179,70 @@ def test_an_element_that_fails_later_is_named(module):
     found = data(arguments={"broken": 3})
     with pytest.raises(BrokenData, match=r"element 3 of my_corpus:Corpus cannot be read \(KeyError: 'gone'\)"):
         list(map(found.batch, range(3)))
+
+
+@pytest.mark.parametrize("name", ["Stream", "generated"])
+def test_elements_of_a_set_that_iterates_come_in_order_and_again(module, name):
+    found = data(name)
+    assert [numbers(found.batch(step)) for step in (1, 0, 3, 2)] == [
+        [4, 5, 6, 7],
+        [0, 1, 2, 3],
+        [2, 3, 4, 5],
+        [8, 9, 0, 1],
+    ]
+    assert numbers(found.batch(50)) == [0, 1, 2, 3]
+    assert numbers(found.batch(0)) == [0, 1, 2, 3], "the first batch is kept"
+    assert numbers(found.batch(2)) == [8, 9, 0, 1], "it has begun anew"
+    assert data(name).fingerprint == found.fingerprint
+    found.counts_once = True
+    assert found.batch(2)["weights"][..., 0].ravel().tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+@pytest.mark.parametrize("step", [1, 2, 5, 7])
+def test_a_set_that_iterates_goes_on_from_its_state(module, step, as_bytes):
+    found = data("Stream", arguments={"as_bytes": as_bytes})
+    expected = [numbers(found.batch(number)) for number in range(12)]
+    state = json.loads(json.dumps(found.state_at(step)))
+    again = data("Stream", arguments={"as_bytes": as_bytes})
+    again.batch(0)
+    again.go_on(step, state)
+    sys.modules["my_corpus"].asked.clear()
+    assert [numbers(again.batch(number)) for number in range(step, 12)] == expected[step:]
+    assert len(sys.modules["my_corpus"].asked) == 4 * (12 - step), "no element is drawn but those"
+    assert data("generated").state_at(0) is None
+
+
+def test_a_set_that_iterates_is_not_read_behind_an_element_that_failed(module):
+    found = data("Stream", arguments={"broken": 6}, max_bad_samples=3)
+    for _ in range(2):
+        with pytest.raises(BrokenData, match=r"element 6 of my_corpus:Stream cannot be read .KeyError: 'gone'"):
+            found.batch(1)
+    with pytest.raises(BrokenData, match=r"element 7 of my_corpus:Stream cannot be read .KeyError: 'gone'"):
+        found.batch(1, None, {2})
+
+
+def test_an_iterator_that_cannot_begin_anew_is_told(module):
+    found = data("running")
+    with pytest.raises(BrokenData, match="an iterator cannot begin anew: name a class or a function that makes it"):
+        found.batch(2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_an_iterating_data_set_of_grain_is_one_as_it_stands(module, tmp_path):
+    (tmp_path / "iterating_grain.py").write_text(
+        "import grain\n"
+        "from my_corpus import Corpus\n"
+        "def shuffled(seed):\n"
+        "    return grain.MapDataset.source(Corpus()).shuffle(seed=seed).to_iter_dataset()\n"
+    )
+    config = {"object": "iterating_grain:shuffled", "arguments": {"seed": 3}, "batch_size": 4, "num_microbatches": 2}
+    found, again = (OwnData(OwnDataConfig(**config), 40) for _ in range(2))
+    seen = [numbers(found.batch(step)) for step in range(9)]
+    assert sorted([number for batch in seen for number in batch][:NUM]) == [*range(NUM)]
+    again.go_on(4, json.loads(json.dumps(found.state_at(4))))
+    assert [numbers(again.batch(step)) for step in range(4, 9)] == seen[4:]
 
 
 @pytest.mark.parametrize("name", ["corpus", "a b:c", ":c", "a:", "a:b-c"])

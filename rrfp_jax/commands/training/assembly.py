@@ -288,6 +288,7 @@ class Run:
             self._skipped_in_row, self._last_verified = (found.host[key] for key in ("skipped_in_row", "last_verified"))
         self._num_skipped = int(found.host["num_skipped"])
         self.batches.num_bad = int(found.host.get("bad_samples", 0))
+        self.batches.go_on(found.step, found.host.get("data"))
         if self._launch is not None and found.host.get("launch") == self._launch:
             self._counted_s = float(found.host["counted_s"])
         if self._evaluations is not None:
