@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rrfp_jax.programs.chunk import Chunk, Loss
+from rrfp_jax.programs.chunk import Chunk, Loss, microbatch_key
 
 Inputs = Callable[[list[Any], int], Any]
 
@@ -29,26 +29,31 @@ def train_plainly(
     frozen: Collection[str] = (),
     norms: list[float] | None = None,
     means: list[dict[str, float]] | None = None,
+    seed: int | None = None,
 ) -> tuple[list[float], dict[str, Any]]:
     """Train on ``batches`` and return the losses and the final parameters by layer name.
 
     ``inputs_of(outputs, chunk)`` says what a chunk reads of the outputs of the chunks before it; the layers ``frozen``
-    are constants; ``norms`` gets the norm of every step's gradients, ``means`` its named sums over its weight.
+    are constants; ``norms`` gets the norm of every step's gradients, ``means`` its named sums over its weight; chunks
+    that read random keys get those of ``seed``.
     """
     layers = [list(jax.eval_shape(chunk.init, jax.random.key(0))) for chunk in chunks]
     if clip_norm is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 
-    def mean_loss(params: Any, batch: Mapping[str, Any]) -> Any:
-        def loss_and_weight(microbatch: Mapping[str, Any]) -> Any:
+    def mean_loss(params: Any, batch: Mapping[str, Any], number: Any) -> Any:
+        def loss_and_weight(numbered: Any) -> Any:
             outputs: list[Any] = []
+            microbatch, m = numbered
+            key = None if seed is None else microbatch_key(seed, number, m)
             for index, chunk in enumerate(chunks):
                 own = {name: params[name] for name in layers[index]}
                 leaves = {name: microbatch[name] for name in chunk.leaves}
-                outputs.append(chunk.apply(own, inputs_of(outputs, index), leaves, key=None))
+                outputs.append(chunk.apply(own, inputs_of(outputs, index), leaves, key=key))
             return outputs[-1]
 
-        loss = Loss(*jax.lax.map(loss_and_weight, batch))
+        numbers = jnp.arange(len(next(iter(batch.values()))), dtype=jnp.uint32)
+        loss = Loss(*jax.lax.map(loss_and_weight, (dict(batch), numbers)))
         total = loss.weight.sum()
         return loss.loss_sum.sum() / total, {name: sums.sum() / total for name, sums in loss.named_sums.items()}
 
@@ -56,15 +61,15 @@ def train_plainly(
     constant = jax.tree.map(jnp.asarray, {name: params.pop(name) for name in frozen})
 
     @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: mean_loss({**p, **constant}, batch), has_aux=True)(params)
+    def step(params: Any, state: Any, batch: Any, number: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: mean_loss({**p, **constant}, batch, number), has_aux=True)(params)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss, optax.tree.norm(grads)
 
     state = optimizer.init(params)
     losses = []
-    for batch in batches:
-        params, state, (loss, means_of_step), norm = step(params, state, batch)
+    for number, batch in enumerate(batches):
+        params, state, (loss, means_of_step), norm = step(params, state, batch, jnp.uint32(number))
         losses.append(float(loss))
         if norms is not None:
             norms.append(float(norm))

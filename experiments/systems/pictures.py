@@ -14,7 +14,7 @@ from matplotlib.ticker import NullLocator
 from experiments.systems.map_picture import draw_map
 from experiments.systems.questions import RATIO, Line, Panel, Question, questions
 from experiments.systems.results import Study
-from rrfp_jax.observe.figure_files import plain_look, write_figure
+from rrfp_jax.observe.output_files import plain_look, write_figure
 from rrfp_jax.observe.style import FAINT_INK, GRID, INK, PAPER, SERIES_COLOURS
 
 if TYPE_CHECKING:

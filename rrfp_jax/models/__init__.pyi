@@ -1,5 +1,7 @@
 """The names of this package and where they live; see :mod:`rrfp_jax.first_use`."""
 
+from rrfp_jax.models.adapters import add_adapters as add_adapters
+from rrfp_jax.models.config import AdaptersConfig as AdaptersConfig
 from rrfp_jax.models.config import ExpertsConfig as ExpertsConfig
 from rrfp_jax.models.config import LanguageModelConfig as LanguageModelConfig
 from rrfp_jax.models.config import RopeScaling as RopeScaling

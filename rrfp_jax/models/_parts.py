@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rrfp_jax.hardware import TPU
-from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.config import AdaptersConfig, LanguageModelConfig
 from rrfp_jax.models.vision_config import EncoderConfig, ProjectorConfig
 from rrfp_jax.programs.target import current_target
 
@@ -78,6 +78,35 @@ def layer_norm(config: _PartConfig, dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
     )
 
 
+class Projection(nnx.Linear):
+    """A matrix product, beside which an adapter may stand (:mod:`rrfp_jax.models.adapters`)."""
+
+    adapters: AdaptersConfig | None = None
+    """The settings of its adapter. None: it has none."""
+    mask_key: jax.Array | None = None
+    """The key of the adapter's dropout. None: nothing is dropped."""
+
+    def adapt(self, adapters: AdaptersConfig) -> None:
+        """Gives the product an adapter, whose factors are float32 whatever the dtype of the matrix."""
+        self.adapters = adapters
+        self.lora_a = nnx.Param(jnp.zeros((self.in_features, adapters.rank), jnp.float32))
+        self.lora_b = nnx.Param(jnp.zeros((adapters.rank, self.out_features), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        """Maps ``[..., in_dim]`` to ``[..., out_dim]``."""
+        return self.with_adapter(super().__call__(x), x)
+
+    def with_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns ``y``, the product of ``x`` with the matrix, in any shape, with that of the adapter added."""
+        if self.adapters is None:
+            return y
+        if self.mask_key is not None:
+            share = 1 - self.adapters.dropout
+            x = jnp.where(jax.random.bernoulli(self.mask_key, share, x.shape), x / share, 0)
+        x, down, up = self.promote_dtype((x, self.lora_a[...], self.lora_b[...]), dtype=self.dtype)
+        return y + (x @ down * self.adapters.scale @ up).reshape(y.shape)
+
+
 def projection(
     config: _PartConfig,
     in_dim: int,
@@ -86,12 +115,12 @@ def projection(
     *,
     to_residual: bool = False,
     use_bias: bool = False,
-) -> nnx.Linear:
+) -> "Projection":
     """Returns a matrix product, ``[..., in_dim] -> [..., out_dim]``.
 
     ``to_residual`` scales the initial values down so that the residual stream's variance does not grow with depth.
     """
-    return nnx.Linear(
+    return Projection(
         in_dim,
         out_dim,
         use_bias=use_bias,
@@ -102,7 +131,7 @@ def projection(
     )
 
 
-def by_head(layer: nnx.Linear, x: jax.Array, head_dim: int) -> jax.Array:
+def by_head(layer: Projection, x: jax.Array, head_dim: int) -> jax.Array:
     """Returns ``layer(x)`` by head, ``[..., in_dim] -> [..., heads, head_dim]``.
 
     On TPUs the product itself makes the heads, so XLA writes them in the order in which splash attention reads them.
@@ -112,18 +141,21 @@ def by_head(layer: nnx.Linear, x: jax.Array, head_dim: int) -> jax.Array:
     if current_target().platform != TPU:
         return layer(x).reshape(*x.shape[:-1], -1, head_dim)
     bias = None if layer.bias is None else layer.bias[...].reshape(-1, head_dim)
-    return _product(layer, x, layer.kernel[...].reshape(x.shape[-1], -1, head_dim), bias, num_dims=1)
+    heads = _product(layer, x, layer.kernel[...].reshape(x.shape[-1], -1, head_dim), bias, num_dims=1)
+    return layer.with_adapter(heads, x)
 
 
-def from_heads(layer: nnx.Linear, heads: jax.Array) -> jax.Array:
+def from_heads(layer: Projection, heads: jax.Array) -> jax.Array:
     """Returns ``layer`` of all heads joined, ``[..., heads, head_dim] -> [..., out_dim]``, as :func:`by_head` does."""
+    flat = heads.reshape(*heads.shape[:-2], -1)
     if current_target().platform != TPU:
-        return layer(heads.reshape(*heads.shape[:-2], -1))
+        return layer(flat)
     bias = None if layer.bias is None else layer.bias[...]
-    return _product(layer, heads, layer.kernel[...].reshape(*heads.shape[-2:], -1), bias, num_dims=2)
+    out = _product(layer, heads, layer.kernel[...].reshape(*heads.shape[-2:], -1), bias, num_dims=2)
+    return layer.with_adapter(out, flat)
 
 
-def _product(layer: nnx.Linear, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, num_dims: int) -> jax.Array:
+def _product(layer: Projection, x: jax.Array, kernel: jax.Array, bias: jax.Array | None, num_dims: int) -> jax.Array:
     """Returns the product over the last ``num_dims`` dims of ``x`` and the first of ``kernel``, in a layer's dtype."""
     x, kernel, bias = layer.promote_dtype((x, kernel, bias), dtype=layer.dtype)
     out = jnp.tensordot(x, kernel, num_dims)

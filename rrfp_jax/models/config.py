@@ -301,3 +301,37 @@ class LanguageModelConfig:
         layers = sum(self.num_layer_params(layer, active=active) for layer in range(self.num_layers))
         tables = 1 if self.tie_embeddings else 2
         return layers + tables * self.vocab_size * self.hidden + self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptersConfig:
+    """Adapters of low rank (LoRA): they alone train, beside matrices of a model whose own layers are frozen.
+
+    A matrix product ``x @ kernel`` becomes ``x @ kernel + alpha / rank * (dropout(x) @ lora_a @ lora_b)``
+    (Hu et al. 2021).
+
+    Raises ValueError, with the remedy, for numbers that describe no adapter.
+    """
+
+    rank: int
+    """The number of columns of ``lora_a`` and of rows of ``lora_b``."""
+    alpha: float | None = None
+    """The factor of the adapters' products, over the rank. None: the rank, so that the factor is 1."""
+    targets: tuple[str, ...] = ("query", "value")
+    """The matrices that get an adapter, by the ends of their paths behind a dot, such as ``query`` or
+    ``attention.query``, or globs such as ``layers.[0-7].mlp.*``."""
+    dropout: float = 0.0
+    """The part of the inputs that training hides from the adapters."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fields(self, AT_LEAST_1, "rank")
+        check_fields(self, _FINITE_ABOVE_0, "alpha")
+        check_fields(self, FieldRule("0 or more, and less than 1", lambda value: 0 <= value < 1), "dropout")
+        if not self.targets:
+            raise ValueError("targets names no matrix: give some, such as [query, value]")
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' products."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank

@@ -87,10 +87,10 @@ def chunk_of(
     return Chunk(
         name=title,
         init=InitLayers(partial(_init, builders), names, numbers, each=dict(_makers(builders))),
-        apply=ApplyLayers(partial(_apply, builders=builders, run=run), names),
+        apply=ApplyLayers(partial(apply_modules, builders=builders, run=run), names),
         apply_evaluating=None
         if run_evaluating is None
-        else ApplyLayers(partial(_apply, builders=builders, run=run_evaluating), names),
+        else ApplyLayers(partial(apply_modules, builders=builders, run=run_evaluating), names),
         **rest,
     )
 
@@ -124,7 +124,7 @@ def _definition(config: Any, build: _LayerBuilder) -> nnx.GraphDef[Any]:
     return nnx.graphdef(nnx.eval_shape(partial(_build, config, build), key))
 
 
-def _apply(
+def apply_modules(
     params: Params,
     inputs: Any,
     leaves: dict[str, jax.Array],
@@ -134,6 +134,7 @@ def _apply(
     key: jax.Array | None = None,
     numbers: Any = (),
 ) -> Any:
+    """Computes a chunk of :func:`chunk_of`."""
     del key, numbers  # no layer is random
     modules = {name: nnx.merge(_definition(config, build), params[name]) for name, build, config in builders}
     return run(modules, inputs, leaves)

@@ -23,7 +23,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from rrfp_jax.observe.figure_files import DPI, check_format, plain_look, shortened, text_width, write_figure
+from rrfp_jax.observe.output_files import DPI, check_format, plain_look, shortened, text_width, write_figure
 from rrfp_jax.observe.panels import Boxes, Panel, PanelRow, panels
 from rrfp_jax.observe.style import (
     FAINT_INK,

@@ -212,6 +212,10 @@ def first_shards(layers: Mapping[str, Any]) -> dict[str, Any]:
     return {n: layer for n, layer in layers.items() if shard_named(n) is None or firsts[whole_name(n)] == n}
 
 
+ADAPTERS = "adapters."
+"""The prefix of layers that hold the adapters of other layers: ``adapters.layers.3`` those of ``layers.3``."""
+
+
 def whole_name(name: str) -> str:
     """Returns the name of the layer of which this is a part, or the layer itself."""
     return name.partition(":")[0] or name
