@@ -58,7 +58,6 @@ def frozen_of(chunks: list[Any]) -> set[str]:
         pytest.param(0.25, {"tensor": 2}, id="tensor 2, dropout", marks=pytest.mark.slow),
         pytest.param(0.25, {"data": 2, "hint": "bfw"}, id="replicas, split, dropout", marks=pytest.mark.slow),
         pytest.param(0.0, {"mesh": {"fsdp": 2}, "remat": "dots"}, id="fsdp 2", marks=pytest.mark.slow),
-        pytest.param(0.25, {"mesh": {"tensor": 2, "fsdp": 2}, "hint": "bfw"}, id="both", marks=pytest.mark.slow),
         pytest.param(0.0, {"data": 2, "shard_optimizer": True}, id="shared state", marks=pytest.mark.slow),
     ],
 )

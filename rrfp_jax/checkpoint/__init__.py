@@ -15,8 +15,11 @@ from rrfp_jax.checkpoint._part_writer import LayerWriter as LayerWriter
 from rrfp_jax.checkpoint._part_writer import Owner as Owner
 from rrfp_jax.checkpoint._part_writer import ReadLater as ReadLater
 from rrfp_jax.checkpoint._part_writer import layer_owners as layer_owners
+from rrfp_jax.checkpoint._reader import BASE as BASE
 from rrfp_jax.checkpoint._reader import StoredStep as StoredStep
+from rrfp_jax.checkpoint._reader import base_of as base_of
 from rrfp_jax.checkpoint._reader import newest_step as newest_step
+from rrfp_jax.checkpoint._reader import open_step as open_step
 from rrfp_jax.checkpoint._reader import read_layer_params as read_layer_params
 from rrfp_jax.checkpoint._reader import read_params as read_params
 from rrfp_jax.checkpoint._reader import stored_param_specs as stored_param_specs

@@ -26,7 +26,16 @@ import jax
 from rrfp_jax.checkpoint._arrays import OPTIMIZER, PARAMS, ArrayName, HostArray, copy_to_host, stored_name
 from rrfp_jax.checkpoint._chunk_layers import ChunkLayers
 from rrfp_jax.checkpoint._part_writer import Owner, PartWriter, parts_of_step
-from rrfp_jax.checkpoint._reader import StoredStep, check_files, check_layers, frozen_state, open_step, read_arrays
+from rrfp_jax.checkpoint._reader import (
+    BASE,
+    StoredStep,
+    base_of,
+    check_files,
+    check_layers,
+    frozen_state,
+    open_step,
+    read_arrays,
+)
 from rrfp_jax.checkpoint._records import (
     Commit,
     Unusable,
@@ -40,6 +49,7 @@ from rrfp_jax.checkpoint._records import (
     steps_in,
 )
 from rrfp_jax.cluster.rendezvous import name_ranks
+from rrfp_jax.programs.chunk import ADAPTERS, whole_name
 from rrfp_jax.programs.shardings import spread
 from rrfp_jax.programs.state import ChunkState
 from rrfp_jax.waiting import result_of
@@ -136,6 +146,7 @@ class Checkpoints:
         self._rank, self._before_commit, self._num_calls = self._coordinator.rank, before_commit, Counter[str]()
         self.living = tuple(self._coordinator.living)
         """The ranks that share out the next call."""
+        self._base: dict[str, Any] | None = None  # the step whose layers saves leave out, by base_of
         self._share_out(owners)
         self._under_way: Future[SaveOutcome] | None = None
         self._on_first(self._next("leftovers"), "removed", lambda: remove_leftovers(self.directory))
@@ -233,6 +244,7 @@ class Checkpoints:
             raise
         finally:
             # A rank with a problem still takes part in the call, or the others would wait for it.
+            host = host if self._base is None else {**host, BASE: self._base}
             rest: dict[str, Any] = {"keep_also": frozenset(keep_also), "problem": problem}
             self._under_way = _in_background(lambda: self._save(call, step, arrays, host, **rest))
 
@@ -265,6 +277,8 @@ class Checkpoints:
         for layers, state in states:
             given.update(layers.names)
             for name, array in layers.split(state).items():
+                if self._base is not None and not name[0].startswith(ADAPTERS):
+                    continue
                 owner = self._owners[name[0]]
                 has_device = owner.device in array.sharding.device_set
                 if self._rank not in owner.ranks or (owner.apart and not has_device and name[1] == PARAMS):
@@ -394,12 +408,14 @@ class Checkpoints:
                 states.append(layers.join(leaves, target))
 
         self._on_all(self._next("restore"), "read", read)
+        self._base = stored.host.get(BASE)
         return states
 
     def start_from(self, directory: Path, targets: Sequence[tuple[ChunkLayers, ChunkState]]) -> list[ChunkState]:
         """Returns the states of chunks, as ``targets`` say, with the parameters of another directory's newest step.
 
-        Every process reads its own share only. Optimizer states come as specs for the caller to fill in. Raises
+        Every process reads its own share only. Optimizer states come as specs for the caller to fill in, and so do
+        adapters that the step lacks. Where there are adapters, saves leave out all other layers from now on. Raises
         ValueError, on all ranks, if there is no such step, or if the model is another one.
         """
         call = self._next("start from")
@@ -407,16 +423,22 @@ class Checkpoints:
         if step is None:
             raise Unusable(f"{directory} holds no checkpoint: give the folder of an import, or of a run that saved")
         stored, states = self._examine(call, step, directory), []
+        there = {whole_name(layer) for part in stored.parts.values() for layer in part.layers}
+
+        def is_fresh(layer: str) -> bool:
+            return layer.startswith(ADAPTERS) and whole_name(layer) not in there
 
         def read() -> None:
             for layers, target in targets:
                 specs = layers.split(target)
-                own = {name: spec for name, spec in specs.items() if name[1] == PARAMS}
+                own = {name: spec for name, spec in specs.items() if name[1] == PARAMS and not is_fresh(name[0])}
                 leaves = {name: spread(spec, spec.sharding) for name, spec in specs.items() if name not in own}
                 found = read_arrays(stored, {stored_name(n): spec for n, spec in own.items()}, as_stored=False)
                 states.append(layers.join(leaves | {name: found[stored_name(name)] for name in own}, target))
 
         self._on_all(call, "read", read)
+        if any(layer.startswith(ADAPTERS) for layer in self._owners):
+            self._base = base_of(stored)
         return states
 
     def _examine(self, call: str, step: int, directory: Path | None = None) -> StoredStep:

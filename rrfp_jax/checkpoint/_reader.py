@@ -1,8 +1,13 @@
 """Finds the steps that can be restored, and reads their arrays: in any shardings, or whole on one device.
 
-A layer may be saved whole or in shards, and be read whole or in others."""
+A layer may be saved whole or in shards, and be read whole or in others. A step of a run that trains adapters may lack
+all other layers, which never change: its plain data then name the step that has them (:data:`BASE`), and whoever opens
+it finds the layers of both.
+"""
 
+import hashlib
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +32,19 @@ from rrfp_jax.checkpoint._arrays import (
     size_batches,
     whole_array,
 )
-from rrfp_jax.checkpoint._records import Commit, PartRecord, Unusable, file_fault, last_committed, step_directory
-from rrfp_jax.programs.chunk import LayerShard, shard_named, whole_name
+from rrfp_jax.checkpoint._records import (
+    Commit,
+    PartRecord,
+    Unusable,
+    canonical_json,
+    file_fault,
+    last_committed,
+    step_directory,
+)
+from rrfp_jax.programs.chunk import ADAPTERS, LayerShard, shard_named, whole_name
 
+BASE = "base of adapters"
+"""The key of a step's plain data that names the step with the layers that it lacks: folder, number and digest."""
 _BATCH_BYTES = 16 << 20
 _REMEDY = "resume with the model and the optimizer that it was saved with"
 
@@ -60,9 +75,43 @@ def open_step(root: Path, step: int) -> StoredStep:
         commit = Commit.read(directory)
         data = directory / commit.data
         parts = {data / part: PartRecord.read(data / f"{part}.json", sha) for part, sha in commit.parts.items()}
+        if (base := commit.host.get(BASE)) is not None:
+            parts |= _parts_of_base(**base)
     except Unusable as error:
         raise Unusable(f"step {step} cannot be restored from {directory}: {error}") from None
     return StoredStep(step=step, path=directory, layout=commit.layout, host=commit.host, parts=parts)
+
+
+def base_of(stored: StoredStep) -> dict[str, Any]:
+    """Returns the words that name the step which has the layers of this one that no adapter changes."""
+    known = stored.host.get(BASE)
+    root = stored.path.parent
+    return known or {"folder": str(root), "step": stored.step, "digest": _digest(Commit.read(stored.path))}
+
+
+def _digest(commit: Commit) -> str:
+    return hashlib.sha256(canonical_json(commit.parts)).hexdigest()
+
+
+def _parts_of_base(folder: str, step: int, digest: str) -> dict[Path, PartRecord]:
+    """Returns the parts of a base with their parameters alone, and without adapters of its own."""
+    directory = step_directory(Path(folder), step)
+    needs = f"it holds adapters alone, and {directory} with the other layers"
+    try:
+        commit = Commit.read(directory)
+        data = directory / commit.data
+        parts = {data / part: PartRecord.read(data / f"{part}.json", sha) for part, sha in commit.parts.items()}
+    except Unusable as error:
+        raise Unusable(f"{needs} cannot be read, as {error}: put that folder back") from None
+    if _digest(commit) != digest:
+        raise Unusable(f"{needs} is another than these were trained on: put that one back")
+
+    def of_model(part: PartRecord) -> PartRecord:
+        arrays = tuple(a for a in part.arrays if a[0][1] == PARAMS and not a[0][0].startswith(ADAPTERS))
+        layers = tuple(layer for layer in part.layers if not layer.startswith(ADAPTERS))
+        return part.model_copy(update={"arrays": arrays, "layers": layers})
+
+    return {path: of_model(part) for path, part in parts.items()}
 
 
 def check_files(stored: StoredStep, rank: int, num_ranks: int) -> None:
@@ -73,7 +122,7 @@ def check_files(stored: StoredStep, rank: int, num_ranks: int) -> None:
     for path, expected in files[rank::num_ranks]:
         fault = file_fault(path, expected)
         if fault:
-            where = path.relative_to(stored.path)
+            where = os.path.relpath(path, stored.path)
             raise Unusable(f"step {stored.step} cannot be restored from {stored.path}: {where} {fault}")
 
 
@@ -90,7 +139,8 @@ def read_arrays(
 ) -> dict[ArrayName, jax.Array]:
     """Returns arrays in the shardings of ``specs``, of which only this process's own share is read.
 
-    Unless they are wanted ``as_stored``, their dtypes may differ from those of ``specs``, which count. Arrays are read
+    Unless they are wanted ``as_stored``, their dtypes may differ from those of ``specs``, which count; those of a base
+    may in any case. Arrays are read
     a few at a time: memory holds twice those being read, which are one or together at most 16 MiB.
 
     Raises Unusable for an array that the step does not have, or has in another shape or dtype.
@@ -116,7 +166,9 @@ def read_arrays(
             raise Unusable(f"{stored.path} has no array {shown_name(whole)}: {_REMEDY}")
         axis, start, shape = found.taken(shard_named(name[0]))
         here = (np.dtype(spec.dtype).name, tuple(spec.shape))
-        if shape != here[1] or (len(found.pieces) > 1 and axis != found.axis) or (as_stored and found.dtype != here[0]):
+        is_own = found.pieces[0].path.is_relative_to(stored.path)
+        is_other = as_stored and is_own and found.dtype != here[0]
+        if shape != here[1] or (len(found.pieces) > 1 and axis != found.axis) or is_other:
             was, now = (f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in ((found.dtype, shape), here))
             raise Unusable(f"{shown_name(name)} is {was} in {stored.path} and {now} in this run: {_REMEDY}")
         piece = next((piece for piece in found.pieces if (piece.start, piece.shape) == (start, shape)), None)

@@ -5,6 +5,8 @@
     rrfp convert import downloads/Llama-3.2-1B imported/llama
     rrfp convert import downloads/llava-1.5-7b-hf imported/llava --dtype float32
     rrfp convert export runs/tuned exported/llama --dtype bfloat16
+    rrfp convert export runs/adapted exported/adapters --adapters
+    rrfp convert import downloads/adapters imported/adapters --base imported/llama
 
 Families: Llama, Mistral, Qwen 2 and 2.5, Qwen 3, Mixtral and Qwen 3 with experts; LLaVA and InternVL.
 
@@ -15,9 +17,13 @@ field that models here cannot express is refused by the name of the field, and n
 ``export`` reads the newest checkpoint of a run, whatever layout saved it, or an import. The configuration, the
 tokenizer and the tensors that our models do not use come from the import that the run began with; a language model
 that began here becomes one of the family that has the same parts. ``from_pretrained`` reads the folder as it is.
+
+Adapters are merged into the matrices that they stand beside. ``export --adapters`` writes them alone, as PEFT does, and
+``import --base`` reads PEFT's; the import needs the folder of its base for as long as it is used.
 """
 
 import argparse
+import math
 from pathlib import Path
 
 from rrfp_jax.byte_sizes import parse_bytes
@@ -73,6 +79,8 @@ def make_parser() -> CommandParser:
         metavar="SIZE",
         help=f"for {EXPORT}, how large a file may be, as 5GB or 512MiB (default {_SHARD_SIZE})",
     )
+    add("--base", metavar="DIR", help=f"for {IMPORT} of PEFT's adapters, the import or run with their model (optional)")
+    add("--adapters", action="store_true", help=f"for {EXPORT}, write the adapters alone, as PEFT does")
     return parser
 
 
@@ -83,6 +91,12 @@ def _import(arguments: argparse.Namespace, source: Path, target: Path) -> list[s
     check_new(target, "the folder of the import")
     if arguments.shard_size is not None:
         raise ValueError(f"shard-size is about the files of an {EXPORT}: leave it out")
+    if arguments.adapters:
+        raise ValueError(f"adapters is about an {EXPORT}: leave it out")
+    if arguments.base is not None:
+        return _import_adapters(arguments, source, target)
+    if (source / "adapter_config.json").is_file():
+        raise ValueError(f"{source} holds adapters of PEFT: give --base the import, or the run, with their model")
     if arguments.dtype is not None and arguments.dtype not in DTYPES:
         raise ValueError(f"dtype is {arguments.dtype}, in which no model here computes: give {' or '.join(DTYPES)}")
     return_large_blocks()
@@ -99,17 +113,37 @@ def _import(arguments: argparse.Namespace, source: Path, target: Path) -> list[s
     return [*sentences, f"start from {target / MODEL}, and give run.init_from: {target}"]
 
 
+def _import_adapters(arguments: argparse.Namespace, source: Path, target: Path) -> list[str]:
+    if arguments.dtype is not None:
+        raise ValueError("dtype is about a model, and adapters are float32: leave it out")
+    use_cpu(1)
+    from rrfp_jax.hf.importing import plan_adapters, write_adapters_import
+
+    plan = plan_adapters(source, Path(arguments.base))
+    write_adapters_import(plan, target)
+    number = sum(math.prod(tensor.shape) for tensor in plan.tensors.values())
+    return [
+        f"{number:,} parameters of adapters are in {target}, beside the model in {arguments.base}",
+        f"start from {target / MODEL}, and give run.init_from: {target}",
+    ]
+
+
 def _export(arguments: argparse.Namespace, run: Path, target: Path) -> list[str]:
     """Write the export; returns the sentence that describes it."""
     from rrfp_jax.hf.model_folder import check_new
 
     check_new(target, "the folder of the export")
+    if arguments.base is not None:
+        raise ValueError(f"base is about an {IMPORT}: leave it out")
     shard_bytes = parse_bytes(arguments.shard_size or _SHARD_SIZE, "shard-size")
     return_large_blocks()
     use_cpu(1)
-    from rrfp_jax.hf.exporting import plan_export, write_export
+    from rrfp_jax.hf.exporting import plan_export, write_adapters, write_export
 
     plan = plan_export(run, dtype=arguments.dtype)
+    if arguments.adapters:
+        write_adapters(plan, target)
+        return [f"{target} holds adapters of {len(plan.adapters)} tensors, after {plan.stored.step} steps of {run}"]
     write_export(plan, target, shard_bytes=shard_bytes)
     kind, step = plan.config["architectures"][0], plan.stored.step
     return [f"{target} holds a {kind} of {len(plan.tensors)} tensors, after {step} steps of {run}"]

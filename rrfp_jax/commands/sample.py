@@ -130,6 +130,7 @@ def _prompt(
 def _made(folder: ModelFolder, prompt: "TokenPrompt", drawing: object, vocabulary: "Vocabulary") -> str:
     from rrfp_jax.checkpoint import newest_step, read_params
     from rrfp_jax.commands.sampling.generating import Drawing, Generator
+    from rrfp_jax.models.adapters import merged_params
     from rrfp_jax.models.vision_config import ProjectorConfig, VisionLanguageConfig
 
     assert isinstance(drawing, Drawing)
@@ -141,7 +142,10 @@ def _made(folder: ModelFolder, prompt: "TokenPrompt", drawing: object, vocabular
             vision=sections.vision, projector=sections.projector or ProjectorConfig(), decoder=sections.model
         )
     )
-    generator = Generator(model, read_params(newest_step(folder.checkpoints)))
+    params = read_params(newest_step(folder.checkpoints))
+    if sections.adapters is not None:
+        params = merged_params(params, sections.adapters)
+    generator = Generator(model, params)
     return vocabulary.decode(generator.tokens(prompt, drawing, stops=vocabulary.stops))
 
 

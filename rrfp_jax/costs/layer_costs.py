@@ -79,6 +79,14 @@ class LayerCosts:
         """All tasks of one microbatch."""
         return sum(self.task_ms(split=split))
 
+    def __add__(self, other: "LayerCosts") -> "LayerCosts":
+        """Returns the costs of a layer with that of analytic costs beside it, such as its adapters."""
+        return LayerCosts(
+            **{name: (getattr(self, name) or 0) + (getattr(other, name) or 0) for name in _ADDED},
+            backward_ms=self.backward_ms,
+            split_temporaries_bytes=self.split_temporaries_bytes,
+        )
+
     def at_speed(self, speed: float) -> "LayerCosts":
         """Returns the costs on a device that is so many times as fast."""
         if speed == 1:
@@ -88,6 +96,7 @@ class LayerCosts:
         return replace(self, backward_ms=backward_ms, **times_ms)
 
 
+_ADDED = [name for name in LayerCosts.__dataclass_fields__ if name not in ("backward_ms", "split_temporaries_bytes")]
 _COMPUTED = ("forward_ms", "input_gradient_ms", "weight_gradient_ms", "update_ms")
 
 

@@ -32,10 +32,11 @@ scattered into zeros, which are made early.
 Configurations, profiles and plans have names for the arrays that the backward of a chunk computes again
 (:data:`REMAT_NAMES`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from rrfp_jax.costs.flops import Flops, TaskFlops
+from rrfp_jax.costs.flops import Flops, TaskFlops, product
 
 REMATS = ("none", "dots", "full")
 _FLOAT32 = 4
@@ -286,6 +287,41 @@ def dense_layer(
         output_bytes=num_rows * widths[-1] * c,
         recomputed=flops if remat == "full" else Flops(),
         returns_gradient=returns_gradient,
+    )
+
+
+def adapters_beside(
+    matrices: Sequence[tuple[int, int]],
+    rank: int,
+    *,
+    num_params: int,
+    num_rows: int,
+    num_tokens: int,
+    remat: str,
+    compute_bytes: int,
+    has_dropout: bool,
+) -> LayerSizes:
+    """Adapters of this rank beside products of a layer that is frozen, by the rows and columns of their matrices.
+
+    ``num_rows`` are those of all devices, ``num_tokens`` those of one. The layer keeps the inputs of its products
+    anyway, but not what dropout has left of them.
+    """
+    c, flops = compute_bytes, Flops()
+    for rows, columns in matrices:
+        flops += product(num_rows, rows, rank) + product(num_rows, rank, columns)
+    widths = sum(rows + columns + 2 * rank for rows, columns in matrices)
+    dropped = sum(rows for rows, _ in matrices) * (c + 1) if has_dropout else 0
+    stash = {"none": rank * len(matrices) * c + dropped, "dots": rank * len(matrices) * c, "full": 0}[remat]
+    moved = num_tokens * widths * c + num_params * c
+    return LayerSizes(
+        flops=flops,
+        num_params=num_params,
+        moved_bytes=(moved, moved, num_tokens * widths * c + num_params * 2 * _FLOAT32),
+        stash_bytes=num_tokens * stash,
+        owed_bytes=num_tokens * widths * c,
+        derived_bytes=num_params * c if c < _FLOAT32 else 0,
+        more_temporaries_bytes=num_params * _FLOAT32,
+        recomputed=flops if remat == "full" else Flops(),
     )
 
 

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rrfp_jax.programs.chunk import ADAPTERS
+
 TensorShape = tuple[int, ...]
 
 
@@ -101,6 +103,32 @@ def match_tensors(table: NameTable, shapes: Mapping[tuple[str, ...], TensorShape
         names = tuple(name.replace(".E.", f".{expert}.") for expert in experts) if ".E." in name else (name,)
         found.append(TensorMatch(ours, shape, transform, names))
     return found
+
+
+PEFT = "base_model.model."
+"""The prefix of a model's modules in the files of PEFT."""
+_PEFT_FACTORS = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight"}
+
+
+def match_adapters(table: NameTable, shapes: Mapping[tuple[str, ...], TensorShape]) -> list[TensorMatch]:
+    """Returns the tensors in which PEFT keeps every array of the adapters among ``shapes``, as :func:`match_tensors`
+    does for those of the model."""
+    found = []
+    for ours, shape in shapes.items():
+        if ours[0].startswith(ADAPTERS):
+            matrix = (ours[0].removeprefix(ADAPTERS), *ours[1:-1], "kernel")
+            (match,) = match_tensors(table, {matrix: shape})
+            name = PEFT + match.theirs[0].removesuffix(".weight") + _PEFT_FACTORS[ours[-1]]
+            found.append(TensorMatch(ours, shape, TRANSPOSED, (name,)))
+    return found
+
+
+def short_targets(paths: Sequence[str], all_paths: Iterable[str]) -> list[str]:
+    """Returns targets that stand for these matrices and no other: a path's last name where all of that name are among
+    them, and else the whole path."""
+    others = {path.rpartition(".")[2] for path in all_paths if path not in set(paths)}
+    ends = {path: path.rpartition(".")[2] for path in paths}
+    return list(dict.fromkeys(path if end in others else end for path, end in ends.items()))
 
 
 def prefixed(table: NameTable, ours: str, theirs: str) -> NameTable:

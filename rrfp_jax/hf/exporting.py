@@ -1,4 +1,6 @@
-"""Turns a run's newest checkpoint, or an import, into a folder of Hugging Face, a layer at a time."""
+"""Turns a run's newest checkpoint, or an import, into a folder of Hugging Face, a layer at a time.
+
+Adapters are merged into the model's matrices, or they alone are written, in the form of PEFT."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -9,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from rrfp_jax.checkpoint import StoredStep, newest_step, read_layer_params, stored_param_specs
+from rrfp_jax.checkpoint import BASE, StoredStep, newest_step, open_step, read_layer_params, stored_param_specs
 from rrfp_jax.hf._model_config import HubModel, new_config, read_config
-from rrfp_jax.hf._tensor_names import TensorMatch, match_tensors
+from rrfp_jax.hf._tensor_names import PEFT, TensorMatch, match_adapters, match_tensors, short_targets
 from rrfp_jax.hf.model_folder import (
     CONFIG,
     TOKENS,
@@ -25,7 +27,12 @@ from rrfp_jax.hf.model_folder import (
     open_model,
 )
 from rrfp_jax.hf.tensor_files import PlannedTensor, ShardWriter, StoredTensor, read_headers, read_json
+from rrfp_jax.models.adapters import merged_layer
+from rrfp_jax.models.config import AdaptersConfig
+from rrfp_jax.programs.chunk import ADAPTERS
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files of PEFT."""
 _TIED = "tie_word_embeddings"
 
 
@@ -45,6 +52,8 @@ class PlannedExport:
     """The dtype of all tensors. None: the dtypes of the checkpoint."""
     dtypes: Mapping[tuple[str, ...], str]
     """Dtypes of the arrays of the checkpoint."""
+    adapters: list[TensorMatch]
+    """The arrays of adapters with their tensors of PEFT."""
 
     @property
     def tensors(self) -> list[PlannedTensor]:
@@ -65,7 +74,7 @@ def plan_export(run: Path, *, dtype: str | None = None) -> PlannedExport:
     folder = open_model(run, "the folder")
     files = folder.files()
     is_of_hub = files is not None and (files / CONFIG).is_file()
-    model, config = _hub_model(folder, files if is_of_hub else None)
+    model, config = hub_model(folder, files if is_of_hub else None)
     if not is_of_hub or not came_with_the_model(files):
         # The file's own tokens are those of another tokenizer: write the token that ended texts in training.
         tokens = folder.tokens()
@@ -82,12 +91,14 @@ def plan_export(run: Path, *, dtype: str | None = None) -> PlannedExport:
             f"{found.path} does not hold {'/'.join(odd)} as the configuration of {run} has it: train again"
         )
     dtypes = {name: spec.dtype.name for name, spec in stored.items()}
+    of_model = {name: shape for name, shape in shapes.items() if not name[0].startswith(ADAPTERS)}
     for key in ("dtype", "torch_dtype"):
         if key in config:
-            config[key] = dtype or next(iter(dtypes.values()))
+            config[key] = dtype or dtypes[next(iter(of_model))]
     unused = None if files is None else files / UNUSED
     carried = list(read_headers(unused).values()) if unused is not None and unused.is_file() else []
-    return PlannedExport(folder, files, found, config, match_tensors(model.table, shapes), carried, dtype, dtypes)
+    matches, adapters = match_tensors(model.table, of_model), match_adapters(model.table, shapes)
+    return PlannedExport(folder, files, found, config, matches, carried, dtype, dtypes, adapters)
 
 
 def write_export(
@@ -114,9 +125,12 @@ def write_export(
             for number, (layer, own) in enumerate(layers):
                 progress(number, len(layers))
                 arrays = read_layer_params(plan.stored, layer)
+                factors = read_layer_params(plan.stored, ADAPTERS + layer)
                 for match in own:
                     # Popped, so that each array is freed once its tensors are written.
-                    array = _converted(arrays.pop(match.ours[1:]), plan.dtype, "/".join(match.ours))
+                    path = match.ours[1:]
+                    array = _merged(arrays.pop(path), factors, path, plan.folder.sections.adapters)
+                    array = _converted(array, plan.dtype or plan.dtypes[match.ours], "/".join(match.ours))
                     for name, tensor in zip(match.theirs, match.transform.to_theirs(array), strict=True):
                         writer.write(name, tensor)
             for stored in plan.carried:
@@ -125,7 +139,60 @@ def write_export(
     progress(len(layers), len(layers))
 
 
-def _hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[str, Any]]:
+def _merged(
+    array: np.ndarray,
+    factors: Mapping[tuple[str, ...], np.ndarray],
+    path: tuple[str, ...],
+    adapters: AdaptersConfig | None,
+) -> np.ndarray:
+    """Returns an array of a layer with the product of its adapter added, in float32; as it is where it has none."""
+    own = {name[-1]: factor for name, factor in factors.items() if name[:-1] == path[:-1] and path[-1] == "kernel"}
+    if adapters is None or not own:
+        return array
+    merged: np.ndarray = merged_layer({"kernel": array.astype(np.float32)}, own, adapters.scale)["kernel"]
+    return merged
+
+
+def write_adapters(plan: PlannedExport, target: Path) -> None:
+    """Writes the adapters alone as PEFT reads them into the folder ``target``, which must be new.
+
+    Raises ValueError where there are none, and for a model with an encoder, whose modules have other names in every
+    version of transformers.
+    """
+    check_new(target, "the folder of the export")
+    adapters, folder = plan.folder.sections.adapters, plan.folder
+    if adapters is None:
+        raise ValueError(f"{folder.path} has no adapters: leave --adapters out")
+    if folder.sections.vision is not None:
+        raise ValueError(f"{folder.path} sees, and PEFT's names differ for such models: leave --adapters out, to merge")
+    base, imported = plan.stored.host.get(BASE), plan.stored.host.get("imported")
+    if base is not None:
+        imported = open_step(Path(base["folder"]), base["step"]).host.get("imported")
+    modules = [match.theirs[0].removesuffix(".weight") for match in plan.matches if match.ours[-1] == "kernel"]
+    adapted = [name for name in modules if f"{PEFT}{name}.lora_A.weight" in {each.theirs[0] for each in plan.adapters}]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": imported,
+        "r": adapters.rank,
+        "lora_alpha": adapters.rank if adapters.alpha is None else adapters.alpha,
+        "lora_dropout": adapters.dropout,
+        "target_modules": short_targets(adapted, modules),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    tensors = [PlannedTensor(each.theirs[0], each.their_shapes[0], plan.dtype or "float32") for each in plan.adapters]
+    with new_folder(target) as made:
+        (made / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        with ShardWriter(made, tensors, 2**62, single=ADAPTER_WEIGHTS).open() as writer:
+            for layer, own in groupby(plan.adapters, key=lambda match: match.ours[0]):
+                arrays = read_layer_params(plan.stored, layer)
+                for match in own:
+                    array = _converted(arrays[match.ours[1:]], plan.dtype, "/".join(match.ours))
+                    writer.write(match.theirs[0], match.transform.to_theirs(array)[0])
+
+
+def hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[str, Any]]:
     """Returns the family's tables and ``config.json``: that in ``files``, or a new one if there are none."""
     tied = folder.sections.model.tie_embeddings
     if files is None:

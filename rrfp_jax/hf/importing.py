@@ -1,7 +1,8 @@
-"""Turns a folder of Hugging Face into one that training starts from, a layer at a time."""
+"""Turns a folder of Hugging Face into one that training starts from, a layer at a time; or adapters of PEFT."""
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +10,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 import yaml
 
+from rrfp_jax.bounded_text import shown
 from rrfp_jax.data._sources import check_inside
 from rrfp_jax.hf._model_config import DROPPED, EMBEDDING, HEAD, HubModel, read_config
-from rrfp_jax.hf._tensor_names import TensorMatch, fits, match_tensors, older_name
-from rrfp_jax.hf.model_folder import CARRIED, CHECKPOINTS, CONFIG, MODEL, UNUSED, check_new, copy_file, new_folder
+from rrfp_jax.hf._tensor_names import PEFT, TensorMatch, fits, match_tensors, older_name, short_targets
+from rrfp_jax.hf.exporting import ADAPTER_CONFIG, ADAPTER_WEIGHTS, hub_model
+from rrfp_jax.hf.model_folder import (
+    CARRIED,
+    CHECKPOINTS,
+    CONFIG,
+    MODEL,
+    UNUSED,
+    ModelFolder,
+    ModelSections,
+    check_new,
+    copy_file,
+    new_folder,
+    open_model,
+)
 from rrfp_jax.hf.tensor_files import (
     HUB_DTYPES,
     INDEX,
@@ -20,10 +35,12 @@ from rrfp_jax.hf.tensor_files import (
     ShardWriter,
     StoredTensor,
     check_fetched,
+    read_headers,
     read_json,
     stored_tensors,
 )
-from rrfp_jax.models.config import DTYPES
+from rrfp_jax.models.config import DTYPES, AdaptersConfig
+from rrfp_jax.programs.chunk import ADAPTERS
 
 if TYPE_CHECKING:
     from rrfp_jax.checkpoint import ReadLater
@@ -139,12 +156,14 @@ def write_import(plan: PlannedImport, target: Path, *, progress: Callable[[int, 
             with ShardWriter(carried, unused, shard_bytes=2**62, single=UNUSED).open() as shards:
                 for name, tensor in plan.carried:
                     shards.write(name, tensor.read())
-        head = (
-            f"# {plan.source.name}: take this into the configuration of a run, with run.init_from naming this folder.\n"
-        )
-        sections = yaml.safe_dump(plan.model.sections.as_dict(), sort_keys=False)
-        (folder / MODEL).write_text(head + sections, encoding="utf-8")
+        _write_sections(folder, plan.source, plan.model.sections)
     progress(len(layers), len(layers))
+
+
+def _write_sections(folder: Path, source: Path, sections: ModelSections) -> None:
+    head = f"# {source.name}: take this into the configuration of a run, with run.init_from naming this folder.\n"
+    text = yaml.safe_dump(sections.as_dict(), sort_keys=False)
+    (folder / MODEL).write_text(head + text, encoding="utf-8")
 
 
 def _check_layers(model: HubModel, num_tensors: int, where: str) -> None:
@@ -219,3 +238,127 @@ def _read_later(match: TensorMatch, plan: PlannedImport, broken: list[str]) -> "
         return array
 
     return ReadLater(match.shape, dtype, read)
+
+
+# -- adapters of PEFT --------------------------------------------------------------------------------------------------
+
+_READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights")
+_SILENT = (
+    *("task_type", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
+    "qalora_group_size",
+)
+"""Fields that say again which tensors the file holds, or nothing about the numbers; of others, a value is refused."""
+_FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
+
+
+@dataclass(frozen=True)
+class PlannedAdapters:
+    """Adapters of PEFT that are known to fit a model here."""
+
+    source: Path
+    base: ModelFolder
+    """The model whose matrices they stand beside."""
+    sections: ModelSections
+    """That model with the adapters."""
+    tensors: Mapping[tuple[str, ...], StoredTensor]
+    """Tensors by the matrix's layer, its path in that, and the name of the factor."""
+
+
+def plan_adapters(source: Path, base: Path) -> PlannedAdapters:
+    """Finds a place for every tensor of PEFT's folder ``source`` in the model of ``base``, an import or a run.
+
+    Raises ValueError, in one sentence that names file, field or tensor, for everything that has no place.
+    """
+    folder = open_model(base, "base")
+    if folder.sections.vision is not None or folder.sections.adapters is not None:
+        what = "has adapters already" if folder.sections.adapters else "sees, and PEFT's names differ for such models"
+        raise ValueError(f"base {base} {what}: give the folder of a language model without adapters")
+    adapters = _adapters_of(source / ADAPTER_CONFIG)
+    weights = source / ADAPTER_WEIGHTS
+    if not weights.is_file():
+        raise ValueError(f"{source} has no {ADAPTER_WEIGHTS}: save the adapters with save_pretrained of PEFT")
+    check_fetched(weights)
+    stored, files = read_headers(weights), folder.files()
+    model = hub_model(folder, files if files is not None and (files / CONFIG).is_file() else None)[0]
+    found, paths, all_paths = dict[tuple[str, ...], StoredTensor](), list[str](), list[str]()
+    rank, used = adapters.rank, set[str]()
+    for match in match_tensors(model.table, folder.sections.shapes()):
+        if len(match.ours) < 3 or match.ours[-1] != "kernel":  # of the head, experts and norms
+            continue
+        module, path = match.theirs[0].removesuffix(".weight"), ".".join(match.ours[:-1])
+        all_paths.append(path)
+        names = {own: f"{PEFT}{module}.{theirs}.weight" for own, theirs in _FACTORS.items()}
+        shapes = [list(stored[name].shape) if name in stored else None for name in names.values()]
+        rows, columns = match.shape
+        if shapes == [None, None]:
+            continue
+        if shapes != [[rank, rows], [columns, rank]]:
+            raise ValueError(
+                f"{weights}: lora_A and lora_B of {module} have the shapes {shapes[0]} and {shapes[1]}, and by r and "
+                f"the model in {base} they are [{rank}, {rows}] and [{columns}, {rank}]: give --base the model that "
+                "they were trained with"
+            )
+        paths.append(path)
+        used |= {*names.values()}
+        found |= {(*match.ours[:-1], own): stored[name] for own, name in names.items()}
+    if odd := next((name for name in stored if name not in used), None):
+        raise ValueError(
+            f"{weights} holds {odd}, for which the model in {base} has no matrix that takes an adapter: give --base "
+            "the model that they were trained with, and adapters of attention's and the MLP's products alone"
+        )
+    adapters = replace(adapters, targets=tuple(short_targets(paths, all_paths)))
+    return PlannedAdapters(source, folder, replace(folder.sections, adapters=adapters), found)
+
+
+def write_adapters_import(plan: PlannedAdapters, target: Path) -> None:
+    """Writes the folder ``target``, which must be new: the adapters, and the name of the step that has the other
+    layers.
+
+    Raises ValueError if a tensor cannot be read, and OSError if nothing can be written.
+    """
+    from rrfp_jax.checkpoint import BASE, LayerWriter, ReadLater, base_of, newest_step
+
+    check_new(target, "the folder of the import")
+    base = base_of(newest_step(plan.base.checkpoints))
+    with new_folder(target) as folder:
+        writer = LayerWriter(folder / CHECKPOINTS)
+        for layer, names in groupby(plan.tensors, key=lambda name: name[0]):
+            arrays = {}
+            for name in names:
+                # float32, in which adapters are kept and trained, whatever the base is
+                array = plan.tensors[name].read().astype(np.float32).T
+                if not np.isfinite(array).all():
+                    raise ValueError(f"{plan.tensors[name].path}: {plan.tensors[name].name} is not finite: copy it again")
+                arrays[name[1:]] = ReadLater(array.shape, array.dtype, lambda array=array: array)
+            writer.write(ADAPTERS + layer, arrays)
+        writer.commit({"imported": plan.source.name, BASE: base}, {"describe": "adapters of PEFT"})
+        carried, files = folder / CARRIED, plan.base.files()
+        carried.mkdir()
+        for path in sorted(files.iterdir()) if files is not None else ():
+            copy_file(path, carried / path.name)
+        _write_sections(folder, plan.source, plan.sections)
+
+
+def _adapters_of(path: Path) -> AdaptersConfig:
+    """Returns the adapters that a file of PEFT describes, whose targets are still to be found; raises ValueError, with
+    the field's name, for all that adapters here do not compute."""
+    import ml_dtypes  # noqa: F401 - NumPy knows bfloat16 by it
+
+    config = read_json(path)
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ValueError(f"{path}: peft_type is {shown(kind)}: adapters here are LORA")
+    for name, value in config.items():
+        is_known = name in _SILENT or (name == "bias" and value == "none") or (name in _READ and name != "bias")
+        # these three begin from parts of the base, which then lacks them
+        if name == "init_lora_weights" and str(value).lower().startswith(("pissa", "olora", "corda", "loftq")):
+            is_known = False
+        if value and not is_known:
+            raise ValueError(f"{path}: {name} is {shown(value)}, which adapters here do not have: merge them with PEFT")
+    rank, alpha, dropout = config.get("r", 8), config.get("lora_alpha", 8), config.get("lora_dropout", 0.0)
+    try:
+        made = AdaptersConfig(rank=rank, alpha=alpha, dropout=dropout)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    # rank-stabilised adapters are divided by the root of the rank
+    return replace(made, alpha=alpha * math.sqrt(rank)) if config.get("use_rslora") else made

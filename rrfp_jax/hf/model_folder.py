@@ -38,7 +38,7 @@ from rrfp_jax.data.tokenizer_files import (
 from rrfp_jax.data.tokens import TOKENIZER
 from rrfp_jax.hf._tensor_names import TensorShape, fits
 from rrfp_jax.hf.tensor_files import read_json
-from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.config import AdaptersConfig, LanguageModelConfig
 from rrfp_jax.models.vision_config import (
     ProjectorConfig,
     VisionConfig,
@@ -67,21 +67,28 @@ _UNREAD = ("*.model", "*.tiktoken", "vocab.json", "merges.txt", "vocab.txt")
 # Kinds of data whose tokens may be bytes, with the tokens that end their samples then.
 _OF_BYTES: dict[str, tuple[int, ...]] = {"text": (), "image_text": (0,), "jsonl": (0,), "parquet": (0,)}
 _OF_FILES = ("jsonl", "parquet", "image_text")
-_RECORDS: dict[str, type] = {"model": LanguageModelConfig, "vision": VisionConfig, "projector": ProjectorConfig}
+_PLAIN = ("model", "adapters")
+_RECORDS: dict[str, type] = {
+    "model": LanguageModelConfig,
+    "vision": VisionConfig,
+    "projector": ProjectorConfig,
+    "adapters": AdaptersConfig,
+}
 # Fields that parameters do not depend on: how a model begins, its dtypes, and the terms that it adds to the loss.
 _FREE = {
     *("init_std", "param_dtype", "compute_dtype", "capacity_factor"),
-    *("z_loss", "balance_coefficient", "z_coefficient"),
+    *("z_loss", "balance_coefficient", "z_coefficient", "dropout"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSections:
-    """A language model, or a vision-language model."""
+    """A language model, or a vision-language model, maybe with adapters."""
 
     model: LanguageModelConfig
     vision: VisionConfig | None = None
     projector: ProjectorConfig | None = None
+    adapters: AdaptersConfig | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any], where: str) -> "ModelSections":
@@ -98,7 +105,7 @@ class ModelSections:
             if config.get(name) is None:
                 continue
             try:
-                values = config[name] if name == "model" else encoder_values(name, config[name])[1]
+                values = config[name] if name in _PLAIN else encoder_values(name, config[name])[1]
                 records[name] = TypeAdapter(record).validate_python(values)
             except (AttributeError, ValueError) as error:
                 if not isinstance(error, ValidationError):
@@ -114,7 +121,7 @@ class ModelSections:
         """Returns plain data: the fields that differ from the defaults of the records."""
         held = {name: getattr(self, name) for name in _RECORDS}
         return {
-            name: dict(_changed_fields(record)) if name == "model" else encoder_section(name, record)
+            name: dict(_changed_fields(record)) if name in _PLAIN else encoder_section(name, record)
             for name, record in held.items()
             if record is not None
         }
@@ -122,7 +129,7 @@ class ModelSections:
     def shapes(self) -> dict[tuple[str, ...], TensorShape]:
         """Returns the shape of every array of the model, by layer and path in the layer, in the model's order."""
         from rrfp_jax.checkpoint import named_leaves
-        from rrfp_jax.models import language_model, vision_language_model
+        from rrfp_jax.models import add_adapters, language_model, vision_language_model
         from rrfp_jax.programs.chunk import param_specs
 
         if self.vision is None:
@@ -131,6 +138,8 @@ class ModelSections:
             projector = self.projector or ProjectorConfig()
             whole = VisionLanguageConfig(vision=self.vision, projector=projector, decoder=self.model)
             chunks = vision_language_model(whole).split().chunks
+        if self.adapters is not None:
+            chunks = add_adapters(chunks, self.adapters)
         return {
             (layer, *path): tuple(spec.shape)
             for chunk in chunks
@@ -143,6 +152,8 @@ def model_differences(known: ModelSections, given: ModelSections) -> list[str]:
     """Returns why the parameters of ``known`` do not fit ``given``, each by the field's name; empty where they fit."""
     found = []
     for section in _RECORDS:
+        if section == "adapters" and known.adapters is None:  # a model without adapters may get some
+            continue
         there, here = (_shaping_fields(getattr(each, section)) for each in (known, given))
         found += [
             f"{section}.{name} is {here.get(name)!r} and not {there.get(name)!r}"

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ from rrfp_jax.programs.chunk import (
     Partition,
     check_chunks,
     name_number,
+    param_specs,
     whole_name,
 )
 
@@ -111,6 +113,34 @@ def merged_params(params: Mapping[str, Any], adapters: AdaptersConfig) -> dict[s
         for name, layer in params.items()
         if not name.startswith(ADAPTERS)
     }
+
+
+class AdapterSize(NamedTuple):
+    """The adapter of a matrix."""
+
+    path: _Path
+    """The path of the matrix in its layer."""
+    rows: int
+    columns: int
+    held: int
+    """The numbers of both factors that a device holds, where several share the matrix."""
+
+
+def adapter_sizes(chunks: Sequence[Chunk], axes: Mapping[str, int] = MappingProxyType({})) -> dict[str, list[AdapterSize]]:
+    """Returns the adapters of each layer of a model, by the layer's name, on a mesh with these axes."""
+    found: dict[str, list[AdapterSize]] = {}
+    for chunk in chunks:
+        specs = param_specs(chunk)
+        cuts = jax.tree.map(lambda _: PartitionSpec(), specs) if chunk.partition is None else chunk.partition(specs, axes)
+        for name in (name for name in specs if name.startswith(ADAPTERS) and name not in chunk.frozen):
+            at = dict(jax.tree_util.tree_leaves_with_path(cuts[name]))
+            own = [(path, spec.shape, at[path]) for path, spec in jax.tree_util.tree_leaves_with_path(specs[name])]
+            for (path, (rows, rank), cut_rows), (_, (_, columns), cut_columns) in zip(own[::2], own[1::2], strict=True):
+                parts = [axes.get(axis, 1) if axis else 1 for axis in (cut_rows[0], cut_columns[1])]
+                held = rank * (rows // parts[0] + columns // parts[1])
+                keys = tuple(key.key for key in path[:-1])
+                found.setdefault(name.removeprefix(ADAPTERS), []).append(AdapterSize(keys, rows, columns, held))
+    return found
 
 
 # -- which matrices ----------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
 from rrfp_jax.costs import CostBook, CostEntry
 from rrfp_jax.costs.devices import Device, Efficiencies, Roofline
-from rrfp_jax.costs.layer_costs import halves_of
-from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD, LayerSizes, remat_rule
+from rrfp_jax.costs.layer_costs import HALVES, halves_of
+from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD, LayerSizes, adapters_beside, remat_rule
 from rrfp_jax.data import TRAIN, Part
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR, describe_axes, other_axes, spans, with_tensor
 from rrfp_jax.models.cuts import check_divides
@@ -34,6 +34,7 @@ from rrfp_jax.planner.layer_kinds import (
 )
 
 if TYPE_CHECKING:
+    from rrfp_jax.models.adapters import AdapterSize
     from rrfp_jax.programs.target import Target
 
 _COUNTS = 8
@@ -94,8 +95,16 @@ class LayerType:
     """Whether its parameters change."""
     has_backward: bool = True
     """Whether it, or a layer before it, trains."""
+    adapters: LayerSizes | None = None
+    """The adapters beside it, which train. None: it has none."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Mesh of the devices that hold it, innermost axis first."""
+
+    @property
+    def flops(self) -> float:
+        """Operations of the model, forward and backward, of the layer with its adapters."""
+        own = sum(self.sizes.flops.tasks(trains=self.trains, has_backward=self.has_backward))
+        return own if self.adapters is None else own + self.adapters.flops.trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,25 +161,39 @@ def model_layers(
         ends = frozenset({DECODER: (last - 1,), OWN_CHUNK: (last - 1, last)}.get(where, (last,)))
     prefix = "" if config.vision is None else "decoder."
     placed += decoder_layer_sizes(config.model, way, packed=packed, prefix=prefix)
-    trains = [not _is_frozen(each.names, config.optimizer.freeze) for each in placed]
+    beside = [_adapters_of(each, of_encoder if each.is_encoder else way, config) for each in placed]
+    if config.adapters is None:
+        trains = [not _is_frozen(each.names, config.optimizer.freeze) for each in placed]
+    else:
+        trains = [bool(own) for own in beside]
     if not any(trains):
         raise ValueError("every layer of the model is frozen, and nothing is left to train: freeze fewer layers")
     ahead = 0 if way.target.platform == "cpu" else LEAVES_AHEAD
     first, num_shares = trains.index(True), config.num_state_shares
-    names, types = [], {}
+    names, types, kinds = list[str](), dict[str, LayerType](), dict[str, list[Any]]()
     for place, (each, does) in enumerate(zip(placed, trains, strict=True)):
         has_backward = place >= first
         names.append(each.kind + ("" if does else " (frozen)" if has_backward else " (frozen, first)"))
+        if beside[place]:  # layers of a kind may have different adapters
+            known = kinds.setdefault(each.kind, [])
+            known += [] if beside[place] in known else [beside[place]]
+            number = known.index(beside[place])
+            names[-1] += f" (adapters {number + 1})" if number else " (adapters)"
         num_moments = config.optimizer.num_moments(is_matrix=each.kind not in _TABLES)
         is_in_turn = way.target.platform != "cpu" and each.kind != "embedding"
         for name, sizes in zip((names[-1], *halves_of(names[-1])), (each.sizes, *each.halves), strict=False):
+            adapters = beside[place].get(name.removeprefix(names[-1]).removeprefix(":"))
+            does = trains[place] and config.adapters is None
             fixed = _fixed(sizes, FLOAT_BYTES[each.param_dtype], num_moments if does else None, num_shares)
+            if adapters is not None:
+                fixed += _fixed(adapters, FLOAT32, config.optimizer.num_moments(), num_shares)
             types[name] = LayerType(
                 sizes=sizes.in_turn(trains=does) if is_in_turn else sizes,
                 fixed_bytes=fixed + ahead * sizes.leaf_bytes,
                 num_moments=num_moments,
                 trains=does,
                 has_backward=has_backward,
+                adapters=adapters,
                 mesh=encoder_mesh if each.is_encoder else mesh,
             )
     return ModelLayers(
@@ -204,6 +227,38 @@ def _is_frozen(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
     from rrfp_jax.programs.model_graph import matches
 
     return all(any(matches(pattern, name) for pattern in patterns) for name in names)
+
+
+def _adapters_of(placed: Placed, way: StageRun, config: TrainConfig) -> dict[str, LayerSizes]:
+    """Returns the adapters beside a layer, and beside its attention and its MLP; empty where there are none."""
+    if config.adapters is None:
+        return {}
+    own = _adapter_sizes(config, way.tensor)
+    num_rows, num_tokens = (each.patches if placed.is_encoder else each.tokens for each in (way.rows, way.own))
+    found: dict[str, LayerSizes] = {}
+    for part in ("", *HALVES):
+        sizes = [size for name in placed.names for size in own.get(name, ()) if part in ("", size.path[0])]
+        if not sizes:
+            continue
+        found[part] = adapters_beside(
+            [(size.rows, size.columns) for size in sizes],
+            config.adapters.rank,
+            num_params=sum(size.held for size in sizes),
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            remat=way.remat,
+            compute_bytes=way.compute_bytes,
+            has_dropout=config.adapters.dropout > 0,
+        )
+        found[part] = way.spread(found[part], num_rows / num_tokens)
+    return found
+
+
+def _adapter_sizes(config: TrainConfig, tensor: int) -> Mapping[str, Sequence["AdapterSize"]]:
+    from rrfp_jax.commands.training.model_parts import training_chunks, whole_chunks
+    from rrfp_jax.models.adapters import adapter_sizes
+
+    return adapter_sizes(training_chunks(config, whole_chunks(config)), {TENSOR: tensor})
 
 
 def _fixed(sizes: LayerSizes, itemsize: int, num_moments: int | None, num_shares: int) -> int:
@@ -272,6 +327,14 @@ def analytic_book(
                 )
                 for name, each in models[-1].types.items()
             }
+            for name, each in models[-1].types.items():
+                if each.adapters is not None:  # their bytes are in those of the layer
+                    costs[name] += roofline_of(each.mesh).costs(
+                        each.adapters,
+                        fixed_bytes=0,
+                        param_bytes=FLOAT32,
+                        num_moments=config.optimizer.num_moments(),
+                    )
             entries.append(CostEntry(types=costs, microbatch_size=size, tensor=tensor, remat=remat))
     return CostBook(
         layers=models[0].layers,

@@ -31,7 +31,7 @@ from jax.sharding import SingleDeviceSharding
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.data_sets import make_data_set
-from rrfp_jax.commands.training.model_parts import context_cut, pixel_scale, vision_language_config
+from rrfp_jax.commands.training.model_parts import context_cut, pixel_scale, training_chunks, vision_language_config
 from rrfp_jax.core import FUSED, SPLIT, Agreement, InputArrived, MessageKind, Ordering, StepRules
 from rrfp_jax.costs import DeviceCosts, LinkCosts, MachineCosts
 from rrfp_jax.costs.fitting import ChunkParts, ChunkTimes, fit_links
@@ -45,7 +45,6 @@ from rrfp_jax.planner.analytic_costs import ModelLayers, model_layers
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
-from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.runtime.event_log import EventLog
 from rrfp_jax.runtime.operations import HOST
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
@@ -170,11 +169,11 @@ def _cut_of_run(config: TrainConfig, num_chunks: int) -> tuple[tuple[str, ...], 
 
 def _frozen(config: TrainConfig, chunks: Sequence[Chunk]) -> list[Chunk]:
     try:
-        return freeze(chunks, config.optimizer.freeze)
+        return training_chunks(config, chunks)
     except ValueError as error:
+        what = "freeze names" if config.adapters is None else "freeze, or targets of adapters, name"
         raise ValueError(
-            f"freeze names single layers, and a profile runs a few layers in place of all: freeze whole parts, or none "
-            f"({error})"
+            f"{what} single layers, and a profile runs a few layers in place of all: name whole parts, or none ({error})"
         ) from None
 
 

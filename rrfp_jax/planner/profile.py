@@ -288,7 +288,7 @@ def _types(model: "ModelLayers", fit: "LayerTimes", measured: "Measured", remat:
             weight_gradient_ms=medians.get("W", 0.0),
             backward_ms=medians.get("B"),
             update_ms=medians["U"],
-            flops=sum(layer.sizes.flops.tasks(trains=layer.trains, has_backward=layer.has_backward)),
+            flops=layer.flops,
             **sizes[kind],
         )
     return found

@@ -19,6 +19,7 @@ from rrfp_jax.data.dataset import BatchContents, contents_of
 from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
+from rrfp_jax.programs.shapes import pick
 from rrfp_jax.runtime import StepMetrics, StepResult
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.batches import AgreedBatches, StepOrder
@@ -192,10 +193,29 @@ class RunSaver:
             raise ValueError(f"{self.checkpoints.directory} has no checkpoint with which a lost rank could come back")
         return self.checkpoints.find(step)
 
-    def start_from(self, checkpoints: Path) -> PipelineState:
-        """Returns a state before the first step, with the parameters of the newest checkpoint in another directory."""
-        targets = [(self._layers[chunk], target) for chunk, target in self._pipeline.state_specs()]
-        return self._pipeline.restore(self.checkpoints.start_from(checkpoints, targets), 0)
+    def start_from(self, checkpoints: Path, *, seed: int | None = None) -> PipelineState:
+        """Returns a state before the first step, with the parameters of the newest checkpoint in another directory.
+
+        Adapters that it lacks begin from ``seed``; None: raises ValueError where there are some.
+        """
+        chunks = self._pipeline.state_specs()
+        states = self.checkpoints.start_from(checkpoints, [(self._layers[chunk], target) for chunk, target in chunks])
+        for (chunk, _), state in zip(chunks, states, strict=True):
+            lacking = (jax.ShapeDtypeStruct,)
+            fresh = {n: own for n, own in state.params.items() if any(isinstance(x, lacking) for x in jax.tree.leaves(own))}
+            if not fresh:
+                continue
+            if seed is None:
+                raise ValueError(f"{checkpoints} has no {next(iter(fresh))}: give the folder of a run that trained it")
+            # In one program, which makes nothing else: the layers that were read need no place twice.
+            init = jax.jit(
+                lambda init=self._pipeline.holding[chunk].init, names=tuple(fresh): (
+                    pick(init(jax.random.key(seed)), names)
+                ),
+                out_shardings=jax.tree.map(lambda spec: spec.sharding, fresh),
+            )
+            state.params |= init()
+        return self._pipeline.restore(states, 0)
 
     def must_repeat(self) -> bool:
         """Blocks until the save under way has ended; returns whether it was spoilt by a loss."""

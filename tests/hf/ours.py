@@ -11,6 +11,7 @@ import optax
 
 from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.hf.model_folder import open_model
+from rrfp_jax.models import add_adapters
 from rrfp_jax.models.cuts import plan_cut
 from rrfp_jax.models.model import decoder_chunk
 from rrfp_jax.models.vision_config import VisionLanguageConfig
@@ -47,6 +48,8 @@ class Ours:
             assert self.sections.projector is not None
             whole = VisionLanguageConfig(vision=self.sections.vision, projector=self.sections.projector, decoder=config)
             chunks = vision_language_model(whole).split(gives_logits=True).chunks
+        if self.sections.adapters is not None:
+            chunks = add_adapters(chunks, self.sections.adapters)
         for chunk in chunks:
             own = {name: leaves[name] for name in chunk.leaves if name in leaves}
             features = chunk.apply(params, features, own, key=None)

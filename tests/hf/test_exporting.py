@@ -82,16 +82,16 @@ def test_other_numbers_and_what_does_not_fit_into_them(tmp_path: Path):
     ],
 )
 def test_a_model_that_began_here_becomes_one_of_a_family(changes: dict, kind: str | None, tmp_path: Path):
-    from rrfp_jax.hf.exporting import _hub_model
+    from rrfp_jax.hf.exporting import hub_model
     from rrfp_jax.hf.model_folder import ModelFolder
 
     sections = ModelSections(model=replace(_LLAMA, **changes))
     folder = ModelFolder(path=tmp_path, sections=sections, config={})
     if kind is None:
         with pytest.raises(ValueError, match=r"^[^\n]*(experts|qkv_bias)[^\n]*$"):
-            _hub_model(folder, None)
+            hub_model(folder, None)
         return
-    model, config = _hub_model(folder, None)
+    model, config = hub_model(folder, None)
     assert config["model_type"] == kind == new_config(sections, "here")["model_type"]
     assert model.sections.shapes() == sections.shapes()
 

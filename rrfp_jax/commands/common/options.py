@@ -110,7 +110,7 @@ INSTEAD = {
     "cluster.detect": "set the environment variable RRFP_DETECT=1",
 }
 """The successors of options and keys that are gone: by ``section.key``, or by the name of a section."""
-AS_MAPPING = ("vision", "projector")
+AS_MAPPING = ("vision", "projector", "adapters")
 """Sections with one option for all of their keys, since runs seldom differ from their files in these."""
 
 

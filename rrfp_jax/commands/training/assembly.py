@@ -240,7 +240,8 @@ class Run:
         elif (found := None if fresh else saver.checkpoints.newest()) is not None:
             self._go_on(saver, found, force=force)
         elif settings.init_from is not None:
-            self.state = saver.start_from(Path(settings.init_from).absolute() / CHECKPOINTS)
+            start = Path(settings.init_from).absolute() / CHECKPOINTS
+            self.state = saver.start_from(start, seed=settings.seed)
             self.console.say(f"starting from the parameters of {settings.init_from}")
         else:
             self.state = self.pipeline.init(jax.random.key(settings.seed))
@@ -435,7 +436,7 @@ def _launch_time(started: str | None) -> float | None:
 
 # -- going on ----------------------------------------------------------------------------------------------------------
 
-_DECIDING = ("model", "vision", "projector", "data", "optimizer")
+_DECIDING = ("model", "vision", "projector", "adapters", "data", "optimizer")
 """Sections that decide the result of training, beside ``run.seed``."""
 _OF_FILES = ("num_microbatches", "path", "tokenizer", "cache")
 _OF_SAMPLES = ("pack", "image_folder", "text_buckets", "image_buckets", "balance", "gather_text")

@@ -50,7 +50,7 @@ from rrfp_jax.data.config import (
     section_of,
 )
 from rrfp_jax.layout import check_device_order
-from rrfp_jax.models.config import DTYPES, LanguageModelConfig
+from rrfp_jax.models.config import DTYPES, AdaptersConfig, LanguageModelConfig
 from rrfp_jax.models.vision_config import (
     PROJECTOR_KINDS,
     VISION_KINDS,
@@ -89,6 +89,8 @@ class TrainConfig:
     vision: VisionConfig | None = None
     """The encoder of images; None: a language model."""
     projector: ProjectorConfig | None = None
+    adapters: AdaptersConfig | None = None
+    """The adapters that train in place of the model's own layers; None: there are none."""
     pipeline: PipelineConfig
     optimizer: OptimizerConfig
     run: RunConfig
@@ -206,7 +208,7 @@ SECTIONS: dict[str, type] = {section.name: kinds_of(section.type)[0] for section
     "projector": ProjectorSection,
 }
 """The record of each section, whose fields are the section's keys."""
-_WITH_SECTION = ("vision", "projector", "evaluation")
+_WITH_SECTION = ("vision", "projector", "adapters", "evaluation")
 _NAMED = {
     "optimizer": ("name", "arguments", "schedule", "freeze", "shard", "groups"),
     "data": ("kind", "object", "arguments", "images", "cache", "column"),

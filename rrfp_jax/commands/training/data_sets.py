@@ -81,7 +81,9 @@ def check_init_from(config: TrainConfig) -> None:
     """
     if config.run.init_from is not None:
         projector = config.projector or (None if config.vision is None else ProjectorConfig())
-        sections = ModelSections(model=config.model, vision=config.vision, projector=projector)
+        sections = ModelSections(
+            model=config.model, vision=config.vision, projector=projector, adapters=config.adapters
+        )
         open_model(Path(config.run.init_from), _INIT_FROM).check_fits(sections, _INIT_FROM)
 
 

@@ -8,15 +8,16 @@ from numpy.typing import NDArray
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import about_layout, sequence_slices
-from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, chunk_flops, pairs, step_flops
+from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, chunk_flops, pairs, product, step_flops
 from rrfp_jax.data.dataset import Batch, BatchContents
 from rrfp_jax.layout import CONTEXT
-from rrfp_jax.models import language_model
+from rrfp_jax.models import add_adapters, language_model
+from rrfp_jax.models.adapters import adapter_sizes
 from rrfp_jax.models.cuts import ATTENTION, MLP, ContextCut, balanced_counts
 from rrfp_jax.models.presets import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_config import OWN_CHUNK, ProjectorConfig, VisionLanguageConfig
 from rrfp_jax.programs.batches import absent_chunks, num_microbatches
-from rrfp_jax.programs.chunk import Chunk, param_specs, part_name, whole_name
+from rrfp_jax.programs.chunk import ADAPTERS, Chunk, param_specs, part_name, whole_name
 from rrfp_jax.programs.model_graph import freeze, matches
 from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, absences
 from rrfp_jax.training.batches import BatchCosts
@@ -34,6 +35,12 @@ class ModelChunks(NamedTuple):
     placement: Placement
 
 
+def training_chunks(config: TrainConfig, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Returns chunks of the model with the adapters of the configuration, and the layers frozen that it freezes."""
+    adapted = chunks if config.adapters is None else add_adapters(chunks, config.adapters)
+    return freeze(adapted, config.optimizer.freeze)
+
+
 def cut_language_model(config: TrainConfig, num_chunks: int, num_slices: int = 1) -> list[Chunk]:
     """Returns a decoder alone, in so many chunks, and its sequences in slices."""
     layout, cut = config.pipeline, config.pipeline.cut
@@ -47,7 +54,7 @@ def cut_language_model(config: TrainConfig, num_chunks: int, num_slices: int = 1
         counts_answers=config.counts_answers,
         slices=sequence_slices(config, num_slices),
     )
-    return freeze(chunks, config.optimizer.freeze)
+    return training_chunks(config, chunks)
 
 
 def cut_vocabulary(config: TrainConfig) -> ModelChunks:
@@ -80,7 +87,7 @@ def cut_vocabulary(config: TrainConfig) -> ModelChunks:
             counts_answers=config.counts_answers,
         )
     assert graph.placement is not None
-    return ModelChunks(freeze(graph.chunks, config.optimizer.freeze), graph.edges, graph.placement)
+    return ModelChunks(training_chunks(config, graph.chunks), graph.edges, graph.placement)
 
 
 def context_cut(layout: PipelineConfig) -> ContextCut | None:
@@ -129,7 +136,7 @@ def cut_vision_language_model(config: TrainConfig) -> ModelChunks:
             counts_answers=config.counts_answers,
             pixels=pixel_scale(config),
         )
-    return ModelChunks(freeze(graph.chunks, config.optimizer.freeze), graph.edges, placement)
+    return ModelChunks(training_chunks(config, graph.chunks), graph.edges, placement)
 
 
 def placement_of(layout: PipelineConfig) -> tuple[Placement, int]:
@@ -249,8 +256,19 @@ def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
     decoder by their parts."""
     model, layers = config.model, list[tuple[str, CountedLayer]]()
 
+    beside = {} if config.adapters is None else adapter_sizes(training_chunks(config, whole_chunks(config)))
+
     def add(name: str, flops: Callable[[Amounts], Flops], *, returns_gradient: bool = True) -> None:
-        trains = not any(matches(pattern, whole_name(name)) for pattern in config.optimizer.freeze)
+        part = name.partition(":")[2]
+        own = [size for size in beside.get(whole_name(name), ()) if part in ("", size.path[0])]
+        if own:  # before the layer, through which their gradients pass
+            widths = sum(size.rows + size.columns for size in own) * config.adapters.rank  # type: ignore[union-attr]
+            sees = name.startswith(("vision", "projector"))
+            per = _patches_per_feature(config) if name == "projector" else 1
+            forward = lambda held: product((held.patches / per if sees else held.tokens), 1, widths)
+            layers.append((ADAPTERS + name, CountedLayer(forward, trains=True)))
+        frozen = [*config.optimizer.freeze, *(["*"] if config.adapters is not None else ())]
+        trains = not any(matches(pattern, whole_name(name)) for pattern in frozen)
         layers.append((name, CountedLayer(flops, trains=trains, returns_gradient=returns_gradient)))
 
     if config.vision is not None:
@@ -268,6 +286,15 @@ def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
         add(part_name(name, MLP), lambda held, is_sparse=is_sparse: sizes.mlp(held.tokens, is_sparse=is_sparse))  # type: ignore[misc]
     add(f"{prefix}{'embedding' if model.tie_embeddings else 'head'}", lambda held: sizes.head(held.tokens))
     return layers
+
+
+def whole_chunks(config: TrainConfig) -> list[Chunk]:
+    """Returns a model in one chunk, or in as few as it has parts, before anything is frozen."""
+    if config.vision is None:
+        return language_model(config.model).split(1)
+    from rrfp_jax.models import vision_language_model
+
+    return vision_language_model(vision_language_config(config)).split().chunks
 
 
 def _patches_per_feature(config: TrainConfig) -> int:
