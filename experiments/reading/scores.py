@@ -20,8 +20,7 @@ from rrfp_jax.commands.sampling.generating import Drawing, Generator
 from rrfp_jax.commands.sampling.prompts import prompt_with_images
 from rrfp_jax.data.config import ImageTextConfig
 from rrfp_jax.models.vision_config import VisionLanguageConfig
-from rrfp_jax.observe.output_files import DPI
-from rrfp_jax.observe.output_files import replacing
+from rrfp_jax.observe.output_files import DPI, replacing
 from rrfp_jax.observe.style import FAINT_INK, GRID, INK, PAPER
 
 _LONGEST_WORD = 16

@@ -329,7 +329,9 @@ def write_adapters_import(plan: PlannedAdapters, target: Path) -> None:
                 # float32, in which adapters are kept and trained, whatever the base is
                 array = plan.tensors[name].read().astype(np.float32).T
                 if not np.isfinite(array).all():
-                    raise ValueError(f"{plan.tensors[name].path}: {plan.tensors[name].name} is not finite: copy it again")
+                    raise ValueError(
+                        f"{plan.tensors[name].path}: {plan.tensors[name].name} is not finite: copy it again"
+                    )
                 arrays[name[1:]] = ReadLater(array.shape, array.dtype, lambda array=array: array)
             writer.write(ADAPTERS + layer, arrays)
         writer.commit({"imported": plan.source.name, BASE: base}, {"describe": "adapters of PEFT"})

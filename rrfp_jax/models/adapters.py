@@ -126,12 +126,16 @@ class AdapterSize(NamedTuple):
     """The numbers of both factors that a device holds, where several share the matrix."""
 
 
-def adapter_sizes(chunks: Sequence[Chunk], axes: Mapping[str, int] = MappingProxyType({})) -> dict[str, list[AdapterSize]]:
+def adapter_sizes(
+    chunks: Sequence[Chunk], axes: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, list[AdapterSize]]:
     """Returns the adapters of each layer of a model, by the layer's name, on a mesh with these axes."""
     found: dict[str, list[AdapterSize]] = {}
     for chunk in chunks:
         specs = param_specs(chunk)
-        cuts = jax.tree.map(lambda _: PartitionSpec(), specs) if chunk.partition is None else chunk.partition(specs, axes)
+        cuts = (
+            jax.tree.map(lambda _: PartitionSpec(), specs) if chunk.partition is None else chunk.partition(specs, axes)
+        )
         for name in (name for name in specs if name.startswith(ADAPTERS) and name not in chunk.frozen):
             at = dict(jax.tree_util.tree_leaves_with_path(cuts[name]))
             own = [(path, spec.shape, at[path]) for path, spec in jax.tree_util.tree_leaves_with_path(specs[name])]
@@ -163,7 +167,9 @@ def _path_of(layer: NamedLayer, matrix: _Matrix) -> str:
 
 
 def _is_target(target: str, path: str) -> bool:
-    return path == target or path.endswith(f".{target}") or fnmatchcase(path, target) or fnmatchcase(path, f"*.{target}")
+    return (
+        path == target or path.endswith(f".{target}") or fnmatchcase(path, target) or fnmatchcase(path, f"*.{target}")
+    )
 
 
 def _matrices(layer: NamedLayer) -> tuple[_Matrix, ...]:
@@ -189,7 +195,9 @@ def _with_adapters(chunk: Chunk, layers: Sequence[NamedLayer], adapters: Adapter
     assert isinstance(chunk.init, InitLayers)
     frozen, adapted, names, makers = {layer.name for layer in layers}, [], dict[str, str](), dict[str, Any]()
     for layer in layers:
-        matrices = [each for each in _matrices(layer) if any(_is_target(t, _path_of(layer, each)) for t in adapters.targets)]
+        matrices = [
+            each for each in _matrices(layer) if any(_is_target(t, _path_of(layer, each)) for t in adapters.targets)
+        ]
         for each in matrices:
             if adapters.rank > min(each.rows, each.columns):
                 raise ValueError(
@@ -289,9 +297,7 @@ def _apply(
 
 
 def _joined(layer: Mapping[str, Any], factors: Mapping[str, Any]) -> dict[str, Any]:
-    both = {
-        name: _joined(layer[name], each) if isinstance(each, Mapping) else each for name, each in factors.items()
-    }
+    both = {name: _joined(layer[name], each) if isinstance(each, Mapping) else each for name, each in factors.items()}
     return {**layer, **both}
 
 

@@ -162,28 +162,26 @@ def model_layers(
     prefix = "" if config.vision is None else "decoder."
     placed += decoder_layer_sizes(config.model, way, packed=packed, prefix=prefix)
     beside = [_adapters_of(each, of_encoder if each.is_encoder else way, config) for each in placed]
-    if config.adapters is None:
-        trains = [not _is_frozen(each.names, config.optimizer.freeze) for each in placed]
-    else:
-        trains = [bool(own) for own in beside]
+    frozen = ("*",) if config.adapters is not None else config.optimizer.freeze
+    trains = [not _is_frozen(each.names, frozen) or bool(own) for each, own in zip(placed, beside, strict=True)]
     if not any(trains):
         raise ValueError("every layer of the model is frozen, and nothing is left to train: freeze fewer layers")
     ahead = 0 if way.target.platform == "cpu" else LEAVES_AHEAD
     first, num_shares = trains.index(True), config.num_state_shares
     names, types, kinds = list[str](), dict[str, LayerType](), dict[str, list[Any]]()
-    for place, (each, does) in enumerate(zip(placed, trains, strict=True)):
-        has_backward = place >= first
-        names.append(each.kind + ("" if does else " (frozen)" if has_backward else " (frozen, first)"))
-        if beside[place]:  # layers of a kind may have different adapters
+    for place, (each, of_layer) in enumerate(zip(placed, beside, strict=True)):
+        has_backward, does = place >= first, trains[place] and not of_layer
+        if of_layer:  # layers of a kind may have different ones
             known = kinds.setdefault(each.kind, [])
-            known += [] if beside[place] in known else [beside[place]]
-            number = known.index(beside[place])
-            names[-1] += f" (adapters {number + 1})" if number else " (adapters)"
+            known += [] if of_layer in known else [of_layer]
+            number = known.index(of_layer)
+            names.append(each.kind + (f" (adapters {number + 1})" if number else " (adapters)"))
+        else:
+            names.append(each.kind + ("" if does else " (frozen)" if has_backward else " (frozen, first)"))
         num_moments = config.optimizer.num_moments(is_matrix=each.kind not in _TABLES)
         is_in_turn = way.target.platform != "cpu" and each.kind != "embedding"
         for name, sizes in zip((names[-1], *halves_of(names[-1])), (each.sizes, *each.halves), strict=False):
-            adapters = beside[place].get(name.removeprefix(names[-1]).removeprefix(":"))
-            does = trains[place] and config.adapters is None
+            adapters = of_layer.get(name.removeprefix(names[-1]).removeprefix(":"))
             fixed = _fixed(sizes, FLOAT_BYTES[each.param_dtype], num_moments if does else None, num_shares)
             if adapters is not None:
                 fixed += _fixed(adapters, FLOAT32, config.optimizer.num_moments(), num_shares)

@@ -173,7 +173,7 @@ def _frozen(config: TrainConfig, chunks: Sequence[Chunk]) -> list[Chunk]:
     except ValueError as error:
         what = "freeze names" if config.adapters is None else "freeze, or targets of adapters, name"
         raise ValueError(
-            f"{what} single layers, and a profile runs a few layers in place of all: name whole parts, or none ({error})"
+            f"{what} single layers, and a profile runs a few layers in place of all: name whole parts or none ({error})"
         ) from None
 
 

@@ -20,6 +20,7 @@ from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import param_specs
 from rrfp_jax.programs.shapes import pick
+from rrfp_jax.programs.shardings import shardings_of
 from rrfp_jax.runtime import StepMetrics, StepResult
 from rrfp_jax.schedules.timeline import IdleReason, Timeline
 from rrfp_jax.training.batches import AgreedBatches, StepOrder
@@ -124,6 +125,14 @@ def speed_of_steps(
     return speed
 
 
+def _is_lacking(layer: Any) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(layer))
+
+
+def _initial_layers(init: Callable[[jax.Array], Any], names: Sequence[str], seed: int) -> dict[str, Any]:
+    return pick(init(jax.random.key(seed)), names)
+
+
 class RunSaver:
     """Saves a pipeline's state at step boundaries, and restores it. All processes call the same methods alike.
 
@@ -201,20 +210,13 @@ class RunSaver:
         chunks = self._pipeline.state_specs()
         states = self.checkpoints.start_from(checkpoints, [(self._layers[chunk], target) for chunk, target in chunks])
         for (chunk, _), state in zip(chunks, states, strict=True):
-            lacking = (jax.ShapeDtypeStruct,)
-            fresh = {n: own for n, own in state.params.items() if any(isinstance(x, lacking) for x in jax.tree.leaves(own))}
-            if not fresh:
-                continue
-            if seed is None:
+            fresh = {name: layer for name, layer in state.params.items() if _is_lacking(layer)}
+            if fresh and seed is None:
                 raise ValueError(f"{checkpoints} has no {next(iter(fresh))}: give the folder of a run that trained it")
-            # In one program, which makes nothing else: the layers that were read need no place twice.
-            init = jax.jit(
-                lambda init=self._pipeline.holding[chunk].init, names=tuple(fresh): (
-                    pick(init(jax.random.key(seed)), names)
-                ),
-                out_shardings=jax.tree.map(lambda spec: spec.sharding, fresh),
-            )
-            state.params |= init()
+            if fresh:
+                # In one program, which makes nothing else: the layers that were read need no place twice.
+                make = partial(_initial_layers, self._pipeline.holding[chunk].init, tuple(fresh), seed)
+                state.params |= jax.jit(make, out_shardings=shardings_of(fresh))()
         return self._pipeline.restore(states, 0)
 
     def must_repeat(self) -> bool:

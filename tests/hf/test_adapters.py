@@ -11,8 +11,8 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from rrfp_jax.checkpoint import newest_step, read_params
-from rrfp_jax.commands.convert import main as convert
 from rrfp_jax.commands.common.errors import BadInput
+from rrfp_jax.commands.convert import main as convert
 from rrfp_jax.hf.exporting import plan_export, write_adapters, write_export
 from rrfp_jax.hf.importing import plan_adapters, plan_import, write_adapters_import, write_import
 from rrfp_jax.hf.tensor_files import stored_tensors
@@ -69,13 +69,14 @@ def test_adapters_come_in_and_go_back(base: Path, tmp_path: Path) -> None:
     assert config["target_modules"] == ["q_proj", "model.layers.1.mlp.down_proj"]
 
     write_export(plan, tmp_path / "merged", shard_bytes=10_000)
-    whole, merged = ({n: t.read() for n, t in stored_tensors(f).items()} for f in (base / "theirs", tmp_path / "merged"))
+    whole, merged = (
+        {n: t.read() for n, t in stored_tensors(f).items()} for f in (base / "theirs", tmp_path / "merged")
+    )
     assert whole.keys() == merged.keys()
     for name, tensor in whole.items():
         if (module := name.removesuffix(".weight")) in SHAPES:
             down, up = (before[f"base_model.model.{module}.lora_{factor}.weight"] for factor in "AB")
-            tensor = tensor + 4 * up @ down
-            np.testing.assert_allclose(merged[name], tensor, atol=1e-5)
+            np.testing.assert_allclose(merged[name], tensor + 4 * up @ down, atol=1e-5)
         else:
             np.testing.assert_array_equal(merged[name], tensor)
 
@@ -90,10 +91,15 @@ def test_adapters_come_in_and_go_back(base: Path, tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
         ({"r": 0}, "rank is 0: give at least 1"),
-        ({"r": 4}, "lora_A and lora_B of model.layers.0.self_attn.q_proj have the shapes [3, 32] and [32, 3], and by r"),
+        (
+            {"r": 4},
+            "lora_A and lora_B of model.layers.0.self_attn.q_proj have the shapes [3, 32] and [32, 3], and by r",
+        ),
     ],
 )
-def test_settings_that_adapters_here_do_not_have(changes: dict[str, Any], words: str, base: Path, tmp_path: Path) -> None:
+def test_settings_that_adapters_here_do_not_have(
+    changes: dict[str, Any], words: str, base: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=f"^[^\n]*{re.escape(words)}[^\n]*$"):
         plan_adapters(write_peft(tmp_path / "theirs", **changes), base / "ours")
 
@@ -122,7 +128,9 @@ def test_a_base_that_is_gone_or_another_one(tmp_path: Path) -> None:
     write_adapters_import(plan_adapters(write_peft(tmp_path / "theirs"), tmp_path / "base"), tmp_path / "ours")
     checkpoints = tmp_path / "ours" / "checkpoints"
     (tmp_path / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"holds adapters alone, and .*base.* cannot be read, .*: put that folder back"):
+    with pytest.raises(
+        ValueError, match=r"holds adapters alone, and .*base.* cannot be read, .*: put that folder back"
+    ):
         newest_step(checkpoints)
     write_import(plan_import(write_folder(tmp_path / "other", SMALL, seed=1)), tmp_path / "base")
     with pytest.raises(ValueError, match="is another than these were trained on: put that one back"):

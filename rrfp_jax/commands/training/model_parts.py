@@ -265,8 +265,8 @@ def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
             widths = sum(size.rows + size.columns for size in own) * config.adapters.rank  # type: ignore[union-attr]
             sees = name.startswith(("vision", "projector"))
             per = _patches_per_feature(config) if name == "projector" else 1
-            forward = lambda held: product((held.patches / per if sees else held.tokens), 1, widths)
-            layers.append((ADAPTERS + name, CountedLayer(forward, trains=True)))
+            counted = CountedLayer(lambda held: product(held.patches / per if sees else held.tokens, 1, widths))
+            layers.append((ADAPTERS + name, counted))
         frozen = [*config.optimizer.freeze, *(["*"] if config.adapters is not None else ())]
         trains = not any(matches(pattern, whole_name(name)) for pattern in frozen)
         layers.append((name, CountedLayer(flops, trains=trains, returns_gradient=returns_gradient)))
