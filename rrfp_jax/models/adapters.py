@@ -179,7 +179,8 @@ def _matrices(layer: NamedLayer) -> tuple[_Matrix, ...]:
 @cache
 def _matrices_of(config: Any, build: Callable[..., Any]) -> tuple[_Matrix, ...]:
     """Returns the matrices of a layer that can have adapters, found without arrays."""
-    module = nnx.eval_shape(lambda: build(config, nnx.Rngs(0)))
+    key = jax.eval_shape(jax.random.key, 0)
+    module = nnx.eval_shape(lambda key: build(config, nnx.Rngs(params=key)), key)
     return tuple(
         _Matrix(tuple(map(str, path)), each.in_features, each.out_features)
         for path, each in nnx.iter_modules(module)
