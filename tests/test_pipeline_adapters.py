@@ -200,7 +200,9 @@ def test_a_model_that_sees_has_adapters_in_all_of_its_parts() -> None:
     graph = vision_language_model(small_model(PACKED, AUDIO)).split(
         encoder_layers_per_chunk=[1, 2], decoder_layers_per_chunk=[1, 1], packed=True
     )
-    chunks = add_adapters(graph.chunks, replace(ADAPTED, targets=("vision.*.query", "projector.*", "decoder.*.up")))
+    chunks = add_adapters(
+        graph.chunks, replace(ADAPTED, targets=("vision.layers.0.*.query", "projector.*", "decoder.*.up"))
+    )
     found = {name for chunk in chunks for name in trained_specs(chunk)}
     assert found == {
         *(f"{ADAPTERS}{name}" for name in ("vision.layers.0", "projector", "decoder.layers.0", "decoder.layers.1"))

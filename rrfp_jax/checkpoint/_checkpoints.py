@@ -28,6 +28,7 @@ from rrfp_jax.checkpoint._chunk_layers import ChunkLayers
 from rrfp_jax.checkpoint._part_writer import Owner, PartWriter, parts_of_step
 from rrfp_jax.checkpoint._reader import (
     BASE,
+    LACKS_BASE,
     StoredStep,
     base_of,
     check_files,
@@ -369,13 +370,18 @@ class Checkpoints:
     # -- restoring ---------------------------------------------------------------------------------------------------
 
     def newest(self) -> StoredStep | None:
-        """Returns the newest step that can be restored, or None; a warning names each newer one that cannot."""
+        """Returns the newest step that can be restored, or None; a warning names each newer one that cannot.
+
+        Raises ValueError where it is the base that is missing: whoever starts over would replace the adapters.
+        """
         self.wait()
         call = self._next("newest")
         for step in self._on_first(call, "steps", lambda: steps_in(self.directory)):
             try:
                 return self._examine(call, step)
             except NotDone as problem:
+                if LACKS_BASE in str(problem):
+                    raise
                 _LOG.log(self._level, "%s", problem)
         return None
 

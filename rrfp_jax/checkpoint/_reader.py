@@ -45,6 +45,8 @@ from rrfp_jax.programs.chunk import ADAPTERS, LayerShard, shard_named, whole_nam
 
 BASE = "base of adapters"
 """The key of a step's plain data that names the step with the layers that it lacks: folder, number and digest."""
+LACKS_BASE = "it holds adapters alone"
+"""Words of every message about a step whose base is not there as it was."""
 _BATCH_BYTES = 16 << 20
 _REMEDY = "resume with the model and the optimizer that it was saved with"
 
@@ -96,7 +98,7 @@ def _digest(commit: Commit) -> str:
 def _parts_of_base(folder: str, step: int, digest: str) -> dict[Path, PartRecord]:
     """Returns the parts of a base with their parameters alone, and without adapters of its own."""
     directory = step_directory(Path(folder), step)
-    needs = f"it holds adapters alone, and {directory} with the other layers"
+    needs = f"{LACKS_BASE}, and {directory} with the other layers"
     try:
         commit = Commit.read(directory)
         data = directory / commit.data

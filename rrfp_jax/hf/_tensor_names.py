@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rrfp_jax.programs.chunk import ADAPTERS
-
 TensorShape = tuple[int, ...]
 
 
@@ -113,6 +111,8 @@ _PEFT_FACTORS = {"lora_a": ".lora_A.weight", "lora_b": ".lora_B.weight"}
 def match_adapters(table: NameTable, shapes: Mapping[tuple[str, ...], TensorShape]) -> list[TensorMatch]:
     """Returns the tensors in which PEFT keeps every array of the adapters among ``shapes``, as :func:`match_tensors`
     does for those of the model."""
+    from rrfp_jax.programs.chunk import ADAPTERS  # loads JAX
+
     found = []
     for ours, shape in shapes.items():
         if ours[0].startswith(ADAPTERS):

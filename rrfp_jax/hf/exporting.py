@@ -128,8 +128,8 @@ def write_export(
                 factors = read_layer_params(plan.stored, ADAPTERS + layer)
                 for match in own:
                     # Popped, so that each array is freed once its tensors are written.
-                    path = match.ours[1:]
-                    array = _merged(arrays.pop(path), factors, path, plan.folder.sections.adapters)
+                    inner = match.ours[1:]
+                    array = _merged(arrays.pop(inner), factors, inner, plan.folder.sections.adapters)
                     array = _converted(array, plan.dtype or plan.dtypes[match.ours], "/".join(match.ours))
                     for name, tensor in zip(match.theirs, match.transform.to_theirs(array), strict=True):
                         writer.write(name, tensor)

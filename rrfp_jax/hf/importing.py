@@ -327,12 +327,12 @@ def write_adapters_import(plan: PlannedAdapters, target: Path) -> None:
             arrays = {}
             for name in names:
                 # float32, in which adapters are kept and trained, whatever the base is
-                array = plan.tensors[name].read().astype(np.float32).T
+                array = np.asarray(plan.tensors[name].read().astype(np.float32).T)
                 if not np.isfinite(array).all():
                     raise ValueError(
                         f"{plan.tensors[name].path}: {plan.tensors[name].name} is not finite: copy it again"
                     )
-                arrays[name[1:]] = ReadLater(array.shape, array.dtype, lambda array=array: array)
+                arrays[name[1:]] = ReadLater(array.shape, array.dtype, array.copy)
             writer.write(ADAPTERS + layer, arrays)
         writer.commit({"imported": plan.source.name, BASE: base}, {"describe": "adapters of PEFT"})
         carried, files = folder / CARRIED, plan.base.files()

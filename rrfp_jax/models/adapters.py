@@ -152,7 +152,7 @@ def adapter_sizes(
 
 def _layers_of(chunk: Chunk) -> list[NamedLayer]:
     """Returns the library's layers of a chunk; raises ValueError for another one."""
-    apply = chunk.apply
+    apply: Any = chunk.apply
     function = apply.function if isinstance(apply, ApplyLayers) else None
     if not (isinstance(function, partial) and function.func is apply_modules):
         raise ValueError(
@@ -215,7 +215,7 @@ def _with_adapters(chunk: Chunk, layers: Sequence[NamedLayer], adapters: Adapter
         return replace(chunk, frozen=chunk.frozen | frozen)
     assert chunk.init.each is not None
     numbers = {own: np.uint32(name_number(name)) for own, name in names.items()}
-    each, known = {**chunk.init.each, **makers}, {**chunk.init.names, **names}
+    every, known = {**chunk.init.each, **makers}, {**chunk.init.names, **names}
     is_random = adapters.dropout > 0
 
     def computing(apply: Any) -> ApplyLayers:
@@ -225,7 +225,7 @@ def _with_adapters(chunk: Chunk, layers: Sequence[NamedLayer], adapters: Adapter
 
     return replace(
         chunk,
-        init=InitLayers(partial(_init, tuple(each.items())), known, {**chunk.init.numbers, **numbers}, each=each),
+        init=InitLayers(partial(_init, tuple(every.items())), known, {**chunk.init.numbers, **numbers}, each=every),
         apply=computing(chunk.apply),
         apply_evaluating=None if chunk.apply_evaluating is None else computing(chunk.apply_evaluating),
         frozen=chunk.frozen | frozen,
@@ -290,9 +290,10 @@ def _apply(
     for layer, paths in layers:
         own = ADAPTERS + layer.own
         module = layer_module(layer, _joined(params[layer.own], params[own]) if paths else params[layer.own])
-        for path in paths if key is not None and numbers else ():
+        if key is not None and paths and numbers:
             of_layer = jax.random.fold_in(jax.random.fold_in(key, numbers["layers"][own]), numbers["pass"])
-            _part(module, path).mask_key = jax.random.fold_in(of_layer, _path_number(path))
+            for path in paths:
+                _part(module, path).mask_key = jax.random.fold_in(of_layer, _path_number(path))
         modules[layer.own] = module
     return run(modules, inputs, leaves)
 

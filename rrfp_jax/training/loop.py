@@ -211,12 +211,13 @@ class RunSaver:
         states = self.checkpoints.start_from(checkpoints, [(self._layers[chunk], target) for chunk, target in chunks])
         for (chunk, _), state in zip(chunks, states, strict=True):
             fresh = {name: layer for name, layer in state.params.items() if _is_lacking(layer)}
-            if fresh and seed is None:
+            if not fresh:
+                continue
+            if seed is None:
                 raise ValueError(f"{checkpoints} has no {next(iter(fresh))}: give the folder of a run that trained it")
-            if fresh:
-                # In one program, which makes nothing else: the layers that were read need no place twice.
-                make = partial(_initial_layers, self._pipeline.holding[chunk].init, tuple(fresh), seed)
-                state.params |= jax.jit(make, out_shardings=shardings_of(fresh))()
+            # In one program, which makes nothing else: the layers that were read need no place twice.
+            make = partial(_initial_layers, self._pipeline.holding[chunk].init, tuple(fresh), seed)
+            state.params |= jax.jit(make, out_shardings=shardings_of(fresh))()
         return self._pipeline.restore(states, 0)
 
     def must_repeat(self) -> bool:
