@@ -294,6 +294,7 @@ def adapters_beside(
     matrices: Sequence[tuple[int, int]],
     rank: int,
     *,
+    inputs: int,
     num_params: int,
     num_rows: int,
     num_tokens: int,
@@ -303,22 +304,25 @@ def adapters_beside(
 ) -> LayerSizes:
     """Adapters of this rank beside products of a layer that is frozen, by the rows and columns of their matrices.
 
-    ``num_rows`` are those of all devices, ``num_tokens`` those of one. The layer keeps the inputs of its products
-    anyway, but not what dropout has left of them.
+    ``inputs`` are the widths of their inputs, each counted once where several products read it; ``num_rows`` are those
+    of all devices, ``num_tokens`` those of one. The layer keeps these inputs anyway, but not what dropout leaves of
+    them, of which each product has its own.
     """
     c, flops = compute_bytes, Flops()
     for rows, columns in matrices:
         flops += product(num_rows, rows, rank) + product(num_rows, rank, columns)
-    widths = sum(rows + columns + 2 * rank for rows, columns in matrices)
-    dropped = sum(rows for rows, _ in matrices) * (c + 1) if has_dropout else 0
-    stash = {"none": rank * len(matrices) * c + dropped, "dots": rank * len(matrices) * c, "full": 0}[remat]
-    moved = num_tokens * widths * c + num_params * c
+    all_inputs, results = sum(rows for rows, _ in matrices), sum(columns for _, columns in matrices)
+    inner = rank * len(matrices)
+    dropped = all_inputs * (c + 1) if has_dropout else 0
+    stash = {"none": inner * c + dropped, "dots": (inner + results) * c, "full": 0}[remat]
+    owed = ((all_inputs if has_dropout else inputs) + results + 2 * inner) * c
+    moved = num_tokens * owed + num_params * c
     return LayerSizes(
         flops=flops,
         num_params=num_params,
-        moved_bytes=(moved, moved, num_tokens * widths * c + num_params * 2 * _FLOAT32),
+        moved_bytes=(moved, moved, num_tokens * owed + num_params * 2 * _FLOAT32),
         stash_bytes=num_tokens * stash,
-        owed_bytes=num_tokens * widths * c,
+        owed_bytes=num_tokens * owed,
         derived_bytes=num_params * c if c < _FLOAT32 else 0,
         more_temporaries_bytes=num_params * _FLOAT32,
         recomputed=flops if remat == "full" else Flops(),

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _COUNTS = 8
 """Bytes of the two counts of updates that an optimizer has for each chunk."""
+_SECOND = ("output", "down", "fc2", "linear_2")
+"""Products that read the results of others of their part; all others of it read one input."""
 _TABLES = ("embedding", "head")
 """Layers whose matrices are no products of hidden layers, for optimizers that tell these apart."""
 
@@ -241,6 +243,7 @@ def _adapters_of(placed: Placed, way: StageRun, config: TrainConfig) -> dict[str
         found[part] = adapters_beside(
             [(size.rows, size.columns) for size in sizes],
             config.adapters.rank,
+            inputs=sum({(*size.path[:-1], size.path[-1] in _SECOND): size.rows for size in sizes}.values()),
             num_params=sum(size.held for size in sizes),
             num_rows=num_rows,
             num_tokens=num_tokens,

@@ -1,5 +1,6 @@
 """The planner knows that adapters train in place of their layers."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ from rrfp_jax.data.dataset import contents_of
 from rrfp_jax.models import language_model
 from rrfp_jax.planner.analytic_costs import analytic_book, model_layers
 from rrfp_jax.programs.chunk import ADAPTERS, param_specs
+from rrfp_jax.programs.chunk_plan import plan_chunk
+from rrfp_jax.programs.model_graph import model_graph
+from rrfp_jax.programs.shapes import derive_shapes, num_bytes
 from rrfp_jax.programs.state import state_specs
 from rrfp_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
@@ -38,6 +42,30 @@ def test_forecast_bytes_are_those_held(overrides: dict[str, Any]) -> None:
     model = model_layers(load_train_config("cpu/debug", overrides), microbatch_size=2)
     told = [model.types[name].fixed_bytes for name in model.layers]
     assert told == held(overrides)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("targets", [("query", "value"), ("attention.*", "mlp.*")], ids=str)
+def test_bytes_of_a_microbatch_bound_those_of_the_programs(targets: Any, dropout: float, remat: str) -> None:
+    config = load_train_config(
+        "cpu/debug", {"adapters.rank": 4, "adapters.targets": targets, "adapters.dropout": dropout}
+    )
+    chunks = training_chunks(config, language_model(config.model).split(4))
+    graph = replace(model_graph(chunks, None, None), num_microbatches=2)
+    graph = replace(graph, split=frozenset(range(4)))
+    leaf = jax.ShapeDtypeStruct((2, config.data.length), np.int32)  # type: ignore[union-attr]
+    leaves = {"tokens": leaf, "targets": leaf, "weights": jax.ShapeDtypeStruct(leaf.shape, np.float32)}
+    plan = plan_chunk(1, chunks, graph, derive_shapes(chunks, graph, leaves), remat=remat)
+    layer = model_layers(config, microbatch_size=2, remat=remat).types["layer (adapters)"]
+    assert layer.adapters is not None
+    kept = num_bytes((plan.residuals.specs.donated, plan.residuals.specs.saved, plan.residuals.specs.aliased))
+    key = 32 if dropout else 0
+    assert kept - key <= layer.sizes.stash_bytes + layer.adapters.stash_bytes <= 1.25 * kept
+    owed = plan.weight_residuals.num_bytes.total
+    assert owed - key <= layer.adapters.owed_bytes <= 1.3 * owed
+    if not dropout and remat != "full":
+        assert layer.adapters.owed_bytes == owed
 
 
 def test_layers_with_adapters_are_types_of_their_own() -> None:
