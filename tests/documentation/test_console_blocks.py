@@ -47,9 +47,14 @@ FAILED_RUN = (
     "--events runs/mine/events-rank0.json.gz"
 )
 MEASURED_RUN = "rrfp train --config cpu/debug --steps 4 --held-out 0.1 --run-dir runs/measured"
+IMPORTED_MODEL = (
+    "python -m experiments.train --config cpu/debug --steps 1 --run-dir runs/made-here && "
+    "rrfp convert export runs/made-here runs/downloaded && rrfp convert import runs/downloaded runs/imported"
+)
 BEFORE = {
     "python -m experiments.replay runs/mine": FAILED_RUN,
     "rrfp evaluate runs/measured": MEASURED_RUN,
+    "python -m experiments.train --config cpu/debug --steps 5 --init-from runs/imported": IMPORTED_MODEL,
 }
 """What a block takes for granted, by the beginning of its first command."""
 
