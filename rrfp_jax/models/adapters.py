@@ -206,7 +206,7 @@ def _with_adapters(chunk: Chunk, layers: Sequence[NamedLayer], adapters: Adapter
                     f"{each.columns} columns: give a rank of at most {min(each.rows, each.columns)}"
                 )
         paths = tuple(each.path for each in matrices)
-        build = partial(_build, build=layer.build, adapters=adapters, paths=paths) if paths else layer.build
+        build = _builder(layer.build, adapters, paths) if paths else layer.build
         adapted.append(_Adapted(layer._replace(name="", build=build), paths))
         if paths:
             names[ADAPTERS + layer.own] = ADAPTERS + layer.name
@@ -235,10 +235,15 @@ def _with_adapters(chunk: Chunk, layers: Sequence[NamedLayer], adapters: Adapter
     )
 
 
+@cache  # so that layers of a kind have one builder, by which their modules are known
+def _builder(build: Callable[..., Any], adapters: AdaptersConfig, paths: tuple[_Path, ...]) -> Callable[..., Any]:
+    """Returns the function that makes a layer with adapters."""
+    return partial(_build, build=build, adapters=adapters, paths=paths)
+
+
 def _build(
     config: Any, rngs: nnx.Rngs, *, build: Callable[..., Any], adapters: AdaptersConfig, paths: tuple[_Path, ...]
 ) -> nnx.Module:
-    """Builds a layer with adapters."""
     module: nnx.Module = build(config, rngs)
     for path in paths:
         _part(module, path).adapt(adapters)
