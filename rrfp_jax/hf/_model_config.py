@@ -16,6 +16,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DROPPED = ("*.rotary_emb.inv_freq", "*.embeddings.position_ids")
 """Tensors of old files that follow from the configuration, and so are no parameters."""
 _QUANTISED = "quantization_config"
+_MOST_AHEAD = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,14 @@ def read_config(config: Mapping[str, Any], where: str, *, has_head: bool | None,
             return HubModel(sections=sections, table=table, newer=newer, unused=unused, decoder_prefix=DECODER_PREFIX)
         fields = ConfigFields(config, where, family.defaults)
         tied = fields.flag("tie_word_embeddings") and not has_head
-        return HubModel(
-            sections=ModelSections(model=read_decoder(fields, family, tied=tied, dtype=dtype)), table=family.names
-        )
+        model = read_decoder(fields, family, tied=tied, dtype=dtype)
+        unused = ()
+        if family.latent and (ahead := fields.get("num_nextn_predict_layers")):
+            first, number = model.num_layers, fields.whole("num_nextn_predict_layers")
+            if number > _MOST_AHEAD:
+                raise fields.refusal("num_nextn_predict_layers", ahead, f"give at most {_MOST_AHEAD}")
+            unused = tuple(f"model.layers.{layer}.*" for layer in range(first, first + number))
+        return HubModel(sections=ModelSections(model=model), table=family.names, unused=unused)
     except ValueError as error:
         # Our own records refuse numbers without naming the file.
         located = str(error).startswith(where)
@@ -94,8 +100,12 @@ def _family_of(model: LanguageModelConfig, where: str) -> DecoderFamily:
         raise ValueError(f"{where}: model.qkv_bias and model.{other} are together in no family: train without one")
     if (experts := model.experts) is not None:
         for name in ("shared_mlp_dim", "capacity_factor"):
-            if getattr(experts, name) is not None:
+            has_it = model.latent_attention is not None and name == "shared_mlp_dim"
+            if getattr(experts, name) is not None and not has_it:
                 raise ValueError(f"{where}: model.experts.{name} is {getattr(experts, name)}: no family has it")
+    if model.latent_attention is not None:
+        return DECODER_FAMILIES["deepseek_v3"]
+    if experts is not None:
         return DECODER_FAMILIES["qwen3_moe" if model.qk_norm else "mixtral"]
     if model.qk_norm:
         return DECODER_FAMILIES["qwen3"]

@@ -50,7 +50,7 @@ class PlannedExport:
     def tensors(self) -> list[PlannedTensor]:
         """All tensors in the order in which they are written."""
         own = [
-            PlannedTensor(name, shape, self.dtype or self.dtypes[match.ours])
+            PlannedTensor(name, shape, match.transform.dtype or self.dtype or self.dtypes[match.ours])
             for match in self.matches
             for name, shape in zip(match.theirs, match.their_shapes, strict=True)
         ]
@@ -116,7 +116,8 @@ def write_export(
                 arrays = read_layer_params(plan.stored, layer)
                 for match in own:
                     # Popped, so that each array is freed once its tensors are written.
-                    array = _converted(arrays.pop(match.ours[1:]), plan.dtype, "/".join(match.ours))
+                    array, dtype = arrays.pop(match.ours[1:]), match.transform.dtype or plan.dtype
+                    array = _converted(array, dtype, "/".join(match.ours))
                     for name, tensor in zip(match.theirs, match.transform.to_theirs(array), strict=True):
                         writer.write(name, tensor)
             for stored in plan.carried:

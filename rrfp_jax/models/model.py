@@ -38,6 +38,7 @@ from rrfp_jax.models.cuts import (
     SequenceSlices,
     plan_cut,
 )
+from rrfp_jax.models.experts import BALANCE_BIAS
 from rrfp_jax.models.flax_modules import NamedLayer, chunk_of
 from rrfp_jax.models.loss import (
     answer_counts,
@@ -295,6 +296,7 @@ def decoder_chunk(
     # in two chunks, tied embeddings are copies of one parameter
     shared = {prefix + EMBEDDING} if config.tie_embeddings and plan.embedding != plan.head else set()
     has_router_loss = config.has_router_loss and not gives_logits
+    counts_routes = config.counts_routes and not gives_logits
     counts_answers = counts_answers and plan.head and not gives_logits
     gives_loss = plan.head and not gives_logits
     has_attention = any(plan.part(layer) != MLP for layer in plan.layers)
@@ -310,10 +312,11 @@ def decoder_chunk(
         leaves.append("segments")
     if gives_loss:
         leaves.append("targets")
-    # where rows are not packed, weights are all that tells a router's loss which tokens are padding
-    if gives_loss or (has_router_loss and not packed and has_experts):
+    # where rows are not packed, weights are all that tells a router which tokens are padding
+    if gives_loss or (counts_routes and not packed and has_experts):
         leaves.append("weights")
     order = None if context is None else SequenceOrder(context.devices, config.sliding_window)
+    rate = None if config.experts is None else config.experts.bias_rate
     run = partial(
         _run,
         embeds=plan.embedding,
@@ -321,6 +324,7 @@ def decoder_chunk(
         gives_logits=gives_logits,
         packed=packed,
         num_sparse=config.num_sparse_layers if has_router_loss else 0,
+        counts_routes=counts_routes,
         z_loss=config.z_loss,
         merges=tuple((merge.index_leaf, None if merge.projector is None else merge.projector.own) for merge in merges),
         context=context,
@@ -344,6 +348,7 @@ def decoder_chunk(
         optional_leaves=frozenset(indices),
         shared=frozenset(shared & {layer.name for layer in layers}),
         gives_loss=part is not None and gives_loss and not part.is_last,
+        sign_rates={} if rate is None else {BALANCE_BIAS: rate},
         partition=partial(decoder_partition, config) if cut_over_devices is None else cut_over_devices,
     )
 
@@ -358,6 +363,7 @@ def _run(
     gives_logits: bool,
     packed: bool,
     num_sparse: int,
+    counts_routes: bool,
     z_loss: float,
     merges: tuple[tuple[str, str | None], ...],
     context: ContextCut | None,
@@ -392,7 +398,7 @@ def _run(
             options["earlier"] = earlier[len(keys)]
         if layer.is_sparse:
             options["is_token"] = is_token
-            options["counts"] = None if not num_sparse else is_token if packed else leaves["weights"] != 0
+            options["counts"] = None if not counts_routes else is_token if packed else leaves["weights"] != 0
             options["order"] = None if order is None else order(length)
         # each layer by itself is rematerialised, so that a backward holds the activations of one
         hidden, added, own = one_layer(partial(layer, **options))(hidden)

@@ -175,7 +175,7 @@ def sizes_of(config: VisionLanguageConfig) -> ModelPair:
 
 def decoder_sizes(config: LanguageModelConfig) -> DecoderSizes:
     """The sizes of a decoder alone; of experts those count that compute a token."""
-    experts = config.experts
+    experts, latent = config.experts, config.latent_attention
     chosen = 0 if experts is None else experts.experts_per_token * config.expert_dim + (experts.shared_mlp_dim or 0)
     return DecoderSizes(
         hidden=config.hidden,
@@ -188,4 +188,6 @@ def decoder_sizes(config: LanguageModelConfig) -> DecoderSizes:
         num_sparse_layers=config.num_sparse_layers,
         num_experts=0 if experts is None else experts.num_experts,
         expert_dims=chosen,
+        latent_params=None if latent is None else latent.num_product_params(config.hidden, config.num_heads),
+        value_dim=None if latent is None else latent.value_dim,
     )
