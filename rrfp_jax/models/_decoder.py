@@ -397,6 +397,33 @@ class DecoderLayer(nnx.Module):
         return self.mlp(normalised), None
 
 
+class AheadLayer(DecoderLayer):
+    """Predicts one token further ahead: a decoder layer on the stream so far, joined with the next token's vector
+    (DeepSeek-V3, section 2.2), and the norm before the head, which the next such layer reads too."""
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, *, is_sparse: bool) -> None:
+        super().__init__(config, rngs, is_sparse=is_sparse)
+        self.token_norm, self.stream_norm = residual_norm(config, rngs), residual_norm(config, rngs)
+        self.join = projection(config, 2 * config.hidden, config.hidden, rngs)
+        self.output_norm = residual_norm(config, rngs)
+
+    def predict(self, stream: jax.Array, vectors: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the input of the head, shaped like ``stream``, and the loss that the layer's router adds, or None.
+
+        ``stream`` is the input of the head one token back, ``vectors`` are those of the token after each;
+        ``options`` are those of a decoder layer.
+        """
+        both = jnp.concatenate([self.token_norm(vectors), self.stream_norm(stream)], axis=-1)
+        hidden, loss, _ = self(self.join(both), **options)
+        return self.output_norm(hidden), loss
+
+
+@cache
+def ahead_layer(*, is_sparse: bool) -> Callable[[LanguageModelConfig, nnx.Rngs], AheadLayer]:
+    """Returns the function that makes a layer that predicts further ahead."""
+    return partial(AheadLayer, is_sparse=is_sparse)
+
+
 @cache
 def decoder_layer(*, is_sparse: bool, part: str | None) -> Callable[[LanguageModelConfig, nnx.Rngs], DecoderLayer]:
     """Returns the function that makes a decoder layer, with experts or without, or a part of it."""

@@ -282,6 +282,26 @@ class LatentAttentionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictAheadConfig:
+    """Multi-token prediction of DeepSeek-V3: layers behind the model that predict tokens further ahead, one more each.
+
+    Raises ValueError, with the remedy, for values that do not describe such layers.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    num_layers: int = 1
+    """Number of such layers, and of tokens behind the next one that are predicted."""
+    loss_weight: float = 0.3
+    """Weight of their losses in that of training, shared out equally."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fields(self, AT_LEAST_1, "num_layers")
+        check_fields(self, POSITIVE, "loss_weight")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
     """A decoder in the manner of Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
@@ -320,6 +340,8 @@ class LanguageModelConfig:
     its own."""
     experts: ExpertsConfig | None = None
     """Experts in place of the MLP of some layers or all; None: every layer has a plain one."""
+    predict_ahead: PredictAheadConfig | None = None
+    """Layers that predict tokens further ahead, for one more loss, as in DeepSeek-V3; null: none."""
     norm_eps: float = 1e-5
     """Number that RMSNorm adds to the mean square."""
     tie_embeddings: bool = False
@@ -444,6 +466,22 @@ class LanguageModelConfig:
             mlp += self.experts.num_experts * (self.experts.bias_rate is not None)
         return attention + mlp + 2 * self.hidden
 
+    @property
+    def num_layers_ahead(self) -> int:
+        """Number of layers that predict further ahead; they are numbered on from the others."""
+        return 0 if self.predict_ahead is None else self.predict_ahead.num_layers
+
+    @property
+    def num_sparse_layers_ahead(self) -> int:
+        """Number of these that have experts."""
+        return sum(map(self.is_sparse, range(self.num_layers, self.num_layers + self.num_layers_ahead)))
+
+    def num_ahead_params(self, *, active: bool = False) -> int:
+        """Returns the number of parameters of the layers that predict further ahead."""
+        own = 2 * self.hidden**2 + 3 * self.hidden
+        layers = range(self.num_layers, self.num_layers + self.num_layers_ahead)
+        return sum(own + self.num_layer_params(layer, active=active) for layer in layers)
+
     def num_params(self, *, active: bool = False) -> int:
         """Returns the number of parameters of the whole model, tied embeddings counted once.
 
@@ -451,4 +489,4 @@ class LanguageModelConfig:
         """
         layers = sum(self.num_layer_params(layer, active=active) for layer in range(self.num_layers))
         tables = 1 if self.tie_embeddings else 2
-        return layers + tables * self.vocab_size * self.hidden + self.hidden
+        return layers + tables * self.vocab_size * self.hidden + self.hidden + self.num_ahead_params(active=active)

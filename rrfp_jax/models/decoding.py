@@ -38,7 +38,7 @@ class CachedDecoder:
 
     @cached_property
     def _layers(self) -> list[NamedLayer]:
-        config = self.config
+        config = replace(self.config, predict_ahead=None)
         if config.experts is not None:
             # a growing text has no row whose tokens a capacity could count
             config = replace(config, experts=replace(config.experts, capacity_factor=None))

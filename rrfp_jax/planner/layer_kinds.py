@@ -162,6 +162,8 @@ def decoder_layer_sizes(
 
     Where some layers have experts and others have none, those that have are of kind ``sparse``.
     """
+    if model.predict_ahead is not None:
+        raise ValueError("model.predict_ahead has no costs in plans: leave it out where a plan is made")
     sizes, c = decoder_sizes(model), FLOAT_BYTES[model.compute_dtype]
     tokens, is_cast = way.own.tokens, model.compute_dtype != model.param_dtype
     parts = way.rows.tokens / tokens
