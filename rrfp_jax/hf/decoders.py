@@ -250,6 +250,10 @@ _DEEPSEEK_V3 = DecoderFamily(
             {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
             {},
         ),
+        "layers.N.token_norm.scale": (SAME, _LAYER + "enorm.weight"),
+        "layers.N.stream_norm.scale": (SAME, _LAYER + "hnorm.weight"),
+        "layers.N.join.kernel": (TRANSPOSED, _LAYER + "eh_proj.weight"),
+        "layers.N.output_norm.scale": (SAME, _LAYER + "shared_head.norm.weight"),
         "layers.N.mlp.router": (TRANSPOSED_FLOAT32, _LAYER + "mlp.gate.weight"),
         "layers.N.mlp.balance_bias": (SAME_FLOAT32, _LAYER + "mlp.gate.e_score_correction_bias"),
     },
@@ -374,6 +378,7 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
         values |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
     if (latent := config.latent_attention) is not None:
         values |= _written_latent(latent, config.num_layers)
+        values["num_nextn_predict_layers"] = config.num_layers_ahead
         if latent.score_mscale:
             values["rope_scaling"]["mscale_all_dim"] = latent.score_mscale
     experts, names = config.experts, family.experts
@@ -425,7 +430,7 @@ def _read_latent(fields: ConfigFields) -> LatentAttentionConfig:
     )
     fields.only("qk_head_dim", latent.query_dim, why="it is the sum of qk_nope_head_dim and qk_rope_head_dim")
     fields.only("head_dim", latent.rotary_dim, why="in this family it is qk_rope_head_dim")
-    fields.get("num_nextn_predict_layers")  # their tensors are carried along
+    fields.get("num_nextn_predict_layers")  # whether they are there, only the tensors tell
     fields.get("auto_map")  # code for versions of transformers that did not know the family; it is not run
     return latent
 

@@ -128,11 +128,11 @@ def write_export(
 
 def _hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[str, Any]]:
     """Returns the family's tables and ``config.json``: that in ``files``, or a new one if there are none."""
-    tied = folder.sections.model.tie_embeddings
+    tied, num_ahead = folder.sections.model.tie_embeddings, folder.sections.model.num_layers_ahead
     if files is None:
         config = new_config(folder.sections, str(folder.path))
         # Reading the new file back shows every field that the family has no words for.
-        model = read_config(config, str(folder.path), has_head=not tied, dtype="float32")
+        model = read_config(config, str(folder.path), has_head=not tied, dtype="float32", num_ahead=num_ahead)
         if lost := model_differences(model.sections, folder.sections):
             raise ValueError(
                 f"{folder.path} is no {config['architectures'][0]}: {'; '.join(lost)}, and no family has that"
@@ -140,7 +140,7 @@ def _hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[
         return model, config
     path = files / CONFIG
     config = read_json(path)
-    model = read_config(config, str(path), has_head=not tied, dtype="float32")
+    model = read_config(config, str(path), has_head=not tied, dtype="float32", num_ahead=num_ahead)
     if other := model_differences(model.sections, folder.sections):
         raise ValueError(
             f"{path} is of another model than {folder.path}: {'; '.join(other)}: put that of the model there"

@@ -71,7 +71,7 @@ _RECORDS: dict[str, type] = {"model": LanguageModelConfig, "vision": VisionConfi
 # Fields that parameters do not depend on: how a model begins, its dtypes, and the terms that it adds to the loss.
 _FREE = {
     *("init_std", "param_dtype", "compute_dtype", "capacity_factor"),
-    *("z_loss", "balance_coefficient", "z_coefficient"),
+    *("z_loss", "balance_coefficient", "z_coefficient", "loss_weight"),
 }
 
 

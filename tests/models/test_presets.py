@@ -1,5 +1,7 @@
 """The models that have names are as large as their names say."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
@@ -36,6 +38,14 @@ def test_active_parameters_are_those_that_compute_a_token(name, active):
     specs = param_specs(chunk)
     assert sum(leaf.size for leaf in jax.tree.leaves(specs)) == config.num_params()
     chunk.partition(specs, {"tensor": 2, "expert": 4})
+
+
+def test_a_deep_model_has_no_more_unlike_chunks_than_a_shallow_one():
+    def kinds(num_layers: int) -> set[object]:
+        config = replace(DECODERS["deepseek-v3"], num_layers=num_layers)
+        return {chunk.own.kind for chunk in language_model(config).split(num_layers)}
+
+    assert len(kinds(61)) == len(kinds(16)) == 4  # with the embedding, dense, sparse, with the head
 
 
 def test_all_presets_are_counted():
