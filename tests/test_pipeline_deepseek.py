@@ -204,6 +204,7 @@ def test_a_checkpoint_carries_the_biases_into_another_layout(tmp_path: Path) -> 
     assert_same_training(losses, params, *plain()[:2])
 
 
+@pytest.mark.slow
 def test_a_bias_that_stays_and_one_of_a_skipped_step_keep_their_bits() -> None:
     still = replace(CONFIG, num_layers=2, experts=replace(EXPERTS, bias_rate=0.0))
     first = batches()[0]
