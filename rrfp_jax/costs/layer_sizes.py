@@ -65,6 +65,12 @@ class Widths:
     """How many times the width of the MLP a backward needs."""
     biased: int = 0
     """Widths of the results of products to which a bias is added."""
+    more_kept: int = 0
+    """Widths of arrays that ``none`` keeps in latent attention, beyond those of plain attention with these widths."""
+    more_results: int = 0
+    """Widths of the results of matrix products, beyond those."""
+    more_products: int = 0
+    """Widths of the inputs and results of products with parameters, beyond those."""
 
 
 class Sent(NamedTuple):
@@ -167,13 +173,13 @@ def transformer_layer(
     w, c, added = widths, compute_bytes, num_branches * widths.hidden
     stream = w.hidden * c
     # The widths of the inputs and results of all products with parameters.
-    products = 2 * added + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp
+    products = 2 * added + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp + w.more_products
     scores = w.num_heads * length
     norms = added + w.normed_heads
     none: float = norms * c
-    none += (added + 2 * w.query + 2 * w.key + w.mlp_kept * w.mlp) * c
+    none += (added + 2 * w.query + 2 * w.key + w.mlp_kept * w.mlp + w.more_kept) * c
     none += w.num_heads * _FLOAT32 if is_fused else scores * (_FLOAT32 + c) + 2 * w.num_heads * _FLOAT32
-    dots: float = (2 * w.query + 2 * w.key + added + (1 + w.is_gated) * w.mlp) * c
+    dots: float = (2 * w.query + 2 * w.key + added + (1 + w.is_gated) * w.mlp + w.more_results) * c
     dots += (w.num_heads if is_fused else scores) * _FLOAT32
     stash = {"none": none, "dots": dots, "full": stream}[remat]
     owed = products * c * num_tokens + norms * c

@@ -29,12 +29,16 @@ class Transform(NamedTuple):
     """The array that these tensors become."""
     to_theirs: Callable[[np.ndarray], list[np.ndarray]]
     """The tensors that this array becomes."""
+    dtype: str | None = None
+    """The dtype on both sides, whatever that of the model is; None: the model's."""
 
 
 SAME = Transform(lambda ours: [ours], lambda theirs: theirs[0], lambda ours: [ours])
 """The array is the same on both sides."""
 TRANSPOSED = Transform(lambda ours: [ours[::-1]], lambda theirs: theirs[0].T, lambda ours: [ours.T])
 """The kernel of a product, ``[in, out]`` here and ``[out, in]`` there."""
+SAME_FLOAT32, TRANSPOSED_FLOAT32 = (each._replace(dtype="float32") for each in (SAME, TRANSPOSED))
+"""The same, in float32 also where the model is in bfloat16."""
 PER_EXPERT = Transform(
     lambda ours: [ours[:0:-1]] * ours[0],
     lambda theirs: np.stack([matrix.T for matrix in theirs]),

@@ -59,7 +59,7 @@ class PlannedExport:
     def tensors(self) -> list[PlannedTensor]:
         """All tensors in the order in which they are written."""
         own = [
-            PlannedTensor(name, shape, self.dtype or self.dtypes[match.ours])
+            PlannedTensor(name, shape, match.transform.dtype or self.dtype or self.dtypes[match.ours])
             for match in self.matches
             for name, shape in zip(match.theirs, match.their_shapes, strict=True)
         ]
@@ -130,7 +130,8 @@ def write_export(
                     # Popped, so that each array is freed once its tensors are written.
                     inner = match.ours[1:]
                     array = _merged(arrays.pop(inner), factors, inner, plan.folder.sections.adapters)
-                    array = _converted(array, plan.dtype or plan.dtypes[match.ours], "/".join(match.ours))
+                    dtype = match.transform.dtype or plan.dtype or plan.dtypes[match.ours]
+                    array = _converted(array, dtype, "/".join(match.ours))
                     for name, tensor in zip(match.theirs, match.transform.to_theirs(array), strict=True):
                         writer.write(name, tensor)
             for stored in plan.carried:
@@ -194,11 +195,11 @@ def write_adapters(plan: PlannedExport, target: Path) -> None:
 
 def hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[str, Any]]:
     """Returns the family's tables and ``config.json``: that in ``files``, or a new one if there are none."""
-    tied = folder.sections.model.tie_embeddings
+    tied, num_ahead = folder.sections.model.tie_embeddings, folder.sections.model.num_layers_ahead
     if files is None:
         config = new_config(folder.sections, str(folder.path))
         # Reading the new file back shows every field that the family has no words for.
-        model = read_config(config, str(folder.path), has_head=not tied, dtype="float32")
+        model = read_config(config, str(folder.path), has_head=not tied, dtype="float32", num_ahead=num_ahead)
         if lost := model_differences(model.sections, folder.sections):
             raise ValueError(
                 f"{folder.path} is no {config['architectures'][0]}: {'; '.join(lost)}, and no family has that"
@@ -206,7 +207,7 @@ def hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[s
         return model, config
     path = files / CONFIG
     config = read_json(path)
-    model = read_config(config, str(path), has_head=not tied, dtype="float32")
+    model = read_config(config, str(path), has_head=not tied, dtype="float32", num_ahead=num_ahead)
     if other := model_differences(model.sections, folder.sections):
         raise ValueError(
             f"{path} is of another model than {folder.path}: {'; '.join(other)}: put that of the model there"

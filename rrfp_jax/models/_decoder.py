@@ -7,6 +7,7 @@ sequences are cut.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -131,7 +132,7 @@ def row_info(
             return None
         order = None if cut is None else SequenceOrder(cut.devices, config.sliding_window)
         positions = (start + jnp.arange(length) if order is None else jnp.asarray(order(length)))[None]
-    sin, cos = rope_tables(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling)
+    sin, cos = rope_tables(positions, config.rotary_dim // 2, config.rope_theta, config.rope_scaling)
     return RowInfo(sin, cos, segments, cut)
 
 
@@ -221,6 +222,104 @@ class Attention(nnx.Module):
         return rope_tables(positions, self.head_dim // 2, self.rope_theta, self.rope_scaling)
 
 
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1), with the methods of :class:`Attention`.
+
+    A head's keys and values are products of a vector that all heads share; behind the plain dims of each key stands a
+    rotary key, of which there is one. Queries and keys are put together for every head, so any implementation of
+    attention may compute it; the narrower one of values and keys is filled up with zeros, which change nothing.
+    """
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        assert config.latent_attention is not None
+        self.latent, self.config = config.latent_attention, config
+        latent, heads = self.latent, config.num_heads
+        # whatever the norms of the stream add, these two add 1e-6 in published models
+        norm = replace(config, norm_eps=1e-6)
+        if latent.query_rank is None:
+            self.query = projection(config, config.hidden, heads * latent.query_dim, rngs)
+        else:
+            self.query_down = projection(config, config.hidden, latent.query_rank, rngs)
+            self.query_norm = rms_norm(norm, latent.query_rank, rngs)
+            self.query_up = projection(config, latent.query_rank, heads * latent.query_dim, rngs)
+        self.kv_down = projection(config, config.hidden, latent.kv_rank + latent.rotary_dim, rngs)
+        self.kv_norm = rms_norm(norm, latent.kv_rank, rngs)
+        self.kv_up = projection(config, latent.kv_rank, heads * (latent.plain_dim + latent.value_dim), rngs)
+        self.output = projection(config, heads * latent.value_dim, config.hidden, rngs, to_residual=True)
+
+    def __call__(self, x: jax.Array, rows: RowInfo | None = None) -> jax.Array:
+        """Maps ``[batch, length, hidden]`` to the same shape and dtype."""
+        return self.with_keys(x, rows)[0]
+
+    def with_keys(
+        self, x: jax.Array, rows: RowInfo | None = None, earlier: Sequence[KVCache] = ()
+    ) -> tuple[jax.Array, KVCache]:
+        """Computes a slice of a sequence, as :meth:`Attention.with_keys`."""
+        tables = self._tables(jnp.arange(x.shape[1])) if rows is None else (rows.sin, rows.cos)
+        query, key, value = self._heads(x, *tables)
+        own, segments, window = KVCache(key, value), None if rows is None else rows.segments, self.config.sliding_window
+        if earlier:
+            key, value = (jnp.concatenate(parts, axis=1) for parts in zip(*earlier, own, strict=True))
+            reach = key.shape[1] if window is None else x.shape[1] + window - 1
+            key, value = key[:, -reach:], value[:, -reach:]
+            segments = None if segments is None else segments[:, -reach:]
+        query, key, value = self._of_one_width(query, key, value)
+        if rows is not None and rows.cut is not None:
+            mixed = context_attention(query, key, value, window=window, cut=rows.cut, segments=segments)
+        else:
+            mixed = causal_attention(query, key, value, window=window, segments=segments)
+        return self._joined(checkpoint_name(mixed, "attention")), own
+
+    def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
+        """Decode step, as :meth:`Attention.decode_step`."""
+        positions = start + jnp.arange(x.shape[1])
+        query, *new = self._heads(x, *self._tables(positions))
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
+            for held, part in zip(cache, new, strict=True)
+        )
+        parts = self._of_one_width(query, keys, values)
+        mixed = cached_attention(*parts, positions, window=self.config.sliding_window)
+        return self._joined(mixed), KVCache(keys, values)
+
+    def _heads(self, x: jax.Array, sin: jax.Array, cos: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values by head; dims that positions turn are turned and come last."""
+        latent = self.latent
+        if latent.query_rank is None:
+            query = by_head(self.query, x, latent.query_dim)
+        else:
+            query = by_head(self.query_up, self.query_norm(self.query_down(x)), latent.query_dim)
+        query, turned = jnp.split(query, [latent.plain_dim], axis=-1)
+        shared, rotary_key = jnp.split(self.kv_down(x), [latent.kv_rank], axis=-1)
+        both = by_head(self.kv_up, self.kv_norm(shared), latent.plain_dim + latent.value_dim)
+        key, value = jnp.split(both, [latent.plain_dim], axis=-1)
+        turned, rotary_key = (self._turn(part, sin, cos) for part in (turned, rotary_key[..., None, :]))
+        rotary_key = jnp.broadcast_to(rotary_key, (*key.shape[:-1], latent.rotary_dim))
+        return jnp.concatenate([query, turned], axis=-1), jnp.concatenate([key, rotary_key], axis=-1), value
+
+    def _turn(self, x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+        if self.latent.interleaved:  # scores do not depend on the order in which the turned dims come out
+            x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+        return apply_rope(x, sin, cos)
+
+    def _of_one_width(
+        self, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the three with heads of equal width, for attention that divides scores by the root of it."""
+        latent, width = self.latent, self.latent.call_dim
+        factor = latent.score_factor(self.config.rope_scaling) * math.sqrt(width / latent.query_dim)
+        if factor != 1:
+            query = (query.astype(jnp.float32) * factor).astype(query.dtype)
+        query, key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[-1]),)) for x in (query, key, value))
+        return query, key, value
+
+    def _joined(self, mixed: jax.Array) -> jax.Array:
+        return from_heads(self.output, mixed[..., : self.latent.value_dim])
+
+    def _tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rope_tables(positions, self.latent.rotary_dim // 2, self.config.rope_theta, self.config.rope_scaling)
+
+
 class _GatedMLP(nnx.Module):
     """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``."""
 
@@ -250,7 +349,8 @@ class DecoderLayer(nnx.Module):
     ) -> None:
         self.config, self.is_sparse, self.part = config, is_sparse, part
         # a part is left out once it is made, so that the other one has the initial values of the whole layer
-        attention = residual_norm(config, rngs), Attention(config, rngs)
+        mixer = Attention if config.latent_attention is None else LatentAttention
+        attention = residual_norm(config, rngs), mixer(config, rngs)
         mlp = residual_norm(config, rngs), (MixtureOfExperts if is_sparse else _GatedMLP)(config, rngs)
         if part != MLP:
             self.attention_norm, self.attention = attention
@@ -295,6 +395,33 @@ class DecoderLayer(nnx.Module):
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(normalised, **options)
         return self.mlp(normalised), None
+
+
+class AheadLayer(DecoderLayer):
+    """Predicts one token further ahead: a decoder layer on the stream so far, joined with the next token's vector
+    (DeepSeek-V3, section 2.2), and the norm before the head, which the next such layer reads too."""
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, *, is_sparse: bool) -> None:
+        super().__init__(config, rngs, is_sparse=is_sparse)
+        self.token_norm, self.stream_norm = residual_norm(config, rngs), residual_norm(config, rngs)
+        self.join = projection(config, 2 * config.hidden, config.hidden, rngs)
+        self.output_norm = residual_norm(config, rngs)
+
+    def predict(self, stream: jax.Array, vectors: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the input of the head, shaped like ``stream``, and the loss that the layer's router adds, or None.
+
+        ``stream`` is the input of the head one token back, ``vectors`` are those of the token after each;
+        ``options`` are those of a decoder layer.
+        """
+        both = jnp.concatenate([self.token_norm(vectors), self.stream_norm(stream)], axis=-1)
+        hidden, loss, _ = self(self.join(both), **options)
+        return self.output_norm(hidden), loss
+
+
+@cache
+def ahead_layer(*, is_sparse: bool) -> Callable[[LanguageModelConfig, nnx.Rngs], AheadLayer]:
+    """Returns the function that makes a layer that predicts further ahead."""
+    return partial(AheadLayer, is_sparse=is_sparse)
 
 
 @cache

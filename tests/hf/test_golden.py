@@ -21,6 +21,7 @@ def test_all_families_are_there():
         "qwen3",
         "mixtral",
         "qwen3_moe",
+        "deepseek_v3",
         "llava_clip",
         "llava_siglip",
         "internvl",

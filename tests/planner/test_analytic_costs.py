@@ -11,7 +11,7 @@ from rrfp_jax.commands.training.config import choices_of_options, load_train_con
 from rrfp_jax.costs.devices import SHARE_OF_GPU, device_of
 from rrfp_jax.costs.flops import Flops
 from rrfp_jax.costs.layer_sizes import REMAT_NAMES, REMATS
-from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig
+from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig, LatentAttentionConfig
 from rrfp_jax.models.model import language_model
 from rrfp_jax.planner.analytic_costs import MicrobatchRows, analytic_book, model_layers
 from rrfp_jax.planner.layer_kinds import StageRun, decoder_layer_sizes
@@ -29,6 +29,12 @@ ROWS = MicrobatchRows(num_rows=3, length=40)
 MODEL = LanguageModelConfig(
     vocab_size=300, hidden=48, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=10, mlp_dim=112
 )
+
+LATENT = {
+    "num_kv_heads": None,
+    "head_dim": None,
+    "latent_attention": LatentAttentionConfig(query_rank=20, kv_rank=14, plain_dim=10, rotary_dim=4, value_dim=12),
+}
 
 
 def traced(model: LanguageModelConfig, remat: str) -> list[ChunkPlan]:
@@ -48,6 +54,8 @@ def traced(model: LanguageModelConfig, remat: str) -> list[ChunkPlan]:
         ("dots", {"compute_dtype": "bfloat16", "qkv_bias": True}),
         pytest.param("full", {}, marks=pytest.mark.slow),
         pytest.param("none", {"qk_norm": True}, marks=pytest.mark.slow),
+        pytest.param("none", LATENT, marks=pytest.mark.slow),
+        pytest.param("dots", {**LATENT, "compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
     ],
 )
 def test_bytes_are_those_of_the_programs(remat: str, more: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """The model of a run as its configuration describes it: shape, chunks, their stages, frozen parameters, operations."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from numpy.typing import NDArray
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import about_layout, sequence_slices
-from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, chunk_flops, pairs, product, step_flops
+from rrfp_jax.costs.flops import Amounts, CountedLayer, DecoderSizes, Flops, chunk_flops, pairs, product, step_flops
 from rrfp_jax.data.dataset import Batch, BatchContents
 from rrfp_jax.layout import CONTEXT
 from rrfp_jax.models import add_adapters, language_model
@@ -284,7 +285,11 @@ def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
         name, is_sparse = f"{prefix}layers.{number}", model.is_sparse(number)
         add(part_name(name, ATTENTION), lambda held: sizes.attention(held.tokens, held.pairs))
         add(part_name(name, MLP), lambda held, is_sparse=is_sparse: sizes.mlp(held.tokens, is_sparse=is_sparse))  # type: ignore[misc]
-    add(f"{prefix}{'embedding' if model.tie_embeddings else 'head'}", lambda held: sizes.head(held.tokens))
+    head = f"{prefix}{'embedding' if model.tie_embeddings else 'head'}"
+    add(head, lambda held: sizes.head(held.tokens))
+    for number in range(model.num_layers, model.num_layers + model.num_layers_ahead):
+        add(f"layers.{number}", partial(_ahead_flops, sizes, is_sparse=model.is_sparse(number)))
+        add(head, lambda held: sizes.head(held.tokens))
     return layers
 
 
@@ -295,6 +300,13 @@ def whole_chunks(config: TrainConfig) -> list[Chunk]:
     from rrfp_jax.models import vision_language_model
 
     return vision_language_model(vision_language_config(config)).split().chunks
+
+
+def _ahead_flops(sizes: DecoderSizes, held: Amounts, *, is_sparse: bool) -> Flops:
+    """Returns the operations of a layer that predicts further ahead, without the head."""
+    return product(held.tokens, 2 * sizes.hidden, sizes.hidden) + sizes.layer(
+        held.tokens, held.pairs, is_sparse=is_sparse
+    )
 
 
 def _patches_per_feature(config: TrainConfig) -> int:
