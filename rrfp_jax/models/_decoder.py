@@ -6,7 +6,7 @@ sequences are cut.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from numpy.typing import NDArray
 
 from rrfp_jax.models._context_attention import context_attention
-from rrfp_jax.models._parts import by_head, from_heads, learned, projection, rms_norm
+from rrfp_jax.models._parts import by_heads, from_heads, joined, learned, projection, rms_norm
 from rrfp_jax.models.attention import cached_attention, causal_attention
 from rrfp_jax.models.config import LINEAR_ROPE, YARN_ROPE, LanguageModelConfig, RopeScaling
 from rrfp_jax.models.cuts import ATTENTION, MLP, ContextCut, SequenceOrder
@@ -147,20 +147,21 @@ class Attention(nnx.Module):
     """Causal self-attention, ``[batch, length, hidden] -> [batch, length, hidden]``.
 
     Query head ``h`` reads key and value head ``h // (num_heads / num_kv_heads)`` (Ainslie et al. 2023). Scores and
-    softmax are float32.
+    softmax are float32. The products that ``float8`` names, as ``attention.query``, are in float8.
     """
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = ()) -> None:
         self.head_dim = config.size_per_head
         self.rope_theta = config.rope_theta
         self.rope_scaling = config.rope_scaling
         self.window = config.sliding_window
         query_dim = config.num_heads * self.head_dim
         key_dim = config.num_key_value_heads * self.head_dim
-        self.query = projection(config, config.hidden, query_dim, rngs, use_bias=config.qkv_bias)
-        self.key = projection(config, config.hidden, key_dim, rngs, use_bias=config.qkv_bias)
-        self.value = projection(config, config.hidden, key_dim, rngs, use_bias=config.qkv_bias)
-        self.output = projection(config, query_dim, config.hidden, rngs, to_residual=True)
+        make = partial(projection, config, rngs=rngs)
+        self.query = make(config.hidden, query_dim, use_bias=config.qkv_bias, float8="attention.query" in float8)
+        self.key = make(config.hidden, key_dim, use_bias=config.qkv_bias, float8="attention.key" in float8)
+        self.value = make(config.hidden, key_dim, use_bias=config.qkv_bias, float8="attention.value" in float8)
+        self.output = make(query_dim, config.hidden, to_residual=True, float8="attention.output" in float8)
         self.query_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
         self.key_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
 
@@ -213,7 +214,7 @@ class Attention(nnx.Module):
 
     def _heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries, keys and values by head, normalised but not rotated yet."""
-        query, key, value = (by_head(part, x, self.head_dim) for part in (self.query, self.key, self.value))
+        query, key, value = by_heads(x, self.head_dim, self.query, self.key, self.value)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
@@ -286,12 +287,12 @@ class LatentAttention(nnx.Module):
         """Returns queries, keys and values by head; dims that positions turn are turned and come last."""
         latent = self.latent
         if latent.query_rank is None:
-            query = by_head(self.query, x, latent.query_dim)
+            (query,) = by_heads(x, latent.query_dim, self.query)
         else:
-            query = by_head(self.query_up, self.query_norm(self.query_down(x)), latent.query_dim)
+            (query,) = by_heads(self.query_norm(self.query_down(x)), latent.query_dim, self.query_up)
         query, turned = jnp.split(query, [latent.plain_dim], axis=-1)
         shared, rotary_key = jnp.split(self.kv_down(x), [latent.kv_rank], axis=-1)
-        both = by_head(self.kv_up, self.kv_norm(shared), latent.plain_dim + latent.value_dim)
+        (both,) = by_heads(self.kv_norm(shared), latent.plain_dim + latent.value_dim, self.kv_up)
         key, value = jnp.split(both, [latent.plain_dim], axis=-1)
         turned, rotary_key = (self._turn(part, sin, cos) for part in (turned, rotary_key[..., None, :]))
         rotary_key = jnp.broadcast_to(rotary_key, (*key.shape[:-1], latent.rotary_dim))
@@ -323,14 +324,16 @@ class LatentAttention(nnx.Module):
 class _GatedMLP(nnx.Module):
     """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``."""
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
-        self.gate = projection(config, config.hidden, config.mlp_dim, rngs)
-        self.up = projection(config, config.hidden, config.mlp_dim, rngs)
-        self.down = projection(config, config.mlp_dim, config.hidden, rngs, to_residual=True)
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = ()) -> None:
+        make, (hidden, inner) = partial(projection, config, rngs=rngs), (config.hidden, config.mlp_dim)
+        self.gate = make(hidden, inner, float8="mlp.gate" in float8)
+        self.up = make(hidden, inner, float8="mlp.up" in float8)
+        self.down = make(inner, hidden, to_residual=True, float8="mlp.down" in float8)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., hidden]`` to the same shape, in the compute dtype."""
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+        gate, up = joined(x, self.gate, self.up)
+        return self.down(nnx.silu(gate) * up)
 
 
 def residual_norm(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -345,13 +348,19 @@ class DecoderLayer(nnx.Module):
     """
 
     def __init__(
-        self, config: LanguageModelConfig, rngs: nnx.Rngs, *, is_sparse: bool = False, part: str | None = None
+        self,
+        config: LanguageModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        is_sparse: bool = False,
+        part: str | None = None,
+        float8: Collection[str] = (),
     ) -> None:
         self.config, self.is_sparse, self.part = config, is_sparse, part
         # a part is left out once it is made, so that the other one has the initial values of the whole layer
-        mixer = Attention if config.latent_attention is None else LatentAttention
-        attention = residual_norm(config, rngs), mixer(config, rngs)
-        mlp = residual_norm(config, rngs), (MixtureOfExperts if is_sparse else _GatedMLP)(config, rngs)
+        own = Attention(config, rngs, float8) if config.latent_attention is None else LatentAttention(config, rngs)
+        attention = residual_norm(config, rngs), own
+        mlp = residual_norm(config, rngs), (MixtureOfExperts if is_sparse else _GatedMLP)(config, rngs, float8)
         if part != MLP:
             self.attention_norm, self.attention = attention
         if part != ATTENTION:
@@ -425,9 +434,11 @@ def ahead_layer(*, is_sparse: bool) -> Callable[[LanguageModelConfig, nnx.Rngs],
 
 
 @cache
-def decoder_layer(*, is_sparse: bool, part: str | None) -> Callable[[LanguageModelConfig, nnx.Rngs], DecoderLayer]:
+def decoder_layer(
+    *, is_sparse: bool, part: str | None, float8: tuple[str, ...] = ()
+) -> Callable[[LanguageModelConfig, nnx.Rngs], DecoderLayer]:
     """Returns the function that makes a decoder layer, with experts or without, or a part of it."""
-    return partial(DecoderLayer, is_sparse=is_sparse, part=part)
+    return partial(DecoderLayer, is_sparse=is_sparse, part=part, float8=float8)
 
 
 class Embedding(nnx.Module):
@@ -436,7 +447,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
         self.table = learned(config, (config.vocab_size, config.hidden), rngs)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
-        self.z_loss = config.z_loss
+        self.float8, self.z_loss = config.has_float8_head, config.z_loss
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps ``tokens`` int32 ``[batch, length]`` to vectors ``[batch, length, hidden]`` in the compute dtype."""
@@ -444,14 +455,15 @@ class Embedding(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Maps ``x`` ``[batch, length, hidden]`` to float32 logits ``[batch, length, vocab_size]``."""
-        # logits rounded to bfloat16 would cost the loss about two decimal digits
-        matrix = self.table[...].astype(self.compute_dtype)
-        return jnp.einsum("blh,vh->blv", x, matrix, preferred_element_type=jnp.float32)
+        return self.head_loss().logits(x, self.table[...])
 
     def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the loss of the tied head, as :meth:`LMHead.loss`."""
-        loss = HeadLoss(words_first=True, compute_dtype=self.compute_dtype.name, z_loss=self.z_loss)
-        return loss(x, self.table[...], targets, weights)
+        return self.head_loss()(x, self.table[...], targets, weights)
+
+    def head_loss(self) -> HeadLoss:
+        """Returns the loss as a function of the table."""
+        return HeadLoss(True, self.compute_dtype.name, self.z_loss, self.float8)
 
 
 class LMHead(nnx.Module):
@@ -460,12 +472,11 @@ class LMHead(nnx.Module):
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
         self.kernel = learned(config, (config.hidden, config.vocab_size), rngs)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
-        self.z_loss = config.z_loss
+        self.float8, self.z_loss = config.has_float8_head, config.z_loss
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Maps ``x`` ``[batch, length, hidden]`` to float32 logits ``[batch, length, vocab_size]``."""
-        matrix = self.kernel[...].astype(self.compute_dtype)
-        return jnp.einsum("blh,hv->blv", x, matrix, preferred_element_type=jnp.float32)
+        return self.head_loss().logits(x, self.kernel[...])
 
     def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the loss with its z-loss, summed over tokens by weight, and the z-loss alone; float32 scalars.
@@ -473,8 +484,11 @@ class LMHead(nnx.Module):
         ``x`` ``[batch, length, hidden]``, ``targets`` int32 and ``weights`` float32 ``[batch, length]``. No logits are
         kept for the backward, see :mod:`rrfp_jax.models.loss`.
         """
-        loss = HeadLoss(words_first=False, compute_dtype=self.compute_dtype.name, z_loss=self.z_loss)
-        return loss(x, self.kernel[...], targets, weights)
+        return self.head_loss()(x, self.kernel[...], targets, weights)
+
+    def head_loss(self) -> HeadLoss:
+        """Returns the loss as a function of the matrix."""
+        return HeadLoss(False, self.compute_dtype.name, self.z_loss, self.float8)
 
 
 # -- shards of the vocabulary ------------------------------------------------------------------------------------------
@@ -498,7 +512,7 @@ class EmbeddingShard(Embedding):
 
     def numbers(self, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the numbers of the tied head, as :meth:`LMHeadShard.numbers`."""
-        numbers = HeadShard(words_first=True, compute_dtype=self.compute_dtype.name)
+        numbers = HeadShard(True, self.compute_dtype.name, self.float8)
         return numbers(x, self.table[...], targets - self.bounds[0])
 
 
@@ -512,7 +526,7 @@ class LMHeadShard(LMHead):
 
     def numbers(self, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns what :class:`rrfp_jax.models.loss.HeadShard` does for ``x`` ``[batch, length, hidden]``."""
-        numbers = HeadShard(words_first=False, compute_dtype=self.compute_dtype.name)
+        numbers = HeadShard(False, self.compute_dtype.name, self.float8)
         return numbers(x, self.kernel[...], targets - self.bounds[0])
 
 

@@ -5,16 +5,29 @@ whatever layout trained it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields, check_types, fill_fields
+from rrfp_jax.field_rules import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    FieldRule,
+    check_fields,
+    check_types,
+    fill_fields,
+    matches,
+    nearest_name,
+)
 
 DTYPES = ("float32", "bfloat16")
 """Names that ``param_dtype`` and ``compute_dtype`` accept. (float16 would need loss scaling.)"""
 
 ABOVE_0 = FieldRule("a number above 0", lambda value: value > 0)
 _FINITE_ABOVE_0 = FieldRule("a number above 0", lambda value: 0 < value < math.inf)
+
+_HEAD = "head"
+"""The name of the head's products, also where it is the table of embeddings."""
 
 LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE = "llama3", "linear", "yarn"
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
@@ -302,6 +315,28 @@ class PredictAheadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Float8Config:
+    """Matrix products whose operands are rounded to float8; see :mod:`rrfp_jax.models.float8`.
+
+    They are, by name, ``query``, ``key``, ``value`` and ``output`` of ``layers.N.attention``; ``gate``, ``up`` and
+    ``down`` of ``layers.N.mlp``, or of ``layers.N.mlp.shared`` where a layer has experts; and ``head``.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    exclude: tuple[str, ...] = ()
+    """The products that stay in ``compute_dtype``: by name, by the beginning of names up to a dot, or by a glob for
+    either, such as ``head``, ``layers.0``, ``*.down``, ``layers.*.attention``."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+def _excludes(pattern: str, name: str) -> bool:
+    return matches(pattern, name) or matches(f"{pattern}.*", name)  # layers.*.attention: all products in it
+
+
+@dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
     """A decoder in the manner of Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
@@ -357,6 +392,9 @@ class LanguageModelConfig:
     compute_dtype: str = "float32"
     """Dtype of matrix products and of activations between layers and chunks. Norm statistics, softmax, logits and
     loss are float32 whatever it is."""
+    fp8: Float8Config | None = None
+    """The matrix products in float8: ``{}`` for all but those of experts, ``{exclude: [head, layers.0]}`` for fewer.
+    None: none."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -383,6 +421,10 @@ class LanguageModelConfig:
             )
         if self.experts is not None:
             self.experts.check_layers(self.num_layers)
+        if self.fp8 is not None:
+            if self.latent_attention is not None or self.predict_ahead is not None:
+                raise ValueError("fp8 is not for models with latent_attention or predict_ahead: leave it out")
+            self._check_excluded(self.fp8.exclude)
         check_dtypes(self)
 
     def _check_latent(self, latent: LatentAttentionConfig) -> None:
@@ -403,6 +445,16 @@ class LanguageModelConfig:
                 "latent_attention.score_mscale goes by the factor of rope_scaling, which is not given: give it, or "
                 "leave score_mscale out"
             )
+
+    def _check_excluded(self, patterns: tuple[str, ...]) -> None:
+        layers = {f"layers.{layer}": self._products(layer) for layer in range(self.num_layers)}
+        names = [f"{layer}.{product}" for layer, products in layers.items() for product in products]
+        for pattern in patterns:
+            if not any(_excludes(pattern, name) for name in (*names, _HEAD)):
+                near = nearest_name(pattern, [*names, _HEAD])
+                raise ValueError(f"no product matches {pattern!r}, which fp8.exclude names: {near}")
+        if not any(map(self.float8_products, range(self.num_layers))) and not self.has_float8_head:
+            raise ValueError("fp8.exclude leaves no product in float8: exclude fewer, or leave fp8 out")
 
     @property
     def size_per_head(self) -> int:
@@ -429,6 +481,36 @@ class LanguageModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Returns whether decoder layer ``layer``, counted from 0, has experts."""
         return self.experts is not None and self.experts.is_sparse(layer)
+
+    def _products(self, layer: int) -> tuple[str, ...]:
+        """Returns the names, within a layer, of the products that can be in float8."""
+        mlp = tuple(f"mlp.{name}" for name in ("gate", "up", "down"))
+        if self.experts is not None and self.is_sparse(layer):
+            mlp = () if self.experts.shared_mlp_dim is None else tuple(n.replace(".", ".shared.") for n in mlp)
+        return (*(f"attention.{name}" for name in ("query", "key", "value", "output")), *mlp)
+
+    def float8_products(self, layer: int) -> tuple[str, ...]:
+        """Returns the names, within decoder layer ``layer``, of its products in float8: ``attention.query`` and so
+        on."""
+        if self.fp8 is None:
+            return ()
+        excluded = self.fp8.exclude
+        return tuple(
+            name for name in self._products(layer) if not any(_excludes(p, f"layers.{layer}.{name}") for p in excluded)
+        )
+
+    def with_layers(self, num_layers: int) -> "LanguageModelConfig":
+        """Returns the model with another number of layers, which all have the first one's products in float8."""
+        if self.fp8 is None:
+            return replace(self, num_layers=num_layers)
+        others = [f"layers.*.{name}" for name in self._products(0) if name not in self.float8_products(0)]
+        exclude = (*others, *(() if self.has_float8_head else (_HEAD,)))
+        return replace(self, num_layers=num_layers, fp8=Float8Config(exclude=exclude))
+
+    @property
+    def has_float8_head(self) -> bool:
+        """Whether the head's products are in float8."""
+        return self.fp8 is not None and not any(_excludes(pattern, _HEAD) for pattern in self.fp8.exclude)
 
     @property
     def num_sparse_layers(self) -> int:

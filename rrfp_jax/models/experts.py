@@ -24,7 +24,7 @@ depends on it. In the place of its gradient the backward puts by how much the lo
 of the sum alone (:attr:`rrfp_jax.programs.chunk.Chunk.sign_rates`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from rrfp_jax.layout import EXPERT
-from rrfp_jax.models._parts import learned, projection
+from rrfp_jax.models._parts import joined, learned, projection
 from rrfp_jax.models.config import SIGMOID, ExpertsConfig, LanguageModelConfig
 from rrfp_jax.programs.shardings import row_axes
 from rrfp_jax.programs.target import current_target
@@ -157,25 +157,26 @@ class _Experts(nnx.Module):
 class _SharedExpert(nnx.Module):
     """The MLP that computes every token."""
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = ()) -> None:
         assert config.experts is not None
         assert config.experts.shared_mlp_dim is not None
-        inner = config.experts.shared_mlp_dim
-        self.gate = projection(config, config.hidden, inner, rngs)
-        self.up = projection(config, config.hidden, inner, rngs)
-        self.down = projection(config, inner, config.hidden, rngs, to_residual=True)
+        make, (hidden, inner) = partial(projection, config, rngs=rngs), (config.hidden, config.experts.shared_mlp_dim)
+        self.gate = make(hidden, inner, float8="mlp.shared.gate" in float8)
+        self.up = make(hidden, inner, float8="mlp.shared.up" in float8)
+        self.down = make(inner, hidden, to_residual=True, float8="mlp.shared.down" in float8)
         self.weight = projection(config, config.hidden, 1, rngs) if config.experts.shared_gate else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., hidden]`` to the same shape."""
-        y = self.down(nnx.silu(self.gate(x)) * self.up(x))
+        gate, up = joined(x, self.gate, self.up)
+        y = self.down(nnx.silu(gate) * up)
         return y if self.weight is None else nnx.sigmoid(self.weight(x)) * y
 
 
 class MixtureOfExperts(nnx.Module):
     """Each token is computed by its best experts, and by the shared one, ``[batch, length, hidden]`` to the same."""
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = ()) -> None:
         assert config.experts is not None
         self.config: ExpertsConfig = config.experts
         # sigmoids, unlike a softmax, do not get rid of what all logits have in common: they are DeepSeek's, in float32
@@ -184,7 +185,7 @@ class MixtureOfExperts(nnx.Module):
         if self.config.bias_rate is not None:  # bfloat16 would swallow steps of a thousandth
             self.balance_bias = nnx.Param(jnp.zeros(self.config.num_experts, jnp.float32))
         self.experts = _Experts(config, rngs)
-        self.shared = None if self.config.shared_mlp_dim is None else _SharedExpert(config, rngs)
+        self.shared = None if self.config.shared_mlp_dim is None else _SharedExpert(config, rngs, float8)
 
     def __call__(
         self,

@@ -268,7 +268,8 @@ def named_decoder_layers(config: LanguageModelConfig, plan: ChunkContents, prefi
         layers.append(NamedLayer(EMBEDDING, prefix + EMBEDDING, Embedding, config))
     for own, layer in enumerate(plan.layers):
         name, part = prefix + layer_name(layer), plan.part(layer)
-        build = decoder_layer(is_sparse=part != ATTENTION and config.is_sparse(layer), part=part)
+        is_sparse = part != ATTENTION and config.is_sparse(layer)
+        build = decoder_layer(is_sparse=is_sparse, part=part, float8=config.float8_products(layer))
         layers.append(NamedLayer(layer_name(own), name if part is None else part_name(name, part), build, config))
     if plan.head:
         layers.append(NamedLayer(FINAL_NORM, prefix + FINAL_NORM, residual_norm, config))

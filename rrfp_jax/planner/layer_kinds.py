@@ -164,6 +164,10 @@ def decoder_layer_sizes(
     """
     if model.predict_ahead is not None:
         raise ValueError("model.predict_ahead has no costs in plans: leave it out where a plan is made")
+    if model.fp8 is not None:
+        from rrfp_jax.models.float8 import check_float8  # a plan whose costs come from a file loads no JAX
+
+        check_float8(way.target)
     sizes, c = decoder_sizes(model), FLOAT_BYTES[model.compute_dtype]
     tokens, is_cast = way.own.tokens, model.compute_dtype != model.param_dtype
     parts = way.rows.tokens / tokens
@@ -198,6 +202,7 @@ def decoder_layer_sizes(
         remat=way.remat,
         compute_bytes=c,
         is_cast=is_cast,
+        is_float8=model.has_float8_head,
     )
     names = (f"{prefix}final_norm", f"{prefix}{'embedding' if model.tie_embeddings else 'head'}")
     head = way.spread(replace(head, sums=(1, 1), sum_bytes=stream), parts)
@@ -224,6 +229,7 @@ def _decoder_layer(
         flops += sizes.mlp(way.rows.tokens, is_sparse=is_sparse)
     else:
         widths = replace(widths, mlp=0)
+    float8 = _float8_products(model, is_sparse, part)
     layer = transformer_layer(
         widths,
         flops,
@@ -237,6 +243,7 @@ def _decoder_layer(
         or way.is_fused(model.compute_dtype, way.rows.length, widths, head_dim=model.attention_dim, is_packed=packed),
         is_cast=model.compute_dtype != model.param_dtype,
         num_branches=attends + has_mlp,
+        float8=float8,
     )
     of_rows = 0
     if packed and attends:  # positions and segments, or what is made of them
@@ -251,6 +258,7 @@ def _decoder_layer(
     owed, number = layer.owed_bytes, attends + has_mlp
     if not has_mlp and way.remat == "full":  # at a chunk's end heads wait for W, before and behind their rotation
         owed += tokens * (2 if model.latent_attention is None else 1) * (widths.query + 2 * widths.key) * c
+        owed += tokens * widths.query * (c - 1) * ("attention.output" in float8)  # and their mix, not rounded yet
     layer = replace(
         layer, stash_bytes=stash, owed_bytes=owed, sums=(number, number), sum_bytes=tokens * model.hidden * c
     )
@@ -265,6 +273,15 @@ def _decoder_layer(
         layer = layer.with_temporaries(_gathered_params(model, way) * (c + FLOAT32))
     keys_sent = _keys_sent(model, way) if attends else ()
     return way.spread(layer, way.rows.tokens / tokens, *keys_sent, *_experts_sent(model, way, is_sparse))
+
+
+def _float8_products(model: LanguageModelConfig, is_sparse: bool, part: str | None) -> set[str]:
+    """Returns the products of a layer, or a part of it, that are in float8 in all layers of its kind."""
+    layers = [layer for layer in range(model.num_layers) if part == ATTENTION or model.is_sparse(layer) == is_sparse]
+    if model.fp8 is None or not layers:
+        return set()
+    found = set(model.float8_products(layers[0])).intersection(*map(model.float8_products, layers[1:]))
+    return {name for name in found if part is None or name.partition(".")[0] == part}
 
 
 def _seen(way: StageRun) -> float:

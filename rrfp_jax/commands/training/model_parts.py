@@ -11,6 +11,7 @@ from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import about_layout, sequence_slices
 from rrfp_jax.costs.flops import Amounts, CountedLayer, DecoderSizes, Flops, chunk_flops, pairs, product, step_flops
 from rrfp_jax.data.dataset import Batch, BatchContents
+from rrfp_jax.field_rules import matches
 from rrfp_jax.layout import CONTEXT
 from rrfp_jax.models import add_adapters, language_model
 from rrfp_jax.models.adapters import adapter_sizes
@@ -19,7 +20,7 @@ from rrfp_jax.models.presets import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_config import OWN_CHUNK, ProjectorConfig, VisionLanguageConfig
 from rrfp_jax.programs.batches import absent_chunks, num_microbatches
 from rrfp_jax.programs.chunk import ADAPTERS, Chunk, param_specs, part_name, whole_name
-from rrfp_jax.programs.model_graph import freeze, matches
+from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, absences
 from rrfp_jax.training.batches import BatchCosts
 from rrfp_jax.training.run_config import PipelineConfig
