@@ -123,11 +123,11 @@ def train(model: str, cut: str = "chain", stages: int = 4, **way: Any) -> tuple[
 @pytest.mark.parametrize(
     ("model", "way"),
     [
-        ("untied", {"hint": "bfw", "backward": "split", "remat": "dots"}),
+        ("untied", {"schedule": "1f1b", "consume": "strict"}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("untied", {"schedule": "1f1b", "consume": "strict"}),
+                ("untied", {"hint": "bfw", "backward": "split", "remat": "dots"}),
                 ("tied", {"schedule": "zb-h1", "stages": 2, "tensor": 2}),
                 ("tied", {"hint": "fb", "backward": "split", "remat": "full"}),
                 ("tied", {"mesh": {"fsdp": 2}, "stages": 2, "backward": "split"}),

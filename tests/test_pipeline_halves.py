@@ -82,7 +82,7 @@ def check_training(chunks: list[Chunk], model: str, *, packed: bool = False, **w
         assert_same_training(losses, jax.tree.map(np.array, pipeline.params(state)), *plain(model, packed=packed))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "way"),
     [

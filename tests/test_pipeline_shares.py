@@ -95,6 +95,7 @@ def test_each_replica_holds_two_shares_and_no_more_than_was_forecast() -> None:
     assert all(cut <= 0.65 * whole for whole, cut in zip(*sizes, strict=True))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_left_out_everywhere() -> None:
     batches = batches_for(3, 4)
     spoilt = {**batches[1], "weights": batches[1]["weights"].copy()}

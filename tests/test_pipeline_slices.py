@@ -79,10 +79,11 @@ def train(pipeline: Pipeline, *, packed: bool = False) -> tuple[list[float], Any
 @pytest.mark.parametrize(
     ("model", "slices", "way"),
     [
-        ("tied", Uneven(3), {"hint": "bfw"}),
+        ("dense", SequenceSlices(2), {"hint": "fb"}),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("tied", Uneven(3), {"hint": "bfw"}),
                 ("experts", Uneven(2), {"hint": "bf-deep", "remat": "full", "packed": True}),
                 ("dense", SequenceSlices(2), {"hint": "bf-deep", "remat": "dots"}),
                 ("window", SequenceSlices(4), {"hint": "fb"}),

@@ -86,7 +86,7 @@ def test_one_replica_finds_a_fault_that_comes_and_goes() -> None:
     assert found == "0: stage 1 (rank 0, cpu) made different outputs in task 1F of the same inputs"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_spoilt", [True, False])
 def test_sums_that_the_devices_make(is_spoilt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As accelerators do: the sums are begun before accumulators are taken over, and read at the end of the step."""

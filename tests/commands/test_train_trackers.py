@@ -69,6 +69,7 @@ def test_all_trackers_have_the_last_row_of_a_run_that_was_given_up(tmp_path: Pat
     assert_all_equal(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_tracker_that_there_is_not_is_refused_and_one_that_cannot_start_costs_a_warning(tmp_path: Path) -> None:
     options = (*OPTIONS[:-4], "--run-dir", tmp_path / "run", "--steps", 2)
     assert "trackers has 'excel': give some of tensorboard" in sentence(

@@ -117,13 +117,13 @@ def check(number: int, moment: str, num_processes: int, folder: Path) -> tuple[s
     return told, took_s
 
 
-QUICK = [(signal.SIGHUP, "mid run", 1)]
 ALL = [(number, moment, processes) for processes in (1, 4) for moment in MOMENTS for number in SIGNALS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "moment", "num_processes"),
-    [pytest.param(*cell, marks=[] if cell in QUICK else [pytest.mark.slow]) for cell in ALL],
+    ALL,
     ids=[f"{signal.Signals(number).name} {moment} {processes}" for number, moment, processes in ALL],
 )
 def test_a_signal_ends_a_run_in_good_order(number: int, moment: str, num_processes: int, tmp_path: Path) -> None:
