@@ -89,6 +89,8 @@ def new_config(sections: ModelSections, where: str) -> dict[str, Any]:
 
 def _family_of(model: LanguageModelConfig, where: str) -> DecoderFamily:
     """Returns the first family that has everything that the model has."""
+    if model.layer_variant.norm_offset:
+        return DECODER_FAMILIES["gemma3_text"]
     if model.qkv_bias and (model.qk_norm or model.experts):
         other = "qk_norm" if model.qk_norm else "experts"
         raise ValueError(f"{where}: model.qkv_bias and model.{other} are together in no family: train without one")

@@ -54,15 +54,17 @@ def context_attention(
     value: jax.Array,
     *,
     cut: ContextCut,
+    order: SequenceOrder | None = None,
     window: int | None = None,
     segments: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes :func:`rrfp_jax.models.attention.causal_attention` for positions in the order of ``cut``.
+    """Computes :func:`rrfp_jax.models.attention.causal_attention` for positions in this ``order``; None: the one that
+    suits the ``window``.
 
     ``segments`` of packed rows are int32 ``[batch, length]`` in the same order. Traced without a mesh whose ``context``
     has the devices of ``cut``, or if these do not divide the length, it is computed as on one device.
     """
-    length, order = query.shape[1], SequenceOrder(cut.devices, window)
+    length, order = query.shape[1], order or SequenceOrder(cut.devices, window)
     mesh = get_abstract_mesh()
     if mesh.shape.get(CONTEXT, 1) != cut.devices or cut.devices == 1 or length % cut.devices:
         places = order(length) if order.is_balanced(length) else None
@@ -70,14 +72,14 @@ def context_attention(
             home = np.argsort(places)
             query, key, value = (array[:, home] for array in (query, key, value))
             segments = None if segments is None else segments[:, home]
-        mixed = causal_attention(query, key, value, window=order.window, segments=segments)
+        mixed = causal_attention(query, key, value, window=window, segments=segments)
         return mixed if places is None else mixed[:, places]
 
     # pieces must be whole tiles, since a tile's positions are consecutive
     piece = length // cut.devices // (2 if order.is_balanced(length) else 1)
     tile = next(size for size in range(min(piece, LARGEST_TILE), 0, -1) if piece % size == 0)
     attention = cut.attention if cut.attention != AUTO_CONTEXT else gather_or_ring(query.shape, key.shape, mesh.shape)
-    plan = _Plan(length, order, attention == RING, tile)
+    plan = _Plan(length, order, window, attention == RING, tile)
     cut_spec = PartitionSpec(None, CONTEXT)
     arrays = (query, key, value, segments) if segments is not None else (query, key, value)
     compute = jax.shard_map(
@@ -104,6 +106,7 @@ class _Plan(NamedTuple):
 
     length: int
     order: SequenceOrder
+    window: int | None
     ring: bool
     tile: int
 
@@ -115,7 +118,9 @@ class _Plan(NamedTuple):
     @property
     def last_round(self) -> int:
         """Number of the last round, counted from 0."""
-        return self.order.devices - 1 if self.is_balanced else self.order.num_hops(self.length)
+        if self.is_balanced:
+            return self.order.devices - 1
+        return SequenceOrder(self.order.devices, self.window).num_hops(self.length)
 
     def source(self, number: Any) -> jax.Array:
         """Returns the device to whose keys this one attends in round ``number``."""
@@ -131,12 +136,12 @@ class _Plan(NamedTuple):
         positions = jnp.asarray(self.order(self.length).reshape(self.order.devices, -1, self.tile))
         here = Places(positions[jax.lax.axis_index(CONTEXT)], own.segments)
         there = Places(positions[self.source(number)], held.segments)
-        return tile_mask(here, there, is_causal=True, window=self.order.window)
+        return tile_mask(here, there, is_causal=True, window=self.window)
 
     def pairs(self, number: Any) -> jax.Array:
         """Returns the pairs of round ``number``, which may be traced unless it is 0."""
         local = self.length // self.order.devices
-        count, window = local // self.tile, self.order.window
+        count, window = local // self.tile, self.window
         is_first = isinstance(number, int) and number == 0
         if self.is_balanced and is_first:
             # a device's own tiles ascend, so those on and below the diagonal count
@@ -251,7 +256,7 @@ def _later_rounds(step: Callable[..., Any], carry: Any, plan: _Plan) -> Any:
     """Runs the rounds after the first: one body for all but the last if all have equally many pairs."""
     last = plan.last_round
     # a loop compiles its body once; with a window, rounds differ in their pairs, which must be known
-    if last > 1 and (plan.is_balanced or plan.order.window is None):
+    if last > 1 and (plan.is_balanced or plan.window is None):
         carry = jax.lax.scan(lambda c, number: (step(c, number), None), carry, jnp.arange(1, last, dtype=jnp.int32))[0]
     else:
         for number in range(1, last):

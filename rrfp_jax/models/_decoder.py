@@ -18,10 +18,10 @@ from jax.ad_checkpoint import checkpoint_name
 from numpy.typing import NDArray
 
 from rrfp_jax.models._context_attention import context_attention
-from rrfp_jax.models._parts import by_head, from_heads, learned, projection, rms_norm
+from rrfp_jax.models._parts import activate, by_head, from_heads, learned, projection, rms_norm
 from rrfp_jax.models.attention import cached_attention, causal_attention
 from rrfp_jax.models.config import LINEAR_ROPE, YARN_ROPE, LanguageModelConfig, RopeScaling
-from rrfp_jax.models.cuts import ATTENTION, MLP, ContextCut, SequenceOrder
+from rrfp_jax.models.cuts import ATTENTION, MLP, ContextCut, SequenceOrder, sequence_order
 from rrfp_jax.models.experts import MixtureOfExperts
 from rrfp_jax.models.loss import HeadLoss, HeadShard
 from rrfp_jax.programs.chunk import LayerShard
@@ -110,29 +110,33 @@ class RowInfo(NamedTuple):
     own segment."""
     cut: ContextCut | None = None
     """How positions are cut over devices; None: they are not."""
+    order: SequenceOrder | None = None
+    """The order of positions that are cut."""
 
 
 def row_info(
     config: LanguageModelConfig,
     length: int,
     *,
+    is_global: bool = False,
     start: int = 0,
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
     cut: ContextCut | None = None,
 ) -> RowInfo | None:
-    """Returns the information on rows of ``length`` places from ``start`` on, or None if layers need none.
+    """Returns the information on rows of ``length`` places from ``start`` on for layers of a kind, or None if these
+    need none.
 
     ``positions`` and ``segments``, both int ``[batch, length]``, are those of packed rows: each token's position in its
     segment, and the segment's id. With a ``cut`` they come in the order that it gives to positions.
     """
+    order = sequence_order(config, cut)
     if positions is None:
         if cut is None and not start:
             return None
-        order = None if cut is None else SequenceOrder(cut.devices, config.sliding_window)
         positions = (start + jnp.arange(length) if order is None else jnp.asarray(order(length)))[None]
-    sin, cos = rope_tables(positions, config.size_per_head // 2, config.rope_theta, config.rope_scaling)
-    return RowInfo(sin, cos, segments, cut)
+    sin, cos = rope_tables(positions, config.size_per_head // 2, *config.rope(is_global=is_global))
+    return RowInfo(sin, cos, segments, cut, order)
 
 
 class KVCache(NamedTuple):
@@ -149,11 +153,13 @@ class Attention(nnx.Module):
     softmax are float32.
     """
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, *, is_global: bool = False) -> None:
         self.head_dim = config.size_per_head
-        self.rope_theta = config.rope_theta
-        self.rope_scaling = config.rope_scaling
-        self.window = config.sliding_window
+        self.rope_theta, self.rope_scaling = config.rope(is_global=is_global)
+        self.window = config.window(is_global=is_global)
+        scalar = config.layer_variant.query_scalar
+        # attention divides products by the root of a head's width
+        self.query_factor = None if scalar is None else math.sqrt(self.head_dim / scalar)
         query_dim = config.num_heads * self.head_dim
         key_dim = config.num_key_value_heads * self.head_dim
         self.query = projection(config, config.hidden, query_dim, rngs, use_bias=config.qkv_bias)
@@ -177,8 +183,8 @@ class Attention(nnx.Module):
         query, key, value = self._heads(x)
         query, key = (
             # the two calls make equal tables, which the compiler joins
-            apply_rope(heads, *(self._tables(jnp.arange(x.shape[1])) if rows is None else (rows.sin, rows.cos)))
-            for heads in (query, key)
+            turn(heads, *(self._tables(jnp.arange(x.shape[1])) if rows is None else (rows.sin, rows.cos)))
+            for turn, heads in ((self._turned_query, query), (apply_rope, key))
         )
         own, segments = KVCache(key, value), None if rows is None else rows.segments
         if earlier:
@@ -188,7 +194,9 @@ class Attention(nnx.Module):
             key, value = key[:, -reach:], value[:, -reach:]
             segments = None if segments is None else segments[:, -reach:]
         if rows is not None and rows.cut is not None:
-            mixed = context_attention(query, key, value, window=self.window, cut=rows.cut, segments=segments)
+            mixed = context_attention(
+                query, key, value, window=self.window, cut=rows.cut, order=rows.order, segments=segments
+            )
         else:
             mixed = causal_attention(query, key, value, window=self.window, segments=segments)
         return from_heads(self.output, checkpoint_name(mixed, "attention")), own
@@ -207,7 +215,7 @@ class Attention(nnx.Module):
             jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
             for held, part in zip(cache, new, strict=True)
         )
-        mixed = cached_attention(apply_rope(query, *tables), keys, values, positions, window=self.window)
+        mixed = cached_attention(self._turned_query(query, *tables), keys, values, positions, window=self.window)
         return from_heads(self.output, mixed), KVCache(keys, values)
 
     def _heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -217,21 +225,28 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
 
+    def _turned_query(self, query: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+        if self.query_factor is None:
+            return apply_rope(query, sin, cos)
+        # the tables are float32, so the factor costs no rounding of its own
+        return apply_rope(query, self.query_factor * sin, self.query_factor * cos)
+
     def _tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rope_tables(positions, self.head_dim // 2, self.rope_theta, self.rope_scaling)
 
 
 class _GatedMLP(nnx.Module):
-    """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``."""
+    """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``; or with GELU."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        self.activation = config.layer_variant.activation
         self.gate = projection(config, config.hidden, config.mlp_dim, rngs)
         self.up = projection(config, config.hidden, config.mlp_dim, rngs)
         self.down = projection(config, config.mlp_dim, config.hidden, rngs, to_residual=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., hidden]`` to the same shape, in the compute dtype."""
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+        return self.down(activate(self.activation, self.gate(x)) * self.up(x))
 
 
 def residual_norm(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -246,16 +261,27 @@ class DecoderLayer(nnx.Module):
     """
 
     def __init__(
-        self, config: LanguageModelConfig, rngs: nnx.Rngs, *, is_sparse: bool = False, part: str | None = None
+        self,
+        config: LanguageModelConfig,
+        rngs: nnx.Rngs,
+        *,
+        is_sparse: bool = False,
+        is_global: bool = False,
+        part: str | None = None,
     ) -> None:
-        self.config, self.is_sparse, self.part = config, is_sparse, part
+        self.config, self.is_sparse, self.is_global, self.part = config, is_sparse, is_global, part
         # a part is left out once it is made, so that the other one has the initial values of the whole layer
-        attention = residual_norm(config, rngs), Attention(config, rngs)
+        attention = residual_norm(config, rngs), Attention(config, rngs, is_global=is_global)
         mlp = residual_norm(config, rngs), (MixtureOfExperts if is_sparse else _GatedMLP)(config, rngs)
         if part != MLP:
             self.attention_norm, self.attention = attention
         if part != ATTENTION:
             self.mlp_norm, self.mlp = mlp
+        if config.layer_variant.post_norms:
+            if part != MLP:
+                self.attention_post_norm = residual_norm(config, rngs)
+            if part != ATTENTION:
+                self.mlp_post_norm = residual_norm(config, rngs)
 
     def __call__(
         self,
@@ -276,19 +302,26 @@ class DecoderLayer(nnx.Module):
         own = None
         if self.part != MLP:
             mixed, own = self.attention.with_keys(self.attention_norm(x), rows, earlier or ())
-            x = x + mixed
+            x = x + self._normed(mixed, ATTENTION)
         if earlier is None:  # a rematerialised layer would keep what nobody reads
             own = None
         if self.part == ATTENTION:
             return x, None, own
         y, loss = self._feed_forward(x, is_token=is_token, counts=counts, order=order)
-        return x + y, loss, own
+        return x + self._normed(y, MLP), loss, own
 
     def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
         """Decode step of the layer, as :meth:`Attention.decode_step`."""
         mixed, cache = self.attention.decode_step(self.attention_norm(x), cache, start)
-        x = x + mixed
-        return x + self._feed_forward(x)[0], cache
+        x = x + self._normed(mixed, ATTENTION)
+        return x + self._normed(self._feed_forward(x)[0], MLP), cache
+
+    def _normed(self, result: jax.Array, part: str) -> jax.Array:
+        """Returns the result of a part as it is added to the stream."""
+        if not self.config.layer_variant.post_norms:
+            return result
+        normed: jax.Array = (self.attention_post_norm if part == ATTENTION else self.mlp_post_norm)(result)
+        return normed
 
     def _feed_forward(self, x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array | None]:
         normalised = self.mlp_norm(x)
@@ -298,9 +331,11 @@ class DecoderLayer(nnx.Module):
 
 
 @cache
-def decoder_layer(*, is_sparse: bool, part: str | None) -> Callable[[LanguageModelConfig, nnx.Rngs], DecoderLayer]:
-    """Returns the function that makes a decoder layer, with experts or without, or a part of it."""
-    return partial(DecoderLayer, is_sparse=is_sparse, part=part)
+def decoder_layer(
+    *, is_sparse: bool, is_global: bool, part: str | None
+) -> Callable[[LanguageModelConfig, nnx.Rngs], DecoderLayer]:
+    """Returns the function that makes a decoder layer, with experts or without, global or not, or a part of it."""
+    return partial(DecoderLayer, is_sparse=is_sparse, is_global=is_global, part=part)
 
 
 class Embedding(nnx.Module):
@@ -310,10 +345,15 @@ class Embedding(nnx.Module):
         self.table = learned(config, (config.vocab_size, config.hidden), rngs)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
         self.z_loss = config.z_loss
+        self.factor = math.sqrt(config.hidden) if config.layer_variant.scaled_embedding else None
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps ``tokens`` int32 ``[batch, length]`` to vectors ``[batch, length, hidden]`` in the compute dtype."""
-        return jnp.take(self.table[...], tokens, axis=0).astype(self.compute_dtype)
+        return self._scaled(jnp.take(self.table[...], tokens, axis=0).astype(self.compute_dtype))
+
+    def _scaled(self, vectors: jax.Array) -> jax.Array:
+        # the factor is rounded to the compute dtype, as published weights expect
+        return vectors if self.factor is None else vectors * jnp.asarray(self.factor, self.compute_dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Maps ``x`` ``[batch, length, hidden]`` to float32 logits ``[batch, length, vocab_size]``."""
@@ -367,7 +407,7 @@ class EmbeddingShard(Embedding):
         is_here, is_word = (first <= tokens) & (tokens < stop), (tokens >= 0) & (tokens < self.num_words)
         vectors = jnp.take(self.table[...], jnp.where(is_here, tokens - first, 0), axis=0)
         elsewhere = jnp.where(is_word, 0, jnp.nan)[..., None]
-        return jnp.where(is_here[..., None], vectors, elsewhere).astype(self.compute_dtype)
+        return self._scaled(jnp.where(is_here[..., None], vectors, elsewhere).astype(self.compute_dtype))
 
     def numbers(self, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the numbers of the tied head, as :meth:`LMHeadShard.numbers`."""

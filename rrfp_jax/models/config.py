@@ -25,6 +25,10 @@ ROPE_KINDS: dict[str, dict[str, Any]] = {
 """The fields that each kind of :class:`RopeScaling` has beside ``factor``, and the values that null stands for."""
 
 
+MLP_ACTIVATIONS = ("silu", "gelu_tanh")
+"""Names that ``activation`` of a :class:`LayerVariant` accepts."""
+
+
 def check_dtypes(config: object) -> None:
     """Raises ValueError if ``param_dtype`` or ``compute_dtype`` of a model's record is not known."""
     for name in ("param_dtype", "compute_dtype"):
@@ -97,6 +101,70 @@ class RopeScaling:
     def settings(self) -> dict[str, Any]:
         """The fields that the kind has beside ``factor``, by name."""
         return {field: getattr(self, field) for field in ROPE_KINDS[self.kind]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalLayers:
+    """Layers whose tokens attend to all tokens before them, among layers with a ``sliding_window``.
+
+    Gemma 3 has ``every: 6`` and rotary embeddings of their own, GPT-OSS ``every: 2``.
+
+    Raises ValueError, with the remedy, for values that do not describe such layers.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    every: int | None = None
+    """Distance of these layers, the first of which is layer ``every - 1``. None: ``layers`` names them."""
+    layers: tuple[int, ...] | None = None
+    """Their numbers, counted from 0. None: they follow from ``every``."""
+    rope_theta: float | None = None
+    """Base of their rotary wavelengths. None: wavelengths and scaling are those of the other layers."""
+    rope_scaling: RopeScaling | None = None
+    """How the wavelengths of ``rope_theta`` are stretched; None: not at all."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fields(self, AT_LEAST_1, "every")
+        check_fields(self, ABOVE_0, "rope_theta")
+        if (self.every is None) == (self.layers is None):
+            raise ValueError("global_layers are named by every or by layers: give one of the two")
+        if self.rope_theta is None and self.rope_scaling is not None:
+            raise ValueError("global_layers.rope_scaling stretches the waves of its own rope_theta: give that too")
+
+    def has(self, layer: int) -> bool:
+        """Returns whether decoder layer ``layer``, counted from 0, is one of them."""
+        return layer in self.layers if self.layers is not None else (layer + 1) % (self.every or 1) == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerVariant:
+    """What some families have in their layers that Llama has not.
+
+    Gemma 3 is ``activation: gelu_tanh`` with ``norm_offset``, ``post_norms``, ``scaled_embedding`` and a
+    ``query_scalar``.
+
+    Raises ValueError, with the remedy, for an activation that is not known and for numbers out of range.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    activation: str = "silu"
+    """The function of the MLP's gate: ``silu`` or ``gelu_tanh``."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 plus their scale, which then begins at 0."""
+    post_norms: bool = False
+    """Whether the results of attention and MLP pass a norm too before they are added to the stream."""
+    scaled_embedding: bool = False
+    """Whether the vectors of tokens are multiplied by the root of ``hidden``."""
+    query_scalar: float | None = None
+    """Number by whose root the products of queries and keys are divided; None: the width of a head."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fields(self, _FINITE_ABOVE_0, "query_scalar")
+        if self.activation not in MLP_ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation!r}: give one of {', '.join(MLP_ACTIVATIONS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +247,7 @@ class LanguageModelConfig:
     """A decoder in the manner of Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
     The switches ``rope_scaling``, ``qkv_bias``, ``qk_norm`` and ``sliding_window`` make it Llama 3.1, Qwen 2.5, Qwen 3
-    and Mistral; ``experts`` makes it Mixtral and Qwen3-MoE.
+    and Mistral; ``experts`` makes it Mixtral and Qwen3-MoE, ``global_layers`` and ``variant`` make it Gemma 3.
 
     Raises ValueError, with the remedy, for values that do not describe a model.
     """
@@ -208,6 +276,10 @@ class LanguageModelConfig:
     """Whether queries and keys pass an RMSNorm over each head before their rotary embedding, as in Qwen 3."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to, itself and those before it; None: all before it."""
+    global_layers: GlobalLayers | None = None
+    """Layers that have no ``sliding_window`` where the others have one, as in Gemma 3; None: there are none."""
+    variant: LayerVariant | None = None
+    """What layers have that Llama's have not, as in Gemma 3; None: nothing."""
     experts: ExpertsConfig | None = None
     """Experts in place of the MLP of some layers or all; None: every layer has a plain one."""
     norm_eps: float = 1e-5
@@ -249,6 +321,19 @@ class LanguageModelConfig:
             )
         if self.experts is not None:
             self.experts.check_layers(self.num_layers)
+        if self.global_layers is not None:
+            if self.sliding_window is None:
+                raise ValueError("global_layers are given without a sliding_window of the others: give both or none")
+            absent = [layer for layer in self.global_layers.layers or () if not 0 <= layer < self.num_layers]
+            if absent:
+                raise ValueError(
+                    f"global_layers.layers names layer {absent[0]} of {self.num_layers}: give numbers from 0 to "
+                    f"{self.num_layers - 1}"
+                )
+        if self.variant == LayerVariant():  # two files may say the same by a mapping and by leaving it out
+            object.__setattr__(self, "variant", None)
+        if self.experts is not None and self.layer_variant.activation != "silu":
+            raise ValueError("variant.activation is that of a plain MLP, and experts have silu: leave one of them out")
         check_dtypes(self)
 
     @property
@@ -260,6 +345,26 @@ class LanguageModelConfig:
     def num_key_value_heads(self) -> int:
         """Number of key and value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def layer_variant(self) -> LayerVariant:
+        """``variant``, or that of Llama."""
+        return self.variant or LayerVariant()
+
+    def is_global(self, layer: int) -> bool:
+        """Returns whether decoder layer ``layer``, counted from 0, is one of ``global_layers``."""
+        return self.global_layers is not None and self.global_layers.has(layer)
+
+    def window(self, *, is_global: bool) -> int | None:
+        """Returns the window of the layers of a kind, global or other."""
+        return None if is_global else self.sliding_window
+
+    def rope(self, *, is_global: bool) -> tuple[float, RopeScaling | None]:
+        """Returns base and scaling of the rotary wavelengths of the layers of a kind, global or other."""
+        own = self.global_layers
+        if is_global and own is not None and own.rope_theta is not None:
+            return own.rope_theta, own.rope_scaling
+        return self.rope_theta, self.rope_scaling
 
     def is_sparse(self, layer: int) -> bool:
         """Returns whether decoder layer ``layer``, counted from 0, has experts."""
@@ -291,7 +396,7 @@ class LanguageModelConfig:
             count = self.experts.experts_per_token if active else self.experts.num_experts
             matrices = 3 * (count * self.expert_dim + (self.experts.shared_mlp_dim or 0))
             mlp = self.hidden * (matrices + self.experts.num_experts + self.experts.shared_gate)
-        return attention + mlp + 2 * self.hidden
+        return attention + mlp + (2 + 2 * self.layer_variant.post_norms) * self.hidden
 
     def num_params(self, *, active: bool = False) -> int:
         """Returns the number of parameters of the whole model, tied embeddings counted once.

@@ -37,6 +37,7 @@ from rrfp_jax.models.cuts import (
     SequenceOrder,
     SequenceSlices,
     plan_cut,
+    sequence_order,
 )
 from rrfp_jax.models.flax_modules import NamedLayer, chunk_of
 from rrfp_jax.models.loss import (
@@ -254,7 +255,8 @@ def named_decoder_layers(config: LanguageModelConfig, plan: ChunkContents, prefi
         layers.append(NamedLayer(EMBEDDING, prefix + EMBEDDING, Embedding, config))
     for own, layer in enumerate(plan.layers):
         name, part = prefix + layer_name(layer), plan.part(layer)
-        build = decoder_layer(is_sparse=part != ATTENTION and config.is_sparse(layer), part=part)
+        is_sparse, is_global = part != ATTENTION and config.is_sparse(layer), part != MLP and config.is_global(layer)
+        build = decoder_layer(is_sparse=is_sparse, is_global=is_global, part=part)
         layers.append(NamedLayer(layer_name(own), name if part is None else part_name(name, part), build, config))
     if plan.head:
         layers.append(NamedLayer(FINAL_NORM, prefix + FINAL_NORM, residual_norm, config))
@@ -313,7 +315,7 @@ def decoder_chunk(
     # where rows are not packed, weights are all that tells a router's loss which tokens are padding
     if gives_loss or (has_router_loss and not packed and has_experts):
         leaves.append("weights")
-    order = None if context is None else SequenceOrder(context.devices, config.sliding_window)
+    order = sequence_order(config, context)
     run = partial(
         _run,
         embeds=plan.embedding,
@@ -383,11 +385,14 @@ def _run(
 
     length, start = hidden.shape[1], sum(held.keys.shape[1] for held in earlier[0]) if earlier else 0
     packed_rows = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed and attending else {}
-    rows = row_info(layers[0].config, length, start=start, cut=context, **packed_rows) if attending else None
+    rows = {
+        is_global: row_info(layers[0].config, length, is_global=is_global, start=start, cut=context, **packed_rows)
+        for is_global in {layer.is_global for layer in attending}
+    }
     is_token = leaves["segments"][:, -length:] != 0 if packed and any(layer.is_sparse for layer in layers) else None
     keys = list[KVCache]()
     for layer in layers:
-        options: dict[str, Any] = {"rows": rows}
+        options: dict[str, Any] = {"rows": None if layer.part == MLP else rows[layer.is_global]}
         if earlier is not None and layer.part != MLP:
             options["earlier"] = earlier[len(keys)]
         if layer.is_sparse:
@@ -490,7 +495,7 @@ def _vocabulary_graph(
             f"a multiple of {num_shards}"
         )
     graph, placement = vocabulary_sharded(num_shards, 1, chunks_per_stage=len(plans) // num_shards, fan_out=fan_out)
-    order = None if context is None else SequenceOrder(context.devices, config.sliding_window)
+    order = sequence_order(config, context)
     tied = config.tie_embeddings
     shards = [LayerShard(number, num_shards) for number in range(num_shards)]
 

@@ -160,7 +160,8 @@ def decoder_layer_sizes(
 ) -> Iterator[Placed]:
     """``embedding``, so many times ``layer``, and ``head`` with the final norm.
 
-    Where some layers have experts and others have none, those that have are of kind ``sparse``.
+    Where some layers have experts and others have none, those that have are of kind ``sparse``; where some have no
+    window and others have one, those without are of kind ``global`` or ``global sparse``.
     """
     sizes, c = decoder_sizes(model), FLOAT_BYTES[model.compute_dtype]
     tokens, is_cast = way.own.tokens, model.compute_dtype != model.param_dtype
@@ -178,14 +179,14 @@ def decoder_layer_sizes(
     embedding = replace(embedding, sums=(1, 0), sum_bytes=stream, returns_gradient=bool(prefix), remade_bytes=remade)
     yield Placed("embedding", (f"{prefix}embedding",), way.spread(embedding, parts), model.param_dtype)
     kinds = {
-        is_sparse: [_decoder_layer(model, way, is_sparse, part=part, packed=packed) for part in (None, *HALVES)]
-        for is_sparse in (False, True)
+        kind: [_decoder_layer(model, way, *kind, part=part, packed=packed) for part in (None, *HALVES)]
+        for kind in {(model.is_sparse(number), model.is_global(number)) for number in range(model.num_layers)}
     }
     is_mixed = 0 < model.num_sparse_layers < model.num_layers
     for number in range(model.num_layers):
-        is_sparse = model.is_sparse(number)
-        kind = "sparse" if is_sparse and is_mixed else "layer"
-        whole, *halves = kinds[is_sparse]
+        is_sparse, is_global = model.is_sparse(number), model.is_global(number)
+        kind = " ".join(["global"] * is_global + ["sparse"] * (is_sparse and is_mixed)) or "layer"
+        whole, *halves = kinds[is_sparse, is_global]
         yield Placed(kind, (f"{prefix}layers.{number}",), whole, model.param_dtype, halves=tuple(halves))
     head = head_layer(
         model.hidden,
@@ -203,7 +204,7 @@ def decoder_layer_sizes(
 
 
 def _decoder_layer(
-    model: LanguageModelConfig, way: StageRun, is_sparse: bool, *, part: str | None, packed: bool
+    model: LanguageModelConfig, way: StageRun, is_sparse: bool, is_global: bool, *, part: str | None, packed: bool
 ) -> LayerSizes:
     """Returns a layer or a part of it. A device's experts compute more than those tokens that choose them: see
     `rrfp_jax.models.experts`."""
@@ -213,15 +214,23 @@ def _decoder_layer(
     sizes = replace(decoder_sizes(model), expert_dims=_expert_dims(model, way)) if is_sparse else decoder_sizes(model)
     widths = _decoder_widths(model, way, is_sparse)
     of_attention, of_mlp = _layer_params(model, way, is_sparse)
-    flops = Flops()
+    flops, window, has_kernel = Flops(), model.window(is_global=is_global), False
     if attends:
-        flops += sizes.attention(way.rows.tokens, way.rows.pairs * _seen(way))
+        has_kernel = way.is_fused(
+            model.compute_dtype, way.rows.length, widths, head_dim=model.size_per_head, is_packed=packed
+        )
+        # kernels leave out pairs that are too far apart; tiles that are dealt out over devices only mask them
+        is_near = window is not None and has_kernel and not is_tiled
+        seen = way.rows.tokens * min(window, way.rows.length) if is_near else way.rows.pairs * _seen(way)
+        flops += sizes.attention(way.rows.tokens, seen)
     else:
         widths = replace(widths, query=0, key=0, num_heads=0, normed_heads=0, biased=0)
     if has_mlp:
         flops += sizes.mlp(way.rows.tokens, is_sparse=is_sparse)
     else:
         widths = replace(widths, mlp=0)
+    if model.layer_variant.post_norms:
+        widths = replace(widths, normed_heads=widths.normed_heads + (attends + has_mlp) * model.hidden)
     layer = transformer_layer(
         widths,
         flops,
@@ -230,9 +239,7 @@ def _decoder_layer(
         length=way.rows.length,
         remat=way.remat,
         compute_bytes=c,
-        is_fused=is_tiled
-        or not attends
-        or way.is_fused(model.compute_dtype, way.rows.length, widths, head_dim=model.size_per_head, is_packed=packed),
+        is_fused=is_tiled or not attends or has_kernel,
         is_cast=model.compute_dtype != model.param_dtype,
         num_branches=attends + has_mlp,
     )
@@ -245,6 +252,8 @@ def _decoder_layer(
         of_rows += round(
             {"none": 3, "dots": 1, "full": 0}[way.remat] * _experts_per_token(model, way) * model.hidden * c
         )
+    if model.layer_variant.post_norms and way.remat == "dots":  # the results of products that these norms read
+        of_rows += (attends + has_mlp) * model.hidden * c
     stash = layer.stash_bytes + tokens * of_rows
     owed, number = layer.owed_bytes, attends + has_mlp
     if not has_mlp and way.remat == "full":  # at a chunk's end heads wait for W, before and behind their rotation
@@ -337,6 +346,7 @@ def _decoder_widths(model: LanguageModelConfig, way: StageRun, is_sparse: bool) 
         mlp=(_expert_dims(model, way) if is_sparse else model.mlp_dim) // way.tensor,
         num_heads=model.num_heads // way.tensor,
         normed_heads=(query + key) * model.qk_norm,
+        mlp_kept=8 if model.layer_variant.activation == "gelu_tanh" else 6,
         biased=(query + 2 * key) * model.qkv_bias,
     )
 
@@ -349,8 +359,9 @@ def _layer_params(model: LanguageModelConfig, way: StageRun, is_sparse: bool) ->
         inner = own * model.expert_dim + (experts.shared_mlp_dim or 0)
         mlp = 3 * (inner // way.tensor) + experts.num_experts + experts.shared_gate
     vectors = (widths.query + 2 * widths.key) * model.qkv_bias + 2 * model.size_per_head * model.qk_norm
-    attention = model.hidden * (2 * widths.query + 2 * widths.key + 1) + vectors
-    return attention, model.hidden * (mlp + 1)
+    num_norms = 1 + model.layer_variant.post_norms
+    attention = model.hidden * (2 * widths.query + 2 * widths.key + num_norms) + vectors
+    return attention, model.hidden * (mlp + num_norms)
 
 
 def encoder_layer_sizes(model: VisionLanguageConfig, way: StageRun) -> Iterator[Placed]:

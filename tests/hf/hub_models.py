@@ -11,7 +11,7 @@ import transformers
 
 from rrfp_jax.data.packing import patches_of
 
-TEXT = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+TEXT = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text")
 
 
 def text_config(family: str, seed: int) -> Any:
@@ -47,6 +47,13 @@ def text_config(family: str, seed: int) -> Any:
             "decoder_sparse_step": chance.choice([1, 2]),
             "mlp_only_layers": chance.choice([[], [0]]),
         }
+    if family == "gemma3_text":
+        values |= {
+            "head_dim": chance.choice([4, 8, 14]),
+            "query_pre_attn_scalar": chance.choice([3, 8, 24]),
+            "pad_token_id": None,  # torch gives no gradient to the vector of a padding token
+            "rope_parameters": {kind: rope(chance) for kind in ("sliding_attention", "full_attention")},
+        }
     return transformers.AutoConfig.for_model(family, **values)
 
 
@@ -68,10 +75,16 @@ def rope(chance: random.Random) -> dict[str, Any]:
 
 def _window(family: str, chance: random.Random, num_layers: int) -> dict[str, Any]:
     size = chance.choice([None, 3, 7])
+    types = ["full_attention", "sliding_attention"]
+    if family == "gemma3_text":
+        more = {"layer_types": chance.choices(types, k=num_layers)} if chance.random() < 0.5 else {}
+        return {"sliding_window": size or 5, "sliding_window_pattern": chance.choice([2, 3, 6]), **more}
     if family in ("mistral", "mixtral"):
         return {"sliding_window": size}
     if family in ("qwen2", "qwen3", "qwen3_moe") and size is not None:
-        return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": chance.choice([0, num_layers])}
+        mixed = {"layer_types": chance.choices(types, k=num_layers)} if family != "qwen3_moe" else {}
+        first = chance.choice([0, num_layers])
+        return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": first, **mixed}
     return {}
 
 

@@ -49,6 +49,16 @@ TEXT: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     },
+    "gemma3_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+        "query_pre_attn_scalar": 5,
+        "sliding_window": 3,
+        "sliding_window_pattern": 2,
+        "pad_token_id": None,
+    },
 }
 """What each family adds to the small sizes."""
 _TOWER: dict[str, Any] = {

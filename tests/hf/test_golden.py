@@ -21,6 +21,7 @@ def test_all_families_are_there():
         "qwen3",
         "mixtral",
         "qwen3_moe",
+        "gemma3_text",
         "llava_clip",
         "llava_siglip",
         "internvl",

@@ -1,6 +1,7 @@
 """The model of a run as its configuration describes it: shape, chunks, their stages, frozen parameters, operations."""
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -198,9 +199,10 @@ def model_flops(config: TrainConfig) -> Callable[[BatchContents], float]:
         layers,
         Amounts(
             tokens=contents.tokens,
-            pairs=pairs(contents.token_lengths.tolist(), config.model.sliding_window),
+            pairs=pairs(contents.token_lengths.tolist()),
             patches=contents.patches,
             patch_pairs=pairs(contents.patch_lengths.tolist()),
+            near_pairs=pairs(contents.token_lengths.tolist(), config.model.sliding_window),
         ),
     )
 
@@ -224,9 +226,10 @@ def batch_costs(config: TrainConfig, chunks: Sequence[Chunk], graph: PipelineGra
         (rows, length), (images, patches) = shapes["tokens"], shapes.get("patches", (0, 0))[:2]
         amounts = Amounts(
             tokens=rows * length,
-            pairs=pairs([length] * rows, window),
+            pairs=pairs([length] * rows),
             patches=images * patches,
             patch_pairs=pairs([patches] * images),
+            near_pairs=pairs([length] * rows, window),
         )
         costs = np.zeros((len(chunks), 3))
         for owner, tasks in zip(owners, chunk_flops(layers, [1] * len(layers), amounts), strict=True):
@@ -282,7 +285,8 @@ def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
     add(f"{prefix}embedding", lambda _: Flops())
     for number in range(model.num_layers):
         name, is_sparse = f"{prefix}layers.{number}", model.is_sparse(number)
-        add(part_name(name, ATTENTION), lambda held: sizes.attention(held.tokens, held.pairs))
+        pairs_of = attrgetter("pairs" if model.is_global(number) else "near_pairs")
+        add(part_name(name, ATTENTION), lambda held, pairs_of=pairs_of: sizes.attention(held.tokens, pairs_of(held)))  # type: ignore[misc]
         add(part_name(name, MLP), lambda held, is_sparse=is_sparse: sizes.mlp(held.tokens, is_sparse=is_sparse))  # type: ignore[misc]
     add(f"{prefix}{'embedding' if model.tie_embeddings else 'head'}", lambda held: sizes.head(held.tokens))
     return layers
