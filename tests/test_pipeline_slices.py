@@ -13,7 +13,7 @@ import pytest
 
 from rrfp_jax.core import Ordering
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
-from rrfp_jax.models.config import GlobalLayers
+from rrfp_jax.models.config import GlobalLayers, LayerVariant
 from rrfp_jax.models.cuts import SequenceSlices
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, chain, sliced_chain
@@ -28,7 +28,12 @@ MODELS = {
     "dense": DENSE,
     "tied": replace(DENSE, tie_embeddings=True, z_loss=1e-3),
     "window": replace(DENSE, sliding_window=5),
-    "global": replace(DENSE, sliding_window=5, global_layers=GlobalLayers(every=2, rope_theta=50.0)),
+    "global": replace(
+        DENSE,
+        sliding_window=5,
+        global_layers=GlobalLayers(every=2, rope_theta=50.0),
+        variant=LayerVariant(sinks=True),
+    ),
     "experts": replace(DENSE, experts=ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=16)),
 }
 OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01, eps=1e-6)

@@ -15,7 +15,7 @@ from rrfp_jax.models.config import LanguageModelConfig
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DROPPED = ("*.rotary_emb.inv_freq", "*.embeddings.position_ids")
 """Tensors of old files that follow from the configuration, and so are no parameters."""
-_QUANTISED = "quantization_config"
+QUANTISED, MXFP4 = "quantization_config", "mxfp4"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class HubModel:
     """Prefixes of newer names of tensors, each with the older one."""
     unused: tuple[str, ...] = ()
     """Patterns of tensors that the family's files hold and its model does not use. An import carries them along."""
+    is_packed: bool = False
+    """Whether matrices of its files are blocks of four-bit numbers."""
     decoder_prefix: str = ""
     """The prefix of the decoder's tensors."""
 
@@ -44,9 +46,10 @@ def read_config(config: Mapping[str, Any], where: str, *, has_head: bool | None,
     known = (*DECODER_FAMILIES, *VISION_LANGUAGE_FAMILIES)
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"{where}: model_type is {shown(kind)}: models here are {', '.join(known)}")
-    if config.get(_QUANTISED) is not None:
-        raise ValueError(f"{where}: {_QUANTISED} is given: give the model as it was before it was quantised")
-    family = DECODER_FAMILIES.get(kind)
+    family, quantised = DECODER_FAMILIES.get(kind), config.get(QUANTISED)
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if quantised is not None and (family is None or not family.is_packed or method != MXFP4):
+        raise ValueError(f"{where}: {QUANTISED} is given: give the model as it was before it was quantised")
     wanted = VISION_LANGUAGE_FAMILIES[kind][0] if family is None else family.architecture
     given = config.get("architectures")
     if given and given != [wanted]:
@@ -56,10 +59,12 @@ def read_config(config: Mapping[str, Any], where: str, *, has_head: bool | None,
             _, read, newer = VISION_LANGUAGE_FAMILIES[kind]
             sections, table, unused = read(config, where, has_head=has_head, dtype=dtype)
             return HubModel(sections=sections, table=table, newer=newer, unused=unused, decoder_prefix=DECODER_PREFIX)
-        fields = ConfigFields(config, where, family.defaults)
+        fields = ConfigFields({**config, QUANTISED: None}, where, family.defaults)
         tied = fields.flag("tie_word_embeddings") and not has_head
         return HubModel(
-            sections=ModelSections(model=read_decoder(fields, family, tied=tied, dtype=dtype)), table=family.names
+            sections=ModelSections(model=read_decoder(fields, family, tied=tied, dtype=dtype)),
+            table=family.names,
+            is_packed=quantised is not None,
         )
     except ValueError as error:
         # Our own records refuse numbers without naming the file.
@@ -89,6 +94,8 @@ def new_config(sections: ModelSections, where: str) -> dict[str, Any]:
 
 def _family_of(model: LanguageModelConfig, where: str) -> DecoderFamily:
     """Returns the first family that has everything that the model has."""
+    if model.layer_variant.sinks:
+        return DECODER_FAMILIES["gpt_oss"]
     if model.layer_variant.norm_offset:
         return DECODER_FAMILIES["gemma3_text"]
     if model.qkv_bias and (model.qk_norm or model.experts):

@@ -23,7 +23,7 @@ from typing import Any
 
 from rrfp_jax.field_rules import MOST
 from rrfp_jax.hf._config_fields import ConfigFields
-from rrfp_jax.hf._tensor_names import PER_EXPERT, SAME, TRANSPOSED, NameTable
+from rrfp_jax.hf._tensor_names import PER_EXPERT, SAME, TRANSPOSED, NameTable, every_second
 from rrfp_jax.models.config import (
     LINEAR_ROPE,
     LLAMA3_ROPE,
@@ -40,6 +40,9 @@ _TYPED_WINDOW = "typed"
 """How a family limits how far tokens look back: not at all; by ``sliding_window`` alone; by ``use_sliding_window`` for
 the layers from ``max_window_layers`` on, or for those that ``layer_types`` names; by ``use_sliding_window`` for all
 layers; by ``sliding_window`` for the layers that ``layer_types`` names, or all but those at a distance."""
+
+
+_OF_LLAMA = LayerVariant()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,10 @@ class DecoderFamily:
     window: str = _NO_WINDOW
     every: int = 1
     """Distance of the layers without a window, unless the file says otherwise."""
-    variant: LayerVariant = LayerVariant()
+    variant: LayerVariant = _OF_LLAMA
     experts: ExpertFields | None = None
+    is_packed: bool = False
+    """Whether its files may have experts in MXFP4."""
     off: tuple[str, ...] = ()
     """Switches that must be off."""
 
@@ -251,8 +256,59 @@ _GEMMA3 = DecoderFamily(  # the text model alone
     variant=LayerVariant(activation="gelu_tanh", norm_offset=True, post_norms=True, scaled_embedding=True),
     off=("attention_bias", "use_bidirectional_attention"),
 )
+_GPT_OSS = DecoderFamily(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    names={
+        **_DECODER,
+        **_QKV_BIAS,
+        "layers.N.attention.output.bias": (SAME, _LAYER + "self_attn.o_proj.bias"),
+        "layers.N.attention.sinks": (SAME, _LAYER + "self_attn.sinks"),
+        "layers.N.mlp.router": (TRANSPOSED, _LAYER + "mlp.router.weight"),
+        "layers.N.mlp.router_bias": (SAME, _LAYER + "mlp.router.bias"),
+        "layers.N.mlp.experts.gate": (every_second(0), _LAYER + "mlp.experts.gate_up_proj"),
+        "layers.N.mlp.experts.up": (every_second(1), _LAYER + "mlp.experts.gate_up_proj"),
+        "layers.N.mlp.experts.down": (SAME, _LAYER + "mlp.experts.down_proj"),
+        "layers.N.mlp.experts.gate_bias": (every_second(0), _LAYER + "mlp.experts.gate_up_proj_bias"),
+        "layers.N.mlp.experts.up_bias": (every_second(1), _LAYER + "mlp.experts.gate_up_proj_bias"),
+        "layers.N.mlp.experts.down_bias": (SAME, _LAYER + "mlp.experts.down_proj_bias"),
+    },
+    defaults={
+        **_COMMON_DEFAULTS,
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+    },
+    qkv_bias=True,
+    window=_TYPED_WINDOW,
+    every=2,
+    variant=LayerVariant(sinks=True, output_bias=True),
+    experts=ExpertFields(num_experts=("num_local_experts", "num_experts"), mlp_dim=None, renormalise=None),
+    is_packed=True,
+    off=("output_router_logits",),
+)
 DECODER_FAMILIES: dict[str, DecoderFamily] = {
-    family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE, _GEMMA3)
+    family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE, _GEMMA3, _GPT_OSS)
 }
 """All families by ``model_type``."""
 
@@ -292,6 +348,12 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
         fields.get("cache_implementation")  # the cache of transformers' own generation
     if family is _GEMMA3 and (scalar := fields.number("query_pre_attn_scalar")) != head_dim:
         variant = replace(variant, query_scalar=scalar)
+    experts = _read_experts(fields, family)
+    if family is _GPT_OSS:
+        fields.only("attention_bias", True, why="models of this family have biases in attention")
+        fields.only("swiglu_alpha", 1.702, why="models here have this number in the SwiGLU of experts")
+        assert experts is not None
+        experts = replace(experts, biases=True, swiglu_limit=fields.number("swiglu_limit"))
     theta, scaling = rope if window is not None else rope_without
     # The record is built last: it checks how its numbers go together, which only makes sense once each has been read.
     record: dict[str, Any] = dict(  # noqa: C408 - the names are those of the record
@@ -309,7 +371,7 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
         sliding_window=window,
         global_layers=_global_layers(no_window, num_layers, None if rope == rope_without else rope_without),
         variant=variant,
-        experts=_read_experts(fields, family),
+        experts=experts,
         norm_eps=fields.number("rms_norm_eps"),
         tie_embeddings=tied,
         param_dtype=dtype,
@@ -343,6 +405,8 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
         numbers = {"factor": scaling.factor, **scaling.settings}
         if "original_max_positions" in numbers:
             numbers[_ORIGINAL_LENGTH] = numbers.pop("original_max_positions")
+        if numbers.get("truncate"):  # the default, which not every version of transformers knows
+            del numbers["truncate"]
         values["rope_scaling"] = {"rope_type": scaling.kind, **numbers}
     if family.window != _NO_WINDOW:
         values["sliding_window"] = config.sliding_window
@@ -370,6 +434,8 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
             names.dense_layers: list(experts.dense_layers),
         }
         values |= {name: value for name, value in written.items() if name is not None}
+        if family is _GPT_OSS:
+            values |= {"attention_bias": True, "swiglu_limit": experts.swiglu_limit}
     return values
 
 
@@ -508,7 +574,6 @@ def _read_scaling(rope: ConfigFields, kind: str) -> dict[str, Any]:
     numbers["original_max_positions"] = int(rope.number(_ORIGINAL_LENGTH))
     if kind == LLAMA3_ROPE:
         return numbers | {name: rope.number(name) for name in ("low_freq_factor", "high_freq_factor")}
-    rope.only("truncate", True, why="models here stretch from a whole number of a wave to another")
     given = {name: rope.number(name) for name in ("beta_fast", "beta_slow") if rope.get(name) is not None}
     factors = {name: rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
     attention_factor = None  # the record's own rule
@@ -517,4 +582,5 @@ def _read_scaling(rope: ConfigFields, kind: str) -> dict[str, Any]:
     elif factors["mscale"] and factors["mscale_all_dim"]:  # DeepSeek's two fields
         growth = 0.1 * math.log(max(numbers["factor"], 1.0))
         attention_factor = (growth * rope.number("mscale") + 1) / (growth * rope.number("mscale_all_dim") + 1)
-    return numbers | given | {"attention_factor": attention_factor}
+    truncate = True if rope.get("truncate") is None else rope.flag("truncate")
+    return numbers | given | {"attention_factor": attention_factor, "truncate": truncate}

@@ -56,8 +56,10 @@ def inv_freq(half: int, theta: float, scaling: RopeScaling | None = None) -> NDA
             / math.log(theta)  # number of the wave with these turns in the first training's texts, not whole
             for num_turns in ("beta_fast", "beta_slow")
         )
+        if settings["truncate"]:
+            begin, end = math.floor(begin), math.ceil(end)
         # published weights expect 2 * half - 1 as the number of the last wave, although there are only half of them
-        first, last = max(math.floor(begin), 0), min(math.ceil(end), 2 * half - 1)
+        first, last = max(begin, 0), min(end, 2 * half - 1)
         width = np.float32((last - first) or 0.001)
         kept = one - np.clip((np.arange(half, dtype=np.float32) - np.float32(first)) / width, 0, 1)
         return one / (factor * lengths) * (one - kept) + plain * kept
@@ -157,7 +159,8 @@ class Attention(nnx.Module):
         self.head_dim = config.size_per_head
         self.rope_theta, self.rope_scaling = config.rope(is_global=is_global)
         self.window = config.window(is_global=is_global)
-        scalar = config.layer_variant.query_scalar
+        variant = config.layer_variant
+        scalar = variant.query_scalar
         # attention divides products by the root of a head's width
         self.query_factor = None if scalar is None else math.sqrt(self.head_dim / scalar)
         query_dim = config.num_heads * self.head_dim
@@ -165,9 +168,10 @@ class Attention(nnx.Module):
         self.query = projection(config, config.hidden, query_dim, rngs, use_bias=config.qkv_bias)
         self.key = projection(config, config.hidden, key_dim, rngs, use_bias=config.qkv_bias)
         self.value = projection(config, config.hidden, key_dim, rngs, use_bias=config.qkv_bias)
-        self.output = projection(config, query_dim, config.hidden, rngs, to_residual=True)
+        self.output = projection(config, query_dim, config.hidden, rngs, to_residual=True, use_bias=variant.output_bias)
         self.query_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
         self.key_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
+        self.sinks = learned(config, (config.num_heads,), rngs) if variant.sinks else None
 
     def __call__(self, x: jax.Array, rows: RowInfo | None = None) -> jax.Array:
         """Maps ``[batch, length, hidden]`` to the same shape and dtype."""
@@ -193,12 +197,11 @@ class Attention(nnx.Module):
             reach = key.shape[1] if self.window is None else x.shape[1] + self.window - 1
             key, value = key[:, -reach:], value[:, -reach:]
             segments = None if segments is None else segments[:, -reach:]
+        options: dict[str, Any] = {"window": self.window, "segments": segments, "sinks": self._sinks()}
         if rows is not None and rows.cut is not None:
-            mixed = context_attention(
-                query, key, value, window=self.window, cut=rows.cut, order=rows.order, segments=segments
-            )
+            mixed = context_attention(query, key, value, cut=rows.cut, order=rows.order, **options)
         else:
-            mixed = causal_attention(query, key, value, window=self.window, segments=segments)
+            mixed = causal_attention(query, key, value, **options)
         return from_heads(self.output, checkpoint_name(mixed, "attention")), own
 
     def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
@@ -215,7 +218,8 @@ class Attention(nnx.Module):
             jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
             for held, part in zip(cache, new, strict=True)
         )
-        mixed = cached_attention(self._turned_query(query, *tables), keys, values, positions, window=self.window)
+        query = self._turned_query(query, *tables)
+        mixed = cached_attention(query, keys, values, positions, window=self.window, sinks=self._sinks())
         return from_heads(self.output, mixed), KVCache(keys, values)
 
     def _heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -224,6 +228,9 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
+
+    def _sinks(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
 
     def _turned_query(self, query: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
         if self.query_factor is None:

@@ -20,7 +20,13 @@ LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE = "llama3", "linear", "yarn"
 ROPE_KINDS: dict[str, dict[str, Any]] = {
     LLAMA3_ROPE: {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192},
     LINEAR_ROPE: {},
-    YARN_ROPE: {"original_max_positions": None, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
+    YARN_ROPE: {
+        "original_max_positions": None,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": None,
+        "truncate": True,
+    },
 }
 """The fields that each kind of :class:`RopeScaling` has beside ``factor``, and the values that null stands for."""
 
@@ -48,9 +54,9 @@ class RopeScaling:
               times as long; between the two the change is linear in the turns (Llama 3.1)
     linear    all waves become ``factor`` times as long (Chen et al. 2023)
     yarn      waves of at least ``beta_fast`` turns stay, those of at most ``beta_slow`` become ``factor`` times as
-              long; between the two the change is linear in the number of the wave, from its whole number at or before
-              the one bound to that at or behind the other. Queries and keys are multiplied by ``attention_factor``
-              (Peng et al. 2023; Qwen 2.5 beyond 32768 tokens)
+              long; between the two the change is linear in the number of the wave, with ``truncate`` from its whole
+              number at or before the one bound to that at or behind the other. Queries and keys are multiplied by
+              ``attention_factor`` (Peng et al. 2023; Qwen 2.5 beyond 32768 tokens)
     ========  =========================================================================================================
 
     Raises ValueError, with the remedy, for a field that the kind does not have and for a value out of range.
@@ -74,11 +80,14 @@ class RopeScaling:
     """Number of turns up to which a wave of ``yarn`` is stretched in full; None: 1."""
     attention_factor: float | None = None
     """Factor of queries and keys; None: ``0.1 * log(factor) + 1``, or 1 for a ``factor`` below 1."""
+    truncate: bool | None = None
+    """Whether the bounds of ``yarn`` are whole numbers of waves; None: they are."""
 
     def __post_init__(self) -> None:
         check_types(self)
         fill_fields(self, "kind", "rope_scaling", ROPE_KINDS)
         names = dict.fromkeys(name for fields in ROPE_KINDS.values() for name in fields)
+        del names["truncate"]
         check_fields(self, _FINITE_ABOVE_0, "factor", *names)
         for kind, low, high in (
             (LLAMA3_ROPE, "low_freq_factor", "high_freq_factor"),
@@ -139,10 +148,10 @@ class GlobalLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerVariant:
-    """What some families have in their layers that Llama has not.
+    """Properties of the layers of some families that Llama has not.
 
     Gemma 3 is ``activation: gelu_tanh`` with ``norm_offset``, ``post_norms``, ``scaled_embedding`` and a
-    ``query_scalar``.
+    ``query_scalar``; GPT-OSS has ``sinks`` and ``output_bias``.
 
     Raises ValueError, with the remedy, for an activation that is not known and for numbers out of range.
     """
@@ -159,6 +168,10 @@ class LayerVariant:
     """Whether the vectors of tokens are multiplied by the root of ``hidden``."""
     query_scalar: float | None = None
     """Number by whose root the products of queries and keys are divided; None: the width of a head."""
+    sinks: bool = False
+    """Whether the softmax of each head has one score more, which is learned and has no value."""
+    output_bias: bool = False
+    """Whether the product behind attention has a bias."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -191,6 +204,11 @@ class ExpertsConfig:
     shared_mlp_dim: int | None = None
     """Inner width of the expert that computes every token beside the chosen ones; several shared experts are one that
     is as wide as all of them. None: there is none."""
+    biases: bool = False
+    """Whether the router and the experts' products have biases, as in GPT-OSS."""
+    swiglu_limit: float | None = None
+    """Bound of an expert's two inner products, of which the gate's is bounded above only, in the SwiGLU of GPT-OSS,
+    ``gate * sigmoid(1.702 * gate) * (up + 1)``. None: SwiGLU as it is."""
     shared_gate: bool = False
     """Whether the shared expert's result is weighted by a sigmoid of a product with the token, as in Qwen2-MoE."""
     every: int = 1
@@ -208,7 +226,7 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_fields(self, AT_LEAST_1, "num_experts", "experts_per_token", "mlp_dim", "shared_mlp_dim", "every")
-        check_fields(self, POSITIVE, "capacity_factor")
+        check_fields(self, POSITIVE, "capacity_factor", "swiglu_limit")
         check_fields(self, NOT_NEGATIVE, "balance_coefficient", "z_coefficient")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
@@ -247,7 +265,8 @@ class LanguageModelConfig:
     """A decoder in the manner of Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
     The switches ``rope_scaling``, ``qkv_bias``, ``qk_norm`` and ``sliding_window`` make it Llama 3.1, Qwen 2.5, Qwen 3
-    and Mistral; ``experts`` makes it Mixtral and Qwen3-MoE, ``global_layers`` and ``variant`` make it Gemma 3.
+    and Mistral; ``experts`` makes it Mixtral and Qwen3-MoE, ``global_layers`` and ``variant`` make it Gemma 3,
+    all of these GPT-OSS.
 
     Raises ValueError, with the remedy, for values that do not describe a model.
     """
@@ -279,7 +298,7 @@ class LanguageModelConfig:
     global_layers: GlobalLayers | None = None
     """Layers that have no ``sliding_window`` where the others have one, as in Gemma 3; None: there are none."""
     variant: LayerVariant | None = None
-    """What layers have that Llama's have not, as in Gemma 3; None: nothing."""
+    """Properties of layers that Llama's have not, as in Gemma 3 and GPT-OSS; None: there are none."""
     experts: ExpertsConfig | None = None
     """Experts in place of the MLP of some layers or all; None: every layer has a plain one."""
     norm_eps: float = 1e-5
@@ -391,11 +410,13 @@ class LanguageModelConfig:
         keys_and_values = 2 * self.num_key_value_heads * self.size_per_head
         attention = self.hidden * (2 * queries + keys_and_values)
         attention += (queries + keys_and_values) * self.qkv_bias + 2 * self.size_per_head * self.qk_norm
+        attention += self.num_heads * self.layer_variant.sinks + self.hidden * self.layer_variant.output_bias
         mlp = 3 * self.hidden * self.mlp_dim
         if self.experts is not None and self.experts.is_sparse(layer):
             count = self.experts.experts_per_token if active else self.experts.num_experts
             matrices = 3 * (count * self.expert_dim + (self.experts.shared_mlp_dim or 0))
             mlp = self.hidden * (matrices + self.experts.num_experts + self.experts.shared_gate)
+            mlp += (self.experts.num_experts + count * (2 * self.expert_dim + self.hidden)) * self.experts.biases
         return attention + mlp + (2 + 2 * self.layer_variant.post_norms) * self.hidden
 
     def num_params(self, *, active: bool = False) -> int:

@@ -13,6 +13,7 @@ The paper (section 5) names decoder and encoder and gives their sizes, no dimens
 With experts, not in the paper:
 
 * Mixtral 8x7B and 8x22B (Jiang et al. 2024, table 1, and the models' configurations): 8 experts, 2 for each token;
+* GPT-OSS-120B (OpenAI 2025, and the model's configuration): 128 experts of 2880, 4 for each token;
 * Qwen3-30B-A3B (Qwen3 technical report, table 2, and the model's configuration): 128 experts of 768, 8 for each token.
 
 The coefficients of their load-balancing losses are those of the configurations. No token is dropped; add a
@@ -96,6 +97,23 @@ DECODERS = {
         ),
         norm_eps=1e-6,
         tie_embeddings=True,
+        compute_dtype="bfloat16",
+    ),
+    "gpt-oss-120b": LanguageModelConfig(
+        vocab_size=201_088,
+        hidden=2880,
+        num_layers=36,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        mlp_dim=2880,
+        rope_theta=150_000.0,
+        rope_scaling=RopeScaling(kind="yarn", factor=32.0, original_max_positions=4096, truncate=False),
+        qkv_bias=True,
+        sliding_window=128,
+        global_layers=GlobalLayers(every=2),
+        variant=LayerVariant(sinks=True, output_bias=True),
+        experts=ExpertsConfig(num_experts=128, experts_per_token=4, biases=True, swiglu_limit=7.0),
         compute_dtype="bfloat16",
     ),
     "qwen3-30b-a3b": LanguageModelConfig(

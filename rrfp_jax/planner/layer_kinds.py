@@ -138,7 +138,16 @@ class StageRun:
             sent=(*sent, *more),
         )
 
-    def is_fused(self, compute_dtype: str, length: int, widths: Widths, *, head_dim: int, is_packed: bool) -> bool:
+    def is_fused(
+        self,
+        compute_dtype: str,
+        length: int,
+        widths: Widths,
+        *,
+        head_dim: int,
+        is_packed: bool,
+        has_sinks: bool = False,
+    ) -> bool:
         """Whether attention keeps no scores of all pairs of positions."""
         import jax.numpy as jnp  # a plan whose costs come from a file loads no JAX
 
@@ -147,6 +156,7 @@ class StageRun:
         asked = AttentionCall(
             rows=self.own.num_rows, length=length, heads=round(widths.num_heads), kv_heads=widths.key // head_dim,
             head_dim=head_dim, dtype=jnp.dtype(compute_dtype), is_causal=True, is_packed=is_packed,
+            has_sinks=has_sinks,
         )  # fmt: skip
         return implementation(self.target, asked) != "formula"
 
@@ -217,12 +227,13 @@ def _decoder_layer(
     flops, window, has_kernel = Flops(), model.window(is_global=is_global), False
     if attends:
         has_kernel = way.is_fused(
-            model.compute_dtype, way.rows.length, widths, head_dim=model.size_per_head, is_packed=packed
-        )
+            model.compute_dtype, way.rows.length, widths, head_dim=model.size_per_head, is_packed=packed,
+            has_sinks=model.layer_variant.sinks,
+        )  # fmt: skip
         # kernels leave out pairs that are too far apart; tiles that are dealt out over devices only mask them
-        is_near = window is not None and has_kernel and not is_tiled
-        seen = way.rows.tokens * min(window, way.rows.length) if is_near else way.rows.pairs * _seen(way)
-        flops += sizes.attention(way.rows.tokens, seen)
+        is_near = has_kernel and not is_tiled
+        seen = min(window or way.rows.length, way.rows.length) * way.rows.tokens if is_near else way.rows.pairs
+        flops += sizes.attention(way.rows.tokens, seen * _seen(way))
     else:
         widths = replace(widths, query=0, key=0, num_heads=0, normed_heads=0, biased=0)
     if has_mlp:
@@ -252,8 +263,8 @@ def _decoder_layer(
         of_rows += round(
             {"none": 3, "dots": 1, "full": 0}[way.remat] * _experts_per_token(model, way) * model.hidden * c
         )
-    if model.layer_variant.post_norms and way.remat == "dots":  # the results of products that these norms read
-        of_rows += (attends + has_mlp) * model.hidden * c
+    # with dots also the result of one product more, which a norm reads
+    of_rows += (model.layer_variant.post_norms and way.remat == "dots") * model.hidden * c
     stash = layer.stash_bytes + tokens * of_rows
     owed, number = layer.owed_bytes, attends + has_mlp
     if not has_mlp and way.remat == "full":  # at a chunk's end heads wait for W, before and behind their rotation
@@ -347,21 +358,24 @@ def _decoder_widths(model: LanguageModelConfig, way: StageRun, is_sparse: bool) 
         num_heads=model.num_heads // way.tensor,
         normed_heads=(query + key) * model.qk_norm,
         mlp_kept=8 if model.layer_variant.activation == "gelu_tanh" else 6,
-        biased=(query + 2 * key) * model.qkv_bias,
+        biased=(query + 2 * key) * model.qkv_bias + model.hidden * model.layer_variant.output_bias,
     )
 
 
 def _layer_params(model: LanguageModelConfig, way: StageRun, is_sparse: bool) -> tuple[int, int]:
     """Returns the parameters of each device, in attention and in the MLP."""
     widths, mlp, experts = _decoder_widths(model, way, is_sparse), 3 * (model.mlp_dim // way.tensor), model.experts
+    variant, biases = model.layer_variant, 0
     if is_sparse and experts is not None:
         own = experts.num_experts // way.axes.get(EXPERT, 1)
         inner = own * model.expert_dim + (experts.shared_mlp_dim or 0)
         mlp = 3 * (inner // way.tensor) + experts.num_experts + experts.shared_gate
+        biases = experts.num_experts + own * (2 * model.expert_dim // way.tensor + model.hidden)
     vectors = (widths.query + 2 * widths.key) * model.qkv_bias + 2 * model.size_per_head * model.qk_norm
-    num_norms = 1 + model.layer_variant.post_norms
+    vectors += model.num_heads // way.tensor * variant.sinks + model.hidden * variant.output_bias
+    num_norms = 1 + variant.post_norms
     attention = model.hidden * (2 * widths.query + 2 * widths.key + num_norms) + vectors
-    return attention, model.hidden * (mlp + num_norms)
+    return attention, model.hidden * (mlp + num_norms) + biases * (experts is not None and experts.biases)
 
 
 def encoder_layer_sizes(model: VisionLanguageConfig, way: StageRun) -> Iterator[Placed]:

@@ -59,6 +59,19 @@ TEXT: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "pad_token_id": None,
     },
+    "gpt_oss": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.5,
+        "sliding_window": 3,
+    },
 }
 """What each family adds to the small sizes."""
 _TOWER: dict[str, Any] = {

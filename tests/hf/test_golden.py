@@ -22,6 +22,7 @@ def test_all_families_are_there():
         "mixtral",
         "qwen3_moe",
         "gemma3_text",
+        "gpt_oss",
         "llava_clip",
         "llava_siglip",
         "internvl",

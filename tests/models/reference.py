@@ -112,8 +112,9 @@ def reference_attention(
         seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t] and t - s < window]
         scores = heads["key"][b, seen, group] @ heads["query"][b, t, head]
         probs = np.exp(scores / np.sqrt(config.layer_variant.query_scalar or dim))
-        mixed[b, t, head] = (probs / probs.sum()) @ heads["value"][b, seen, group]
-    return mixed.reshape(batch, length, -1) @ weights["output"]["kernel"]
+        total = probs.sum() + (np.exp(weights["sinks"][head]) if "sinks" in weights else 0)
+        mixed[b, t, head] = (probs / total) @ heads["value"][b, seen, group]
+    return mixed.reshape(batch, length, -1) @ weights["output"]["kernel"] + weights["output"].get("bias", 0)
 
 
 def reference_rotate(vector: np.ndarray, position: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:

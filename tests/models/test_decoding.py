@@ -27,9 +27,13 @@ EVERYTHING = replace(
     qk_norm=True,
     sliding_window=3,
     global_layers=GlobalLayers(every=2, rope_theta=50.0),
-    variant=LayerVariant(norm_offset=True, post_norms=True, scaled_embedding=True, query_scalar=5.0),
+    variant=LayerVariant(
+        norm_offset=True, post_norms=True, scaled_embedding=True, query_scalar=5.0, sinks=True, output_bias=True
+    ),
     tie_embeddings=True,
-    experts=ExpertsConfig(num_experts=4, experts_per_token=2, every=2, shared_mlp_dim=4, capacity_factor=0.5),
+    experts=ExpertsConfig(
+        num_experts=4, experts_per_token=2, every=2, shared_mlp_dim=4, capacity_factor=0.5, biases=True
+    ),
 )
 
 

@@ -20,7 +20,9 @@ FAMILIES = {
     "gemma": small_config(
         sliding_window=3,
         global_layers=GlobalLayers(every=2, rope_theta=50.0),
-        variant=LayerVariant(activation="gelu_tanh", norm_offset=True, post_norms=True, scaled_embedding=True),
+        variant=LayerVariant(
+            activation="gelu_tanh", norm_offset=True, post_norms=True, scaled_embedding=True, sinks=True
+        ),
     ),
 }
 
