@@ -4,9 +4,11 @@ The records of each room are checked once, when they are made. Types are those o
 ends in one sentence that names the field or argument, and not as an error out of the code that first computes with it.
 """
 
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from fnmatch import fnmatchcase
 from functools import cache, wraps
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -87,6 +89,22 @@ def fill_fields(record: object, choice: str, what: str, known: Mapping[str, Mapp
         elif field not in own and getattr(record, field) is not None:
             has = f"which has {', '.join(own)}" if own else "which has none"
             raise ValueError(f"{field} is no field of the {what} {kind}, {has}: leave {field} out, or make it null")
+
+
+# -- patterns of names -------------------------------------------------------------------------------------------------
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a layer of this name is one that the pattern stands for."""
+    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+def nearest_name(pattern: str, names: Sequence[str]) -> str:
+    """Returns words on the layer, or the beginning of names, that is most like a pattern."""
+    parts = [name.split(".") for name in names]
+    choices = dict.fromkeys(".".join(part[:end]) for part in parts for end in range(1, len(part) + 1))
+    nearest = difflib.get_close_matches(pattern, choices, n=1, cutoff=0.0)
+    return f"the nearest is {nearest[0]!r}" if nearest else "the model has no layers"
 
 
 # -- types -------------------------------------------------------------------------------------------------------------

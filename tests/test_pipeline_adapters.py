@@ -18,7 +18,7 @@ from rrfp_jax.models import (
     language_model,
     vision_language_model,
 )
-from rrfp_jax.models._parts import by_head, from_heads, projection
+from rrfp_jax.models._parts import by_heads, from_heads, projection
 from rrfp_jax.models.adapters import merged_params
 from rrfp_jax.models.cuts import SequenceSlices
 from rrfp_jax.programs.chunk import ADAPTERS, Chunk, as_evaluated, microbatch_key, param_specs, trained_specs
@@ -190,9 +190,9 @@ def test_products_by_head_have_adapters_too(monkeypatch: pytest.MonkeyPatch) -> 
     layer.adapt(ADAPTED)
     layer.lora_a[...], layer.lora_b[...] = jnp.ones((6, 3)), jnp.ones((3, 8))
     x, heads = jnp.arange(12.0).reshape(1, 2, 6), jnp.arange(12.0).reshape(1, 2, 2, 3)
-    expected = by_head(layer, x, 4), from_heads(layer, heads)
+    expected = by_heads(x, 4, layer)[0], from_heads(layer, heads)
     monkeypatch.setattr("rrfp_jax.models._parts.current_target", lambda: Target(platform="tpu", kind="TPU v5p"))
-    for made, wanted in zip((by_head(layer, x, 4), from_heads(layer, heads)), expected, strict=True):
+    for made, wanted in zip((by_heads(x, 4, layer)[0], from_heads(layer, heads)), expected, strict=True):
         np.testing.assert_allclose(made, wanted, rtol=1e-6)
 
 

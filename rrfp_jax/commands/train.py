@@ -154,7 +154,7 @@ def _plan_and_train(config: TrainConfig, name: str, *, fresh: bool, force: bool,
         run = assembly.Run(planned)
     note = vocabulary_note(config, planned.dataset)
     notes = token_notes(planned.dataset, planned.known)
-    for line in [*to_say, *([] if note is None else [note]), *notes]:
+    for line in [*to_say, *([] if note is None else [note]), *notes, *run.notes]:
         run.console.say(line)
     try:
         return _train(run, name, fresh=fresh, force=force)

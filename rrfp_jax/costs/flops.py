@@ -114,6 +114,10 @@ class DecoderSizes:
     num_experts: int = 0
     expert_dims: int = 0
     """Inner widths of all experts that compute a token, shared ones included, together."""
+    latent_params: int | None = None
+    """Parameters of all products of latent attention; None: attention is none."""
+    value_dim: int | None = None
+    """Width of a value head; None: as wide as ``head_dim``."""
 
     def __post_init__(self) -> None:
         of_experts = ("num_sparse_layers", "num_experts", "expert_dims")
@@ -128,7 +132,10 @@ class DecoderSizes:
         """The attention of a layer."""
         query_dim, key_dim = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         projections = product(num_tokens, self.hidden, 2 * query_dim + 2 * key_dim)
-        return projections + _attention(num_pairs, query_dim)
+        if self.latent_params is not None:
+            projections = product(num_tokens, 1, self.latent_params)
+        value_dim = query_dim if self.value_dim is None else self.num_heads * self.value_dim
+        return projections + _attention(num_pairs / 2, query_dim) + _attention(num_pairs / 2, value_dim)
 
     def mlp(self, num_tokens: float, *, is_sparse: bool = False) -> Flops:
         """The MLP of a layer, or its experts."""

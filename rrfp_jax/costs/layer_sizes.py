@@ -12,7 +12,7 @@ backward, per token and in the dtype of computing unless said otherwise,
 =========  =========================================================================================================
 
 Between I and W wait the inputs of all products with parameters and the gradients of their results, whatever is
-recomputed.
+recomputed. For products in float8 both have one byte a number, and so have the inputs that are kept, and the matrices.
 
 Temporaries bound those of the largest program from above. A layer needs room
 
@@ -32,7 +32,7 @@ scattered into zeros, which are made early.
 Configurations, profiles and plans have names for the arrays that the backward of a chunk computes again
 (:data:`REMAT_NAMES`)."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -65,6 +65,12 @@ class Widths:
     """How many times the width of the MLP a backward needs."""
     biased: int = 0
     """Widths of the results of products to which a bias is added."""
+    more_kept: int = 0
+    """Widths of arrays that ``none`` keeps in latent attention, beyond those of plain attention with these widths."""
+    more_results: int = 0
+    """Widths of the results of matrix products, beyond those."""
+    more_products: int = 0
+    """Widths of the inputs and results of products with parameters, beyond those."""
 
 
 class Sent(NamedTuple):
@@ -160,23 +166,27 @@ def transformer_layer(
     is_fused: bool,
     is_cast: bool,
     num_branches: int = 2,
+    float8: Collection[str] = (),
 ) -> LayerSizes:
     """An attention layer with its MLP, or one of the two branches that add to the stream, where the widths of the other
     are 0; ``length`` is how many tokens each one looks at, ``is_fused`` whether scores stay inside a kernel,
-    ``is_cast`` whether parameters are cast before they are used."""
+    ``is_cast`` whether parameters are cast before they are used, ``float8`` names the products in float8."""
     w, c, added = widths, compute_bytes, num_branches * widths.hidden
     stream = w.hidden * c
+    kept_less, owed_less, num_in_float8 = _in_float8(w, float8, c)
     # The widths of the inputs and results of all products with parameters.
-    products = 2 * added + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp
+    products = 2 * added + 2 * w.query + 2 * w.key + (3 if w.is_gated else 2) * w.mlp + w.more_products
     scores = w.num_heads * length
     norms = added + w.normed_heads
     none: float = norms * c
-    none += (added + 2 * w.query + 2 * w.key + w.mlp_kept * w.mlp) * c
+    none += (added + 2 * w.query + 2 * w.key + w.mlp_kept * w.mlp + w.more_kept) * c
+    # a kernel's backward reads the result of attention as it was
+    none += w.query * c * (is_fused and "attention.output" in float8) - kept_less
     none += w.num_heads * _FLOAT32 if is_fused else scores * (_FLOAT32 + c) + 2 * w.num_heads * _FLOAT32
-    dots: float = (2 * w.query + 2 * w.key + added + (1 + w.is_gated) * w.mlp) * c
+    dots: float = (2 * w.query + 2 * w.key + added + (1 + w.is_gated) * w.mlp + w.more_results) * c
     dots += (w.num_heads if is_fused else scores) * _FLOAT32
     stash = {"none": none, "dots": dots, "full": stream}[remat]
-    owed = products * c * num_tokens + norms * c
+    owed = (products * c - owed_less) * num_tokens + norms * c
     elementwise = (5 * added + 2 * w.query + 2 * w.key + 3 * w.mlp) * c
     attention = (2 * w.query + 2 * w.key) * c + (0 if is_fused else 4 * scores * _FLOAT32)
     forward = num_tokens * (products * c + elementwise + attention) + num_params * c
@@ -194,13 +204,31 @@ def transformer_layer(
         ),
         stash_bytes=round(stash * num_tokens),
         owed_bytes=round(owed),
-        derived_bytes=num_params * c if is_cast else 0,
+        derived_bytes=num_in_float8 + (num_params - num_in_float8) * c * is_cast,
         temporaries_bytes=round(num_tokens * working),
         more_temporaries_bytes=round(max(gradients, made)) + lasting,
         lasting_bytes=lasting,
         output_bytes=round(stream * num_tokens),
         recomputed=flops if remat == "full" else Flops(),
     )
+
+
+def _in_float8(widths: Widths, float8: Collection[str], compute_bytes: int) -> tuple[int, int, int]:
+    """Returns how many bytes fewer a token keeps of inputs, and owes of inputs and gradients, where these products are
+    in float8, and how many parameters they have."""
+    w, kept_less, owed_less, num_params = widths, 0, 0, 0
+    for width, results in (
+        (w.hidden, {"attention.query": w.query, "attention.key": w.key, "attention.value": w.key}),
+        (w.query, {"attention.output": w.hidden}),
+        (w.hidden, {"mlp.gate": w.mlp, "mlp.up": w.mlp}),
+        (w.mlp, {"mlp.down": w.hidden}),
+    ):
+        rounded = [result for name, result in results.items() if name in float8]
+        if rounded:  # what other products read too is there both ways
+            kept_less += width * (compute_bytes * (len(rounded) == len(results)) - 1)
+            owed_less += sum(rounded) * (compute_bytes - 1)
+            num_params += width * sum(rounded)
+    return kept_less, owed_less + kept_less, num_params
 
 
 def embedding_layer(
@@ -232,6 +260,7 @@ def head_layer(
     remat: str,
     compute_bytes: int,
     is_cast: bool,
+    is_float8: bool = False,
 ) -> LayerSizes:
     """Final norm, logits in float32, and the loss; ``vocab`` are the words of one device.
 
@@ -239,7 +268,8 @@ def head_layer(
     """
     c = compute_bytes
     stream, logits = hidden * c, vocab * _FLOAT32
-    stash = {"none": 3 * stream, "dots": 2 * stream, "full": 2 * stream}[remat] + 12
+    read = hidden if is_float8 else stream
+    stash = {"none": 2 * stream + read, "dots": 2 * stream, "full": 2 * stream}[remat] + 12
     passes = (4 + 2 * c / _FLOAT32) * logits  # three kernels read them, and their gradient is written and read
     normed = num_tokens * 3 * stream
     return LayerSizes(
@@ -251,9 +281,9 @@ def head_layer(
             num_tokens * (stream + passes) + num_params * (c + 2 * _FLOAT32),
         ),
         stash_bytes=num_tokens * stash,
-        owed_bytes=num_tokens * (stream + 12) + hidden * c,
+        owed_bytes=num_tokens * (read + 12) + hidden * c,
         leaf_bytes=num_tokens * 8,
-        derived_bytes=num_params * c if is_cast else 0,
+        derived_bytes=num_params if is_float8 else num_params * c * is_cast,
         temporaries_bytes=2 * min(num_tokens * logits, HEAD_BLOCK_BYTES),
         more_temporaries_bytes=num_params * _FLOAT32,
         is_loss=True,

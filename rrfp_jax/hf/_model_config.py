@@ -1,7 +1,7 @@
 """``config.json`` of a whole model: the model that a file describes, and the file for a model that began here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rrfp_jax.bounded_text import shown
@@ -10,12 +10,16 @@ from rrfp_jax.hf._tensor_names import NameTable
 from rrfp_jax.hf._vision_language import DECODER_PREFIX, VISION_LANGUAGE_FAMILIES
 from rrfp_jax.hf.decoders import DECODER_FAMILIES, DecoderFamily, read_decoder, write_decoder
 from rrfp_jax.hf.model_folder import ModelSections
-from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.config import LanguageModelConfig, PredictAheadConfig
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-DROPPED = ("*.rotary_emb.inv_freq", "*.embeddings.position_ids")
-"""Tensors of old files that follow from the configuration, and so are no parameters."""
+DROPPED = (
+    *("*.rotary_emb.inv_freq", "*.embeddings.position_ids"),
+    *("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
+)
+"""Tensors that are no parameters: they follow from the configuration, or are copies of the embedding and the head."""
 QUANTISED, MXFP4 = "quantization_config", "mxfp4"
+_AHEAD, _MOST_AHEAD = "num_nextn_predict_layers", 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +36,17 @@ class HubModel:
     """Whether matrices of its files are blocks of four-bit numbers."""
     decoder_prefix: str = ""
     """The prefix of the decoder's tensors."""
+    num_layers_ahead: int = 0
+    """Number of layers that predict further ahead, of which the files may have the tensors."""
 
 
-def read_config(config: Mapping[str, Any], where: str, *, has_head: bool | None, dtype: str) -> HubModel:
+def read_config(
+    config: Mapping[str, Any], where: str, *, has_head: bool | None, dtype: str, num_ahead: int = 0
+) -> HubModel:
     """Returns the model that ``config`` describes.
 
     ``has_head`` says whether the tensors include a head that differs from the embedding's table; ``dtype`` is NumPy's
-    name for the dtype of the parameters.
+    name for the dtype of the parameters; ``num_ahead`` of the layers that predict further ahead belong to the model.
 
     Raises ValueError, in one sentence with the field's name, for everything that our models cannot express.
     """
@@ -61,10 +69,17 @@ def read_config(config: Mapping[str, Any], where: str, *, has_head: bool | None,
             return HubModel(sections=sections, table=table, newer=newer, unused=unused, decoder_prefix=DECODER_PREFIX)
         fields = ConfigFields({**config, QUANTISED: None}, where, family.defaults)
         tied = fields.flag("tie_word_embeddings") and not has_head
+        model = read_decoder(fields, family, tied=tied, dtype=dtype)
+        number = fields.whole(_AHEAD) if family.latent and fields.get(_AHEAD) else 0
+        if number > _MOST_AHEAD:
+            raise fields.refusal(_AHEAD, number, f"give at most {_MOST_AHEAD}")
+        if num_ahead:
+            model = replace(model, predict_ahead=PredictAheadConfig(num_layers=num_ahead))
         return HubModel(
-            sections=ModelSections(model=read_decoder(fields, family, tied=tied, dtype=dtype)),
+            sections=ModelSections(model=model),
             table=family.names,
             is_packed=quantised is not None,
+            num_layers_ahead=number,
         )
     except ValueError as error:
         # Our own records refuse numbers without naming the file.
@@ -94,17 +109,19 @@ def new_config(sections: ModelSections, where: str) -> dict[str, Any]:
 
 def _family_of(model: LanguageModelConfig, where: str) -> DecoderFamily:
     """Returns the first family that has everything that the model has."""
-    if model.layer_variant.sinks:
-        return DECODER_FAMILIES["gpt_oss"]
-    if model.layer_variant.norm_offset:
-        return DECODER_FAMILIES["gemma3_text"]
+    if model.layer_variant.sinks or model.layer_variant.norm_offset:
+        return DECODER_FAMILIES["gpt_oss" if model.layer_variant.sinks else "gemma3_text"]
     if model.qkv_bias and (model.qk_norm or model.experts):
         other = "qk_norm" if model.qk_norm else "experts"
         raise ValueError(f"{where}: model.qkv_bias and model.{other} are together in no family: train without one")
     if (experts := model.experts) is not None:
         for name in ("shared_mlp_dim", "capacity_factor"):
-            if getattr(experts, name) is not None:
+            has_it = model.latent_attention is not None and name == "shared_mlp_dim"
+            if getattr(experts, name) is not None and not has_it:
                 raise ValueError(f"{where}: model.experts.{name} is {getattr(experts, name)}: no family has it")
+    if model.latent_attention is not None:
+        return DECODER_FAMILIES["deepseek_v3"]
+    if experts is not None:
         return DECODER_FAMILIES["qwen3_moe" if model.qk_norm else "mixtral"]
     if model.qk_norm:
         return DECODER_FAMILIES["qwen3"]

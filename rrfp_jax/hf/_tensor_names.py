@@ -31,12 +31,16 @@ class Transform(NamedTuple):
     """The tensors that this array becomes; of one that shares its tensor with others, see :attr:`joined`."""
     joined: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
     """The one tensor that several arrays become, in the order of their names. None: none shares a tensor."""
+    dtype: str | None = None
+    """The dtype on both sides, whatever that of the model is; None: the model's."""
 
 
 SAME = Transform(lambda ours: [ours], lambda theirs: theirs[0], lambda ours: [ours])
 """The array is the same on both sides."""
 TRANSPOSED = Transform(lambda ours: [ours[::-1]], lambda theirs: theirs[0].T, lambda ours: [ours.T])
 """The kernel of a product, ``[in, out]`` here and ``[out, in]`` there."""
+SAME_FLOAT32, TRANSPOSED_FLOAT32 = (each._replace(dtype="float32") for each in (SAME, TRANSPOSED))
+"""The same, in float32 also where the model is in bfloat16."""
 PER_EXPERT = Transform(
     lambda ours: [ours[:0:-1]] * ours[0],
     lambda theirs: np.stack([matrix.T for matrix in theirs]),

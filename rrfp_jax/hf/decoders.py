@@ -23,14 +23,26 @@ from typing import Any
 
 from rrfp_jax.field_rules import MOST
 from rrfp_jax.hf._config_fields import ConfigFields
-from rrfp_jax.hf._tensor_names import PER_EXPERT, SAME, TRANSPOSED, NameTable, every_second
+from rrfp_jax.hf._tensor_names import (
+    PER_EXPERT,
+    SAME,
+    SAME_FLOAT32,
+    TRANSPOSED,
+    TRANSPOSED_FLOAT32,
+    NameTable,
+    every_second,
+    linears_and_norms,
+)
 from rrfp_jax.models.config import (
     LINEAR_ROPE,
     LLAMA3_ROPE,
     ROPE_KINDS,
+    SIGMOID,
+    YARN_ROPE,
     ExpertsConfig,
     GlobalLayers,
     LanguageModelConfig,
+    LatentAttentionConfig,
     LayerVariant,
     RopeScaling,
 )
@@ -59,6 +71,8 @@ class ExpertFields:
     """Distance between sparse layers. None: every layer is sparse."""
     dense_layers: str | None = None
     """Layers without experts. None: there are none."""
+    first_dense: str | None = None
+    """Number of first layers without experts; such a family scores, groups and shares experts as DeepSeek-V3 does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +94,8 @@ class DecoderFamily:
     experts: ExpertFields | None = None
     is_packed: bool = False
     """Whether its files may have experts in MXFP4."""
+    latent: bool = False
+    """Whether attention is latent."""
     off: tuple[str, ...] = ()
     """Switches that must be off."""
 
@@ -307,8 +323,78 @@ _GPT_OSS = DecoderFamily(
     is_packed=True,
     off=("output_router_logits",),
 )
+_LATENT = {
+    "query_down": "q_a_proj",
+    "query_up": "q_b_proj",
+    "kv_down": "kv_a_proj_with_mqa",
+    "kv_up": "kv_b_proj",
+}
+_DEEPSEEK_V3 = DecoderFamily(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    names={
+        **{ours: theirs for ours, theirs in _DECODER.items() if ".key." not in ours and ".value." not in ours},
+        **_GATED_MLP,
+        **_expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+        **linears_and_norms(
+            "layers.N.attention.",
+            _LAYER + "self_attn.",
+            _LATENT,
+            {"query_norm": "q_a_layernorm", "kv_norm": "kv_a_layernorm"},
+        ),
+        **linears_and_norms(
+            "layers.N.mlp.shared.",
+            _LAYER + "mlp.shared_experts.",
+            {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+            {},
+        ),
+        "layers.N.token_norm.scale": (SAME, _LAYER + "enorm.weight"),
+        "layers.N.stream_norm.scale": (SAME, _LAYER + "hnorm.weight"),
+        "layers.N.join.kernel": (TRANSPOSED, _LAYER + "eh_proj.weight"),
+        "layers.N.output_norm.scale": (SAME, _LAYER + "shared_head.norm.weight"),
+        "layers.N.mlp.router": (TRANSPOSED_FLOAT32, _LAYER + "mlp.gate.weight"),
+        "layers.N.mlp.balance_bias": (SAME_FLOAT32, _LAYER + "mlp.gate.e_score_correction_bias"),
+    },
+    defaults={
+        **_COMMON_DEFAULTS,
+        "vocab_size": 129_280,
+        "hidden_size": 7168,
+        "intermediate_size": 18_432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+    },
+    experts=ExpertFields(
+        num_experts=("n_routed_experts", "num_local_experts"),
+        mlp_dim="moe_intermediate_size",
+        renormalise="norm_topk_prob",
+        first_dense="first_k_dense_replace",
+    ),
+    latent=True,
+    off=("attention_bias", "output_router_logits"),
+)
 DECODER_FAMILIES: dict[str, DecoderFamily] = {
-    family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE, _GEMMA3, _GPT_OSS)
+    family.model_type: family
+    for family in (
+        *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE),
+        *(_GEMMA3, _GPT_OSS, _DEEPSEEK_V3),
+    )
 }
 """All families by ``model_type``."""
 
@@ -342,13 +428,17 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
     window, no_window = _read_window(fields, family, num_layers)
     rope, rope_without = _read_ropes(fields) if family is _GEMMA3 else (_read_rope(fields),) * 2
     kv_heads, head_dim = fields.get("num_key_value_heads"), fields.get("head_dim")
-    head_dim = hidden // heads if head_dim is None else fields.whole("head_dim")
+    latent = _read_latent(fields) if family.latent else None
+    if latent is not None:
+        head_dim = latent.query_dim
+    else:
+        head_dim = hidden // heads if head_dim is None else fields.whole("head_dim")
     variant = family.variant
     if family is _GEMMA3:
         fields.get("cache_implementation")  # the cache of transformers' own generation
     if family is _GEMMA3 and (scalar := fields.number("query_pre_attn_scalar")) != head_dim:
         variant = replace(variant, query_scalar=scalar)
-    experts = _read_experts(fields, family)
+    experts = _read_experts(fields, family, num_layers)
     if family is _GPT_OSS:
         fields.only("attention_bias", True, why="models of this family have biases in attention")
         fields.only("swiglu_alpha", 1.702, why="models here have this number in the SwiGLU of experts")
@@ -362,7 +452,7 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=heads if kv_heads is None else fields.whole("num_key_value_heads"),
-        head_dim=head_dim,
+        head_dim=None if latent else head_dim,
         mlp_dim=fields.whole("intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -371,6 +461,7 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
         sliding_window=window,
         global_layers=_global_layers(no_window, num_layers, None if rope == rope_without else rope_without),
         variant=variant,
+        latent_attention=latent,
         experts=experts,
         norm_eps=fields.number("rms_norm_eps"),
         tie_embeddings=tied,
@@ -423,6 +514,11 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
             "query_pre_attn_scalar": config.size_per_head if scalar is None else _plain(scalar),
             "rope_local_base_freq": config.rope_theta,
         }
+    if (latent := config.latent_attention) is not None:
+        values |= _written_latent(latent, config.num_layers)
+        values["num_nextn_predict_layers"] = config.num_layers_ahead
+        if latent.score_mscale:
+            values["rope_scaling"]["mscale_all_dim"] = latent.score_mscale
     experts, names = config.experts, family.experts
     if experts is not None and names is not None:
         written: dict[str | None, Any] = {
@@ -436,12 +532,58 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
         values |= {name: value for name, value in written.items() if name is not None}
         if family is _GPT_OSS:
             values |= {"attention_bias": True, "swiglu_limit": experts.swiglu_limit}
+        if names.first_dense is not None:
+            values |= {
+                "n_shared_experts": (experts.shared_mlp_dim or 0) // config.expert_dim,
+                "n_group": experts.num_groups,
+                "topk_group": experts.groups_per_token,
+                "routed_scaling_factor": experts.scale,
+                names.first_dense: len(experts.dense_layers),
+            }
     return values
 
 
 def _plain(number: float) -> float:
     """Returns a number as files have it: ``256`` for 256.0."""
     return int(number) if number == int(number) else number
+
+
+def _written_latent(latent: LatentAttentionConfig, num_layers: int) -> dict[str, Any]:
+    return {
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.plain_dim,
+        "qk_rope_head_dim": latent.rotary_dim,
+        "head_dim": latent.rotary_dim,  # of the rotary embedding, in this family
+        "v_head_dim": latent.value_dim,
+        "rope_interleave": latent.interleaved,
+        "first_k_dense_replace": num_layers,  # unless some have experts
+    }
+
+
+def _read_latent(fields: ConfigFields) -> LatentAttentionConfig:
+    heads, rank = fields.whole("num_attention_heads"), fields.get("q_lora_rank")
+    fields.only("num_key_value_heads", heads, why="in latent attention every head has a key of its own")
+    latent = LatentAttentionConfig(
+        query_rank=None if rank is None else fields.whole("q_lora_rank"),
+        kv_rank=fields.whole("kv_lora_rank"),
+        plain_dim=fields.whole("qk_nope_head_dim"),
+        rotary_dim=fields.whole("qk_rope_head_dim"),
+        value_dim=fields.whole("v_head_dim"),
+        interleaved=fields.flag("rope_interleave"),
+        score_mscale=_read_score_mscale(fields),
+    )
+    fields.only("qk_head_dim", latent.query_dim, why="it is the sum of qk_nope_head_dim and qk_rope_head_dim")
+    fields.only("head_dim", latent.rotary_dim, why="in this family it is qk_rope_head_dim")
+    fields.get("num_nextn_predict_layers")  # whether they are there, only the tensors tell
+    fields.get("auto_map")  # code for versions of transformers that did not know the family; it is not run
+    return latent
+
+
+def _read_score_mscale(fields: ConfigFields) -> float:
+    rope = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    is_yarn = rope.get("rope_type", "type") == YARN_ROPE
+    return rope.number("mscale_all_dim") if is_yarn and rope.has("mscale_all_dim") else 0.0
 
 
 def _read_window(fields: ConfigFields, family: DecoderFamily, num_layers: int) -> tuple[int | None, Sequence[int]]:
@@ -491,7 +633,7 @@ def _global_layers(numbers: Sequence[int], num_layers: int, rope: _Rope | None) 
     return GlobalLayers(layers=tuple(numbers), rope_theta=theta, rope_scaling=scaling)
 
 
-def _read_experts(fields: ConfigFields, family: DecoderFamily) -> ExpertsConfig | None:
+def _read_experts(fields: ConfigFields, family: DecoderFamily, num_layers: int) -> ExpertsConfig | None:
     names = family.experts
     if names is None:
         return None
@@ -501,6 +643,14 @@ def _read_experts(fields: ConfigFields, family: DecoderFamily) -> ExpertsConfig 
     dense = fields.get(names.dense_layers) if names.dense_layers else []
     if not isinstance(dense or [], list) or not all(isinstance(layer, int) for layer in dense or []):
         raise fields.refusal(str(names.dense_layers), dense, "a list of layers is needed")
+    routing: dict[str, Any] = {}
+    if names.first_dense is not None:
+        dense = list(range(min(num_layers, fields.whole(names.first_dense) if fields.get(names.first_dense) else 0)))
+        routing = _read_routing(fields)
+        if len(dense) == num_layers:
+            for name in (*names.num_experts, "num_experts_per_tok", names.mlp_dim, names.renormalise):
+                fields.get(str(name))
+            return None
     return ExpertsConfig(
         num_experts=fields.whole(*names.num_experts),
         experts_per_token=fields.whole("num_experts_per_tok"),
@@ -508,6 +658,7 @@ def _read_experts(fields: ConfigFields, family: DecoderFamily) -> ExpertsConfig 
         renormalise=fields.flag(names.renormalise) if names.renormalise else True,
         every=fields.whole(names.every) if names.every else 1,
         dense_layers=tuple(dense or ()),
+        **routing,
     )
 
 
@@ -533,6 +684,23 @@ def _check_theta(fields: ConfigFields, field: str, outer: float, name: str, thet
     """Raises ValueError for two different bases: versions of transformers take one or the other."""
     if fields.has(field) and theta != outer:
         raise fields.refusal(field, outer, f"{name} says {theta:g}: give the one that the model was trained with")
+
+
+def _read_routing(fields: ConfigFields) -> dict[str, Any]:
+    """Returns how a family chooses experts that does it as DeepSeek-V3: by sigmoids, in groups, with a bias."""
+    fields.only("scoring_func", SIGMOID, why=f"in this family scores are {SIGMOID}s")
+    fields.only("topk_method", "noaux_tc", why="in this family experts are chosen with a bias, in groups")
+    fields.only("moe_layer_freq", 1, why="every layer behind the first ones has experts")
+    for name in ("ep_size", "aux_loss_alpha", "seq_aux"):  # of training, or of how devices share experts
+        fields.get(name)
+    return {
+        "scores": SIGMOID,
+        "scale": fields.number("routed_scaling_factor"),
+        "num_groups": fields.whole("n_group"),
+        "groups_per_token": fields.whole("topk_group"),
+        "bias_rate": 0.0,  # an imported bias stays, unless a run says otherwise
+        "shared_mlp_dim": fields.whole("n_shared_experts") * fields.whole("moe_intermediate_size"),
+    }
 
 
 def _read_rope(fields: ConfigFields) -> _Rope:

@@ -66,7 +66,7 @@ class PlannedExport:
     def tensors(self) -> list[PlannedTensor]:
         """All tensors in the order in which they are written."""
         own = [
-            PlannedTensor(name, shape, self.dtype or self.dtypes[match.ours])
+            PlannedTensor(name, shape, match.transform.dtype or self.dtype or self.dtypes[match.ours])
             for match, *_ in by_tensor(self.matches)
             for name, shape in zip(match.theirs, match.their_shapes, strict=True)
         ]
@@ -139,7 +139,8 @@ def write_export(
                     for match in group:
                         inner = match.ours[1:]
                         array = _merged(arrays.pop(inner), factors, inner, plan.folder.sections.adapters)
-                        held.append(_converted(array, plan.dtype or plan.dtypes[match.ours], "/".join(match.ours)))
+                        dtype = match.transform.dtype or plan.dtype or plan.dtypes[match.ours]
+                        held.append(_converted(array, dtype, "/".join(match.ours)))
                     transform = group[0].transform
                     tensors = transform.to_theirs(held[0]) if transform.joined is None else [transform.joined(held)]
                     for name, tensor in zip(group[0].theirs, tensors, strict=True):
@@ -205,11 +206,11 @@ def write_adapters(plan: PlannedExport, target: Path) -> None:
 
 def hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[str, Any]]:
     """Returns the family's tables and ``config.json``: that in ``files``, or a new one if there are none."""
-    tied = folder.sections.model.tie_embeddings
+    tied, num_ahead = folder.sections.model.tie_embeddings, folder.sections.model.num_layers_ahead
     if files is None:
         config = new_config(folder.sections, str(folder.path))
         # Reading the new file back shows every field that the family has no words for.
-        model = read_config(config, str(folder.path), has_head=not tied, dtype="float32")
+        model = read_config(config, str(folder.path), has_head=not tied, dtype="float32", num_ahead=num_ahead)
         if lost := model_differences(model.sections, folder.sections):
             raise ValueError(
                 f"{folder.path} is no {config['architectures'][0]}: {'; '.join(lost)}, and no family has that"
@@ -218,7 +219,7 @@ def hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[s
     path = files / CONFIG
     config = read_json(path)
     config.pop(QUANTISED, None)  # the import has made whole numbers of them
-    model = read_config(config, str(path), has_head=not tied, dtype="float32")
+    model = read_config(config, str(path), has_head=not tied, dtype="float32", num_ahead=num_ahead)
     if other := model_differences(model.sections, folder.sections):
         raise ValueError(
             f"{path} is of another model than {folder.path}: {'; '.join(other)}: put that of the model there"

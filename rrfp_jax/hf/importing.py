@@ -110,9 +110,12 @@ def plan_import(source: Path, *, dtype: str | None = None) -> PlannedImport:
                 f"{', '.join(HUB_DTYPES.values())}: save it with transformers in one of these, from numbers that were "
                 "not quantised"
             )
-    kept = dtype or _common_dtype(stored)
+    fixed = [theirs.replace(".N.", ".*.") for transform, theirs in probe.table.values() if transform.dtype]
+    kept = dtype or _common_dtype({name: tensor for name, tensor in stored.items() if not fits(name, fixed)})
     has_head = _has_own_head(stored, probe)
-    model = read_config(config, where, has_head=has_head, dtype=kept)
+    first = f"model.layers.{probe.sections.model.num_layers}."
+    num_ahead = probe.num_layers_ahead if any(name.startswith(first) for name in stored) else 0
+    model = read_config(config, where, has_head=has_head, dtype=kept, num_ahead=num_ahead)
     planned = match_tensors(model.table, model.sections.shapes())
     _check_shapes(source, planned, stored)
     used = {name for match in planned for name in match.theirs}
@@ -228,7 +231,7 @@ def _read_later(match: TensorMatch, plan: PlannedImport, broken: list[str]) -> "
 
     from rrfp_jax.checkpoint import ReadLater
 
-    dtype = np.dtype(plan.dtype)
+    dtype = np.dtype(match.transform.dtype or plan.dtype)
 
     def read() -> np.ndarray:
         tensors = [plan.stored[name].read() for name in match.theirs]

@@ -76,8 +76,8 @@ _RECORDS: dict[str, type] = {
 }
 # Fields that parameters do not depend on: how a model begins, its dtypes, and the terms that it adds to the loss.
 _FREE = {
-    *("init_std", "param_dtype", "compute_dtype", "capacity_factor"),
-    *("z_loss", "balance_coefficient", "z_coefficient", "dropout"),
+    *("init_std", "param_dtype", "compute_dtype", "fp8", "capacity_factor"),
+    *("z_loss", "balance_coefficient", "z_coefficient", "dropout", "loss_weight"),
 }
 
 
@@ -169,11 +169,15 @@ def _shaping_fields(record: Any) -> dict[str, Any]:
         return {}
     plain: dict[str, Any] = {}
     for name, value in asdict(record).items():
+        if name in _FREE:
+            continue
         if isinstance(value, dict):
-            plain |= {f"{name}.{inner}": each for inner, each in value.items() if inner not in _FREE}
+            # of the rate of a bias, only whether there is one
+            each_of = {**value, "bias_rate": value["bias_rate"] is not None} if "bias_rate" in value else value
+            plain |= {f"{name}.{inner}": each for inner, each in each_of.items() if inner not in _FREE}
         elif name == "layer_scale":  # the number is only where training begins
             plain[name] = value is not None
-        elif name not in _FREE:
+        else:
             plain[name] = value
     if isinstance(record, LanguageModelConfig):
         # Two files may say the same by a number and by leaving it out.

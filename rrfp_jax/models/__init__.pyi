@@ -3,6 +3,7 @@
 from rrfp_jax.models.adapters import add_adapters as add_adapters
 from rrfp_jax.models.config import AdaptersConfig as AdaptersConfig
 from rrfp_jax.models.config import ExpertsConfig as ExpertsConfig
+from rrfp_jax.models.config import Float8Config as Float8Config
 from rrfp_jax.models.config import LanguageModelConfig as LanguageModelConfig
 from rrfp_jax.models.config import RopeScaling as RopeScaling
 from rrfp_jax.models.encoder import PixelScale as PixelScale

@@ -6,7 +6,8 @@ sequences are cut.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from numpy.typing import NDArray
 
 from rrfp_jax.models._context_attention import context_attention
-from rrfp_jax.models._parts import activate, by_head, from_heads, learned, projection, rms_norm
+from rrfp_jax.models._parts import activate, by_heads, from_heads, joined, learned, projection, rms_norm
 from rrfp_jax.models.attention import cached_attention, causal_attention
 from rrfp_jax.models.config import LINEAR_ROPE, YARN_ROPE, LanguageModelConfig, RopeScaling
 from rrfp_jax.models.cuts import ATTENTION, MLP, ContextCut, SequenceOrder, sequence_order
@@ -137,7 +138,7 @@ def row_info(
         if cut is None and not start:
             return None
         positions = (start + jnp.arange(length) if order is None else jnp.asarray(order(length)))[None]
-    sin, cos = rope_tables(positions, config.size_per_head // 2, *config.rope(is_global=is_global))
+    sin, cos = rope_tables(positions, config.rotary_dim // 2, *config.rope(is_global=is_global))
     return RowInfo(sin, cos, segments, cut, order)
 
 
@@ -152,10 +153,12 @@ class Attention(nnx.Module):
     """Causal self-attention, ``[batch, length, hidden] -> [batch, length, hidden]``.
 
     Query head ``h`` reads key and value head ``h // (num_heads / num_kv_heads)`` (Ainslie et al. 2023). Scores and
-    softmax are float32.
+    softmax are float32. The products that ``float8`` names, as ``attention.query``, are in float8.
     """
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, *, is_global: bool = False) -> None:
+    def __init__(
+        self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = (), *, is_global: bool = False
+    ) -> None:
         self.head_dim = config.size_per_head
         self.rope_theta, self.rope_scaling = config.rope(is_global=is_global)
         self.window = config.window(is_global=is_global)
@@ -165,10 +168,17 @@ class Attention(nnx.Module):
         self.query_factor = None if scalar is None else math.sqrt(self.head_dim / scalar)
         query_dim = config.num_heads * self.head_dim
         key_dim = config.num_key_value_heads * self.head_dim
-        self.query = projection(config, config.hidden, query_dim, rngs, use_bias=config.qkv_bias)
-        self.key = projection(config, config.hidden, key_dim, rngs, use_bias=config.qkv_bias)
-        self.value = projection(config, config.hidden, key_dim, rngs, use_bias=config.qkv_bias)
-        self.output = projection(config, query_dim, config.hidden, rngs, to_residual=True, use_bias=variant.output_bias)
+        make = partial(projection, config, rngs=rngs)
+        self.query = make(config.hidden, query_dim, use_bias=config.qkv_bias, float8="attention.query" in float8)
+        self.key = make(config.hidden, key_dim, use_bias=config.qkv_bias, float8="attention.key" in float8)
+        self.value = make(config.hidden, key_dim, use_bias=config.qkv_bias, float8="attention.value" in float8)
+        self.output = make(
+            query_dim,
+            config.hidden,
+            to_residual=True,
+            use_bias=variant.output_bias,
+            float8="attention.output" in float8,
+        )
         self.query_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
         self.key_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
         self.sinks = learned(config, (config.num_heads,), rngs) if variant.sinks else None
@@ -224,7 +234,7 @@ class Attention(nnx.Module):
 
     def _heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries, keys and values by head, normalised but not rotated yet."""
-        query, key, value = (by_head(part, x, self.head_dim) for part in (self.query, self.key, self.value))
+        query, key, value = by_heads(x, self.head_dim, self.query, self.key, self.value)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
@@ -242,18 +252,119 @@ class Attention(nnx.Module):
         return rope_tables(positions, self.head_dim // 2, self.rope_theta, self.rope_scaling)
 
 
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention (DeepSeek-V2, section 2.1), with the methods of :class:`Attention`.
+
+    A head's keys and values are products of a vector that all heads share; behind the plain dims of each key stands a
+    rotary key, of which there is one. Queries and keys are put together for every head, so any implementation of
+    attention may compute it; the narrower one of values and keys is filled up with zeros, which change nothing.
+    """
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+        assert config.latent_attention is not None
+        self.latent, self.config = config.latent_attention, config
+        latent, heads = self.latent, config.num_heads
+        # whatever the norms of the stream add, these two add 1e-6 in published models
+        norm = replace(config, norm_eps=1e-6)
+        if latent.query_rank is None:
+            self.query = projection(config, config.hidden, heads * latent.query_dim, rngs)
+        else:
+            self.query_down = projection(config, config.hidden, latent.query_rank, rngs)
+            self.query_norm = rms_norm(norm, latent.query_rank, rngs)
+            self.query_up = projection(config, latent.query_rank, heads * latent.query_dim, rngs)
+        self.kv_down = projection(config, config.hidden, latent.kv_rank + latent.rotary_dim, rngs)
+        self.kv_norm = rms_norm(norm, latent.kv_rank, rngs)
+        self.kv_up = projection(config, latent.kv_rank, heads * (latent.plain_dim + latent.value_dim), rngs)
+        self.output = projection(config, heads * latent.value_dim, config.hidden, rngs, to_residual=True)
+
+    def __call__(self, x: jax.Array, rows: RowInfo | None = None) -> jax.Array:
+        """Maps ``[batch, length, hidden]`` to the same shape and dtype."""
+        return self.with_keys(x, rows)[0]
+
+    def with_keys(
+        self, x: jax.Array, rows: RowInfo | None = None, earlier: Sequence[KVCache] = ()
+    ) -> tuple[jax.Array, KVCache]:
+        """Computes a slice of a sequence, as :meth:`Attention.with_keys`."""
+        tables = self._tables(jnp.arange(x.shape[1])) if rows is None else (rows.sin, rows.cos)
+        query, key, value = self._heads(x, *tables)
+        own, segments, window = KVCache(key, value), None if rows is None else rows.segments, self.config.sliding_window
+        if earlier:
+            key, value = (jnp.concatenate(parts, axis=1) for parts in zip(*earlier, own, strict=True))
+            reach = key.shape[1] if window is None else x.shape[1] + window - 1
+            key, value = key[:, -reach:], value[:, -reach:]
+            segments = None if segments is None else segments[:, -reach:]
+        query, key, value = self._of_one_width(query, key, value)
+        if rows is not None and rows.cut is not None:
+            options: dict[str, Any] = {"cut": rows.cut, "order": rows.order}
+            mixed = context_attention(query, key, value, window=window, segments=segments, **options)
+        else:
+            mixed = causal_attention(query, key, value, window=window, segments=segments)
+        return self._joined(checkpoint_name(mixed, "attention")), own
+
+    def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
+        """Decode step, as :meth:`Attention.decode_step`."""
+        positions = start + jnp.arange(x.shape[1])
+        query, *new = self._heads(x, *self._tables(positions))
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
+            for held, part in zip(cache, new, strict=True)
+        )
+        parts = self._of_one_width(query, keys, values)
+        mixed = cached_attention(*parts, positions, window=self.config.sliding_window)
+        return self._joined(mixed), KVCache(keys, values)
+
+    def _heads(self, x: jax.Array, sin: jax.Array, cos: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values by head; dims that positions turn are turned and come last."""
+        latent = self.latent
+        if latent.query_rank is None:
+            (query,) = by_heads(x, latent.query_dim, self.query)
+        else:
+            (query,) = by_heads(self.query_norm(self.query_down(x)), latent.query_dim, self.query_up)
+        query, turned = jnp.split(query, [latent.plain_dim], axis=-1)
+        shared, rotary_key = jnp.split(self.kv_down(x), [latent.kv_rank], axis=-1)
+        (both,) = by_heads(self.kv_norm(shared), latent.plain_dim + latent.value_dim, self.kv_up)
+        key, value = jnp.split(both, [latent.plain_dim], axis=-1)
+        turned, rotary_key = (self._turn(part, sin, cos) for part in (turned, rotary_key[..., None, :]))
+        rotary_key = jnp.broadcast_to(rotary_key, (*key.shape[:-1], latent.rotary_dim))
+        return jnp.concatenate([query, turned], axis=-1), jnp.concatenate([key, rotary_key], axis=-1), value
+
+    def _turn(self, x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+        if self.latent.interleaved:  # scores do not depend on the order in which the turned dims come out
+            x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+        return apply_rope(x, sin, cos)
+
+    def _of_one_width(
+        self, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the three with heads of equal width, for attention that divides scores by the root of it."""
+        latent, width = self.latent, self.latent.call_dim
+        factor = latent.score_factor(self.config.rope_scaling) * math.sqrt(width / latent.query_dim)
+        if factor != 1:
+            query = (query.astype(jnp.float32) * factor).astype(query.dtype)
+        query, key, value = (jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[-1]),)) for x in (query, key, value))
+        return query, key, value
+
+    def _joined(self, mixed: jax.Array) -> jax.Array:
+        return from_heads(self.output, mixed[..., : self.latent.value_dim])
+
+    def _tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rope_tables(positions, self.latent.rotary_dim // 2, self.config.rope_theta, self.config.rope_scaling)
+
+
 class _GatedMLP(nnx.Module):
     """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``; or with GELU."""
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = ()) -> None:
+        make, (hidden, inner) = partial(projection, config, rngs=rngs), (config.hidden, config.mlp_dim)
         self.activation = config.layer_variant.activation
-        self.gate = projection(config, config.hidden, config.mlp_dim, rngs)
-        self.up = projection(config, config.hidden, config.mlp_dim, rngs)
-        self.down = projection(config, config.mlp_dim, config.hidden, rngs, to_residual=True)
+        self.gate = make(hidden, inner, float8="mlp.gate" in float8)
+        self.up = make(hidden, inner, float8="mlp.up" in float8)
+        self.down = make(inner, hidden, to_residual=True, float8="mlp.down" in float8)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., hidden]`` to the same shape, in the compute dtype."""
-        return self.down(activate(self.activation, self.gate(x)) * self.up(x))
+        gate, up = joined(x, self.gate, self.up)
+        return self.down(activate(self.activation, gate) * up)
 
 
 def residual_norm(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -275,11 +386,17 @@ class DecoderLayer(nnx.Module):
         is_sparse: bool = False,
         is_global: bool = False,
         part: str | None = None,
+        float8: Collection[str] = (),
     ) -> None:
         self.config, self.is_sparse, self.is_global, self.part = config, is_sparse, is_global, part
         # a part is left out once it is made, so that the other one has the initial values of the whole layer
-        attention = residual_norm(config, rngs), Attention(config, rngs, is_global=is_global)
-        mlp = residual_norm(config, rngs), (MixtureOfExperts if is_sparse else _GatedMLP)(config, rngs)
+        own: Attention | LatentAttention
+        if config.latent_attention is None:
+            own = Attention(config, rngs, float8, is_global=is_global)
+        else:
+            own = LatentAttention(config, rngs)
+        attention = residual_norm(config, rngs), own
+        mlp = residual_norm(config, rngs), (MixtureOfExperts if is_sparse else _GatedMLP)(config, rngs, float8)
         if part != MLP:
             self.attention_norm, self.attention = attention
         if part != ATTENTION:
@@ -337,12 +454,39 @@ class DecoderLayer(nnx.Module):
         return self.mlp(normalised), None
 
 
+class AheadLayer(DecoderLayer):
+    """Predicts one token further ahead: a decoder layer on the stream so far, joined with the next token's vector
+    (DeepSeek-V3, section 2.2), and the norm before the head, which the next such layer reads too."""
+
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, *, is_sparse: bool) -> None:
+        super().__init__(config, rngs, is_sparse=is_sparse)
+        self.token_norm, self.stream_norm = residual_norm(config, rngs), residual_norm(config, rngs)
+        self.join = projection(config, 2 * config.hidden, config.hidden, rngs)
+        self.output_norm = residual_norm(config, rngs)
+
+    def predict(self, stream: jax.Array, vectors: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the input of the head, shaped like ``stream``, and the loss that the layer's router adds, or None.
+
+        ``stream`` is the input of the head one token back, ``vectors`` are those of the token after each;
+        ``options`` are those of a decoder layer.
+        """
+        both = jnp.concatenate([self.token_norm(vectors), self.stream_norm(stream)], axis=-1)
+        hidden, loss, _ = self(self.join(both), **options)
+        return self.output_norm(hidden), loss
+
+
+@cache
+def ahead_layer(*, is_sparse: bool) -> Callable[[LanguageModelConfig, nnx.Rngs], AheadLayer]:
+    """Returns the function that makes a layer that predicts further ahead."""
+    return partial(AheadLayer, is_sparse=is_sparse)
+
+
 @cache
 def decoder_layer(
-    *, is_sparse: bool, is_global: bool, part: str | None
+    *, is_sparse: bool, is_global: bool, part: str | None, float8: tuple[str, ...] = ()
 ) -> Callable[[LanguageModelConfig, nnx.Rngs], DecoderLayer]:
     """Returns the function that makes a decoder layer, with experts or without, global or not, or a part of it."""
-    return partial(DecoderLayer, is_sparse=is_sparse, is_global=is_global, part=part)
+    return partial(DecoderLayer, is_sparse=is_sparse, is_global=is_global, part=part, float8=float8)
 
 
 class Embedding(nnx.Module):
@@ -351,7 +495,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
         self.table = learned(config, (config.vocab_size, config.hidden), rngs)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
-        self.z_loss = config.z_loss
+        self.float8, self.z_loss = config.has_float8_head, config.z_loss
         self.factor = math.sqrt(config.hidden) if config.layer_variant.scaled_embedding else None
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -364,14 +508,15 @@ class Embedding(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Maps ``x`` ``[batch, length, hidden]`` to float32 logits ``[batch, length, vocab_size]``."""
-        # logits rounded to bfloat16 would cost the loss about two decimal digits
-        matrix = self.table[...].astype(self.compute_dtype)
-        return jnp.einsum("blh,vh->blv", x, matrix, preferred_element_type=jnp.float32)
+        return self.head_loss().logits(x, self.table[...])
 
     def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the loss of the tied head, as :meth:`LMHead.loss`."""
-        loss = HeadLoss(words_first=True, compute_dtype=self.compute_dtype.name, z_loss=self.z_loss)
-        return loss(x, self.table[...], targets, weights)
+        return self.head_loss()(x, self.table[...], targets, weights)
+
+    def head_loss(self) -> HeadLoss:
+        """Returns the loss as a function of the table."""
+        return HeadLoss(True, self.compute_dtype.name, self.z_loss, self.float8)
 
 
 class LMHead(nnx.Module):
@@ -380,12 +525,11 @@ class LMHead(nnx.Module):
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
         self.kernel = learned(config, (config.hidden, config.vocab_size), rngs)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
-        self.z_loss = config.z_loss
+        self.float8, self.z_loss = config.has_float8_head, config.z_loss
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Maps ``x`` ``[batch, length, hidden]`` to float32 logits ``[batch, length, vocab_size]``."""
-        matrix = self.kernel[...].astype(self.compute_dtype)
-        return jnp.einsum("blh,hv->blv", x, matrix, preferred_element_type=jnp.float32)
+        return self.head_loss().logits(x, self.kernel[...])
 
     def loss(self, x: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the loss with its z-loss, summed over tokens by weight, and the z-loss alone; float32 scalars.
@@ -393,8 +537,11 @@ class LMHead(nnx.Module):
         ``x`` ``[batch, length, hidden]``, ``targets`` int32 and ``weights`` float32 ``[batch, length]``. No logits are
         kept for the backward, see :mod:`rrfp_jax.models.loss`.
         """
-        loss = HeadLoss(words_first=False, compute_dtype=self.compute_dtype.name, z_loss=self.z_loss)
-        return loss(x, self.kernel[...], targets, weights)
+        return self.head_loss()(x, self.kernel[...], targets, weights)
+
+    def head_loss(self) -> HeadLoss:
+        """Returns the loss as a function of the matrix."""
+        return HeadLoss(False, self.compute_dtype.name, self.z_loss, self.float8)
 
 
 # -- shards of the vocabulary ------------------------------------------------------------------------------------------
@@ -418,7 +565,7 @@ class EmbeddingShard(Embedding):
 
     def numbers(self, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the numbers of the tied head, as :meth:`LMHeadShard.numbers`."""
-        numbers = HeadShard(words_first=True, compute_dtype=self.compute_dtype.name)
+        numbers = HeadShard(True, self.compute_dtype.name, self.float8)
         return numbers(x, self.table[...], targets - self.bounds[0])
 
 
@@ -432,7 +579,7 @@ class LMHeadShard(LMHead):
 
     def numbers(self, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns what :class:`rrfp_jax.models.loss.HeadShard` does for ``x`` ``[batch, length, hidden]``."""
-        numbers = HeadShard(words_first=False, compute_dtype=self.compute_dtype.name)
+        numbers = HeadShard(False, self.compute_dtype.name, self.float8)
         return numbers(x, self.kernel[...], targets - self.bounds[0])
 
 

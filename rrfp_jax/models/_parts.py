@@ -14,6 +14,7 @@ from flax import nnx
 
 from rrfp_jax.hardware import TPU
 from rrfp_jax.models.config import AdaptersConfig, LanguageModelConfig
+from rrfp_jax.models.float8 import joint_products
 from rrfp_jax.models.vision_config import EncoderConfig, ProjectorConfig
 from rrfp_jax.programs.target import current_target
 
@@ -95,8 +96,9 @@ def layer_norm(config: _PartConfig, dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class Projection(nnx.Linear):
-    """A matrix product, beside which an adapter may stand (:mod:`rrfp_jax.models.adapters`)."""
+    """A matrix product, maybe in float8, beside which an adapter may stand (:mod:`rrfp_jax.models.adapters`)."""
 
+    float8 = False
     adapters: AdaptersConfig | None = None
     """The settings of its adapter. None: it has none."""
     mask_key: jax.Array | None = None
@@ -110,7 +112,7 @@ class Projection(nnx.Linear):
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
         """Maps ``[..., in_dim]`` to ``[..., out_dim]``."""
-        return self.with_adapter(super().__call__(x), x)
+        return joined(x, self)[0] if self.float8 else self.with_adapter(super().__call__(x), x)
 
     def with_adapter(self, y: jax.Array, x: jax.Array) -> jax.Array:
         """Returns ``y``, the product of ``x`` with the matrix, in any shape, with that of the adapter added."""
@@ -131,12 +133,13 @@ def projection(
     *,
     to_residual: bool = False,
     use_bias: bool = False,
-) -> "Projection":
+    float8: bool = False,
+) -> Projection:
     """Returns a matrix product, ``[..., in_dim] -> [..., out_dim]``.
 
     ``to_residual`` scales the initial values down so that the residual stream's variance does not grow with depth.
     """
-    return Projection(
+    layer = Projection(
         in_dim,
         out_dim,
         use_bias=use_bias,
@@ -145,26 +148,43 @@ def projection(
         kernel_init=_initializer(config, to_residual=to_residual),
         rngs=rngs,
     )
+    layer.float8 = float8
+    return layer
 
 
-def by_head(layer: Projection, x: jax.Array, head_dim: int) -> jax.Array:
-    """Returns ``layer(x)`` by head, ``[..., in_dim] -> [..., heads, head_dim]``.
+def joined(x: jax.Array, *layers: Projection) -> list[jax.Array]:
+    """Returns the results of layers that read the same input; those in float8 are computed as one."""
+    in_float8 = [layer for layer in layers if layer.float8]
+    made = iter(joint_products(x, [layer.kernel[...] for layer in in_float8]) if in_float8 else ())
+    return [layer.with_adapter(_biased(next(made), layer), x) if layer.float8 else layer(x) for layer in layers]
+
+
+def _biased(x: jax.Array, layer: nnx.Linear) -> jax.Array:
+    return x if layer.bias is None else x + layer.bias[...].astype(x.dtype)
+
+
+def by_heads(x: jax.Array, head_dim: int, *layers: Projection) -> list[jax.Array]:
+    """Returns the layers of ``x`` by head, ``[..., in_dim] -> [..., heads, head_dim]``.
 
     On TPUs the product itself makes the heads, so XLA writes them in the order in which splash attention reads them.
     After a reshape it copies them in float32: that is a quarter of all traffic of an attention layer. On GPUs a reshape
     costs nothing, and products by head would move the values once more.
     """
-    if current_target().platform != TPU:
-        return layer(x).reshape(*x.shape[:-1], -1, head_dim)
+    if current_target().platform != TPU or any(layer.float8 for layer in layers):
+        return [each.reshape(*x.shape[:-1], -1, head_dim) for each in joined(x, *layers)]
+    return [_by_head(layer, x, head_dim) for layer in layers]
+
+
+def _by_head(layer: Projection, x: jax.Array, head_dim: int) -> jax.Array:
     bias = None if layer.bias is None else layer.bias[...].reshape(-1, head_dim)
     heads = _product(layer, x, layer.kernel[...].reshape(x.shape[-1], -1, head_dim), bias, num_dims=1)
     return layer.with_adapter(heads, x)
 
 
 def from_heads(layer: Projection, heads: jax.Array) -> jax.Array:
-    """Returns ``layer`` of all heads joined, ``[..., heads, head_dim] -> [..., out_dim]``, as :func:`by_head` does."""
+    """Returns ``layer`` of all heads joined, ``[..., heads, head_dim] -> [..., out_dim]``, as :func:`by_heads` does."""
     flat = heads.reshape(*heads.shape[:-2], -1)
-    if current_target().platform != TPU:
+    if current_target().platform != TPU or layer.float8:
         return layer(flat)
     bias = None if layer.bias is None else layer.bias[...]
     out = _product(layer, heads, layer.kernel[...].reshape(*heads.shape[-2:], -1), bias, num_dims=2)

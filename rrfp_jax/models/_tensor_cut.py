@@ -2,8 +2,8 @@
 
 Each device holds some attention heads, some columns of the MLP and some words of the vocabulary. Queries, keys, values,
 gate, up and ``fc1`` are cut by columns, and their biases with them; attention output, down and ``fc2`` by rows, so that
-attention and MLP need one sum over the devices each. Norms, the biases of what is summed, patches and positions are
-whole.
+attention and MLP need one sum over the devices each. Of latent attention the narrow vectors are whole. Norms, the
+biases of what is summed, patches and positions are whole.
 
 Experts are dealt out over ``expert``, and cut inside over ``tensor`` as the MLP is; the router is whole, and a shared
 expert is cut over ``tensor`` alone.
@@ -59,6 +59,7 @@ def _decoder_cut(config: LanguageModelConfig, axes: Mapping[str, int]) -> _Layer
     cut: _LayerCut = {}
     if num_shards > 1:
         cut |= _by_columns("attention", "query")
+        cut |= _by_columns("attention", "query_up") | _by_columns("attention", "kv_up")
         if config.num_key_value_heads % num_shards == 0:
             cut |= _by_columns("attention", "key") | _by_columns("attention", "value")
         by_words = config.vocab_size % num_shards == 0

@@ -5,10 +5,20 @@ whatever layout trained it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rrfp_jax.field_rules import AT_LEAST_1, NOT_NEGATIVE, POSITIVE, FieldRule, check_fields, check_types, fill_fields
+from rrfp_jax.field_rules import (
+    AT_LEAST_1,
+    NOT_NEGATIVE,
+    POSITIVE,
+    FieldRule,
+    check_fields,
+    check_types,
+    fill_fields,
+    matches,
+    nearest_name,
+)
 
 DTYPES = ("float32", "bfloat16")
 """Names that ``param_dtype`` and ``compute_dtype`` accept. (float16 would need loss scaling.)"""
@@ -16,7 +26,12 @@ DTYPES = ("float32", "bfloat16")
 ABOVE_0 = FieldRule("a number above 0", lambda value: value > 0)
 _FINITE_ABOVE_0 = FieldRule("a number above 0", lambda value: 0 < value < math.inf)
 
+_HEAD = "head"
+"""The name of the head's products, also where it is the table of embeddings."""
+
 LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE = "llama3", "linear", "yarn"
+SOFTMAX, SIGMOID = "softmax", "sigmoid"
+"""Names that ``experts.scores`` accepts."""
 ROPE_KINDS: dict[str, dict[str, Any]] = {
     LLAMA3_ROPE: {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192},
     LINEAR_ROPE: {},
@@ -187,6 +202,8 @@ class ExpertsConfig:
     Mixtral is ``renormalise: true``, and its softmax over the chosen experts alone is the same number for number as
     one over all that is renormalised. Qwen3-MoE's ``norm_topk_prob`` is ``renormalise``, its ``decoder_sparse_step``
     is ``every``, its ``mlp_only_layers`` are ``dense_layers``. Shared experts are Qwen2-MoE's and DeepSeek's.
+    DeepSeek-V3 chooses by ``sigmoid`` scores, in groups, with a bias that balances without a loss; its
+    ``routed_scaling_factor`` is ``scale``, its ``first_k_dense_replace`` first layers are ``dense_layers``.
 
     Raises ValueError, with the remedy, for values that do not describe experts.
     """
@@ -201,6 +218,18 @@ class ExpertsConfig:
     """Inner width of an expert. None: the model's ``mlp_dim``."""
     renormalise: bool = True
     """Whether the scores of a token's experts are divided by their sum, so that they add up to 1."""
+    scores: str = SOFTMAX
+    """How a score is made of a logit: ``softmax`` over all experts, or ``sigmoid`` of each by itself."""
+    scale: float = 1.0
+    """Factor of the weights of a token's experts, after all else."""
+    num_groups: int = 1
+    """Number of groups of neighbouring experts, of equal size; only with ``sigmoid``."""
+    groups_per_token: int = 1
+    """Number of groups among whose experts a token chooses: those whose two highest scores have the highest sum."""
+    bias_rate: float | None = None
+    """Step by which a bias of each expert rises after every optimizer step if fewer tokens chose it than the average,
+    and falls if more did; it is added to scores where experts are chosen, not to weights; 0: the bias is there and
+    stays, null: there is none."""
     shared_mlp_dim: int | None = None
     """Inner width of the expert that computes every token beside the chosen ones; several shared experts are one that
     is as wide as all of them. None: there is none."""
@@ -226,15 +255,40 @@ class ExpertsConfig:
     def __post_init__(self) -> None:
         check_types(self)
         check_fields(self, AT_LEAST_1, "num_experts", "experts_per_token", "mlp_dim", "shared_mlp_dim", "every")
-        check_fields(self, POSITIVE, "capacity_factor", "swiglu_limit")
-        check_fields(self, NOT_NEGATIVE, "balance_coefficient", "z_coefficient")
+        check_fields(self, AT_LEAST_1, "num_groups", "groups_per_token")
+        check_fields(self, POSITIVE, "capacity_factor", "scale", "swiglu_limit")
+        check_fields(self, NOT_NEGATIVE, "balance_coefficient", "z_coefficient", "bias_rate")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token {self.experts_per_token} is more than the {self.num_experts} experts: "
                 f"give at most {self.num_experts}"
             )
+        if self.scores not in (SOFTMAX, SIGMOID):
+            raise ValueError(f"scores is {self.scores!r}: give {SOFTMAX} or {SIGMOID}")
+        self._check_groups()
         if self.shared_gate and self.shared_mlp_dim is None:
             raise ValueError("shared_gate is given without a shared expert: give shared_mlp_dim, or leave it out")
+
+    def _check_groups(self) -> None:
+        if self.scores == SOFTMAX and (self.num_groups > 1 or self.bias_rate is not None):
+            name = "num_groups" if self.num_groups > 1 else "bias_rate"
+            raise ValueError(f"{name} is given with scores {SOFTMAX}: give scores {SIGMOID}, or leave {name} out")
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"{self.num_experts} experts do not divide into {self.num_groups} groups: give num_groups that divides "
+                "num_experts"
+            )
+        if self.groups_per_token > self.num_groups:
+            raise ValueError(
+                f"groups_per_token {self.groups_per_token} is more than the {self.num_groups} groups: give at most "
+                f"{self.num_groups}"
+            )
+        most = self.groups_per_token * (self.num_experts // self.num_groups)
+        if self.experts_per_token > most:
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} is more than the {most} experts of a token's groups: give "
+                f"at most {most}, or more groups_per_token"
+            )
 
     def check_layers(self, num_layers: int) -> None:
         """Raises ValueError unless some of ``num_layers`` layers are sparse and all of ``dense_layers`` exist."""
@@ -261,12 +315,120 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention of DeepSeek-V2 and V3: keys and values of all heads are products of one narrow
+    vector, and positions are in dims of their own, whose key all heads share.
+
+    The names in Hugging Face's files are ``q_lora_rank``, ``kv_lora_rank``, ``qk_nope_head_dim``,
+    ``qk_rope_head_dim``, ``v_head_dim``, ``rope_interleave`` and ``mscale_all_dim``.
+
+    Raises ValueError, with the remedy, for values that do not describe such attention.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    query_rank: int | None = None
+    """Width of the vector of which queries are made; null: they are products of the layer's input."""
+    kv_rank: int
+    """Width of the vector of which keys and values are made."""
+    plain_dim: int
+    """Dims of a query head, and of a key head, that no position turns."""
+    rotary_dim: int
+    """Dims of a query head that positions turn, even, and the width of the key that all heads share."""
+    value_dim: int
+    """Width of a value head."""
+    interleaved: bool = True
+    """Whether a rotary embedding turns neighbouring dims, as published; false: dims half the width apart."""
+    score_mscale: float = 0.0
+    """Scores are multiplied by the square of ``0.1 * score_mscale * log(factor) + 1``, with the ``factor`` of
+    ``rope_scaling``."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fields(self, AT_LEAST_1, "query_rank", "kv_rank", "plain_dim", "rotary_dim", "value_dim")
+        check_fields(self, NOT_NEGATIVE, "score_mscale")
+        if self.rotary_dim % 2:
+            raise ValueError(
+                f"latent_attention turns {self.rotary_dim} dims, and rotary embeddings turn pairs: give an even "
+                f"rotary_dim, for example {self.rotary_dim + 1}"
+            )
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a query head, and of a key head."""
+        return self.plain_dim + self.rotary_dim
+
+    @property
+    def call_dim(self) -> int:
+        """Width of all heads where they come together."""
+        return max(self.query_dim, self.value_dim)
+
+    def score_factor(self, scaling: RopeScaling | None) -> float:
+        """Returns the factor of scores beside one over the root of the width of a head."""
+        growth = 0.0 if scaling is None else 0.1 * self.score_mscale * math.log(max(scaling.factor, 1.0))
+        return (growth + 1.0) ** 2
+
+    def num_params(self, hidden: int, num_heads: int) -> int:
+        """Returns the number of parameters of the attention of a layer."""
+        return self.num_product_params(hidden, num_heads) + (self.query_rank or 0) + self.kv_rank
+
+    def num_product_params(self, hidden: int, num_heads: int) -> int:
+        """Returns the number of parameters without those of norms."""
+        queries, keys_and_values = num_heads * self.query_dim, num_heads * (self.plain_dim + self.value_dim)
+        of_queries = hidden * queries if self.query_rank is None else self.query_rank * (hidden + queries)
+        of_keys = hidden * self.rotary_dim + self.kv_rank * (hidden + keys_and_values)
+        return of_queries + of_keys + num_heads * self.value_dim * hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictAheadConfig:
+    """Multi-token prediction of DeepSeek-V3: layers behind the model that predict tokens further ahead, one more each.
+
+    Raises ValueError, with the remedy, for values that do not describe such layers.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    num_layers: int = 1
+    """Number of such layers, and of tokens behind the next one that are predicted."""
+    loss_weight: float = 0.3
+    """Weight of their losses in that of training, shared out equally."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fields(self, AT_LEAST_1, "num_layers")
+        check_fields(self, POSITIVE, "loss_weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Config:
+    """Matrix products whose operands are rounded to float8; see :mod:`rrfp_jax.models.float8`.
+
+    They are, by name, ``query``, ``key``, ``value`` and ``output`` of ``layers.N.attention``; ``gate``, ``up`` and
+    ``down`` of ``layers.N.mlp``, or of ``layers.N.mlp.shared`` where a layer has experts; and ``head``.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    exclude: tuple[str, ...] = ()
+    """The products that stay in ``compute_dtype``: by name, by the beginning of names up to a dot, or by a glob for
+    either, such as ``head``, ``layers.0``, ``*.down``, ``layers.*.attention``."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+def _excludes(pattern: str, name: str) -> bool:
+    return matches(pattern, name) or matches(f"{pattern}.*", name)  # layers.*.attention: all products in it
+
+
+@dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
     """A decoder in the manner of Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
     The switches ``rope_scaling``, ``qkv_bias``, ``qk_norm`` and ``sliding_window`` make it Llama 3.1, Qwen 2.5, Qwen 3
-    and Mistral; ``experts`` makes it Mixtral and Qwen3-MoE, ``global_layers`` and ``variant`` make it Gemma 3,
-    all of these GPT-OSS.
+    and Mistral; ``experts`` makes it Mixtral and Qwen3-MoE, with ``latent_attention`` DeepSeek-V3; ``global_layers``
+    and ``variant`` make it Gemma 3, with ``experts`` GPT-OSS.
 
     Raises ValueError, with the remedy, for values that do not describe a model.
     """
@@ -299,8 +461,13 @@ class LanguageModelConfig:
     """Layers that have no ``sliding_window`` where the others have one, as in Gemma 3; None: there are none."""
     variant: LayerVariant | None = None
     """Properties of layers that Llama's have not, as in Gemma 3 and GPT-OSS; None: there are none."""
+    latent_attention: LatentAttentionConfig | None = None
+    """Attention whose keys and values are products of one narrow vector, as in DeepSeek-V3; null: each has a product of
+    its own."""
     experts: ExpertsConfig | None = None
     """Experts in place of the MLP of some layers or all; None: every layer has a plain one."""
+    predict_ahead: PredictAheadConfig | None = None
+    """Layers that predict tokens further ahead, for one more loss, as in DeepSeek-V3; null: none."""
     norm_eps: float = 1e-5
     """Number that RMSNorm adds to the mean square."""
     tie_embeddings: bool = False
@@ -316,18 +483,23 @@ class LanguageModelConfig:
     compute_dtype: str = "float32"
     """Dtype of matrix products and of activations between layers and chunks. Norm statistics, softmax, logits and
     loss are float32 whatever it is."""
+    fp8: Float8Config | None = None
+    """The matrix products in float8: ``{}`` for all but those of experts, ``{exclude: [head, layers.0]}`` for fewer.
+    None: none."""
 
     def __post_init__(self) -> None:
         check_types(self)
         positive = ("vocab_size", "hidden", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
         check_fields(self, ABOVE_0, *positive, "rope_theta", "norm_eps", "init_std", "sliding_window")
         check_fields(self, NOT_NEGATIVE, "z_loss")
-        if self.head_dim is None and self.hidden % self.num_heads:
+        if self.latent_attention is not None:
+            self._check_latent(self.latent_attention)
+        elif self.head_dim is None and self.hidden % self.num_heads:
             raise ValueError(
                 f"hidden {self.hidden} does not divide into {self.num_heads} heads: give head_dim, "
                 f"or hidden {self.hidden + -self.hidden % self.num_heads}"
             )
-        if self.size_per_head % 2:
+        if self.rotary_dim % 2:
             raise ValueError(
                 f"heads are {self.size_per_head} wide, and rotary embeddings turn pairs: "
                 f"give an even head_dim, for example {self.size_per_head + 1}"
@@ -353,12 +525,66 @@ class LanguageModelConfig:
             object.__setattr__(self, "variant", None)
         if self.experts is not None and self.layer_variant.activation != "silu":
             raise ValueError("variant.activation is that of a plain MLP, and experts have silu: leave one of them out")
+        if self.fp8 is not None:
+            if self.latent_attention is not None or self.predict_ahead is not None:
+                raise ValueError("fp8 is not for models with latent_attention or predict_ahead: leave it out")
+            self._check_excluded(self.fp8.exclude)
         check_dtypes(self)
+
+    def _check_latent(self, latent: LatentAttentionConfig) -> None:
+        given = {
+            "head_dim": self.head_dim not in (None, latent.query_dim),
+            "num_kv_heads": self.num_kv_heads not in (None, self.num_heads),
+            "qkv_bias": self.qkv_bias,
+            "qk_norm": self.qk_norm,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)} beside latent_attention, which has heads and norms of its own: "
+                    f"leave {name} out"
+                )
+        absent = {
+            "global_layers": self.global_layers is not None,
+            "variant.query_scalar": self.layer_variant.query_scalar is not None,
+            "variant.sinks": self.layer_variant.sinks,
+            "variant.output_bias": self.layer_variant.output_bias,
+        }
+        for name, is_given in absent.items():
+            if is_given:
+                raise ValueError(f"{name} is given beside latent_attention, which has no such thing: leave {name} out")
+        if latent.score_mscale and self.rope_scaling is None:
+            raise ValueError(
+                "latent_attention.score_mscale goes by the factor of rope_scaling, which is not given: give it, or "
+                "leave score_mscale out"
+            )
+
+    def _check_excluded(self, patterns: tuple[str, ...]) -> None:
+        layers = {f"layers.{layer}": self._products(layer) for layer in range(self.num_layers)}
+        names = [f"{layer}.{product}" for layer, products in layers.items() for product in products]
+        for pattern in patterns:
+            if not any(_excludes(pattern, name) for name in (*names, _HEAD)):
+                near = nearest_name(pattern, [*names, _HEAD])
+                raise ValueError(f"no product matches {pattern!r}, which fp8.exclude names: {near}")
+        if not any(map(self.float8_products, range(self.num_layers))) and not self.has_float8_head:
+            raise ValueError("fp8.exclude leaves no product in float8: exclude fewer, or leave fp8 out")
 
     @property
     def size_per_head(self) -> int:
-        """Width of a head."""
+        """Width of a query head, and of a key head."""
+        if self.latent_attention is not None:
+            return self.latent_attention.query_dim
         return self.hidden // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def attention_dim(self) -> int:
+        """Width of queries, keys and values where attention computes scores and sums."""
+        return self.size_per_head if self.latent_attention is None else self.latent_attention.call_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of dims of a head that positions turn."""
+        return self.size_per_head if self.latent_attention is None else self.latent_attention.rotary_dim
 
     @property
     def num_key_value_heads(self) -> int:
@@ -389,6 +615,36 @@ class LanguageModelConfig:
         """Returns whether decoder layer ``layer``, counted from 0, has experts."""
         return self.experts is not None and self.experts.is_sparse(layer)
 
+    def _products(self, layer: int) -> tuple[str, ...]:
+        """Returns the names, within a layer, of the products that can be in float8."""
+        mlp = tuple(f"mlp.{name}" for name in ("gate", "up", "down"))
+        if self.experts is not None and self.is_sparse(layer):
+            mlp = () if self.experts.shared_mlp_dim is None else tuple(n.replace(".", ".shared.") for n in mlp)
+        return (*(f"attention.{name}" for name in ("query", "key", "value", "output")), *mlp)
+
+    def float8_products(self, layer: int) -> tuple[str, ...]:
+        """Returns the names, within decoder layer ``layer``, of its products in float8: ``attention.query`` and so
+        on."""
+        if self.fp8 is None:
+            return ()
+        excluded = self.fp8.exclude
+        return tuple(
+            name for name in self._products(layer) if not any(_excludes(p, f"layers.{layer}.{name}") for p in excluded)
+        )
+
+    def with_layers(self, num_layers: int) -> "LanguageModelConfig":
+        """Returns the model with another number of layers, which all have the first one's products in float8."""
+        if self.fp8 is None:
+            return replace(self, num_layers=num_layers)
+        others = [f"layers.*.{name}" for name in self._products(0) if name not in self.float8_products(0)]
+        exclude = (*others, *(() if self.has_float8_head else (_HEAD,)))
+        return replace(self, num_layers=num_layers, fp8=Float8Config(exclude=exclude))
+
+    @property
+    def has_float8_head(self) -> bool:
+        """Whether the head's products are in float8."""
+        return self.fp8 is not None and not any(_excludes(pattern, _HEAD) for pattern in self.fp8.exclude)
+
     @property
     def num_sparse_layers(self) -> int:
         """Number of decoder layers that have experts."""
@@ -404,6 +660,11 @@ class LanguageModelConfig:
         """Whether routers add to the loss. Chunks then pass their sum on beside the residual stream."""
         return self.experts is not None and bool(self.experts.balance_coefficient or self.experts.z_coefficient)
 
+    @property
+    def counts_routes(self) -> bool:
+        """Whether training has to know which tokens routers count: for their loss, or for the loads of experts."""
+        return self.has_router_loss or (self.experts is not None and self.experts.bias_rate is not None)
+
     def num_layer_params(self, layer: int = 0, *, active: bool = False) -> int:
         """Returns the number of parameters of a decoder layer, with ``active`` only of those that compute a token."""
         queries = self.num_heads * self.size_per_head
@@ -411,13 +672,32 @@ class LanguageModelConfig:
         attention = self.hidden * (2 * queries + keys_and_values)
         attention += (queries + keys_and_values) * self.qkv_bias + 2 * self.size_per_head * self.qk_norm
         attention += self.num_heads * self.layer_variant.sinks + self.hidden * self.layer_variant.output_bias
+        if self.latent_attention is not None:
+            attention = self.latent_attention.num_params(self.hidden, self.num_heads)
         mlp = 3 * self.hidden * self.mlp_dim
         if self.experts is not None and self.experts.is_sparse(layer):
             count = self.experts.experts_per_token if active else self.experts.num_experts
             matrices = 3 * (count * self.expert_dim + (self.experts.shared_mlp_dim or 0))
             mlp = self.hidden * (matrices + self.experts.num_experts + self.experts.shared_gate)
             mlp += (self.experts.num_experts + count * (2 * self.expert_dim + self.hidden)) * self.experts.biases
+            mlp += self.experts.num_experts * (self.experts.bias_rate is not None)
         return attention + mlp + (2 + 2 * self.layer_variant.post_norms) * self.hidden
+
+    @property
+    def num_layers_ahead(self) -> int:
+        """Number of layers that predict further ahead; they are numbered on from the others."""
+        return 0 if self.predict_ahead is None else self.predict_ahead.num_layers
+
+    @property
+    def num_sparse_layers_ahead(self) -> int:
+        """Number of these that have experts."""
+        return sum(map(self.is_sparse, range(self.num_layers, self.num_layers + self.num_layers_ahead)))
+
+    def num_ahead_params(self, *, active: bool = False) -> int:
+        """Returns the number of parameters of the layers that predict further ahead."""
+        own = 2 * self.hidden**2 + 3 * self.hidden
+        layers = range(self.num_layers, self.num_layers + self.num_layers_ahead)
+        return sum(own + self.num_layer_params(layer, active=active) for layer in layers)
 
     def num_params(self, *, active: bool = False) -> int:
         """Returns the number of parameters of the whole model, tied embeddings counted once.
@@ -426,7 +706,7 @@ class LanguageModelConfig:
         """
         layers = sum(self.num_layer_params(layer, active=active) for layer in range(self.num_layers))
         tables = 1 if self.tie_embeddings else 2
-        return layers + tables * self.vocab_size * self.hidden + self.hidden
+        return layers + tables * self.vocab_size * self.hidden + self.hidden + self.num_ahead_params(active=active)
 
 
 @dataclass(frozen=True, kw_only=True)

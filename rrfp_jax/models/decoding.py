@@ -38,7 +38,7 @@ class CachedDecoder:
 
     @cached_property
     def _layers(self) -> list[NamedLayer]:
-        config = self.config
+        config = replace(self.config, predict_ahead=None)
         if config.experts is not None:
             # a growing text has no row whose tokens a capacity could count
             config = replace(config, experts=replace(config.experts, capacity_factor=None))
@@ -56,9 +56,12 @@ class CachedDecoder:
     def empty_cache(self, batch: int, num_places: int) -> LayerCaches:
         """Returns a cache for texts of up to ``num_places`` tokens."""
         config = self.config
-        shape = (batch, num_places, config.num_key_value_heads, config.size_per_head)
-        zeros = jnp.zeros(shape, config.compute_dtype)
-        return (KVCache(zeros, zeros),) * config.num_layers
+        shape, latent = (batch, num_places, config.num_key_value_heads), config.latent_attention
+        keys, values = (
+            jnp.zeros((*shape, width), config.compute_dtype)
+            for width in (config.size_per_head, config.size_per_head if latent is None else latent.value_dim)
+        )
+        return (KVCache(keys, values),) * config.num_layers
 
     def embed(self, params: Mapping[str, Any], tokens: jax.Array) -> jax.Array:
         """Returns the vectors ``[batch, tokens, hidden]`` of tokens, int32 ``[batch, tokens]``."""

@@ -17,9 +17,15 @@ product of all tokens with all experts; so runs are filled up to whole blocks th
 
 *Without one, on CPUs,* every expert computes every token, and results of experts that were not chosen are multiplied by
 0: for models as small as these are, that is the fastest.
+
+The bias that balances without a loss (Wang et al. 2024) is a parameter that no derivative reaches: only the choice
+depends on it. In the place of its gradient the backward puts by how much the load of each expert exceeds the average
+(:func:`_with_load_error`), so microbatches and replicas add up loads as they do gradients; the update goes by the sign
+of the sum alone (:attr:`rrfp_jax.programs.chunk.Chunk.sign_rates`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,8 +37,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from rrfp_jax.layout import EXPERT
-from rrfp_jax.models._parts import learned, projection
-from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig
+from rrfp_jax.models._parts import joined, learned, projection
+from rrfp_jax.models.config import SIGMOID, ExpertsConfig, LanguageModelConfig
 from rrfp_jax.programs.shardings import row_axes
 from rrfp_jax.programs.target import current_target
 
@@ -46,21 +52,73 @@ class Routes(NamedTuple):
     """The experts that a router chose for the tokens of a microbatch."""
 
     scores: jax.Array
-    """Softmax over all experts, float32 ``[batch, length, experts]``."""
+    """Shares of all experts that sum to 1, float32 ``[batch, length, experts]``."""
     experts: jax.Array
     """The experts of every token, that with the highest score first, int32 ``[batch, length, experts_per_token]``."""
     weights: jax.Array
     """Factors of the results of all experts, 0 for those not chosen; float32 like ``scores``."""
 
 
-def choose_experts(config: ExpertsConfig, logits: jax.Array) -> Routes:
-    """Returns the routes by the router's float32 logits, ``[batch, length, experts]``; of equal ones the first wins."""
-    scores = jax.nn.softmax(logits, axis=-1)
-    experts = jax.lax.top_k(jax.lax.stop_gradient(logits), config.experts_per_token)[1]
+def choose_experts(config: ExpertsConfig, logits: jax.Array, bias: jax.Array | None = None) -> Routes:
+    """Returns the routes by the router's float32 logits, ``[batch, length, experts]``; of equal ones the first wins.
+
+    ``bias`` ``[experts]`` is added to the scores by which experts are chosen.
+    """
+    is_sigmoid = config.scores == SIGMOID
+    scores = jax.nn.sigmoid(logits) if is_sigmoid else jax.nn.softmax(logits, axis=-1)
+    choice = scores if is_sigmoid else logits  # softmax rounds, so that unequal logits may have equal scores
+    if bias is not None:
+        choice = choice + bias
+    choice = jax.lax.stop_gradient(choice)
+    if config.num_groups > 1:
+        grouped = choice.reshape(*choice.shape[:-1], config.num_groups, -1)
+        best = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
+        groups = jax.lax.top_k(best, config.groups_per_token)[1]
+        is_open = jax.nn.one_hot(groups, config.num_groups).sum(axis=-2) > 0
+        choice = jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    experts = jax.lax.top_k(choice, config.experts_per_token)[1]
     weights = scores * jax.nn.one_hot(experts, config.num_experts).sum(axis=-2)
     if config.renormalise:
-        weights /= weights.sum(axis=-1, keepdims=True)
-    return Routes(scores, experts, weights)
+        # sigmoids of very small logits may all be 0
+        weights /= weights.sum(axis=-1, keepdims=True) + (1e-20 if is_sigmoid else 0)
+    if is_sigmoid:
+        scores /= scores.sum(axis=-1, keepdims=True) + 1e-20
+    return Routes(scores, experts, weights if config.scale == 1 else config.scale * weights)
+
+
+BALANCE_BIAS = "balance_bias"
+"""Name of the parameter that is added to scores where experts are chosen."""
+_SCALE_OF_ERRORS = 2.0**-60
+"""Factor of load errors, which are no part of the gradient's norm: beside it their squares vanish. They remain exact,
+being whole numbers times a power of two, and so keep their sign."""
+
+
+@jax.custom_vjp
+def _with_load_error(weights: jax.Array, bias: jax.Array, error: jax.Array) -> jax.Array:
+    """Returns the weights as they are; ``bias`` gets ``error`` for its gradient, whatever that of the weights is."""
+    del bias, error
+    return weights
+
+
+def _keep_error(weights: jax.Array, bias: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array]:
+    del bias
+    return weights, error
+
+
+def _hand_error(error: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    return gradient, error, None
+
+
+_with_load_error.defvjp(_keep_error, _hand_error)
+
+
+def load_errors(routes: Routes, counts: jax.Array) -> jax.Array:
+    """Returns for each expert by how much more tokens of ``counts``, bool ``[batch, length]``, chose it than the
+    average, times the number of experts: whole numbers, float32 ``[experts]``."""
+    num_experts = routes.scores.shape[-1]
+    chosen = jax.nn.one_hot(routes.experts, num_experts).sum(axis=-2)
+    loads = jnp.einsum("ble,bl->e", chosen, counts.astype(jnp.float32))
+    return num_experts * loads - loads.sum()
 
 
 def router_loss(config: ExpertsConfig, logits: jax.Array, routes: Routes, is_real: jax.Array) -> jax.Array:
@@ -137,32 +195,37 @@ class _Experts(nnx.Module):
 class _SharedExpert(nnx.Module):
     """The MLP that computes every token."""
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = ()) -> None:
         assert config.experts is not None
         assert config.experts.shared_mlp_dim is not None
-        inner = config.experts.shared_mlp_dim
-        self.gate = projection(config, config.hidden, inner, rngs)
-        self.up = projection(config, config.hidden, inner, rngs)
-        self.down = projection(config, inner, config.hidden, rngs, to_residual=True)
+        make, (hidden, inner) = partial(projection, config, rngs=rngs), (config.hidden, config.experts.shared_mlp_dim)
+        self.gate = make(hidden, inner, float8="mlp.shared.gate" in float8)
+        self.up = make(hidden, inner, float8="mlp.shared.up" in float8)
+        self.down = make(inner, hidden, to_residual=True, float8="mlp.shared.down" in float8)
         self.weight = projection(config, config.hidden, 1, rngs) if config.experts.shared_gate else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., hidden]`` to the same shape."""
-        y = self.down(nnx.silu(self.gate(x)) * self.up(x))
+        gate, up = joined(x, self.gate, self.up)
+        y = self.down(nnx.silu(gate) * up)
         return y if self.weight is None else nnx.sigmoid(self.weight(x)) * y
 
 
 class MixtureOfExperts(nnx.Module):
     """Each token is computed by its best experts, and by the shared one, ``[batch, length, hidden]`` to the same."""
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = ()) -> None:
         assert config.experts is not None
         self.config: ExpertsConfig = config.experts
-        self.router = learned(config, (config.hidden, self.config.num_experts), rngs)
-        zeros = jnp.zeros(self.config.num_experts, config.param_dtype)
+        # sigmoids, unlike a softmax, do not get rid of what all logits have in common: they are DeepSeek's, in float32
+        exact = replace(config, param_dtype="float32") if self.config.scores == SIGMOID else config
+        self.router = learned(exact, (config.hidden, self.config.num_experts), rngs)
+        zeros = jnp.zeros(self.config.num_experts, exact.param_dtype)
         self.router_bias = nnx.Param(zeros) if self.config.biases else None
+        if self.config.bias_rate is not None:  # bfloat16 would swallow steps of a thousandth
+            self.balance_bias = nnx.Param(jnp.zeros(self.config.num_experts, jnp.float32))
         self.experts = _Experts(config, rngs)
-        self.shared = None if self.config.shared_mlp_dim is None else _SharedExpert(config, rngs)
+        self.shared = None if self.config.shared_mlp_dim is None else _SharedExpert(config, rngs, float8)
 
     def __call__(
         self,
@@ -175,13 +238,18 @@ class MixtureOfExperts(nnx.Module):
         """Returns the result, shaped like ``x``, and the loss that the router adds, or None.
 
         Both are bool ``[batch, length]``: ``is_token`` is false for padding (None: there is none), ``counts`` is true
-        for the tokens of the router's loss (None: it is not wanted). ``order`` are the natural positions of tokens that
-        lie in another order, int ``[length]``: with a capacity, earlier ones come first.
+        for the tokens of the router's loss and of the experts' loads (None: neither is wanted). ``order`` are the
+        natural positions of tokens that lie in another order, int ``[length]``: with a capacity, earlier ones come
+        first.
         """
         logits = jnp.einsum("blh,he->ble", x.astype(jnp.float32), self.router[...].astype(jnp.float32))
         if self.router_bias is not None:
             logits += self.router_bias[...].astype(jnp.float32)
-        routes, limit = choose_experts(self.config, logits), self.config.swiglu_limit
+        bias = None if self.config.bias_rate is None else self.balance_bias[...]
+        routes, limit = choose_experts(self.config, logits, bias), self.config.swiglu_limit
+        if bias is not None and counts is not None:
+            errors = _SCALE_OF_ERRORS * load_errors(routes, counts)
+            routes = routes._replace(weights=_with_load_error(routes.weights, bias, errors))
         matrices = self.experts.matrices()
         if self.config.capacity_factor is not None:
             capacity = self.config.capacity(x.shape[1])
@@ -191,7 +259,9 @@ class MixtureOfExperts(nnx.Module):
             y = compute(x, routes, *matrices, limit=limit)
         if self.shared is not None:
             y = y + self.shared(x)
-        return y, None if counts is None else router_loss(self.config, logits, routes, counts)
+        if counts is None or not (self.config.balance_coefficient or self.config.z_coefficient):
+            return y, None
+        return y, router_loss(self.config, logits, routes, counts)
 
 
 # -- three ways without a capacity -------------------------------------------------------------------------------------

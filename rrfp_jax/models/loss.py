@@ -16,6 +16,8 @@ gradient of logits is rounded to the compute dtype, as those of all other activa
 products. No target is looked up or scattered: comparing words with targets fuses with the softmax, and holds where the
 words are cut over devices.
 
+In float8 the input, kept rounded, has one scale, and so has the matrix; the gradient of logits has one for each block.
+
 Where the words are cut into shards in chunks of their own, :class:`HeadShard` gives two numbers a token of each shard,
 in the same two passes, and :func:`joined_loss` the loss. A shard does not know the gradient of its logits in its
 forward, but its own softmax, and so, for targets among its words, the gradient of its own cross entropy: all but two
@@ -42,8 +44,10 @@ from jax.sharding import get_abstract_mesh
 
 from rrfp_jax.costs.layer_sizes import HEAD_BLOCK_BYTES
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR
+from rrfp_jax.models.float8 import E4M3, E5M2, Scaled, check_float8, joint_products, rounded, scaled_einsum
 from rrfp_jax.programs.remat import KEPT_ALWAYS
 from rrfp_jax.programs.splitting.joined import widens
+from rrfp_jax.programs.target import current_target
 
 ANSWERS = "answers"
 """Named sum: the number of answers."""
@@ -132,6 +136,8 @@ class HeadLoss(NamedTuple):
     """The dtype of the operands of products."""
     z_loss: float
     """Factor of the squared logarithms of the normalisers; 0: the loss has no such part."""
+    float8: bool = False
+    """Whether the operands are rounded to float8."""
 
     def __call__(
         self, x: jax.Array, matrix: jax.Array, targets: jax.Array, weights: jax.Array
@@ -141,17 +147,26 @@ class HeadLoss(NamedTuple):
         ``x`` ``[batch, length, hidden]`` in the compute dtype, ``matrix`` in the dtype of parameters, ``targets`` int
         and ``weights`` ``[batch, length]``. Only the first result has a gradient.
         """
-        losses, squares = _token_losses(self, x, matrix, targets, weights.astype(jnp.float32))
+        losses, squares = _token_losses(self, _input(self, x), matrix, targets, weights.astype(jnp.float32))
         return losses, jax.lax.stop_gradient(squares)
+
+    def logits(self, x: jax.Array, matrix: jax.Array) -> jax.Array:
+        """Returns whole logits, float32 ``[batch, length, vocab_size]``."""
+        if self.float8:
+            return joint_products(x.astype(jnp.float32), [matrix.T if self.words_first else matrix])[0]
+        # logits rounded to bfloat16 would cost the loss about two decimal digits
+        subscripts, matrix = "blh,vh->blv" if self.words_first else "blh,hv->blv", matrix.astype(self.compute_dtype)
+        return jnp.einsum(subscripts, x, matrix, preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _token_losses(how: HeadLoss, x: Any, matrix: Any, targets: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
-    normalisers, losses = _over_positions(how, x, matrix, targets, weights, with_gradient=False)
+    normalisers, losses = _over_positions(how, _operand(how, x), matrix, targets, weights, with_gradient=False)
     return _summed(how, normalisers, losses, weights)
 
 
 def _forward(how: HeadLoss, x: Any, matrix: Any, targets: Any, weights: Any) -> Any:
+    x = _operand(how, x)
     made = _over_positions(how, x, matrix, targets, weights, with_gradient=True)
     # rematerialisation keeps these: making them again would make the logits again
     normalisers, losses, gradient = (checkpoint_name(each, KEPT_ALWAYS) for each in made)
@@ -163,7 +178,7 @@ def _backward(how: HeadLoss, residuals: Any, cotangents: tuple[jax.Array, jax.Ar
     factor = cotangents[0]
     matrix_grad = _matrix_gradient(how, x, matrix, targets, normalisers, weights * factor)
     weights_grad = factor * (losses + how.z_loss * jnp.square(normalisers))
-    return (gradient * factor).astype(x.dtype), matrix_grad, None, weights_grad
+    return (gradient * factor).astype(_dtype(how, x)), matrix_grad, None, weights_grad
 
 
 _token_losses.defvjp(_forward, _backward)
@@ -180,6 +195,7 @@ class HeadShard(NamedTuple):
 
     words_first: bool
     compute_dtype: str
+    float8: bool = False
 
     def __call__(self, x: jax.Array, matrix: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the logarithms of the softmax's normalisers over the words of the shard, and the logits of the
@@ -187,16 +203,18 @@ class HeadShard(NamedTuple):
 
         ``targets`` are counted from the first word of the shard.
         """
-        return _shard_numbers(HeadLoss(self.words_first, self.compute_dtype, z_loss=0.0), x, matrix, targets)
+        how = HeadLoss(self.words_first, self.compute_dtype, 0.0, self.float8)
+        return _shard_numbers(how, _input(how, x), matrix, targets)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _shard_numbers(how: HeadLoss, x: Any, matrix: Any, targets: Any) -> tuple[jax.Array, jax.Array]:
-    normalisers, target_logits = _over_positions(how, x, matrix, targets, None, with_gradient=False)
+    normalisers, target_logits = _over_positions(how, _operand(how, x), matrix, targets, None, with_gradient=False)
     return normalisers, target_logits
 
 
 def _shard_forward(how: HeadLoss, x: Any, matrix: Any, targets: Any) -> Any:
+    x = _operand(how, x)
     made = _over_positions(how, x, matrix, targets, None, with_gradient=True)
     normalisers, target_logits, gradient = (checkpoint_name(each, KEPT_ALWAYS) for each in made)
     return (normalisers, target_logits), (x, matrix, targets, normalisers, gradient)
@@ -212,7 +230,7 @@ def _shard_backward(how: HeadLoss, residuals: Any, cotangents: tuple[jax.Array, 
     # nearly sure of a target, both factors of its word are nearly one; only their difference is multiplied by it
     x_grad = gradient * factors[..., None] + words * jnp.where(is_here, factors + of_targets, 0)[..., None]
     matrix_grad = _matrix_gradient(how, x, matrix, targets, normalisers, -of_targets, factors)
-    return x_grad.astype(x.dtype), matrix_grad, None
+    return x_grad.astype(_dtype(how, x)), matrix_grad, None
 
 
 _shard_numbers.defvjp(_shard_forward, _shard_backward)
@@ -253,22 +271,22 @@ def likeliest_words(largest: jax.Array, words: jax.Array) -> jax.Array:
 
 
 def _over_positions(
-    how: HeadLoss, x: Any, matrix: Any, targets: Any, weights: Any, *, with_gradient: bool
+    how: HeadLoss, x: Scaled, matrix: Any, targets: Any, weights: Any, *, with_gradient: bool
 ) -> list[jax.Array]:
     """Returns the normalisers' logarithms and the cross entropies, float32 ``[batch, length]``, and ``x``'s gradient.
 
     Without weights, of a shard, the second are the logits of targets, 0 for those elsewhere, and the third is the
     gradient of the first less the second.
     """
-    matrix, numbers = _by_words(how, matrix.astype(how.compute_dtype))
-    batch, length, _ = x.shape
+    words, numbers = _by_words(how, matrix)
+    batch, length, _ = x.values.shape
     parts = get_abstract_mesh().shape.get(CONTEXT, 1)
     parts = parts if length % parts == 0 else 1
     size = length // parts
-    block = -(-size // _num_blocks(x.shape, numbers.size))
+    block = -(-size // _num_blocks(x.values.shape, numbers.size))
 
-    def compute(x: Any, targets: Any, weights: Any = None) -> list[jax.Array]:
-        logits = _logits(how, x, matrix)
+    def compute(values: Any, targets: Any, weights: Any = None) -> list[jax.Array]:
+        logits = _logits(how, x._replace(values=values), words)
         normalisers = jax.nn.logsumexp(logits, axis=(-2, -1))
         is_target = targets[..., None, None] == numbers
         # jnp.where would need zeros of this shape, which XLA takes out of the loop and holds
@@ -282,48 +300,64 @@ def _over_positions(
             return [normalisers, losses]
         gradient = _logits_gradient(how, logits, is_target, normalisers=normalisers, weights=weights)
         subscripts = "bcltv,tvh->bclh" if how.words_first else "bcltv,htv->bclh"
-        return [normalisers, losses, jnp.einsum(subscripts, gradient, matrix)]
+        return [normalisers, losses, scaled_einsum(subscripts, gradient, words, words_dtype)]
 
-    tokens = (x, targets) if weights is None else (x, targets, weights)
+    words_dtype = jnp.dtype(how.compute_dtype)
+    tokens = (x.values, targets) if weights is None else (x.values, targets, weights)
     cut = [(each.reshape(batch, parts, size, *each.shape[2:]), 2) for each in tokens]
     made = _by_blocks(compute, cut, (2,) * (3 if with_gradient else 2), size, block)
     return [each.reshape(batch, length, *each.shape[3:]) for each in made]
 
 
-def _matrix_gradient(how: HeadLoss, x: Any, matrix: Any, *tokens: Any) -> jax.Array:
+def _matrix_gradient(how: HeadLoss, x: Scaled, matrix: Any, *tokens: Any) -> jax.Array:
     """Returns the gradient of the matrix; ``tokens`` are targets, normalisers, weights times the loss's factor, and of
     a shard the factors of its normalisers."""
     shape, dtype = matrix.shape, matrix.dtype
-    matrix, numbers = _by_words(how, matrix.astype(how.compute_dtype))
+    words, numbers = _by_words(how, matrix)
     size = numbers.shape[1]
     # products like multiples of 128
-    block = min(-(-size // _num_blocks(x.shape, numbers.size) // 128) * 128, size)
-    x, targets, *rest = (each[:, None] for each in (x, *tokens))
+    block = min(-(-size // _num_blocks(x.values.shape, numbers.size) // 128) * 128, size)
+    values, targets, *rest = (each[:, None] for each in (x.values, *tokens))
+    rows = x._replace(values=values)
     numbers_of_tokens = dict(zip(("normalisers", "weights", "factors"), rest, strict=False))
     dtype_of_sum = jnp.promote_types(dtype, jnp.float32) if widens() else jnp.dtype(how.compute_dtype)
 
-    def compute(matrix: Any, numbers: Any) -> list[jax.Array]:
+    def compute(values: Any, numbers: Any) -> list[jax.Array]:
         is_target = targets[..., None, None] == numbers
-        gradient = _logits_gradient(how, _logits(how, x, matrix), is_target, **numbers_of_tokens)
+        logits = _logits(how, rows, words._replace(values=values))
+        gradient = _logits_gradient(how, logits, is_target, **numbers_of_tokens)
         subscripts = "bclh,bcltv->tvh" if how.words_first else "bclh,bcltv->htv"
-        return [jnp.einsum(subscripts, x, gradient, preferred_element_type=dtype_of_sum)]
+        return [scaled_einsum(subscripts, rows, gradient, dtype_of_sum)]
 
     axis = 1 if how.words_first else 2
-    (made,) = _by_blocks(compute, [(matrix, axis), (numbers, 1)], (axis,), size, block)
+    (made,) = _by_blocks(compute, [(words.values, axis), (numbers, 1)], (axis,), size, block)
     return made.reshape(shape).astype(dtype)
 
 
-def _logits(how: HeadLoss, x: jax.Array, matrix: jax.Array) -> jax.Array:
+def _input(how: HeadLoss, x: jax.Array) -> jax.Array:
+    """Returns the input of the head as a residual can tell its dtype: one in float8 cannot."""
+    if how.float8:
+        check_float8(current_target())
+    return x.astype(how.compute_dtype) if how.float8 else x
+
+
+def _operand(how: HeadLoss, array: jax.Array) -> Scaled:
+    return rounded(E4M3, array)[0] if how.float8 else Scaled(array, None)
+
+
+def _dtype(how: HeadLoss, x: Scaled) -> Any:
+    return how.compute_dtype if how.float8 else x.values.dtype
+
+
+def _logits(how: HeadLoss, x: Scaled, matrix: Scaled) -> jax.Array:
     """Maps ``x`` ``[batch, parts, length, hidden]`` to float32 logits ``[batch, parts, length, parts, words]``."""
-    subscripts = "bclh,tvh->bcltv" if how.words_first else "bclh,htv->bcltv"
-    # logits rounded to bfloat16 would cost the loss about two decimal digits
-    return jnp.einsum(subscripts, x, matrix, preferred_element_type=jnp.float32)
+    return scaled_einsum("bclh,tvh->bcltv" if how.words_first else "bclh,htv->bcltv", x, matrix, jnp.float32)
 
 
 def _logits_gradient(
     how: HeadLoss, logits: Any, is_target: Any, *, normalisers: Any, weights: Any, factors: Any = None
-) -> jax.Array:
-    """Returns the gradient of ``logits`` in the compute dtype; the last three have an entry for each token.
+) -> Scaled:
+    """Returns the gradient of ``logits`` as the operand of a product; the last three have an entry for each token.
 
     ``factors`` are those of the normalisers; None: the weights', with that of the z-loss.
     """
@@ -331,10 +365,10 @@ def _logits_gradient(
     if factors is None:
         factors = weights * (1 + 2 * how.z_loss * normalisers) if how.z_loss else weights
     gradient = softmax * factors[..., None, None] - is_target * weights[..., None, None]
-    return gradient.astype(how.compute_dtype)
+    return rounded(E5M2, gradient)[0] if how.float8 else Scaled(gradient.astype(how.compute_dtype), None)
 
 
-def _by_words(how: HeadLoss, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _by_words(how: HeadLoss, matrix: jax.Array) -> tuple[Scaled, jax.Array]:
     """Returns the matrix with its words as ``[parts, size]``, as ``tensor`` cuts them, and their numbers like that."""
     axis = 0 if how.words_first else 1
     num_words, parts = matrix.shape[axis], get_abstract_mesh().shape.get(TENSOR, 1)
@@ -342,7 +376,9 @@ def _by_words(how: HeadLoss, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     shape = (parts, num_words // parts)
     # parts are an axis of their own, so that no block of words crosses devices
     numbers = jnp.arange(num_words, dtype=jnp.int32).reshape(shape)
-    return matrix.reshape(*matrix.shape[:axis], *shape, *matrix.shape[axis + 1 :]), numbers
+    words = _operand(how, matrix if how.float8 else matrix.astype(how.compute_dtype))
+    values = words.values.reshape(*matrix.shape[:axis], *shape, *matrix.shape[axis + 1 :])
+    return words._replace(values=values), numbers
 
 
 def _num_blocks(shape: Sequence[int], num_words: int) -> int:

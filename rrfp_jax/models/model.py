@@ -13,21 +13,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rrfp_jax.models._decoder import (
+    AheadLayer,
     DecoderLayer,
     Embedding,
     EmbeddingShard,
     KVCache,
     LMHead,
     LMHeadShard,
+    RowInfo,
+    ahead_layer,
     decoder_layer,
     residual_norm,
     row_info,
     vocabulary_layer,
 )
 from rrfp_jax.models._tensor_cut import decoder_partition
-from rrfp_jax.models.config import LanguageModelConfig
+from rrfp_jax.models.config import LanguageModelConfig, PredictAheadConfig
 from rrfp_jax.models.cuts import (
     ATTENTION,
     MLP,
@@ -39,6 +43,7 @@ from rrfp_jax.models.cuts import (
     plan_cut,
     sequence_order,
 )
+from rrfp_jax.models.experts import BALANCE_BIAS
 from rrfp_jax.models.flax_modules import NamedLayer, chunk_of
 from rrfp_jax.models.loss import (
     answer_counts,
@@ -62,6 +67,8 @@ HEAD = "head"
 """Name of the output matrix; absent with tied embeddings."""
 ROUTER_LOSS = "router_loss"
 """Named sum of the loss that routers of experts add."""
+AHEAD_LOSS = "ahead_loss"
+"""Named sum of the loss that layers add which predict further ahead."""
 Z_LOSS = "z_loss"
 """Named sum of the loss that the z-loss adds."""
 
@@ -105,6 +112,8 @@ def _check_sliceable(config: LanguageModelConfig, *, context: ContextCut | None,
     if experts is not None and (experts.capacity_factor is not None or config.has_router_loss):
         what = "have a capacity" if experts.capacity_factor is not None else "add a loss of their router"
         raise ValueError(f"experts {what}, which is of whole sequences: leave it out, or the slices")
+    if config.predict_ahead is not None:
+        raise ValueError("predict_ahead reads tokens of the next slice: leave it out, or the slices")
     if context is not None or counts_answers:
         what = "lie on the devices of a context" if context is not None else "have answers that are counted whole"
         raise ValueError(f"sequences {what} and cannot be cut into slices: leave out one of the two")
@@ -161,6 +170,10 @@ class LanguageModel:
         ``loss_sum``, and returns it as the named sum ``router_loss`` too: the loss of a step is the mean over tokens,
         and of each microbatch's router loss by its weight. Chunks with sparse layers then also read ``weights``, unless
         rows are packed: tokens of weight 0, or of segment 0, do not count in it.
+
+        With ``predict_ahead`` the last chunk has further layers, and a copy of the embedding, which it lists in
+        ``shared``. At each place they predict the tokens behind the target, as far as these are of the same row and
+        segment; the last chunk adds their losses to ``loss_sum``, and returns them as the named sum ``ahead_loss``.
 
         With ``z_loss`` the last chunk adds the z-loss to ``loss_sum`` and returns it as the named sum ``z_loss``.
 
@@ -251,17 +264,21 @@ def named_decoder_layers(config: LanguageModelConfig, plan: ChunkContents, prefi
     In the chunk decoder layers are counted from 0, so that chunks with as many of them are of one kind.
     """
     layers: list[NamedLayer] = []
-    if plan.embedding or (plan.head and config.tie_embeddings):
+    ahead = range(config.num_layers, config.num_layers + config.num_layers_ahead) if plan.head else ()
+    if plan.embedding or (plan.head and (config.tie_embeddings or ahead)):
         layers.append(NamedLayer(EMBEDDING, prefix + EMBEDDING, Embedding, config))
     for own, layer in enumerate(plan.layers):
         name, part = prefix + layer_name(layer), plan.part(layer)
         is_sparse, is_global = part != ATTENTION and config.is_sparse(layer), part != MLP and config.is_global(layer)
-        build = decoder_layer(is_sparse=is_sparse, is_global=is_global, part=part)
+        build = decoder_layer(is_sparse=is_sparse, is_global=is_global, part=part, float8=config.float8_products(layer))
         layers.append(NamedLayer(layer_name(own), name if part is None else part_name(name, part), build, config))
     if plan.head:
         layers.append(NamedLayer(FINAL_NORM, prefix + FINAL_NORM, residual_norm, config))
         if not config.tie_embeddings:
             layers.append(NamedLayer(HEAD, prefix + HEAD, LMHead, config))
+    for number, layer in enumerate(ahead):
+        build_ahead = ahead_layer(is_sparse=config.is_sparse(layer))
+        layers.append(NamedLayer(f"ahead.{number}", prefix + layer_name(layer), build_ahead, config))
     return layers
 
 
@@ -289,21 +306,28 @@ def decoder_chunk(
     ``[batch, length, vocab_size]``, and reads neither ``targets`` nor ``weights``. With ``counts_answers`` its
     evaluation counts them.
     """
+    if config.predict_ahead is not None and (ends_apart or prefix):
+        other = "whose vocabulary is cut into shards" if ends_apart else "behind an encoder"
+        raise ValueError(f"predict_ahead is for text alone and whole heads, and not for a model {other}: leave it out")
     ends, plan = plan, replace(plan, embedding=False, head=False) if ends_apart else plan
     layers = named_decoder_layers(config, plan, prefix)
     if ends_apart and ends.head:
         layers.append(NamedLayer(FINAL_NORM, prefix + FINAL_NORM, residual_norm, config))
     layers += [merge.projector for merge in merges if merge.projector is not None]
-    # in two chunks, tied embeddings are copies of one parameter
-    shared = {prefix + EMBEDDING} if config.tie_embeddings and plan.embedding != plan.head else set()
+    # in two chunks, tied embeddings are copies of one parameter; so are those that a prediction further ahead reads
+    has_copy = config.tie_embeddings or config.predict_ahead is not None
+    shared = {prefix + EMBEDDING} if has_copy and plan.embedding != plan.head else set()
+    ahead = config.predict_ahead if plan.head and not gives_logits else None
     has_router_loss = config.has_router_loss and not gives_logits
+    counts_routes = config.counts_routes and not gives_logits
     counts_answers = counts_answers and plan.head and not gives_logits
     gives_loss = plan.head and not gives_logits
-    has_attention = any(plan.part(layer) != MLP for layer in plan.layers)
+    has_attention = any(plan.part(layer) != MLP for layer in plan.layers) or ahead is not None
     has_experts = any(config.is_sparse(layer) and plan.part(layer) != ATTENTION for layer in plan.layers)
+    has_experts |= ahead is not None and config.is_sparse(config.num_layers)
     indices = tuple(merge.index_leaf for merge in merges)
     leaves = []
-    if plan.embedding:
+    if plan.embedding or ahead is not None:
         leaves.append("tokens")
     leaves += indices
     if packed and has_attention:
@@ -312,18 +336,21 @@ def decoder_chunk(
         leaves.append("segments")
     if gives_loss:
         leaves.append("targets")
-    # where rows are not packed, weights are all that tells a router's loss which tokens are padding
-    if gives_loss or (has_router_loss and not packed and has_experts):
+    # where rows are not packed, weights are all that tells a router which tokens are padding
+    if gives_loss or (counts_routes and not packed and has_experts):
         leaves.append("weights")
     order = sequence_order(config, context)
+    rate = None if config.experts is None else config.experts.bias_rate
     run = partial(
         _run,
         embeds=plan.embedding,
         is_last=plan.head,
         gives_logits=gives_logits,
         packed=packed,
-        num_sparse=config.num_sparse_layers if has_router_loss else 0,
+        num_sparse=config.num_sparse_layers + config.num_sparse_layers_ahead if has_router_loss else 0,
+        counts_routes=counts_routes,
         z_loss=config.z_loss,
+        ahead=ahead,
         merges=tuple((merge.index_leaf, None if merge.projector is None else merge.projector.own) for merge in merges),
         context=context,
         order=order,
@@ -346,6 +373,7 @@ def decoder_chunk(
         optional_leaves=frozenset(indices),
         shared=frozenset(shared & {layer.name for layer in layers}),
         gives_loss=part is not None and gives_loss and not part.is_last,
+        sign_rates={} if rate is None else {BALANCE_BIAS: rate},
         partition=partial(decoder_partition, config) if cut_over_devices is None else cut_over_devices,
     )
 
@@ -360,7 +388,9 @@ def _run(
     gives_logits: bool,
     packed: bool,
     num_sparse: int,
+    counts_routes: bool,
     z_loss: float,
+    ahead: PredictAheadConfig | None,
     merges: tuple[tuple[str, str | None], ...],
     context: ContextCut | None,
     order: SequenceOrder | None,
@@ -370,6 +400,8 @@ def _run(
     """Computes a chunk of a decoder. ``num_sparse`` is the number of layers of the model that add to the router loss;
     0: it is not computed."""
     layers = [module for module in modules.values() if isinstance(module, DecoderLayer)]
+    further = [layer for layer in layers if isinstance(layer, AheadLayer)]
+    layers = layers[: len(layers) - len(further)]
     attending = [layer for layer in layers if layer.part != MLP]
     earlier: list[tuple[KVCache, ...]] | None = None
     if part is not None:
@@ -384,21 +416,22 @@ def _run(
                 hidden = merge_features(hidden, projected, leaves, index)
 
     length, start = hidden.shape[1], sum(held.keys.shape[1] for held in earlier[0]) if earlier else 0
-    packed_rows = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed and attending else {}
+    with_rows = [*attending, *further]
+    packed_rows = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed and with_rows else {}
     rows = {
-        is_global: row_info(layers[0].config, length, is_global=is_global, start=start, cut=context, **packed_rows)
-        for is_global in {layer.is_global for layer in attending}
+        is_global: row_info(with_rows[0].config, length, is_global=is_global, start=start, cut=context, **packed_rows)
+        for is_global in {layer.is_global for layer in with_rows}
     }
-    is_token = leaves["segments"][:, -length:] != 0 if packed and any(layer.is_sparse for layer in layers) else None
+    has_experts = any(layer.is_sparse for layer in (*layers, *further))
+    is_token = leaves["segments"][:, -length:] != 0 if packed and has_experts else None
+    counts = None if not (counts_routes and has_experts) else is_token if packed else leaves["weights"] != 0
+    routing = {"is_token": is_token, "counts": counts, "order": None if order is None else order(length)}
     keys = list[KVCache]()
     for layer in layers:
-        options: dict[str, Any] = {"rows": None if layer.part == MLP else rows[layer.is_global]}
+        own_rows = None if layer.part == MLP else rows[layer.is_global]
+        options: dict[str, Any] = {"rows": own_rows, **(routing if layer.is_sparse else {})}
         if earlier is not None and layer.part != MLP:
             options["earlier"] = earlier[len(keys)]
-        if layer.is_sparse:
-            options["is_token"] = is_token
-            options["counts"] = None if not num_sparse else is_token if packed else leaves["weights"] != 0
-            options["order"] = None if order is None else order(length)
         # each layer by itself is rematerialised, so that a backward holds the activations of one
         hidden, added, own = one_layer(partial(layer, **options))(hidden)
         if own is not None:
@@ -414,11 +447,51 @@ def _run(
     if gives_logits:
         return head.logits(hidden)
     loss_sum, weight, named = _loss(head, hidden, leaves, z_loss, count_answers)
+    if ahead is not None:
+        places = np.arange(length) if order is None else order(length)
+        # these layers are never global
+        losses, added = _predict_ahead(modules, hidden, leaves, places=places, rows=rows[False], routing=routing)
+        named[AHEAD_LOSS] = ahead.loss_weight / ahead.num_layers * losses
+        loss_sum += named[AHEAD_LOSS]
+        router_loss = router_loss + added / max(num_sparse, 1)
     if num_sparse:
         named[ROUTER_LOSS] = router_loss * weight
         loss_sum += named[ROUTER_LOSS]
     loss = (loss_sum, weight, named) if named else (loss_sum, weight)
     return {LOSS: loss, **handed_on} if handed_on else loss
+
+
+def _predict_ahead(
+    modules: dict[str, Any],
+    stream: jax.Array,
+    leaves: dict[str, jax.Array],
+    *,
+    places: np.ndarray,
+    rows: RowInfo | None,
+    routing: dict[str, Any],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the summed losses of layers that predict further ahead, and of their routers; float32 scalars."""
+    losses, of_routers = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)
+    embedding, head = modules[EMBEDDING], modules.get(HEAD, modules[EMBEDDING])
+    layers = [module for module in modules.values() if isinstance(module, AheadLayer)]
+    for number, layer in enumerate(layers, 1):
+        later = _later(leaves, number, places)
+        predict = one_layer(partial(layer.predict, rows=rows, **(routing if layer.is_sparse else {})))
+        stream, added = predict(stream, embedding(later["tokens"]))
+        losses += head.loss(stream, later["targets"], later["weights"])[0]
+        of_routers += 0 if added is None else added
+    return losses, of_routers
+
+
+def _later(leaves: dict[str, jax.Array], number: int, places: np.ndarray) -> dict[str, jax.Array]:
+    """Returns tokens, targets and weights of ``number`` tokens later at each place, whose natural positions are
+    ``places``; without weight where that is behind the row's end, or in another segment."""
+    at = np.argsort(places)[np.minimum(places + number, len(places) - 1)]
+    later = {name: jnp.take(leaves[name], at, axis=1) for name in ("tokens", "targets", "weights")}
+    is_there = jnp.asarray(places + number < len(places))
+    if "segments" in leaves:
+        is_there &= jnp.take(leaves["segments"], at, axis=1) == leaves["segments"]
+    return later | {"weights": jnp.where(is_there, later["weights"], 0)}
 
 
 def _inputs_of_slice(

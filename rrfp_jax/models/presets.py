@@ -15,6 +15,8 @@ With experts, not in the paper:
 * Mixtral 8x7B and 8x22B (Jiang et al. 2024, table 1, and the models' configurations): 8 experts, 2 for each token;
 * GPT-OSS-120B (OpenAI 2025, and the model's configuration): 128 experts of 2880, 4 for each token;
 * Qwen3-30B-A3B (Qwen3 technical report, table 2, and the model's configuration): 128 experts of 768, 8 for each token.
+* DeepSeek-V3 (DeepSeek-AI 2024, section 4.2, and the model's configuration): 256 experts of 2048, 8 for each token and
+  one for all, with latent attention.
 
 The coefficients of their load-balancing losses are those of the configurations. No token is dropped; add a
 ``capacity_factor`` to train them on GPUs (:mod:`rrfp_jax.models.experts`).
@@ -32,7 +34,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.costs.flops import DecoderSizes, EncoderSizes, ProjectorSizes
-from rrfp_jax.models.config import ExpertsConfig, GlobalLayers, LanguageModelConfig, LayerVariant, RopeScaling
+from rrfp_jax.models.config import (
+    ExpertsConfig,
+    GlobalLayers,
+    LanguageModelConfig,
+    LatentAttentionConfig,
+    LayerVariant,
+    RopeScaling,
+)
 from rrfp_jax.models.vision_config import ProjectorConfig, VisionConfig, VisionLanguageConfig
 
 _QWEN3: dict[str, Any] = {
@@ -124,6 +133,32 @@ DECODERS = {
         mlp_dim=6144,
         experts=ExpertsConfig(num_experts=128, experts_per_token=8, mlp_dim=768, balance_coefficient=0.001),
     ),
+    "deepseek-v3": LanguageModelConfig(
+        vocab_size=129_280,
+        hidden=7168,
+        num_layers=61,
+        num_heads=128,
+        mlp_dim=18_432,
+        norm_eps=1e-6,
+        compute_dtype="bfloat16",
+        rope_scaling=RopeScaling(kind="yarn", factor=40.0, original_max_positions=4096, attention_factor=1.0),
+        latent_attention=LatentAttentionConfig(
+            query_rank=1536, kv_rank=512, plain_dim=128, rotary_dim=64, value_dim=128, score_mscale=1.0
+        ),
+        experts=ExpertsConfig(
+            num_experts=256,
+            experts_per_token=8,
+            mlp_dim=2048,
+            scores="sigmoid",
+            scale=2.5,
+            num_groups=8,
+            groups_per_token=4,
+            bias_rate=0.001,
+            shared_mlp_dim=2048,
+            dense_layers=(0, 1, 2),
+            balance_coefficient=0.0001,
+        ),
+    ),
 }
 """Language models by name."""
 
@@ -212,7 +247,7 @@ def sizes_of(config: VisionLanguageConfig) -> ModelPair:
 
 def decoder_sizes(config: LanguageModelConfig) -> DecoderSizes:
     """The sizes of a decoder alone; of experts those count that compute a token."""
-    experts = config.experts
+    experts, latent = config.experts, config.latent_attention
     chosen = 0 if experts is None else experts.experts_per_token * config.expert_dim + (experts.shared_mlp_dim or 0)
     return DecoderSizes(
         hidden=config.hidden,
@@ -225,4 +260,6 @@ def decoder_sizes(config: LanguageModelConfig) -> DecoderSizes:
         num_sparse_layers=config.num_sparse_layers,
         num_experts=0 if experts is None else experts.num_experts,
         expert_dims=chosen,
+        latent_params=None if latent is None else latent.num_product_params(config.hidden, config.num_heads),
+        value_dim=None if latent is None else latent.value_dim,
     )

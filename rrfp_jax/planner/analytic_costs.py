@@ -20,6 +20,7 @@ from rrfp_jax.costs.devices import Device, Efficiencies, Roofline
 from rrfp_jax.costs.layer_costs import HALVES, halves_of
 from rrfp_jax.costs.layer_sizes import LEAVES_AHEAD, LayerSizes, adapters_beside, remat_rule
 from rrfp_jax.data import TRAIN, Part
+from rrfp_jax.field_rules import matches
 from rrfp_jax.layout import CONTEXT, EXPERT, FSDP, TENSOR, describe_axes, other_axes, spans, with_tensor
 from rrfp_jax.models.cuts import check_divides
 from rrfp_jax.models.vision_config import DECODER, OWN_CHUNK, ProjectorConfig, VisionLanguageConfig
@@ -222,11 +223,7 @@ def _meshes(config: TrainConfig, tensor: int) -> tuple[Mapping[str, int], Mappin
 
 
 def _is_frozen(names: tuple[str, ...], patterns: tuple[str, ...]) -> bool:
-    if not patterns:
-        return False
-    from rrfp_jax.programs.model_graph import matches
-
-    return all(any(matches(pattern, name) for pattern in patterns) for name in names)
+    return bool(patterns) and all(any(matches(pattern, name) for pattern in patterns) for name in names)
 
 
 def _adapters_of(placed: Placed, way: StageRun, config: TrainConfig) -> dict[str, LayerSizes]:

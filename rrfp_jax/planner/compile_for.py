@@ -39,6 +39,7 @@ from rrfp_jax.data import TRAIN, Part
 from rrfp_jax.data.packing import PatchFormat, Shape
 from rrfp_jax.data.packing import leaf_specs as leaves_of_images
 from rrfp_jax.layout import Layout, describe_axes, with_tensor
+from rrfp_jax.models.float8 import float8_notes
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.planner.analytic_costs import analytic_book, largest_rows, microbatch_specs
 from rrfp_jax.planner.configured import configured_memory
@@ -47,7 +48,7 @@ from rrfp_jax.programs.batches import Buckets
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import model_graph
 from rrfp_jax.programs.program_text import ProgramText, memory_of, optimal_s
-from rrfp_jax.programs.target import devices_for
+from rrfp_jax.programs.target import Target, devices_for
 from rrfp_jax.runtime.evaluation import EvaluationShapes
 from rrfp_jax.runtime.jax_environment import use_xla_flags
 from rrfp_jax.runtime.model import HostedModel
@@ -136,6 +137,7 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
     grid = Layout(num_stages=layout.num_stages, data=layout.most_replicas, replicas=own, mesh=layout.meshes)
     process = Process.compile_only(grid, device)
     check_cut(config, ordered)
+    told = float8_notes(config.model, Target.like(record))
     pipeline = make_pipeline(config, chunks_of(config, ordered), process, ordered)
     buckets, notes = _buckets(config)
     evaluation, num_microbatches = None, config.data.num_microbatches
@@ -150,7 +152,9 @@ def compile_run(config: TrainConfig, device: str, console: TrainingConsole) -> C
         )
     with console.compiling() as progress:
         compiled = pipeline.compile_only(buckets, num_microbatches, evaluation=evaluation, progress=progress)
-    return CompiledRun(config=config, device=record, pipeline=pipeline, compiled=compiled, buckets=buckets, notes=notes)
+    return CompiledRun(
+        config=config, device=record, pipeline=pipeline, compiled=compiled, buckets=buckets, notes=(*told, *notes)
+    )
 
 
 def show_compiled(run: CompiledRun, console: TrainingConsole) -> None:

@@ -173,6 +173,12 @@ def decoder_layer_sizes(
     Where some layers have experts and others have none, those that have are of kind ``sparse``; where some have no
     window and others have one, those without are of kind ``global`` or ``global sparse``.
     """
+    if model.predict_ahead is not None:
+        raise ValueError("model.predict_ahead has no costs in plans: leave it out where a plan is made")
+    if model.fp8 is not None:
+        from rrfp_jax.models.float8 import check_float8  # a plan whose costs come from a file loads no JAX
+
+        check_float8(way.target)
     sizes, c = decoder_sizes(model), FLOAT_BYTES[model.compute_dtype]
     tokens, is_cast = way.own.tokens, model.compute_dtype != model.param_dtype
     parts = way.rows.tokens / tokens
@@ -207,6 +213,7 @@ def decoder_layer_sizes(
         remat=way.remat,
         compute_bytes=c,
         is_cast=is_cast,
+        is_float8=model.has_float8_head,
     )
     names = (f"{prefix}final_norm", f"{prefix}{'embedding' if model.tie_embeddings else 'head'}")
     head = way.spread(replace(head, sums=(1, 1), sum_bytes=stream), parts)
@@ -227,7 +234,7 @@ def _decoder_layer(
     flops, window, has_kernel = Flops(), model.window(is_global=is_global), False
     if attends:
         has_kernel = way.is_fused(
-            model.compute_dtype, way.rows.length, widths, head_dim=model.size_per_head, is_packed=packed,
+            model.compute_dtype, way.rows.length, widths, head_dim=model.attention_dim, is_packed=packed,
             has_sinks=model.layer_variant.sinks,
         )  # fmt: skip
         # kernels leave out pairs that are too far apart; tiles that are dealt out over devices only mask them
@@ -235,13 +242,14 @@ def _decoder_layer(
         seen = min(window or way.rows.length, way.rows.length) * way.rows.tokens if is_near else way.rows.pairs
         flops += sizes.attention(way.rows.tokens, seen * _seen(way))
     else:
-        widths = replace(widths, query=0, key=0, num_heads=0, normed_heads=0, biased=0)
+        widths = Widths(hidden=model.hidden, query=0, key=0, mlp=widths.mlp, num_heads=0, mlp_kept=widths.mlp_kept)
     if has_mlp:
         flops += sizes.mlp(way.rows.tokens, is_sparse=is_sparse)
     else:
         widths = replace(widths, mlp=0)
     if model.layer_variant.post_norms:
         widths = replace(widths, normed_heads=widths.normed_heads + (attends + has_mlp) * model.hidden)
+    float8 = _float8_products(model, is_sparse, is_global, part)
     layer = transformer_layer(
         widths,
         flops,
@@ -253,12 +261,13 @@ def _decoder_layer(
         is_fused=is_tiled or not attends or has_kernel,
         is_cast=model.compute_dtype != model.param_dtype,
         num_branches=attends + has_mlp,
+        float8=float8,
     )
     of_rows = 0
     if packed and attends:  # positions and segments, or what is made of them
-        of_rows = 8 if way.remat != "none" else model.size_per_head * FLOAT32
+        of_rows = 8 if way.remat != "none" else model.rotary_dim * FLOAT32
         if way.target.is_nvidia and way.remat == "none":  # queries and keys tell samples apart by more columns
-            of_rows += (widths.query + widths.key) // model.size_per_head * _ID_COLUMNS * c
+            of_rows += (widths.query + widths.key) // model.attention_dim * _ID_COLUMNS * c
     if is_sparse:  # tokens before, behind and weighed behind the experts; the second are a product's result
         of_rows += round(
             {"none": 3, "dots": 1, "full": 0}[way.remat] * _experts_per_token(model, way) * model.hidden * c
@@ -268,13 +277,14 @@ def _decoder_layer(
     stash = layer.stash_bytes + tokens * of_rows
     owed, number = layer.owed_bytes, attends + has_mlp
     if not has_mlp and way.remat == "full":  # at a chunk's end heads wait for W, before and behind their rotation
-        owed += tokens * 2 * (widths.query + 2 * widths.key) * c
+        owed += tokens * (2 if model.latent_attention is None else 1) * (widths.query + 2 * widths.key) * c
+        owed += tokens * widths.query * (c - 1) * ("attention.output" in float8)  # and their mix, not rounded yet
     layer = replace(
         layer, stash_bytes=stash, owed_bytes=owed, sums=(number, number), sum_bytes=tokens * model.hidden * c
     )
     if is_tiled and way.remat != "none":  # keys and values of all devices of the axis, and sums over tiles
-        keys = 2 * way.part(model.num_key_value_heads) * model.size_per_head * way.rows.length // way.own.length
-        sums = 2 * (model.num_heads // way.tensor) * model.size_per_head
+        keys = 2 * way.part(model.num_key_value_heads) * model.attention_dim * way.rows.length // way.own.length
+        sums = 2 * (model.num_heads // way.tensor) * model.attention_dim
         layer = layer.with_temporaries(tokens * (keys * c + sums * FLOAT32))
     if is_sparse and way.remat != "none":  # rows before and behind the experts, and as they travel
         rows = tokens * _experts_per_token(model, way) * (2 if way.axes.get(EXPERT, 1) > 1 else 1)
@@ -283,6 +293,20 @@ def _decoder_layer(
         layer = layer.with_temporaries(_gathered_params(model, way) * (c + FLOAT32))
     keys_sent = _keys_sent(model, way) if attends else ()
     return way.spread(layer, way.rows.tokens / tokens, *keys_sent, *_experts_sent(model, way, is_sparse))
+
+
+def _float8_products(model: LanguageModelConfig, is_sparse: bool, is_global: bool, part: str | None) -> set[str]:
+    """Returns the products of a layer, or a part of it, that are in float8 in all layers of its kind."""
+    layers = [
+        layer
+        for layer in range(model.num_layers)
+        if (part == ATTENTION or model.is_sparse(layer) == is_sparse)
+        and (part == MLP or model.is_global(layer) == is_global)
+    ]
+    if model.fp8 is None or not layers:
+        return set()
+    found = set(model.float8_products(layers[0])).intersection(*map(model.float8_products, layers[1:]))
+    return {name for name in found if part is None or name.partition(".")[0] == part}
 
 
 def _seen(way: StageRun) -> float:
@@ -294,7 +318,7 @@ def _seen(way: StageRun) -> float:
 def _keys_sent(model: LanguageModelConfig, way: StageRun) -> Iterator[Sent]:
     """Keys and values of other devices, in F and again in the backward, with their float32 gradients."""
     if way.is_context_cut:
-        width = 2 * way.part(model.num_key_value_heads) * model.size_per_head
+        width = 2 * way.part(model.num_key_value_heads) * model.attention_dim
         numbers = way.own.num_rows * (way.rows.length - way.own.length) * width
         yield Sent(CONTEXT, numbers * way.compute_bytes, numbers * (way.compute_bytes + FLOAT32))
 
@@ -348,9 +372,9 @@ def _experts_per_token(model: LanguageModelConfig, way: StageRun) -> float:
 
 
 def _decoder_widths(model: LanguageModelConfig, way: StageRun, is_sparse: bool) -> Widths:
-    query = model.num_heads // way.tensor * model.size_per_head
-    key = way.part(model.num_key_value_heads) * model.size_per_head
-    return Widths(
+    query = model.num_heads // way.tensor * model.attention_dim
+    key = way.part(model.num_key_value_heads) * model.attention_dim
+    widths = Widths(
         hidden=model.hidden,
         query=query,
         key=key,
@@ -360,22 +384,37 @@ def _decoder_widths(model: LanguageModelConfig, way: StageRun, is_sparse: bool) 
         mlp_kept=8 if model.layer_variant.activation == "gelu_tanh" else 6,
         biased=(query + 2 * key) * model.qkv_bias + model.hidden * model.layer_variant.output_bias,
     )
+    if (latent := model.latent_attention) is None:
+        return widths
+    heads, normed = model.num_heads // way.tensor, (latent.query_rank or 0) + latent.kv_rank
+    results = heads * (latent.query_dim + latent.plain_dim + latent.value_dim) + normed + latent.rotary_dim
+    return replace(
+        widths,
+        normed_heads=normed,
+        more_kept=normed + heads * (latent.value_dim - latent.call_dim),
+        more_results=results - 3 * query,
+        more_products=results + normed + heads * latent.value_dim - 4 * query,
+    )
 
 
 def _layer_params(model: LanguageModelConfig, way: StageRun, is_sparse: bool) -> tuple[int, int]:
     """Returns the parameters of each device, in attention and in the MLP."""
     widths, mlp, experts = _decoder_widths(model, way, is_sparse), 3 * (model.mlp_dim // way.tensor), model.experts
-    variant, biases = model.layer_variant, 0
+    variant, biases, latent = model.layer_variant, 0, model.latent_attention
     if is_sparse and experts is not None:
         own = experts.num_experts // way.axes.get(EXPERT, 1)
         inner = own * model.expert_dim + (experts.shared_mlp_dim or 0)
         mlp = 3 * (inner // way.tensor) + experts.num_experts + experts.shared_gate
-        biases = experts.num_experts + own * (2 * model.expert_dim // way.tensor + model.hidden)
+        if experts.biases:
+            biases += experts.num_experts + own * (2 * model.expert_dim // way.tensor + model.hidden)
+        biases += experts.num_experts * (experts.bias_rate is not None)
     vectors = (widths.query + 2 * widths.key) * model.qkv_bias + 2 * model.size_per_head * model.qk_norm
     vectors += model.num_heads // way.tensor * variant.sinks + model.hidden * variant.output_bias
     num_norms = 1 + variant.post_norms
-    attention = model.hidden * (2 * widths.query + 2 * widths.key + num_norms) + vectors
-    return attention, model.hidden * (mlp + num_norms) + biases * (experts is not None and experts.biases)
+    attention = 2 * model.hidden * (widths.query + widths.key) + vectors
+    if latent is not None:
+        attention = latent.num_params(model.hidden, model.num_heads // way.tensor)
+    return attention + model.hidden * num_norms, model.hidden * (mlp + num_norms) + biases
 
 
 def encoder_layer_sizes(model: VisionLanguageConfig, way: StageRun) -> Iterator[Placed]:

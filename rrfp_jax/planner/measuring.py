@@ -116,7 +116,7 @@ def small_cut(config: TrainConfig, num_stages: int, *, many: int = MANY) -> Smal
     more = max(0, num_stages - 4)
     counts = [0, *(_FEW,) * (1 + more), many, 0]
     inner = [(LAYER,) * count for count in counts[1:-1]]
-    model = replace(config.model, num_layers=sum(counts))
+    model = config.model.with_layers(sum(counts))
     if config.vision is None:
         chunks = language_model(model).split(
             layers_per_chunk=counts, packed=config.has_segments, context=context_cut(config.pipeline)
@@ -145,6 +145,11 @@ def _check_alike(config: TrainConfig) -> None:
         raise ValueError(
             "some layers have experts and others have none, and no few layers stand for all: profile the model with "
             "experts.every 1 and no dense_layers"
+        )
+    if len({*map(config.model.float8_products, range(config.model.num_layers))}) > 1:
+        raise ValueError(
+            "some layers have products in float8 and others have not, and no few layers stand for all: profile the "
+            "model with fp8.exclude that is the same in all layers"
         )
 
 

@@ -42,6 +42,9 @@ outputs
     entry, a dictionary of further float32 scalars by name: *named sums* over the microbatch, such as a part of the loss
     that is to be seen on its own. A step reports each over its total weight. Neither they nor the weight have a
     gradient: a weight that depends on parameters divides the loss and is a constant otherwise.
+steps by sign
+    A parameter that ``sign_rates`` names is not the optimizer's: after each step it goes by a fixed rate against the
+    sign of its gradient, which may be any quantity that is summed over a step, such as how many tokens chose an expert.
 frozen, and without a gradient
     Layers that are frozen, and all layers of a chunk that no gradient reaches, get no update at all: no weight decay
     either.
@@ -382,6 +385,9 @@ class Chunk:
     gives_loss: bool = False
     """Whether ``apply`` returns a dictionary of parts, of which ``loss`` is the loss and edges name the others. A chunk
     that nobody reads returns a loss in any case."""
+    sign_rates: Mapping[str, float] = field(default_factory=dict)
+    """Steps of parameters that go against the sign of their gradient, by the last name of the parameter's path. The
+    gradient counts in the norm, so it should be tiny."""
     uses_key: bool = False
     """Whether ``apply`` reads ``key``; otherwise it gets None, as all do in evaluations, where nothing is random."""
     apply_evaluating: Callable[..., Any] | None = None

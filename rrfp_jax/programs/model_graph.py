@@ -6,15 +6,13 @@ others is left out: operations before the first layer that changes have no backw
 on. Frozen layers have neither accumulators nor optimizer state.
 """
 
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import jax
 
-from rrfp_jax.field_rules import with_type
+from rrfp_jax.field_rules import matches, nearest_name, with_type
 from rrfp_jax.programs.chunk import Chunk, check_chunks, param_specs, trained_specs, whole_name
 from rrfp_jax.programs.shapes import holders
 from rrfp_jax.schedules import Edge, PipelineGraph, Placement, ScheduleTable
@@ -162,7 +160,7 @@ def freeze(chunks: Sequence[Chunk], patterns: Sequence[str]) -> list[Chunk]:
     names = list(dict.fromkeys(whole_name(name) for own in layers for name in own))
     for pattern in given:
         if not any(matches(pattern, name) for name in names):
-            raise ValueError(f"no layer matches {pattern!r}, which is to be frozen: {_nearest(pattern, names)}")
+            raise ValueError(f"no layer matches {pattern!r}, which is to be frozen: {nearest_name(pattern, names)}")
     frozen = [
         replace(chunk, frozen=chunk.frozen.union(n for n in own if any(matches(p, whole_name(n)) for p in given)))
         for chunk, own in zip(chunks, layers, strict=True)
@@ -181,16 +179,3 @@ def _check_some_train(chunks: Sequence[Chunk]) -> None:
 def _is_frozen(chunk: Chunk) -> bool:
     """Whether none of the chunk's parameters change, as in a chunk that has none."""
     return not jax.tree.leaves(trained_specs(chunk))
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a layer of this name is one that the pattern stands for."""
-    return name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
-
-
-def _nearest(pattern: str, names: Sequence[str]) -> str:
-    """Returns words on the layer, or the beginning of names, that is most like a pattern."""
-    parts = [name.split(".") for name in names]
-    choices = dict.fromkeys(".".join(part[:end]) for part in parts for end in range(1, len(part) + 1))
-    nearest = difflib.get_close_matches(pattern, choices, n=1, cutoff=0.0)
-    return f"the nearest is {nearest[0]!r}" if nearest else "the model has no layers"

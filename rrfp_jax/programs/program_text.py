@@ -52,6 +52,8 @@ _COLLECTIVES = frozenset(
     ]
 )
 _MOVES = frozenset(("copy", "transpose", "reshape"))
+_PEAKS = (1, 2)
+"""How many times the peak of bfloat16 a GPU has, without and with both operands in float8."""
 _LAUNCH_S = 2e-6
 """The least time from one kernel to the next on a GPU."""
 
@@ -129,6 +131,18 @@ class ProgramText:
         return dict(found)
 
     @cached_property
+    def products(self) -> dict[tuple[str, ...], int]:
+        """How often operands of these two dtypes are multiplied, attention apart."""
+        found: Counter[tuple[str, ...]] = Counter()
+        for instruction, turns, shapes in self._run():
+            body = self._called(instruction) if instruction.opcode == "fusion" else [instruction]
+            inner = {each.name: each.shape for each in body} if instruction.opcode == "fusion" else shapes
+            for each in body:
+                if each.opcode == "dot" or "matmul" in _target(each) or "gemm" in _target(each):
+                    found[_dtypes(each, inner)] += turns
+        return dict(found)
+
+    @cached_property
     def copied_bytes(self) -> int:
         """Bytes of results that only are other arrays in another place or order of the device's main memory."""
         return sum(turns * shape_bytes(each.result) for each, turns, _ in self._run() if self._moves(each))
@@ -192,7 +206,8 @@ class ProgramText:
         return [] if found is None else self._computations.get(found[1], [])
 
     def _flops(self, instruction: _Instruction, shapes: Mapping[str, str]) -> float:
-        """Returns the operations of the products in a kernel, a multiply-add counting as two; nothing else counts."""
+        """Returns the operations of the products in a kernel, a multiply-add counting as two, in float8 as one; nothing
+        else counts."""
         if instruction.opcode == "fusion":
             body = self._called(instruction)
             inner = {each.name: each.shape for each in body}
@@ -201,15 +216,25 @@ class ProgramText:
         result = _dims(instruction.shape)
         if not (first and result):
             return 0.0
-        target = _TARGET.search(instruction.rest)
-        name = "" if target is None else target[1].lower()
+        name, peaks = _target(instruction), _PEAKS[all(each.startswith("f8") for each in _dtypes(instruction, shapes))]
         if contracted := _CONTRACTED.search(instruction.rest) if instruction.opcode == "dot" else None:
-            return 2.0 * prod(result[0]) * prod(first[0][int(d)] for d in contracted[1].split(",") if d)
+            return 2.0 * prod(result[0]) * prod(first[0][int(d)] for d in contracted[1].split(",") if d) / peaks
         if "fmha" in name and len(first[0]) == 4:
             batch, length, heads, width = first[0]
             # a causal mask leaves half; the backward has five products where the forward has two
             return 2.0 * batch * heads * length**2 * width * (2.5 if "backward" in name else 1.0)
-        return 2.0 * prod(result[0]) * first[0][-1] if "matmul" in name or "gemm" in name else 0.0
+        return 2.0 * prod(result[0]) * first[0][-1] / peaks if "matmul" in name or "gemm" in name else 0.0
+
+
+def _target(instruction: _Instruction) -> str:
+    found = _TARGET.search(instruction.rest)
+    return "" if found is None else found[1].lower()
+
+
+def _dtypes(instruction: _Instruction, shapes: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the dtypes of the first two operands."""
+    found = [_ARRAY.search(shapes.get(name, "")) for name in instruction.operands[:2]]
+    return tuple("" if each is None else each[1] for each in found)
 
 
 def shape_bytes(shape: str) -> int:

@@ -31,7 +31,7 @@ called a fault. An update that overflows because of its gradients is not seen.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,17 +175,32 @@ def _sum_of_living(terms: Sequence[tuple[Any, jax.Array]]) -> tuple[Any, jax.Arr
     return total, has_begun
 
 
-def update_function(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any, Any]]:
+def update_function(
+    optimizer: optax.GradientTransformation, sign_rates: Mapping[str, float]
+) -> Callable[..., tuple[Any, Any, Any]]:
     """Returns ``update(params, optimizer_state, accumulators, scale, apply)``, which returns the first three anew.
 
     Gradients are ``accumulators * scale`` in the dtype of the parameters; accumulators come back as zeros. Where
-    ``apply`` is False, parameters and state come back bit for bit, whatever the accumulators hold.
+    ``apply`` is False, parameters and state come back bit for bit, whatever the accumulators hold. ``sign_rates`` are
+    those of the chunk: the optimizer sees zeros for the gradients of these parameters, and its updates of them are
+    left out.
     """
+
+    def rate_of(path: Any) -> float | None:
+        return sign_rates.get(str(getattr(path[-1], "key", "")))
+
+    def by_sign(path: Any, new: jax.Array, old: jax.Array, sums: jax.Array) -> jax.Array:
+        rate = rate_of(path)
+        return new if rate is None else old - rate * jnp.sign(sums).astype(old.dtype)
 
     def update(params: Any, state: Any, accumulators: Any, scale: jax.Array, apply: jax.Array) -> tuple[Any, Any, Any]:
         grads = jax.tree.map(lambda a, p: (a * scale.astype(a.dtype)).astype(p.dtype), accumulators, params)
+        if sign_rates:
+            grads = jax.tree.map_with_path(lambda at, g: g if rate_of(at) is None else jnp.zeros_like(g), grads)
         updates, new_state = optimizer.update(grads, state, params)
         new_params = optax.apply_updates(params, updates)
+        if sign_rates:
+            new_params = jax.tree.map_with_path(by_sign, new_params, params, accumulators)
         params, state = jax.tree.map(
             lambda new, old: jax.lax.select(apply, new, old), (new_params, new_state), (params, state)
         )

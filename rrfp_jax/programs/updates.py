@@ -134,7 +134,7 @@ class _Updates:
 
         Then accumulators do not pass through: R has cleared them.
         """
-        update_all = update_function(self.optimizer)
+        update_all = update_function(self.optimizer, self._chunk.sign_rates)
         for part, state in zip(self.parts, self.all_state_specs, strict=True):
             params, at_state = part.pick(self._params), shardings_of(state)
             at_params = at_grads = self._at(part.pick(self._partition))

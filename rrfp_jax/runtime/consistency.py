@@ -154,7 +154,7 @@ def _lowered(
 
 def _lowered_updates(model: HostedModel, base: int) -> Iterator[tuple[str, str]]:
     chunk = model.chunks[base]
-    params, update = spec_of(trained_specs(chunk)), jax.jit(update_function(model.optimizer))
+    params, update = spec_of(trained_specs(chunk)), jax.jit(update_function(model.optimizer, chunk.sign_rates))
     for group in layer_groups(chunk, params):
         own = pick(params, group)
         state = jax.eval_shape(model.optimizer.init, own)

@@ -28,7 +28,7 @@ import jax
 import optax
 from optax import contrib
 
-from rrfp_jax.programs.model_graph import matches
+from rrfp_jax.field_rules import matches
 from rrfp_jax.training.run_config import (
     ADAFACTOR,
     ADAMW,

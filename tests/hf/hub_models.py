@@ -11,14 +11,17 @@ import transformers
 
 from rrfp_jax.data.packing import patches_of
 
-TEXT = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma3_text", "gpt_oss")
+TEXT = (
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
+    *("gemma3_text", "gpt_oss", "deepseek_v3"),
+)
 
 
 def text_config(family: str, seed: int) -> Any:
     """A configuration with odd sizes, grouped queries, heads of their own width, tied or not, as chance has it."""
     chance = random.Random(f"{family} {seed}")
     heads, per_head = chance.choice([(4, 2), (4, 4), (6, 3), (3, 1)]), chance.choice([6, 8, 10])
-    own_head_dim = family != "qwen2" and chance.random() < 0.5
+    own_head_dim = family not in ("qwen2", "deepseek_v3") and chance.random() < 0.5
     values: dict[str, Any] = {
         "vocab_size": chance.choice([61, 97, 130]),
         "hidden_size": heads[0] * per_head,
@@ -57,6 +60,27 @@ def text_config(family: str, seed: int) -> Any:
     if family == "gpt_oss":
         values |= {"num_local_experts": chance.choice([2, 5]), "num_experts_per_tok": chance.choice([1, 2])}
         values |= {"swiglu_limit": chance.choice([0.3, 1.5, 7.0])}
+    if family == "deepseek_v3":
+        groups, open_groups = chance.choice([(1, 1), (2, 1), (4, 2), (3, 3)])
+        values |= {
+            "num_key_value_heads": heads[0],
+            "q_lora_rank": chance.choice([None, 9, 14]),
+            "kv_lora_rank": chance.choice([5, 12]),
+            "qk_nope_head_dim": chance.choice([3, 6, 8]),
+            "qk_rope_head_dim": chance.choice([2, 4, 8]),
+            "v_head_dim": chance.choice([4, 7, 12, 20]),
+            "rope_interleave": chance.random() < 0.8,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": chance.choice([0, 1, 2, 3]),
+            "n_routed_experts": groups * chance.choice([2, 4]),
+            "n_group": groups,
+            "topk_group": open_groups,
+            "num_experts_per_tok": chance.choice([1, 2]),
+            "moe_intermediate_size": 11,
+            "n_shared_experts": chance.choice([1, 2]),
+            "norm_topk_prob": chance.random() < 0.7,
+            "routed_scaling_factor": chance.choice([1.0, 2.5]),
+        }
     return transformers.AutoConfig.for_model(family, **values)
 
 
@@ -209,6 +233,9 @@ def randomised(model: Any, seed: int) -> Any:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     return model.eval()
 
 
@@ -251,6 +278,8 @@ def gradients_by_file_name(model: Any) -> dict[str, np.ndarray]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        for buffer in model.buffers():
+            buffer.zero_()
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return load_file(Path(folder) / "model.safetensors")

@@ -72,6 +72,31 @@ TEXT: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.5,
         "sliding_window": 3,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 2,
+        "head_dim": 2,
+        "q_lora_rank": 5,
+        "kv_lora_rank": 3,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 3,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 5,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+    },
 }
 """What each family adds to the small sizes."""
 _TOWER: dict[str, Any] = {

@@ -98,7 +98,8 @@ def test_a_gpu_that_cannot_do_it_falls_back_with_one_sentence(caplog: pytest.Log
 def layer_plan(config: TrainConfig, *, is_split: bool, remat: str = "none") -> ChunkPlan:
     """The plan of one decoder layer of a preset, with its microbatches."""
     data = config.data
-    chunks = language_model(replace(config.model, num_layers=3)).split(num_chunks=3)
+    experts = config.model.experts and replace(config.model.experts, dense_layers=())
+    chunks = language_model(replace(config.model, num_layers=3, experts=experts)).split(num_chunks=3)
     rows = (data.batch_size // data.num_microbatches, data.length)
     leaves = {name: jax.ShapeDtypeStruct(rows, np.int32) for name in ("tokens", "targets")}
     leaves["weights"] = jax.ShapeDtypeStruct(rows, np.float32)

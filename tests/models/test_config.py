@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from rrfp_jax.models import LanguageModelConfig, RopeScaling, language_model
+from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, RopeScaling, language_model
+from rrfp_jax.models.config import GlobalLayers, LatentAttentionConfig, LayerVariant, PredictAheadConfig
 from tests.models.reference import small_config
 
 
@@ -23,6 +24,49 @@ from tests.models.reference import small_config
 def test_bad_values_are_refused_with_a_remedy(changes, message):
     with pytest.raises(ValueError, match=message):
         small_config(**changes)
+
+
+LATENT = {"kv_rank": 3, "plain_dim": 2, "rotary_dim": 2, "value_dim": 2}
+SIGMOID = {"num_experts": 6, "experts_per_token": 3, "scores": "sigmoid"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LatentAttentionConfig(**{**LATENT, "rotary_dim": 3}), "turns 3 dims, .* give an even rotary_dim, for"),
+        (lambda: latent_model(qk_norm=True), "qk_norm is True beside latent_attention, .*: leave qk_norm out"),
+        (lambda: latent_model(num_kv_heads=1), "num_kv_heads is 1 beside latent_attention"),
+        (
+            lambda: latent_model(sliding_window=4, global_layers=GlobalLayers(every=2)),
+            "global_layers is given beside latent_attention, which has no such thing: leave global_layers out",
+        ),
+        (lambda: latent_model(variant=LayerVariant(sinks=True)), "variant.sinks is given beside latent_attention"),
+        (lambda: latent_model(variant=LayerVariant(output_bias=True)), "variant.output_bias is given beside"),
+        (lambda: latent_model(variant=LayerVariant(query_scalar=3.0)), "variant.query_scalar is given beside"),
+        (lambda: latent_model(more={"score_mscale": 1.0}), "score_mscale goes by the factor of rope_scaling"),
+        (
+            lambda: ExpertsConfig(num_experts=6, experts_per_token=2, bias_rate=0.1),
+            "bias_rate is given with scores",
+        ),
+        (lambda: ExpertsConfig(**SIGMOID, num_groups=4), "6 experts do not divide into 4 groups"),
+        (
+            lambda: ExpertsConfig(**SIGMOID, num_groups=3),
+            "3 is more than the 2 experts of a token's groups",
+        ),
+        (lambda: ExpertsConfig(**SIGMOID, num_groups=3, groups_per_token=4), "groups_per_token 4 is more than the 3"),
+        (lambda: ExpertsConfig(**{**SIGMOID, "scores": "tanh"}), "scores is 'tanh': give softmax or sigmoid"),
+        (lambda: PredictAheadConfig(num_layers=0), "num_layers is 0: give at least 1"),
+    ],
+)
+def test_parts_of_deepseek_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def latent_model(*, more=None, **changes):
+    """A model with latent attention."""
+    sizes = {"vocab_size": 5, "hidden": 8, "num_layers": 1, "num_heads": 2, "mlp_dim": 8}
+    return LanguageModelConfig(**sizes, latent_attention=LatentAttentionConfig(**LATENT, **(more or {})), **changes)
 
 
 def test_heads_default_to_equal_shares():

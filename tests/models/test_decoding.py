@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig
-from rrfp_jax.models.config import GlobalLayers, LayerVariant, RopeScaling
+from rrfp_jax.models.config import (
+    GlobalLayers,
+    LatentAttentionConfig,
+    LayerVariant,
+    PredictAheadConfig,
+    RopeScaling,
+)
 from rrfp_jax.models.cuts import plan_cut
 from rrfp_jax.models.decoding import CachedDecoder, next_token, nucleus
 from rrfp_jax.models.model import decoder_chunk
@@ -82,6 +88,14 @@ def check(config: LanguageModelConfig, num_prompt: int, seed: int = 0) -> None:
 
 def test_logits_with_the_cache_are_those_of_a_whole_forward() -> None:
     check(EVERYTHING, num_prompt=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value_dim", [2, 9])
+def test_latent_attention_decodes_what_a_whole_forward_computes(value_dim: int) -> None:
+    latent = LatentAttentionConfig(query_rank=5, kv_rank=3, plain_dim=4, rotary_dim=2, value_dim=value_dim)
+    ahead = PredictAheadConfig()  # its layers are left out
+    check(replace(PLAIN, latent_attention=latent, sliding_window=4, predict_ahead=ahead), num_prompt=5)
 
 
 @st.composite

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, use_abstract_mesh
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
 from rrfp_jax.models import experts as ways
-from rrfp_jax.models.experts import Routes, choose_experts, router_loss
+from rrfp_jax.models.experts import Routes, choose_experts, load_errors, router_loss
 from rrfp_jax.programs.chunk import Loss, param_specs
 from rrfp_jax.programs.shardings import param_partition, passing, place
 from rrfp_jax.programs.stage_devices import StageDevices
@@ -68,6 +68,35 @@ def test_without_a_capacity_experts_equal_a_loop_over_tokens(compute: Any, renor
     x, routes = routed(config)
     expected = token_by_token(config, x, normal(BATCH, LENGTH, 4, seed=6))
     np.testing.assert_allclose(compute(x, routes, *matrices()), expected, rtol=1e-4, atol=1e-4)
+
+
+def chosen_by_groups(config: ExpertsConfig, logits: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """The experts of one token, as DeepSeek-V3 chooses them, in float64."""
+    choice = 1 / (1 + np.exp(-logits)) + bias
+    groups = choice.reshape(config.num_groups, -1)
+    best = np.argsort(-np.sort(groups, axis=1)[:, -2:].sum(axis=1), kind="stable")[: config.groups_per_token]
+    is_open = np.repeat(np.isin(np.arange(config.num_groups), best), groups.shape[1])
+    return np.argsort(-np.where(is_open, choice, -np.inf), kind="stable")[: config.experts_per_token]
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_sigmoid_scores_are_chosen_in_groups_with_a_bias(renormalise: bool) -> None:
+    config = ExpertsConfig(
+        num_experts=12, experts_per_token=3, scores="sigmoid", num_groups=4, groups_per_token=2, scale=2.5,
+        renormalise=renormalise, bias_rate=0.1,
+    )  # fmt: skip
+    logits, bias = normal(BATCH, LENGTH, 12, seed=1), 0.5 * normal(12, seed=2)
+    routes = choose_experts(config, logits, bias)
+    for at in np.ndindex(BATCH, LENGTH):
+        chosen = chosen_by_groups(config, logits[at].astype(np.float64), bias)
+        assert set(np.asarray(routes.experts[at])) == set(chosen)
+        scores = 1 / (1 + np.exp(-logits[at].astype(np.float64)))
+        expected = np.zeros(12)
+        expected[chosen] = 2.5 * scores[chosen] / (scores[chosen].sum() if renormalise else 1)
+        np.testing.assert_allclose(routes.weights[at], expected, rtol=1e-5)
+    counts = np.arange(LENGTH) < np.arange(3, 3 + BATCH)[:, None]
+    loads = np.bincount(np.asarray(routes.experts)[counts].reshape(-1), minlength=12)
+    np.testing.assert_array_equal(load_errors(routes, counts), 12 * loads - loads.sum())
 
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 2.0])

@@ -1,5 +1,7 @@
 """The models that have names are as large as their names say."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
@@ -9,8 +11,8 @@ from rrfp_jax.programs.chunk import param_specs
 
 PUBLISHED = {
     "qwen3-1.7b": 1.72e9, "qwen3-4b": 4.02e9, "qwen3-32b": 32.8e9, "llama3-8b": 8.03e9, "llama3-70b": 70.6e9,
-    "mixtral-8x7b": 46.7e9, "mixtral-8x22b": 140.6e9, "qwen3-30b-a3b": 30.5e9, "gemma3-27b": 27.0e9,
-    "gpt-oss-120b": 116.8e9,
+    "mixtral-8x7b": 46.7e9, "mixtral-8x22b": 140.6e9, "qwen3-30b-a3b": 30.5e9, "deepseek-v3": 671.03e9,
+    "gemma3-27b": 27.0e9, "gpt-oss-120b": 116.8e9,
     "vit-h": 632e6, "vit-big": 1.843e9, "vit-5b": 5.0e9, "internvit-6b": 5.903e9, "vit-22b": 21.7e9,
 }  # fmt: skip
 
@@ -28,6 +30,7 @@ def test_parameter_counts(name):
         pytest.param("mixtral-8x22b", 39.1e9, marks=pytest.mark.slow),
         pytest.param("qwen3-30b-a3b", 3.35e9, marks=pytest.mark.slow),
         pytest.param("gpt-oss-120b", 5.7e9, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", 37.55e9, marks=pytest.mark.slow),
     ],
 )
 def test_active_parameters_are_those_that_compute_a_token(name, active):
@@ -37,6 +40,14 @@ def test_active_parameters_are_those_that_compute_a_token(name, active):
     specs = param_specs(chunk)
     assert sum(leaf.size for leaf in jax.tree.leaves(specs)) == config.num_params()
     chunk.partition(specs, {"tensor": 2, "expert": 4})
+
+
+def test_a_deep_model_has_no_more_unlike_chunks_than_a_shallow_one():
+    def kinds(num_layers: int) -> set[object]:
+        config = replace(DECODERS["deepseek-v3"], num_layers=num_layers)
+        return {chunk.own.kind for chunk in language_model(config).split(num_layers)}
+
+    assert len(kinds(61)) == len(kinds(16)) == 4  # with the embedding, dense, sparse, with the head
 
 
 def test_all_presets_are_counted():

@@ -23,12 +23,14 @@ from rrfp_jax.commands.training.planned import OrderedRun, PlannedRun
 from rrfp_jax.commands.training.training_console import TrainingConsole
 from rrfp_jax.data.dataset import Batch
 from rrfp_jax.hf.model_folder import files_are_kept, keep_files
+from rrfp_jax.models.float8 import float8_notes
 from rrfp_jax.models.vision_config import encoder_values
 from rrfp_jax.observe.trackers import TrackedMetrics, read_trackers
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.programs.chunk import Chunk, trained_specs, whole_layers
 from rrfp_jax.programs.model_graph import mirrored
 from rrfp_jax.programs.shapes import model_params
+from rrfp_jax.programs.target import current_target
 from rrfp_jax.runtime.compile_cache import use_compile_cache
 from rrfp_jax.runtime.operations import moves_activations
 from rrfp_jax.runtime.options import RuntimeOptions, UpdateRules
@@ -165,6 +167,8 @@ class Run:
         check_groups(config.optimizer, whole_layers(model_params(map(trained_specs, chunks))))
         self._cache = use_compile_cache()
         self.process = process = _enter_run(planned)
+        self.notes = float8_notes(config.model, current_target())
+        """Lines for the user before training."""
         self.pipeline = make_pipeline(config, chunks, process, planned.ordered)
         # Ranks may be started in different folders, so the first sends its whole path. Alone, the path stays as given.
         path = str(planned.path.absolute()) if process.cluster else str(planned.path)

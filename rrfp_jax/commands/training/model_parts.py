@@ -1,6 +1,7 @@
 """The model of a run as its configuration describes it: shape, chunks, their stages, frozen parameters, operations."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,8 +10,9 @@ from numpy.typing import NDArray
 
 from rrfp_jax.commands.training.config import TrainConfig
 from rrfp_jax.commands.training.planned import about_layout, sequence_slices
-from rrfp_jax.costs.flops import Amounts, CountedLayer, Flops, chunk_flops, pairs, product, step_flops
+from rrfp_jax.costs.flops import Amounts, CountedLayer, DecoderSizes, Flops, chunk_flops, pairs, product, step_flops
 from rrfp_jax.data.dataset import Batch, BatchContents
+from rrfp_jax.field_rules import matches
 from rrfp_jax.layout import CONTEXT
 from rrfp_jax.models import add_adapters, language_model
 from rrfp_jax.models.adapters import adapter_sizes
@@ -19,7 +21,7 @@ from rrfp_jax.models.presets import decoder_sizes, sizes_of
 from rrfp_jax.models.vision_config import OWN_CHUNK, ProjectorConfig, VisionLanguageConfig
 from rrfp_jax.programs.batches import absent_chunks, num_microbatches
 from rrfp_jax.programs.chunk import ADAPTERS, Chunk, param_specs, part_name, whole_name
-from rrfp_jax.programs.model_graph import freeze, matches
+from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.schedules import Absences, Edge, PipelineGraph, Placement, absences
 from rrfp_jax.training.batches import BatchCosts
 from rrfp_jax.training.run_config import PipelineConfig
@@ -288,7 +290,11 @@ def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
         pairs_of = attrgetter("pairs" if model.is_global(number) else "near_pairs")
         add(part_name(name, ATTENTION), lambda held, pairs_of=pairs_of: sizes.attention(held.tokens, pairs_of(held)))  # type: ignore[misc]
         add(part_name(name, MLP), lambda held, is_sparse=is_sparse: sizes.mlp(held.tokens, is_sparse=is_sparse))  # type: ignore[misc]
-    add(f"{prefix}{'embedding' if model.tie_embeddings else 'head'}", lambda held: sizes.head(held.tokens))
+    head = f"{prefix}{'embedding' if model.tie_embeddings else 'head'}"
+    add(head, lambda held: sizes.head(held.tokens))
+    for number in range(model.num_layers, model.num_layers + model.num_layers_ahead):
+        add(f"layers.{number}", partial(_ahead_flops, sizes, is_sparse=model.is_sparse(number)))
+        add(head, lambda held: sizes.head(held.tokens))
     return layers
 
 
@@ -299,6 +305,13 @@ def whole_chunks(config: TrainConfig) -> list[Chunk]:
     from rrfp_jax.models import vision_language_model
 
     return vision_language_model(vision_language_config(config)).split().chunks
+
+
+def _ahead_flops(sizes: DecoderSizes, held: Amounts, *, is_sparse: bool) -> Flops:
+    """Returns the operations of a layer that predicts further ahead, without the head."""
+    return product(held.tokens, 2 * sizes.hidden, sizes.hidden) + sizes.layer(
+        held.tokens, held.near_pairs, is_sparse=is_sparse
+    )
 
 
 def _patches_per_feature(config: TrainConfig) -> int:

@@ -235,12 +235,15 @@ def widens() -> bool:
 def _widen_products(nodes: Sequence[Node], gradients: Sequence[Operand]) -> tuple[list[Node], list[Operand]]:
     """Returns nodes and ``gradients`` in which products have the wider dtype to which they would be cast.
 
-    A value that is read elsewhere too stays as it is, and so do the products of a loop's passes.
+    A value that is read elsewhere too stays as it is, and so do the products of a loop's passes. Those of float8 make
+    float32 already.
     """
     makers: dict[Operand, Node] = {output: node for node in nodes for output in node.outputs}
     readers: Counter[Operand] = Counter(operand for node in nodes for operand in variables(node.inputs))
     readers.update(variables(gradients))
-    renewed: dict[Node, Node | None] = {}
+    renewed: dict[Node, Node | None] = {
+        node: replace(node, operation=_LoneProduct(**vars(node.operation))) for node in nodes if _is_of_float8(node)
+    }
     results: list[Operand] = []
     for gradient in gradients:
         shown = gradient
@@ -261,6 +264,12 @@ def _widen_products(nodes: Sequence[Node], gradients: Sequence[Operand]) -> tupl
             shown = wide
         results.append(shown)
     return [new for node in nodes if (new := renewed.get(node, node)) is not None], results
+
+
+def _is_of_float8(node: Node) -> bool:
+    operation, operands = node.operation, variables(node.inputs)
+    is_product = isinstance(operation, Apply) and operation.name == "dot_general"
+    return is_product and str(node.outputs[0].dtype) == "float32" and {each.dtype.itemsize for each in operands} == {1}
 
 
 def _chain(gradient: Operand, makers: Mapping[Operand, Node], readers: Mapping[Operand, int]) -> list[Node]:
