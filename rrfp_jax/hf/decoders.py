@@ -672,12 +672,19 @@ def _read_ropes(fields: ConfigFields) -> tuple[_Rope, _Rope]:
         parts, length, ropes = fields.part("rope_parameters"), fields.get("max_position_embeddings"), list[_Rope]()
         for kind, name in ((_SLIDING, "rope_local_base_freq"), (_FULL, "rope_theta")):
             outer = fields.number(name)
-            ropes.append(_rope_of(parts.part(kind, {"rope_theta": outer, _ORIGINAL_LENGTH: length})))
+            ropes.append(_truncated(_rope_of(parts.part(kind, {"rope_theta": outer, _ORIGINAL_LENGTH: length}))))
             _check_theta(fields, name, outer, f"{kind} of rope_parameters", ropes[-1][0])
         parts.finish()
         fields.only("rope_scaling", why="rope_parameters says how each kind of layer is scaled")
         return ropes[0], ropes[1]
-    return (fields.number("rope_local_base_freq"), None), _read_rope(fields)
+    return (fields.number("rope_local_base_freq"), None), _truncated(_read_rope(fields))
+
+
+def _truncated(rope: _Rope) -> _Rope:
+    """Returns the rotary embedding of a kind of layers as transformers computes it, for which ``truncate`` has no
+    effect: it is read beside the objects of the kinds, where no file has it."""
+    theta, scaling = rope
+    return theta, replace(scaling, truncate=True) if scaling is not None and scaling.kind == YARN_ROPE else scaling
 
 
 def _check_theta(fields: ConfigFields, field: str, outer: float, name: str, theta: float) -> None:

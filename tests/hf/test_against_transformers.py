@@ -54,7 +54,7 @@ def test_text_models(family: str, seed: int, tmp_path: Path):
     check_gradients(model, theirs, tokens, plan, ours, {"tokens": tokens})
 
 
-@pytest.mark.parametrize("seed", range(300, 304))
+@pytest.mark.parametrize("seed", [300, 301, 302, 304])  # in 303 no other layers have experts
 def test_layers_that_predict_further_ahead(seed: int, tmp_path: Path):
     """Their loss is that of transformers' own such layers, and their tensors go both ways."""
     from safetensors.numpy import load_file, save_file
