@@ -61,6 +61,7 @@ def check(experts: ExpertsConfig, *, num_steps: int = NUM_STEPS, **options: Any)
     chex.assert_trees_all_close(means, expected_means, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_experts_on_a_mesh_train_what_the_plain_loop_does() -> None:
     check(EXPERTS, num_steps=2, mesh={"expert": 2, "fsdp": 2}, hint="bfw")
 

@@ -86,6 +86,7 @@ def test_absent_pairs_are_given_by_the_own_numbers() -> None:
     np.testing.assert_allclose(losses([[2, 3, 1, 0], None, [1, 0, 3, 2]]), losses([None] * 3), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_deterministic_pipeline_keeps_every_bit(tmp_path: Any) -> None:
     """With a table too, by which it accumulates; and the event log replays."""
     chunks = make_chunks(2, tied=True)

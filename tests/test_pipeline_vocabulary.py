@@ -167,7 +167,7 @@ def test_a_step_of_bfloat16_differs_from_that_of_the_uncut_head_by_rounding_alon
 # -- evaluations -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 def test_evaluations_count_answers_as_those_of_the_uncut_head(packed: bool) -> None:
     config = replace(MODELS["tied, z-loss"], init_std=0.5)
@@ -259,6 +259,7 @@ def test_an_optimizer_of_single_elements_is_taken(optimizer: Any) -> None:
     pipeline_of(graph, optimizer=optimizer).init(jax.random.key(1))
 
 
+@pytest.mark.slow
 def test_tokens_and_targets_that_are_no_words_give_no_number() -> None:
     graph = language_model(UNTIED).split_vocabulary(2, 2)
     for name in ("tokens", "targets"):

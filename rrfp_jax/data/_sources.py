@@ -94,7 +94,7 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[st
         num_before = len(found)
         saved = _saved_files(root)
         for path in paths_below(root):
-            if path.name.startswith(".") or (saved is not None and path not in saved):
+            if path.name.startswith(".") or path.name == SAVED or (saved is not None and path not in saved):
                 continue
             if path.is_file() and path.is_symlink():
                 check_inside(path, root)
@@ -111,15 +111,19 @@ def find_sources(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[st
 def _saved_files(folder: Path) -> list[Path] | None:
     """Returns the files of a data set that ``save_to_disk`` of Hugging Face's library has written, without those that
     it has cached beside them; None for another folder. Raises ValueError if the folder holds several data sets."""
-    if (parts := folder / _SAVED_PARTS).is_file():
-        names = parse_json(read_bounded(parts)).get("splits", [])
-        raise ValueError(f"{folder} holds several data sets: name one of {', '.join(f'{folder}/{n}' for n in names)}")
-    if not (folder / SAVED).is_file():
+    if (folder / _SAVED_PARTS).is_file():
+        names = ", ".join(str(path.parent) for path in sorted(folder.glob(f"*/{SAVED}")))
+        raise ValueError(f"{folder} holds several data sets: name one of {names}")
+    # A folder of the library's cache has no list of files: all of them count there.
+    if not all((folder / name).is_file() for name in (SAVED, _SAVED_FILES)):
         return None
-    saved = parse_json(read_bounded(folder / _SAVED_FILES))
-    if saved.get("_indices_data_files"):
+    try:
+        saved = parse_json(read_bounded(folder / _SAVED_FILES))
+        files, chosen = [folder / each["filename"] for each in saved["_data_files"]], saved.get("_indices_data_files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / _SAVED_FILES} is damaged ({error}): save the data set anew") from None
+    if chosen:
         raise ValueError(f"{folder} is a choice among rows: save it anew after flatten_indices()")
-    files = [folder / each["filename"] for each in saved["_data_files"]]
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} is missing, which {_SAVED_FILES} beside it names: save the data set anew")

@@ -138,7 +138,9 @@ class OwnData:
                     raise
             leaves = {name: np.stack([element[name] for element in elements]) for name in self._dtypes}
             if self.counts_once:
-                again = places >= getattr(self._elements, "num_in_epoch", self.num_elements)
+                again = places >= (
+                    self._elements.num_in_epoch if isinstance(self._elements, _Drawn) else self.num_elements
+                )
                 leaves["weights"][again[start : start + config.microbatch_size]] = 0
             microbatches.append(leaves)
         batch = {name: [microbatch[name] for microbatch in microbatches] for name in self._dtypes}

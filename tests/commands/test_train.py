@@ -143,6 +143,7 @@ def test_another_training_is_refused_unless_forced_and_fresh_starts_over(tmp_pat
     assert rows_of(run)[0]["loss"] == before[0]["loss"]
 
 
+@pytest.mark.slow
 def test_a_split_backward_trains_on_one_device(tmp_path: Path) -> None:
     order = ("--consume", "strict", "--schedule", "zb-h1", "--remat", "dots", "--num-stages", 2, "--devices", 1)
     result = run_command("train", "--config", DEBUG, *SMALL, *order, "--steps", 2, "--run-dir", tmp_path)
@@ -168,6 +169,7 @@ def test_two_copies_in_opposite_directions_train_as_one_stage_does(tmp_path: Pat
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_schedule_as_hint_trains_within_its_footprint_and_tells_where_it_looks_ahead(tmp_path: Path) -> None:
     order = ("--schedule", "1f1b", "--hint", "schedule", "--window", "null", "--num-stages", 2, "--devices", 1)
     result = run_command("train", "--config", DEBUG, *SMALL, *order, "--steps", 2, "--run-dir", tmp_path)

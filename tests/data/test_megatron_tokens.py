@@ -76,6 +76,7 @@ def test_batches_are_those_of_the_same_documents_as_a_token_set(tmp_path: Path, 
         assert all(np.array_equal(one[leaf], other[leaf]) for leaf in one)
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_them_and_knows_its_tokens(tmp_path: Path) -> None:
     write_files(tmp_path / "text", drawn(200))
     data = {"kind": "tokens", "path": str(tmp_path / "text"), "tokenizer": "bytes"}

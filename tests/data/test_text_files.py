@@ -95,6 +95,10 @@ def test_a_data_set_that_was_saved_to_the_disk_is_read_as_it_is(folder):
     (saved / names[1]).write_bytes(cut[: len(cut) // 2])
     with pytest.raises(BrokenData, match=r"00001-of-00002.arrow .*mend it"):
         found(folder, kind=ParquetConfig, pattern="all/train")
+    (saved / "state.json").write_text('{"_data_files": [1]}')
+    with pytest.raises(ValueError, match=r"state.json is damaged .*: save the data set anew"):
+        found(folder, kind=ParquetConfig, pattern="all/train")
+    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
     (saved / names[1]).unlink()
     with pytest.raises(ValueError, match=r"00001-of-00002.arrow is missing, which state.json beside it names"):
         found(folder, kind=ParquetConfig, pattern="all/train")

@@ -28,6 +28,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("pretended")
+@pytest.mark.slow
 def test_the_table_of_stages_is_that_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--compile-for", "h100"]) == DONE
     told = capsys.readouterr().out

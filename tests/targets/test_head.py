@@ -21,6 +21,7 @@ def run(target: Device) -> CompiledRun:
         pytest.skip(f"the preset is for GPUs, not for {target.name}")
     # five layers for six stages: the last one has the head alone
     few: dict[str, Any] = {"model.num_layers": 5, "vision.num_layers": 2, "data.path": "nowhere.jsonl"}
+    few["pipeline.layout"] = "Pv|vp|Et|t|t|t|t|L"
     return compile_run(load_train_config(str(PRESET), few), target.name, TrainingConsole(0, is_quiet=True))
 
 
