@@ -40,7 +40,8 @@ FAMILIES = {
         experts=ExpertsConfig(num_experts=4, experts_per_token=2, biases=True, swiglu_limit=0.05),
     ),
 }
-OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01, eps=1e-6)
+OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01, eps=1e-3)
+"""The large epsilon keeps the rounding of the smallest gradients from deciding the direction of their update."""
 NUM_STEPS = 3
 
 
