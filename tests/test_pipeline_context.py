@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from rrfp_jax.models import LanguageModelConfig, language_model
-from rrfp_jax.models.config import ExpertsConfig
+from rrfp_jax.models.config import ExpertsConfig, GlobalLayers, LayerVariant
 from rrfp_jax.models.cuts import ContextCut
 from rrfp_jax.schedules import linear
 from tests.pipelines import make_pipeline
@@ -22,6 +22,12 @@ CONFIG = LanguageModelConfig(
     vocab_size=32, hidden=16, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=32, init_std=0.1, tie_embeddings=True
 )
 WINDOWED = replace(CONFIG, sliding_window=5)
+MIXED = replace(
+    CONFIG,
+    sliding_window=5,
+    global_layers=GlobalLayers(layers=(0,), rope_theta=50.0),
+    variant=LayerVariant(sinks=True),
+)
 SPARSE = replace(CONFIG, experts=ExpertsConfig(num_experts=4, experts_per_token=2, capacity_factor=0.75))
 LENGTH = 16
 
@@ -101,6 +107,8 @@ CUT_ROWS = {"mesh": {"context": 2, "fsdp": 2}, "remat": "full", "hint": "bfw"}
         (CONFIG, "ring", {"mesh": {"context": 2}, "remat": "dots"}),
         (WINDOWED, "ring", BESIDE_TENSOR | {"packed": True}),
         (WINDOWED, "gather", ALONE),
+        (MIXED, "ring", BESIDE_TENSOR | {"packed": True}),
+        (MIXED, "gather", ALONE),
         (SPARSE, "ring", CUT_ROWS | {"packed": True}),
         (SPARSE, "gather", BESIDE_TENSOR),
     ],

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from rrfp_jax.models import ExpertsConfig, Float8Config, LanguageModelConfig, language_model
+from rrfp_jax.models.config import GlobalLayers, LayerVariant
 from rrfp_jax.models.cuts import ContextCut, SequenceSlices
 from rrfp_jax.models.model import ChunkGraph
 from rrfp_jax.programs.chunk import param_specs, whole_layers
@@ -28,6 +29,13 @@ MODELS = {
     "untied": UNTIED,
     "tied": replace(UNTIED, tie_embeddings=True, qkv_bias=True),
     "some": replace(UNTIED, fp8=Float8Config(exclude=("head", "layers.0", "layers.2.attention.key", "*.down"))),
+    "global": replace(
+        UNTIED,
+        tie_embeddings=True,
+        sliding_window=3,
+        global_layers=GlobalLayers(every=2, rope_theta=50.0),
+        variant=LayerVariant(activation="gelu_tanh", norm_offset=True, post_norms=True, sinks=True, output_bias=True),
+    ),
     "experts": replace(UNTIED, experts=ExpertsConfig(num_experts=4, experts_per_token=2, shared_mlp_dim=16)),
 }
 NUM_STEPS, NUM_MICROBATCHES, ROWS, LENGTH = 3, 4, 2, 8
@@ -134,6 +142,7 @@ def train(model: str, cut: str = "chain", stages: int = 4, **way: Any) -> tuple[
                 ("tied", {"cut": "context", "mesh": {"context": 2}, "stages": 2}),
                 ("some", {"hint": "bfw", "backward": "split", "remat": "dots"}),
                 ("some", {"data": 2, "shard_optimizer": True, "stages": 2}),
+                ("global", {"hint": "bfw", "backward": "split", "remat": "dots", "stages": 2}),
                 ("experts", {"hint": "bfw", "backward": "split", "remat": "full"}),
                 ("untied", {"cut": "slices", "hint": "bfw", "stages": 2}),
                 ("tied", {"cut": "slices", "tensor": 2, "stages": 2}),

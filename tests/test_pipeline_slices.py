@@ -13,6 +13,7 @@ import pytest
 
 from rrfp_jax.core import Ordering
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, language_model
+from rrfp_jax.models.config import GlobalLayers, LayerVariant
 from rrfp_jax.models.cuts import SequenceSlices
 from rrfp_jax.pipeline import Pipeline, PipelineState
 from rrfp_jax.schedules import Placement, ScheduleRequest, build_schedule, chain, sliced_chain
@@ -27,6 +28,12 @@ MODELS = {
     "dense": DENSE,
     "tied": replace(DENSE, tie_embeddings=True, z_loss=1e-3),
     "window": replace(DENSE, sliding_window=5),
+    "global": replace(
+        DENSE,
+        sliding_window=5,
+        global_layers=GlobalLayers(every=2, rope_theta=50.0),
+        variant=LayerVariant(sinks=True),
+    ),
     "experts": replace(DENSE, experts=ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=16)),
 }
 OPTIMIZER = optax.adamw(3e-3, weight_decay=0.01, eps=1e-6)
@@ -87,6 +94,7 @@ def train(pipeline: Pipeline, *, packed: bool = False) -> tuple[list[float], Any
                 ("experts", Uneven(2), {"hint": "bf-deep", "remat": "full", "packed": True}),
                 ("dense", SequenceSlices(2), {"hint": "bf-deep", "remat": "dots"}),
                 ("window", SequenceSlices(4), {"hint": "fb"}),
+                ("global", SequenceSlices(3), {"hint": "bfw", "packed": True}),
                 ("dense", SequenceSlices(3), {"chunks": 4, "hint": "bfw", "packed": True}),
                 ("dense", SequenceSlices(2), {"tensor": 2}),
                 ("tied", SequenceSlices(2), {"data": 2, "reduce": "messages"}),

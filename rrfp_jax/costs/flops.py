@@ -214,6 +214,8 @@ class Amounts(NamedTuple):
     """Pairs of tokens that may look at each other, see :func:`rrfp_jax.costs.flops.pairs`."""
     patches: float = 0.0
     patch_pairs: float = 0.0
+    near_pairs: float = 0.0
+    """Pairs of tokens in layers with a window."""
 
 
 class CountedLayer(NamedTuple):

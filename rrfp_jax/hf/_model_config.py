@@ -18,7 +18,7 @@ DROPPED = (
     *("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
 )
 """Tensors that are no parameters: they follow from the configuration, or are copies of the embedding and the head."""
-_QUANTISED = "quantization_config"
+QUANTISED, MXFP4 = "quantization_config", "mxfp4"
 _AHEAD, _MOST_AHEAD = "num_nextn_predict_layers", 64
 
 
@@ -32,6 +32,8 @@ class HubModel:
     """Prefixes of newer names of tensors, each with the older one."""
     unused: tuple[str, ...] = ()
     """Patterns of tensors that the family's files hold and its model does not use. An import carries them along."""
+    is_packed: bool = False
+    """Whether matrices of its files are blocks of four-bit numbers."""
     decoder_prefix: str = ""
     """The prefix of the decoder's tensors."""
     num_layers_ahead: int = 0
@@ -52,9 +54,10 @@ def read_config(
     known = (*DECODER_FAMILIES, *VISION_LANGUAGE_FAMILIES)
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(f"{where}: model_type is {shown(kind)}: models here are {', '.join(known)}")
-    if config.get(_QUANTISED) is not None:
-        raise ValueError(f"{where}: {_QUANTISED} is given: give the model as it was before it was quantised")
-    family = DECODER_FAMILIES.get(kind)
+    family, quantised = DECODER_FAMILIES.get(kind), config.get(QUANTISED)
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if quantised is not None and (family is None or not family.is_packed or method != MXFP4):
+        raise ValueError(f"{where}: {QUANTISED} is given: give the model as it was before it was quantised")
     wanted = VISION_LANGUAGE_FAMILIES[kind][0] if family is None else family.architecture
     given = config.get("architectures")
     if given and given != [wanted]:
@@ -64,7 +67,7 @@ def read_config(
             _, read, newer = VISION_LANGUAGE_FAMILIES[kind]
             sections, table, unused = read(config, where, has_head=has_head, dtype=dtype)
             return HubModel(sections=sections, table=table, newer=newer, unused=unused, decoder_prefix=DECODER_PREFIX)
-        fields = ConfigFields(config, where, family.defaults)
+        fields = ConfigFields({**config, QUANTISED: None}, where, family.defaults)
         tied = fields.flag("tie_word_embeddings") and not has_head
         model = read_decoder(fields, family, tied=tied, dtype=dtype)
         number = fields.whole(_AHEAD) if family.latent and fields.get(_AHEAD) else 0
@@ -72,7 +75,12 @@ def read_config(
             raise fields.refusal(_AHEAD, number, f"give at most {_MOST_AHEAD}")
         if num_ahead:
             model = replace(model, predict_ahead=PredictAheadConfig(num_layers=num_ahead))
-        return HubModel(sections=ModelSections(model=model), table=family.names, num_layers_ahead=number)
+        return HubModel(
+            sections=ModelSections(model=model),
+            table=family.names,
+            is_packed=quantised is not None,
+            num_layers_ahead=number,
+        )
     except ValueError as error:
         # Our own records refuse numbers without naming the file.
         located = str(error).startswith(where)
@@ -101,6 +109,8 @@ def new_config(sections: ModelSections, where: str) -> dict[str, Any]:
 
 def _family_of(model: LanguageModelConfig, where: str) -> DecoderFamily:
     """Returns the first family that has everything that the model has."""
+    if model.layer_variant.sinks or model.layer_variant.norm_offset:
+        return DECODER_FAMILIES["gpt_oss" if model.layer_variant.sinks else "gemma3_text"]
     if model.qkv_bias and (model.qk_norm or model.experts):
         other = "qk_norm" if model.qk_norm else "experts"
         raise ValueError(f"{where}: model.qkv_bias and model.{other} are together in no family: train without one")

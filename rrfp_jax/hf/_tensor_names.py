@@ -28,7 +28,9 @@ class Transform(NamedTuple):
     to_ours: Callable[[Sequence[np.ndarray]], np.ndarray]
     """The array that these tensors become."""
     to_theirs: Callable[[np.ndarray], list[np.ndarray]]
-    """The tensors that this array becomes."""
+    """The tensors that this array becomes; of one that shares its tensor with others, see :attr:`joined`."""
+    joined: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None
+    """The one tensor that several arrays become, in the order of their names. None: none shares a tensor."""
     dtype: str | None = None
     """The dtype on both sides, whatever that of the model is; None: the model's."""
 
@@ -45,6 +47,17 @@ PER_EXPERT = Transform(
     lambda ours: [matrix.T for matrix in ours],
 )
 """The matrices of all experts, one array ``[experts, in, out]`` here and one tensor ``[out, in]`` each there."""
+
+
+@cache
+def every_second(first: int) -> Transform:
+    """Returns the transform of an array that is every second column of a tensor, from number ``first`` on."""
+    return Transform(
+        lambda ours: [(*ours[:-1], 2 * ours[-1])],
+        lambda theirs: theirs[0][..., first::2],
+        lambda ours: [],
+        lambda arrays: np.stack(arrays, axis=-1).reshape(*arrays[0].shape[:-1], -1),
+    )
 
 
 @cache  # so that equal ones compare as equal
@@ -133,6 +146,14 @@ def short_targets(paths: Sequence[str], all_paths: Iterable[str]) -> list[str]:
     others = {path.rpartition(".")[2] for path in all_paths if path not in set(paths)}
     ends = {path: path.rpartition(".")[2] for path in paths}
     return list(dict.fromkeys(path if end in others else end for path, end in ends.items()))
+
+
+def by_tensor(matches: Iterable[TensorMatch]) -> list[list[TensorMatch]]:
+    """Returns the matches, those of one tensor together, in the order of their first."""
+    groups: dict[tuple[str, ...], list[TensorMatch]] = {}
+    for match in matches:
+        groups.setdefault(match.theirs, []).append(match)
+    return list(groups.values())
 
 
 def prefixed(table: NameTable, ours: str, theirs: str) -> NameTable:

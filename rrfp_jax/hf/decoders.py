@@ -17,10 +17,11 @@
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rrfp_jax.field_rules import MOST
 from rrfp_jax.hf._config_fields import ConfigFields
 from rrfp_jax.hf._tensor_names import (
     PER_EXPERT,
@@ -29,6 +30,7 @@ from rrfp_jax.hf._tensor_names import (
     TRANSPOSED,
     TRANSPOSED_FLOAT32,
     NameTable,
+    every_second,
     linears_and_norms,
 )
 from rrfp_jax.models.config import (
@@ -38,15 +40,21 @@ from rrfp_jax.models.config import (
     SIGMOID,
     YARN_ROPE,
     ExpertsConfig,
+    GlobalLayers,
     LanguageModelConfig,
     LatentAttentionConfig,
+    LayerVariant,
     RopeScaling,
 )
 
 _NO_WINDOW, _PLAIN_WINDOW, _LAYERED_WINDOW, _SWITCHED_WINDOW = "none", "plain", "layered", "switched"
+_TYPED_WINDOW = "typed"
 """How a family limits how far tokens look back: not at all; by ``sliding_window`` alone; by ``use_sliding_window`` for
 the layers from ``max_window_layers`` on, or for those that ``layer_types`` names; by ``use_sliding_window`` for all
-layers."""
+layers; by ``sliding_window`` for the layers that ``layer_types`` names, or all but those at a distance."""
+
+
+_OF_LLAMA = LayerVariant()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +88,12 @@ class DecoderFamily:
     qkv_bias: bool = False
     qk_norm: bool = False
     window: str = _NO_WINDOW
+    every: int = 1
+    """Distance of the layers without a window, unless the file says otherwise."""
+    variant: LayerVariant = _OF_LLAMA
     experts: ExpertFields | None = None
+    is_packed: bool = False
+    """Whether its files may have experts in MXFP4."""
     latent: bool = False
     """Whether attention is latent."""
     off: tuple[str, ...] = ()
@@ -225,6 +238,91 @@ _QWEN3_MOE = DecoderFamily(
     ),
     off=("attention_bias", "output_router_logits"),
 )
+_GEMMA3 = DecoderFamily(  # the text model alone
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    names={
+        **_DECODER,
+        **_GATED_MLP,
+        **_QK_NORM,
+        "layers.N.attention_post_norm.scale": (SAME, _LAYER + "post_attention_layernorm.weight"),
+        "layers.N.mlp_norm.scale": (SAME, _LAYER + "pre_feedforward_layernorm.weight"),
+        "layers.N.mlp_post_norm.scale": (SAME, _LAYER + "post_feedforward_layernorm.weight"),
+    },
+    defaults={
+        **_COMMON_DEFAULTS,
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10_000.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    qk_norm=True,
+    window=_TYPED_WINDOW,
+    every=6,
+    variant=LayerVariant(activation="gelu_tanh", norm_offset=True, post_norms=True, scaled_embedding=True),
+    off=("attention_bias", "use_bidirectional_attention"),
+)
+_GPT_OSS = DecoderFamily(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    names={
+        **_DECODER,
+        **_QKV_BIAS,
+        "layers.N.attention.output.bias": (SAME, _LAYER + "self_attn.o_proj.bias"),
+        "layers.N.attention.sinks": (SAME, _LAYER + "self_attn.sinks"),
+        "layers.N.mlp.router": (TRANSPOSED, _LAYER + "mlp.router.weight"),
+        "layers.N.mlp.router_bias": (SAME, _LAYER + "mlp.router.bias"),
+        "layers.N.mlp.experts.gate": (every_second(0), _LAYER + "mlp.experts.gate_up_proj"),
+        "layers.N.mlp.experts.up": (every_second(1), _LAYER + "mlp.experts.gate_up_proj"),
+        "layers.N.mlp.experts.down": (SAME, _LAYER + "mlp.experts.down_proj"),
+        "layers.N.mlp.experts.gate_bias": (every_second(0), _LAYER + "mlp.experts.gate_up_proj_bias"),
+        "layers.N.mlp.experts.up_bias": (every_second(1), _LAYER + "mlp.experts.gate_up_proj_bias"),
+        "layers.N.mlp.experts.down_bias": (SAME, _LAYER + "mlp.experts.down_proj_bias"),
+    },
+    defaults={
+        **_COMMON_DEFAULTS,
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+    },
+    qkv_bias=True,
+    window=_TYPED_WINDOW,
+    every=2,
+    variant=LayerVariant(sinks=True, output_bias=True),
+    experts=ExpertFields(num_experts=("num_local_experts", "num_experts"), mlp_dim=None, renormalise=None),
+    is_packed=True,
+    off=("output_router_logits",),
+)
 _LATENT = {
     "query_down": "q_a_proj",
     "query_up": "q_b_proj",
@@ -292,7 +390,11 @@ _DEEPSEEK_V3 = DecoderFamily(
     off=("attention_bias", "output_router_logits"),
 )
 DECODER_FAMILIES: dict[str, DecoderFamily] = {
-    family.model_type: family for family in (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE, _DEEPSEEK_V3)
+    family.model_type: family
+    for family in (
+        *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE),
+        *(_GEMMA3, _GPT_OSS, _DEEPSEEK_V3),
+    )
 }
 """All families by ``model_type``."""
 
@@ -314,15 +416,35 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
     Raises ValueError, with the field's name, for fields that our models cannot express.
     """
     hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    fields.choice("hidden_act", {"silu": None, "swish": None})
+    if family.variant.activation == "silu":
+        fields.choice("hidden_act", {"silu": None, "swish": None})
+    else:
+        fields.choice("hidden_activation", {"gelu_pytorch_tanh": None})
     fields.only("attention_dropout", 0, why="models here drop nothing")
     for name in family.off:
         fields.only(name, False, why="models here have no such thing: give false, if the model does without it")
     fields.get("tie_word_embeddings")
     num_layers = fields.whole("num_hidden_layers")
-    theta, scaling = _read_rope(fields)
+    window, no_window = _read_window(fields, family, num_layers)
+    rope, rope_without = _read_ropes(fields) if family is _GEMMA3 else (_read_rope(fields),) * 2
     kv_heads, head_dim = fields.get("num_key_value_heads"), fields.get("head_dim")
     latent = _read_latent(fields) if family.latent else None
+    if latent is not None:
+        head_dim = latent.query_dim
+    else:
+        head_dim = hidden // heads if head_dim is None else fields.whole("head_dim")
+    variant = family.variant
+    if family is _GEMMA3:
+        fields.get("cache_implementation")  # the cache of transformers' own generation
+    if family is _GEMMA3 and (scalar := fields.number("query_pre_attn_scalar")) != head_dim:
+        variant = replace(variant, query_scalar=scalar)
+    experts = _read_experts(fields, family, num_layers)
+    if family is _GPT_OSS:
+        fields.only("attention_bias", True, why="models of this family have biases in attention")
+        fields.only("swiglu_alpha", 1.702, why="models here have this number in the SwiGLU of experts")
+        assert experts is not None
+        experts = replace(experts, biases=True, swiglu_limit=fields.number("swiglu_limit"))
+    theta, scaling = rope if window is not None else rope_without
     # The record is built last: it checks how its numbers go together, which only makes sense once each has been read.
     record: dict[str, Any] = dict(  # noqa: C408 - the names are those of the record
         vocab_size=fields.whole("vocab_size"),
@@ -330,15 +452,17 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=heads if kv_heads is None else fields.whole("num_key_value_heads"),
-        head_dim=None if latent else hidden // heads if head_dim is None else fields.whole("head_dim"),
+        head_dim=None if latent else head_dim,
         mlp_dim=fields.whole("intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        sliding_window=_read_window(fields, family, num_layers),
+        sliding_window=window,
+        global_layers=_global_layers(no_window, num_layers, None if rope == rope_without else rope_without),
+        variant=variant,
         latent_attention=latent,
-        experts=_read_experts(fields, family, num_layers),
+        experts=experts,
         norm_eps=fields.number("rms_norm_eps"),
         tie_embeddings=tied,
         param_dtype=dtype,
@@ -350,6 +474,7 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
 
 def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[str, Any]:
     """Returns the fields of ``config.json`` that describe a decoder of this family."""
+    theta, scaling = config.rope(is_global=True)
     values: dict[str, Any] = {
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
@@ -363,19 +488,32 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
-        "rope_theta": config.rope_theta,
+        "rope_theta": theta,
         "rope_scaling": None,
     }
-    if (scaling := config.rope_scaling) is not None:
+    if scaling is not None:
         # The two fields that every version of transformers reads, not the newer single object.
         numbers = {"factor": scaling.factor, **scaling.settings}
         if "original_max_positions" in numbers:
             numbers[_ORIGINAL_LENGTH] = numbers.pop("original_max_positions")
+        if numbers.get("truncate"):  # the default, which not every version of transformers knows
+            del numbers["truncate"]
         values["rope_scaling"] = {"rope_type": scaling.kind, **numbers}
     if family.window != _NO_WINDOW:
         values["sliding_window"] = config.sliding_window
     if family.window in (_LAYERED_WINDOW, _SWITCHED_WINDOW):
         values |= {"use_sliding_window": config.sliding_window is not None, "max_window_layers": 0}
+    if family.window == _TYPED_WINDOW or config.global_layers is not None:
+        windows = (config.window(is_global=config.is_global(layer)) for layer in range(config.num_layers))
+        values["layer_types"] = [_FULL if window is None else _SLIDING for window in windows]
+    if family is _GEMMA3:
+        del values["hidden_act"]
+        scalar = config.layer_variant.query_scalar
+        values |= {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": config.size_per_head if scalar is None else _plain(scalar),
+            "rope_local_base_freq": config.rope_theta,
+        }
     if (latent := config.latent_attention) is not None:
         values |= _written_latent(latent, config.num_layers)
         values["num_nextn_predict_layers"] = config.num_layers_ahead
@@ -392,6 +530,8 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
             names.dense_layers: list(experts.dense_layers),
         }
         values |= {name: value for name, value in written.items() if name is not None}
+        if family is _GPT_OSS:
+            values |= {"attention_bias": True, "swiglu_limit": experts.swiglu_limit}
         if names.first_dense is not None:
             values |= {
                 "n_shared_experts": (experts.shared_mlp_dim or 0) // config.expert_dim,
@@ -401,6 +541,11 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
                 names.first_dense: len(experts.dense_layers),
             }
     return values
+
+
+def _plain(number: float) -> float:
+    """Returns a number as files have it: ``256`` for 256.0."""
+    return int(number) if number == int(number) else number
 
 
 def _written_latent(latent: LatentAttentionConfig, num_layers: int) -> dict[str, Any]:
@@ -441,29 +586,51 @@ def _read_score_mscale(fields: ConfigFields) -> float:
     return rope.number("mscale_all_dim") if is_yarn and rope.has("mscale_all_dim") else 0.0
 
 
-def _read_window(fields: ConfigFields, family: DecoderFamily, num_layers: int) -> int | None:
-    """Returns the window that all layers have, or None; refuses a window of some layers only."""
-    kind = family.window
+def _read_window(fields: ConfigFields, family: DecoderFamily, num_layers: int) -> tuple[int | None, Sequence[int]]:
+    """Returns the window of the layers that have one, or None, and the numbers of the layers that have none."""
+    kind, all_layers = family.window, range(num_layers)
     if kind == _NO_WINDOW:
-        return None
-    is_on = kind == _PLAIN_WINDOW or fields.flag("use_sliding_window")
+        return None, all_layers
+    is_on = kind in (_PLAIN_WINDOW, _TYPED_WINDOW) or fields.flag("use_sliding_window")
     size = fields.get("sliding_window")
-    first = fields.get("max_window_layers") if kind != _PLAIN_WINDOW else 0
-    types = fields.get("layer_types") if kind == _LAYERED_WINDOW else None
+    first = fields.get("max_window_layers") if kind in (_LAYERED_WINDOW, _SWITCHED_WINDOW) else 0
+    types = fields.get("layer_types") if kind in (_LAYERED_WINDOW, _TYPED_WINDOW) else None
+    if num_layers > MOST:
+        all_layers = range(0)  # the record refuses the number, which a file may have forged
+    if kind == _TYPED_WINDOW:
+        names = "sliding_window_pattern", "_sliding_window_pattern"
+        every = family.every if fields.get(*names) is None else fields.whole(*names)
+        types = types or [_SLIDING if (layer + 1) % every else _FULL for layer in all_layers]
     if not is_on or size is None:
         if types is not None and set(types) != {_FULL}:
-            raise fields.refusal("layer_types", types, "there is no window for them: give use_sliding_window true")
-        return None
-    if kind != _LAYERED_WINDOW:
-        return fields.whole("sliding_window")
+            remedy = "give sliding_window" if kind == _TYPED_WINDOW else "give use_sliding_window true"
+            raise fields.refusal("layer_types", types, f"there is no window for them: {remedy}")
+        return None, all_layers
+    size = fields.whole("sliding_window")
+    if kind in (_PLAIN_WINDOW, _SWITCHED_WINDOW):
+        return size, []
     name, given = ("layer_types", types) if types is not None else ("max_window_layers", first)
     if types is None:
-        types = [_FULL if layer < (first or 0) else _SLIDING for layer in range(num_layers)]
-    if len(types) != num_layers or not set(types) <= {_FULL, _SLIDING}:
+        types = [_FULL if layer < (first or 0) else _SLIDING for layer in all_layers]
+    if len(types) != len(all_layers) or not set(types) <= {_FULL, _SLIDING}:
         raise fields.refusal(name, given, f"{_FULL} or {_SLIDING} is needed for each of {num_layers} layers")
-    if len(set(types)) > 1:
-        raise fields.refusal(name, given, "models here have one window for all layers, or none")
-    return fields.whole("sliding_window") if types[0] == _SLIDING else None
+    no_window = [layer for layer in all_layers if types[layer] == _FULL]
+    return (size if len(no_window) < num_layers else None), no_window
+
+
+_Rope = tuple[float, RopeScaling | None]
+"""Base of rotary embeddings, and how their wavelengths are stretched."""
+
+
+def _global_layers(numbers: Sequence[int], num_layers: int, rope: _Rope | None) -> GlobalLayers | None:
+    """Returns the record of the layers without a window, where others have one; ``rope`` is theirs if it differs."""
+    if not 0 < len(numbers) < num_layers:
+        return None
+    every = numbers[0] + 1
+    theta, scaling = rope or (None, None)
+    if numbers == list(range(every - 1, num_layers, every)):
+        return GlobalLayers(every=every, rope_theta=theta, rope_scaling=scaling)
+    return GlobalLayers(layers=tuple(numbers), rope_theta=theta, rope_scaling=scaling)
 
 
 def _read_experts(fields: ConfigFields, family: DecoderFamily, num_layers: int) -> ExpertsConfig | None:
@@ -495,6 +662,37 @@ def _read_experts(fields: ConfigFields, family: DecoderFamily, num_layers: int) 
     )
 
 
+def _read_ropes(fields: ConfigFields) -> tuple[_Rope, _Rope]:
+    """Returns the rotary embeddings of Gemma's layers with a window, and of those without.
+
+    Reads ``rope_parameters`` with an object for each, as since transformers 5, or the fields before it.
+    """
+    both = fields.get("rope_parameters")
+    if isinstance(both, dict) and {*both} & {_SLIDING, _FULL}:
+        parts, length, ropes = fields.part("rope_parameters"), fields.get("max_position_embeddings"), list[_Rope]()
+        for kind, name in ((_SLIDING, "rope_local_base_freq"), (_FULL, "rope_theta")):
+            outer = fields.number(name)
+            ropes.append(_truncated(_rope_of(parts.part(kind, {"rope_theta": outer, _ORIGINAL_LENGTH: length}))))
+            _check_theta(fields, name, outer, f"{kind} of rope_parameters", ropes[-1][0])
+        parts.finish()
+        fields.only("rope_scaling", why="rope_parameters says how each kind of layer is scaled")
+        return ropes[0], ropes[1]
+    return (fields.number("rope_local_base_freq"), None), _truncated(_read_rope(fields))
+
+
+def _truncated(rope: _Rope) -> _Rope:
+    """Returns the rotary embedding of a kind of layers as transformers computes it, for which ``truncate`` has no
+    effect: it is read beside the objects of the kinds, where no file has it."""
+    theta, scaling = rope
+    return theta, replace(scaling, truncate=True) if scaling is not None and scaling.kind == YARN_ROPE else scaling
+
+
+def _check_theta(fields: ConfigFields, field: str, outer: float, name: str, theta: float) -> None:
+    """Raises ValueError for two different bases: versions of transformers take one or the other."""
+    if fields.has(field) and theta != outer:
+        raise fields.refusal(field, outer, f"{name} says {theta:g}: give the one that the model was trained with")
+
+
 def _read_routing(fields: ConfigFields) -> dict[str, Any]:
     """Returns how a family chooses experts that does it as DeepSeek-V3: by sigmoids, in groups, with a bias."""
     fields.only("scoring_func", SIGMOID, why=f"in this family scores are {SIGMOID}s")
@@ -512,7 +710,7 @@ def _read_routing(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
-def _read_rope(fields: ConfigFields) -> tuple[float, RopeScaling | None]:
+def _read_rope(fields: ConfigFields) -> _Rope:
     """Returns the base of rotary embeddings and how their frequencies are scaled.
 
     Reads ``rope_parameters``, the one object since transformers 5, or ``rope_theta`` and ``rope_scaling``. Raises
@@ -527,13 +725,13 @@ def _read_rope(fields: ConfigFields) -> tuple[float, RopeScaling | None]:
     for each in ("rope_parameters", "rope_scaling"):
         fields.get(each)
     rope = fields.part(name, {"rope_theta": outer, _ORIGINAL_LENGTH: length})
-    kind = rope.get("rope_type", "type") or _DEFAULT_ROPE
-    theta = rope.number("rope_theta")
-    # Versions of transformers take one or the other, so two different numbers have no single meaning.
-    if fields.has("rope_theta") and theta != outer:
-        raise fields.refusal(
-            "rope_theta", outer, f"{name} says {theta:g}: give the one that the model was trained with"
-        )
+    _check_theta(fields, "rope_theta", outer, name, rope.number("rope_theta"))
+    return _rope_of(rope)
+
+
+def _rope_of(rope: ConfigFields) -> _Rope:
+    """Returns the rotary embedding that one object describes."""
+    kind, theta = rope.get("rope_type", "type") or _DEFAULT_ROPE, rope.number("rope_theta")
     rope.only("partial_rotary_factor", 1, why="models here turn whole heads")
     if kind not in (_DEFAULT_ROPE, *ROPE_KINDS):
         raise rope.refusal("rope_type", kind, f"models here know {', '.join((_DEFAULT_ROPE, *ROPE_KINDS))}")
@@ -551,7 +749,6 @@ def _read_scaling(rope: ConfigFields, kind: str) -> dict[str, Any]:
     numbers["original_max_positions"] = int(rope.number(_ORIGINAL_LENGTH))
     if kind == LLAMA3_ROPE:
         return numbers | {name: rope.number(name) for name in ("low_freq_factor", "high_freq_factor")}
-    rope.only("truncate", True, why="models here stretch from a whole number of a wave to another")
     given = {name: rope.number(name) for name in ("beta_fast", "beta_slow") if rope.get(name) is not None}
     factors = {name: rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")}
     attention_factor = None  # the record's own rule
@@ -560,4 +757,5 @@ def _read_scaling(rope: ConfigFields, kind: str) -> dict[str, Any]:
     elif factors["mscale"] and factors["mscale_all_dim"]:  # DeepSeek's two fields
         growth = 0.1 * math.log(max(numbers["factor"], 1.0))
         attention_factor = (growth * rope.number("mscale") + 1) / (growth * rope.number("mscale_all_dim") + 1)
-    return numbers | given | {"attention_factor": attention_factor}
+    truncate = True if rope.get("truncate") is None else rope.flag("truncate")
+    return numbers | given | {"attention_factor": attention_factor, "truncate": truncate}

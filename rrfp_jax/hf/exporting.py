@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 
 from rrfp_jax.checkpoint import BASE, StoredStep, newest_step, open_step, read_layer_params, stored_param_specs
-from rrfp_jax.hf._model_config import HubModel, new_config, read_config
-from rrfp_jax.hf._tensor_names import PEFT, TensorMatch, match_adapters, match_tensors, short_targets
+from rrfp_jax.hf._model_config import QUANTISED, HubModel, new_config, read_config
+from rrfp_jax.hf._tensor_names import (
+    PEFT,
+    TensorMatch,
+    by_tensor,
+    match_adapters,
+    match_tensors,
+    short_targets,
+)
 from rrfp_jax.hf.model_folder import (
     CONFIG,
     TOKENS,
@@ -60,7 +67,7 @@ class PlannedExport:
         """All tensors in the order in which they are written."""
         own = [
             PlannedTensor(name, shape, match.transform.dtype or self.dtype or self.dtypes[match.ours])
-            for match in self.matches
+            for match, *_ in by_tensor(self.matches)
             for name, shape in zip(match.theirs, match.their_shapes, strict=True)
         ]
         return own + [PlannedTensor(each.name, each.shape, self.dtype or each.dtype) for each in self.carried]
@@ -126,13 +133,17 @@ def write_export(
                 progress(number, len(layers))
                 arrays = read_layer_params(plan.stored, layer)
                 factors = read_layer_params(plan.stored, ADAPTERS + layer)
-                for match in own:
+                for group in by_tensor(own):
                     # Popped, so that each array is freed once its tensors are written.
-                    inner = match.ours[1:]
-                    array = _merged(arrays.pop(inner), factors, inner, plan.folder.sections.adapters)
-                    dtype = match.transform.dtype or plan.dtype or plan.dtypes[match.ours]
-                    array = _converted(array, dtype, "/".join(match.ours))
-                    for name, tensor in zip(match.theirs, match.transform.to_theirs(array), strict=True):
+                    held = []
+                    for match in group:
+                        inner = match.ours[1:]
+                        array = _merged(arrays.pop(inner), factors, inner, plan.folder.sections.adapters)
+                        dtype = match.transform.dtype or plan.dtype or plan.dtypes[match.ours]
+                        held.append(_converted(array, dtype, "/".join(match.ours)))
+                    transform = group[0].transform
+                    tensors = transform.to_theirs(held[0]) if transform.joined is None else [transform.joined(held)]
+                    for name, tensor in zip(group[0].theirs, tensors, strict=True):
                         writer.write(name, tensor)
             for stored in plan.carried:
                 writer.write(stored.name, _converted(stored.read(), plan.dtype, stored.name))
@@ -207,6 +218,7 @@ def hub_model(folder: ModelFolder, files: Path | None) -> tuple[HubModel, dict[s
         return model, config
     path = files / CONFIG
     config = read_json(path)
+    config.pop(QUANTISED, None)  # the import has made whole numbers of them
     model = read_config(config, str(path), has_head=not tied, dtype="float32", num_ahead=num_ahead)
     if other := model_differences(model.sections, folder.sections):
         raise ValueError(

@@ -38,6 +38,7 @@ from rrfp_jax.hf.tensor_files import (
     read_headers,
     read_json,
     stored_tensors,
+    unpacked,
 )
 from rrfp_jax.models.config import DTYPES, AdaptersConfig
 from rrfp_jax.programs.chunk import ADAPTERS
@@ -91,6 +92,8 @@ def plan_import(source: Path, *, dtype: str | None = None) -> PlannedImport:
     # once more when the tensors have told the dtype and whether the head is tied.
     probe = read_config(config, where, has_head=None, dtype="float32")
     found = stored_tensors(source)
+    if probe.is_packed:
+        found = unpacked(found)
     _check_layers(probe, len(found), where)
     stored: dict[str, StoredTensor] = {}
     for name, tensor in found.items():

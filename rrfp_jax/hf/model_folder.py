@@ -182,6 +182,8 @@ def _shaping_fields(record: Any) -> dict[str, Any]:
     if isinstance(record, LanguageModelConfig):
         # Two files may say the same by a number and by leaving it out.
         plain |= {"num_kv_heads": record.num_key_value_heads, "head_dim": record.size_per_head}
+        if plain.pop("global_layers.every", None) is not None:
+            plain["global_layers.layers"] = tuple(filter(record.is_global, range(record.num_layers)))
     return plain
 
 

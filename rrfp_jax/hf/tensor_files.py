@@ -7,7 +7,7 @@ that tensors could no longer be written in their order.
 """
 
 import json
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,10 @@ _FILE_DTYPES = {numpy: name for name, numpy in HUB_DTYPES.items()}
 _COMPARED_ROWS = 1024
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _ALIGNMENT_BYTES = 8
+_BLOCKS, _EXPONENTS = "_blocks", "_scales"
+_FP4 = np.array([sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
+"""The numbers of four bits."""
+_MX_BIAS = 127
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,51 @@ class StoredTensor:
             starts = range(0, self.shape[0], _COMPARED_ROWS)
             rows = (slice(start, min(start + _COMPARED_ROWS, self.shape[0])) for start in starts)
             return all(first[some].tobytes() == second[some].tobytes() for some in rows)
+
+
+@dataclass(frozen=True)
+class _PackedTensor(StoredTensor):
+    """Matrices ``[number, in, out]`` in MXFP4: blocks of 32 numbers ``in`` have four bits each, and one exponent.
+
+    ``path`` and ``name`` are those of the blocks, uint8 ``[number, out, in / 32, 16]``; see :func:`unpacked`.
+    """
+
+    blocks: StoredTensor
+    exponents: StoredTensor
+
+    def read(self) -> np.ndarray:
+        import ml_dtypes
+
+        blocks, exponents = self.blocks.read(), self.exponents.read()
+        read = np.empty(self.shape, ml_dtypes.bfloat16)
+        for number, (pairs, powers) in enumerate(zip(blocks, exponents, strict=True)):
+            # the lower half of a byte comes first
+            halves = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*powers.shape, -1)
+            values = np.ldexp(_FP4[halves], powers[..., None].astype(np.int32) - _MX_BIAS)
+            read[number] = values.reshape(len(values), -1).T
+        return read
+
+
+def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the tensors with one in bfloat16, which holds MXFP4 exactly, for each pair of blocks and exponents.
+
+    Raises ValueError if one of a pair is missing, or if they do not belong together.
+    """
+    found = dict(stored)
+    for name, blocks in stored.items():
+        if not name.endswith(_BLOCKS):
+            continue
+        whole, exponents = name.removesuffix(_BLOCKS), found.pop(name.removesuffix(_BLOCKS) + _EXPONENTS, None)
+        shape = blocks.shape
+        if exponents is None or len(shape) != 4 or (*exponents.shape, 16) != shape:
+            raise ValueError(f"{blocks.path}: {name} has no {_EXPONENTS[1:]} for each of its blocks: copy it again")
+        for each in (blocks, exponents):
+            if each.dtype != "U8":
+                raise ValueError(f"{each.path}: {each.name} is {each.dtype}, and MXFP4 is U8: copy it again")
+        del found[name]
+        shape = (shape[0], 32 * shape[2], shape[1])
+        found[whole] = _PackedTensor(blocks.path, whole, shape, "bfloat16", blocks, exponents)
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from rrfp_jax.models._tiled_attention import (
     finished,
     initial_softmax,
     query_tiles,
+    sink_gradients,
     tile_mask,
     untiled,
 )
@@ -54,15 +55,18 @@ def context_attention(
     value: jax.Array,
     *,
     cut: ContextCut,
+    order: SequenceOrder | None = None,
     window: int | None = None,
     segments: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Computes :func:`rrfp_jax.models.attention.causal_attention` for positions in the order of ``cut``.
+    """Computes :func:`rrfp_jax.models.attention.causal_attention` for positions in this ``order``; None: the one that
+    suits the ``window``.
 
     ``segments`` of packed rows are int32 ``[batch, length]`` in the same order. Traced without a mesh whose ``context``
     has the devices of ``cut``, or if these do not divide the length, it is computed as on one device.
     """
-    length, order = query.shape[1], SequenceOrder(cut.devices, window)
+    length, order = query.shape[1], order or SequenceOrder(cut.devices, window)
     mesh = get_abstract_mesh()
     if mesh.shape.get(CONTEXT, 1) != cut.devices or cut.devices == 1 or length % cut.devices:
         places = order(length) if order.is_balanced(length) else None
@@ -70,23 +74,32 @@ def context_attention(
             home = np.argsort(places)
             query, key, value = (array[:, home] for array in (query, key, value))
             segments = None if segments is None else segments[:, home]
-        mixed = causal_attention(query, key, value, window=order.window, segments=segments)
+        mixed = causal_attention(query, key, value, window=window, segments=segments, sinks=sinks)
         return mixed if places is None else mixed[:, places]
 
     # pieces must be whole tiles, since a tile's positions are consecutive
     piece = length // cut.devices // (2 if order.is_balanced(length) else 1)
     tile = next(size for size in range(min(piece, LARGEST_TILE), 0, -1) if piece % size == 0)
     attention = cut.attention if cut.attention != AUTO_CONTEXT else gather_or_ring(query.shape, key.shape, mesh.shape)
-    plan = _Plan(length, order, attention == RING, tile)
+    plan = _Plan(length, order, window, attention == RING, tile)
     cut_spec = PartitionSpec(None, CONTEXT)
-    arrays = (query, key, value, segments) if segments is not None else (query, key, value)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, sinks: Any) -> jax.Array:
+        # each device has the gradients from its own queries, and the cast back adds them up
+        own = None if sinks is None else jax.lax.pcast(sinks, CONTEXT, to="varying")
+        return _attend(query, key, value, (segments, own), plan)
+
     compute = jax.shard_map(
-        lambda *local: _attend(*local, *(None,) * (4 - len(local)), plan),
+        attend,
         axis_names={CONTEXT},
-        in_specs=(cut_spec,) * len(arrays),
+        in_specs=(
+            *(cut_spec,) * 3,
+            None if segments is None else cut_spec,
+            None if sinks is None else PartitionSpec(),
+        ),
         out_specs=cut_spec,
     )
-    return compute(*arrays)
+    return compute(query, key, value, segments, sinks)
 
 
 def gather_or_ring(query: tuple[int, ...], key: tuple[int, ...], axes: Any) -> str:
@@ -104,6 +117,7 @@ class _Plan(NamedTuple):
 
     length: int
     order: SequenceOrder
+    window: int | None
     ring: bool
     tile: int
 
@@ -115,7 +129,9 @@ class _Plan(NamedTuple):
     @property
     def last_round(self) -> int:
         """Number of the last round, counted from 0."""
-        return self.order.devices - 1 if self.is_balanced else self.order.num_hops(self.length)
+        if self.is_balanced:
+            return self.order.devices - 1
+        return SequenceOrder(self.order.devices, self.window).num_hops(self.length)
 
     def source(self, number: Any) -> jax.Array:
         """Returns the device to whose keys this one attends in round ``number``."""
@@ -131,12 +147,12 @@ class _Plan(NamedTuple):
         positions = jnp.asarray(self.order(self.length).reshape(self.order.devices, -1, self.tile))
         here = Places(positions[jax.lax.axis_index(CONTEXT)], own.segments)
         there = Places(positions[self.source(number)], held.segments)
-        return tile_mask(here, there, is_causal=True, window=self.order.window)
+        return tile_mask(here, there, is_causal=True, window=self.window)
 
     def pairs(self, number: Any) -> jax.Array:
         """Returns the pairs of round ``number``, which may be traced unless it is 0."""
         local = self.length // self.order.devices
-        count, window = local // self.tile, self.order.window
+        count, window = local // self.tile, self.window
         is_first = isinstance(number, int) and number == 0
         if self.is_balanced and is_first:
             # a device's own tiles ascend, so those on and below the diagonal count
@@ -161,17 +177,19 @@ def _listed(query: np.ndarray, key: np.ndarray) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, plan: _Plan) -> jax.Array:
-    return _forward(query, key, value, segments, plan)[0]
+def _attend(query: jax.Array, key: jax.Array, value: jax.Array, beside: tuple[Any, Any], plan: _Plan) -> jax.Array:
+    """Computes attention for the queries of this device; ``beside`` are segments and sinks, or None."""
+    return _forward(query, key, value, beside, plan)[0]
 
 
-def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, plan: _Plan) -> Any:
+def _forward(query: jax.Array, key: jax.Array, value: jax.Array, beside: tuple[Any, Any], plan: _Plan) -> Any:
+    segments, sinks = beside
     queries, own = query_tiles(query, key.shape[2], plan.tile), KeyValueTiles.of(key, value, plan.tile, segments)
 
     def attend(state: SoftmaxState, held: KeyValueTiles, number: Any, pairs: jax.Array) -> SoftmaxState:
         return attend_pairs(state, queries, held, pairs, plan.mask(own, held, number))
 
-    state = initial_softmax(queries)
+    state = initial_softmax(queries, sinks)
     held, gathered = (plan.shifted(own, 1), None) if plan.ring else (own, jax.lax.all_gather(own, CONTEXT))
     # own keys first, since they are here already; those of others travel meanwhile
     state = attend(state, own, 0, plan.pairs(0))
@@ -184,11 +202,11 @@ def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, 
         return attend(state, here, number, plan.pairs(number)), following
 
     mixed, logsums = finished(_later_rounds(step, (state, held), plan)[0], query.dtype)
-    return mixed, (query, key, value, segments, mixed, logsums)
+    return mixed, (query, key, value, beside, mixed, logsums)
 
 
 def _backward(plan: _Plan, residuals: Any, mixed_grad: jax.Array) -> Any:
-    query, key, value, segments, mixed, logsums = residuals
+    query, key, value, (segments, sinks), mixed, logsums = residuals
     own = KeyValueTiles.of(key, value, plan.tile, segments)
     queries = QueryTiles.of(query, mixed, logsums, mixed_grad, num_keys=key.shape[2], tile=plan.tile)
 
@@ -202,7 +220,9 @@ def _backward(plan: _Plan, residuals: Any, mixed_grad: jax.Array) -> Any:
     rounds = _ring_backward if plan.ring else _gathered_backward
     query_grads, key_grads = rounds(attend, query_grads, own, plan)
     key_grad, value_grad = (part.swapaxes(0, 1).reshape(key.shape) for part in (key_grads.keys, key_grads.values))
-    return untiled(query_grads).astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype), None
+    sink_grad = None if sinks is None else sink_gradients(queries, sinks)
+    gradients = untiled(query_grads).astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype)
+    return *gradients, (None, sink_grad)
 
 
 _attend.defvjp(_forward, _backward)
@@ -251,7 +271,7 @@ def _later_rounds(step: Callable[..., Any], carry: Any, plan: _Plan) -> Any:
     """Runs the rounds after the first: one body for all but the last if all have equally many pairs."""
     last = plan.last_round
     # a loop compiles its body once; with a window, rounds differ in their pairs, which must be known
-    if last > 1 and (plan.is_balanced or plan.order.window is None):
+    if last > 1 and (plan.is_balanced or plan.window is None):
         carry = jax.lax.scan(lambda c, number: (step(c, number), None), carry, jnp.arange(1, last, dtype=jnp.int32))[0]
     else:
         for number in range(1, last):

@@ -19,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from numpy.typing import NDArray
 
 from rrfp_jax.models._context_attention import context_attention
-from rrfp_jax.models._parts import by_heads, from_heads, joined, learned, projection, rms_norm
+from rrfp_jax.models._parts import activate, by_heads, from_heads, joined, learned, projection, rms_norm
 from rrfp_jax.models.attention import cached_attention, causal_attention
 from rrfp_jax.models.config import LINEAR_ROPE, YARN_ROPE, LanguageModelConfig, RopeScaling
-from rrfp_jax.models.cuts import ATTENTION, MLP, ContextCut, SequenceOrder
+from rrfp_jax.models.cuts import ATTENTION, MLP, ContextCut, SequenceOrder, sequence_order
 from rrfp_jax.models.experts import MixtureOfExperts
 from rrfp_jax.models.loss import HeadLoss, HeadShard
 from rrfp_jax.programs.chunk import LayerShard
@@ -57,8 +57,10 @@ def inv_freq(half: int, theta: float, scaling: RopeScaling | None = None) -> NDA
             / math.log(theta)  # number of the wave with these turns in the first training's texts, not whole
             for num_turns in ("beta_fast", "beta_slow")
         )
+        if settings["truncate"]:
+            begin, end = math.floor(begin), math.ceil(end)
         # published weights expect 2 * half - 1 as the number of the last wave, although there are only half of them
-        first, last = max(math.floor(begin), 0), min(math.ceil(end), 2 * half - 1)
+        first, last = max(begin, 0), min(end, 2 * half - 1)
         width = np.float32((last - first) or 0.001)
         kept = one - np.clip((np.arange(half, dtype=np.float32) - np.float32(first)) / width, 0, 1)
         return one / (factor * lengths) * (one - kept) + plain * kept
@@ -111,29 +113,33 @@ class RowInfo(NamedTuple):
     own segment."""
     cut: ContextCut | None = None
     """How positions are cut over devices; None: they are not."""
+    order: SequenceOrder | None = None
+    """The order of positions that are cut."""
 
 
 def row_info(
     config: LanguageModelConfig,
     length: int,
     *,
+    is_global: bool = False,
     start: int = 0,
     positions: jax.Array | None = None,
     segments: jax.Array | None = None,
     cut: ContextCut | None = None,
 ) -> RowInfo | None:
-    """Returns the information on rows of ``length`` places from ``start`` on, or None if layers need none.
+    """Returns the information on rows of ``length`` places from ``start`` on for layers of a kind, or None if these
+    need none.
 
     ``positions`` and ``segments``, both int ``[batch, length]``, are those of packed rows: each token's position in its
     segment, and the segment's id. With a ``cut`` they come in the order that it gives to positions.
     """
+    order = sequence_order(config, cut)
     if positions is None:
         if cut is None and not start:
             return None
-        order = None if cut is None else SequenceOrder(cut.devices, config.sliding_window)
         positions = (start + jnp.arange(length) if order is None else jnp.asarray(order(length)))[None]
-    sin, cos = rope_tables(positions, config.rotary_dim // 2, config.rope_theta, config.rope_scaling)
-    return RowInfo(sin, cos, segments, cut)
+    sin, cos = rope_tables(positions, config.rotary_dim // 2, *config.rope(is_global=is_global))
+    return RowInfo(sin, cos, segments, cut, order)
 
 
 class KVCache(NamedTuple):
@@ -150,20 +156,32 @@ class Attention(nnx.Module):
     softmax are float32. The products that ``float8`` names, as ``attention.query``, are in float8.
     """
 
-    def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = ()) -> None:
+    def __init__(
+        self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = (), *, is_global: bool = False
+    ) -> None:
         self.head_dim = config.size_per_head
-        self.rope_theta = config.rope_theta
-        self.rope_scaling = config.rope_scaling
-        self.window = config.sliding_window
+        self.rope_theta, self.rope_scaling = config.rope(is_global=is_global)
+        self.window = config.window(is_global=is_global)
+        variant = config.layer_variant
+        scalar = variant.query_scalar
+        # attention divides products by the root of a head's width
+        self.query_factor = None if scalar is None else math.sqrt(self.head_dim / scalar)
         query_dim = config.num_heads * self.head_dim
         key_dim = config.num_key_value_heads * self.head_dim
         make = partial(projection, config, rngs=rngs)
         self.query = make(config.hidden, query_dim, use_bias=config.qkv_bias, float8="attention.query" in float8)
         self.key = make(config.hidden, key_dim, use_bias=config.qkv_bias, float8="attention.key" in float8)
         self.value = make(config.hidden, key_dim, use_bias=config.qkv_bias, float8="attention.value" in float8)
-        self.output = make(query_dim, config.hidden, to_residual=True, float8="attention.output" in float8)
+        self.output = make(
+            query_dim,
+            config.hidden,
+            to_residual=True,
+            use_bias=variant.output_bias,
+            float8="attention.output" in float8,
+        )
         self.query_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
         self.key_norm = rms_norm(config, self.head_dim, rngs) if config.qk_norm else None
+        self.sinks = learned(config, (config.num_heads,), rngs) if variant.sinks else None
 
     def __call__(self, x: jax.Array, rows: RowInfo | None = None) -> jax.Array:
         """Maps ``[batch, length, hidden]`` to the same shape and dtype."""
@@ -179,8 +197,8 @@ class Attention(nnx.Module):
         query, key, value = self._heads(x)
         query, key = (
             # the two calls make equal tables, which the compiler joins
-            apply_rope(heads, *(self._tables(jnp.arange(x.shape[1])) if rows is None else (rows.sin, rows.cos)))
-            for heads in (query, key)
+            turn(heads, *(self._tables(jnp.arange(x.shape[1])) if rows is None else (rows.sin, rows.cos)))
+            for turn, heads in ((self._turned_query, query), (apply_rope, key))
         )
         own, segments = KVCache(key, value), None if rows is None else rows.segments
         if earlier:
@@ -189,10 +207,11 @@ class Attention(nnx.Module):
             reach = key.shape[1] if self.window is None else x.shape[1] + self.window - 1
             key, value = key[:, -reach:], value[:, -reach:]
             segments = None if segments is None else segments[:, -reach:]
+        options: dict[str, Any] = {"window": self.window, "segments": segments, "sinks": self._sinks()}
         if rows is not None and rows.cut is not None:
-            mixed = context_attention(query, key, value, window=self.window, cut=rows.cut, segments=segments)
+            mixed = context_attention(query, key, value, cut=rows.cut, order=rows.order, **options)
         else:
-            mixed = causal_attention(query, key, value, window=self.window, segments=segments)
+            mixed = causal_attention(query, key, value, **options)
         return from_heads(self.output, checkpoint_name(mixed, "attention")), own
 
     def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
@@ -209,7 +228,8 @@ class Attention(nnx.Module):
             jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
             for held, part in zip(cache, new, strict=True)
         )
-        mixed = cached_attention(apply_rope(query, *tables), keys, values, positions, window=self.window)
+        query = self._turned_query(query, *tables)
+        mixed = cached_attention(query, keys, values, positions, window=self.window, sinks=self._sinks())
         return from_heads(self.output, mixed), KVCache(keys, values)
 
     def _heads(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -218,6 +238,15 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
+
+    def _sinks(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
+
+    def _turned_query(self, query: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+        if self.query_factor is None:
+            return apply_rope(query, sin, cos)
+        # the tables are float32, so the factor costs no rounding of its own
+        return apply_rope(query, self.query_factor * sin, self.query_factor * cos)
 
     def _tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         return rope_tables(positions, self.head_dim // 2, self.rope_theta, self.rope_scaling)
@@ -266,7 +295,8 @@ class LatentAttention(nnx.Module):
             segments = None if segments is None else segments[:, -reach:]
         query, key, value = self._of_one_width(query, key, value)
         if rows is not None and rows.cut is not None:
-            mixed = context_attention(query, key, value, window=window, cut=rows.cut, segments=segments)
+            options: dict[str, Any] = {"cut": rows.cut, "order": rows.order}
+            mixed = context_attention(query, key, value, window=window, segments=segments, **options)
         else:
             mixed = causal_attention(query, key, value, window=window, segments=segments)
         return self._joined(checkpoint_name(mixed, "attention")), own
@@ -322,10 +352,11 @@ class LatentAttention(nnx.Module):
 
 
 class _GatedMLP(nnx.Module):
-    """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``."""
+    """SwiGLU (Shazeer 2020): ``down(silu(gate(x)) * up(x))``, ``[..., hidden] -> [..., hidden]``; or with GELU."""
 
     def __init__(self, config: LanguageModelConfig, rngs: nnx.Rngs, float8: Collection[str] = ()) -> None:
         make, (hidden, inner) = partial(projection, config, rngs=rngs), (config.hidden, config.mlp_dim)
+        self.activation = config.layer_variant.activation
         self.gate = make(hidden, inner, float8="mlp.gate" in float8)
         self.up = make(hidden, inner, float8="mlp.up" in float8)
         self.down = make(inner, hidden, to_residual=True, float8="mlp.down" in float8)
@@ -333,7 +364,7 @@ class _GatedMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps ``[..., hidden]`` to the same shape, in the compute dtype."""
         gate, up = joined(x, self.gate, self.up)
-        return self.down(nnx.silu(gate) * up)
+        return self.down(activate(self.activation, gate) * up)
 
 
 def residual_norm(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
@@ -353,18 +384,28 @@ class DecoderLayer(nnx.Module):
         rngs: nnx.Rngs,
         *,
         is_sparse: bool = False,
+        is_global: bool = False,
         part: str | None = None,
         float8: Collection[str] = (),
     ) -> None:
-        self.config, self.is_sparse, self.part = config, is_sparse, part
+        self.config, self.is_sparse, self.is_global, self.part = config, is_sparse, is_global, part
         # a part is left out once it is made, so that the other one has the initial values of the whole layer
-        own = Attention(config, rngs, float8) if config.latent_attention is None else LatentAttention(config, rngs)
+        own: Attention | LatentAttention
+        if config.latent_attention is None:
+            own = Attention(config, rngs, float8, is_global=is_global)
+        else:
+            own = LatentAttention(config, rngs)
         attention = residual_norm(config, rngs), own
         mlp = residual_norm(config, rngs), (MixtureOfExperts if is_sparse else _GatedMLP)(config, rngs, float8)
         if part != MLP:
             self.attention_norm, self.attention = attention
         if part != ATTENTION:
             self.mlp_norm, self.mlp = mlp
+        if config.layer_variant.post_norms:
+            if part != MLP:
+                self.attention_post_norm = residual_norm(config, rngs)
+            if part != ATTENTION:
+                self.mlp_post_norm = residual_norm(config, rngs)
 
     def __call__(
         self,
@@ -385,19 +426,26 @@ class DecoderLayer(nnx.Module):
         own = None
         if self.part != MLP:
             mixed, own = self.attention.with_keys(self.attention_norm(x), rows, earlier or ())
-            x = x + mixed
+            x = x + self._normed(mixed, ATTENTION)
         if earlier is None:  # a rematerialised layer would keep what nobody reads
             own = None
         if self.part == ATTENTION:
             return x, None, own
         y, loss = self._feed_forward(x, is_token=is_token, counts=counts, order=order)
-        return x + y, loss, own
+        return x + self._normed(y, MLP), loss, own
 
     def decode_step(self, x: jax.Array, cache: KVCache, start: jax.Array) -> tuple[jax.Array, KVCache]:
         """Decode step of the layer, as :meth:`Attention.decode_step`."""
         mixed, cache = self.attention.decode_step(self.attention_norm(x), cache, start)
-        x = x + mixed
-        return x + self._feed_forward(x)[0], cache
+        x = x + self._normed(mixed, ATTENTION)
+        return x + self._normed(self._feed_forward(x)[0], MLP), cache
+
+    def _normed(self, result: jax.Array, part: str) -> jax.Array:
+        """Returns the result of a part as it is added to the stream."""
+        if not self.config.layer_variant.post_norms:
+            return result
+        normed: jax.Array = (self.attention_post_norm if part == ATTENTION else self.mlp_post_norm)(result)
+        return normed
 
     def _feed_forward(self, x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array | None]:
         normalised = self.mlp_norm(x)
@@ -435,10 +483,10 @@ def ahead_layer(*, is_sparse: bool) -> Callable[[LanguageModelConfig, nnx.Rngs],
 
 @cache
 def decoder_layer(
-    *, is_sparse: bool, part: str | None, float8: tuple[str, ...] = ()
+    *, is_sparse: bool, is_global: bool, part: str | None, float8: tuple[str, ...] = ()
 ) -> Callable[[LanguageModelConfig, nnx.Rngs], DecoderLayer]:
-    """Returns the function that makes a decoder layer, with experts or without, or a part of it."""
-    return partial(DecoderLayer, is_sparse=is_sparse, part=part, float8=float8)
+    """Returns the function that makes a decoder layer, with experts or without, global or not, or a part of it."""
+    return partial(DecoderLayer, is_sparse=is_sparse, is_global=is_global, part=part, float8=float8)
 
 
 class Embedding(nnx.Module):
@@ -448,10 +496,15 @@ class Embedding(nnx.Module):
         self.table = learned(config, (config.vocab_size, config.hidden), rngs)
         self.compute_dtype = jnp.dtype(config.compute_dtype)
         self.float8, self.z_loss = config.has_float8_head, config.z_loss
+        self.factor = math.sqrt(config.hidden) if config.layer_variant.scaled_embedding else None
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps ``tokens`` int32 ``[batch, length]`` to vectors ``[batch, length, hidden]`` in the compute dtype."""
-        return jnp.take(self.table[...], tokens, axis=0).astype(self.compute_dtype)
+        return self._scaled(jnp.take(self.table[...], tokens, axis=0).astype(self.compute_dtype))
+
+    def _scaled(self, vectors: jax.Array) -> jax.Array:
+        # the factor is rounded to the compute dtype, as published weights expect
+        return vectors if self.factor is None else vectors * jnp.asarray(self.factor, self.compute_dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Maps ``x`` ``[batch, length, hidden]`` to float32 logits ``[batch, length, vocab_size]``."""
@@ -508,7 +561,7 @@ class EmbeddingShard(Embedding):
         is_here, is_word = (first <= tokens) & (tokens < stop), (tokens >= 0) & (tokens < self.num_words)
         vectors = jnp.take(self.table[...], jnp.where(is_here, tokens - first, 0), axis=0)
         elsewhere = jnp.where(is_word, 0, jnp.nan)[..., None]
-        return jnp.where(is_here[..., None], vectors, elsewhere).astype(self.compute_dtype)
+        return self._scaled(jnp.where(is_here[..., None], vectors, elsewhere).astype(self.compute_dtype))
 
     def numbers(self, x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the numbers of the tied head, as :meth:`LMHeadShard.numbers`."""

@@ -48,6 +48,20 @@ class _LeanRMSNorm(nnx.RMSNorm):
         return jax.checkpoint(super().__call__, prevent_cse=False)(x)
 
 
+class _OffsetRMSNorm(nnx.RMSNorm):
+    """Multiplies by 1 plus its scale, in float32, and keeps only its input for the backward."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
+        assert self.scale is not None
+
+        def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+            wide = x.astype(jnp.float32)
+            root = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+            return (wide * root * (1 + scale.astype(jnp.float32))).astype(self.dtype)
+
+        return jax.checkpoint(norm, prevent_cse=False)(x, self.scale[...])
+
+
 class _LeanLayerNorm(nnx.LayerNorm):
     """Keeps only its input for the backward, as :class:`_LeanRMSNorm` does."""
 
@@ -57,8 +71,10 @@ class _LeanLayerNorm(nnx.LayerNorm):
 
 def rms_norm(config: _PartConfig, dim: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
     """Returns an RMSNorm over the last ``dim`` numbers (Zhang and Sennrich 2019); its statistics are float32."""
-    return _LeanRMSNorm(
+    has_offset = isinstance(config, LanguageModelConfig) and config.layer_variant.norm_offset
+    return (_OffsetRMSNorm if has_offset else _LeanRMSNorm)(
         dim,
+        scale_init=nnx.initializers.zeros if has_offset else nnx.initializers.ones,
         epsilon=config.norm_eps,
         dtype=jnp.dtype(config.compute_dtype),
         param_dtype=jnp.dtype(config.param_dtype),
@@ -195,8 +211,9 @@ def _initializer(config: _PartConfig, *, to_residual: bool) -> Callable[..., jax
 
 
 def activate(name: str, x: jax.Array) -> jax.Array:
-    """Applies one of :data:`rrfp_jax.models.vision_config.ACTIVATIONS`."""
+    """Applies one of :data:`rrfp_jax.models.vision_config.ACTIVATIONS`, or of a decoder's."""
     functions: dict[str, Callable[[jax.Array], jax.Array]] = {
+        "silu": nnx.silu,
         "gelu": partial(nnx.gelu, approximate=False),
         "gelu_tanh": partial(nnx.gelu, approximate=True),
         "quick_gelu": lambda x: x * nnx.sigmoid(1.702 * x),

@@ -65,6 +65,7 @@ def _decoder_cut(config: LanguageModelConfig, axes: Mapping[str, int]) -> _Layer
         by_words = config.vocab_size % num_shards == 0
         cut |= {
             ("attention", "output", "kernel"): ROWS,
+            ("attention", "sinks"): BIAS,
             ("mlp", "gate", "kernel"): COLUMNS,
             ("mlp", "up", "kernel"): COLUMNS,
             ("mlp", "down", "kernel"): ROWS,
@@ -78,6 +79,9 @@ def _decoder_cut(config: LanguageModelConfig, axes: Mapping[str, int]) -> _Layer
         ("mlp", "experts", "gate"): PartitionSpec(first, None, inner),
         ("mlp", "experts", "up"): PartitionSpec(first, None, inner),
         ("mlp", "experts", "down"): PartitionSpec(first, inner, None),
+        ("mlp", "experts", "gate_bias"): PartitionSpec(first, inner),
+        ("mlp", "experts", "up_bias"): PartitionSpec(first, inner),
+        ("mlp", "experts", "down_bias"): PartitionSpec(first, None),
     }
     if num_shards > 1:
         # a shared expert computes all tokens, so the axis of experts cannot share it

@@ -96,11 +96,19 @@ class AttentionGradients(NamedTuple):
 # -- pairs of tiles ----------------------------------------------------------------------------------------------------
 
 
-def initial_softmax(queries: jax.Array) -> SoftmaxState:
-    """Returns the state before the first pair."""
+def initial_softmax(queries: jax.Array, sinks: jax.Array | None = None) -> SoftmaxState:
+    """Returns the state before the first pair; ``sinks`` ``[heads]`` are scores that count already, without values."""
     sums = jnp.zeros_like(queries, jnp.float32)
     rows = sums[..., 0]
-    return SoftmaxState(sums, rows + _UNSEEN, rows)
+    if sinks is None:
+        return SoftmaxState(sums, rows + _UNSEEN, rows)
+    return SoftmaxState(sums, rows + sinks.reshape(*rows.shape[2:4], 1), rows + 1)
+
+
+def sink_gradients(own: QueryTiles, sinks: jax.Array) -> jax.Array:
+    """Returns the gradients of ``sinks`` ``[heads]`` from the queries of this device."""
+    weights = jnp.exp(sinks.reshape(*own.logsums.shape[2:4], 1) - own.logsums)
+    return -(weights * own.overlaps).sum((0, 1, 4)).reshape(-1)
 
 
 def attend_pairs(
@@ -234,7 +242,7 @@ class _Plan(NamedTuple):
 
 
 def tiled_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None,
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, sinks: jax.Array | None = None,
     *, is_causal: bool, window: int | None, largest_tile: int = LARGEST_TILE,
 ) -> jax.Array:  # fmt: skip
     """Computes attention as :mod:`rrfp_jax.models.attention` defines it, in tiles of at most ``largest_tile``
@@ -251,7 +259,7 @@ def tiled_attention(
         own = segments[:, num_keys - length :]
         ids = lengthened(own, longer, -1), lengthened(segments, more_keys, -1)
     plan = _Plan(is_causal, window, tile, key_tile, num_keys - length)
-    return _tiled(query, key, value, ids, plan)[:, :length]
+    return _tiled(query, key, value, (ids, sinks), plan)[:, :length]
 
 
 def _whole_tiles(length: int, largest: int) -> tuple[int, int]:
@@ -268,25 +276,30 @@ def lengthened(part: jax.Array, length: int, value: int = 0) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _tiled(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, plan: _Plan) -> jax.Array:
-    return _forward(query, key, value, segments, plan)[0]
+def _tiled(query: jax.Array, key: jax.Array, value: jax.Array, beside: tuple[Any, Any], plan: _Plan) -> jax.Array:
+    """Computes attention; ``beside`` are segments and sinks, or None."""
+    return _forward(query, key, value, beside, plan)[0]
 
 
-def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, plan: _Plan) -> Any:
+def _forward(query: jax.Array, key: jax.Array, value: jax.Array, beside: tuple[Any, Any], plan: _Plan) -> Any:
+    segments, sinks = beside
     queries, keys = query_tiles(query, key.shape[2], plan.query_tile), KeyValueTiles.of(key, value, plan.key_tile)
-    state = attend_pairs(initial_softmax(queries), queries, keys, *plan.pairs(query.shape[1], key.shape[1], segments))
+    state = initial_softmax(queries, sinks)
+    state = attend_pairs(state, queries, keys, *plan.pairs(query.shape[1], key.shape[1], segments))
     mixed, logsums = finished(state, query.dtype)
-    return mixed, (query, key, value, segments, mixed, logsums)
+    return mixed, (query, key, value, beside, mixed, logsums)
 
 
 def _backward(plan: _Plan, residuals: Any, mixed_grad: jax.Array) -> Any:
-    query, key, value, segments, mixed, logsums = residuals
+    query, key, value, (segments, sinks), mixed, logsums = residuals
     own = QueryTiles.of(query, mixed, logsums, mixed_grad, num_keys=key.shape[2], tile=plan.query_tile)
     keys = KeyValueTiles.of(key, value, plan.key_tile)
     zeros = AttentionGradients(*(jnp.zeros_like(part, jnp.float32) for part in (own.queries, keys.keys, keys.values)))
     sums = attend_pairs_backward(zeros, own, keys, *plan.pairs(query.shape[1], key.shape[1], segments))
     key_grad, value_grad = (part.swapaxes(0, 1).reshape(key.shape) for part in (sums.keys, sums.values))
-    return untiled(sums.queries).astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype), None
+    sink_grad = None if sinks is None else sink_gradients(own, sinks)
+    gradients = untiled(sums.queries).astype(query.dtype), key_grad.astype(key.dtype), value_grad.astype(value.dtype)
+    return *gradients, (None, sink_grad)
 
 
 _tiled.defvjp(_forward, _backward)

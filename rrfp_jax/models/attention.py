@@ -55,6 +55,8 @@ class AttentionCall:
     is_packed: bool = False
     earlier: int = 0
     """Number of keys before that of the first query."""
+    has_sinks: bool = False
+    """Whether each head's softmax has one score more."""
 
 
 def causal_attention(
@@ -64,6 +66,7 @@ def causal_attention(
     *,
     window: int | None = None,
     segments: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Lets every token attend to itself and to earlier ones; scores and softmax are float32.
 
@@ -71,10 +74,11 @@ def causal_attention(
     ``kv_heads`` divides ``heads``; returns the shape and dtype of ``query``. The queries are those of the last
     ``length`` keys, which are all of them or the last slice of a sequence. With a ``window`` a token attends to that
     many tokens, itself included; with the ``segments`` of packed rows, int32 ``[batch, keys]`` of ids from 0 on, to
-    those of its own segment.
+    those of its own segment. With ``sinks``, float32 ``[heads]``, the softmax of each head has one score more, which
+    has no value.
     """
     reach = None if window is None or window >= key.shape[1] else window
-    return _attention(query, key, value, segments, is_causal=True, window=reach)
+    return _attention(query, key, value, segments, is_causal=True, window=reach, sinks=sinks)
 
 
 def full_attention(
@@ -85,7 +89,13 @@ def full_attention(
 
 
 def cached_attention(
-    query: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, *, window: int | None = None
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    *,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Computes :func:`causal_attention` for tokens at some ``positions`` of a text whose keys and values are cached.
 
@@ -95,7 +105,7 @@ def cached_attention(
     """
     distance = positions[:, None] - jnp.arange(keys.shape[1])
     is_seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    return jax.nn.dot_product_attention(query, keys, values, mask=is_seen[None, None], implementation="xla")
+    return _masked(query, keys, values, is_seen[None, None], sinks)
 
 
 # -- over the mesh of a stage ------------------------------------------------------------------------------------------
@@ -141,6 +151,7 @@ def _attention(
     *,
     is_causal: bool,
     window: int | None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     cut = _Cut.of(query.shape, key.shape)
     (rows, length, heads, head_dim), kv_heads = query.shape, key.shape[2] * cut.copies
@@ -148,15 +159,18 @@ def _attention(
         rows=rows // cut.num_row_parts, length=length, heads=heads // cut.num_head_parts,
         kv_heads=kv_heads // cut.num_head_parts, head_dim=head_dim, dtype=query.dtype, is_causal=is_causal,
         window=window, is_packed=segments is not None, earlier=key.shape[1] - length,
+        has_sinks=sinks is not None,
     )  # fmt: skip
     target = current_target()
     choice = implementation(target, call)
     if choice == "cudnn" and (problem := _cudnn_refusal(target, call)) is not None:
         _warn_once(problem)
         choice = implementation(None, call)
+    if target.is_nvidia and call.has_sinks:
+        _warn_once("cuDNN has no sinks in JAX.")
     compute = partial(IMPLEMENTATIONS[choice].compute, is_causal=is_causal, window=window)
     if choice == "formula" or not cut.axes:
-        return compute(query, key, value, segments)
+        return compute(query, key, value, segments, sinks)
 
     # the partitioner cannot look into kernels, so each device calls them with its own rows and heads
     if cut.copies > 1:
@@ -167,20 +181,32 @@ def _attention(
     mapped = jax.shard_map(
         compute,
         axis_names=cut.axes,
-        in_specs=(own, own, own, None if segments is None else whole_rows),
+        in_specs=(
+            *(own, own, own),
+            None if segments is None else whole_rows,
+            None if sinks is None else PartitionSpec(cut.heads),
+        ),
         out_specs=own,
         check_vma=False,
     )
-    return mapped(query, key, value, segments)
+    return mapped(query, key, value, segments, sinks)
 
 
 # -- the formula -------------------------------------------------------------------------------------------------------
 
 
 def _formula(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, *, is_causal: bool, window: int | None
-) -> jax.Array:
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, sinks: Any = None,
+    *, is_causal: bool, window: int | None,
+) -> jax.Array:  # fmt: skip
     bias, earlier = None, key.shape[1] - query.shape[1]
+    if sinks is not None:
+        assert is_causal
+        distance = earlier + jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+        is_seen = ((distance >= 0) & (distance < (window or key.shape[1])))[None, None]
+        if segments is not None:
+            is_seen &= segments[:, None, earlier:, None] == segments[:, None, None, :]
+        return _masked(query, key, value, is_seen, sinks)
     local = None if window is None else (window - 1, 0)
     if segments is not None:
         # unlike a mask, nothing of a bias is kept for the backward
@@ -194,6 +220,17 @@ def _formula(
     return jax.nn.dot_product_attention(
         query, key, value, bias, mask, is_causal=is_causal, local_window_size=local, implementation="xla"
     )
+
+
+def _masked(query: jax.Array, key: jax.Array, value: jax.Array, is_seen: jax.Array, sinks: Any) -> jax.Array:
+    """Computes attention to the keys that each query sees, bool ``[1 or batch, 1, length, keys]``."""
+    bias = None
+    if sinks is not None:
+        # a key before all others, seen by every query: its score is the sink, and its value nothing
+        key, value = (jnp.pad(part, ((0, 0), (1, 0), (0, 0), (0, 0))) for part in (key, value))
+        is_seen = jnp.pad(is_seen, ((0, 0), (0, 0), (0, 0), (1, 0)), constant_values=True)
+        bias = jnp.pad(sinks[None, :, None, None], ((0, 0), (0, 0), (0, 0), (0, key.shape[1] - 1)))
+    return jax.nn.dot_product_attention(query, key, value, bias, is_seen, implementation="xla")
 
 
 # -- cuDNN -------------------------------------------------------------------------------------------------------------
@@ -221,14 +258,16 @@ def _cudnn_widths(target: Target, dtype: Any, size: int, *, is_packed: bool) -> 
 
 def _takes_cudnn(target: Target | None, call: AttentionCall) -> bool:
     # cuDNN's causal mask begins with the first key, so it has none for the later slices of a sequence
-    if target is None or not target.is_nvidia or call.earlier:
+    if target is None or not target.is_nvidia or call.earlier or call.has_sinks:
         return False
     return _cudnn_widths(target, call.dtype, call.head_dim, is_packed=call.is_packed) is not None
 
 
 def _cudnn(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, *, is_causal: bool, window: int | None
-) -> jax.Array:
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, sinks: None = None,
+    *, is_causal: bool, window: int | None,
+) -> jax.Array:  # fmt: skip
+    assert sinks is None
     length, size = query.shape[1], query.shape[-1]
     options: dict[str, Any] = {}
     if length % 2:  # cuDNN's backward wants an even length
@@ -321,7 +360,7 @@ _FEW_BLOCKS = 4
 
 
 def _splash(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any,
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, sinks: Any = None,
     *, is_causal: bool, window: int | None, interpret: bool = False,
 ) -> jax.Array:  # fmt: skip
     # not at the head: a process without TPUs needs no compiler for their kernels
@@ -357,7 +396,7 @@ def _splash(
     scaled = (query * size**-0.5).astype(query.dtype)
     query, key, value = (part.swapaxes(1, 2) for part in (scaled, key, value))
     told = None if ids is None else splash.SegmentIds(*ids)
-    return jax.vmap(kernel)(query, key, value, told).swapaxes(1, 2)[:, :length]
+    return jax.vmap(kernel, (0, 0, 0, 0, None))(query, key, value, told, sinks).swapaxes(1, 2)[:, :length]
 
 
 def _whole_blocks(length: int) -> tuple[int, int]:
@@ -382,7 +421,7 @@ class _Entry(NamedTuple):
     takes: Callable[[Target | None, AttentionCall], bool]
     """Whether it is for this call on this target; None: a target without kernels."""
     compute: Callable[..., jax.Array]
-    """The function, ``compute(query, key, value, segments, *, is_causal, window)``."""
+    """The function, ``compute(query, key, value, segments, sinks, *, is_causal, window)``."""
 
 
 IMPLEMENTATIONS: dict[Implementation, _Entry] = {

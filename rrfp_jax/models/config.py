@@ -35,9 +35,19 @@ SOFTMAX, SIGMOID = "softmax", "sigmoid"
 ROPE_KINDS: dict[str, dict[str, Any]] = {
     LLAMA3_ROPE: {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192},
     LINEAR_ROPE: {},
-    YARN_ROPE: {"original_max_positions": None, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None},
+    YARN_ROPE: {
+        "original_max_positions": None,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": None,
+        "truncate": True,
+    },
 }
 """The fields that each kind of :class:`RopeScaling` has beside ``factor``, and the values that null stands for."""
+
+
+MLP_ACTIVATIONS = ("silu", "gelu_tanh")
+"""Names that ``activation`` of a :class:`LayerVariant` accepts."""
 
 
 def check_dtypes(config: object) -> None:
@@ -59,9 +69,9 @@ class RopeScaling:
               times as long; between the two the change is linear in the turns (Llama 3.1)
     linear    all waves become ``factor`` times as long (Chen et al. 2023)
     yarn      waves of at least ``beta_fast`` turns stay, those of at most ``beta_slow`` become ``factor`` times as
-              long; between the two the change is linear in the number of the wave, from its whole number at or before
-              the one bound to that at or behind the other. Queries and keys are multiplied by ``attention_factor``
-              (Peng et al. 2023; Qwen 2.5 beyond 32768 tokens)
+              long; between the two the change is linear in the number of the wave, with ``truncate`` from its whole
+              number at or before the one bound to that at or behind the other. Queries and keys are multiplied by
+              ``attention_factor`` (Peng et al. 2023; Qwen 2.5 beyond 32768 tokens)
     ========  =========================================================================================================
 
     Raises ValueError, with the remedy, for a field that the kind does not have and for a value out of range.
@@ -85,11 +95,14 @@ class RopeScaling:
     """Number of turns up to which a wave of ``yarn`` is stretched in full; None: 1."""
     attention_factor: float | None = None
     """Factor of queries and keys; None: ``0.1 * log(factor) + 1``, or 1 for a ``factor`` below 1."""
+    truncate: bool | None = None
+    """Whether the bounds of ``yarn`` are whole numbers of waves; None: they are."""
 
     def __post_init__(self) -> None:
         check_types(self)
         fill_fields(self, "kind", "rope_scaling", ROPE_KINDS)
         names = dict.fromkeys(name for fields in ROPE_KINDS.values() for name in fields)
+        del names["truncate"]
         check_fields(self, _FINITE_ABOVE_0, "factor", *names)
         for kind, low, high in (
             (LLAMA3_ROPE, "low_freq_factor", "high_freq_factor"),
@@ -112,6 +125,74 @@ class RopeScaling:
     def settings(self) -> dict[str, Any]:
         """The fields that the kind has beside ``factor``, by name."""
         return {field: getattr(self, field) for field in ROPE_KINDS[self.kind]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalLayers:
+    """Layers whose tokens attend to all tokens before them, among layers with a ``sliding_window``.
+
+    Gemma 3 has ``every: 6`` and rotary embeddings of their own, GPT-OSS ``every: 2``.
+
+    Raises ValueError, with the remedy, for values that do not describe such layers.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    every: int | None = None
+    """Distance of these layers, the first of which is layer ``every - 1``. None: ``layers`` names them."""
+    layers: tuple[int, ...] | None = None
+    """Their numbers, counted from 0. None: they follow from ``every``."""
+    rope_theta: float | None = None
+    """Base of their rotary wavelengths. None: wavelengths and scaling are those of the other layers."""
+    rope_scaling: RopeScaling | None = None
+    """How the wavelengths of ``rope_theta`` are stretched; None: not at all."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fields(self, AT_LEAST_1, "every")
+        check_fields(self, ABOVE_0, "rope_theta")
+        if (self.every is None) == (self.layers is None):
+            raise ValueError("global_layers are named by every or by layers: give one of the two")
+        if self.rope_theta is None and self.rope_scaling is not None:
+            raise ValueError("global_layers.rope_scaling stretches the waves of its own rope_theta: give that too")
+
+    def has(self, layer: int) -> bool:
+        """Returns whether decoder layer ``layer``, counted from 0, is one of them."""
+        return layer in self.layers if self.layers is not None else (layer + 1) % (self.every or 1) == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerVariant:
+    """Properties of the layers of some families that Llama has not.
+
+    Gemma 3 is ``activation: gelu_tanh`` with ``norm_offset``, ``post_norms``, ``scaled_embedding`` and a
+    ``query_scalar``; GPT-OSS has ``sinks`` and ``output_bias``.
+
+    Raises ValueError, with the remedy, for an activation that is not known and for numbers out of range.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 - a key that is not known is an error in files too
+
+    activation: str = "silu"
+    """The function of the MLP's gate: ``silu`` or ``gelu_tanh``."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 plus their scale, which then begins at 0."""
+    post_norms: bool = False
+    """Whether the results of attention and MLP pass a norm too before they are added to the stream."""
+    scaled_embedding: bool = False
+    """Whether the vectors of tokens are multiplied by the root of ``hidden``."""
+    query_scalar: float | None = None
+    """Number by whose root the products of queries and keys are divided; None: the width of a head."""
+    sinks: bool = False
+    """Whether the softmax of each head has one score more, which is learned and has no value."""
+    output_bias: bool = False
+    """Whether the product behind attention has a bias."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_fields(self, _FINITE_ABOVE_0, "query_scalar")
+        if self.activation not in MLP_ACTIVATIONS:
+            raise ValueError(f"activation is {self.activation!r}: give one of {', '.join(MLP_ACTIVATIONS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +233,11 @@ class ExpertsConfig:
     shared_mlp_dim: int | None = None
     """Inner width of the expert that computes every token beside the chosen ones; several shared experts are one that
     is as wide as all of them. None: there is none."""
+    biases: bool = False
+    """Whether the router and the experts' products have biases, as in GPT-OSS."""
+    swiglu_limit: float | None = None
+    """Bound of an expert's two inner products, of which the gate's is bounded above only, in the SwiGLU of GPT-OSS,
+    ``gate * sigmoid(1.702 * gate) * (up + 1)``. None: SwiGLU as it is."""
     shared_gate: bool = False
     """Whether the shared expert's result is weighted by a sigmoid of a product with the token, as in Qwen2-MoE."""
     every: int = 1
@@ -170,7 +256,7 @@ class ExpertsConfig:
         check_types(self)
         check_fields(self, AT_LEAST_1, "num_experts", "experts_per_token", "mlp_dim", "shared_mlp_dim", "every")
         check_fields(self, AT_LEAST_1, "num_groups", "groups_per_token")
-        check_fields(self, POSITIVE, "capacity_factor", "scale")
+        check_fields(self, POSITIVE, "capacity_factor", "scale", "swiglu_limit")
         check_fields(self, NOT_NEGATIVE, "balance_coefficient", "z_coefficient", "bias_rate")
         if self.experts_per_token > self.num_experts:
             raise ValueError(
@@ -341,7 +427,8 @@ class LanguageModelConfig:
     """A decoder in the manner of Llama: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
 
     The switches ``rope_scaling``, ``qkv_bias``, ``qk_norm`` and ``sliding_window`` make it Llama 3.1, Qwen 2.5, Qwen 3
-    and Mistral; ``experts`` makes it Mixtral and Qwen3-MoE, with ``latent_attention`` DeepSeek-V3.
+    and Mistral; ``experts`` makes it Mixtral and Qwen3-MoE, with ``latent_attention`` DeepSeek-V3; ``global_layers``
+    and ``variant`` make it Gemma 3, with ``experts`` GPT-OSS.
 
     Raises ValueError, with the remedy, for values that do not describe a model.
     """
@@ -370,6 +457,10 @@ class LanguageModelConfig:
     """Whether queries and keys pass an RMSNorm over each head before their rotary embedding, as in Qwen 3."""
     sliding_window: int | None = None
     """Number of tokens that a token attends to, itself and those before it; None: all before it."""
+    global_layers: GlobalLayers | None = None
+    """Layers that have no ``sliding_window`` where the others have one, as in Gemma 3; None: there are none."""
+    variant: LayerVariant | None = None
+    """Properties of layers that Llama's have not, as in Gemma 3 and GPT-OSS; None: there are none."""
     latent_attention: LatentAttentionConfig | None = None
     """Attention whose keys and values are products of one narrow vector, as in DeepSeek-V3; null: each has a product of
     its own."""
@@ -421,6 +512,19 @@ class LanguageModelConfig:
             )
         if self.experts is not None:
             self.experts.check_layers(self.num_layers)
+        if self.global_layers is not None:
+            if self.sliding_window is None:
+                raise ValueError("global_layers are given without a sliding_window of the others: give both or none")
+            absent = [layer for layer in self.global_layers.layers or () if not 0 <= layer < self.num_layers]
+            if absent:
+                raise ValueError(
+                    f"global_layers.layers names layer {absent[0]} of {self.num_layers}: give numbers from 0 to "
+                    f"{self.num_layers - 1}"
+                )
+        if self.variant == LayerVariant():  # two files may say the same by a mapping and by leaving it out
+            object.__setattr__(self, "variant", None)
+        if self.experts is not None and self.layer_variant.activation != "silu":
+            raise ValueError("variant.activation is that of a plain MLP, and experts have silu: leave one of them out")
         if self.fp8 is not None:
             if self.latent_attention is not None or self.predict_ahead is not None:
                 raise ValueError("fp8 is not for models with latent_attention or predict_ahead: leave it out")
@@ -440,6 +544,15 @@ class LanguageModelConfig:
                     f"{name} is {getattr(self, name)} beside latent_attention, which has heads and norms of its own: "
                     f"leave {name} out"
                 )
+        absent = {
+            "global_layers": self.global_layers is not None,
+            "variant.query_scalar": self.layer_variant.query_scalar is not None,
+            "variant.sinks": self.layer_variant.sinks,
+            "variant.output_bias": self.layer_variant.output_bias,
+        }
+        for name, is_given in absent.items():
+            if is_given:
+                raise ValueError(f"{name} is given beside latent_attention, which has no such thing: leave {name} out")
         if latent.score_mscale and self.rope_scaling is None:
             raise ValueError(
                 "latent_attention.score_mscale goes by the factor of rope_scaling, which is not given: give it, or "
@@ -477,6 +590,26 @@ class LanguageModelConfig:
     def num_key_value_heads(self) -> int:
         """Number of key and value heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def layer_variant(self) -> LayerVariant:
+        """``variant``, or that of Llama."""
+        return self.variant or LayerVariant()
+
+    def is_global(self, layer: int) -> bool:
+        """Returns whether decoder layer ``layer``, counted from 0, is one of ``global_layers``."""
+        return self.global_layers is not None and self.global_layers.has(layer)
+
+    def window(self, *, is_global: bool) -> int | None:
+        """Returns the window of the layers of a kind, global or other."""
+        return None if is_global else self.sliding_window
+
+    def rope(self, *, is_global: bool) -> tuple[float, RopeScaling | None]:
+        """Returns base and scaling of the rotary wavelengths of the layers of a kind, global or other."""
+        own = self.global_layers
+        if is_global and own is not None and own.rope_theta is not None:
+            return own.rope_theta, own.rope_scaling
+        return self.rope_theta, self.rope_scaling
 
     def is_sparse(self, layer: int) -> bool:
         """Returns whether decoder layer ``layer``, counted from 0, has experts."""
@@ -538,6 +671,7 @@ class LanguageModelConfig:
         keys_and_values = 2 * self.num_key_value_heads * self.size_per_head
         attention = self.hidden * (2 * queries + keys_and_values)
         attention += (queries + keys_and_values) * self.qkv_bias + 2 * self.size_per_head * self.qk_norm
+        attention += self.num_heads * self.layer_variant.sinks + self.hidden * self.layer_variant.output_bias
         if self.latent_attention is not None:
             attention = self.latent_attention.num_params(self.hidden, self.num_heads)
         mlp = 3 * self.hidden * self.mlp_dim
@@ -545,8 +679,9 @@ class LanguageModelConfig:
             count = self.experts.experts_per_token if active else self.experts.num_experts
             matrices = 3 * (count * self.expert_dim + (self.experts.shared_mlp_dim or 0))
             mlp = self.hidden * (matrices + self.experts.num_experts + self.experts.shared_gate)
+            mlp += (self.experts.num_experts + count * (2 * self.expert_dim + self.hidden)) * self.experts.biases
             mlp += self.experts.num_experts * (self.experts.bias_rate is not None)
-        return attention + mlp + 2 * self.hidden
+        return attention + mlp + (2 + 2 * self.layer_variant.post_norms) * self.hidden
 
     @property
     def num_layers_ahead(self) -> int:

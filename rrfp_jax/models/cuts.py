@@ -238,7 +238,7 @@ class ContextCut:
 
 @dataclass(frozen=True)
 class SequenceOrder:
-    """The order in which the positions of a sequence lie on the devices, for a decoder with this sliding window."""
+    """The order in which the positions of a sequence lie on the devices, for layers with this sliding window."""
 
     devices: int
     window: int | None
@@ -265,6 +265,14 @@ def _balanced(length: int, devices: int) -> np.ndarray:
     order = np.concatenate([np.concatenate([pieces[i], pieces[2 * devices - 1 - i]]) for i in range(devices)])
     order.flags.writeable = False  # all callers share the cached array
     return order
+
+
+def sequence_order(config: LanguageModelConfig, cut: ContextCut | None) -> SequenceOrder | None:
+    """Returns the order of a model's positions on the devices, one for all of its layers; None: they are not cut."""
+    if cut is None:
+        return None
+    # global layers have by far the most to compute, so they decide
+    return SequenceOrder(cut.devices, config.sliding_window if config.global_layers is None else None)
 
 
 # -- slices of a sequence ----------------------------------------------------------------------------------------------

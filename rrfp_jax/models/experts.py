@@ -42,6 +42,9 @@ from rrfp_jax.models.config import SIGMOID, ExpertsConfig, LanguageModelConfig
 from rrfp_jax.programs.shardings import row_axes
 from rrfp_jax.programs.target import current_target
 
+_SWIGLU_ALPHA = 1.702
+"""Factor of the gate within the sigmoid of GPT-OSS's SwiGLU."""
+
 # -- the router --------------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +142,30 @@ def router_loss(config: ExpertsConfig, logits: jax.Array, routes: Routes, is_rea
     return loss
 
 
+class ExpertMatrices(NamedTuple):
+    """The parameters of all experts of a layer, or of those of one device."""
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    gate_bias: jax.Array | None = None
+    """Biases ``[experts, mlp_dim]``, and ``[experts, hidden]`` of ``down``. None: there are none."""
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+
+    def inner(
+        self, product: Callable[[jax.Array], jax.Array], spread: Callable[[jax.Array], jax.Array], limit: float | None
+    ) -> jax.Array:
+        """Returns the gated products; ``product`` multiplies with a matrix, ``spread`` shapes biases like a result."""
+        gate, up = product(self.gate), product(self.up)
+        if self.gate_bias is not None and self.up_bias is not None:
+            gate, up = gate + spread(self.gate_bias), up + spread(self.up_bias)
+        if limit is None:
+            return nnx.silu(gate) * up
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * nnx.sigmoid(_SWIGLU_ALPHA * gate) * (up + 1)
+
+
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +178,18 @@ class _Experts(nnx.Module):
         self.gate = learned(config, (count, hidden, inner), rngs)
         self.up = learned(config, (count, hidden, inner), rngs)
         self.down = learned(config, (count, inner, hidden), rngs, to_residual=True)
+        if config.experts.biases:
+            zeros = partial(jnp.zeros, dtype=config.param_dtype)
+            self.gate_bias, self.up_bias = nnx.Param(zeros((count, inner))), nnx.Param(zeros((count, inner)))
+            self.down_bias = nnx.Param(zeros((count, hidden)))
+        self.has_biases = config.experts.biases
         self.compute_dtype = jnp.dtype(config.compute_dtype)
+
+    def matrices(self) -> "ExpertMatrices":
+        """Returns the parameters in the compute dtype."""
+        parts = [self.gate, self.up, self.down]
+        parts += [self.gate_bias, self.up_bias, self.down_bias] if self.has_biases else []
+        return ExpertMatrices(*(part[...].astype(self.compute_dtype) for part in parts))
 
 
 class _SharedExpert(nnx.Module):
@@ -182,6 +220,8 @@ class MixtureOfExperts(nnx.Module):
         # sigmoids, unlike a softmax, do not get rid of what all logits have in common: they are DeepSeek's, in float32
         exact = replace(config, param_dtype="float32") if self.config.scores == SIGMOID else config
         self.router = learned(exact, (config.hidden, self.config.num_experts), rngs)
+        zeros = jnp.zeros(self.config.num_experts, exact.param_dtype)
+        self.router_bias = nnx.Param(zeros) if self.config.biases else None
         if self.config.bias_rate is not None:  # bfloat16 would swallow steps of a thousandth
             self.balance_bias = nnx.Param(jnp.zeros(self.config.num_experts, jnp.float32))
         self.experts = _Experts(config, rngs)
@@ -203,21 +243,20 @@ class MixtureOfExperts(nnx.Module):
         first.
         """
         logits = jnp.einsum("blh,he->ble", x.astype(jnp.float32), self.router[...].astype(jnp.float32))
+        if self.router_bias is not None:
+            logits += self.router_bias[...].astype(jnp.float32)
         bias = None if self.config.bias_rate is None else self.balance_bias[...]
-        routes = choose_experts(self.config, logits, bias)
+        routes, limit = choose_experts(self.config, logits, bias), self.config.swiglu_limit
         if bias is not None and counts is not None:
             errors = _SCALE_OF_ERRORS * load_errors(routes, counts)
             routes = routes._replace(weights=_with_load_error(routes.weights, bias, errors))
-        gate, up, down = (
-            each[...].astype(self.experts.compute_dtype)
-            for each in (self.experts.gate, self.experts.up, self.experts.down)
-        )
+        matrices = self.experts.matrices()
         if self.config.capacity_factor is not None:
             capacity = self.config.capacity(x.shape[1])
-            y = by_places(x, routes, gate, up, down, capacity=capacity, is_token=is_token, order=order)
+            y = by_places(x, routes, *matrices, limit=limit, capacity=capacity, is_token=is_token, order=order)
         else:
             compute = {"tpu": by_runs, "gpu": by_blocks}.get(current_target().platform, by_all)
-            y = compute(x, routes, gate, up, down)
+            y = compute(x, routes, *matrices, limit=limit)
         if self.shared is not None:
             y = y + self.shared(x)
         if counts is None or not (self.config.balance_coefficient or self.config.z_coefficient):
@@ -228,39 +267,46 @@ class MixtureOfExperts(nnx.Module):
 # -- three ways without a capacity -------------------------------------------------------------------------------------
 
 
-def by_all(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-    """Lets every expert compute every token."""
-    inner = nnx.silu(jnp.einsum("blh,ehm->blem", x, gate)) * jnp.einsum("blh,ehm->blem", x, up)
-    return jnp.einsum("blem,emh->blh", inner * routes.weights[..., None].astype(x.dtype), down)
+def by_all(x: jax.Array, routes: Routes, *parts: jax.Array | None, limit: float | None = None) -> jax.Array:
+    """Lets every expert compute every token; ``parts`` are those of :class:`ExpertMatrices`."""
+    matrices, weights = ExpertMatrices(*parts), routes.weights.astype(x.dtype)  # type: ignore[arg-type]
+    inner = matrices.inner(lambda matrix: jnp.einsum("blh,ehm->blem", x, matrix), lambda bias: bias, limit)
+    y = jnp.einsum("blem,emh->blh", inner * weights[..., None], matrices.down)
+    return y if matrices.down_bias is None else y + jnp.einsum("ble,eh->blh", weights, matrices.down_bias)
 
 
-def by_runs(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def by_runs(x: jax.Array, routes: Routes, *parts: jax.Array | None, limit: float | None = None) -> jax.Array:
     """Sorts the tokens of a device by expert, and lets each expert multiply its run."""
 
-    def compute(rows: tuple[jax.Array, Routes], matrices: tuple[jax.Array, ...]) -> jax.Array:
-        (x, routes), (gate, up, down) = rows, matrices
+    def compute(rows: tuple[jax.Array, Routes], matrices: ExpertMatrices) -> jax.Array:
+        x, routes = rows
         per_token, flat = routes.experts.shape[-1], x.reshape(-1, x.shape[-1])
         experts = routes.experts.reshape(-1)
         order = jnp.argsort(experts, stable=True)
-        sizes = jnp.bincount(experts, length=len(gate)).astype(jnp.int32)
+        sizes = jnp.bincount(experts, length=len(matrices.gate)).astype(jnp.int32)
         source = order // per_token
-        taken = flat[source]
-        inner = nnx.silu(jax.lax.ragged_dot(taken, gate, sizes)) * jax.lax.ragged_dot(taken, up, sizes)
+        taken, chosen = flat[source], experts[order]
+        inner = matrices.inner(
+            lambda matrix: jax.lax.ragged_dot(taken, matrix, sizes), lambda bias: bias[chosen], limit
+        )
         weights = jnp.take_along_axis(routes.weights, routes.experts, axis=-1).reshape(-1)[order]
-        y = jax.lax.ragged_dot(inner * weights[:, None].astype(x.dtype), down, sizes)
+        weights = weights[:, None].astype(x.dtype)
+        y = jax.lax.ragged_dot(inner * weights, matrices.down, sizes)
+        if matrices.down_bias is not None:
+            y = y + weights * matrices.down_bias[chosen]
         # back in the order of tokens, where the results of a token's experts are added in float32
         back = jnp.argsort(order).reshape(-1, per_token)
         return y[back].sum(axis=1, dtype=jnp.float32).astype(x.dtype).reshape(x.shape)
 
-    return _on_own_rows(compute, (x, routes), (gate, up, down))
+    return _on_own_rows(compute, (x, routes), ExpertMatrices(*parts))  # type: ignore[arg-type]
 
 
-def by_blocks(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def by_blocks(x: jax.Array, routes: Routes, *parts: jax.Array | None, limit: float | None = None) -> jax.Array:
     """Sorts as :func:`by_runs` and fills every run up to whole blocks; each block is one product with one expert."""
 
-    def compute(rows: tuple[jax.Array, Routes], matrices: tuple[jax.Array, ...]) -> jax.Array:
-        (x, routes), (gate, up, down) = rows, matrices
-        per_token, flat, num_experts = routes.experts.shape[-1], x.reshape(-1, x.shape[-1]), len(gate)
+    def compute(rows: tuple[jax.Array, Routes], matrices: ExpertMatrices) -> jax.Array:
+        x, routes = rows
+        per_token, flat, num_experts = routes.experts.shape[-1], x.reshape(-1, x.shape[-1]), len(matrices.gate)
         experts = routes.experts.reshape(-1)
         size = block_size(len(experts), num_experts)
         # however tokens choose, runs fill no more blocks than this: each expert leaves less than one block empty
@@ -275,14 +321,20 @@ def by_blocks(x: jax.Array, routes: Routes, gate: jax.Array, up: jax.Array, down
         is_taken = within < sizes[expert][:, None]
         pair = order[jnp.minimum(starts[expert][:, None] + within, len(order) - 1)]
         taken = jnp.where(is_taken[..., None], flat[pair // per_token], 0)
-        inner = nnx.silu(_block_products(taken, gate, expert)) * _block_products(taken, up, expert)
+        inner = matrices.inner(
+            lambda matrix: _block_products(taken, matrix, expert), lambda bias: bias[expert][:, None], limit
+        )
         weights = jnp.take_along_axis(routes.weights, routes.experts, axis=-1).reshape(-1)[pair]
-        y = _block_products(inner * weights[..., None].astype(x.dtype), down, expert).reshape(-1, x.shape[-1])
+        weights = weights[..., None].astype(x.dtype)
+        y = _block_products(inner * weights, matrices.down, expert)
+        if matrices.down_bias is not None:
+            y = y + weights * matrices.down_bias[expert][:, None]
+        y = y.reshape(-1, x.shape[-1])
         rank = jnp.argsort(order) - starts[experts]
         back = ((ends - blocks)[experts] * size + rank).reshape(-1, per_token)
         return y[back].sum(axis=1, dtype=jnp.float32).astype(x.dtype).reshape(x.shape)
 
-    return _on_own_rows(compute, (x, routes), (gate, up, down))
+    return _on_own_rows(compute, (x, routes), ExpertMatrices(*parts))  # type: ignore[arg-type]
 
 
 def block_size(num_rows: int, num_experts: int) -> int:
@@ -328,21 +380,20 @@ _block_products.defvjp(_forward, _backward)
 def by_places(
     x: jax.Array,
     routes: Routes,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    *,
+    *parts: jax.Array | None,
+    limit: float | None = None,
     capacity: int,
     is_token: jax.Array | None = None,
     order: np.ndarray | None = None,
 ) -> jax.Array:
     """Lets every expert compute up to ``capacity`` tokens of each row, the first ones that chose it."""
-    is_late, num_experts = jnp.zeros(x.shape[:2], bool) if is_token is None else ~is_token, len(gate)
+    whole = ExpertMatrices(*parts)  # type: ignore[arg-type]
+    is_late, num_experts = jnp.zeros(x.shape[:2], bool) if is_token is None else ~is_token, len(whole.gate)
     places = partial(_places, num_experts=num_experts, capacity=capacity)
 
-    def compute(rows: tuple[jax.Array, Routes, jax.Array], matrices: tuple[jax.Array, ...]) -> jax.Array:
+    def compute(rows: tuple[jax.Array, Routes, jax.Array], matrices: ExpertMatrices) -> jax.Array:
         """Computes the rows of one device; ``matrices`` are those of its experts, other devices have the rest."""
-        (x, routes, is_late), (gate, up, down) = rows, matrices
+        x, routes, is_late = rows
         if order is None:
             source, is_taken = jax.vmap(places)(routes.experts, is_late)
         else:  # first come, first served goes by natural positions
@@ -350,13 +401,17 @@ def by_places(
             source, is_taken = jax.vmap(places)(routes.experts[:, home], is_late[:, home])
             source = jnp.asarray(home)[source]
         taken = jax.vmap(lambda row, at, there: jnp.where(there[..., None], row[at], 0))(x, source, is_taken)
-        is_dealt_out = len(gate) < num_experts
+        is_dealt_out = len(matrices.gate) < num_experts
         if is_dealt_out:
             taken = jax.lax.all_to_all(taken, EXPERT, split_axis=1, concat_axis=0, tiled=True)
         # remat "experts" keeps both, so that a backward repeats no all-to-all
         taken = checkpoint_name(taken, "experts")
-        inner = nnx.silu(jnp.einsum("bech,ehm->becm", taken, gate)) * jnp.einsum("bech,ehm->becm", taken, up)
-        y = jnp.einsum("becm,emh->bech", inner, down)
+        inner = matrices.inner(
+            lambda matrix: jnp.einsum("bech,ehm->becm", taken, matrix), lambda bias: bias[:, None], limit
+        )
+        y = jnp.einsum("becm,emh->bech", inner, matrices.down)
+        if matrices.down_bias is not None:
+            y = y + matrices.down_bias[:, None]
         if is_dealt_out:
             y = jax.lax.all_to_all(y, EXPERT, split_axis=0, concat_axis=1, tiled=True)
         y = checkpoint_name(y, "experts")
@@ -364,7 +419,7 @@ def by_places(
         y = y * weights[..., None].astype(x.dtype)
         return jax.vmap(lambda row, at: jnp.zeros(x.shape[1:], jnp.float32).at[at].add(row))(y, source).astype(x.dtype)
 
-    return _on_own_rows(compute, (x, routes, is_late), (gate, up, down), held=EXPERT)
+    return _on_own_rows(compute, (x, routes, is_late), whole, held=EXPERT)
 
 
 def _places(experts: jax.Array, is_late: jax.Array, *, num_experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:

@@ -41,6 +41,7 @@ from rrfp_jax.models.cuts import (
     SequenceOrder,
     SequenceSlices,
     plan_cut,
+    sequence_order,
 )
 from rrfp_jax.models.experts import BALANCE_BIAS
 from rrfp_jax.models.flax_modules import NamedLayer, chunk_of
@@ -268,8 +269,8 @@ def named_decoder_layers(config: LanguageModelConfig, plan: ChunkContents, prefi
         layers.append(NamedLayer(EMBEDDING, prefix + EMBEDDING, Embedding, config))
     for own, layer in enumerate(plan.layers):
         name, part = prefix + layer_name(layer), plan.part(layer)
-        is_sparse = part != ATTENTION and config.is_sparse(layer)
-        build = decoder_layer(is_sparse=is_sparse, part=part, float8=config.float8_products(layer))
+        is_sparse, is_global = part != ATTENTION and config.is_sparse(layer), part != MLP and config.is_global(layer)
+        build = decoder_layer(is_sparse=is_sparse, is_global=is_global, part=part, float8=config.float8_products(layer))
         layers.append(NamedLayer(layer_name(own), name if part is None else part_name(name, part), build, config))
     if plan.head:
         layers.append(NamedLayer(FINAL_NORM, prefix + FINAL_NORM, residual_norm, config))
@@ -338,7 +339,7 @@ def decoder_chunk(
     # where rows are not packed, weights are all that tells a router which tokens are padding
     if gives_loss or (counts_routes and not packed and has_experts):
         leaves.append("weights")
-    order = None if context is None else SequenceOrder(context.devices, config.sliding_window)
+    order = sequence_order(config, context)
     rate = None if config.experts is None else config.experts.bias_rate
     run = partial(
         _run,
@@ -417,14 +418,18 @@ def _run(
     length, start = hidden.shape[1], sum(held.keys.shape[1] for held in earlier[0]) if earlier else 0
     with_rows = [*attending, *further]
     packed_rows = {"positions": leaves["positions"], "segments": leaves["segments"]} if packed and with_rows else {}
-    rows = row_info(with_rows[0].config, length, start=start, cut=context, **packed_rows) if with_rows else None
+    rows = {
+        is_global: row_info(with_rows[0].config, length, is_global=is_global, start=start, cut=context, **packed_rows)
+        for is_global in {layer.is_global for layer in with_rows}
+    }
     has_experts = any(layer.is_sparse for layer in (*layers, *further))
     is_token = leaves["segments"][:, -length:] != 0 if packed and has_experts else None
     counts = None if not (counts_routes and has_experts) else is_token if packed else leaves["weights"] != 0
     routing = {"is_token": is_token, "counts": counts, "order": None if order is None else order(length)}
     keys = list[KVCache]()
     for layer in layers:
-        options: dict[str, Any] = {"rows": rows, **(routing if layer.is_sparse else {})}
+        own_rows = None if layer.part == MLP else rows[layer.is_global]
+        options: dict[str, Any] = {"rows": own_rows, **(routing if layer.is_sparse else {})}
         if earlier is not None and layer.part != MLP:
             options["earlier"] = earlier[len(keys)]
         # each layer by itself is rematerialised, so that a backward holds the activations of one
@@ -444,7 +449,8 @@ def _run(
     loss_sum, weight, named = _loss(head, hidden, leaves, z_loss, count_answers)
     if ahead is not None:
         places = np.arange(length) if order is None else order(length)
-        losses, added = _predict_ahead(modules, hidden, leaves, places=places, rows=rows, routing=routing)
+        # these layers are never global
+        losses, added = _predict_ahead(modules, hidden, leaves, places=places, rows=rows[False], routing=routing)
         named[AHEAD_LOSS] = ahead.loss_weight / ahead.num_layers * losses
         loss_sum += named[AHEAD_LOSS]
         router_loss = router_loss + added / max(num_sparse, 1)
@@ -562,7 +568,7 @@ def _vocabulary_graph(
             f"a multiple of {num_shards}"
         )
     graph, placement = vocabulary_sharded(num_shards, 1, chunks_per_stage=len(plans) // num_shards, fan_out=fan_out)
-    order = None if context is None else SequenceOrder(context.devices, config.sliding_window)
+    order = sequence_order(config, context)
     tied = config.tie_embeddings
     shards = [LayerShard(number, num_shards) for number in range(num_shards)]
 

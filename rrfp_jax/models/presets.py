@@ -4,6 +4,7 @@ The paper (section 5) names decoder and encoder and gives their sizes, no dimens
 
 * Qwen3-1.7B, -4B and -32B (Qwen3 technical report, table 1, and the models' configurations);
 * Llama 3 8B and 70B (Dubey et al. 2024, table 3);
+* Gemma 3 27B, the text model (Gemma 3 technical report, table 1, and the model's configuration), not in the paper;
 * ViT-H/14: 32 layers of 1280, MLP 5120, 16 heads (Dosovitskiy et al. 2021, table 1);
 * "Big", 1.8B: ViT-G/14, known as bigG, 48 layers of 1664, MLP 8192, 16 heads (Zhai et al. 2022, table 2);
 * InternViT-6B: 48 layers of 3200, MLP 12800, 25 heads, RMSNorm, normed queries and keys (Chen et al. 2024, table 1);
@@ -12,6 +13,7 @@ The paper (section 5) names decoder and encoder and gives their sizes, no dimens
 With experts, not in the paper:
 
 * Mixtral 8x7B and 8x22B (Jiang et al. 2024, table 1, and the models' configurations): 8 experts, 2 for each token;
+* GPT-OSS-120B (OpenAI 2025, and the model's configuration): 128 experts of 2880, 4 for each token;
 * Qwen3-30B-A3B (Qwen3 technical report, table 2, and the model's configuration): 128 experts of 768, 8 for each token.
 * DeepSeek-V3 (DeepSeek-AI 2024, section 4.2, and the model's configuration): 256 experts of 2048, 8 for each token and
   one for all, with latent attention.
@@ -32,7 +34,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_jax.costs.flops import DecoderSizes, EncoderSizes, ProjectorSizes
-from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig, LatentAttentionConfig, RopeScaling
+from rrfp_jax.models.config import (
+    ExpertsConfig,
+    GlobalLayers,
+    LanguageModelConfig,
+    LatentAttentionConfig,
+    LayerVariant,
+    RopeScaling,
+)
 from rrfp_jax.models.vision_config import ProjectorConfig, VisionConfig, VisionLanguageConfig
 
 _QWEN3: dict[str, Any] = {
@@ -80,6 +89,41 @@ DECODERS = {
         num_heads=48,
         mlp_dim=16_384,
         experts=ExpertsConfig(num_experts=8, experts_per_token=2, balance_coefficient=0.001),
+    ),
+    "gemma3-27b": LanguageModelConfig(
+        vocab_size=262_208,
+        hidden=5376,
+        num_layers=62,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        mlp_dim=21_504,
+        qk_norm=True,
+        sliding_window=1024,
+        global_layers=GlobalLayers(every=6, rope_theta=1e6, rope_scaling=RopeScaling(kind="linear", factor=8.0)),
+        variant=LayerVariant(
+            activation="gelu_tanh", norm_offset=True, post_norms=True, scaled_embedding=True, query_scalar=168.0
+        ),
+        norm_eps=1e-6,
+        tie_embeddings=True,
+        compute_dtype="bfloat16",
+    ),
+    "gpt-oss-120b": LanguageModelConfig(
+        vocab_size=201_088,
+        hidden=2880,
+        num_layers=36,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        mlp_dim=2880,
+        rope_theta=150_000.0,
+        rope_scaling=RopeScaling(kind="yarn", factor=32.0, original_max_positions=4096, truncate=False),
+        qkv_bias=True,
+        sliding_window=128,
+        global_layers=GlobalLayers(every=2),
+        variant=LayerVariant(sinks=True, output_bias=True),
+        experts=ExpertsConfig(num_experts=128, experts_per_token=4, biases=True, swiglu_limit=7.0),
+        compute_dtype="bfloat16",
     ),
     "qwen3-30b-a3b": LanguageModelConfig(
         **(_QWEN3 | {"num_kv_heads": 4}),

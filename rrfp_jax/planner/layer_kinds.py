@@ -138,7 +138,16 @@ class StageRun:
             sent=(*sent, *more),
         )
 
-    def is_fused(self, compute_dtype: str, length: int, widths: Widths, *, head_dim: int, is_packed: bool) -> bool:
+    def is_fused(
+        self,
+        compute_dtype: str,
+        length: int,
+        widths: Widths,
+        *,
+        head_dim: int,
+        is_packed: bool,
+        has_sinks: bool = False,
+    ) -> bool:
         """Whether attention keeps no scores of all pairs of positions."""
         import jax.numpy as jnp  # a plan whose costs come from a file loads no JAX
 
@@ -147,6 +156,7 @@ class StageRun:
         asked = AttentionCall(
             rows=self.own.num_rows, length=length, heads=round(widths.num_heads), kv_heads=widths.key // head_dim,
             head_dim=head_dim, dtype=jnp.dtype(compute_dtype), is_causal=True, is_packed=is_packed,
+            has_sinks=has_sinks,
         )  # fmt: skip
         return implementation(self.target, asked) != "formula"
 
@@ -160,7 +170,8 @@ def decoder_layer_sizes(
 ) -> Iterator[Placed]:
     """``embedding``, so many times ``layer``, and ``head`` with the final norm.
 
-    Where some layers have experts and others have none, those that have are of kind ``sparse``.
+    Where some layers have experts and others have none, those that have are of kind ``sparse``; where some have no
+    window and others have one, those without are of kind ``global`` or ``global sparse``.
     """
     if model.predict_ahead is not None:
         raise ValueError("model.predict_ahead has no costs in plans: leave it out where a plan is made")
@@ -184,14 +195,14 @@ def decoder_layer_sizes(
     embedding = replace(embedding, sums=(1, 0), sum_bytes=stream, returns_gradient=bool(prefix), remade_bytes=remade)
     yield Placed("embedding", (f"{prefix}embedding",), way.spread(embedding, parts), model.param_dtype)
     kinds = {
-        is_sparse: [_decoder_layer(model, way, is_sparse, part=part, packed=packed) for part in (None, *HALVES)]
-        for is_sparse in (False, True)
+        kind: [_decoder_layer(model, way, *kind, part=part, packed=packed) for part in (None, *HALVES)]
+        for kind in {(model.is_sparse(number), model.is_global(number)) for number in range(model.num_layers)}
     }
     is_mixed = 0 < model.num_sparse_layers < model.num_layers
     for number in range(model.num_layers):
-        is_sparse = model.is_sparse(number)
-        kind = "sparse" if is_sparse and is_mixed else "layer"
-        whole, *halves = kinds[is_sparse]
+        is_sparse, is_global = model.is_sparse(number), model.is_global(number)
+        kind = " ".join(["global"] * is_global + ["sparse"] * (is_sparse and is_mixed)) or "layer"
+        whole, *halves = kinds[is_sparse, is_global]
         yield Placed(kind, (f"{prefix}layers.{number}",), whole, model.param_dtype, halves=tuple(halves))
     head = head_layer(
         model.hidden,
@@ -210,7 +221,7 @@ def decoder_layer_sizes(
 
 
 def _decoder_layer(
-    model: LanguageModelConfig, way: StageRun, is_sparse: bool, *, part: str | None, packed: bool
+    model: LanguageModelConfig, way: StageRun, is_sparse: bool, is_global: bool, *, part: str | None, packed: bool
 ) -> LayerSizes:
     """Returns a layer or a part of it. A device's experts compute more than those tokens that choose them: see
     `rrfp_jax.models.experts`."""
@@ -220,16 +231,25 @@ def _decoder_layer(
     sizes = replace(decoder_sizes(model), expert_dims=_expert_dims(model, way)) if is_sparse else decoder_sizes(model)
     widths = _decoder_widths(model, way, is_sparse)
     of_attention, of_mlp = _layer_params(model, way, is_sparse)
-    flops = Flops()
+    flops, window, has_kernel = Flops(), model.window(is_global=is_global), False
     if attends:
-        flops += sizes.attention(way.rows.tokens, way.rows.pairs * _seen(way))
+        has_kernel = way.is_fused(
+            model.compute_dtype, way.rows.length, widths, head_dim=model.attention_dim, is_packed=packed,
+            has_sinks=model.layer_variant.sinks,
+        )  # fmt: skip
+        # kernels leave out pairs that are too far apart; tiles that are dealt out over devices only mask them
+        is_near = has_kernel and not is_tiled
+        seen = min(window or way.rows.length, way.rows.length) * way.rows.tokens if is_near else way.rows.pairs
+        flops += sizes.attention(way.rows.tokens, seen * _seen(way))
     else:
-        widths = Widths(hidden=model.hidden, query=0, key=0, mlp=widths.mlp, num_heads=0)
+        widths = Widths(hidden=model.hidden, query=0, key=0, mlp=widths.mlp, num_heads=0, mlp_kept=widths.mlp_kept)
     if has_mlp:
         flops += sizes.mlp(way.rows.tokens, is_sparse=is_sparse)
     else:
         widths = replace(widths, mlp=0)
-    float8 = _float8_products(model, is_sparse, part)
+    if model.layer_variant.post_norms:
+        widths = replace(widths, normed_heads=widths.normed_heads + (attends + has_mlp) * model.hidden)
+    float8 = _float8_products(model, is_sparse, is_global, part)
     layer = transformer_layer(
         widths,
         flops,
@@ -238,9 +258,7 @@ def _decoder_layer(
         length=way.rows.length,
         remat=way.remat,
         compute_bytes=c,
-        is_fused=is_tiled
-        or not attends
-        or way.is_fused(model.compute_dtype, way.rows.length, widths, head_dim=model.attention_dim, is_packed=packed),
+        is_fused=is_tiled or not attends or has_kernel,
         is_cast=model.compute_dtype != model.param_dtype,
         num_branches=attends + has_mlp,
         float8=float8,
@@ -254,6 +272,8 @@ def _decoder_layer(
         of_rows += round(
             {"none": 3, "dots": 1, "full": 0}[way.remat] * _experts_per_token(model, way) * model.hidden * c
         )
+    # with dots also the result of one product more, which a norm reads
+    of_rows += (model.layer_variant.post_norms and way.remat == "dots") * model.hidden * c
     stash = layer.stash_bytes + tokens * of_rows
     owed, number = layer.owed_bytes, attends + has_mlp
     if not has_mlp and way.remat == "full":  # at a chunk's end heads wait for W, before and behind their rotation
@@ -275,9 +295,14 @@ def _decoder_layer(
     return way.spread(layer, way.rows.tokens / tokens, *keys_sent, *_experts_sent(model, way, is_sparse))
 
 
-def _float8_products(model: LanguageModelConfig, is_sparse: bool, part: str | None) -> set[str]:
+def _float8_products(model: LanguageModelConfig, is_sparse: bool, is_global: bool, part: str | None) -> set[str]:
     """Returns the products of a layer, or a part of it, that are in float8 in all layers of its kind."""
-    layers = [layer for layer in range(model.num_layers) if part == ATTENTION or model.is_sparse(layer) == is_sparse]
+    layers = [
+        layer
+        for layer in range(model.num_layers)
+        if (part == ATTENTION or model.is_sparse(layer) == is_sparse)
+        and (part == MLP or model.is_global(layer) == is_global)
+    ]
     if model.fp8 is None or not layers:
         return set()
     found = set(model.float8_products(layers[0])).intersection(*map(model.float8_products, layers[1:]))
@@ -356,7 +381,8 @@ def _decoder_widths(model: LanguageModelConfig, way: StageRun, is_sparse: bool) 
         mlp=(_expert_dims(model, way) if is_sparse else model.mlp_dim) // way.tensor,
         num_heads=model.num_heads // way.tensor,
         normed_heads=(query + key) * model.qk_norm,
-        biased=(query + 2 * key) * model.qkv_bias,
+        mlp_kept=8 if model.layer_variant.activation == "gelu_tanh" else 6,
+        biased=(query + 2 * key) * model.qkv_bias + model.hidden * model.layer_variant.output_bias,
     )
     if (latent := model.latent_attention) is None:
         return widths
@@ -374,17 +400,21 @@ def _decoder_widths(model: LanguageModelConfig, way: StageRun, is_sparse: bool) 
 def _layer_params(model: LanguageModelConfig, way: StageRun, is_sparse: bool) -> tuple[int, int]:
     """Returns the parameters of each device, in attention and in the MLP."""
     widths, mlp, experts = _decoder_widths(model, way, is_sparse), 3 * (model.mlp_dim // way.tensor), model.experts
-    biases, latent = 0, model.latent_attention
+    variant, biases, latent = model.layer_variant, 0, model.latent_attention
     if is_sparse and experts is not None:
         own = experts.num_experts // way.axes.get(EXPERT, 1)
         inner = own * model.expert_dim + (experts.shared_mlp_dim or 0)
         mlp = 3 * (inner // way.tensor) + experts.num_experts + experts.shared_gate
-        biases = experts.num_experts * (experts.bias_rate is not None)
+        if experts.biases:
+            biases += experts.num_experts + own * (2 * model.expert_dim // way.tensor + model.hidden)
+        biases += experts.num_experts * (experts.bias_rate is not None)
     vectors = (widths.query + 2 * widths.key) * model.qkv_bias + 2 * model.size_per_head * model.qk_norm
-    attention = model.hidden * (2 * widths.query + 2 * widths.key + 1) + vectors
+    vectors += model.num_heads // way.tensor * variant.sinks + model.hidden * variant.output_bias
+    num_norms = 1 + variant.post_norms
+    attention = 2 * model.hidden * (widths.query + widths.key) + vectors
     if latent is not None:
-        attention = latent.num_params(model.hidden, model.num_heads // way.tensor) + model.hidden
-    return attention, model.hidden * (mlp + 1) + biases
+        attention = latent.num_params(model.hidden, model.num_heads // way.tensor)
+    return attention + model.hidden * num_norms, model.hidden * (mlp + num_norms) + biases
 
 
 def encoder_layer_sizes(model: VisionLanguageConfig, way: StageRun) -> Iterator[Placed]:

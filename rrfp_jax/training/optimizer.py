@@ -46,6 +46,11 @@ from rrfp_jax.training.run_config import (
 _Settings = Mapping[str, Any]
 
 
+def _is_matrix(path: tuple[Any, ...], leaf: Any) -> bool:
+    """Returns whether an array is a matrix or a stack of them; the biases of experts are a stack of vectors."""
+    return leaf.ndim > 1 and not path_of(path).endswith("_bias")
+
+
 def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Returns the optimizer of parameters that are a dictionary from layer name to nested dictionaries.
 
@@ -57,7 +62,7 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
         own = None if group is None else group.weight_decay
         decay = config.arguments["weight_decay"] if own is None else own
         # matrices and stacks of them; norm scales and biases are not decayed
-        return update + decay * param if decay and param.ndim > 1 else update
+        return update + decay * param if decay and _is_matrix(path, param) else update
 
     def scaled(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
         group = _group_of(config, path_of(path))
@@ -148,7 +153,7 @@ def _muon(settings: _Settings) -> optax.GradientTransformation:
     def labels(params: Any) -> Any:
         def label(path: tuple[Any, ...], leaf: Any) -> str:
             is_adam = any(matches(pattern, path_of(path)) for pattern in settings["adam_parameters"])
-            return "muon" if leaf.ndim > 1 and not is_adam else "adam"
+            return "muon" if _is_matrix(path, leaf) and not is_adam else "adam"
 
         return jax.tree.map_with_path(label, params)
 

@@ -67,6 +67,16 @@ def test_the_count_is_the_compiler_s_within_3_percent(overrides: dict[str, Any])
     assert ours == pytest.approx(theirs, rel=0.03)
 
 
+def test_layers_without_a_window_count_all_pairs() -> None:
+    local, mixed, whole = (
+        model_flops(config_of(**{"model.sliding_window": window, "model.global_layers": layers}))(
+            contents_of(text(4, 128))
+        )
+        for window, layers in ((16, None), (16, {"every": 2}), (None, None))
+    )
+    assert local < mixed == pytest.approx((local + whole) / 2)
+
+
 def test_it_is_six_for_each_parameter_and_token_and_twelve_for_attention() -> None:
     config = config_of()
     model, tokens = config.model, 4 * 128

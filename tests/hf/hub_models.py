@@ -11,7 +11,10 @@ import transformers
 
 from rrfp_jax.data.packing import patches_of
 
-TEXT = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3")
+TEXT = (
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
+    *("gemma3_text", "gpt_oss", "deepseek_v3"),
+)
 
 
 def text_config(family: str, seed: int) -> Any:
@@ -47,6 +50,16 @@ def text_config(family: str, seed: int) -> Any:
             "decoder_sparse_step": chance.choice([1, 2]),
             "mlp_only_layers": chance.choice([[], [0]]),
         }
+    if family == "gemma3_text":
+        values |= {
+            "head_dim": chance.choice([4, 8, 14]),
+            "query_pre_attn_scalar": chance.choice([3, 8, 24]),
+            "pad_token_id": None,  # torch gives no gradient to the vector of a padding token
+            "rope_parameters": {kind: rope(chance) for kind in ("sliding_attention", "full_attention")},
+        }
+    if family == "gpt_oss":
+        values |= {"num_local_experts": chance.choice([2, 5]), "num_experts_per_tok": chance.choice([1, 2])}
+        values |= {"swiglu_limit": chance.choice([0.3, 1.5, 7.0])}
     if family == "deepseek_v3":
         groups, open_groups = chance.choice([(1, 1), (2, 1), (4, 2), (3, 3)])
         values |= {
@@ -84,15 +97,23 @@ def rope(chance: random.Random) -> dict[str, Any]:
     if kind == "yarn":
         more = [{}, {"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.2}]
         values |= chance.choice([{}, {"beta_fast": 4.0, "beta_slow": 0.5}]) | chance.choice(more)
+        values |= chance.choice([{}, {"truncate": False}])
     return values
 
 
 def _window(family: str, chance: random.Random, num_layers: int) -> dict[str, Any]:
     size = chance.choice([None, 3, 7])
+    types = ["full_attention", "sliding_attention"]
+    if family in ("gemma3_text", "gpt_oss"):
+        more = {"layer_types": chance.choices(types, k=num_layers)} if chance.random() < 0.5 else {}
+        pattern = {"sliding_window_pattern": chance.choice([2, 3, 6])} if family == "gemma3_text" else {}
+        return {"sliding_window": size or 5, **pattern, **more}
     if family in ("mistral", "mixtral"):
         return {"sliding_window": size}
     if family in ("qwen2", "qwen3", "qwen3_moe") and size is not None:
-        return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": chance.choice([0, num_layers])}
+        mixed = {"layer_types": chance.choices(types, k=num_layers)} if family != "qwen3_moe" else {}
+        first = chance.choice([0, num_layers])
+        return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": first, **mixed}
     return {}
 
 

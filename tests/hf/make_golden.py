@@ -49,6 +49,29 @@ TEXT: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [0],
     },
+    "gemma3_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+        "query_pre_attn_scalar": 5,
+        "sliding_window": 3,
+        "sliding_window_pattern": 2,
+        "pad_token_id": None,
+    },
+    "gpt_oss": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.5,
+        "sliding_window": 3,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 2,
         "head_dim": 2,

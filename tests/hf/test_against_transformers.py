@@ -24,6 +24,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 SEEDS = range(4)
+MANY = ("gemma3_text", "gpt_oss", "deepseek_v3")
+"""Families whose layers are of several kinds, so that few configurations show little."""
 
 
 def assert_close(ours: Any, theirs: Any, limit: float) -> None:
@@ -35,7 +37,7 @@ def assert_close(ours: Any, theirs: Any, limit: float) -> None:
 
 @pytest.mark.parametrize(
     ("family", "seed"),
-    [(family, seed) for family in hub_models.TEXT for seed in (range(40) if family == "deepseek_v3" else SEEDS)],
+    [(family, seed) for family in hub_models.TEXT for seed in (range(40) if family in MANY else SEEDS)],
 )
 def test_text_models(family: str, seed: int, tmp_path: Path):
     model = hub_models.text_model(family, seed)
@@ -52,7 +54,7 @@ def test_text_models(family: str, seed: int, tmp_path: Path):
     check_gradients(model, theirs, tokens, plan, ours, {"tokens": tokens})
 
 
-@pytest.mark.parametrize("seed", range(300, 304))
+@pytest.mark.parametrize("seed", [300, 301, 302, 304])  # in 303 no other layers have experts
 def test_layers_that_predict_further_ahead(seed: int, tmp_path: Path):
     """Their loss is that of transformers' own such layers, and their tensors go both ways."""
     from safetensors.numpy import load_file, save_file

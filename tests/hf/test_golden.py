@@ -21,6 +21,8 @@ def test_all_families_are_there():
         "qwen3",
         "mixtral",
         "qwen3_moe",
+        "gemma3_text",
+        "gpt_oss",
         "deepseek_v3",
         "llava_clip",
         "llava_siglip",

@@ -61,11 +61,18 @@ def reference_loss(config: LanguageModelConfig, params: Params, leaves: dict[str
 def reference_logits(config: LanguageModelConfig, params: Params, x: np.ndarray, leaves: dict[str, Any]) -> np.ndarray:
     """Logits of the vectors ``x`` ``[batch, length, hidden]``; rows are packed if ``leaves`` have ``segments``."""
     at = {name: leaves[name] for name in ("positions", "segments") if name in leaves}
+    variant = config.layer_variant
+    if variant.scaled_embedding:
+        x = x * config.hidden**0.5
     for layer in range(config.num_layers):
         weights = params[f"layers.{layer}"]
-        normed = _norm(config, x, weights["attention_norm"]["scale"])
-        x = x + reference_attention(config, weights["attention"], normed, **at)
-        x = x + _mlp(weights["mlp"], _norm(config, x, weights["mlp_norm"]["scale"]))
+        for part in ("attention", "mlp"):
+            result = _norm(config, x, weights[f"{part}_norm"]["scale"])
+            if part == "attention":
+                result = reference_attention(config, weights["attention"], result, **at, layer=layer)
+            else:
+                result = _mlp(config, weights["mlp"], result)
+            x = x + (_norm(config, result, weights[f"{part}_post_norm"]["scale"]) if variant.post_norms else result)
     head = params["embedding"]["table"].T if config.tie_embeddings else params["head"]["kernel"]
     return _norm(config, x, params["final_norm"]["scale"]) @ head
 
@@ -80,30 +87,34 @@ def reference_attention(
     x: np.ndarray,
     positions: np.ndarray | None = None,
     segments: np.ndarray | None = None,
+    layer: int = 0,
 ) -> np.ndarray:
     """Causal grouped-query attention of ``x`` ``[batch, length, hidden]``, head by head and token by token."""
     batch, length, _ = x.shape
     dim, weights = config.size_per_head, to_float64(weights)
     positions = np.broadcast_to(np.arange(length), (batch, length)) if positions is None else positions
     segments = np.zeros((batch, length)) if segments is None else segments
+    is_global = config.is_global(layer)
+    window = length if is_global else config.sliding_window or length
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if is_global and config.global_layers.rope_theta:
+        theta, scaling = config.global_layers.rope_theta, config.global_layers.rope_scaling
     heads = {}
     for name in ("query", "key", "value"):
         heads[name] = (x @ weights[name]["kernel"] + weights[name].get("bias", 0)).reshape(batch, length, -1, dim)
         if config.qk_norm and name != "value":
             heads[name] = _norm(config, heads[name], weights[f"{name}_norm"]["scale"])
         for b, t, head in np.ndindex(heads[name].shape[:3] if name != "value" else (0, 0, 0)):
-            turned = reference_rotate(heads[name][b, t, head], positions[b, t], config.rope_theta, config.rope_scaling)
-            heads[name][b, t, head] = turned
+            heads[name][b, t, head] = reference_rotate(heads[name][b, t, head], positions[b, t], theta, scaling)
     mixed = np.zeros_like(heads["query"])
     for b, head, t in np.ndindex(batch, config.num_heads, length):
         group = head // (config.num_heads // config.num_key_value_heads)
-        seen = [
-            s for s in range(t + 1) if segments[b, s] == segments[b, t] and t - s < (config.sliding_window or length)
-        ]
+        seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t] and t - s < window]
         scores = heads["key"][b, seen, group] @ heads["query"][b, t, head]
-        probs = np.exp(scores / np.sqrt(dim))
-        mixed[b, t, head] = (probs / probs.sum()) @ heads["value"][b, seen, group]
-    return mixed.reshape(batch, length, -1) @ weights["output"]["kernel"]
+        probs = np.exp(scores / np.sqrt(config.layer_variant.query_scalar or dim))
+        total = probs.sum() + (np.exp(weights["sinks"][head]) if "sinks" in weights else 0)
+        mixed[b, t, head] = (probs / total) @ heads["value"][b, seen, group]
+    return mixed.reshape(batch, length, -1) @ weights["output"]["kernel"] + weights["output"].get("bias", 0)
 
 
 def reference_rotate(vector: np.ndarray, position: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
@@ -150,9 +161,13 @@ def _stretched_by_yarn(turn: float, number: int, half: int, theta: float, scalin
 
 
 def _norm(config: LanguageModelConfig, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * (config.layer_variant.norm_offset + scale)
 
 
-def _mlp(weights: dict[str, Any], x: np.ndarray) -> np.ndarray:
+def _mlp(config: LanguageModelConfig, weights: dict[str, Any], x: np.ndarray) -> np.ndarray:
     gate = x @ weights["gate"]["kernel"]
-    return (gate / (1 + np.exp(-gate)) * (x @ weights["up"]["kernel"])) @ weights["down"]["kernel"]
+    if config.layer_variant.activation == "gelu_tanh":
+        gate = gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2
+    else:
+        gate = gate / (1 + np.exp(-gate))
+    return (gate * (x @ weights["up"]["kernel"])) @ weights["down"]["kernel"]

@@ -72,6 +72,9 @@ def test_presets_take_a_fused_one(preset: Path):
         (TPU, {"length": 32_768}, "splash"),
         (TPU, {"length": 2**20}, "tiles"),
         (TPU, {"dtype": jnp.dtype(jnp.float16)}, "formula"),
+        (HOPPER, {"has_sinks": True}, "formula"),
+        (HOPPER, {"has_sinks": True, "length": 2048}, "tiles"),
+        (TPU, {"has_sinks": True}, "splash"),
         (CPU, {}, "formula"),
         (CPU, {"length": 2048}, "tiles"),
     ],
@@ -220,6 +223,44 @@ def test_tiles_compute_the_formula(is_packed: bool, options: dict[str, Any]):
     formula = partial(attention._formula, **{**options, "window": options["window"] and 20})
     made, wanted = (jax.jit(partial(with_gradients, each))(*heads, told) for each in (tiles, formula))
     assert_close(made, wanted, 1e-5)
+
+
+@pytest.mark.parametrize(("way", "window", "is_packed"), [("tiles", 20, True), ("splash", None, False)])
+def test_sinks_take_their_part_of_every_softmax(
+    monkeypatch: pytest.MonkeyPatch, way: str, window: Any, is_packed: bool
+):
+    """Beside the definition: the softmax over all scores and the sink, of which the sink's weight is left out."""
+    monkeypatch.setattr(attention, "_LARGEST_BLOCK", 256)
+    length, size = (300, 64) if way == "splash" else (50, 8)
+    *heads, segments = drawn(length, size=size)
+    sinks, told = jnp.asarray([0.5, -1.0, 3.0, 0.0]), segments if is_packed else None
+
+    def defined(query: Any, key: Any, value: Any, sinks: Any, segments: Any) -> Any:
+        key, value = (jnp.repeat(part, 2, axis=2) for part in (key, value))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * size**-0.5
+        distance = jnp.arange(length)[:, None] - jnp.arange(length)
+        is_seen = (distance >= 0) & (distance < (window or length))
+        if segments is not None:
+            is_seen = is_seen & (segments[:, None, :, None] == segments[:, None, None, :])
+        own = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([jnp.where(is_seen, scores, -jnp.inf), own], axis=-1))[..., :-1]
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+    def gradients(compute: Any) -> Any:
+        def run(query: Any, key: Any, value: Any, sinks: Any, segments: Any) -> Any:
+            return compute(query, key, value, segments, sinks, is_causal=True, window=window)
+
+        mixed, pullback = jax.vjp(lambda *held: run(*held, told), *heads, sinks)
+        return mixed, *pullback(jnp.cos(mixed))
+
+    kernels = {
+        "tiles": partial(tiled_attention, largest_tile=16), "splash": partial(attention._splash, interpret=True)
+    }  # fmt: skip
+    wanted = jax.jit(
+        lambda: gradients(lambda query, key, value, segments, sinks, **_: defined(query, key, value, sinks, segments))
+    )()
+    for compute in (kernels[way], attention._formula):
+        assert_close(jax.jit(partial(gradients, compute))(), wanted, 1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 20])

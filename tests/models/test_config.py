@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig, RopeScaling, language_model
-from rrfp_jax.models.config import LatentAttentionConfig, PredictAheadConfig
+from rrfp_jax.models.config import GlobalLayers, LatentAttentionConfig, LayerVariant, PredictAheadConfig
 from tests.models.reference import small_config
 
 
@@ -36,6 +36,13 @@ SIGMOID = {"num_experts": 6, "experts_per_token": 3, "scores": "sigmoid"}
         (lambda: LatentAttentionConfig(**{**LATENT, "rotary_dim": 3}), "turns 3 dims, .* give an even rotary_dim, for"),
         (lambda: latent_model(qk_norm=True), "qk_norm is True beside latent_attention, .*: leave qk_norm out"),
         (lambda: latent_model(num_kv_heads=1), "num_kv_heads is 1 beside latent_attention"),
+        (
+            lambda: latent_model(sliding_window=4, global_layers=GlobalLayers(every=2)),
+            "global_layers is given beside latent_attention, which has no such thing: leave global_layers out",
+        ),
+        (lambda: latent_model(variant=LayerVariant(sinks=True)), "variant.sinks is given beside latent_attention"),
+        (lambda: latent_model(variant=LayerVariant(output_bias=True)), "variant.output_bias is given beside"),
+        (lambda: latent_model(variant=LayerVariant(query_scalar=3.0)), "variant.query_scalar is given beside"),
         (lambda: latent_model(more={"score_mscale": 1.0}), "score_mscale goes by the factor of rope_scaling"),
         (
             lambda: ExpertsConfig(num_experts=6, experts_per_token=2, bias_rate=0.1),

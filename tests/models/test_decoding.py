@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rrfp_jax.models import ExpertsConfig, LanguageModelConfig
-from rrfp_jax.models.config import LatentAttentionConfig, PredictAheadConfig, RopeScaling
+from rrfp_jax.models.config import (
+    GlobalLayers,
+    LatentAttentionConfig,
+    LayerVariant,
+    PredictAheadConfig,
+    RopeScaling,
+)
 from rrfp_jax.models.cuts import plan_cut
 from rrfp_jax.models.decoding import CachedDecoder, next_token, nucleus
 from rrfp_jax.models.model import decoder_chunk
@@ -26,8 +32,14 @@ EVERYTHING = replace(
     qkv_bias=True,
     qk_norm=True,
     sliding_window=3,
+    global_layers=GlobalLayers(every=2, rope_theta=50.0),
+    variant=LayerVariant(
+        norm_offset=True, post_norms=True, scaled_embedding=True, query_scalar=5.0, sinks=True, output_bias=True
+    ),
     tie_embeddings=True,
-    experts=ExpertsConfig(num_experts=4, experts_per_token=2, every=2, shared_mlp_dim=4, capacity_factor=0.5),
+    experts=ExpertsConfig(
+        num_experts=4, experts_per_token=2, every=2, shared_mlp_dim=4, capacity_factor=0.5, biases=True
+    ),
 )
 
 

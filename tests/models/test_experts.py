@@ -132,6 +132,14 @@ def test_all_ways_have_the_same_gradients() -> None:
         )
         return jax.jit(gradients)(x, logits, *matrices())
 
+    biases = [0.5 * normal(4, size, seed=7) for size in (*(each.shape[-1] for each in matrices()),)]
+    x, routes = routed()
+    with_biases = [
+        compute(x, routes, *matrices(), *biases, limit=0.7, **rest)
+        for compute, rest in ((by_all, {}), (by_runs, {}), (by_blocks, {}), (by_places, {"capacity": LENGTH}))
+    ]
+    for found in with_biases[1:]:
+        np.testing.assert_allclose(found, with_biases[0], rtol=1e-3, atol=1e-3)
     expected = total(by_all)
     for found in (total(by_runs), total(by_blocks), total(by_places, capacity=LENGTH)):
         for leaf, other in zip(found, expected, strict=True):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rrfp_jax.models import LanguageModelConfig, RopeScaling, language_model
+from rrfp_jax.models.config import GlobalLayers, LayerVariant
 from tests.models.reference import make_leaves, reference_loss, run_chunks, small_config
 
 LENGTHS = (4, 6, 5)
@@ -16,6 +17,13 @@ FAMILIES = {
     "llama": small_config(rope_scaling=RopeScaling(factor=8.0, original_max_positions=16)),
     "qwen": small_config(qk_norm=True, qkv_bias=True, tie_embeddings=True),
     "mistral": small_config(sliding_window=3),
+    "gemma": small_config(
+        sliding_window=3,
+        global_layers=GlobalLayers(every=2, rope_theta=50.0),
+        variant=LayerVariant(
+            activation="gelu_tanh", norm_offset=True, post_norms=True, scaled_embedding=True, sinks=True
+        ),
+    ),
 }
 
 

@@ -47,7 +47,7 @@ def reference_ahead_loss(config: LanguageModelConfig, params: Any, leaves: dict[
         vectors = params["embedding"]["table"][leaves["tokens"][:, places]]
         x = np.concatenate([norm("token_norm", vectors), norm("stream_norm", stream)], -1) @ weights["join"]["kernel"]
         x = x + reference.reference_attention(config, weights["attention"], norm("attention_norm", x), **at)
-        x = x + reference._mlp(weights["mlp"], norm("mlp_norm", x))
+        x = x + reference._mlp(config, weights["mlp"], norm("mlp_norm", x))
         stream = norm("output_norm", x)
         logits = stream @ head
         log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

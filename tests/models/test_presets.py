@@ -12,6 +12,7 @@ from rrfp_jax.programs.chunk import param_specs
 PUBLISHED = {
     "qwen3-1.7b": 1.72e9, "qwen3-4b": 4.02e9, "qwen3-32b": 32.8e9, "llama3-8b": 8.03e9, "llama3-70b": 70.6e9,
     "mixtral-8x7b": 46.7e9, "mixtral-8x22b": 140.6e9, "qwen3-30b-a3b": 30.5e9, "deepseek-v3": 671.03e9,
+    "gemma3-27b": 27.0e9, "gpt-oss-120b": 116.8e9,
     "vit-h": 632e6, "vit-big": 1.843e9, "vit-5b": 5.0e9, "internvit-6b": 5.903e9, "vit-22b": 21.7e9,
 }  # fmt: skip
 
@@ -28,6 +29,7 @@ def test_parameter_counts(name):
         ("mixtral-8x7b", 12.9e9),
         pytest.param("mixtral-8x22b", 39.1e9, marks=pytest.mark.slow),
         pytest.param("qwen3-30b-a3b", 3.35e9, marks=pytest.mark.slow),
+        pytest.param("gpt-oss-120b", 5.7e9, marks=pytest.mark.slow),
         pytest.param("deepseek-v3", 37.55e9, marks=pytest.mark.slow),
     ],
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -200,9 +201,10 @@ def model_flops(config: TrainConfig) -> Callable[[BatchContents], float]:
         layers,
         Amounts(
             tokens=contents.tokens,
-            pairs=pairs(contents.token_lengths.tolist(), config.model.sliding_window),
+            pairs=pairs(contents.token_lengths.tolist()),
             patches=contents.patches,
             patch_pairs=pairs(contents.patch_lengths.tolist()),
+            near_pairs=pairs(contents.token_lengths.tolist(), config.model.sliding_window),
         ),
     )
 
@@ -226,9 +228,10 @@ def batch_costs(config: TrainConfig, chunks: Sequence[Chunk], graph: PipelineGra
         (rows, length), (images, patches) = shapes["tokens"], shapes.get("patches", (0, 0))[:2]
         amounts = Amounts(
             tokens=rows * length,
-            pairs=pairs([length] * rows, window),
+            pairs=pairs([length] * rows),
             patches=images * patches,
             patch_pairs=pairs([patches] * images),
+            near_pairs=pairs([length] * rows, window),
         )
         costs = np.zeros((len(chunks), 3))
         for owner, tasks in zip(owners, chunk_flops(layers, [1] * len(layers), amounts), strict=True):
@@ -284,7 +287,8 @@ def _counted_layers(config: TrainConfig) -> list[tuple[str, CountedLayer]]:
     add(f"{prefix}embedding", lambda _: Flops())
     for number in range(model.num_layers):
         name, is_sparse = f"{prefix}layers.{number}", model.is_sparse(number)
-        add(part_name(name, ATTENTION), lambda held: sizes.attention(held.tokens, held.pairs))
+        pairs_of = attrgetter("pairs" if model.is_global(number) else "near_pairs")
+        add(part_name(name, ATTENTION), lambda held, pairs_of=pairs_of: sizes.attention(held.tokens, pairs_of(held)))  # type: ignore[misc]
         add(part_name(name, MLP), lambda held, is_sparse=is_sparse: sizes.mlp(held.tokens, is_sparse=is_sparse))  # type: ignore[misc]
     head = f"{prefix}{'embedding' if model.tie_embeddings else 'head'}"
     add(head, lambda held: sizes.head(held.tokens))
@@ -306,7 +310,7 @@ def whole_chunks(config: TrainConfig) -> list[Chunk]:
 def _ahead_flops(sizes: DecoderSizes, held: Amounts, *, is_sparse: bool) -> Flops:
     """Returns the operations of a layer that predicts further ahead, without the head."""
     return product(held.tokens, 2 * sizes.hidden, sizes.hidden) + sizes.layer(
-        held.tokens, held.pairs, is_sparse=is_sparse
+        held.tokens, held.near_pairs, is_sparse=is_sparse
     )
 
 

@@ -223,9 +223,12 @@ def order_of(layout: PipelineConfig, ordering: OrderingOptions, num_microbatches
 def sequence_slices(config: TrainConfig, number: int) -> SequenceSlices:
     """Returns the cut of sequences into slices that take equally long, unless they are to have equal lengths."""
     sizes, (schedule, _, is_equal) = decoder_sizes(config.model), config.pipeline.named_schedule
+    model, num_layers = config.model, config.model.num_layers
     # The time of a window's pairs grows as that of all else does; of experts those count that compute a token.
-    is_equal |= schedule == "slimpipe" or config.model.sliding_window is not None
+    num_growing = sum(map(model.is_global, range(num_layers))) if model.sliding_window is not None else num_layers
+    is_equal |= schedule == "slimpipe"
     pair_cost = 0.0 if is_equal else sizes.attention(0, 1).forward / sizes.layer(1, 0).forward
+    pair_cost *= num_growing / num_layers
     return SequenceSlices(number, pair_cost, _TILE * config.pipeline.tensor)
 
 
