@@ -128,8 +128,7 @@ ALL = [(number, moment, processes) for processes in (1, 4) for moment in MOMENTS
 )
 def test_a_signal_ends_a_run_in_good_order(number: int, moment: str, num_processes: int, tmp_path: Path) -> None:
     told, took_s = check(number, moment, num_processes, tmp_path)
-    if (number, moment, num_processes) not in QUICK:
-        assert took_s < ENDS_WITHIN_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), told
+    assert took_s < ENDS_WITHIN_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), told
 
 
 @pytest.mark.slow
