@@ -191,6 +191,7 @@ def ordering_of(layout: PipelineConfig) -> OrderingOptions:
         window=None if isinstance(layout.window, str) else layout.window,
         backward=layout.backward,
         foresight=False if layout.consume == READY and is_guided else None,
+        delay=layout.delay or None,
         offload=layout.offload,
         recompute=layout.recompute,
     )
