@@ -13,6 +13,7 @@ import pytest
 
 from rrfp_jax.core import Ordering
 from rrfp_jax.models import LanguageModelConfig, language_model
+from rrfp_jax.models.cuts import SequenceSlices
 from rrfp_jax.pipeline import Pipeline
 from rrfp_jax.programs.model_graph import freeze
 from rrfp_jax.runtime.options import UpdateRules
@@ -20,6 +21,10 @@ from rrfp_jax.runtime.stage import ProgramStage
 from rrfp_jax.schedules import ScheduleRequest, build_schedule, linear, looped
 from rrfp_jax.testing import DelayedStage
 from rrfp_jax.training.loop import RunSaver
+from rrfp_jax.training.optimizer import make_optimizer
+from rrfp_jax.training.run_config import OptimizerConfig
+from tests import test_pipeline_slices as sliced
+from tests import test_pipeline_vocabulary as sharded
 from tests.pipelines import make_pipeline
 from tests.plain_loop import assert_same_training, train_plainly
 from tests.test_pipeline_context import make_batches
@@ -208,3 +213,42 @@ def test_an_order_alone_cannot_ask_for_a_delay() -> None:
     chunks = language_model(MODELS["untied"]).split(2)
     with pytest.raises(ValueError, match="give it as updates=UpdateRules"):
         Pipeline(chunks, optimizer=OPTIMIZER, placement=linear(2), ordering=Ordering(delay=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [{"hint": "bfw"}, {"hint": "bf-deep", "deterministic": True, "window": 1}], ids=str)
+def test_slices_of_sequences_overlap_too(way: dict[str, Any]) -> None:
+    (chunk,) = language_model(sliced.MODELS["tied"]).split(1)
+    start = jax.jit(chunk.init)(jax.random.key(1))
+    expected = train_plainly([chunk], start, sliced.OPTIMIZER, sliced.batches(), clip_norm=1.0, delay=1)
+    found = sliced.train(sliced.make("tied", SequenceSlices(2), delay=1, **way))
+    assert_same_training(*found, *expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tied", "untied, z-loss"])
+def test_shards_of_the_vocabulary_overlap_too(model: str) -> None:
+    (chunk,) = language_model(sharded.MODELS[model]).split(1)
+    start = jax.jit(chunk.init)(jax.random.key(1))
+    expected = train_plainly([chunk], start, sharded.OPTIMIZER, sharded.batches(), clip_norm=1.0, delay=1)
+    results, params = sharded.train(model, shards=2, delay=1, hint="bfw")
+    assert_same_training([result.loss for result in results], params, *expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_updates_that_are_fed_back_are_twice_an_update_less_the_one_before(name: str) -> None:
+    config = OptimizerConfig(learning_rate=1e-2, name=name, schedule="constant", arguments={"feedback": True})
+    plainly = OptimizerConfig(learning_rate=1e-2, name=name, schedule="constant")
+    fed, bare = (make_optimizer(each, optax.constant_schedule(1e-2)) for each in (config, plainly))
+    params = {"layers.0": {"kernel": jax.random.normal(jax.random.key(0), (4, 3))}}
+    states, last = [fed.init(params), bare.init(params)], jax.tree.map(np.zeros_like, params)
+    for step in range(4):
+        grads = jax.tree.map(lambda leaf, step=step: leaf * np.cos(step), params)
+        found, states[0] = fed.update(grads, states[0], params)
+        update, states[1] = bare.update(grads, states[1], params)
+        jax.tree.map(
+            lambda a, b, c: np.testing.assert_allclose(a, 2 * b - c, rtol=1e-6, atol=1e-9), found, update, last
+        )
+        params, last = optax.apply_updates(params, found), update
+    assert config.num_moments() == plainly.num_moments() + 1

@@ -165,6 +165,12 @@ def read_arrays(
         if whole[0] not in known_layers:
             raise Unusable(f"{stored.path} has no layer {whole[0]}: {_REMEDY} (it has {', '.join(known_layers)})")
         if (found := saved.get(whole)) is None:
+            delays = [int(any("older" in array[1:] for array in arrays)) for arrays in (saved, wanted)]
+            if delays[0] != delays[1]:
+                raise Unusable(
+                    f"{stored.path} was saved with pipeline.delay {delays[0]} and is read with {delays[1]}: give "
+                    f"{delays[0]}, or start another run from it with init_from"
+                )
             raise Unusable(f"{stored.path} has no array {shown_name(whole)}: {_REMEDY}")
         axis, start, shape = found.taken(shard_named(name[0]))
         here = (np.dtype(spec.dtype).name, tuple(spec.shape))

@@ -60,7 +60,7 @@ def test_a_table_ranks_within_its_own_window() -> None:
     order = Ordering(schedule=table, delay=1).resolve(table.placement, table.graph)
     assert order.label == "1f1b as hint without a flush"
     assert (order.windows, order.footprints, order.foresight) == ((4, 3, 2, 1), None, None)
-    ended = simulate(order.arbiters(RULES), Costs(durations_ms=np.full((4, 8, 3), TASK_MS)), num_steps=6)
+    ended = simulate(order.arbiters(RULES), Costs(durations_ms=np.full((1, 4, 8, 3), TASK_MS)), num_steps=6)
     assert ended.step_ms[3] == pytest.approx(8 * 3 * TASK_MS)
 
 
