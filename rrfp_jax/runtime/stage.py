@@ -281,25 +281,30 @@ class ProgramStage:
         With a delay the step of ordinal n reads what the update of ordinal n - 2 left: the newest parameters until the
         update of the step before is launched, and from then on the older ones.
         """
-        held, version = self.states[chunk], self._versions.get(self._graph.holder(chunk))
-        ordinal = self._steps[step].ordinal
+        held = self.states[chunk]
+        if not self._versions:
+            return held.params, held.derived
+        version, ordinal = self._versions.get(self._graph.holder(chunk)), self._steps[step].ordinal
         if version is None or ordinal is None or version.num_updates < ordinal:
             return held.params, held.derived
         return version.older, version.derived
 
     def _sums(self, step: int, chunk: int) -> Any:
         """Returns the accumulators to which the tasks of a step add a chunk's gradients."""
-        version = self._versions.get(self._graph.holder(chunk))
-        if version is None or not (self._steps[step].ordinal or 0) % 2:
-            return self.states[chunk].accumulators
-        return version.accumulators
+        version = self._odd_version(step, chunk) if self._versions else None
+        return self.states[chunk].accumulators if version is None else version.accumulators
 
     def _keep_sums(self, step: int, chunk: int, sums: Any) -> None:
-        version = self._versions.get(self._graph.holder(chunk))
-        if version is None or not (self._steps[step].ordinal or 0) % 2:
+        version = self._odd_version(step, chunk) if self._versions else None
+        if version is None:
             self.states[chunk].accumulators = sums
         else:
             version.accumulators = sums
+
+    def _odd_version(self, step: int, chunk: int) -> _Version | None:
+        """Returns what has the accumulators of a step with an odd ordinal; None for other steps."""
+        is_odd = (self._steps[step].ordinal or 0) % 2
+        return self._versions.get(self._graph.holder(chunk)) if is_odd else None
 
     def _layers_before_reduction(self, step: int, chunk: int) -> Any:
         """Returns shared accumulators of a chunk of this stage; its R may be under way on another thread meanwhile."""

@@ -444,7 +444,7 @@ class OptimizerConfig:
     and spares vectors (norm scales). ``consistent_rms`` of Muon is the root mean square of the entries of an update, 0
     for the spectral norm ``sqrt(max(1, columns / rows))``; its ``adam_parameters`` are paths or globs of the matrices
     that it leaves to Adam. ``feedback`` applies twice an
-    update less the one before, which makes up for most of what ``pipeline.delay`` costs."""
+    update less the one before, which makes up for a part of what ``pipeline.delay`` costs."""
     schedule: str = COSINE
     """How the rate goes on after the warm-up: ``constant``, down by a ``cosine`` or ``linear``, or
     ``warmup-stable-decay``, at its peak until it goes down to the end."""
