@@ -19,7 +19,7 @@ step only checks its batch, copies it and submits it.
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,13 @@ from rrfp_jax.programs.chunk import (
 from rrfp_jax.programs.compiled import ChunkSizes
 from rrfp_jax.programs.compiling import CompileProgress
 from rrfp_jax.programs.model_graph import as_held, fitted_placement, model_graph, with_passes
-from rrfp_jax.programs.optimizers import check_elementwise, check_leafwise, of_whole_layers, with_standard_promotion
+from rrfp_jax.programs.optimizers import (
+    check_elementwise,
+    check_leafwise,
+    delayed,
+    of_whole_layers,
+    with_standard_promotion,
+)
 from rrfp_jax.programs.remat import Remat, remat_of_chunks
 from rrfp_jax.programs.shapes import checked_params, model_params, pick
 from rrfp_jax.programs.state import ChunkState
@@ -132,6 +138,13 @@ class Pipeline:
         self._hold = Hold()
         """The hold of the state that ``init`` or ``restore`` made last."""
         self.chunks, self.optimizer = check_chunks(chunks), of_whole_layers(with_standard_promotion(optimizer))
+        self._given_optimizer = optimizer
+        if updates.delay:
+            self.optimizer = delayed(self.optimizer)
+        if ordering.delay != updates.delay:
+            if ordering.delay:
+                raise ValueError("a delay changes what is learnt: give it as updates=UpdateRules(delay=1)")
+            ordering = replace(ordering, delay=updates.delay)
         self.placement = fitted_placement(self.chunks, placement, ordering.schedule)
         self._edges = None if edges is None else tuple(edges)
         self.ordering, self.updates, self.options = ordering, updates, options
@@ -158,6 +171,8 @@ class Pipeline:
         """This process's part in the run."""
         self.layout = self.process.layout
         check_operations(self._graph, self.process)
+        if updates.delay and (self.process.recovers or options.other_owners):
+            raise ValueError("steps that overlap (delay 1) do not survive lost ranks: leave out recovery, or the delay")
         if updates.deterministic:
             ordering.check_deterministic()
             require_determinism(jax.local_devices())
@@ -190,7 +205,7 @@ class Pipeline:
         """
         twin = Pipeline(
             self.chunks,
-            optimizer=self.optimizer,
+            optimizer=self._given_optimizer,
             placement=self.placement,
             edges=self._edges,
             process=self.process,
@@ -461,6 +476,8 @@ class Pipeline:
         """Raises ValueError where :meth:`verify` cannot be called: results need not have the same bits on all units."""
         if self._only_evaluates:
             raise ValueError("the pipeline was made to evaluate alone, with trains=False: it has nothing to verify")
+        if self.updates.delay:
+            raise ValueError("steps that overlap (delay 1) cannot be verified: leave verifications or the delay out")
         if self._graph.passes and not self.updates.deterministic:
             raise ValueError(
                 "passes of one chunk, such as slices of a sequence, add up their gradients in any order, so that bits "
@@ -540,7 +557,9 @@ class Pipeline:
     def _make_room(self) -> None:
         """Wait until one more step may be enqueued."""
         # Steps that have ended leave too: the failure of one is raised by the next call, not by the one after it.
-        while self._enqueued and (len(self._enqueued) >= _MAX_STEPS_ENQUEUED or self._enqueued[0].done()):
+        while self._enqueued and (
+            len(self._enqueued) >= _MAX_STEPS_ENQUEUED + self.updates.delay or self._enqueued[0].done()
+        ):
             self._wait_for_oldest()
 
     def _absent(

@@ -16,7 +16,7 @@ def make_pipeline(chunks: Sequence[Any], **options: Any) -> Any:
 
     records = {
         name: record(**take(options, *(field.name for field in fields(record))))  # type: ignore[arg-type]
-        for name, record in (("ordering", Ordering), ("updates", UpdateRules), ("options", RuntimeOptions))
+        for name, record in (("updates", UpdateRules), ("ordering", Ordering), ("options", RuntimeOptions))
     }
     degrees = take(options, "data", "tensor", "mesh", "replicas")
     if degrees:

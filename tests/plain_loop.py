@@ -30,12 +30,15 @@ def train_plainly(
     norms: list[float] | None = None,
     means: list[dict[str, float]] | None = None,
     seed: int | None = None,
+    delay: int = 0,
+    left_out: Collection[int] = (),
 ) -> tuple[list[float], dict[str, Any]]:
     """Train on ``batches`` and return the losses and the final parameters by layer name.
 
     ``inputs_of(outputs, chunk)`` says what a chunk reads of the outputs of the chunks before it; the layers ``frozen``
     are constants; ``norms`` gets the norm of every step's gradients, ``means`` its named sums over its weight; chunks
-    that read random keys get those of ``seed``.
+    that read random keys get those of ``seed``. The gradients of a step are those at the parameters before the last
+    ``delay`` updates. The updates of the steps ``left_out`` do not take place.
     """
     layers = [list(jax.eval_shape(chunk.init, jax.random.key(0))) for chunk in chunks]
     if clip_norm is not None:
@@ -61,15 +64,18 @@ def train_plainly(
     constant = jax.tree.map(jnp.asarray, {name: params.pop(name) for name in frozen})
 
     @jax.jit
-    def step(params: Any, state: Any, batch: Any, number: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: mean_loss({**p, **constant}, batch, number), has_aux=True)(params)
+    def step(params: Any, older: Any, state: Any, batch: Any, number: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: mean_loss({**p, **constant}, batch, number), has_aux=True)(older)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss, optax.tree.norm(grads)
 
     state = optimizer.init(params)
-    losses = []
+    losses, versions = [], [params] * (delay + 1)
     for number, batch in enumerate(batches):
-        params, state, (loss, means_of_step), norm = step(params, state, batch, jnp.uint32(number))
+        updated, new_state, (loss, means_of_step), norm = step(params, versions[0], state, batch, jnp.uint32(number))
+        if number not in left_out:
+            params, state = updated, new_state
+        versions = [*versions[1:], params]
         losses.append(float(loss))
         if norms is not None:
             norms.append(float(norm))

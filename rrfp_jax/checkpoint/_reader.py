@@ -136,6 +136,17 @@ def check_layers(stored: StoredStep, layers: Iterable[str]) -> None:
             raise Unusable(f"{stored.path} has layer {extra[0]}, which this run's model does not have: {_REMEDY}")
 
 
+def _other_delay(stored: StoredStep, saved: Iterable[ArrayName], wanted: Iterable[ArrayName]) -> str | None:
+    """Returns in words that a step was saved by a run whose updates had another delay; None where it was not."""
+    was, now = (int(any("older" in name[1:] for name in names)) for names in (saved, wanted))
+    if was == now:
+        return None
+    return (
+        f"{stored.path} was saved with pipeline.delay {was} and is read with {now}: give {was}, or start another run "
+        "from it with init_from"
+    )
+
+
 def read_arrays(
     stored: StoredStep, specs: Mapping[ArrayName, Any], *, as_stored: bool = True
 ) -> dict[ArrayName, jax.Array]:
@@ -165,7 +176,9 @@ def read_arrays(
         if whole[0] not in known_layers:
             raise Unusable(f"{stored.path} has no layer {whole[0]}: {_REMEDY} (it has {', '.join(known_layers)})")
         if (found := saved.get(whole)) is None:
-            raise Unusable(f"{stored.path} has no array {shown_name(whole)}: {_REMEDY}")
+            raise Unusable(
+                _other_delay(stored, saved, wanted) or f"{stored.path} has no array {shown_name(whole)}: {_REMEDY}"
+            )
         axis, start, shape = found.taken(shard_named(name[0]))
         here = (np.dtype(spec.dtype).name, tuple(spec.shape))
         is_own = found.pieces[0].path.is_relative_to(stored.path)

@@ -36,6 +36,7 @@ from rrfp_jax.training.run_directory import CONFIG
 _NO_ORDER: dict[str, Any] = {
     **dict.fromkeys(f"pipeline.{key}" for key in ("schedule", "hint", "window", "backward", "offload", "recompute")),
     "pipeline.consume": "foresight",
+    "pipeline.delay": 0,
     "pipeline.remat": "none",
     "optimizer.shard": False,
 }

@@ -160,6 +160,8 @@ class StageArbiter:
     rules: StepRules
     consumption: Consumption
     evaluates: bool
+    _end_waits = False
+    """Whether R and U wait for the end of the step before, which is under way too (:mod:`rrfp_jax.core.overlap`)."""
 
     def __init__(self, setup: StageSetup) -> None:
         self.setup, self.placement, self.stage = setup, setup.placement, setup.stage
@@ -333,6 +335,11 @@ class StageArbiter:
         foresight = self._foresight or self._resting
         return None if foresight is None else foresight.estimates()
 
+    def may_start(self, step: int, *, evaluates: bool = False) -> bool:
+        """Returns whether the next step may start: the one before it has ended."""
+        del step, evaluates
+        return not self.is_active
+
     # -- events --------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -393,7 +400,7 @@ class StageArbiter:
             self._early[event.step] = (*self._early.get(event.step, ()), event)
             self._pending.early.get(event.step, set()).discard(event.message)
             return False
-        if self.is_active or (self.step is not None and event.step != self.step + 1):
+        if self.is_active or (self.step is not None and event.step != self.step + 1 + self.setup.delay):
             when = "within" if self.is_active else "after"
             raise IllegalTransition(f"stage {self.stage}: step {event.step} was started {when} step {self.step}")
         self._start_step(event, out)
@@ -429,7 +436,7 @@ class StageArbiter:
         self._begin(prepared)
         self._prepared = self._training.full
         for node, needs in enumerate(self._ranked.plan.needs):
-            if not needs:
+            if not needs and not self._waiting[node]:
                 self._make_ready(node, out)
         for early in self._early.pop(event.step, ()):
             self._arrive(early, out)

@@ -96,6 +96,8 @@ def _waiting_of(arbiter: "StageArbiter", node: int) -> Waiting:
             if left != FINISHED and not (left == DUE and follows):
                 local.append(plan.name(prerequisite))
     microbatch = plan.tasks[node].microbatch if node < len(plan.tasks) else -1
+    if arbiter._end_waits and node < len(plan.tasks) and microbatch < 0:
+        local.append("the end of the step before")
     return Waiting(plan.name(node), microbatch, tuple(messages), tuple(local))
 
 
@@ -244,6 +246,9 @@ def _check_counts(arbiter: "StageArbiter") -> None:
         if left != FINISHED:
             for dependent in plan.dependents[node] if left != DUE else end_followers(plan, plan.dependents[node]):
                 missing[dependent] += 1
+    if arbiter._end_waits:
+        for node, task in plan.present():
+            missing[node] += task.microbatch < 0
     awaiting = dict.fromkeys(arbiter._pending.awaiting, 0)
     for number in plan.arrivals.values():
         node = plan.awaited_by[number]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate, islice
+from typing import cast
 
 from rrfp_jax.byte_sizes import parse_bytes
 from rrfp_jax.core.arbiter import StageArbiter
@@ -18,6 +19,7 @@ from rrfp_jax.core.foresight import ForesightRules
 from rrfp_jax.core.groups import GroupProtocol, group_arbiter
 from rrfp_jax.core.hints import BFW, HINTS, SCHEDULE, Consumption, hint_by_name, ready, schedule_hint, strict
 from rrfp_jax.core.memory import AheadBound, check_windows, memory_changes, turns_of_table
+from rrfp_jax.core.overlap import OverlappedArbiter
 from rrfp_jax.core.plan import StepRules
 from rrfp_jax.core.replicas import replicated_graph, replicated_placement, replicated_table
 from rrfp_jax.core.stage_setup import EVALUATION, OtherRows, StageSetup, outputs_ahead
@@ -99,6 +101,8 @@ class Order:
     by all of them. None under strict consumption."""
     shares: tuple[int, ...] = ()
     """One per stage: the number of replicas whose microbatches it runs, where some lack the stage; empty: one each."""
+    delay: int = 0
+    """How many updates the weights of a step lack: with 1, a stage has two steps under way."""
     table_for: Callable[[int], ScheduleTable | None] = field(default=lambda _: None, compare=False)
     """Returns one replica's table for another number of microbatches, for steps in which owners change; None: there is
     none, or no table ranks the tasks."""
@@ -167,7 +171,7 @@ class Order:
                 stage,
                 consumption=self.consumptions[stage],
                 # A step in which a unit owns more than its share holds no more than the others.
-                window=min(self.windows[stage], share * (self.shares[stage] if self.shares else 1)),
+                window=min(self.windows[stage], share * (1 + self.delay) * (self.shares[stage] if self.shares else 1)),
                 capacity=None if self.capacities is None else self.capacities[stage],
                 rules=rules,
                 certain_ahead=certain_ahead,
@@ -176,9 +180,15 @@ class Order:
                 read_ahead=tuple(b for b in ahead if self.placement.stage_of_chunk[b.chunk] == stage),
                 evaluation_batches=evaluation_batches,
                 other_rows=OtherRows(partial(self._other_row, stage)),
+                delay=self.delay,
             )
             for stage in wanted
         }
+        if self.delay:
+            if any(number > 1 for _, number in wanted.values()):
+                raise ValueError("steps that overlap are for stages of one process: give every stage one process")
+            # They are used alike, and have no state in common that a class could hold.
+            return [cast(StageArbiter, OverlappedArbiter(setups[stage])) for stage in wanted]
         return [group_arbiter(protocol, setups[stage], *of_group) for stage, of_group in wanted.items()]
 
     def _other_row(self, unit: int, number: int) -> tuple[Task, ...] | None:
@@ -272,6 +282,9 @@ class Ordering:
     read_ahead: int | None = None
     """How many microbatches a chunk that runs F only may have produced that others have not taken yet. None: twice as
     many as the stages that read it may hold. Strict consumption goes as far ahead as its table does."""
+    delay: int = 0
+    """How many updates the weights of a step lack. With 1, the tasks of the next step fill the end of a step
+    (:mod:`rrfp_jax.core.overlap`); a table then ranks without footprint and foresight, and the window is its peak."""
     ops: tuple[Op, ...] = ()
     """Operations of a pipeline that no table orders; a table brings its own
     (:func:`rrfp_jax.schedules.table`)."""
@@ -281,6 +294,13 @@ class Ordering:
         check_words(self.consume, self.hint, self.backward, has_schedule=self.schedule is not None)
         _check_guidance(self.footprint, self.foresight, is_guided=self.is_guided)
         _check_read_ahead(self.read_ahead, self.consume)
+        if self.delay not in (0, 1):
+            raise ValueError(f"delay is {self.delay}: give 0, or 1 for steps that overlap")
+        if self.delay and (self.consume == STRICT or self.footprint or self.foresight):
+            raise ValueError(
+                f"steps that overlap (delay {self.delay}) go by readiness within a window: leave out consume {STRICT}, "
+                "footprint and foresight"
+            )
         if self.ops and self.follows_table:
             raise ValueError("ops are for pipelines that no table orders: put them into the table, with_operations")
         if any(op.waits for op in self.ops):
@@ -361,6 +381,8 @@ class Ordering:
             label = f"{hint} on {self.schedule.name}"
         else:
             label = f"{self.schedule.name} {'as hint' if self._foresight() is None else 'with foresight'}"
+        if self.delay:
+            label += " without a flush"
         table = None if self._table is None else replicated_table(self._table, num_replicas)
         footprints = self._footprints(placement, graph, num_replicas)
         order = Order(
@@ -373,6 +395,7 @@ class Ordering:
             is_bf=self.consume == READY and hint in ("bf", BFW.name),
             foresight=self._foresight(),
             footprints=footprints,
+            delay=self.delay,
             table_for=lru_cache(maxsize=8)(self._table_for),
         )
         return order if self.consume == STRICT else replace(order, read_ahead=read_ahead_of(order, self.read_ahead))
@@ -399,7 +422,7 @@ class Ordering:
     @property
     def has_footprint(self) -> bool:
         """Whether the table's own activations bound the stage's memory, in place of the window."""
-        return self.is_guided and self.footprint is not False
+        return self.is_guided and self.footprint is not False and not self.delay
 
     @property
     def _keeps_to_table(self) -> bool:
@@ -407,7 +430,7 @@ class Ordering:
         return self.follows_table and (self.consume == STRICT or self.has_footprint)
 
     def _foresight(self) -> ForesightRules | None:
-        if not self.is_guided or self.foresight is False:
+        if not self.is_guided or self.foresight is False or self.delay:
             return None
         return self.foresight if isinstance(self.foresight, ForesightRules) else ForesightRules()
 
@@ -483,4 +506,6 @@ class Ordering:
                 return self.schedule.peak_in_flight()
             if not self.schedule.graph.ops:  # a footprint heeds what these move
                 self.schedule.check_window(self.window)
+        if self.delay and self.window is None and self.is_guided and self.schedule is not None:
+            return self.schedule.peak_in_flight()
         return check_windows(DEFAULT_WINDOW if self.window is None else self.window, num_stages)

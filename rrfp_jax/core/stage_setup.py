@@ -116,8 +116,12 @@ class StageSetup:
     """The rows of the hint's table for steps in which the stage owns another number of microbatches."""
     owners: StepOwners | None = None
     """The owners of the microbatches, where these are not the blocks of every replica."""
+    delay: int = 0
+    """How many updates the weights of a step lack; 1: two steps may be under way (:mod:`rrfp_jax.core.overlap`)."""
 
     def __post_init__(self) -> None:
+        if self.delay:
+            self._check_delay()
         has_row = not self.consumption.is_strict and self.consumption.hint.row is not None
         moves_memory = bool(self.graph.ops) and self.graph.operations.moves_memory
         has_order = has_row or moves_memory or self.owners is not None
@@ -135,6 +139,24 @@ class StageSetup:
             if bound.chunk not in self.placement.chunks_of_stage[self.stage]:
                 raise ValueError(f"chunk {bound.chunk}, whose read-ahead is bounded, is not on stage {self.stage}")
             bound.check(self.graph)
+
+    def _check_delay(self) -> None:
+        if self.delay != 1:
+            raise ValueError(f"delay is {self.delay}: at most one more step may be under way; give 0 or 1")
+        refused = {
+            "strict consumption, which keeps to the tasks of one step": self.consumption.is_strict,
+            "a footprint, which counts the memory of one step": self.footprint is not None,
+            "a window in bytes": self.capacity is not None,
+            "foresight, which waits for tasks of one step": self.foresight is not None,
+            "chunks that run F only, such as frozen encoders, whose read-ahead is bounded": bool(self.read_ahead),
+            "operations beside compute": bool(self.graph.ops),
+            "microbatches with other owners": self.owners is not None,
+        }
+        for what, is_asked in refused.items():
+            if is_asked:
+                raise ValueError(
+                    f"steps that overlap (delay {self.delay}) do not go with {what}: leave out one of them"
+                )
 
     def evaluating(self) -> "StageSetup":
         """Returns the setup that the stage follows while it evaluates."""

@@ -290,6 +290,7 @@ def window_of_bytes(num_bytes: int, per_microbatch: int, stage: int, num_microba
 def forecast_memory(order: Order, sizes: Mapping[int, ChunkBytes], num_microbatches: int) -> list[StageForecast]:
     """Returns the predicted peak of every stage; ``num_microbatches`` is a replica's share."""
     graph, table, found = order.graph, order.table, []
+    num_microbatches *= 1 + order.delay  # of two steps, where they overlap
     moving = graph.operations.unit if graph.ops else 1  # Parts of an activation that move are counted as whole ones.
     for stage, chunks in enumerate(order.placement.chunks_of_stage):
         # The tasks of the stage in the very order in which it computes them, where it keeps to one.
@@ -424,7 +425,7 @@ def reaches(order: Order, stage: int) -> tuple[Reach, ...]:
     one footprint bounds are taken together."""
     graph, places, numbers = order.graph, dict[tuple[int, bool], list[int]](), list[int]()
     for place, chunk in enumerate(order.placement.chunks_of_stage[stage]):
-        sources, number = graph.predecessors(chunk), graph.num_microbatches
+        sources, number = graph.predecessors(chunk), graph.num_microbatches * (1 + order.delay)
         together = chunk, False
         # The stages that feed the chunk hold the activations that are there, if they get a gradient back.
         returns = set(sources) <= set(graph.gradient_predecessors(chunk))

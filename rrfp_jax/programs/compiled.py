@@ -30,6 +30,7 @@ from rrfp_jax.programs.chunk import Chunk, Params, as_evaluated, check_seed, tra
 from rrfp_jax.programs.chunk_plan import ChunkPlan, WeightResidualBytes, naming_chunk
 from rrfp_jax.programs.compiling import compile_program, count_programs
 from rrfp_jax.programs.microbatch_programs import KindPrograms, MicrobatchPrograms, compile_for_kind
+from rrfp_jax.programs.optimizers import DelayedState
 from rrfp_jax.programs.program_text import memory_of
 from rrfp_jax.programs.sameness import ProgramStore
 from rrfp_jax.programs.shapes import ChunkShapes, Specs, accumulator_spec, num_bytes, part_of, pick
@@ -331,11 +332,13 @@ class CompiledChunk:
             return num_bytes(spread(specs, all_passing(self.sharding, specs)))
 
         state = (self.updates.state_specs, () if stage is None else stage.state_specs)
+        # With a delay two steps are under way, each with its gradients and with values of its parameters.
+        steps = 2 if any(isinstance(part, DelayedState) for part in self.updates.state_specs) else 1
         return ChunkSizes(
             params_bytes=holds * num_bytes(self._params),
-            accumulators_bytes=holds * num_bytes(self._sums),
+            accumulators_bytes=holds * steps * num_bytes(self._sums),
             optimizer_bytes=holds * num_bytes(state),
-            derived_bytes=holds * num_bytes(self._derived.specs),
+            derived_bytes=holds * steps * num_bytes(self._derived.specs),
             zeros_bytes=sum(each.zeros_bytes for each in self.variants),
             inputs_bytes=passing_bytes(arriving),
             outputs_bytes=passing_bytes(variant.shapes.outputs),

@@ -79,6 +79,32 @@ def of_whole_layers(optimizer: optax.GradientTransformation) -> optax.GradientTr
     return optax.GradientTransformation(init, update)
 
 
+class DelayedState(NamedTuple):
+    """The state of an optimizer whose gradients are taken at the parameters before its last update."""
+
+    inner: Any
+    """State of the optimizer itself."""
+    older: Any
+    """The parameters as they were before the last update, at which the next step takes its gradients."""
+
+
+def delayed(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the optimizer with a state that also holds the parameters before the last update.
+
+    The update itself is the optimizer's own, applied to the newest parameters. The older ones are part of the state, so
+    that checkpoints, shardings and forecasts of memory know them like any moment of the gradients.
+    """
+
+    def init(params: Any) -> DelayedState:
+        return DelayedState(optimizer.init(params), jax.tree.map(jnp.copy, params))
+
+    def update(gradients: Any, state: DelayedState, params: Any = None) -> tuple[Any, DelayedState]:
+        updates, inner = optimizer.update(gradients, state.inner, params)
+        return updates, DelayedState(inner, params)
+
+    return optax.GradientTransformation(init, update)
+
+
 class _Trace(NamedTuple):
     """An optimizer as two jaxprs over flat leaves, with the shapes of its state before and after an update."""
 

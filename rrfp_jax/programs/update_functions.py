@@ -44,6 +44,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from rrfp_jax.programs.chunk import Chunk
 from rrfp_jax.programs.jaxprs import called_jaxpr, open_jaxpr
+from rrfp_jax.programs.optimizers import DelayedState
 from rrfp_jax.programs.pieces import GradientPiece, PieceLayout, in_rows
 from rrfp_jax.programs.shapes import Specs, holders, pick, spec_of
 from rrfp_jax.programs.shardings import DATA, WHOLE, axes_at, axes_of_spec
@@ -181,7 +182,8 @@ def update_function(
     """Returns ``update(params, optimizer_state, accumulators, scale, apply)``, which returns the first three anew.
 
     Gradients are ``accumulators * scale`` in the dtype of the parameters; accumulators come back as zeros. Where
-    ``apply`` is False, parameters and state come back bit for bit, whatever the accumulators hold. ``sign_rates`` are
+    ``apply`` is False, parameters and state come back bit for bit, whatever the accumulators hold, but for the older
+    parameters of a :class:`DelayedState`, which are those given. ``sign_rates`` are
     those of the chunk: the optimizer sees zeros for the gradients of these parameters, and its updates of them are
     left out.
     """
@@ -198,12 +200,14 @@ def update_function(
         if sign_rates:
             grads = jax.tree.map_with_path(lambda at, g: g if rate_of(at) is None else jnp.zeros_like(g), grads)
         updates, new_state = optimizer.update(grads, state, params)
-        new_params = optax.apply_updates(params, updates)
+        new_params, before = optax.apply_updates(params, updates), params
         if sign_rates:
             new_params = jax.tree.map_with_path(by_sign, new_params, params, accumulators)
         params, state = jax.tree.map(
             lambda new, old: jax.lax.select(apply, new, old), (new_params, new_state), (params, state)
         )
+        if isinstance(state, DelayedState):  # The next step has one update less than this, also one that is left out.
+            state = state._replace(older=before)
         return params, state, jax.tree.map(jnp.zeros_like, accumulators)
 
     return update

@@ -92,10 +92,11 @@ class StageActor:
         self._start_coming()
 
     def _start_coming(self) -> None:
-        if self._coming and not self.arbiter.is_active:
+        while self._coming and self.arbiter.may_start(self._coming[0][0], evaluates=self._coming[0][1].evaluates):
             step, plan = self._coming.popleft()
             time_s = time.perf_counter()
-            self._recorder.begin(step, time_s)
+            if not self.arbiter.is_active:
+                self._recorder.begin(step, time_s)
             self.arbiter.prepare(plan)
             self._handle(StepStarted(step, time_s, plan.absent, plan.weights, plan.evaluates, plan.owners))
 
@@ -171,6 +172,8 @@ class StageActor:
             self._recorder.end(time_s)
             outcome, looks_ahead = self.executor.finish(step), self.arbiter.looks_ahead
             self._runtime.steps.stage_ended(self.stage, step, outcome, self._recorder.take(), looks_ahead=looks_ahead)
+            if self.arbiter.is_active:  # The next step is under way already.
+                self._recorder.begin(step + 1, time_s)
 
     def _hand_over(self, instruction: RunTask) -> None:
         """Hands a task to the thread of its lane, perhaps ahead of inputs that other stages here are about to

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from rrfp_jax.bounded_text import shown
 from rrfp_jax.core import Estimates, Event, FinishStep, Instruction, RunTask, StageArbiter
+from rrfp_jax.core.overlap import OverlappedArbiter
 from rrfp_jax.core.snapshot import SavedArbiter, save_arbiter
 from rrfp_jax.observe.output_files import replacing
 from rrfp_jax.record_files import parse_json, read_record
@@ -67,16 +68,21 @@ def open_segment(arbiter: StageArbiter, segment: Segment) -> StageArbiter:
 
 
 class EventLog:
-    """The newest ``max_segments`` segments of one stage."""
+    """The newest ``max_segments`` segments of one stage; none where steps overlap, since the stage is never idle
+    then."""
 
-    def __init__(self, arbiter: StageArbiter, max_segments: int) -> None:
+    def __init__(self, arbiter: StageArbiter | OverlappedArbiter, max_segments: int) -> None:
+        self.segments: deque[Segment] = deque(maxlen=max_segments)
+        if isinstance(arbiter, OverlappedArbiter):
+            return
         self._arbiter, self.arbiter = arbiter, arbiter.fresh(None)
         """The stage's own arbiter, and one made like it that is never driven."""
-        self.segments: deque[Segment] = deque(maxlen=max_segments)
         self._open(arbiter.step, [])
 
     def append(self, event: Event, instructions: list[Instruction]) -> None:
         """Logs an event and its answer; the end of a step opens the next segment."""
+        if not self.segments:
+            return
         self.entries.append((event, instructions))
         if instructions and isinstance(instructions[-1], FinishStep):
             ended = instructions[-1].step
@@ -123,7 +129,7 @@ class StageRecorder:
             self._reason = reason
 
     def take(self) -> Timeline:
-        """Returns the records so far and begins anew."""
+        """Returns the records so far and begins anew. Where steps overlap, they are those of a period."""
         taken = self._timeline
         self._timeline = Timeline(taken.num_stages)
         return taken

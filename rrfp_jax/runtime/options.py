@@ -31,9 +31,20 @@ class UpdateRules:
     """The way in which replicas add up their gradients: ``auto``, ``messages`` or ``collective``. With ``messages``
     each unit must lie in one process; a sharded optimizer state is cut by whole arrays, and two replicas hold each."""
 
+    delay: int = 0
+    """With 1, a step takes its gradients at the parameters before the last update, so that the tasks of the next step
+    fill the end of each (:mod:`rrfp_jax.core.overlap`). That changes what is learnt; 0: every step flushes."""
+
     def __post_init__(self) -> None:
         check_types(self)
         check_clip_norm(self.clip_norm)
+        if self.delay not in (0, 1):
+            raise ValueError(f"delay is {self.delay}: give 0, or 1 for steps that overlap")
+        if self.delay and (self.shard_optimizer or self.reduce == ReduceWay.MESSAGES):
+            raise ValueError(
+                f"steps that overlap (delay {self.delay}) share no optimizer state and do not add up by messages: "
+                "leave out shard_optimizer, and reduce messages"
+            )
         if self.reduce not in tuple(ReduceWay):
             raise ValueError(f"reduce is {self.reduce!r}: give {', '.join(ReduceWay)}")
 

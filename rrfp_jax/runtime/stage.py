@@ -28,7 +28,7 @@ from rrfp_jax.programs.chunk import Loss
 from rrfp_jax.programs.compiled import CompiledChunk
 from rrfp_jax.programs.microbatch_programs import MicrobatchPrograms
 from rrfp_jax.programs.shapes import loss_of, part_of
-from rrfp_jax.programs.state import ChunkState
+from rrfp_jax.programs.state import ChunkState, overlaid
 from rrfp_jax.runtime.consistency import GRADIENTS, INPUT_GRADIENTS, OUTPUTS, ResultSum, begin_sum
 from rrfp_jax.runtime.control_plane import StopRequests
 from rrfp_jax.runtime.failure import TransportFailed
@@ -68,9 +68,30 @@ class _Step:
     sums: list[tuple[int, TaskKind, int, Callable[[], int]]] = field(default_factory=list)
     """In a step that verifies, for each result of a task: which one, the task's kind, the chunk's base number, and a
     function that returns the sum of its bits. Appended by the compute thread alone."""
+    ordinal: int | None = None
+    """How many steps that train the stage has begun before this one; None for a step that trains nothing."""
     verdict: Verdict | None = None
     updated: set[int] = field(default_factory=set)
     """Chunks whose U was launched."""
+
+
+@dataclass
+class _Version:
+    """What a chunk has twice where two steps are under way, beside the newest parameters and one step's gradients."""
+
+    older: Any
+    """The parameters before the last update."""
+    derived: tuple[Any, ...] | None
+    """Values that the compiled programs derive from them."""
+    accumulators: Any
+    """Gradients of steps with an odd ordinal."""
+    num_updates: int = 0
+    """How many updates have been launched."""
+
+
+def _older_params(held: ChunkState) -> Any:
+    """Returns a chunk's parameters before the last update; those that do not train are the newest ones."""
+    return overlaid(held.params, [part.older for part in held.optimizer_state])
 
 
 class _Enqueued(NamedTuple):
@@ -170,11 +191,24 @@ class ProgramStage:
         """By chunk, a dictionary in which operations keep values from task to task."""
         for chunk, held in states.items():
             held.derived = self._programs[chunk].prepare(held.params)
+        self._num_trained = 0
+        """How many steps that train have begun."""
+        self._versions: dict[int, _Version] = {}
+        """With a delay, what belongs to a second step, by the number of a chunk that trains."""
+        for chunk, held in states.items() if update_rules.delay else ():
+            if held.optimizer_state:
+                older = _older_params(held)
+                derived = self._programs[chunk].prepare(older)
+                self._versions[chunk] = _Version(older, derived, self._programs[chunk].zeros())
 
     # -- in the serial executor --------------------------------------------------------------------------------------
 
     def begin(self, step: int, batch: StepBatch, graph: PipelineGraph) -> None:
-        self._steps[step] = _Step(graph, batch, *report_tree(graph, self._placement, self._stage, self._tree_degree))
+        state = _Step(graph, batch, *report_tree(graph, self._placement, self._stage, self._tree_degree))
+        if any(map(graph.updates, range(graph.num_chunks))):
+            state.ordinal = self._num_trained
+            self._num_trained += 1
+        self._steps[step] = state
         self._mailbox.begin(step)
         if self._exchange is not None:
             self._exchange.begin(step, graph)
@@ -241,9 +275,40 @@ class ProgramStage:
         if state.batch.verifies:
             state.sums.append((result, kind, self._copies.base(chunk), begin_sum(values)))
 
+    def _weights(self, step: int, chunk: int) -> tuple[Any, Any]:
+        """Returns the parameters that a step reads, and the values derived from them.
+
+        With a delay the step of ordinal n reads what the update of ordinal n - 2 left: the newest parameters until the
+        update of the step before is launched, and from then on the older ones.
+        """
+        held = self.states[chunk]
+        if not self._versions:
+            return held.params, held.derived
+        version, ordinal = self._versions.get(self._graph.holder(chunk)), self._steps[step].ordinal
+        if version is None or ordinal is None or version.num_updates < ordinal:
+            return held.params, held.derived
+        return version.older, version.derived
+
+    def _sums(self, step: int, chunk: int) -> Any:
+        """Returns the accumulators to which the tasks of a step add a chunk's gradients."""
+        version = self._odd_version(step, chunk) if self._versions else None
+        return self.states[chunk].accumulators if version is None else version.accumulators
+
+    def _keep_sums(self, step: int, chunk: int, sums: Any) -> None:
+        version = self._odd_version(step, chunk) if self._versions else None
+        if version is None:
+            self.states[chunk].accumulators = sums
+        else:
+            version.accumulators = sums
+
+    def _odd_version(self, step: int, chunk: int) -> _Version | None:
+        """Returns what has the accumulators of a step with an odd ordinal; None for other steps."""
+        is_odd = (self._steps[step].ordinal or 0) % 2
+        return self._versions.get(self._graph.holder(chunk)) if is_odd else None
+
     def _layers_before_reduction(self, step: int, chunk: int) -> Any:
         """Returns shared accumulators of a chunk of this stage; its R may be under way on another thread meanwhile."""
-        now = self._programs[chunk].shared_layers(self.states[chunk].accumulators)
+        now = self._programs[chunk].shared_layers(self._sums(step, chunk))
         return self._steps[step].shared_layers.get(chunk, now)
 
     def _report(self, step: int) -> dict[str, bytes]:
@@ -432,7 +497,7 @@ class ProgramStage:
     # -- F, B, I and W -----------------------------------------------------------------------------------------------
 
     def _forward(self, step: int, chunk: int, microbatch: int, inputs: tuple[Any, ...]) -> _Enqueued:
-        state, held = self._steps[step], self.states[chunk]
+        state, (params, derived) = self._steps[step], self._weights(step, chunk)
         graph, programs = state.graph, self._programs_of(step, chunk, microbatch)
         placed = None if self._leaves_ahead is None else self._leaves_ahead.take(chunk, (step, microbatch))
         leaves = placed or {name: state.batch.leaves[name][microbatch] for name in programs.leaves}
@@ -442,11 +507,11 @@ class ProgramStage:
         for op in self._keep_inputs if graph.ops else ():
             if op.exists(chunk, microbatch):
                 task = Task(TaskKind(op.letter), chunk, microbatch)
-                state.forwards[task] = lambda: programs.forward(held.params, *read, derived=held.derived)
+                state.forwards[task] = lambda: programs.forward(params, *read, derived=derived)
         if graph.ops and self._is_remade(chunk, microbatch):
-            outputs = programs.outputs(held.params, *read, derived=held.derived)
+            outputs = programs.outputs(params, *read, derived=derived)
         else:
-            outputs, stash = programs.forward(held.params, *read, derived=held.derived)
+            outputs, stash = programs.forward(params, *read, derived=derived)
             if graph.has_backward(chunk):
                 state.stashes[chunk, microbatch] = stash
         self._add_up(step, OUTPUTS, TaskKind.F, chunk, outputs)
@@ -469,20 +534,22 @@ class ProgramStage:
         self, step: int, chunk: int, microbatch: int, output_grads: tuple[Any, ...], *, is_split: bool
     ) -> _Enqueued:
         """Launches B, or I alone (``is_split``), which leaves residuals to W."""
-        state, held, programs = self._steps[step], self.states[chunk], self._programs_of(step, chunk, microbatch)
+        state, programs = self._steps[step], self._programs_of(step, chunk, microbatch)
+        params, derived = self._weights(step, chunk)
         graph, stash = state.graph, state.stashes.pop((chunk, microbatch))
         awaited: Any
         if is_split:
-            input_grads, residuals = programs.input_gradient(held.params, stash, output_grads, derived=held.derived)
+            input_grads, residuals = programs.input_gradient(params, stash, output_grads, derived=derived)
             if graph.trains(chunk):
                 state.weight_residuals[chunk, microbatch] = residuals
             awaited = input_grads, residuals
         else:
             if self._exchange is not None and graph.trains(chunk):
                 self._exchange.turn_to(step, graph.holder(chunk), microbatch)
-            input_grads, held.accumulators, awaited = programs.backward(
-                held.params, stash, output_grads, held.accumulators, derived=held.derived
+            input_grads, sums, awaited = programs.backward(
+                params, stash, output_grads, self._sums(step, chunk), derived=derived
             )
+            self._keep_sums(step, chunk, sums)
         kind = TaskKind.I if is_split else TaskKind.B
         self._add_up(step, INPUT_GRADIENTS, kind, chunk, input_grads)
         # A microbatch may skip a predecessor, which then gets no gradient.
@@ -497,18 +564,17 @@ class ProgramStage:
         return _Enqueued(awaited, posts)
 
     def _weight_gradient(self, step: int, chunk: int, microbatch: int) -> _Enqueued:
-        programs, held = self._programs_of(step, chunk, microbatch), self.states[chunk]
+        programs, (params, derived) = self._programs_of(step, chunk, microbatch), self._weights(step, chunk)
         residuals = self._steps[step].weight_residuals.pop((chunk, microbatch))
         if self._exchange is not None:
             self._exchange.turn_to(step, self._graph.holder(chunk), microbatch)
-        held.accumulators, done = programs.weight_gradient(
-            held.params, residuals, held.accumulators, derived=held.derived
-        )
+        sums, done = programs.weight_gradient(params, residuals, self._sums(step, chunk), derived=derived)
+        self._keep_sums(step, chunk, sums)
         return self._with_pieces(step, chunk, done, [])
 
     def _with_pieces(self, step: int, chunk: int, awaited: Any, posts: list[tuple[Message, Any]]) -> _Enqueued:
         """Returns the rest of a task that has added to the gradients of a chunk: the last one sends their pieces."""
-        self._add_up(step, GRADIENTS, self._graph.accumulating_kind(chunk), chunk, self.states[chunk].accumulators)
+        self._add_up(step, GRADIENTS, self._graph.accumulating_kind(chunk), chunk, self._sums(step, chunk))
         pieces = [] if self._exchange is None else self._exchange.added(step, self._graph.holder(chunk))
         return _Enqueued((awaited, [value for _, value in pieces]), [*posts, *pieces])
 
@@ -548,7 +614,7 @@ class ProgramStage:
             return _Enqueued(awaited, posts, record=partial(state.squared_norms.extend, found))
         shared: tuple[Any, ...] = ()
         if len(tied := self._copies.of_replica(self._graph.sharing(chunk), self._replica)) > 1:
-            state.shared_layers[chunk] = programs.shared_layers(held.accumulators)
+            state.shared_layers[chunk] = programs.shared_layers(self._sums(step, chunk))
             shared = tuple(
                 self._layers_before_reduction(step, other)
                 if other in self._programs
@@ -557,12 +623,13 @@ class ProgramStage:
             )
         if self._replicas is None:
             own = (held.optimizer_state,) if held.optimizer_state else ()  # A chunk that does not train has none.
-            held.accumulators, norm = programs.updates.reduce(held.accumulators, shared, *own)
+            sums, norm = programs.updates.reduce(self._sums(step, chunk), shared, *own)
         else:
             base = self._copies.base(chunk)
-            held.accumulators, norm = self._replicas.reduce(
-                step, base, self._replica, held.accumulators, shared, optimizer_state=held.optimizer_state
+            sums, norm = self._replicas.reduce(
+                step, base, self._replica, self._sums(step, chunk), shared, optimizer_state=held.optimizer_state
             )
+        self._keep_sums(step, chunk, sums)
         if self._replica:  # All replicas have the same sums, which count once.
             return _Enqueued(norm)
         _start_copies(norm)
@@ -577,9 +644,13 @@ class ProgramStage:
         if self._replicas is not None and self._replicas.shares_optimizer(base):
             held.params = self._replicas.update(step, base, self._replica, held.params, verdict)
         else:
-            held.params, held.optimizer_state, held.accumulators = programs.updates.update(
-                held.params, held.optimizer_state, held.accumulators, verdict.scale, verdict.apply
+            held.params, held.optimizer_state, sums = programs.updates.update(
+                held.params, held.optimizer_state, self._sums(step, chunk), verdict.scale, verdict.apply
             )
+            self._keep_sums(step, chunk, sums)
+            if (version := self._versions.get(chunk)) is not None:
+                version.older, version.derived = _older_params(held), held.derived
+                version.num_updates += 1
         posts: list[tuple[Message, Any]] = []
         if self._exchange is not None and self.shares_updates:
             graph = self._steps[step].graph

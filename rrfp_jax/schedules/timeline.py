@@ -18,6 +18,7 @@ R and U run once per step, after the pipeline has drained, and count in none of 
 engine beside the stage (:mod:`rrfp_jax.schedules.operations`).
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -168,6 +169,27 @@ class Timeline:
         for wait in self.waits:
             if wait.step in records:
                 records[wait.step].waits.append(wait)
+        return list(records.values())
+
+    def by_period(self) -> list["Timeline"]:
+        """Returns the record of the time from each step's end on a stage to the end of the next step there, ascending.
+
+        These are the records of :meth:`by_step`, but where steps overlap: there a period has tasks of the step that is
+        under way besides.
+        """
+        ends: list[dict[int, float]] = [{} for _ in range(self.num_stages)]
+        for step, stage, _, _, end_s, _ in self.spans:
+            ends[stage][step] = max(end_s, ends[stage].get(step, end_s))
+        records = {step: Timeline(self.num_stages) for step in self.steps()}
+        sorted_ends = [sorted(of_stage.items()) for of_stage in ends]
+        times = [[end_s for _, end_s in of_stage] for of_stage in sorted_ends]
+        recorded: list[Span | Wait] = [*self.spans, *self.waits]
+        for one in recorded:
+            place = bisect_left(times[one.stage], one.end_s)
+            step = one.step if place == len(times[one.stage]) else min(one.step, sorted_ends[one.stage][place][0])
+            if step in records:
+                kept: list[Any] = records[step].spans if isinstance(one, Span) else records[step].waits
+                kept.append(one)
         return list(records.values())
 
     def extend(self, other: "Timeline") -> None:

@@ -266,8 +266,11 @@ class _Driver:
             FinishStep: self._finish_step,
         }
 
+        self._stride = 1 + arbiters[0].setup.delay
+        """How many steps a stage may have under way."""
         for stage, start_ms in enumerate(starts_ms or [0.0] * len(arbiters)):
-            self.queue.post(start_ms, self._start_step, stage, 0)
+            for step in range(min(self._stride, num_steps)):
+                self.queue.post(start_ms, self._start_step, stage, step)
 
     def run_step(self, step: int) -> None:
         """Runs until this step has ended on every stage."""
@@ -307,10 +310,9 @@ class _Driver:
         self.step_ends_ms[step] = max(self.step_ends_ms[step], self.queue.now_ms)
         self._unfinished[step] -= 1
         self.queue.is_paused = not self._unfinished[step]
-        if step + 1 < self.num_steps:
-            self.queue.post(self.queue.now_ms, self._start_step, index, step + 1)
-        else:
-            self.stages[index].is_over = True
+        if step + self._stride < self.num_steps:
+            self.queue.post(self.queue.now_ms, self._start_step, index, step + self._stride)
+        self.stages[index].is_over = step + 1 == self.num_steps
 
     # -- foresight ---------------------------------------------------------------------------------------------------
 

@@ -52,12 +52,13 @@ def run_metrics(timeline: Timeline, step_ms: Sequence[float]) -> RunMetrics:
 
     Raises ValueError for a record without tasks, or with other steps than ``step_ms``.
     """
-    steps = timeline.by_step()
+    steps = timeline.by_period()
     if not steps or len(steps) != len(step_ms):
         raise ValueError(f"the record has {len(steps)} steps, and {len(step_ms)} step times were given")
     makespans_ms = [_ms(step.makespan_s()) for step in steps]
     num_tasks = fmean(sum(span.task.microbatch >= 0 for span in step.spans) for step in steps)
     mean_step_ms = fmean(step_ms)
+    overlaps = any(len({span.step for span in one.spans}) > 1 for one in steps)
     return RunMetrics(
         makespan_ms=makespans_ms,
         makespan_ms_mean=round(fmean(makespans_ms), _DECIMALS),
@@ -65,7 +66,10 @@ def run_metrics(timeline: Timeline, step_ms: Sequence[float]) -> RunMetrics:
         step_ms_mean=round(mean_step_ms, _DECIMALS),
         us_per_task=mean_step_ms * 1e3 / num_tasks,
         bubble_fraction=fmean(step.bubble_fraction() for step in steps),
-        stage_bubbles=[fmean(bubbles) for bubbles in zip(*(step.stage_bubbles() for step in steps), strict=True)],
+        stage_bubbles=[
+            fmean(bubbles)
+            for bubbles in zip(*(_own_bubbles(one) if overlaps else one.stage_bubbles() for one in steps), strict=True)
+        ],
         idle_ms=[
             {reason.value: _ms(idle_s[reason] / len(steps)) for reason in IdleReason if reason in idle_s}
             for idle_s in timeline.idle_s_by_reason()
@@ -159,6 +163,13 @@ def _most_held(
         max(accumulate((change for _, _, change in sorted(of_stage)), initial=0.0)) / of_microbatch
         for of_stage, of_microbatch in zip(changes, kept, strict=True)
     ]
+
+
+def _own_bubbles(period: Timeline) -> list[float]:
+    """Returns the share of each stage's own time in a period in which it was idle: stages end a step one after the
+    other, so where steps overlap their periods lie askew."""
+    sums = [period.of_stage(stage).sums() for stage in range(period.num_stages)]
+    return [1 - own.work_s / own.cost_s if own.cost_s else 0.0 for own in sums]
 
 
 _NOTICED = 0.01

@@ -153,7 +153,7 @@ def emulate(
         delay_s=delay_s if link_delays_ms else None,
     )
     try:
-        emulation = _run(runtime, process, num_steps, absent, owners)
+        emulation = _run(runtime, process, num_steps, absent, owners, delay=arbiters[0].setup.delay)
     finally:
         if events is not None:
             write_log(runtime.event_log(), _own_file(events, process))
@@ -197,6 +197,8 @@ def _run(
     num_steps: int,
     absent: Sequence[Absences],
     owners: StepOwners | None,
+    *,
+    delay: int,
 ) -> Emulation:
     # As in training, each step is enqueued while the one before it runs.
     timeline, step_ms, looking_ahead = Timeline(process.layout.num_units), [], 0
@@ -206,11 +208,12 @@ def _run(
     def submit(step: int) -> Future[StepOutcome]:
         return runtime.submit(step, StepBatch(), absent[step % len(absent)] if absent else (), owners=owners)
 
-    enqueued = deque(map(submit, range(min(2, num_steps))))
+    ahead = 2 + delay
+    enqueued = deque(map(submit, range(min(ahead, num_steps))))
     for step in range(num_steps):
         outcome = result_of(enqueued.popleft())
-        if step + 2 < num_steps:
-            enqueued.append(submit(step + 2))
+        if step + ahead < num_steps:
+            enqueued.append(submit(step + ahead))
         timeline.extend(outcome.timeline)
         looking_ahead = outcome.sums.looking_ahead
         step_ms.append((outcome.ended_s - last_s) * 1e3)

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -428,9 +429,11 @@ class TrainingLoop:
     def run(self, state: PipelineState, batches: Iterator[Mapping[str, Any]], num_steps: int) -> PipelineState:
         """Trains up to step ``num_steps`` and returns the state after the last step.
 
-        The host prepares and enqueues one step while the one before it runs.
+        The host prepares and enqueues one step while the one before it runs; where steps overlap, one more is under
+        way.
         """
-        running: _Running | None = None
+        running: deque[_Running] = deque()
+        delay = self._pipeline.updates.delay
         self._verify_and_evaluate(state)
         while state.step < num_steps and not self._stop and self.unreadable is None and self.wrong is None:
             try:
@@ -438,13 +441,12 @@ class TrainingLoop:
             except BrokenData as error:
                 self.unreadable = error
                 break
-            if running is None and not self._last_end_s:
+            if not running and not self._last_end_s:
                 self._pipeline.prepare(batch)  # so that the first step's time holds no compilation
                 self._last_end_s = time.perf_counter()
             if self._profile is not None and self._profile.is_boundary(state.step):
                 # A trace starts and stops while no step is under way.
-                self._record(running)
-                running = None
+                self._record_all(running)
                 self._profile.turn()
                 self._last_end_s = time.perf_counter()  # which may have taken seconds
             order = None if self._agreed is None else self._agreed.order
@@ -452,19 +454,20 @@ class TrainingLoop:
                 state, enqueued = self._pipeline.step(state, batch)
             else:
                 state, enqueued = self._pipeline.step(state, batch, order=order.order)
-            self._record(running)
-            running = enqueued, contents_of(batch), self._num_bad(), order
+            running.append((enqueued, contents_of(batch), self._num_bad(), order))
+            while len(running) > 1 + delay:
+                self._record(running.popleft())
             is_looked_at = self._is_evaluated(state.step) or self._is_verified(state.step)
             if is_looked_at or self._is_boundary(state.step, num_steps):
                 # Recorded first: the step may ask to stop or to save.
-                self._record(running)
-                running = None
+                self._record_all(running)
                 self._verify_and_evaluate(state)
                 if self._is_boundary(state.step, num_steps):
                     self._save(state)
                     self._take_back(state, num_steps)
-        self._record(running)
-        if running is not None and self.unreadable is not None and self._saver is not None:
+        was_running = bool(running)
+        self._record_all(running)
+        if was_running and self.unreadable is not None and self._saver is not None:
             # The data ended the loop after a step that is no boundary: nobody knew that it would be the last.
             self._save(state)
         while self._saver is not None and self.wrong is None and self._saver.must_repeat():
@@ -561,10 +564,13 @@ class TrainingLoop:
         if self._saver is not None and state.step < num_steps and not self._stop and self.unreadable is None:
             self._saver.take_back(state)
 
-    def _record(self, running: _Running | None) -> None:
-        """Waits for the result of the step under way, if there is one, counts it and hands out its row."""
-        if running is None:
-            return
+    def _record_all(self, running: deque[_Running]) -> None:
+        """Waits for all steps under way, and takes them out."""
+        while running:
+            self._record(running.popleft())
+
+    def _record(self, running: _Running) -> None:
+        """Waits for the result of a step under way, counts it and hands out its row."""
         metrics, contents, num_bad, order = running
         result = metrics.result()
         self._stop |= result.stop

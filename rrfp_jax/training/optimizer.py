@@ -22,9 +22,10 @@ were skipped are not counted.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -68,13 +69,39 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
         group = _group_of(config, path_of(path))
         return update if group is None or group.learning_rate_scale == 1 else update * group.learning_rate_scale
 
+    parts = [] if not config.arguments["feedback"] else [fed_back()]
     # decay behind the direction is decoupled from its moments, and before the rate it is scaled by it
     return optax.chain(
         _DIRECTIONS[config.name](config.arguments),
         optax.stateless(lambda updates, params: jax.tree.map_with_path(decayed, updates, params)),
         optax.scale_by_learning_rate(schedule),
         optax.stateless(lambda updates, params: jax.tree.map_with_path(scaled, updates)),
+        *parts,
     )
+
+
+class FeedbackState(NamedTuple):
+    """The state of :func:`fed_back`."""
+
+    last: Any
+    """The update before, as it came in."""
+
+
+def fed_back() -> optax.GradientTransformation:
+    """Returns a part of an optimizer that applies ``2 * u[t] - u[t - 1]`` in place of the update ``u[t]``.
+
+    Where gradients are taken one update late, it makes up for the step that is missing (2606.30634, error feedback; the
+    formula is inferred from its description). The update before the first is 0.
+    """
+
+    def init(params: Any) -> FeedbackState:
+        return FeedbackState(jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: FeedbackState, params: Any = None) -> tuple[Any, FeedbackState]:
+        del params
+        return jax.tree.map(lambda new, last: 2 * new - last, updates, state.last), FeedbackState(updates)
+
+    return optax.GradientTransformation(init, update)
 
 
 # -- groups of parameters ----------------------------------------------------------------------------------------------

@@ -87,8 +87,12 @@ class PipelineConfig:
     backward: str | None = None
     """How backwards run: as input and weight gradient (``split``) or as one task (``fused``). None: as the schedule or
     the hint has it, else fused."""
+    delay: int = 0
+    """The number of updates, 0 or 1, that the weights of a step lack. With 1 the next step's tasks fill the end of each
+    step, so that no bubble is left; that changes what is learnt (docs/schedules.md)."""
 
     def __post_init__(self) -> None:
+        self._check_delay()
         check_fields(self, AT_LEAST_1, "num_stages", "chunks_per_stage", "offload")
         self._check_replicas()
         check_fields(self, NOT_NEGATIVE, "recompute")
@@ -120,6 +124,22 @@ class PipelineConfig:
             )
         if self.encoder_mesh is not None:
             raise ValueError("encoder_mesh is for stages of the encoder's own: leave it, or @ in layout, out")
+
+    def _check_delay(self) -> None:
+        if self.delay not in (0, 1):
+            raise ValueError(f"delay is {self.delay}: give 0, or 1 for steps that overlap")
+        refused = {
+            "consume strict": self.consume == STRICT_ORDER,
+            "offload": self.offload is not None,
+            "recompute": self.recompute is not None,
+            "a window in bytes": isinstance(self.window, str),
+            "reduce messages": self.reduce == ReduceWay.MESSAGES,
+        }
+        for words, is_given in refused.items() if self.delay else ():
+            if is_given:
+                raise ValueError(
+                    f"steps that overlap (delay {self.delay}) do not go with {words}: leave out one of them"
+                )
 
     def _check_replicas(self) -> None:
         if isinstance(self.replicas, int):
@@ -353,6 +373,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
         "weight_decay": 0.0,
     },
 }
+OPTIMIZERS = {name: {**arguments, "feedback": False} for name, arguments in OPTIMIZERS.items()}
 """Arguments that each optimizer takes, with their defaults."""
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
@@ -374,7 +395,7 @@ _RULES = {
     "clipping_threshold": _THRESHOLD,
 }
 _KINDS: Mapping[str, type] = {
-    **dict.fromkeys(("nesterov", "multiply_by_parameter_scale"), bool),
+    **dict.fromkeys(("nesterov", "multiply_by_parameter_scale", "feedback"), bool),
     **dict.fromkeys(("newton_schulz_steps", "min_dim_size_to_factor"), int),
     "adam_parameters": tuple,
 }
@@ -422,7 +443,8 @@ class OptimizerConfig:
     defaults. ``rrfp train --print-config`` prints all of them. ``weight_decay`` is decoupled, times the learning rate,
     and spares vectors (norm scales). ``consistent_rms`` of Muon is the root mean square of the entries of an update, 0
     for the spectral norm ``sqrt(max(1, columns / rows))``; its ``adam_parameters`` are paths or globs of the matrices
-    that it leaves to Adam."""
+    that it leaves to Adam. ``feedback`` applies twice an
+    update less the one before, which makes up for a part of what ``pipeline.delay`` costs."""
     schedule: str = COSINE
     """How the rate goes on after the warm-up: ``constant``, down by a ``cosine`` or ``linear``, or
     ``warmup-stable-decay``, at its peak until it goes down to the end."""
@@ -463,10 +485,11 @@ class OptimizerConfig:
     def num_moments(self, *, is_matrix: bool = True) -> int:
         """Returns how many numbers the state has for every parameter of a matrix or another array; few more are
         neglected."""
+        fed_back = int(self.arguments["feedback"])
         if self.name == MUON:
-            return 1 if is_matrix else 2
+            return fed_back + (1 if is_matrix else 2)
         is_kept = bool(self.arguments.get("momentum"))
-        return {ADAMW: 2, LION: 1, SGD: int(is_kept), ADAFACTOR: 0 if is_matrix else 1}[self.name]
+        return fed_back + {ADAMW: 2, LION: 1, SGD: int(is_kept), ADAFACTOR: 0 if is_matrix else 1}[self.name]
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -246,7 +246,7 @@ def test_a_page_holds_all_steps_and_a_picture_the_last_one_unless_told_otherwise
     def note(timelines, path, **_):
         drawn[Path(path).name] = [one.steps() for _, one in timelines]
 
-    monkeypatch.setattr("rrfp_jax.observe.page.write_page", note)
+    monkeypatch.setattr("rrfp_jax.observe.panels.write_page", note)
     monkeypatch.setattr("rrfp_jax.observe.picture.draw_timelines", note)
     sizes = ("--num-stages", 2, "--num-microbatches", 3, "--steps", 4, "--timeline")
     for name, flags in {"a.html": (), "a.png": (), "b.html": ("--timeline-steps", 2)}.items():

@@ -79,6 +79,8 @@ class Setting:
     """How the stages wait for their tables' next entries; exhaustive exploration puts free choice in its place."""
     arbiter: type[StageArbiter] = StageArbiter
     """The class under test; tests of the checks put broken ones here."""
+    delay: int = 0
+    """How many updates the weights of a step lack (:mod:`tests.model_checker.overlapped`)."""
     groups: tuple[int, ...] = ()
     """Per stage how many processes it spans; empty: one each."""
     protocol: GroupProtocol = GroupProtocol.LEADER
@@ -328,6 +330,7 @@ class Setting:
             read_ahead=self.ahead(stage),
             evaluation_batches=self.evaluation_batches if self.evaluates else 0,
             other_rows=OtherRows(made={number: row for (of, number), row in self.other_rows.items() if of == stage}),
+            delay=self.delay,
         )
         num_members = self.group_size(stage)
         return self.arbiter(setup) if num_members == 1 else self.make_member(self.protocol, setup, member, num_members)

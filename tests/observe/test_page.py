@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from rrfp_jax.observe.page import write_page
-from rrfp_jax.observe.panels import facts, panels
+from rrfp_jax.observe.panels import facts, panels, write_page
 from rrfp_jax.observe.style import IDLE_LOOKS, TASK_LOOKS
 from rrfp_jax.schedules import TaskKind
 from rrfp_jax.schedules.timeline import Timeline

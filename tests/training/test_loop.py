@@ -15,6 +15,7 @@ from rrfp_jax.observe.metrics import MetricsFile
 from rrfp_jax.pipeline import PipelineState
 from rrfp_jax.runtime import StepResult
 from rrfp_jax.runtime.consistency import Verification
+from rrfp_jax.runtime.options import UpdateRules
 from rrfp_jax.runtime.process import Process
 from rrfp_jax.schedules import Task
 from rrfp_jax.schedules.timeline import Span, Timeline
@@ -24,7 +25,7 @@ from rrfp_jax.training.loop import TrainingLoop
 class FakePipeline:
     """One stage, whose steps end at once; some of them are skipped, and one may fail."""
 
-    layout = Layout(num_stages=1)
+    layout, updates = Layout(num_stages=1), UpdateRules()
 
     def __init__(self, skipped: frozenset[int] = frozenset(), failing: int | None = None) -> None:
         self.process = Process(self.layout)

@@ -220,7 +220,7 @@ def draw(timelines: "Sequence[tuple[str, Timeline]]", path: str, *, num_steps: i
     libraries are imported only now.
     """
     if Path(path).suffix.lower() in _PAGES:
-        from rrfp_jax.observe.page import write_page
+        from rrfp_jax.observe.panels import write_page
 
         most_steps = max(len(one.steps()) for _, one in timelines)
         num_boxes = sum(len(one.spans) + len(one.waits) for _, one in timelines)

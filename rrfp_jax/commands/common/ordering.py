@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 ON, OFF = "on", "off"
 _OWN = ("schedule", "group_size", "offload", "copy_ms", "recompute")
-_WORDS = ("consume", "hint", "window", "backward", "footprint", "foresight", "read_ahead")
+_WORDS = ("consume", "hint", "window", "backward", "footprint", "foresight", "read_ahead", "delay")
 """Fields that :class:`rrfp_jax.core.Ordering` has as well."""
 _PART_REMADE = 0.9
 """Share of a chunk's activations that recompute makes again. It serves the bound of activations, not forecasts."""
@@ -68,6 +68,7 @@ class OrderingOptions:
     footprint: str | bool | None = None
     foresight: str | bool | None = None
     read_ahead: int | None = None
+    delay: int | None = None
     offload: int | None = None
     """Microbatches whose activations a stage holds on its devices. The activations that a schedule holds beyond these
     go to the host."""
@@ -310,6 +311,13 @@ def add_ordering_arguments(parser: ArgumentParser) -> None:
         metavar=f"{ON}|{OFF}",
         help="where a schedule ranks what is ready, wait for its next entry once that is in sight, and fill the wait "
         f"(default {ON}); {OFF}: start whatever is ready",
+    )
+    add(
+        "--delay",
+        type=int,
+        metavar="N",
+        help="updates that the weights of a step lack: with 1 the tasks of the next step fill the end of each, and no "
+        "step flushes, which changes what is learnt (default 0)",
     )
     add(
         "--read-ahead",

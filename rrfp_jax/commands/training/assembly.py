@@ -87,6 +87,7 @@ def make_pipeline(config: TrainConfig, chunks: Sequence[Chunk], process: Process
             deterministic=config.run.deterministic,
             shard_optimizer=config.optimizer.shard,
             reduce=config.pipeline.reduce,
+            delay=config.pipeline.delay,
         ),
         remat=ordered.chunk_remats(layout),
         seed=config.run.seed,
