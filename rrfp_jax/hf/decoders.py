@@ -31,6 +31,7 @@ from rrfp_jax.hf._tensor_names import (
     TRANSPOSED_FLOAT32,
     NameTable,
     every_second,
+    half_of_rows,
     linears_and_norms,
 )
 from rrfp_jax.models.config import (
@@ -85,7 +86,8 @@ class DecoderFamily:
     names: NameTable
     defaults: Mapping[str, Any]
     """Values of fields that are missing, by name."""
-    qkv_bias: bool = False
+    qkv_bias: bool | None = False
+    """Whether queries, keys and values have biases. None: ``attention_bias`` says so."""
     qk_norm: bool = False
     window: str = _NO_WINDOW
     every: int = 1
@@ -323,6 +325,42 @@ _GPT_OSS = DecoderFamily(
     is_packed=True,
     off=("output_router_logits",),
 )
+_GLM = DecoderFamily(
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    names={
+        **_DECODER,
+        **_QKV_BIAS,
+        "layers.N.mlp.gate.kernel": (half_of_rows(0), _LAYER + "mlp.gate_up_proj.weight"),
+        "layers.N.mlp.up.kernel": (half_of_rows(1), _LAYER + "mlp.gate_up_proj.weight"),
+        "layers.N.mlp.down.kernel": (TRANSPOSED, _LAYER + "mlp.down_proj.weight"),
+    },
+    defaults={
+        **_COMMON_DEFAULTS,
+        "vocab_size": 151_552,
+        "intermediate_size": 13_696,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    qkv_bias=None,
+    variant=LayerVariant(interleaved=True),
+)
+_GLM4 = replace(
+    _GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    names={
+        **_GLM.names,
+        "layers.N.attention_post_norm.scale": (SAME, _LAYER + "post_self_attn_layernorm.weight"),
+        "layers.N.mlp_post_norm.scale": (SAME, _LAYER + "post_mlp_layernorm.weight"),
+    },
+    variant=LayerVariant(interleaved=True, post_norms=True),
+)
 _LATENT = {
     "query_down": "q_a_proj",
     "query_up": "q_b_proj",
@@ -393,7 +431,7 @@ DECODER_FAMILIES: dict[str, DecoderFamily] = {
     family.model_type: family
     for family in (
         *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE),
-        *(_GEMMA3, _GPT_OSS, _DEEPSEEK_V3),
+        *(_GEMMA3, _GPT_OSS, _GLM, _GLM4, _DEEPSEEK_V3),
     )
 }
 """All families by ``model_type``."""
@@ -403,6 +441,7 @@ DECODER_FAMILIES: dict[str, DecoderFamily] = {
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_ROTARY_SHARE = "partial_rotary_factor"
 _DEFAULT_ROPE = "default"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 
@@ -426,7 +465,8 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
     fields.get("tie_word_embeddings")
     num_layers = fields.whole("num_hidden_layers")
     window, no_window = _read_window(fields, family, num_layers)
-    rope, rope_without = _read_ropes(fields) if family is _GEMMA3 else (_read_rope(fields),) * 2
+    turns_all = not family.variant.interleaved
+    rope, rope_without = _read_ropes(fields) if family is _GEMMA3 else (_read_rope(fields, turns_all=turns_all),) * 2
     kv_heads, head_dim = fields.get("num_key_value_heads"), fields.get("head_dim")
     latent = _read_latent(fields) if family.latent else None
     if latent is not None:
@@ -438,6 +478,8 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
         fields.get("cache_implementation")  # the cache of transformers' own generation
     if family is _GEMMA3 and (scalar := fields.number("query_pre_attn_scalar")) != head_dim:
         variant = replace(variant, query_scalar=scalar)
+    if variant.interleaved:
+        variant = replace(variant, rotary_dim=_read_rotary_dim(fields, head_dim))
     experts = _read_experts(fields, family, num_layers)
     if family is _GPT_OSS:
         fields.only("attention_bias", True, why="models of this family have biases in attention")
@@ -456,7 +498,7 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
         mlp_dim=fields.whole("intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        qkv_bias=family.qkv_bias,
+        qkv_bias=fields.flag("attention_bias") if family.qkv_bias is None else family.qkv_bias,
         qk_norm=family.qk_norm,
         sliding_window=window,
         global_layers=_global_layers(no_window, num_layers, None if rope == rope_without else rope_without),
@@ -484,7 +526,6 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.size_per_head,
         "intermediate_size": config.mlp_dim,
-        "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
@@ -506,14 +547,7 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
     if family.window == _TYPED_WINDOW or config.global_layers is not None:
         windows = (config.window(is_global=config.is_global(layer)) for layer in range(config.num_layers))
         values["layer_types"] = [_FULL if window is None else _SLIDING for window in windows]
-    if family is _GEMMA3:
-        del values["hidden_act"]
-        scalar = config.layer_variant.query_scalar
-        values |= {
-            "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": config.size_per_head if scalar is None else _plain(scalar),
-            "rope_local_base_freq": config.rope_theta,
-        }
+    values |= _written_variant(config, family)
     if (latent := config.latent_attention) is not None:
         values |= _written_latent(latent, config.num_layers)
         values["num_nextn_predict_layers"] = config.num_layers_ahead
@@ -543,9 +577,44 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
     return values
 
 
+def _written_variant(config: LanguageModelConfig, family: DecoderFamily) -> dict[str, Any]:
+    if family is _GEMMA3:
+        scalar = config.layer_variant.query_scalar
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": config.size_per_head if scalar is None else _plain(scalar),
+            "rope_local_base_freq": config.rope_theta,
+        }
+    if family.variant.interleaved:
+        share = config.rotary_dim / config.size_per_head
+        if int(config.size_per_head * share) < config.rotary_dim:  # readers round down
+            share = math.nextafter(share, 1.0)
+        return {"hidden_act": "silu", "attention_bias": config.qkv_bias, _ROTARY_SHARE: share}
+    return {"hidden_act": "silu"}
+
+
 def _plain(number: float) -> float:
     """Returns a number as files have it: ``256`` for 256.0."""
     return int(number) if number == int(number) else number
+
+
+def _read_rotary_dim(fields: ConfigFields, head_dim: int) -> int | None:
+    """Returns how many dims of a head are turned, or None for all, as transformers computes the number."""
+    outer, name = fields.number(_ROTARY_SHARE), _rope_field(fields)
+    share = fields.part(name, {_ROTARY_SHARE: outer}).number(_ROTARY_SHARE)
+    if fields.has(_ROTARY_SHARE) and share != outer:
+        raise fields.refusal(
+            _ROTARY_SHARE, outer, f"{name} says {share:g}: give the one that the model was trained with"
+        )
+    dim = int(head_dim * share) if 0 <= share <= 1 else 0
+    if dim == 0 or dim % 2:
+        raise fields.refusal(_ROTARY_SHARE, share, f"an even number of the {head_dim} dims of a head is needed")
+    return dim if dim < head_dim else None
+
+
+def _rope_field(fields: ConfigFields) -> str:
+    """Returns the field that describes rotary embeddings: the one of transformers 5, or that before it."""
+    return "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
 
 
 def _written_latent(latent: LatentAttentionConfig, num_layers: int) -> dict[str, Any]:
@@ -581,7 +650,7 @@ def _read_latent(fields: ConfigFields) -> LatentAttentionConfig:
 
 
 def _read_score_mscale(fields: ConfigFields) -> float:
-    rope = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    rope = fields.part(_rope_field(fields))
     is_yarn = rope.get("rope_type", "type") == YARN_ROPE
     return rope.number("mscale_all_dim") if is_yarn and rope.has("mscale_all_dim") else 0.0
 
@@ -710,15 +779,15 @@ def _read_routing(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
-def _read_rope(fields: ConfigFields) -> _Rope:
+def _read_rope(fields: ConfigFields, *, turns_all: bool = True) -> _Rope:
     """Returns the base of rotary embeddings and how their frequencies are scaled.
 
     Reads ``rope_parameters``, the one object since transformers 5, or ``rope_theta`` and ``rope_scaling``. Raises
     ValueError for all kinds but ``default``, ``llama3``, ``linear`` and ``yarn``.
     """
     outer, length = fields.number("rope_theta"), fields.get("max_position_embeddings")
-    fields.only("partial_rotary_factor", 1, why="models here turn whole heads")
-    name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    _check_share(fields, turns_all=turns_all)
+    name = _rope_field(fields)
     both = fields.has("rope_parameters") and fields.has("rope_scaling")
     if both and fields.get("rope_scaling") != fields.get("rope_parameters"):
         raise fields.refusal("rope_scaling", fields.get("rope_scaling"), "rope_parameters says something else")
@@ -726,13 +795,18 @@ def _read_rope(fields: ConfigFields) -> _Rope:
         fields.get(each)
     rope = fields.part(name, {"rope_theta": outer, _ORIGINAL_LENGTH: length})
     _check_theta(fields, "rope_theta", outer, name, rope.number("rope_theta"))
-    return _rope_of(rope)
+    return _rope_of(rope, turns_all=turns_all)
 
 
-def _rope_of(rope: ConfigFields) -> _Rope:
+def _check_share(fields: ConfigFields, *, turns_all: bool) -> None:
+    if fields.get(_ROTARY_SHARE) not in (None, 1) and turns_all:
+        raise fields.refusal(_ROTARY_SHARE, fields.get(_ROTARY_SHARE), "models of this family turn whole heads")
+
+
+def _rope_of(rope: ConfigFields, *, turns_all: bool = True) -> _Rope:
     """Returns the rotary embedding that one object describes."""
     kind, theta = rope.get("rope_type", "type") or _DEFAULT_ROPE, rope.number("rope_theta")
-    rope.only("partial_rotary_factor", 1, why="models here turn whole heads")
+    _check_share(rope, turns_all=turns_all)
     if kind not in (_DEFAULT_ROPE, *ROPE_KINDS):
         raise rope.refusal("rope_type", kind, f"models here know {', '.join((_DEFAULT_ROPE, *ROPE_KINDS))}")
     scaling = None if kind == _DEFAULT_ROPE else RopeScaling(kind=kind, **_read_scaling(rope, kind))

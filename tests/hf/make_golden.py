@@ -72,6 +72,13 @@ TEXT: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.5,
         "sliding_window": 3,
     },
+    "glm": {"pad_token_id": None},
+    "glm4": {
+        "head_dim": 6,
+        "attention_bias": False,
+        "rope_parameters": {**_LLAMA3, "partial_rotary_factor": 0.7},
+        "pad_token_id": None,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 2,
         "head_dim": 2,

@@ -23,6 +23,8 @@ def test_all_families_are_there():
         "qwen3_moe",
         "gemma3_text",
         "gpt_oss",
+        "glm",
+        "glm4",
         "deepseek_v3",
         "llava_clip",
         "llava_siglip",
