@@ -112,6 +112,7 @@ def _family_of(model: LanguageModelConfig, where: str) -> DecoderFamily:
     variant = model.layer_variant
     glm = "glm4" if variant.post_norms else "glm"
     alone = {"gpt_oss": variant.sinks, "gemma3_text": variant.norm_offset, glm: variant.interleaved}
+    alone["qwen2_moe"] = model.experts is not None and model.experts.shared_gate
     if any(alone.values()):
         return DECODER_FAMILIES[next(name for name, has_it in alone.items() if has_it)]
     if model.qkv_bias and (model.qk_norm or model.experts):

@@ -72,6 +72,8 @@ class ExpertFields:
     """Distance between sparse layers. None: every layer is sparse."""
     dense_layers: str | None = None
     """Layers without experts. None: there are none."""
+    shared_mlp_dim: str | None = None
+    """Width of a shared expert whose result a gate weights. None: there is none."""
     first_dense: str | None = None
     """Number of first layers without experts; such a family scores, groups and shares experts as DeepSeek-V3 does."""
 
@@ -86,8 +88,8 @@ class DecoderFamily:
     names: NameTable
     defaults: Mapping[str, Any]
     """Values of fields that are missing, by name."""
-    qkv_bias: bool | None = False
-    """Whether queries, keys and values have biases. None: ``attention_bias`` says so."""
+    qkv_bias: bool | str = False
+    """Whether queries, keys and values have biases, or the field that says so."""
     qk_norm: bool = False
     window: str = _NO_WINDOW
     every: int = 1
@@ -119,6 +121,7 @@ _GATED_MLP: NameTable = {
     "layers.N.mlp.up.kernel": (TRANSPOSED, _LAYER + "mlp.up_proj.weight"),
     "layers.N.mlp.down.kernel": (TRANSPOSED, _LAYER + "mlp.down_proj.weight"),
 }
+_SHARED = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _QKV_BIAS: NameTable = {
     "layers.N.attention.query.bias": (SAME, _LAYER + "self_attn.q_proj.bias"),
     "layers.N.attention.key.bias": (SAME, _LAYER + "self_attn.k_proj.bias"),
@@ -212,6 +215,13 @@ _MIXTRAL = DecoderFamily(
     experts=ExpertFields(num_experts=("num_local_experts", "num_experts"), mlp_dim=None, renormalise=None),
     off=("output_router_logits",),
 )
+_QWEN_EXPERTS = ExpertFields(
+    num_experts=("num_experts", "num_local_experts"),
+    mlp_dim="moe_intermediate_size",
+    renormalise="norm_topk_prob",
+    every="decoder_sparse_step",
+    dense_layers="mlp_only_layers",
+)
 _QWEN3_MOE = DecoderFamily(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -231,14 +241,36 @@ _QWEN3_MOE = DecoderFamily(
     },
     qk_norm=True,
     window=_SWITCHED_WINDOW,
-    experts=ExpertFields(
-        num_experts=("num_experts", "num_local_experts"),
-        mlp_dim="moe_intermediate_size",
-        renormalise="norm_topk_prob",
-        every="decoder_sparse_step",
-        dense_layers="mlp_only_layers",
-    ),
+    experts=_QWEN_EXPERTS,
     off=("attention_bias", "output_router_logits"),
+)
+_QWEN2_MOE = DecoderFamily(  # Qwen 1.5 MoE and Qwen 2 57B-A14B
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    names={
+        **_DECODER,
+        **_GATED_MLP,
+        **_QKV_BIAS,
+        **_expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+        **linears_and_norms("layers.N.mlp.shared.", _LAYER + "mlp.shared_expert.", _SHARED, {}),
+        "layers.N.mlp.shared.weight.kernel": (TRANSPOSED, _LAYER + "mlp.shared_expert_gate.weight"),
+    },
+    defaults={
+        **_QWEN3_MOE.defaults,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_window_layers": 28,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+    },
+    qkv_bias="qkv_bias",
+    window=_LAYERED_WINDOW,
+    experts=replace(_QWEN_EXPERTS, shared_mlp_dim="shared_expert_intermediate_size"),
+    off=("use_sliding_window", "output_router_logits"),
 )
 _GEMMA3 = DecoderFamily(  # the text model alone
     model_type="gemma3_text",
@@ -347,7 +379,7 @@ _GLM = DecoderFamily(
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
     },
-    qkv_bias=None,
+    qkv_bias="attention_bias",
     variant=LayerVariant(interleaved=True),
 )
 _GLM4 = replace(
@@ -383,7 +415,7 @@ _DEEPSEEK_V3 = DecoderFamily(
         **linears_and_norms(
             "layers.N.mlp.shared.",
             _LAYER + "mlp.shared_experts.",
-            {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+            _SHARED,
             {},
         ),
         "layers.N.token_norm.scale": (SAME, _LAYER + "enorm.weight"),
@@ -430,7 +462,7 @@ _DEEPSEEK_V3 = DecoderFamily(
 DECODER_FAMILIES: dict[str, DecoderFamily] = {
     family.model_type: family
     for family in (
-        *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE),
+        *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN2_MOE, _QWEN3_MOE),
         *(_GEMMA3, _GPT_OSS, _GLM, _GLM4, _DEEPSEEK_V3),
     )
 }
@@ -498,7 +530,7 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
         mlp_dim=fields.whole("intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        qkv_bias=fields.flag("attention_bias") if family.qkv_bias is None else family.qkv_bias,
+        qkv_bias=fields.flag(family.qkv_bias) if isinstance(family.qkv_bias, str) else family.qkv_bias,
         qk_norm=family.qk_norm,
         sliding_window=window,
         global_layers=_global_layers(no_window, num_layers, None if rope == rope_without else rope_without),
@@ -548,6 +580,8 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
         windows = (config.window(is_global=config.is_global(layer)) for layer in range(config.num_layers))
         values["layer_types"] = [_FULL if window is None else _SLIDING for window in windows]
     values |= _written_variant(config, family)
+    if isinstance(family.qkv_bias, str):
+        values[family.qkv_bias] = config.qkv_bias
     if (latent := config.latent_attention) is not None:
         values |= _written_latent(latent, config.num_layers)
         values["num_nextn_predict_layers"] = config.num_layers_ahead
@@ -559,6 +593,7 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
             names.num_experts[0]: experts.num_experts,
             "num_experts_per_tok": experts.experts_per_token,
             names.mlp_dim: config.expert_dim,
+            names.shared_mlp_dim: experts.shared_mlp_dim,
             names.renormalise: experts.renormalise,
             names.every: experts.every,
             names.dense_layers: list(experts.dense_layers),
@@ -589,7 +624,7 @@ def _written_variant(config: LanguageModelConfig, family: DecoderFamily) -> dict
         share = config.rotary_dim / config.size_per_head
         if int(config.size_per_head * share) < config.rotary_dim:  # readers round down
             share = math.nextafter(share, 1.0)
-        return {"hidden_act": "silu", "attention_bias": config.qkv_bias, _ROTARY_SHARE: share}
+        return {"hidden_act": "silu", _ROTARY_SHARE: share}
     return {"hidden_act": "silu"}
 
 
@@ -713,6 +748,8 @@ def _read_experts(fields: ConfigFields, family: DecoderFamily, num_layers: int) 
     if not isinstance(dense or [], list) or not all(isinstance(layer, int) for layer in dense or []):
         raise fields.refusal(str(names.dense_layers), dense, "a list of layers is needed")
     routing: dict[str, Any] = {}
+    if names.shared_mlp_dim is not None:
+        routing = {"shared_mlp_dim": fields.whole(names.shared_mlp_dim), "shared_gate": True}
     if names.first_dense is not None:
         dense = list(range(min(num_layers, fields.whole(names.first_dense) if fields.get(names.first_dense) else 0)))
         routing = _read_routing(fields)

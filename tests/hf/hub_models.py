@@ -12,7 +12,7 @@ import transformers
 from rrfp_jax.data.packing import patches_of
 
 TEXT = (
-    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"),
     *("gemma3_text", "gpt_oss", "glm", "glm4", "deepseek_v3"),
 )
 
@@ -44,7 +44,9 @@ def text_config(family: str, seed: int) -> Any:
     values |= _window(family, chance, values["num_hidden_layers"])
     if family == "mixtral":
         values |= {"num_local_experts": chance.choice([2, 5]), "num_experts_per_tok": chance.choice([1, 2])}
-    if family == "qwen3_moe":
+    if family == "qwen2_moe":
+        values |= {"shared_expert_intermediate_size": chance.choice([5, 12]), "qkv_bias": chance.random() < 0.8}
+    if family in ("qwen2_moe", "qwen3_moe"):
         values |= {
             "num_experts": 5,
             "num_experts_per_tok": chance.choice([1, 3]),

@@ -42,6 +42,13 @@ TEXT: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 6},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 5,
+        "shared_expert_intermediate_size": 7,
+        "mlp_only_layers": [1],
+    },
     "qwen3_moe": {
         "num_experts": 3,
         "num_experts_per_tok": 2,

@@ -92,6 +92,7 @@ REFUSED_FIELDS = [
     ("glm4", {"partial_rotary_factor": 1.0}, "partial_rotary_factor is 1.0: rope_parameters says 0.7"),
     ("glm4", {"attention_bias": 1}, "attention_bias is 1: true or false is needed"),
     ("glm", {"rope_parameters.rope_type": "dynamic"}, "rope_type is 'dynamic'"),
+    ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window is True"),
     ("mixtral", {"output_router_logits": True}, "output_router_logits is True"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
     ("llava_clip", {"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy is 'full'"),

@@ -20,6 +20,7 @@ def test_all_families_are_there():
         "qwen2",
         "qwen3",
         "mixtral",
+        "qwen2_moe",
         "qwen3_moe",
         "gemma3_text",
         "gpt_oss",
