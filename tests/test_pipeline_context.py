@@ -26,7 +26,7 @@ MIXED = replace(
     CONFIG,
     sliding_window=5,
     global_layers=GlobalLayers(layers=(0,), rope_theta=50.0),
-    variant=LayerVariant(sinks=True),
+    variant=LayerVariant(sinks=True, rotary_dim=2, interleaved=True),
 )
 SPARSE = replace(CONFIG, experts=ExpertsConfig(num_experts=4, experts_per_token=2, capacity_factor=0.75))
 LENGTH = 16

@@ -109,8 +109,12 @@ def new_config(sections: ModelSections, where: str) -> dict[str, Any]:
 
 def _family_of(model: LanguageModelConfig, where: str) -> DecoderFamily:
     """Returns the first family that has everything that the model has."""
-    if model.layer_variant.sinks or model.layer_variant.norm_offset:
-        return DECODER_FAMILIES["gpt_oss" if model.layer_variant.sinks else "gemma3_text"]
+    variant = model.layer_variant
+    glm = "glm4" if variant.post_norms else "glm"
+    alone = {"gpt_oss": variant.sinks, "gemma3_text": variant.norm_offset, glm: variant.interleaved}
+    alone["qwen2_moe"] = model.experts is not None and model.experts.shared_gate
+    if any(alone.values()):
+        return DECODER_FAMILIES[next(name for name, has_it in alone.items() if has_it)]
     if model.qkv_bias and (model.qk_norm or model.experts):
         other = "qk_norm" if model.qk_norm else "experts"
         raise ValueError(f"{where}: model.qkv_bias and model.{other} are together in no family: train without one")

@@ -60,6 +60,17 @@ def every_second(first: int) -> Transform:
     )
 
 
+@cache
+def half_of_rows(number: int) -> Transform:
+    """Returns the transform of the kernel of a product that is one half, 0 or 1, of the rows of a tensor."""
+    return Transform(
+        lambda ours: [(2 * ours[1], ours[0])],
+        lambda theirs: np.split(theirs[0], 2)[number].T,
+        lambda ours: [],
+        lambda arrays: np.concatenate([array.T for array in arrays]),
+    )
+
+
 @cache  # so that equal ones compare as equal
 def with_leading_axes(num: int) -> Transform:
     """Returns the transform of arrays before which ``num`` axes of length 1 stand in their files."""

@@ -31,6 +31,7 @@ from rrfp_jax.hf._tensor_names import (
     TRANSPOSED_FLOAT32,
     NameTable,
     every_second,
+    half_of_rows,
     linears_and_norms,
 )
 from rrfp_jax.models.config import (
@@ -71,6 +72,8 @@ class ExpertFields:
     """Distance between sparse layers. None: every layer is sparse."""
     dense_layers: str | None = None
     """Layers without experts. None: there are none."""
+    shared_mlp_dim: str | None = None
+    """Width of a shared expert whose result a gate weights. None: there is none."""
     first_dense: str | None = None
     """Number of first layers without experts; such a family scores, groups and shares experts as DeepSeek-V3 does."""
 
@@ -85,7 +88,8 @@ class DecoderFamily:
     names: NameTable
     defaults: Mapping[str, Any]
     """Values of fields that are missing, by name."""
-    qkv_bias: bool = False
+    qkv_bias: bool | str = False
+    """Whether queries, keys and values have biases, or the field that says so."""
     qk_norm: bool = False
     window: str = _NO_WINDOW
     every: int = 1
@@ -117,6 +121,7 @@ _GATED_MLP: NameTable = {
     "layers.N.mlp.up.kernel": (TRANSPOSED, _LAYER + "mlp.up_proj.weight"),
     "layers.N.mlp.down.kernel": (TRANSPOSED, _LAYER + "mlp.down_proj.weight"),
 }
+_SHARED = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _QKV_BIAS: NameTable = {
     "layers.N.attention.query.bias": (SAME, _LAYER + "self_attn.q_proj.bias"),
     "layers.N.attention.key.bias": (SAME, _LAYER + "self_attn.k_proj.bias"),
@@ -210,6 +215,13 @@ _MIXTRAL = DecoderFamily(
     experts=ExpertFields(num_experts=("num_local_experts", "num_experts"), mlp_dim=None, renormalise=None),
     off=("output_router_logits",),
 )
+_QWEN_EXPERTS = ExpertFields(
+    num_experts=("num_experts", "num_local_experts"),
+    mlp_dim="moe_intermediate_size",
+    renormalise="norm_topk_prob",
+    every="decoder_sparse_step",
+    dense_layers="mlp_only_layers",
+)
 _QWEN3_MOE = DecoderFamily(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -229,14 +241,36 @@ _QWEN3_MOE = DecoderFamily(
     },
     qk_norm=True,
     window=_SWITCHED_WINDOW,
-    experts=ExpertFields(
-        num_experts=("num_experts", "num_local_experts"),
-        mlp_dim="moe_intermediate_size",
-        renormalise="norm_topk_prob",
-        every="decoder_sparse_step",
-        dense_layers="mlp_only_layers",
-    ),
+    experts=_QWEN_EXPERTS,
     off=("attention_bias", "output_router_logits"),
+)
+_QWEN2_MOE = DecoderFamily(  # Qwen 1.5 MoE and Qwen 2 57B-A14B
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    names={
+        **_DECODER,
+        **_GATED_MLP,
+        **_QKV_BIAS,
+        **_expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+        **linears_and_norms("layers.N.mlp.shared.", _LAYER + "mlp.shared_expert.", _SHARED, {}),
+        "layers.N.mlp.shared.weight.kernel": (TRANSPOSED, _LAYER + "mlp.shared_expert_gate.weight"),
+    },
+    defaults={
+        **_QWEN3_MOE.defaults,
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_window_layers": 28,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+    },
+    qkv_bias="qkv_bias",
+    window=_LAYERED_WINDOW,
+    experts=replace(_QWEN_EXPERTS, shared_mlp_dim="shared_expert_intermediate_size"),
+    off=("use_sliding_window", "output_router_logits"),
 )
 _GEMMA3 = DecoderFamily(  # the text model alone
     model_type="gemma3_text",
@@ -323,6 +357,42 @@ _GPT_OSS = DecoderFamily(
     is_packed=True,
     off=("output_router_logits",),
 )
+_GLM = DecoderFamily(
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    names={
+        **_DECODER,
+        **_QKV_BIAS,
+        "layers.N.mlp.gate.kernel": (half_of_rows(0), _LAYER + "mlp.gate_up_proj.weight"),
+        "layers.N.mlp.up.kernel": (half_of_rows(1), _LAYER + "mlp.gate_up_proj.weight"),
+        "layers.N.mlp.down.kernel": (TRANSPOSED, _LAYER + "mlp.down_proj.weight"),
+    },
+    defaults={
+        **_COMMON_DEFAULTS,
+        "vocab_size": 151_552,
+        "intermediate_size": 13_696,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    qkv_bias="attention_bias",
+    variant=LayerVariant(interleaved=True),
+)
+_GLM4 = replace(
+    _GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    names={
+        **_GLM.names,
+        "layers.N.attention_post_norm.scale": (SAME, _LAYER + "post_self_attn_layernorm.weight"),
+        "layers.N.mlp_post_norm.scale": (SAME, _LAYER + "post_mlp_layernorm.weight"),
+    },
+    variant=LayerVariant(interleaved=True, post_norms=True),
+)
 _LATENT = {
     "query_down": "q_a_proj",
     "query_up": "q_b_proj",
@@ -345,7 +415,7 @@ _DEEPSEEK_V3 = DecoderFamily(
         **linears_and_norms(
             "layers.N.mlp.shared.",
             _LAYER + "mlp.shared_experts.",
-            {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+            _SHARED,
             {},
         ),
         "layers.N.token_norm.scale": (SAME, _LAYER + "enorm.weight"),
@@ -392,8 +462,8 @@ _DEEPSEEK_V3 = DecoderFamily(
 DECODER_FAMILIES: dict[str, DecoderFamily] = {
     family.model_type: family
     for family in (
-        *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN3_MOE),
-        *(_GEMMA3, _GPT_OSS, _DEEPSEEK_V3),
+        *(_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _MIXTRAL, _QWEN2_MOE, _QWEN3_MOE),
+        *(_GEMMA3, _GPT_OSS, _GLM, _GLM4, _DEEPSEEK_V3),
     )
 }
 """All families by ``model_type``."""
@@ -403,6 +473,7 @@ DECODER_FAMILIES: dict[str, DecoderFamily] = {
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_ROTARY_SHARE = "partial_rotary_factor"
 _DEFAULT_ROPE = "default"
 _ORIGINAL_LENGTH = "original_max_position_embeddings"
 
@@ -426,7 +497,8 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
     fields.get("tie_word_embeddings")
     num_layers = fields.whole("num_hidden_layers")
     window, no_window = _read_window(fields, family, num_layers)
-    rope, rope_without = _read_ropes(fields) if family is _GEMMA3 else (_read_rope(fields),) * 2
+    turns_all = not family.variant.interleaved
+    rope, rope_without = _read_ropes(fields) if family is _GEMMA3 else (_read_rope(fields, turns_all=turns_all),) * 2
     kv_heads, head_dim = fields.get("num_key_value_heads"), fields.get("head_dim")
     latent = _read_latent(fields) if family.latent else None
     if latent is not None:
@@ -438,6 +510,8 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
         fields.get("cache_implementation")  # the cache of transformers' own generation
     if family is _GEMMA3 and (scalar := fields.number("query_pre_attn_scalar")) != head_dim:
         variant = replace(variant, query_scalar=scalar)
+    if variant.interleaved:
+        variant = replace(variant, rotary_dim=_read_rotary_dim(fields, head_dim))
     experts = _read_experts(fields, family, num_layers)
     if family is _GPT_OSS:
         fields.only("attention_bias", True, why="models of this family have biases in attention")
@@ -456,7 +530,7 @@ def read_decoder(fields: ConfigFields, family: DecoderFamily, *, tied: bool, dty
         mlp_dim=fields.whole("intermediate_size"),
         rope_theta=theta,
         rope_scaling=scaling,
-        qkv_bias=family.qkv_bias,
+        qkv_bias=fields.flag(family.qkv_bias) if isinstance(family.qkv_bias, str) else family.qkv_bias,
         qk_norm=family.qk_norm,
         sliding_window=window,
         global_layers=_global_layers(no_window, num_layers, None if rope == rope_without else rope_without),
@@ -484,7 +558,6 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.size_per_head,
         "intermediate_size": config.mlp_dim,
-        "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
@@ -506,14 +579,9 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
     if family.window == _TYPED_WINDOW or config.global_layers is not None:
         windows = (config.window(is_global=config.is_global(layer)) for layer in range(config.num_layers))
         values["layer_types"] = [_FULL if window is None else _SLIDING for window in windows]
-    if family is _GEMMA3:
-        del values["hidden_act"]
-        scalar = config.layer_variant.query_scalar
-        values |= {
-            "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": config.size_per_head if scalar is None else _plain(scalar),
-            "rope_local_base_freq": config.rope_theta,
-        }
+    values |= _written_variant(config, family)
+    if isinstance(family.qkv_bias, str):
+        values[family.qkv_bias] = config.qkv_bias
     if (latent := config.latent_attention) is not None:
         values |= _written_latent(latent, config.num_layers)
         values["num_nextn_predict_layers"] = config.num_layers_ahead
@@ -525,6 +593,7 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
             names.num_experts[0]: experts.num_experts,
             "num_experts_per_tok": experts.experts_per_token,
             names.mlp_dim: config.expert_dim,
+            names.shared_mlp_dim: experts.shared_mlp_dim,
             names.renormalise: experts.renormalise,
             names.every: experts.every,
             names.dense_layers: list(experts.dense_layers),
@@ -543,9 +612,44 @@ def write_decoder(config: LanguageModelConfig, family: DecoderFamily) -> dict[st
     return values
 
 
+def _written_variant(config: LanguageModelConfig, family: DecoderFamily) -> dict[str, Any]:
+    if family is _GEMMA3:
+        scalar = config.layer_variant.query_scalar
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": config.size_per_head if scalar is None else _plain(scalar),
+            "rope_local_base_freq": config.rope_theta,
+        }
+    if family.variant.interleaved:
+        share = config.rotary_dim / config.size_per_head
+        if int(config.size_per_head * share) < config.rotary_dim:  # readers round down
+            share = math.nextafter(share, 1.0)
+        return {"hidden_act": "silu", _ROTARY_SHARE: share}
+    return {"hidden_act": "silu"}
+
+
 def _plain(number: float) -> float:
     """Returns a number as files have it: ``256`` for 256.0."""
     return int(number) if number == int(number) else number
+
+
+def _read_rotary_dim(fields: ConfigFields, head_dim: int) -> int | None:
+    """Returns how many dims of a head are turned, or None for all, as transformers computes the number."""
+    outer, name = fields.number(_ROTARY_SHARE), _rope_field(fields)
+    share = fields.part(name, {_ROTARY_SHARE: outer}).number(_ROTARY_SHARE)
+    if fields.has(_ROTARY_SHARE) and share != outer:
+        raise fields.refusal(
+            _ROTARY_SHARE, outer, f"{name} says {share:g}: give the one that the model was trained with"
+        )
+    dim = int(head_dim * share) if 0 <= share <= 1 else 0
+    if dim == 0 or dim % 2:
+        raise fields.refusal(_ROTARY_SHARE, share, f"an even number of the {head_dim} dims of a head is needed")
+    return dim if dim < head_dim else None
+
+
+def _rope_field(fields: ConfigFields) -> str:
+    """Returns the field that describes rotary embeddings: the one of transformers 5, or that before it."""
+    return "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
 
 
 def _written_latent(latent: LatentAttentionConfig, num_layers: int) -> dict[str, Any]:
@@ -581,7 +685,7 @@ def _read_latent(fields: ConfigFields) -> LatentAttentionConfig:
 
 
 def _read_score_mscale(fields: ConfigFields) -> float:
-    rope = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    rope = fields.part(_rope_field(fields))
     is_yarn = rope.get("rope_type", "type") == YARN_ROPE
     return rope.number("mscale_all_dim") if is_yarn and rope.has("mscale_all_dim") else 0.0
 
@@ -644,6 +748,8 @@ def _read_experts(fields: ConfigFields, family: DecoderFamily, num_layers: int) 
     if not isinstance(dense or [], list) or not all(isinstance(layer, int) for layer in dense or []):
         raise fields.refusal(str(names.dense_layers), dense, "a list of layers is needed")
     routing: dict[str, Any] = {}
+    if names.shared_mlp_dim is not None:
+        routing = {"shared_mlp_dim": fields.whole(names.shared_mlp_dim), "shared_gate": True}
     if names.first_dense is not None:
         dense = list(range(min(num_layers, fields.whole(names.first_dense) if fields.get(names.first_dense) else 0)))
         routing = _read_routing(fields)
@@ -710,15 +816,15 @@ def _read_routing(fields: ConfigFields) -> dict[str, Any]:
     }
 
 
-def _read_rope(fields: ConfigFields) -> _Rope:
+def _read_rope(fields: ConfigFields, *, turns_all: bool = True) -> _Rope:
     """Returns the base of rotary embeddings and how their frequencies are scaled.
 
     Reads ``rope_parameters``, the one object since transformers 5, or ``rope_theta`` and ``rope_scaling``. Raises
     ValueError for all kinds but ``default``, ``llama3``, ``linear`` and ``yarn``.
     """
     outer, length = fields.number("rope_theta"), fields.get("max_position_embeddings")
-    fields.only("partial_rotary_factor", 1, why="models here turn whole heads")
-    name = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
+    _check_share(fields, turns_all=turns_all)
+    name = _rope_field(fields)
     both = fields.has("rope_parameters") and fields.has("rope_scaling")
     if both and fields.get("rope_scaling") != fields.get("rope_parameters"):
         raise fields.refusal("rope_scaling", fields.get("rope_scaling"), "rope_parameters says something else")
@@ -726,13 +832,18 @@ def _read_rope(fields: ConfigFields) -> _Rope:
         fields.get(each)
     rope = fields.part(name, {"rope_theta": outer, _ORIGINAL_LENGTH: length})
     _check_theta(fields, "rope_theta", outer, name, rope.number("rope_theta"))
-    return _rope_of(rope)
+    return _rope_of(rope, turns_all=turns_all)
 
 
-def _rope_of(rope: ConfigFields) -> _Rope:
+def _check_share(fields: ConfigFields, *, turns_all: bool) -> None:
+    if fields.get(_ROTARY_SHARE) not in (None, 1) and turns_all:
+        raise fields.refusal(_ROTARY_SHARE, fields.get(_ROTARY_SHARE), "models of this family turn whole heads")
+
+
+def _rope_of(rope: ConfigFields, *, turns_all: bool = True) -> _Rope:
     """Returns the rotary embedding that one object describes."""
     kind, theta = rope.get("rope_type", "type") or _DEFAULT_ROPE, rope.number("rope_theta")
-    rope.only("partial_rotary_factor", 1, why="models here turn whole heads")
+    _check_share(rope, turns_all=turns_all)
     if kind not in (_DEFAULT_ROPE, *ROPE_KINDS):
         raise rope.refusal("rope_type", kind, f"models here know {', '.join((_DEFAULT_ROPE, *ROPE_KINDS))}")
     scaling = None if kind == _DEFAULT_ROPE else RopeScaling(kind=kind, **_read_scaling(rope, kind))

@@ -181,6 +181,13 @@ def write_adapters(plan: PlannedExport, target: Path) -> None:
     if base is not None:
         imported = open_step(Path(base["folder"]), base["step"]).host.get("imported")
     modules = [match.theirs[0].removesuffix(".weight") for match in plan.matches if match.ours[-1] == "kernel"]
+    paths = {".".join(each.ours[:-1]).removeprefix(ADAPTERS) for each in plan.adapters}
+    for match in plan.matches:
+        if match.transform.joined is not None and (path := ".".join(match.ours[:-1])) in paths:
+            raise ValueError(
+                f"{folder.path} has an adapter for {path} alone, a part of {match.theirs[0]}, which has one adapter in "
+                "PEFT: leave --adapters out, to merge"
+            )
     adapted = [name for name in modules if f"{PEFT}{name}.lora_A.weight" in {each.theirs[0] for each in plan.adapters}]
     config = {
         "peft_type": "LORA",

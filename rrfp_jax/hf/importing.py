@@ -290,7 +290,8 @@ def plan_adapters(source: Path, base: Path) -> PlannedAdapters:
     found, paths, all_paths = dict[tuple[str, ...], StoredTensor](), list[str](), list[str]()
     rank, used = adapters.rank, set[str]()
     for match in match_tensors(model.table, folder.sections.shapes()):
-        if len(match.ours) < 3 or match.ours[-1] != "kernel":  # of the head, experts and norms
+        # of the head, experts and norms, or several matrices here that are one there
+        if len(match.ours) < 3 or match.ours[-1] != "kernel" or match.transform.joined is not None:
             continue
         module, path = match.theirs[0].removesuffix(".weight"), ".".join(match.ours[:-1])
         all_paths.append(path)
@@ -311,7 +312,8 @@ def plan_adapters(source: Path, base: Path) -> PlannedAdapters:
     if odd := next((name for name in stored if name not in used), None):
         raise ValueError(
             f"{weights} holds {odd}, for which the model in {base} has no matrix that takes an adapter: give --base "
-            "the model that they were trained with, and adapters of attention's and the MLP's products alone"
+            "the model that they were trained with, and adapters of attention's and the MLP's products alone, or merge "
+            "them with PEFT"
         )
     adapters = replace(adapters, targets=tuple(short_targets(paths, all_paths)))
     return PlannedAdapters(source, folder, replace(folder.sections, adapters=adapters), found)

@@ -85,12 +85,15 @@ def rope_tables(
     return scaling.attention_factor * sin, scaling.attention_factor * cos
 
 
-def apply_rope(x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
+def apply_rope(x: jax.Array, sin: jax.Array, cos: jax.Array, *, interleaved: bool = False) -> jax.Array:
     """Turns ``x``, ``[..., length, heads, head_dim]``, by angles ``[..., length, 1, head_dim / 2]``.
 
     Dimension ``i`` of the first half of a head is paired with dimension ``i`` of the second half, as Llama's published
-    weights expect. Products are float32; the result has the dtype of ``x``.
+    weights expect. ``interleaved`` pairs neighbours, which come out half a head apart: the scores of attention do not
+    depend on the order of dims. Products are float32; the result has the dtype of ``x``.
     """
+    if interleaved:
+        x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -161,6 +164,7 @@ class Attention(nnx.Module):
     ) -> None:
         self.head_dim = config.size_per_head
         self.rope_theta, self.rope_scaling = config.rope(is_global=is_global)
+        self.rotary_dim, self.interleaved = config.rotary_dim, config.layer_variant.interleaved
         self.window = config.window(is_global=is_global)
         variant = config.layer_variant
         scalar = variant.query_scalar
@@ -197,8 +201,8 @@ class Attention(nnx.Module):
         query, key, value = self._heads(x)
         query, key = (
             # the two calls make equal tables, which the compiler joins
-            turn(heads, *(self._tables(jnp.arange(x.shape[1])) if rows is None else (rows.sin, rows.cos)))
-            for turn, heads in ((self._turned_query, query), (apply_rope, key))
+            self._turned(heads, factor, *(self._tables(jnp.arange(x.shape[1])) if rows is None else rows[:2]))
+            for heads, factor in ((query, self.query_factor), (key, None))
         )
         own, segments = KVCache(key, value), None if rows is None else rows.segments
         if earlier:
@@ -222,13 +226,13 @@ class Attention(nnx.Module):
         query, key, value = self._heads(x)
         positions = start + jnp.arange(x.shape[1])
         tables = self._tables(positions)
-        new = apply_rope(key, *tables), value
+        new = self._turned(key, None, *tables), value
         # written before attention reads the cache, so that tokens attend to themselves
         keys, values = (
             jax.lax.dynamic_update_slice_in_dim(held, part.astype(held.dtype), start, axis=1)
             for held, part in zip(cache, new, strict=True)
         )
-        query = self._turned_query(query, *tables)
+        query = self._turned(query, self.query_factor, *tables)
         mixed = cached_attention(query, keys, values, positions, window=self.window, sinks=self._sinks())
         return from_heads(self.output, mixed), KVCache(keys, values)
 
@@ -242,14 +246,17 @@ class Attention(nnx.Module):
     def _sinks(self) -> jax.Array | None:
         return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
 
-    def _turned_query(self, query: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-        if self.query_factor is None:
-            return apply_rope(query, sin, cos)
-        # the tables are float32, so the factor costs no rounding of its own
-        return apply_rope(query, self.query_factor * sin, self.query_factor * cos)
+    def _turned(self, heads: jax.Array, factor: float | None, sin: jax.Array, cos: jax.Array) -> jax.Array:
+        """Returns queries or keys, multiplied by ``factor``, with their rotary dims turned."""
+        turned, *rest = jnp.split(heads, [self.rotary_dim], axis=-1) if self.rotary_dim < self.head_dim else [heads]
+        if factor is not None:
+            # the tables are float32, so the factor costs no rounding of its own
+            sin, cos = factor * sin, factor * cos
+            rest = [(each.astype(jnp.float32) * factor).astype(each.dtype) for each in rest]
+        return jnp.concatenate([apply_rope(turned, sin, cos, interleaved=self.interleaved), *rest], axis=-1)
 
     def _tables(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rope_tables(positions, self.head_dim // 2, self.rope_theta, self.rope_scaling)
+        return rope_tables(positions, self.rotary_dim // 2, self.rope_theta, self.rope_scaling)
 
 
 class LatentAttention(nnx.Module):
@@ -324,14 +331,11 @@ class LatentAttention(nnx.Module):
         shared, rotary_key = jnp.split(self.kv_down(x), [latent.kv_rank], axis=-1)
         (both,) = by_heads(self.kv_norm(shared), latent.plain_dim + latent.value_dim, self.kv_up)
         key, value = jnp.split(both, [latent.plain_dim], axis=-1)
-        turned, rotary_key = (self._turn(part, sin, cos) for part in (turned, rotary_key[..., None, :]))
+        turned, rotary_key = (
+            apply_rope(part, sin, cos, interleaved=latent.interleaved) for part in (turned, rotary_key[..., None, :])
+        )
         rotary_key = jnp.broadcast_to(rotary_key, (*key.shape[:-1], latent.rotary_dim))
         return jnp.concatenate([query, turned], axis=-1), jnp.concatenate([key, rotary_key], axis=-1), value
-
-    def _turn(self, x: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-        if self.latent.interleaved:  # scores do not depend on the order in which the turned dims come out
-            x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
-        return apply_rope(x, sin, cos)
 
     def _of_one_width(
         self, query: jax.Array, key: jax.Array, value: jax.Array

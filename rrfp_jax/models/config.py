@@ -166,7 +166,8 @@ class LayerVariant:
     """Properties of the layers of some families that Llama has not.
 
     Gemma 3 is ``activation: gelu_tanh`` with ``norm_offset``, ``post_norms``, ``scaled_embedding`` and a
-    ``query_scalar``; GPT-OSS has ``sinks`` and ``output_bias``.
+    ``query_scalar``; GPT-OSS has ``sinks`` and ``output_bias``; GLM-4 has ``rotary_dim``, ``interleaved`` and
+    ``post_norms``.
 
     Raises ValueError, with the remedy, for an activation that is not known and for numbers out of range.
     """
@@ -187,10 +188,17 @@ class LayerVariant:
     """Whether the softmax of each head has one score more, which is learned and has no value."""
     output_bias: bool = False
     """Whether the product behind attention has a bias."""
+    rotary_dim: int | None = None
+    """Number of the first dims of a head that positions turn, even; None: all."""
+    interleaved: bool = False
+    """Whether a rotary embedding turns neighbouring dims; false: dims half of all turned ones apart."""
 
     def __post_init__(self) -> None:
         check_types(self)
         check_fields(self, _FINITE_ABOVE_0, "query_scalar")
+        check_fields(
+            self, FieldRule("an even number above 0", lambda value: value > 0 and value % 2 == 0), "rotary_dim"
+        )
         if self.activation not in MLP_ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}: give one of {', '.join(MLP_ACTIVATIONS)}")
 
@@ -428,7 +436,7 @@ class LanguageModelConfig:
 
     The switches ``rope_scaling``, ``qkv_bias``, ``qk_norm`` and ``sliding_window`` make it Llama 3.1, Qwen 2.5, Qwen 3
     and Mistral; ``experts`` makes it Mixtral and Qwen3-MoE, with ``latent_attention`` DeepSeek-V3; ``global_layers``
-    and ``variant`` make it Gemma 3, with ``experts`` GPT-OSS.
+    and ``variant`` make it Gemma 3, with ``experts`` GPT-OSS; ``variant`` alone makes it GLM-4.
 
     Raises ValueError, with the remedy, for values that do not describe a model.
     """
@@ -460,7 +468,7 @@ class LanguageModelConfig:
     global_layers: GlobalLayers | None = None
     """Layers that have no ``sliding_window`` where the others have one, as in Gemma 3; None: there are none."""
     variant: LayerVariant | None = None
-    """Properties of layers that Llama's have not, as in Gemma 3 and GPT-OSS; None: there are none."""
+    """Properties of layers that Llama's have not, as in Gemma 3, GPT-OSS and GLM-4; None: there are none."""
     latent_attention: LatentAttentionConfig | None = None
     """Attention whose keys and values are products of one narrow vector, as in DeepSeek-V3; null: each has a product of
     its own."""
@@ -499,11 +507,7 @@ class LanguageModelConfig:
                 f"hidden {self.hidden} does not divide into {self.num_heads} heads: give head_dim, "
                 f"or hidden {self.hidden + -self.hidden % self.num_heads}"
             )
-        if self.rotary_dim % 2:
-            raise ValueError(
-                f"heads are {self.size_per_head} wide, and rotary embeddings turn pairs: "
-                f"give an even head_dim, for example {self.size_per_head + 1}"
-            )
+        self._check_rotary()
         if self.num_heads % self.num_key_value_heads:
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise ValueError(
@@ -531,6 +535,18 @@ class LanguageModelConfig:
             self._check_excluded(self.fp8.exclude)
         check_dtypes(self)
 
+    def _check_rotary(self) -> None:
+        if (self.layer_variant.rotary_dim or 0) >= self.size_per_head:
+            raise ValueError(
+                f"variant.rotary_dim {self.rotary_dim} is not less than the {self.size_per_head} dims of a head: give "
+                "fewer, or leave it out, which turns all"
+            )
+        if self.rotary_dim % 2:
+            raise ValueError(
+                f"heads are {self.size_per_head} wide, and rotary embeddings turn pairs: "
+                f"give an even head_dim, for example {self.size_per_head + 1}"
+            )
+
     def _check_latent(self, latent: LatentAttentionConfig) -> None:
         given = {
             "head_dim": self.head_dim not in (None, latent.query_dim),
@@ -549,6 +565,8 @@ class LanguageModelConfig:
             "variant.query_scalar": self.layer_variant.query_scalar is not None,
             "variant.sinks": self.layer_variant.sinks,
             "variant.output_bias": self.layer_variant.output_bias,
+            "variant.rotary_dim": self.layer_variant.rotary_dim is not None,
+            "variant.interleaved": self.layer_variant.interleaved,
         }
         for name, is_given in absent.items():
             if is_given:
@@ -584,7 +602,9 @@ class LanguageModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Number of dims of a head that positions turn."""
-        return self.size_per_head if self.latent_attention is None else self.latent_attention.rotary_dim
+        if self.latent_attention is not None:
+            return self.latent_attention.rotary_dim
+        return self.layer_variant.rotary_dim or self.size_per_head
 
     @property
     def num_key_value_heads(self) -> int:

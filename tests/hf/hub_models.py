@@ -12,8 +12,8 @@ import transformers
 from rrfp_jax.data.packing import patches_of
 
 TEXT = (
-    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
-    *("gemma3_text", "gpt_oss", "deepseek_v3"),
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"),
+    *("gemma3_text", "gpt_oss", "glm", "glm4", "deepseek_v3"),
 )
 
 
@@ -35,12 +35,18 @@ def text_config(family: str, seed: int) -> Any:
         "rope_parameters": rope(chance),
         "initializer_range": 0.3,
     }
-    if own_head_dim or family == "qwen3":
+    if own_head_dim or family in ("qwen3", "glm", "glm4"):
         values["head_dim"] = chance.choice([4, 8, 14])
+    if family in ("glm", "glm4"):
+        turned = chance.choice(range(2, values["head_dim"] + 1, 2))
+        values["rope_parameters"]["partial_rotary_factor"] = turned / values["head_dim"]
+        values |= {"attention_bias": chance.random() < 0.5, "pad_token_id": None}
     values |= _window(family, chance, values["num_hidden_layers"])
     if family == "mixtral":
         values |= {"num_local_experts": chance.choice([2, 5]), "num_experts_per_tok": chance.choice([1, 2])}
-    if family == "qwen3_moe":
+    if family == "qwen2_moe":
+        values |= {"shared_expert_intermediate_size": chance.choice([5, 12]), "qkv_bias": chance.random() < 0.8}
+    if family in ("qwen2_moe", "qwen3_moe"):
         values |= {
             "num_experts": 5,
             "num_experts_per_tok": chance.choice([1, 3]),

@@ -42,6 +42,13 @@ TEXT: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 6},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 5,
+        "shared_expert_intermediate_size": 7,
+        "mlp_only_layers": [1],
+    },
     "qwen3_moe": {
         "num_experts": 3,
         "num_experts_per_tok": 2,
@@ -71,6 +78,13 @@ TEXT: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "swiglu_limit": 0.5,
         "sliding_window": 3,
+    },
+    "glm": {"pad_token_id": None},
+    "glm4": {
+        "head_dim": 6,
+        "attention_bias": False,
+        "rope_parameters": {**_LLAMA3, "partial_rotary_factor": 0.7},
+        "pad_token_id": None,
     },
     "deepseek_v3": {
         "num_key_value_heads": 2,

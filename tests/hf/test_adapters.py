@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from safetensors.numpy import load_file, save_file
 from rrfp_jax.checkpoint import newest_step, read_params
 from rrfp_jax.commands.common.errors import BadInput
 from rrfp_jax.commands.convert import main as convert
+from rrfp_jax.hf._tensor_names import match_adapters
+from rrfp_jax.hf.decoders import DECODER_FAMILIES
 from rrfp_jax.hf.exporting import plan_export, write_adapters, write_export
 from rrfp_jax.hf.importing import plan_adapters, plan_import, write_adapters_import, write_import
 from rrfp_jax.hf.tensor_files import stored_tensors
 from tests.hf.random_folder import TINY_LLAMA, write_folder
 
+GOLDEN = Path(__file__).parent / "golden"
 SMALL = TINY_LLAMA | {"num_hidden_layers": 2}
 SHAPES = {
     "model.layers.0.self_attn.q_proj": (32, 32),
@@ -121,6 +125,30 @@ def test_adapters_of_another_base(base: Path, tmp_path: Path) -> None:
         plan_adapters(theirs, tmp_path / "ours")
     with pytest.raises(ValueError, match="has no adapters: leave --adapters out"):
         write_adapters(plan_export(base / "ours"), tmp_path / "none")
+
+
+def test_a_product_of_theirs_that_is_two_of_ours_has_no_adapter(tmp_path: Path) -> None:
+    """GLM's gate and up are one matrix in its files, with one adapter for both."""
+    write_import(plan_import(GOLDEN / "glm4"), tmp_path / "base")
+    folder, names = tmp_path / "theirs", ("self_attn.q_proj", "mlp.gate_up_proj")
+    write_peft(folder)
+    tensors = {
+        f"base_model.model.model.layers.0.{name}.lora_{factor}.weight": np.ones(shape, np.float32)
+        for name in names
+        for factor, shape in (("A", (3, 8)), ("B", (12, 3)))
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"gate_up_proj\.lora_A\.weight, .* no matrix .*, or merge them with PEFT$"):
+        plan_adapters(folder, tmp_path / "base")
+    save_file({name: tensors[name] for name in tensors if "q_proj" in name}, folder / "adapter_model.safetensors")
+    write_adapters_import(plan_adapters(folder, tmp_path / "base"), tmp_path / "ours")
+    plan = plan_export(tmp_path / "ours")
+    write_adapters(plan, tmp_path / "back")
+    other = match_adapters(DECODER_FAMILIES["glm4"].names, {("adapters.layers.0", "mlp", "up", "lora_a"): (8, 3)})
+    with pytest.raises(
+        ValueError, match=r"an adapter for layers\.0\.mlp\.up alone, .*: leave --adapters out, to merge"
+    ):
+        write_adapters(replace(plan, adapters=other), tmp_path / "none")
 
 
 def test_a_base_that_is_gone_or_another_one(tmp_path: Path) -> None:

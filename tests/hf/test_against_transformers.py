@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 SEEDS = range(4)
-MANY = ("gemma3_text", "gpt_oss", "deepseek_v3")
+MANY = ("qwen2_moe", "gemma3_text", "gpt_oss", "glm", "glm4", "deepseek_v3")
 """Families whose layers are of several kinds, so that few configurations show little."""
 
 

@@ -15,12 +15,14 @@ from rrfp_jax.hf.exporting import plan_export, write_export
 from rrfp_jax.hf.importing import plan_import, write_import
 from rrfp_jax.hf.model_folder import ModelSections
 from rrfp_jax.hf.tensor_files import stored_tensors
-from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig, RopeScaling
+from rrfp_jax.models.config import ExpertsConfig, LanguageModelConfig, LayerVariant, RopeScaling
 from tests.hf.random_folder import TINY_LLAMA, write_folder
 
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = sorted(path.name for path in GOLDEN.iterdir())
 _LLAMA = LanguageModelConfig(vocab_size=256, hidden=32, num_layers=2, num_heads=4, mlp_dim=48)
+
+FEW = {"num_experts": 4, "experts_per_token": 2}
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
@@ -76,6 +78,12 @@ def test_other_numbers_and_what_does_not_fit_into_them(tmp_path: Path):
         ({"experts": ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=7)}, None),
         ({"experts": ExpertsConfig(num_experts=4, experts_per_token=2)}, "mixtral"),
         ({"qk_norm": True, "experts": ExpertsConfig(num_experts=4, experts_per_token=2, mlp_dim=7)}, "qwen3_moe"),
+        ({"variant": LayerVariant(interleaved=True)}, "glm"),
+        ({"variant": LayerVariant(interleaved=True, post_norms=True, rotary_dim=2), "head_dim": 98}, "glm4"),
+        (
+            {"experts": ExpertsConfig(**FEW, mlp_dim=7, shared_mlp_dim=9, shared_gate=True, every=2)},
+            "qwen2_moe",
+        ),
         ({"qk_norm": True, "qkv_bias": True}, None),
         ({"experts": ExpertsConfig(num_experts=4, experts_per_token=2, shared_mlp_dim=7)}, None),
         ({"experts": ExpertsConfig(num_experts=4, experts_per_token=2, capacity_factor=1.0)}, None),

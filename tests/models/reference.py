@@ -105,7 +105,11 @@ def reference_attention(
         if config.qk_norm and name != "value":
             heads[name] = _norm(config, heads[name], weights[f"{name}_norm"]["scale"])
         for b, t, head in np.ndindex(heads[name].shape[:3] if name != "value" else (0, 0, 0)):
-            heads[name][b, t, head] = reference_rotate(heads[name][b, t, head], positions[b, t], theta, scaling)
+            turned = heads[name][b, t, head, : config.rotary_dim]  # a view, whose neighbours become pairs of halves
+            order = np.arange(config.rotary_dim)
+            if config.layer_variant.interleaved:
+                order = np.concatenate([order[::2], order[1::2]])
+            turned[order] = reference_rotate(turned[order], positions[b, t], theta, scaling)
     mixed = np.zeros_like(heads["query"])
     for b, head, t in np.ndindex(batch, config.num_heads, length):
         group = head // (config.num_heads // config.num_key_value_heads)

@@ -43,6 +43,12 @@ SIGMOID = {"num_experts": 6, "experts_per_token": 3, "scores": "sigmoid"}
         (lambda: latent_model(variant=LayerVariant(sinks=True)), "variant.sinks is given beside latent_attention"),
         (lambda: latent_model(variant=LayerVariant(output_bias=True)), "variant.output_bias is given beside"),
         (lambda: latent_model(variant=LayerVariant(query_scalar=3.0)), "variant.query_scalar is given beside"),
+        (lambda: latent_model(variant=LayerVariant(interleaved=True)), "variant.interleaved is given beside"),
+        (lambda: LayerVariant(rotary_dim=3), "rotary_dim is 3: give an even number above 0"),
+        (
+            lambda: small_config(variant=LayerVariant(rotary_dim=8)),
+            "variant.rotary_dim 8 is not less than the 8 dims of a head: give fewer, or leave it out",
+        ),
         (lambda: latent_model(more={"score_mscale": 1.0}), "score_mscale goes by the factor of rope_scaling"),
         (
             lambda: ExpertsConfig(num_experts=6, experts_per_token=2, bias_rate=0.1),

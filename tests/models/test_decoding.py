@@ -34,7 +34,14 @@ EVERYTHING = replace(
     sliding_window=3,
     global_layers=GlobalLayers(every=2, rope_theta=50.0),
     variant=LayerVariant(
-        norm_offset=True, post_norms=True, scaled_embedding=True, query_scalar=5.0, sinks=True, output_bias=True
+        norm_offset=True,
+        post_norms=True,
+        scaled_embedding=True,
+        query_scalar=5.0,
+        sinks=True,
+        output_bias=True,
+        rotary_dim=4,
+        interleaved=True,
     ),
     tie_embeddings=True,
     experts=ExpertsConfig(

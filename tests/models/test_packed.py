@@ -24,6 +24,8 @@ FAMILIES = {
             activation="gelu_tanh", norm_offset=True, post_norms=True, scaled_embedding=True, sinks=True
         ),
     ),
+    "glm": small_config(qkv_bias=True, variant=LayerVariant(post_norms=True, rotary_dim=4, interleaved=True)),
+    "partly turned": small_config(variant=LayerVariant(rotary_dim=2, query_scalar=5.0)),
 }
 
 

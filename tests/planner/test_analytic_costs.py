@@ -34,6 +34,7 @@ from tests.models.cudnn_on_cpu import HOPPER, cudnn_on_cpu
 CPU = Target(platform="cpu", kind="cpu")
 ROWS = MicrobatchRows(num_rows=3, length=40)
 GEMMA = LayerVariant(activation="gelu_tanh", norm_offset=True, post_norms=True, scaled_embedding=True)
+GLM = LayerVariant(post_norms=True, rotary_dim=4, interleaved=True)
 MODEL = LanguageModelConfig(
     vocab_size=300, hidden=48, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=10, mlp_dim=112
 )
@@ -64,6 +65,8 @@ def traced(model: LanguageModelConfig, remat: str) -> list[ChunkPlan]:
         pytest.param("full", {}, marks=pytest.mark.slow),
         pytest.param("none", {"variant": GEMMA}, marks=pytest.mark.slow),
         pytest.param("dots", {"variant": GEMMA}, marks=pytest.mark.slow),
+        pytest.param("none", {"variant": GLM}, marks=pytest.mark.slow),
+        pytest.param("dots", {"variant": GLM, "compute_dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param("none", {"variant": GEMMA, "fp8": Float8Config()}, marks=pytest.mark.slow),
         pytest.param("none", {"fp8": Float8Config(exclude=("*.key", "head"))}, marks=pytest.mark.slow),
         pytest.param("dots", {"compute_dtype": "bfloat16", "fp8": Float8Config()}, marks=pytest.mark.slow),

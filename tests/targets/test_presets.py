@@ -21,9 +21,10 @@ from tests.commands.test_presets import forecasts_told
 PRESETS = ROOT / "tpu_gpu_configs"
 NAMES = [str(path.relative_to(PRESETS).with_suffix("")) for path in sorted(PRESETS.glob("[gt]pu/*.yaml"))]
 _OF_KIND = {CUDA: "gpu/", "tpu": "tpu/"}
-_LAYERS = {"gpu/llama3_70b_128": 3}
-"""Layers of a chunk where one is too few: a plan counts the embedding's output, which this preset's programs make
-again, as kept, and beside a single layer that is more than the quarter by which a forecast may be too high."""
+_LAYERS = {"gpu/gemma3_27b_64": 4, "gpu/gpt_oss_120b_64": 2, "gpu/llama3_70b_128": 3}
+"""Layers of a chunk where one is too few: a plan counts the embedding's output, which these presets' programs make
+again, as kept, and beside a single layer that is more than the quarter by which a forecast may be too high; and a table
+of 200,000 words is copied once for each chunk that reads it."""
 _OF_MICROBATCHES = ("forward", "backward", "input_gradient", "weight_gradient")
 
 
@@ -79,6 +80,8 @@ def test_attention_is_fused_and_no_array_grows_with_the_square_of_the_length(run
     assert forwards
     if "context" in dict(run.pipeline.layout.axes_of_stage[0]):
         return  # keys and values pass around a ring between tiles of our own
+    if target.kind == CUDA and run.config.model.layer_variant.sinks:
+        return  # cuDNN knows no sinks
     for each in forwards:
         kernel = "fmha" if target.kind == CUDA else "tpu_custom_call"
         assert any(kernel in name.lower() for name in each.text.attention), f"{each.name} of chunk {each.chunk}"
