@@ -77,7 +77,7 @@ class _Step:
 
 @dataclass
 class _Version:
-    """What a chunk has twice where two steps are under way, beside the newest parameters and one step's gradients."""
+    """State that a chunk has for a second step under way, beside its newest parameters and one step's gradients."""
 
     older: Any
     """The parameters before the last update."""
