@@ -86,7 +86,7 @@ class BucketPath(PosixPath):
         return self
 
     def is_absolute(self) -> bool:
-        """Returns True."""
+        """Returns True: it has its scheme."""
         return True
 
     def is_symlink(self) -> bool:

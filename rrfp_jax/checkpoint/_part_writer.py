@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,8 @@ class PartWriter:
                 written[part.name] = record.write(folder / f"{part.name}.json")
         if isinstance(folder, BucketPath):
             shutil.rmtree(self._here(folder), ignore_errors=True)
+            with suppress(OSError):
+                self._here(folder).parent.rmdir()  # only if no other rank of this host writes there
         return written
 
     def _here(self, folder: Path) -> Path:

@@ -71,6 +71,7 @@ from rrfp_jax.hardware import (
 from rrfp_jax.observe.output_files import check_file, check_folder
 from rrfp_jax.runtime.cluster import membership_from
 from rrfp_jax.runtime.jax_environment import idle_plugin, two_cudas
+from rrfp_jax.storage import BucketPath, check_bucket, located
 from rrfp_jax.version import __version__
 
 _GIB = 1 << 30
@@ -340,6 +341,13 @@ def check_run_directory(path: Path) -> Finding:
 
     The trial write is made in the nearest folder that exists, because the path itself may be made by the run only.
     """
+    if isinstance(path := located(path), BucketPath):
+        try:
+            check_bucket(path, "run directory")
+        except ValueError as error:
+            text, _, remedy = str(error).rpartition(": ")
+            return _problem(text, remedy)
+        return _ok(f"objects can be made once, listed, read and removed in {path}", path=str(path))
     remedy = "name another one (--run-dir), or make it writable"
     try:
         check_folder(path, "run directory")

@@ -342,8 +342,8 @@ def record_values(values: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
     for path in paths if isinstance(paths, list | tuple) else (paths,):
         if kind not in ("tokens", "own") and isinstance(path, str) and isinstance(located(path), BucketPath):
             raise ValueError(
-                f"data: path is {path}, and of an object store only token sets are read: make one with rrfp tokenize, "
-                "or copy the file to a disk"
+                f"data: path is {path}, and of an object store only token sets are read (kind tokens): make one with "
+                "rrfp tokenize, or copy the file to a disk"
             )
     record, given = DATA_KINDS[kind], {key: value for key, value in values.items() if key not in ("kind", "images")}
     images = values.get("images")

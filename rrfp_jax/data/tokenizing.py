@@ -53,7 +53,7 @@ from rrfp_jax.data.tokenizer_files import (
 from rrfp_jax.data.tokens import HEADER, TokenSetHeader, TokenSetWriter, token_dtype
 from rrfp_jax.field_rules import AT_LEAST_1, check_fields
 from rrfp_jax.observe.output_files import check_file, check_folder, replacing
-from rrfp_jax.storage import BucketPath, check_bucket, located, move_up, working_folder
+from rrfp_jax.storage import BucketPath, check_bucket, local_copy, located, move_up, working_folder
 from rrfp_jax.waiting import end_with_parent, spawning
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _read_corpus(
         others = f" and {len(paths) - 3} others" if len(paths) > 3 else ""
         return ", ".join(map(str, paths[:3])) + others
 
-    sources, left_out = find_sources(inputs, options.suffixes)
+    sources, left_out = find_sources([local_copy(located(each)) for each in inputs], options.suffixes)
     if left_out:
         _LOG.info("left out, for their suffixes or as no files: %s", some(left_out))
     add_bytes = _counter(progress, _READING, sum(os.stat(source.path).st_size for source in sources))
