@@ -63,7 +63,9 @@ class RunDirectory:
         self.path = working_folder(self.place) if isinstance(self.place, BucketPath) else self.place
         """The local folder of its files but checkpoints."""
         self.lock = lock_of(self.place)
-        self._sent: dict[str, tuple[int, int]] = {}  # sizes and times of the files that were copied up
+        self._sent: dict[str, tuple[int, int]] | None = None
+        """Sizes and times of the local files that were copied up. None: this object does not do so, and the files may be
+        those of an earlier run."""
 
     def check(self) -> None:
         """Raises ValueError, with the remedy, unless all files of a run can be written; creates nothing."""
@@ -156,25 +158,29 @@ class RunDirectory:
                     place.download(self.path, [name])
                 elif name not in (CHECKPOINTS, PROFILE_FOLDER):
                     (place / name).download(self.path / name, (place / name).files())
+            self._sent = self._stamps()
         except OSError as error:
             self.lock.release()
             raise ValueError(f"run_dir {place} cannot be read ({error.strerror}): try again") from None
 
     def send(self) -> None:
         """Copies the files that are new or changed to the object store that the run is in; an error is a warning."""
-        if not isinstance(self.place, BucketPath):
+        if not isinstance(self.place, BucketPath) or self._sent is None:
             return
+        stamps, sent = self._stamps(), self._sent
+        try:
+            self.place.upload(self.path, [name for name, stamp in stamps.items() if sent.get(name) != stamp])
+            self._sent = stamps
+        except OSError as error:
+            _LOG.warning("files of the run are not in %s yet, only in %s: %s", self.place, self.path, error.strerror)
+
+    def _stamps(self) -> dict[str, tuple[int, int]]:
         found = {path.relative_to(self.path).as_posix(): path.stat() for path in self.path.rglob("*") if path.is_file()}
-        stamps = {
+        return {
             name: (status.st_size, status.st_mtime_ns)
             for name, status in found.items()
             if not any(part.startswith(".") for part in name.split("/"))  # one that is being written
         }
-        try:
-            self.place.upload(self.path, [name for name, stamp in stamps.items() if self._sent.get(name) != stamp])
-            self._sent = stamps
-        except OSError as error:
-            _LOG.warning("files of the run are not in %s yet, only in %s: %s", self.place, self.path, error.strerror)
 
     def _send(self, path: Path) -> Path:
         """Copies one file of this process up; returns where it is."""
@@ -191,6 +197,7 @@ class RunDirectory:
         if not here.is_file() or not here.read_bytes().startswith(rows):
             with replacing(here) as path:
                 path.write_bytes(rows)
+        self._sent = self._stamps()
 
     def close(self) -> None:
         """Copies the last files up where this object has the lock, and gives it back."""

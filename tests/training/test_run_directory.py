@@ -267,9 +267,18 @@ def test_a_run_in_an_object_store_has_its_files_there(tmp_path, monkeypatch):
     other.send()
     assert (place / "metrics.jsonl").read_text() == '{"step": 0}\n'
     assert not (place / "failure.json").exists()
-    (other.path / "metrics.jsonl").write_text('{"step": 7}\n')
-    other.fetch_metrics()
-    assert (other.path / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    third = RunDirectory(place)  # takes over when the first is lost
+    (third.path / "metrics.jsonl").write_text('{"step": 7}\n')
+    (third.path / "trace.json").write_text("of another run")
+    third.send()
+    assert (place / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    third.fetch_metrics()
+    with (third.path / "metrics.jsonl").open("a") as rows:
+        rows.write('{"step": 1}\n')
+    third.send()
+    assert (place / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n'
+    assert not (place / "trace.json").exists()
+    (third.path / "trace.json").unlink()
     other.clear()
     other.close()
     assert [path.name for path in place.iterdir()] == ["run.lock"]
