@@ -64,8 +64,8 @@ class RunDirectory:
         """The local folder of its files but checkpoints."""
         self.lock = lock_of(self.place)
         self._sent: dict[str, tuple[int, int]] | None = None
-        """Sizes and times of the local files that were copied up. None: this object does not do so, and the files may be
-        those of an earlier run."""
+        """Sizes and times of the local files that were copied up. None: this object does not copy, as they may be of an
+        earlier run."""
 
     def check(self) -> None:
         """Raises ValueError, with the remedy, unless all files of a run can be written; creates nothing."""

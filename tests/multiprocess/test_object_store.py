@@ -1,13 +1,21 @@
 """Runs in a bucket of a real server of S3's protocol: one at a time, refused without rights, read by all commands."""
 
 import json
+import os
+import random
+import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
+import optax
 import pytest
 
-from rrfp_jax.checkpoint import last_committed
+from rrfp_jax.checkpoint import NotDone, last_committed
+from rrfp_jax.storage import _store
+from tests.checkpoint.states import bits, newest_step, opened, pieces_of, restored, save, trained
 from tests.commands.running import run_afresh
 from tests.environment import of_child
 from tests.multiprocess.launching import eventually, launched
@@ -53,11 +61,76 @@ def test_of_many_takers_at_once_one_succeeds(bucket: Path) -> None:
             taker.communicate(timeout=60)
 
 
+class BadLine:
+    """A way to a server of this machine, on which connections are cut: before a request is through, or its answer."""
+
+    def __init__(self, port: int, chance: random.Random, cut: float) -> None:
+        self._port, self._chance, self._cut, self.num_cut = port, chance, cut, 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # until it is closed
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._port))
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=self._carry, args=pair, daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if self._chance.random() < self._cut:
+                    self.num_cut += 1
+                    break
+                target.sendall(data)
+        for each in (source, target):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        source.close()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def test_lost_connections_lose_no_commit(bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pieces = pieces_of([["layers.0"], ["head"]], optax.sgd(1e-3))
+    line = BadLine(int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2]), random.Random(1), 0.06)
+    failures, known = 0, None
+    for step in range(1, 11):
+        with monkeypatch.context() as patch:
+            patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{line.port}")
+            _store.cache_clear()
+            try:
+                checkpoints = opened(bucket, pieces)
+                failure = save(checkpoints, step, pieces)
+            except NotDone as error:  # nothing could be swept
+                failure = str(error)
+        _store.cache_clear()
+        failures += failure is not None
+        found = opened(bucket, pieces)
+        newest = newest_step(found)
+        # A step whose last answer was lost may be there; one that was saved is.
+        assert newest in ((known, step) if failure else (step,)), failure
+        known = newest
+        if known is not None:
+            assert bits(restored(found, pieces)) == bits(trained(pieces, known))
+        found.close()
+    print(f"{line.num_cut} connections were cut, and {failures} of 10 saves failed")
+    line.close()
+    assert line.num_cut > 10
+
+
 def test_two_runs_on_one_prefix_and_what_commands_read_there(bucket: Path, tmp_path: Path) -> None:
     run = bucket / "run"
     options = ("--config", training_config(tmp_path, num_stages=1, checkpoint_every=2), "--run-dir", run)
     evaluated = ("--held-out", 0.2, "--evaluation.batches", 1)
-    with launched("--", "experiments.train", *options, *evaluated, "--steps", 100_000, **QUICK_TO_COMPILE) as first:
+    with launched(
+        "--processes", 1, "--", "experiments.train", *options, *evaluated, "--steps", 100_000, **QUICK_TO_COMPILE
+    ) as first:
         assert eventually(lambda: (last_committed(run / "checkpoints") or 0) >= 4, 120), first.text
         second = run_afresh("train", *options, *evaluated, "--fresh")
         assert second.returncode == 2
