@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
 import pytest
+from fsspec.registry import _registry  # type: ignore[import-untyped]
 
 from rrfp_jax.storage import BucketPath, _store, check_bucket, local_copy, located, read_stored
 
@@ -80,7 +80,7 @@ def test_what_is_made_once_is_made_by_one(bucket: BucketPath) -> None:
 def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     _store.cache_clear()
     for scheme in ("s3", "gs"):
-        monkeypatch.delitem(fsspec.registry._registry, scheme, raising=False)
+        monkeypatch.delitem(_registry, scheme, raising=False)
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     for scheme, extra in (("s3", "s3"), ("gs", "gcs")):
