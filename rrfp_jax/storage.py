@@ -281,7 +281,8 @@ def _store(scheme: str, _process: int) -> Any:
     try:
         return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
     except ImportError as error:
-        package = f"'rrfp-jax[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else f"the package for it ({error})"
+        named = re.search(r"[Ii]nstall (\w+)", str(error))  # such as "Install adlfs to access ..."
+        package = f"'rrfp-jax[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else named[1] if named else f"it ({error})"
         raise ValueError(f"paths that begin with {scheme}:// need another package: pip install {package}") from None
     except ValueError:
         raise ValueError(f"{scheme}:// begins no path that is known here: give s3://, gs://, or a local path") from None

@@ -86,6 +86,9 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     for scheme, extra in (("s3", "s3"), ("gs", "gcs")):
         with pytest.raises(ValueError, match=rf"another package: pip install 'rrfp-jax\[{extra}\]'$"):
             located(f"{scheme}://bucket/run").exists()
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    with pytest.raises(ValueError, match=r"pip install adlfs$"):
+        located("abfs://container/run").exists()
     with pytest.raises(ValueError, match="begins no path that is known here"):
         located("xyz://bucket/run").exists()
 
