@@ -30,12 +30,13 @@ from rrfp_jax.record_files import LARGEST_RECORD_BYTES, read_record
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):/+")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_OPTIONS = {scheme: {"max_concurrency": 2} for scheme in ("s3", "s3a")}  # parts of a file in memory, 50 MiB each
 STORE_FAILED = "the object store refused or failed"
 """Words of every error after which it is not known what the store holds."""
 _READ_BYTES = 8 << 20
 """Bytes of one request by those who read a file from begin to end."""
 _NUM_AT_A_TIME = 4
-"""Files under way at a time; each may be in memory as a whole up to fsspec's size of parts, about 50 MiB."""
+"""Files under way at a time, a part or two of each in memory."""
 
 
 def located(path: str | os.PathLike[str]) -> Path:
@@ -279,7 +280,8 @@ def _store(scheme: str, _process: int) -> Any:
     import fsspec  # type: ignore[import-untyped]
 
     try:
-        return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        return fsspec.filesystem(scheme, **options | _OPTIONS.get(scheme, {}))
     except ImportError as error:
         named = re.search(r"[Ii]nstall (\w+)", str(error))  # such as "Install adlfs to access ..."
         package = f"'rrfp-jax[{_EXTRAS[scheme]}]'" if scheme in _EXTRAS else named[1] if named else f"it ({error})"
