@@ -239,8 +239,8 @@ class RunConfig:
     """The folder of an import (``rrfp convert import``) or of another run, whose parameters this run starts from. None:
     from initial values by ``seed``."""
     run_dir: str | None = None
-    """The directory that the run writes to, on a disk or in an object store (``s3://bucket/path``). None: a new folder
-    under ``runs/``, named by the configuration and the time."""
+    """The directory that the run writes to. None: a new folder under ``runs/``, named by the configuration and the
+    time."""
     report_every: int = 1
     """The number of steps from one printed line to the next, in place of a terminal's bar. The last step and skipped
     steps are printed too."""
